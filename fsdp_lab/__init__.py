@@ -1,0 +1,51 @@
+"""fsdp_lab: a laboratory for Fully Sharded Data Parallel.
+
+The public names live on their floors and are imported when they are first asked for, so that `import fsdp_lab` costs
+nothing: no torch, no Jupyter, and a machine with neither can still read and write Specs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdp_lab.events import Memory, StepEvent, Traffic
+    from fsdp_lab.spec import Precision, Spec, SpecError, Strategy, Workload
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Memory",
+    "Precision",
+    "Spec",
+    "SpecError",
+    "StepEvent",
+    "Strategy",
+    "Traffic",
+    "Workload",
+]
+
+_HOME = {
+    "Memory": "fsdp_lab.events",
+    "Precision": "fsdp_lab.spec",
+    "Spec": "fsdp_lab.spec",
+    "SpecError": "fsdp_lab.spec",
+    "StepEvent": "fsdp_lab.events",
+    "Strategy": "fsdp_lab.spec",
+    "Traffic": "fsdp_lab.events",
+    "Workload": "fsdp_lab.spec",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value  # asked for once
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,293 @@
+"""What keeps the house in shape: imports run downhill, types and style are clean, nothing strange lies about.
+
+`pytest` alone is the one check: ruff (with the notebooks) and mypy --strict run from here.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import fsdp_lab
+
+REPO = Path(__file__).resolve().parents[1]
+PACKAGE = REPO / "fsdp_lab"
+
+# Each module or package of fsdp_lab, from the ground up: (floor, name, third-party packages that it may import).
+# It imports only what stands above it in this list, so two of one floor are in order too.
+TORCH = frozenset({"torch", "numpy"})
+RANKS = TORCH | {"transformers"}
+KERNEL = RANKS | {"ipyparallel", "psutil", "zmq", "IPython", "ipykernel", "tornado", "traitlets", "jupyter_client"}
+SCREEN = KERNEL | {"bokeh", "ipywidgets", "anywidget", "rich", "pynvml", "jupyter_core"}
+FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
+    (0, "spec", frozenset()),
+    (0, "events", frozenset()),
+    (0, "schedule", frozenset()),
+    (0, "model_shape", frozenset()),
+    (1, "engine", frozenset({"torch"})),
+    (1, "wire", frozenset({"torch"})),
+    (1, "models", RANKS | {"PIL"}),
+    (1, "planner", frozenset({"numpy"})),
+    (1, "history", frozenset({"numpy"})),
+    (2, "backends", RANKS),
+    (3, "rank", RANKS),
+    (4, "cluster", KERNEL),
+    (5, "runs", KERNEL),
+    (5, "lab", KERNEL),
+    (5, "export", KERNEL),
+    (6, "dashboard", SCREEN),
+    (6, "cli", SCREEN),
+)
+PLACE = {name: i for i, (_, name, _) in enumerate(FLOORS)}
+FLOOR = {name: floor for floor, name, _ in FLOORS}
+ALLOWED = {name: third_party for _, name, third_party in FLOORS}
+
+TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "environment.yml", "fsdp_lab", "notebooks", "tests", "binder"}
+
+
+# -- imports run downhill --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import, wherever it is written: at the top, in a function, under TYPE_CHECKING, or by string."""
+
+    path: Path
+    line: int
+    target: str  # absolute dotted name
+
+    @property
+    def here(self) -> str:
+        """The module or package of fsdp_lab that imports: "spec", "wire", ..."""
+        return self.path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(REPO)}:{self.line} imports {self.target}"
+
+
+def modules() -> list[Path]:
+    """All Python files of the package but its own `__init__`, whose table of lazy names points everywhere."""
+    return sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py" and "notebooks" not in p.parts)
+
+
+def imports(path: Path, code: str | None = None) -> Iterator[Import]:
+    code = path.read_text(encoding="utf-8") if code is None else code
+    package = ["fsdp_lab", *path.relative_to(PACKAGE).parent.parts]
+    for node in ast.walk(ast.parse(code, str(path))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(path, node.lineno, alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield Import(path, node.lineno, f"{source}.{alias.name}" if source == "fsdp_lab" else source)
+        elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__"):
+            yield Import(path, node.lineno, string_argument(node))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for name in re.findall(r"^fsdp_lab(?:\.\w+)+$|(?:import|from) (fsdp_lab(?:\.\w+)+)", node.value):
+                yield Import(path, node.lineno, name or node.value)
+
+
+def called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def string_argument(node: ast.Call) -> str:
+    """The name that is imported by string; a name that only the running program knows cannot be checked, and fails."""
+    first = node.args[0] if node.args else None
+    return first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else "<a computed name>"
+
+
+def uphill(found: Import) -> bool:
+    head, _, rest = found.target.partition(".")
+    if head != "fsdp_lab":
+        return found.target == "<a computed name>"
+    name = rest.partition(".")[0]
+    if name not in PLACE:  # a public name through the lazy table: as good as importing its home
+        name = fsdp_lab._HOME.get(name, "fsdp_lab.?").split(".")[1]
+    return name not in PLACE or PLACE[name] > PLACE[found.here]
+
+
+def test_every_module_has_a_floor():
+    strangers = {p.relative_to(PACKAGE).with_suffix("").parts[0] for p in modules()} - set(PLACE)
+    assert not strangers, f"give these a floor in tests/test_house.py: {sorted(strangers)}"
+
+
+def test_imports_run_downhill():
+    wrong = [str(i) for path in modules() for i in imports(path) if uphill(i)]
+    assert not wrong, "\n".join(["these import from above:", *wrong])
+
+
+def test_third_party_imports_stay_on_their_floors():
+    def stranger(i: Import) -> bool:
+        head = i.target.partition(".")[0]
+        return head not in sys.stdlib_module_names | {"fsdp_lab", "<a computed name>"} | ALLOWED[i.here]
+
+    wrong = [str(i) for path in modules() for i in imports(path) if stranger(i)]
+    assert not wrong, "\n".join(["these packages are not for that floor:", *wrong])
+
+
+@pytest.mark.parametrize(
+    ("code", "wrong"),
+    [
+        ("import fsdp_lab.lab", True),
+        ("from fsdp_lab.cluster.remote import x", True),
+        ("from fsdp_lab import cluster", True),
+        ("from ..lab import Lab", True),
+        ("def f():\n    from fsdp_lab.dashboard import x", True),
+        ("import importlib; importlib.import_module('fsdp_lab.lab')", True),
+        ("import importlib; importlib.import_module('fsdp_' + 'lab.lab')", True),
+        ("exec('from fsdp_lab.lab import Lab')", True),
+        ("from fsdp_lab.spec import Spec", False),
+        ("from fsdp_lab import Spec", False),
+        ("from . import collectives", False),
+    ],
+)
+def test_the_floors_test_can_fail(code: str, wrong: bool):
+    assert any(uphill(i) for i in imports(PACKAGE / "wire" / "made_up.py", code)) == wrong
+
+
+# -- what an import costs and needs ----------------------------------------------------------------------------------
+
+
+def python(code: str, timeout_s: float = 120) -> str:
+    """Runs code in a fresh interpreter and returns what it printed."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s, cwd=REPO)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_light_imports_bring_in_neither_torch_nor_jupyter():
+    heavy = {"torch", "numpy", "transformers", "ipyparallel", "bokeh", "ipywidgets", "IPython", "anywidget"}
+    code = "import sys, fsdp_lab, fsdp_lab.spec, fsdp_lab.events, fsdp_lab.cli.main; print(*sys.modules)"
+    assert not heavy & set(python(code).split())
+
+
+def test_public_names_are_lazy_and_all_there():
+    assert set(fsdp_lab.__all__) == set(fsdp_lab._HOME)
+    python("import fsdp_lab\nfor name in fsdp_lab.__all__: getattr(fsdp_lab, name); assert name in dir(fsdp_lab)")
+
+
+BLOCK = """
+import importlib, importlib.abc, sys
+
+class NoJupyter(importlib.abc.MetaPathFinder):
+    blocked = {"ipyparallel", "bokeh", "ipywidgets", "anywidget", "IPython", "ipykernel", "traitlets", "zmq", "tornado",
+               "jupyter_client", "jupyter_core", "jupyter_server", "jupyterlab", "psutil", "rich"}
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.blocked:
+            raise ModuleNotFoundError(f"{name} is not on this machine")
+        return None
+
+sys.meta_path.insert(0, NoJupyter())
+"""
+
+
+def test_the_ranks_need_no_jupyter():
+    """Floors 0 to 3 on a machine with torch, numpy and transformers alone."""
+    names = [
+        "fsdp_lab." + ".".join(p.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+        for p in modules()
+        if FLOOR[p.relative_to(PACKAGE).with_suffix("").parts[0]] <= 3 and p.name != "__main__.py"
+    ]
+    python(BLOCK + f"for name in {names!r}: importlib.import_module(name)")
+
+
+# -- no hidden state -------------------------------------------------------------------------------------------------
+
+MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+MAKERS = {"list", "dict", "set", "defaultdict", "OrderedDict", "deque", "Counter", "WeakValueDictionary", "WeakSet"}
+MUTATORS = {"append", "add", "update", "extend", "insert", "pop", "popitem", "remove", "clear", "setdefault", "discard"}
+
+
+def hidden_state(tree: ast.Module) -> Iterator[str]:
+    """Module-level state that changes: `global`, mutable values in lower-case names, constants that are written to."""
+    tables: set[str] = set()
+    for node in tree.body:
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)):
+            continue
+        targets, value = (node.targets if isinstance(node, ast.Assign) else [node.target]), node.value
+        if isinstance(value, MUTABLE) or (isinstance(value, ast.Call) and called(value) in MAKERS):
+            for name in (t.id for t in targets if isinstance(t, ast.Name) and t.id != "__all__"):
+                tables.add(name)
+                if name != name.upper():
+                    yield f"line {node.lineno}: {name} is mutable and module-wide"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield f"line {node.lineno}: global {', '.join(node.names)}"
+        elif (table := written_to(node)) in tables:
+            yield f"line {getattr(node, 'lineno', 0)}: {table} is a constant and is changed"
+
+
+def written_to(node: ast.AST) -> str:
+    """The name of the container that `name[x] = y`, `del name[x]` or `name.append(x)` changes, or nothing."""
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
+        return getattr(node.value, "id", "")
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+        return getattr(node.func.value, "id", "")
+    return ""
+
+
+def test_no_module_keeps_hidden_state():
+    wrong = [
+        f"{path.relative_to(REPO)} {what}"
+        for path in modules()
+        for what in hidden_state(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_hidden_state_test_can_fail():
+    code = "cache = {}\nTABLE = {}\n__all__ = []\ndef f():\n    global n\n    TABLE[1] = 2\n    TABLE.update(a=1)"
+    assert len(list(hidden_state(ast.parse(code)))) == 4
+
+
+# -- tools and layout ------------------------------------------------------------------------------------------------
+
+
+def tool(*command: str) -> None:
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=600, cwd=REPO)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_ruff_finds_nothing():
+    """Code and notebooks."""
+    tool("ruff", "check", "--no-fix", ".")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_mypy_strict_finds_nothing():
+    tool("mypy", "--strict", "-p", "fsdp_lab")
+
+
+def tracked() -> list[str]:
+    try:
+        done = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=REPO, check=True)
+    except (OSError, subprocess.CalledProcessError):  # not a clone, or no git here: what lies there
+        return [p for p in os.listdir(REPO) if p not in ("build", "dist") and not p.endswith(".egg-info")]
+    return done.stdout.splitlines()
+
+
+def test_no_strangers_at_the_top_level():
+    top = {name.split("/")[0] for name in tracked()}
+    assert {name for name in top if not name.startswith(".")} <= TOP_LEVEL
+
+
+def test_readme_and_ci_speak_the_same_commands():
+    commands = (
+        "python3 -m venv .venv && .venv/bin/pip install -e . && .venv/bin/fsdp-lab lab",
+        "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/pytest",
+    )
+    readme = (REPO / "README.md").read_text(encoding="utf-8").splitlines()
+    assert all(command in readme for command in commands), "each stands in README.md, on a line of its own"
+    assert commands[1] in (REPO / ".ci" / "run").read_text(encoding="utf-8").splitlines()
