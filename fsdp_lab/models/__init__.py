@@ -1,0 +1,42 @@
+"""Models, their initial values, their data, their cost. Floor 1: torch, numpy and transformers, each only when used.
+
+`fsdp_lab.models.presets` and `fsdp_lab.models.check` are cheap to import: neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdp_lab.models.batches import Batches as Batches
+    from fsdp_lab.models.layers import block_class_names as block_class_names
+    from fsdp_lab.models.layers import blocks as blocks
+    from fsdp_lab.models.build import build_skeleton as build_skeleton
+    from fsdp_lab.models.configs import resolve as resolve
+    from fsdp_lab.models.initial import Initializer as Initializer
+    from fsdp_lab.models.presets import PRESETS as PRESETS
+    from fsdp_lab.models.presets import Preset as Preset
+
+_HOMES = {
+    "Batches": "batches",
+    "Initializer": "initial",
+    "PRESETS": "presets",
+    "Preset": "presets",
+    "block_class_names": "layers",
+    "blocks": "layers",
+    "build_skeleton": "build",
+    "resolve": "configs",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

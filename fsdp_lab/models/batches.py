@@ -1,0 +1,182 @@
+"""`Batches`: which samples a rank trains on, and as which tensors.
+
+One counter numbers every sample that the run ever sees, over all ranks, micro-batches and epochs. A sample's content is a
+function of (data, seed, its number) and of nothing else. So the same global batch is read whatever the backend, the
+strategy or the split over ranks, and a run goes on from its counter at any other world size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fsdp_lab.models.check import IMAGES, check_shapes, checked_text
+from fsdp_lab.models.facts import facts_of
+from fsdp_lab.models.images import FolderImages, MadeImages
+from fsdp_lab.models.presets import Kind
+from fsdp_lab.models.text import BYTE_OFFSET, Ids, Text, encode
+from fsdp_lab.spec import Workload
+
+Batch: TypeAlias = dict[str, Tensor]
+Indices: TypeAlias = npt.NDArray[np.int64]
+
+MASKED_SHARE = 0.15
+MASK_ID = 2  # ByT5's <unk>, which no byte maps to
+IGNORED = -100  # the label that transformers' losses leave out
+
+
+class Source(Protocol):
+    """Samples by position in the data. `samples` are their global numbers, for what is drawn anew in every epoch."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def description(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
+    def collate(self, positions: Indices, samples: Indices) -> Batch: ...
+
+
+class Order:
+    """Sample number -> position in the data: every epoch is a permutation of its own, by the seed."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self._count, self._seed = count, seed
+        self._epochs: dict[int, Indices] = {}
+
+    def __call__(self, samples: Indices) -> Indices:
+        """Positions of samples, of the same shape."""
+        epochs, places = np.divmod(samples, self._count)
+        positions = np.empty_like(samples)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            positions[here] = self._permutation(int(epoch))[places[here]]
+        return positions
+
+    def _permutation(self, epoch: int) -> Indices:
+        if epoch not in self._epochs:
+            # A batch lies in one epoch or in two neighbours.
+            self._epochs = {e: p for e, p in self._epochs.items() if abs(e - epoch) <= 1}
+            self._epochs[epoch] = np.random.default_rng((self._seed, epoch)).permutation(self._count)
+        return self._epochs[epoch]
+
+
+class Batches:
+    """Batches of one rank.
+
+    Args:
+        workload: its model's kind decides the tensors; data, seq_len, micro_batch and seed decide the samples.
+        config: the transformers config of the model, from `resolve`.
+        rank, world_size: whose part to read.
+        source: another Batches' `source`, to share what was loaded.
+
+    Raises:
+        SpecError: data that cannot be read, is too short, or is not for this kind of model.
+    """
+
+    def __init__(self, workload: Workload, config: Any, *, rank: int, world_size: int, source: Source | None = None) -> None:
+        self.source = source or open_source(workload, config)
+        self._order = Order(self.source.count, workload.seed)
+        self._size = workload.micro_batch
+        self._rank, self._world_size = rank, world_size
+
+    def batch(self, samples_before: int, micro: int = 0) -> Batch:
+        """Tensors on the CPU for micro-batch `micro` of the step before which the run has seen `samples_before` samples.
+
+        Causal: input_ids, labels (B, S), where the model shifts the labels. Masked: the same with 15% of the positions
+        hidden, and labels at those alone. Encoder-decoder: input_ids (B, S // 2) is the first half of a window, labels
+        (B, S - S // 2) the second. Images: pixel_values (B, C, H, W), labels (B,). Every sample of a kind has the same
+        number of labels, so the mean of the ranks' mean losses is the mean over the global batch.
+        """
+        samples = self.samples(samples_before, micro)
+        return self.source.collate(self._order(samples), samples)
+
+    def samples(self, samples_before: int, micro: int = 0) -> Indices:
+        """The global numbers of the samples of `batch(samples_before, micro)`."""
+        first = samples_before + (micro * self._world_size + self._rank) * self._size
+        return np.arange(first, first + self._size, dtype=np.int64)
+
+
+def open_source(workload: Workload, config: Any) -> Source:
+    """The samples that `workload` names, for the kind of model that `config` is of. Raises SpecError."""
+    facts = facts_of(config)
+    check_shapes(workload, facts)
+    if facts.kind == "image":
+        return ImageSource(MadeImages(facts) if workload.data == IMAGES else FolderImages(workload.data, facts))
+    of_kind: dict[Kind, type[TextSource]] = {"causal": CausalText, "masked": MaskedText, "seq2seq": HalvedText}
+    return of_kind[facts.kind](checked_text(workload), workload.seq_len, workload.seed)
+
+
+# -- what a sample of each kind is ------------------------------------------------------------------------------------
+
+
+class TextSource:
+    """Windows of a text, `seq_len` bytes each, one after another."""
+
+    def __init__(self, text: Text, seq_len: int, seed: int) -> None:
+        self._windows = text.windows(seq_len)
+        self._seed = seed
+        self.count = len(self._windows)
+        self.description, self.fingerprint = text.description, text.fingerprint
+
+    def collate(self, positions: Indices, samples: Indices) -> Batch:
+        raise NotImplementedError
+
+
+class CausalText(TextSource):
+    """The next byte is predicted; transformers shifts the labels itself."""
+
+    def collate(self, positions: Indices, samples: Indices) -> Batch:
+        ids = torch.from_numpy(encode(self._windows[positions]))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+class HalvedText(TextSource):
+    """The encoder reads the first half of a window, the decoder writes the second. (T5 itself was trained on corrupted
+    spans, which need ids that not every vocabulary has.)"""
+
+    def collate(self, positions: Indices, samples: Indices) -> Batch:
+        ids = torch.from_numpy(encode(self._windows[positions]))
+        half = ids.shape[1] // 2
+        return {"input_ids": ids[:, :half].contiguous(), "labels": ids[:, half:].contiguous()}
+
+
+class MaskedText(TextSource):
+    """15% of the positions, at least one, are to be guessed: of them 80% show MASK_ID, 10% a random byte, 10% themselves.
+
+    The choice belongs to the sample's number, so it differs from epoch to epoch. The count is the same in every sample.
+    """
+
+    def collate(self, positions: Indices, samples: Indices) -> Batch:
+        ids = encode(self._windows[positions])
+        labels = np.full_like(ids, IGNORED)
+        for row, sample in enumerate(samples):
+            self._hide(ids[row], labels[row], int(sample))
+        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+
+    def _hide(self, ids: Ids, labels: Ids, sample: int) -> None:
+        """Change one sample's ids and labels, both (seq_len,), in place."""
+        draw = np.random.default_rng((self._seed, sample))
+        chosen = draw.permutation(len(ids))[: max(1, round(MASKED_SHARE * len(ids)))]
+        labels[chosen] = ids[chosen]
+        fate = draw.random(len(chosen))
+        ids[chosen[fate < 0.8]] = MASK_ID
+        replaced = chosen[fate >= 0.9]
+        ids[replaced] = draw.integers(0, 256, size=len(replaced)) + BYTE_OFFSET
+
+
+class ImageSource:
+    """Images and their classes."""
+
+    def __init__(self, images: MadeImages | FolderImages) -> None:
+        self._images = images
+        self.count = images.count
+        self.description, self.fingerprint = images.description, images.fingerprint
+
+    def collate(self, positions: Indices, samples: Indices) -> Batch:
+        pixels, labels = zip(*(self._images.image(int(p)) for p in positions), strict=True)
+        return {"pixel_values": torch.from_numpy(np.stack(pixels)), "labels": torch.tensor(labels)}

@@ -1,0 +1,116 @@
+"""`resolve`: from what a person writes for `Workload.model` to one transformers config, ready to be built."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from fsdp_lab.models.presets import PRESETS, closest
+from fsdp_lab.spec import SpecError
+
+_FIELD = "workload.model"
+
+
+def resolve(model: str | Mapping[str, Any] | PreTrainedConfig) -> PreTrainedConfig:
+    """The transformers config of `model`, always a new object, with every dropout at 0.
+
+    `model` is a preset ("gpt2-10m"), a type that transformers knows ("opt", with its default sizes), a folder that holds a
+    config.json or the path of such a file, a dict with "model_type", or a config object. Nothing is downloaded. Weights
+    beside a config.json are not read: values are random, by `Initializer`.
+
+    Dropout is 0 because two ways of sharding can only be compared, to the bit, where nothing else is random.
+
+    Raises:
+        SpecError: with the field "workload.model", the reason and the way out.
+    """
+    config = _config(model)
+    if getattr(config, "quantization_config", None):
+        raise SpecError(_FIELD, "its config is of quantized weights, which cannot be trained",
+                        "remove quantization_config from the config")  # fmt: skip
+    _without_dropout(config)
+    config.use_cache = False  # generation's; training with recomputation would warn of it
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
+    return config
+
+
+def _config(model: str | Mapping[str, Any] | PreTrainedConfig) -> PreTrainedConfig:
+    if isinstance(model, PreTrainedConfig):
+        return copy.deepcopy(model)
+    if isinstance(model, Mapping):
+        return _from_dict(model)
+    if model in PRESETS:
+        return _from_dict(PRESETS[model].config)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise SpecError(_FIELD, f"the folder {model} holds no config.json", "give the folder of a saved model")
+    if path.is_file():
+        return _from_dict(_read(path))
+    if model in CONFIG_MAPPING_NAMES:
+        return _from_dict({"model_type": model})
+    raise SpecError(
+        _FIELD,
+        f"{model!r} is neither a preset, nor a file or folder here, nor a model type of transformers",
+        f"did you mean {' or '.join(closest(model))}?",
+    )
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise SpecError(_FIELD, f"{path} cannot be read as JSON ({e})", "give a config.json of transformers") from None
+    if not isinstance(loaded, dict):
+        raise SpecError(_FIELD, f"{path} is not a JSON object", "give a config.json of transformers")
+    return loaded
+
+
+def _from_dict(given: Mapping[str, Any]) -> PreTrainedConfig:
+    fields = {k: _plain(v) for k, v in given.items()}
+    model_type = fields.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING_NAMES:
+        reason = "the config has no model_type" if model_type is None else f"transformers knows no type {model_type!r}"
+        alike = closest_types(str(model_type or ""))
+        raise SpecError(_FIELD, reason, f"name one such as {', '.join(alike)}")
+    try:
+        config = AutoConfig.for_model(model_type, **fields)
+    except Exception as e:  # transformers validates with errors of many classes; each names the field in its text
+        raise SpecError(_FIELD, f"{model_type} refuses the config: {first_line(e)}", "mend that field") from e
+    assert isinstance(config, PreTrainedConfig)
+    return config
+
+
+def closest_types(name: str) -> tuple[str, ...]:
+    """Model types of transformers that are spelled like `name`; the families of our presets where none is."""
+    import difflib
+
+    alike = difflib.get_close_matches(name, CONFIG_MAPPING_NAMES, n=3)
+    return tuple(alike) or tuple(dict.fromkeys(p.family for p in PRESETS.values()))
+
+
+def first_line(error: Exception) -> str:
+    """The text of an error on one line, short enough for a sentence."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:199] + "…"
+
+
+def _without_dropout(config: PreTrainedConfig) -> None:
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            _without_dropout(value)
+        elif "drop" in name and isinstance(value, (int, float)) and not isinstance(value, bool):
+            setattr(config, name, 0.0)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,149 @@
+"""Initial values that depend on (seed, parameter name) alone, so that every backend and every rank starts equal.
+
+Building a model with one global seed gives each parameter what the generator happens to yield when its turn comes: the
+values depend on the order of building, on the device, on what was left out. Here every parameter has a generator of its
+own. *How* a parameter is drawn is the model's own affair: transformers models say it in `_init_weights`. That code is run
+once with every initialisation function replaced by one that writes down its name and arguments, and the note is played
+back, parameter by parameter, on real memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as hf_init
+
+_DEFAULT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """One call of an initialisation function, on a whole parameter or on a part of it (`part`: size, stride, offset)."""
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    part: tuple[torch.Size, tuple[int, ...], int] | None = None
+
+    def play(self, values: Tensor, generator: torch.Generator) -> None:
+        target = values if self.part is None else values.as_strided(*self.part)
+        random = {"generator": generator} if "generator" in inspect.signature(self.function).parameters else {}
+        self.function(target, **self.arguments, **random)
+
+    def __str__(self) -> str:
+        given = ", ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in self.arguments.items())
+        return f"{self.function.__name__.rstrip('_')}({given})" + ("" if self.part is None else " on a part")
+
+
+class Initializer:
+    """Initial values of a model's parameters: `Initializer(model, seed)(name)` is the full fp32 tensor on the CPU.
+
+    `name` is canonical: as in `model.named_parameters()` of the unwrapped model, so that a tied parameter has one name, its
+    first. The model is only read; it may be a skeleton. Values are equal in every process and for every world size on one
+    kind of CPU (the normal distribution's last bit can differ between vector units).
+    """
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self.seed = seed
+        self._shapes = {name: p.shape for name, p in model.named_parameters()}
+        self._draws = _notes(model)
+
+    def __call__(self, name: str) -> Tensor:
+        """The values of one parameter. Raises KeyError for a name that the model does not have."""
+        values = torch.empty(self._shapes[name], dtype=torch.float32, device="cpu")
+        generator = torch.Generator().manual_seed(_seed_of(self.seed, name))
+        with torch.no_grad():
+            for draw in self._draws[name]:
+                draw.play(values, generator)
+        return values
+
+    def recipe(self, name: str) -> str:
+        """How a parameter is drawn, in words: "normal(mean=0, std=0.02)"."""
+        return ", then ".join(map(str, self._draws[name]))
+
+
+def _seed_of(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # torch takes 63 bits without a sign
+
+
+def _notes(model: nn.Module) -> dict[str, list[_Draw]]:
+    """For each parameter, the calls that set it."""
+    names = {_memory(p): name for name, p in model.named_parameters()}
+    draws: dict[str, list[_Draw]] = {name: [] for name in names.values()}
+    borrowed: set[int] = set()  # parameters that the module at hand holds under a second name
+
+    def note(function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        memory = _memory(tensor)
+        if memory in names and memory not in borrowed:  # the rest are buffers, which are right already
+            name, whole = names[memory], tensor._base is None
+            arguments = dict(inspect.signature(function).bind(tensor, *args, **kwargs).arguments)
+            arguments = {k: v for i, (k, v) in enumerate(arguments.items()) if i and k != "generator"}
+            part = None if whole else (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            before = [] if whole else draws[name]  # a draw of the whole replaces what came before it
+            draws[name] = [*before, _Draw(function, arguments, part)]
+        return tensor
+
+    with _initialisation_replaced(note):
+        for path, module, owner in _children_first(model, "", None):
+            held = module.named_parameters(recurse=False)
+            # A tied head must not draw the embedding again: the first name decides, as in a model that ties at the end.
+            borrowed.clear()
+            borrowed.update(_memory(p) for n, p in held if names[_memory(p)] != path + n)
+            if owner is not None:
+                owner._init_weights(module)  # type: ignore[no-untyped-call]
+    for name, parameter in model.named_parameters():
+        if not draws[name] or draws[name][0].part is not None:
+            draws[name].insert(0, _usual(name, parameter))
+    return draws
+
+
+def _children_first(
+    module: nn.Module, path: str, owner: PreTrainedModel | None
+) -> Iterator[tuple[str, nn.Module, PreTrainedModel | None]]:
+    """(path with a final dot, module, the nearest transformers model around it) of all modules below and of this one."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    for name, child in module.named_children():
+        yield from _children_first(child, f"{path}{name}.", owner)
+    yield path, module, owner
+
+
+def _memory(tensor: Tensor) -> int:
+    """The same for a parameter and its views; unlike an address it tells parameters on meta apart."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def _initialisation_replaced(note: Callable[..., Any]) -> Iterator[None]:
+    """Every initialisation function that a model may call is `note(function, ...)` inside."""
+    table: dict[str, Callable[..., Any]] = hf_init.TORCH_INIT_FUNCTIONS  # type: ignore[assignment]
+    functions, copy = dict(table), hf_init.copy_
+    table.update({name: partial(note, function) for name, function in functions.items()})
+    hf_init.copy_ = partial(note, _copy_)
+    try:
+        with hf_init.guard_torch_init_functions():  # torch.nn.init's own names lead to the same table
+            yield
+    finally:
+        table.update(functions)
+        hf_init.copy_ = copy
+
+
+def _copy_(tensor: Tensor, other: Tensor) -> Tensor:
+    return tensor.copy_(other)
+
+
+def _usual(name: str, parameter: nn.Parameter) -> _Draw:
+    """For what a model leaves out: zeros for biases, ones for other vectors (scales), else a narrow normal."""
+    if name.endswith("bias"):
+        return _Draw(nn.init.zeros_, {})
+    if parameter.dim() < 2:
+        return _Draw(nn.init.ones_, {})
+    return _Draw(nn.init.normal_, {"mean": 0.0, "std": _DEFAULT_STD})

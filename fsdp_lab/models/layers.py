@@ -1,0 +1,48 @@
+"""Which modules of a model are its blocks: the units that sharding gathers one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+# Where the repeated list is not the unit to shard by: its stages are few and very unequal.
+_INSIDE_STAGES = ("ResNetBasicLayer", "ResNetBottleNeckLayer", "ConvNextLayer")
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers of `model`, in the order of the forward: transformer blocks, or residual layers of a convnet.
+
+    A block is an element of an outermost list of modules of one class. Where several classes repeat, those that the
+    model itself says must not be split (`_no_split_modules`) count, else the class with the most parameters.
+    Empty where nothing repeats.
+    """
+    inside = [m for m in model.modules() if type(m).__name__ in _INSIDE_STAGES]
+    if inside:
+        return inside
+    found = list(_outermost(model))
+    whole = set(getattr(model, "_no_split_modules", None) or ())
+    named = [m for m in found if type(m).__name__ in whole]
+    if named or not found:
+        return named
+    heaviest = max({type(m) for m in found}, key=lambda c: sum(_size(m) for m in found if type(m) is c))
+    return [m for m in found if type(m) is heaviest]
+
+
+def block_class_names(model: nn.Module) -> tuple[str, ...]:
+    """Class names of `blocks(model)`, each once, in the order of their first block."""
+    return tuple(dict.fromkeys(type(m).__name__ for m in blocks(model)))
+
+
+def _outermost(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        members = list(child.children())
+        alike = len({type(m) for m in members}) == 1
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and alike and _size(members[0]):
+            yield from members
+        else:
+            yield from _outermost(child)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

@@ -1,0 +1,161 @@
+"""Named models from 1M to 7B parameters, as plain config dicts: neither torch nor transformers is imported.
+
+Small presets are sized for two CPU ranks. Their text vocabulary is the 384 ids of ByT5 (3 special ids, 256 bytes, 125
+extra ids) and their images are small. Large presets have the shape of a published model, vocabulary included, so that
+what is measured of them compares with what is written about them; the bytes of the text then use 259 of their ids.
+
+Positions are fixed by the preset and do not grow with `Workload.seq_len`: a model must stay the same model when only
+the sequence length is changed, or a live run could not carry its parameters over. A longer sequence is refused by
+`fsdp_lab.models.check`, with the presets that take it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+Kind = Literal["causal", "masked", "seq2seq", "image"]
+
+BYTE_VOCABULARY = 384
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A model by name: `config` is what `transformers.AutoConfig.for_model` takes."""
+
+    name: str
+    family: str
+    kind: Kind
+    parameters: int  # exact, ties counted once
+    config: Mapping[str, Any]
+    note: str
+
+
+def closest(name: str, count: int = 3) -> tuple[str, ...]:
+    """The presets that a mistyped `name` may mean: alike in spelling, else of the same family, else the smallest."""
+    alike = difflib.get_close_matches(name.lower(), PRESETS, n=count, cutoff=0.5)
+    family = [p.name for p in PRESETS.values() if p.family in name.lower()]
+    small = [p.name for p in PRESETS.values() if p.parameters < 2_000_000]
+    return tuple(dict.fromkeys([*alike, *(family if not alike else [])]))[:count] or tuple(small[:count])
+
+
+# -- one function a family: the few numbers that differ, in the words of its paper ------------------------------------
+
+
+def _gpt2(width: int, layers: int, heads: int, positions: int = 1024, vocabulary: int = BYTE_VOCABULARY) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2", "n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": positions,
+        "vocab_size": vocabulary, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+    }  # fmt: skip
+
+
+def _llama(width: int, layers: int, heads: int, kv_heads: int, inner: int, *, vocabulary: int = BYTE_VOCABULARY,
+           tied: bool = False, positions: int = 4096, theta: float = 10_000.0) -> dict[str, Any]:  # fmt: skip
+    return {
+        "model_type": "llama", "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "intermediate_size": inner, "vocab_size": vocabulary,
+        "tie_word_embeddings": tied, "max_position_embeddings": positions, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "bos_token_id": None, "eos_token_id": 1, "pad_token_id": None,
+    }  # fmt: skip
+
+
+def _bert(width: int, layers: int, heads: int, vocabulary: int = BYTE_VOCABULARY) -> dict[str, Any]:
+    return {
+        "model_type": "bert", "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "intermediate_size": 4 * width, "max_position_embeddings": 512, "vocab_size": vocabulary, "pad_token_id": 0,
+    }  # fmt: skip
+
+
+def _t5(width: int, layers: int, heads: int, head_width: int, inner: int, vocabulary: int = BYTE_VOCABULARY) -> dict[str, Any]:
+    return {
+        "model_type": "t5", "d_model": width, "num_layers": layers, "num_decoder_layers": layers, "num_heads": heads,
+        "d_kv": head_width, "d_ff": inner, "vocab_size": vocabulary, "pad_token_id": 0, "eos_token_id": 1,
+        "decoder_start_token_id": 0,
+    }  # fmt: skip
+
+
+def _vit(width: int, layers: int, heads: int, *, inner: int = 0, image: int = 224, patch: int = 16,
+         classes: int = 1000) -> dict[str, Any]:  # fmt: skip
+    return {
+        "model_type": "vit", "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "intermediate_size": inner or 4 * width, "image_size": image, "patch_size": patch, "num_channels": 3,
+        "num_labels": classes,
+    }  # fmt: skip
+
+
+def _resnet(layer: str, stem: int, widths: tuple[int, ...], depths: tuple[int, ...], *, image: int = 224,
+            classes: int = 1000) -> dict[str, Any]:  # fmt: skip
+    # image_size is not a field of ResNetConfig; a config keeps what it does not know, and our images are made to it.
+    return {
+        "model_type": "resnet", "layer_type": layer, "embedding_size": stem, "hidden_sizes": list(widths),
+        "depths": list(depths), "image_size": image, "num_channels": 3, "num_labels": classes,
+    }  # fmt: skip
+
+
+_Row = tuple[str, int, dict[str, Any], str]
+_FAMILIES: tuple[tuple[str, Kind, tuple[_Row, ...]], ...] = (
+    ("gpt2", "causal", (
+        ("1m", 973_568, _gpt2(128, 4, 4), "bytes; a step is some tens of milliseconds on a laptop core"),
+        ("10m", 10_314_880, _gpt2(320, 8, 5), "bytes; the default"),
+        ("30m", 29_093_376, _gpt2(512, 9, 8), "bytes"),
+        ("124m", 124_439_808, _gpt2(768, 12, 12, vocabulary=50257), "GPT-2 small"),
+        ("355m", 354_823_168, _gpt2(1024, 24, 16, vocabulary=50257), "GPT-2 medium"),
+        ("774m", 774_030_080, _gpt2(1280, 36, 20, vocabulary=50257), "GPT-2 large"),
+        ("1.5b", 1_557_611_200, _gpt2(1600, 48, 25, vocabulary=50257), "GPT-2 XL"),
+        ("6.7b", 6_658_404_352, _gpt2(4096, 32, 32, positions=2048, vocabulary=50257), "the 6.7B shape of the GPT-3 paper"),
+    )),
+    ("llama", "causal", (
+        ("1m", 951_424, _llama(128, 4, 4, 4, 384), "bytes; embeddings not tied"),
+        ("10m", 10_163_520, _llama(320, 8, 5, 5, 864), "bytes; embeddings not tied"),
+        ("125m", 124_668_672, _llama(768, 12, 12, 4, 2048, vocabulary=32000), "grouped-query attention, embeddings not tied"),
+        ("1b", 1_235_814_400, _llama(2048, 16, 32, 8, 8192, vocabulary=128256, tied=True, positions=8192, theta=5e5),
+         "the shape of Llama 3.2 1B; embeddings tied"),
+        ("3b", 3_212_749_824, _llama(3072, 28, 24, 8, 8192, vocabulary=128256, tied=True, positions=8192, theta=5e5),
+         "the shape of Llama 3.2 3B; embeddings tied"),
+        ("7b", 6_738_415_616, _llama(4096, 32, 32, 32, 11008, vocabulary=32000), "the shape of Llama 2 7B"),
+    )),
+    ("bert", "masked", (
+        ("1m", 925_440, _bert(128, 4, 4), "bytes"),
+        ("10m", 10_255_424, _bert(320, 8, 5), "bytes"),
+        ("110m", 109_514_298, _bert(768, 12, 12, 30522), "BERT base"),
+        ("335m", 335_174_458, _bert(1024, 24, 16, 30522), "BERT large"),
+        ("1.3b", 1_276_395_322, _bert(2048, 24, 32, 30522), "the 1.3B shape of Megatron-LM's BERT"),
+        ("3.9b", 3_862_520_122, _bert(2560, 48, 40, 30522), "the 3.9B shape of Megatron-LM's BERT"),
+    )),
+    ("t5", "seq2seq", (
+        ("1m", 968_448, _t5(128, 2, 4, 32, 512), "bytes"),
+        ("10m", 10_288_320, _t5(320, 4, 5, 64, 1024), "bytes"),
+        ("60m", 60_506_624, _t5(512, 6, 8, 64, 2048, 32128), "T5 small"),
+        ("220m", 222_903_552, _t5(768, 12, 12, 64, 3072, 32128), "T5 base"),
+        ("740m", 737_668_096, _t5(1024, 24, 16, 64, 4096, 32128), "T5 large"),
+        ("2.9b", 2_851_598_336, _t5(1024, 24, 32, 128, 16384, 32128), "T5 3B"),
+    )),
+    ("vit", "image", (
+        ("1m", 1_007_626, _vit(128, 5, 4, image=32, patch=4, classes=10), "32 x 32 pixels, 10 classes"),
+        ("10m", 9_904_330, _vit(320, 8, 5, image=32, patch=4, classes=10), "32 x 32 pixels, 10 classes"),
+        ("86m", 86_567_656, _vit(768, 12, 12), "ViT-B/16"),
+        ("304m", 304_326_632, _vit(1024, 24, 16), "ViT-L/16"),
+        ("632m", 632_045_800, _vit(1280, 32, 16, patch=14), "ViT-H/14"),
+        ("1.8b", 1_844_440_680, _vit(1664, 48, 16, inner=8192, patch=14), "ViT-G/14"),
+        ("5.9b", 5_906_154_600, _vit(3200, 48, 25, inner=12800, patch=14), "the shape of InternViT-6B"),
+    )),
+    ("resnet", "image", (
+        ("1m", 1_091_890, _resnet("basic", 40, (40, 80, 160), (2, 2, 2), image=64, classes=10), "64 x 64 pixels, 10 classes"),
+        ("11m", 11_181_642, _resnet("basic", 64, (64, 128, 256, 512), (2, 2, 2, 2), image=64, classes=10),
+         "ResNet-18 at 64 x 64 pixels, 10 classes"),
+        ("26m", 25_557_032, _resnet("bottleneck", 64, (256, 512, 1024, 2048), (3, 4, 6, 3)), "ResNet-50"),
+        ("60m", 60_192_808, _resnet("bottleneck", 64, (256, 512, 1024, 2048), (3, 8, 36, 3)), "ResNet-152"),
+        ("930m", 936_563_944, _resnet("bottleneck", 256, (1024, 2048, 4096, 8192), (3, 8, 36, 3)), "ResNet-152, four times as wide"),
+    )),
+)  # fmt: skip
+
+PRESETS: Mapping[str, Preset] = MappingProxyType({
+    f"{family}-{size}": Preset(name=f"{family}-{size}", family=family, kind=kind, parameters=parameters,
+                               config=MappingProxyType(config), note=note)
+    for family, kind, rows in _FAMILIES
+    for size, parameters, config, note in rows
+})  # fmt: skip
