@@ -1,0 +1,361 @@
+"""`Wire`: the process group that all collectives of all backends cross.
+
+It stands where torch expects a `ProcessGroup` and hands each collective to Gloo or NCCL by the tensor's device. On the
+way it numbers and meters it, and where sums are asked for decides their order (`Reduction`). Read hub.py first.
+
+Names: torch 2.13 renamed the tensor collectives; the C++ and Python callers of 2.11 to 2.13 use either spelling, so both
+are defined, as one function. What torch's stubs say of a group differs from what its trampolines call; these follow the
+trampolines.
+"""
+
+# mypy: disable-error-code="override,attr-defined,assignment"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from fsdp_lab.wire.hub import Hub, Reduction
+from fsdp_lab.wire.meter import link_bytes
+from fsdp_lab.wire.work import WireWork
+
+BACKEND = "fsdp_lab_wire"
+_Op = dist.ReduceOp.RedOpType
+_RANK_ORDERED_OPS = (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM)
+
+
+def register(hub: Hub, *, nccl: bool = False) -> str:
+    """Tell torch how to make a `Wire` that reports to `hub`; returns what `init_process_group` takes as its backend.
+
+    With `nccl`, CUDA tensors go over NCCL; without, they are staged through host memory and Gloo, which is how ranks
+    share one GPU.
+    """
+
+    def create(options: Any, _: Any) -> Wire:
+        return Wire(options, hub, nccl=nccl)
+
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
+    return f"cpu:{BACKEND},cuda:{BACKEND}" if torch.cuda.is_available() else f"cpu:{BACKEND}"
+
+
+class Wire(dist.ProcessGroup):
+    """See the module. `options` is torch's `_DistributedBackendOptions`: store, rank, size, group."""
+
+    def __init__(self, options: Any, hub: Hub, *, nccl: bool) -> None:
+        rank, size = options.group_rank, options.group_size
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub names a store; the trampoline takes none
+        self.hub = hub
+        self._rank, self._size = int(rank), int(size)
+        self._name_, self._desc = str(options.group_id), ""
+        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", options.store), rank, size, hub.timeout)
+        self._nccl: Any = None
+        if nccl:
+            store = dist.PrefixStore("nccl", options.store)
+            self._nccl = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+        hub.join(self)
+
+    # -- what torch asks of a group -------------------------------------------------------------------------------
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(kind) for kind in kinds]
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def name(self) -> str:
+        return BACKEND
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def _set_group_name(self, name: str) -> None:
+        self._name_ = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name_
+
+    @property
+    def pg_name(self) -> str:
+        return self._name_
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def abort(self) -> None:
+        """Free this rank from all its groups."""
+        self.hub.abort(f"the group {self._name_} was aborted")
+        if self._nccl is not None:
+            self._nccl.abort()
+
+    def shutdown(self) -> None:
+        """Put the inner groups where an operation without end can do no harm."""
+        self.hub.bury((self._gloo, self._nccl))
+
+    # -- reductions -----------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None, **_: Any) -> WireWork:
+        """All-reduce in place. tensors: [t], any shape."""
+        (tensor,) = tensors
+        op = _op(opts)
+        if self._ordered("all_reduce", op, tensor):
+            return self._ordered_all_reduce(tensor, op, opts)
+        inner = c10d.AllreduceOptions()
+        then = _sum_natively(inner, op, opts, [tensor], self._size)
+        return self._send("all_reduce", tensor.nbytes, [tensor], [tensor], _in_place("allreduce", inner), then=then)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> WireWork:
+        """One all-reduce for several tensors of one dtype, in place."""
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        work = self.allreduce([flat], opts)
+
+        def scatter_back() -> None:
+            for t, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
+                t.copy_(part.view_as(t))
+
+        return work.followed_by(scatter_back, tensors)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> WireWork:
+        """output: [n], input: [W * n]; rank r gets the reduced r-th part."""
+        op = _op(opts)
+        if self._ordered("reduce_scatter", op, input):
+            return self._ordered_reduce_scatter(output, input, op, opts)
+        inner = c10d.ReduceScatterOptions()
+        then = _sum_natively(inner, op, opts, [output], self._size)
+        call = _call("_reduce_scatter_base", inner)
+        return self._send("reduce_scatter", input.nbytes, [input], [output], call, then=then)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        works = [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
+        return _last(works)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> WireWork:
+        """outputs: [t], inputs: [[t_0 .. t_{W-1}]] of equal sizes."""
+        (output,), (parts,) = outputs, inputs
+        flat_output = output.reshape(-1)
+        work = self.reduce_scatter_single(flat_output, torch.cat([p.reshape(-1) for p in parts]), opts)
+        return work.followed_by(lambda: output.copy_(flat_output.view_as(output)), [output])
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> WireWork:
+        return self._send("other", tensors[0].nbytes, tensors, tensors, _in_place("reduce", opts))
+
+    # -- data movement --------------------------------------------------------------------------------------------
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> WireWork:
+        """output: [W * n], input: [n]."""
+        call = _call("_allgather_base", opts or c10d.AllgatherOptions())
+        return self._send("all_gather", output.nbytes, [input], [output], call)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        return _last([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> WireWork:
+        """outputs: [[t_0 .. t_{W-1}]], inputs: [t]."""
+        (parts,), (input,) = outputs, inputs
+        payload = sum(p.nbytes for p in parts)
+
+        def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
+            return group.allgather([outs], ins, opts or c10d.AllgatherOptions())
+
+        return self._send("all_gather", payload, [input], parts, call)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> WireWork:
+        def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
+            return group.alltoall_base(outs[0], ins[0], output_splits, input_splits, opts or c10d.AllToAllOptions())
+
+        return self._send("all_to_all", input.nbytes, [input], [output], call)
+
+    alltoall_base = all_to_all_single
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> WireWork:
+        return self._send("broadcast", tensors[0].nbytes, tensors, tensors, _in_place("broadcast", opts))
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> WireWork:
+        def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
+            return group.scatter(outs, [ins] if ins else [], opts)
+
+        flat = inputs[0] if inputs else []
+        return self._send("other", outputs[0].nbytes * self._size, flat, outputs, call)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> WireWork:
+        def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
+            return group.gather([outs] if outs else [], ins, opts)
+
+        return self._send("other", inputs[0].nbytes * self._size, inputs, outputs[0] if outputs else [], call)
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> WireWork:
+        return self._send("other", tensors[0].nbytes, tensors, tensors, lambda g, i, o: g.send(i, dst, tag))
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> WireWork:
+        return self._send("other", tensors[0].nbytes, [], tensors, lambda g, i, o: g.recv(o, src, tag))
+
+    def barrier(self, opts: Any = None) -> WireWork:
+        return self._send("barrier", 0, [], [], lambda g, i, o: g.barrier(c10d.BarrierOptions()))
+
+    def control(self, values: Tensor) -> None:
+        """Sum a few float64 on the host over the ranks, in place and blocking, counted as "control".
+
+        The lab's own traffic (the vote that ends a step) is kept apart from the backends'.
+        """
+        if self._size > 1:
+            opts = c10d.AllreduceOptions()
+            self._send("control", values.nbytes, [values], [values], _in_place("allreduce", opts)).wait()
+
+    # -- sums in the order of ranks -------------------------------------------------------------------------------
+
+    def _ordered(self, kind: str, op: Any, tensor: Tensor) -> bool:
+        if self._size == 1 or op not in _RANK_ORDERED_OPS or not tensor.is_floating_point():
+            return False
+        if self.hub.reduction is Reduction.AUTO:
+            over_gloo = self._nccl is None or not tensor.is_cuda
+            return kind == "reduce_scatter" and over_gloo
+        return self.hub.reduction is Reduction.RANK_ORDERED
+
+    def _ordered_reduce_scatter(self, output: Tensor, input: Tensor, op: Any, opts: Any) -> WireWork:
+        input = input.contiguous()
+        summands = torch.empty_like(input)  # [W * n]: every rank's r-th part, in the order of ranks
+
+        def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
+            return group.alltoall_base(outs[0], ins[0], [], [], c10d.AllToAllOptions())
+
+        def add() -> None:
+            _sum_in_order(summands.view(self._size, -1), output, op, opts)
+
+        return self._send("reduce_scatter", input.nbytes, [input], [summands], call, then=add, results=[output])
+
+    def _ordered_all_reduce(self, tensor: Tensor, op: Any, opts: Any) -> WireWork:
+        """Everybody gets every summand and adds by itself: one exchange, so that nothing is issued from a callback,
+        where ranks could differ in their order. It sends W/2 times what a ring would; parity is bought with that.
+        """
+        flat = tensor.reshape(-1).clone()  # [n]
+        summands = flat.new_empty(self._size * flat.numel())  # [W * n]
+
+        def add() -> None:
+            _sum_in_order(summands.view(self._size, -1), flat, op, opts)
+            tensor.copy_(flat.view_as(tensor))
+
+        call = _call("_allgather_base", c10d.AllgatherOptions())
+        return self._send("all_reduce", tensor.nbytes, [flat], [summands], call, then=add, results=[tensor],
+                          bytes_=tensor.nbytes * (self._size - 1))  # fmt: skip
+
+    # -- the one way out ------------------------------------------------------------------------------------------
+
+    def _send(
+        self,
+        kind: str,
+        payload_bytes: int,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        call: Callable[[Any, list[Tensor], list[Tensor]], Any],
+        *,
+        then: Callable[[], None] | None = None,
+        results: list[Tensor] | None = None,
+        bytes_: int | None = None,
+    ) -> WireWork:
+        """Number, meter and issue one collective. `then` runs when its outputs have landed."""
+        if bytes_ is None:
+            bytes_ = link_bytes(kind, payload_bytes, self._size)
+        issued = self.hub.number(kind, self._name_, self._size, bytes_)
+        group, ins, outs, unstage = self._route(inputs, outputs)
+        inner = call(group, ins, outs)
+
+        def finish() -> None:
+            if unstage is not None:
+                unstage()
+            if then is not None:
+                then()
+
+        return WireWork(self.hub, issued, inner, results or outputs, finish=finish, blocking=group is self._gloo)
+
+    def _route(
+        self, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> tuple[Any, list[Tensor], list[Tensor], Callable[[], None] | None]:
+        """The inner group for these tensors, the tensors to give it, and what brings its outputs to theirs."""
+        on_gpu = any(t.is_cuda for t in [*inputs, *outputs])
+        if not on_gpu:
+            return self._gloo, inputs, outputs, None
+        if self._nccl is not None:
+            return self._nccl, inputs, outputs, None
+        hosts = {id(t): t.detach().cpu() for t in [*inputs, *outputs]}
+        ins, outs = [hosts[id(t)] for t in inputs], [hosts[id(t)] for t in outputs]
+
+        def unstage() -> None:
+            for t, host in zip(outputs, outs, strict=True):
+                t.copy_(host)
+
+        return self._gloo, ins, outs, unstage
+
+
+# -- small helpers ---------------------------------------------------------------------------------------------------
+
+
+def _op(opts: Any) -> Any:
+    return _Op.SUM if opts is None else opts.reduceOp.op
+
+
+def _call(name: str, opts: Any) -> Callable[[Any, list[Tensor], list[Tensor]], Any]:
+    """A collective of one output and one input."""
+    return lambda group, ins, outs: getattr(group, name)(outs[0], ins[0], opts)
+
+
+def _in_place(name: str, opts: Any) -> Callable[[Any, list[Tensor], list[Tensor]], Any]:
+    """A collective that works on a list of tensors where they lie."""
+    return lambda group, ins, outs: getattr(group, name)(outs, opts)
+
+
+def _sum_natively(inner_opts: Any, op: Any, opts: Any, outputs: list[Tensor], size: int) -> Callable[[], None] | None:
+    """Set the inner operation; returns what is left to do after it.
+
+    A mean is a sum, then a division: Gloo's own AVG once summed only (reduce-scatter, releases before 2.13).
+    """
+    inner_opts.reduceOp = _Op.SUM if op in _RANK_ORDERED_OPS else opts.reduceOp
+    return lambda: _scale(outputs[0], op, opts, size)
+
+
+def _sum_in_order(summands: Tensor, output: Tensor, op: Any, opts: Any) -> None:
+    """output = summands[0] + summands[1] + ... in this order, then the scale of `op`. summands: [W, n], output: [n]."""
+    size, flat = summands.shape[0], output.view(-1)
+    torch.add(summands[0], summands[1], out=flat)
+    for r in range(2, size):
+        flat.add_(summands[r])
+    _scale(flat, op, opts, size)
+
+
+def _scale(output: Tensor, op: Any, opts: Any, size: int) -> None:
+    if op == _Op.AVG:
+        output.div_(size)
+    elif op == _Op.PREMUL_SUM:
+        output.mul_(opts.reduceOp.factor)
+
+
+def _last(works: list[WireWork]) -> WireWork:
+    """One work that stands for several, in flight together."""
+    for earlier in works[:-1]:
+        earlier.wait()
+    return works[-1]

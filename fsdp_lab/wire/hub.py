@@ -1,0 +1,134 @@
+"""`Hub`: what all groups of one rank share: the meter, the order of reduction, and the abort.
+
+Note: abort. A Python exception does not reach a rank that sits in C++: Gloo's `wait`, or DDP's reducer waiting for a
+future at the end of the backward. So nothing here waits in C++ for longer than a slice (`WireWork.wait`), and each
+future that C++ may wait for is our own, so that `abort`, called from any thread, can complete it. What the future then
+holds is void: the step that sees it must be raised and discarded, which `check` does at the next call to the wire.
+Gloo's own operation cannot be called back, and to destroy its group waits for it: so the group is put aside (`bury`)
+until its timeout ends it, and the session goes on with new groups.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from fsdp_lab.wire.meter import Meter
+
+if TYPE_CHECKING:
+    from fsdp_lab.wire.group import Wire
+    from fsdp_lab.wire.work import WireWork
+
+
+class Reduction(Enum):
+    """In which order the ranks' summands are added.
+
+    RANK_ORDERED exchanges the summands and adds them in the order of ranks, so that an element's sum does not depend on
+    where it lies in a buffer: with it all backends give equal bits. NATIVE leaves it to Gloo or NCCL. AUTO is
+    rank-ordered where that is not slower: for reduce-scatter over Gloo, which is an all-reduce inside.
+    """
+
+    AUTO = "auto"
+    RANK_ORDERED = "rank_ordered"
+    NATIVE = "native"
+
+
+class RankAborted(RuntimeError):
+    """The step in progress was given up; the sentence says for whose sake."""
+
+
+class WireTimeout(RuntimeError):
+    """A collective did not complete in time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Issued:
+    """One collective as this rank issued it."""
+
+    sequence: int  # over all groups of this rank, from 0
+    kind: str
+    group: str
+    size: int
+    link_bytes: int
+
+
+class Hub:
+    """One a rank. Groups report to it; the session reads its meter and calls its abort."""
+
+    def __init__(self, *, reduction: Reduction = Reduction.AUTO, timeout_s: float = 120.0) -> None:
+        self.meter = Meter()
+        self.reduction = reduction
+        self.timeout_s = timeout_s
+        self.last: Issued | None = None
+        self._sequence = 0
+        self._why: str | None = None
+        self._lock = threading.Lock()
+        self._open: weakref.WeakSet[WireWork] = weakref.WeakSet()  # works whose future C++ may be waiting for
+        self._groups: weakref.WeakSet[Wire] = weakref.WeakSet()
+        self._buried: list[Any] = []
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self.timeout_s)
+
+    # -- groups ---------------------------------------------------------------------------------------------------
+
+    def join(self, group: Wire) -> None:
+        """A group says that it is there."""
+        self._groups.add(group)
+
+    def groups(self) -> list[Wire]:
+        """The groups alive."""
+        return list(self._groups)
+
+    # -- one collective -------------------------------------------------------------------------------------------
+
+    def number(self, kind: str, group: str, size: int, bytes_: int) -> Issued:
+        """Count a collective at its issue. Raises RankAborted after an abort."""
+        self.check()
+        self.last = Issued(sequence=self._sequence, kind=kind, group=group, size=size, link_bytes=bytes_)
+        self._sequence += 1
+        self.meter.issued(kind, bytes_)
+        return self.last
+
+    def expose(self, work: WireWork) -> None:
+        """Remember a work whose future is in other hands, so that an abort can complete it."""
+        with self._lock:
+            self._open.add(work)
+        if self._why is not None:
+            work.void()
+
+    # -- abort and after ------------------------------------------------------------------------------------------
+
+    @property
+    def aborted(self) -> str | None:
+        """Why, or None."""
+        return self._why
+
+    def check(self) -> None:
+        """Raises RankAborted after an abort."""
+        if self._why is not None:
+            raise RankAborted(self._why)
+
+    def abort(self, why: str) -> None:
+        """Free whoever waits in this rank, from any thread. The first reason stands."""
+        with self._lock:
+            if self._why is None:
+                self._why = why
+            waiting = list(self._open)
+        for work in waiting:
+            work.void()
+
+    def clear(self) -> None:
+        """After an abort, once its groups are buried: collectives may be issued again."""
+        with self._lock:
+            self._why = None
+            self._open = weakref.WeakSet()
+
+    def bury(self, group: Any) -> None:
+        """Keep a group that may hold an operation without end; see the note on abort."""
+        self._buried.append(group)

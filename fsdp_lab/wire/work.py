@@ -1,0 +1,176 @@
+"""`WireWork`: one collective in flight, with a future of its own (see "Note: abort" in hub.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from fsdp_lab.wire.hub import Hub, Issued, RankAborted, WireTimeout
+
+_SLICE = timedelta(seconds=0.1)  # the longest wait in C++, hence how late an abort is seen
+
+
+class WireWork(dist.Work):
+    """Wraps the works of Gloo or NCCL that make up one collective.
+
+    `finish` is what remains to be done when the bytes have landed (a sum in the order of ranks, a division, a copy to
+    the device); it runs once, in the thread that waits or, where a future is out, in the thread that completes it.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        issued: Issued,
+        inner: dist.Work | None,
+        results: list[torch.Tensor],
+        *,
+        finish: Callable[[], None] | None = None,
+        blocking: bool = True,
+    ) -> None:
+        super().__init__()
+        self._hub, self._issued, self._inner, self._results = hub, issued, inner, results
+        self._finish, self._blocking = finish, blocking
+        self._issue_s = time.perf_counter()
+        self._once = threading.Lock()
+        self._finished = self._stamped = self._settled = False
+        self._future: torch.futures.Future[Any] | None = None
+        self._watch()
+
+    # -- torch's interface ----------------------------------------------------------------------------------------
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Raises RankAborted, WireTimeout, or RankAborted naming a connection that broke."""
+        if not self._finished:
+            self._wait_inner(timeout)
+            self._land()
+        self._hub.check()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._finished or self._inner is None or self._inner.is_completed()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._hub.aborted is None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._results
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Completes with the list of result tensors; after an abort too, and then they hold nothing."""
+        if self._future is None:
+            devices: list[int | str | torch.device] = [t.device for t in self._results[:1] if t.is_cuda]
+            self._future = torch.futures.Future(devices=devices)
+            self._hub.expose(self)
+            if self._inner is None:
+                self._land()
+            elif self._blocking:
+                self._when_inner_completes(self._land_from_callback)
+            else:
+                self._inner.wait()  # NCCL: orders the current stream, does not block
+                self._land()
+        return self._future
+
+    def followed_by(self, then: Callable[[], object], results: list[torch.Tensor]) -> WireWork:
+        """Add to what is done at landing, and give other results. Only for whoever issued the work, at once."""
+        before = self._finish
+
+        def both() -> None:
+            if before is not None:
+                before()
+            then()
+
+        self._finish, self._results = both, results
+        return self
+
+    # -- completion -----------------------------------------------------------------------------------------------
+
+    def void(self) -> None:
+        """Complete the future without its bytes."""
+        self._settle()
+
+    def _watch(self) -> None:
+        """Take the time of completion where the inner work tells it; else the end of the wait counts."""
+        if self._inner is None or not self._blocking:
+            return
+        with contextlib.suppress(RuntimeError):  # Gloo's own reduce-scatter has no future
+            self._inner.get_future().add_done_callback(lambda _: self._stamp())
+
+    def _when_inner_completes(self, call: Callable[[], None]) -> None:
+        assert self._inner is not None
+        try:
+            self._inner.get_future().add_done_callback(lambda _: call())
+        except RuntimeError:
+            threading.Thread(target=self._wait_aside, args=(call,), daemon=True).start()
+
+    def _wait_aside(self, call: Callable[[], None]) -> None:
+        try:
+            self._wait_inner(None)
+        except RuntimeError as e:
+            self._hub.abort(str(e))
+            return
+        call()
+
+    def _wait_inner(self, timeout: timedelta | None) -> None:
+        if self._inner is None:
+            return
+        if not self._blocking:
+            self._inner.wait()
+            return
+        limit_s = timeout.total_seconds() if timeout and timeout.total_seconds() > 0 else self._hub.timeout_s
+        while True:
+            self._hub.check()
+            try:
+                self._inner.wait(_SLICE)
+                return
+            except RuntimeError as e:
+                if self._inner.is_completed():
+                    raise RankAborted(f"{self._name()} failed: {_first_line(e)}") from None
+            if time.perf_counter() - self._issue_s > limit_s:
+                raise WireTimeout(f"{self._name()} did not complete in {limit_s:.0f} s: a rank did not join it")
+
+    def _land_from_callback(self) -> None:
+        try:
+            assert self._inner is not None
+            self._inner.wait()  # completed: returns at once, or raises what Gloo ran into
+            self._land()
+        except RuntimeError as e:
+            self._hub.abort(f"{self._name()} failed: {_first_line(e)}")
+
+    def _land(self) -> None:
+        with self._once:
+            if not self._finished:
+                if self._finish is not None and self._hub.aborted is None:
+                    self._finish()
+                self._finished = True
+        self._stamp()
+        self._settle()
+
+    def _stamp(self) -> None:
+        if not self._stamped:
+            self._stamped = True
+            self._hub.meter.landed(self._issued.kind, time.perf_counter() - self._issue_s)
+
+    def _settle(self) -> None:
+        with self._once:
+            if self._future is None or self._settled:
+                return
+            self._settled = True
+        self._future.set_result(self._results)
+
+    def _name(self) -> str:
+        i = self._issued
+        return f"collective {i.sequence} ({i.kind} in group {i.group} of {i.size})"
+
+
+def _first_line(e: Exception) -> str:
+    return str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__

@@ -1,0 +1,102 @@
+"""Rank processes that stay: importing torch takes seconds, joining a rendezvous milliseconds.
+
+`pool.run(function, world_size, *args)` calls `function(place, *args)` on that many processes, each with its `Place`
+(seat, hub, open wire), and returns the results by rank; an exception of a rank is raised here, with its traceback.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class Place:
+    """What a function of a test is given in its rank."""
+
+    seat: Any
+    hub: Any
+    world: Any
+    store: Any
+
+    @property
+    def rank(self) -> int:
+        return int(self.seat.rank)
+
+    @property
+    def world_size(self) -> int:
+        return int(self.seat.world_size)
+
+
+class RankError(AssertionError):
+    """A rank raised; the text is its traceback."""
+
+
+def _serve(pipe: Any) -> None:
+    import torch
+
+    from fsdp_lab.rank.rendezvous import Seat, close_groups, find_store, open_groups
+    from fsdp_lab.wire import Hub, Reduction
+
+    torch.set_num_threads(1)
+    while True:
+        task = pipe.recv()
+        if task is None:
+            os._exit(0)
+        function, rank, world_size, port, run, reduction, args = task
+        try:
+            hub = Hub(reduction=Reduction(reduction), timeout_s=60)
+            seat = Seat(rank=rank, world_size=world_size, device=torch.device("cpu"))
+            store = torch.distributed.PrefixStore(f"run{run}", find_store("127.0.0.1", port))
+            world = open_groups(seat, store, hub, 0)
+            try:
+                answer = ("ok", function(Place(seat, hub, world, store), *args))
+            finally:
+                close_groups(hub)
+        except BaseException:
+            answer = ("error", traceback.format_exc())
+        pipe.send(answer)
+
+
+class Pool:
+    def __init__(self, size: int) -> None:
+        from fsdp_lab.rank.rendezvous import host_store
+
+        self._store = host_store()
+        self._runs = 0
+        self._workers = []
+        context = multiprocessing.get_context("spawn")
+        for _ in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            self._workers.append((process, here))
+
+    def run(
+        self, function: Callable[..., Any], world_size: int, *args: Any, reduction: str = "auto", timeout_s: float = 180
+    ) -> list[Any]:
+        self._runs += 1
+        chosen = self._workers[:world_size]
+        for rank, (_, pipe) in enumerate(chosen):
+            pipe.send((function, rank, world_size, self._store.port, self._runs, reduction, args))
+        answers = []
+        for rank, (process, pipe) in enumerate(chosen):
+            if not pipe.poll(timeout_s):
+                raise RankError(f"rank {rank} (pid {process.pid}) did not answer in {timeout_s} s")
+            answers.append(pipe.recv())
+        errors = [f"rank {rank}: {text}" for rank, (state, text) in enumerate(answers) if state == "error"]
+        if errors:
+            raise RankError("\n".join(errors))
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        for process, pipe in self._workers:
+            if process.is_alive():
+                pipe.send(None)
+            process.join(5)
+            if process.is_alive():
+                process.kill()

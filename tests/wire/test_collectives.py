@@ -1,0 +1,102 @@
+"""Each collective over the wire, in each order of reduction, against what it should give."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from tests.pool import Place, Pool
+
+
+def _values(rank: int, n: int) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(rank))
+
+
+def _reduce_scatter(place: Place, n: int, op: str) -> torch.Tensor:
+    out = torch.empty(n)
+    place.world.reduce_scatter_single(
+        out, _values(place.rank, n * place.world_size), _opts(dist.ReduceScatterOptions(), op)
+    ).wait()
+    return out
+
+
+def _all_reduce(place: Place, n: int, op: str) -> torch.Tensor:
+    t = _values(place.rank, n)
+    place.world.allreduce([t], _opts(dist.AllreduceOptions(), op)).wait()
+    return t
+
+
+def _opts(opts: object, op: str) -> object:
+    opts.reduceOp = dist.ReduceOp.PREMUL_SUM(0.25) if op == "PREMUL_SUM" else getattr(dist.ReduceOp, op)  # type: ignore[attr-defined]
+    return opts
+
+
+def _expected(world_size: int, n: int, op: str) -> torch.Tensor:
+    """The sum in the order of ranks, then the scale: what rank-ordered reduction promises, bit for bit."""
+    total = _values(0, n).clone()
+    for r in range(1, world_size):
+        total += _values(r, n)
+    return {"SUM": total, "AVG": total / world_size, "PREMUL_SUM": total * 0.25}[op]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("op", ["SUM", "AVG", "PREMUL_SUM"])
+@pytest.mark.parametrize("reduction", ["rank_ordered", "native", "auto"])
+def test_sums(pool: Pool, world_size: int, op: str, reduction: str) -> None:
+    n = 1001
+    same = torch.equal if reduction == "rank_ordered" else functools.partial(torch.allclose, atol=1e-6)
+    for got in pool.run(_all_reduce, world_size, n, op, reduction=reduction):
+        assert same(got, _expected(world_size, n, op))
+    parts = pool.run(_reduce_scatter, world_size, n, op, reduction=reduction)
+    assert same(torch.cat(parts), _expected(world_size, n * world_size, op))
+
+
+def _every_kind(place: Place) -> dict[str, object]:
+    r, w = place.rank, place.world_size
+    gathered = torch.empty(3 * w)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered, torch.full((3,), float(r)))
+    listed = [torch.empty(2) for _ in range(w)]
+    dist.all_gather(listed, torch.full((2,), float(r)))
+    told = torch.full((4,), float(r))
+    dist.broadcast(told, src=1)
+    swapped = torch.empty(w)
+    dist.all_to_all_single(swapped, torch.arange(w, dtype=torch.float32) + 10 * r)
+    dist.barrier()
+    objects: list[object] = [None] * w
+    dist.all_gather_object(objects, {"rank": r})
+    biggest = torch.tensor([float(r)])
+    dist.all_reduce(biggest, op=dist.ReduceOp.MAX)
+    ones = torch.ones(2, dtype=torch.float64)
+    place.world.control(ones)
+    return {
+        "gathered": gathered.tolist(),
+        "listed": torch.cat(listed).tolist(),
+        "told": told.tolist(),
+        "swapped": swapped.tolist(),
+        "objects": objects,
+        "biggest": biggest.item(),
+        "ones": ones.tolist(),
+        "totals": {k: (t.calls, t.link_bytes, t.seconds > 0) for k, t in place.hub.meter.totals().items()},
+        "sequence": place.hub.last.sequence,
+    }
+
+
+def test_every_kind_arrives_and_is_counted(pool: Pool) -> None:
+    for r, got in enumerate(pool.run(_every_kind, 3)):
+        assert got["gathered"] == [0.0] * 3 + [1.0] * 3 + [2.0] * 3
+        assert got["listed"] == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+        assert got["told"] == [1.0] * 4
+        assert got["swapped"] == [10.0 * s + r for s in range(3)]
+        assert got["objects"] == [{"rank": s} for s in range(3)]
+        assert got["biggest"] == 2.0
+        assert got["ones"] == [3.0, 3.0]
+        totals = got["totals"]
+        assert totals["all_to_all"] == (1, 8, True)  # 3 floats, of which 2 leave
+        assert totals["broadcast"][0] == 1 and totals["broadcast"][1] == 16
+        assert totals["control"] == (1, 2 * 16 * 2 // 3, True)
+        assert totals["barrier"][1] == 0
+        assert got["sequence"] == sum(calls for calls, _, _ in totals.values()) - 1
