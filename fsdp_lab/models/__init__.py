@@ -1,4 +1,4 @@
-"""Models, their initial values, their data, their cost. Floor 1: torch, numpy and transformers, each only when used.
+"""Models, their initial values, their data, their cost. Floor 1: torch, numpy, transformers, when used.
 
 `fsdp_lab.models.presets` and `fsdp_lab.models.check` are cheap to import: neither torch nor transformers.
 """
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsdp_lab.models.batches import Batches as Batches
-    from fsdp_lab.models.layers import block_class_names as block_class_names
-    from fsdp_lab.models.layers import blocks as blocks
     from fsdp_lab.models.build import build_skeleton as build_skeleton
     from fsdp_lab.models.configs import resolve as resolve
+    from fsdp_lab.models.flops import flops_per_sample as flops_per_sample
     from fsdp_lab.models.initial import Initializer as Initializer
+    from fsdp_lab.models.layers import block_class_names as block_class_names
+    from fsdp_lab.models.layers import blocks as blocks
+    from fsdp_lab.models.peaks import device_peak as device_peak
     from fsdp_lab.models.presets import PRESETS as PRESETS
     from fsdp_lab.models.presets import Preset as Preset
 
@@ -26,6 +28,8 @@ _HOMES = {
     "block_class_names": "layers",
     "blocks": "layers",
     "build_skeleton": "build",
+    "device_peak": "peaks",
+    "flops_per_sample": "flops",
     "resolve": "configs",
 }
 

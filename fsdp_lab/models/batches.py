@@ -1,8 +1,9 @@
 """`Batches`: which samples a rank trains on, and as which tensors.
 
-One counter numbers every sample that the run ever sees, over all ranks, micro-batches and epochs. A sample's content is a
-function of (data, seed, its number) and of nothing else. So the same global batch is read whatever the backend, the
-strategy or the split over ranks, and a run goes on from its counter at any other world size.
+One counter numbers every sample that the run ever sees, over all ranks, micro-batches and epochs. A sample's
+content is a function of (data, seed, its number) and of nothing else. So the same global batch is read
+whatever the backend, the strategy or the split over ranks, and a run goes on from its counter at any other
+world size.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ IGNORED = -100  # the label that transformers' losses leave out
 
 
 class Source(Protocol):
-    """Samples by position in the data. `samples` are their global numbers, for what is drawn anew in every epoch."""
+    """Samples by position in the data; `samples` are their global numbers, for what each epoch draws anew."""
 
     @property
     def count(self) -> int: ...
@@ -69,29 +70,32 @@ class Batches:
     """Batches of one rank.
 
     Args:
-        workload: its model's kind decides the tensors; data, seq_len, micro_batch and seed decide the samples.
+        workload: its model's kind decides the tensors; data, seq_len, micro_batch and seed decide the
+            samples.
         config: the transformers config of the model, from `resolve`.
         rank, world_size: whose part to read.
-        source: another Batches' `source`, to share what was loaded.
+        source: the `source` of another Batches of the same data, seq_len, seed and model, to load it once.
 
     Raises:
         SpecError: data that cannot be read, is too short, or is not for this kind of model.
     """
 
-    def __init__(self, workload: Workload, config: Any, *, rank: int, world_size: int, source: Source | None = None) -> None:
+    def __init__(
+        self, workload: Workload, config: Any, *, rank: int, world_size: int, source: Source | None = None
+    ) -> None:
         self.source = source or open_source(workload, config)
         self._order = Order(self.source.count, workload.seed)
         self._size = workload.micro_batch
         self._rank, self._world_size = rank, world_size
 
     def batch(self, samples_before: int, micro: int = 0) -> Batch:
-        """Tensors on the CPU for micro-batch `micro` of the step before which the run has seen `samples_before` samples.
+        """Tensors on the CPU for micro-batch `micro` of the step that begins at sample `samples_before`.
 
-        Causal: input_ids, labels (B, S), where the model shifts the labels. Masked: the same with 15% of the positions
-        hidden, and labels at those alone. Encoder-decoder: input_ids (B, S // 2) is the first half of a window, labels
-        (B, S - S // 2) the second. Images: pixel_values (B, C, H, W), labels (B,). Every sample of a kind has the same
-        number of labels, so the mean of the ranks' mean losses is the mean over the global batch.
-        """
+        Causal: input_ids, labels (B, S), where the model shifts the labels. Masked: the same with 15% of the
+        positions hidden, and labels at those alone. Encoder-decoder: input_ids (B, S // 2) is the first half
+        of a window, labels (B, S - S // 2) the second. Images: pixel_values (B, C, H, W), labels (B,). Every
+        sample of a kind has the same number of labels, so that the mean of the ranks' mean losses is the mean
+        over the global batch."""
         samples = self.samples(samples_before, micro)
         return self.source.collate(self._order(samples), samples)
 
@@ -106,12 +110,18 @@ def open_source(workload: Workload, config: Any) -> Source:
     facts = facts_of(config)
     check_shapes(workload, facts)
     if facts.kind == "image":
-        return ImageSource(MadeImages(facts) if workload.data == IMAGES else FolderImages(workload.data, facts))
-    of_kind: dict[Kind, type[TextSource]] = {"causal": CausalText, "masked": MaskedText, "seq2seq": HalvedText}
+        return ImageSource(
+            MadeImages(facts) if workload.data == IMAGES else FolderImages(workload.data, facts)
+        )
+    of_kind: dict[Kind, type[TextSource]] = {
+        "causal": CausalText,
+        "masked": MaskedText,
+        "seq2seq": HalvedText,
+    }
     return of_kind[facts.kind](checked_text(workload), workload.seq_len, workload.seed)
 
 
-# -- what a sample of each kind is ------------------------------------------------------------------------------------
+# -- what a sample of each kind is ---------------------------------------------------------------------------
 
 
 class TextSource:
@@ -136,8 +146,10 @@ class CausalText(TextSource):
 
 
 class HalvedText(TextSource):
-    """The encoder reads the first half of a window, the decoder writes the second. (T5 itself was trained on corrupted
-    spans, which need ids that not every vocabulary has.)"""
+    """The encoder reads the first half of a window, the decoder writes the second.
+
+    T5 itself was trained on corrupted spans, which need ids that not every vocabulary has.
+    """
 
     def collate(self, positions: Indices, samples: Indices) -> Batch:
         ids = torch.from_numpy(encode(self._windows[positions]))
@@ -146,9 +158,9 @@ class HalvedText(TextSource):
 
 
 class MaskedText(TextSource):
-    """15% of the positions, at least one, are to be guessed: of them 80% show MASK_ID, 10% a random byte, 10% themselves.
+    """15% of the positions, at least one, are to be guessed: 80% of them show MASK_ID, 10% a random byte.
 
-    The choice belongs to the sample's number, so it differs from epoch to epoch. The count is the same in every sample.
+    The choice belongs to the sample's number, so it differs from epoch to epoch. Its size is always the same.
     """
 
     def collate(self, positions: Indices, samples: Indices) -> Batch:

@@ -30,10 +30,11 @@ _HEADS: dict[Kind, str] = {
 def parameters_on_meta() -> Iterator[None]:
     """Modules that this thread builds inside get their parameters on the meta device; buffers stay real.
 
-    Building under `torch.device("meta")` would lose the buffers that a constructor computes (rotary frequencies, position
-    ids, BatchNorm statistics), and no later call brings all of them back. So every parameter is replaced at the one door
-    that it enters by, `nn.Module.register_parameter`. A parameter that is on meta already passes unchanged, so that one
-    tensor registered under two names (a tie) stays one tensor.
+    Building under `torch.device("meta")` would lose the buffers that a constructor computes (rotary
+    frequencies, position ids, BatchNorm statistics), and no later call brings all of them back. So every
+    parameter is replaced at the one door that it enters by, `nn.Module.register_parameter`. A parameter that
+    is on meta already passes unchanged, so that one tensor registered under two names (a tie) stays one
+    tensor.
     """
     register = nn.Module.register_parameter
     builder = threading.get_ident()
@@ -51,24 +52,30 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def build_skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of `config` with its training head, in train mode: fp32 parameters on meta, ties kept, buffers real.
+    """The model of `config` with its head, in train mode: fp32 parameters on meta, ties kept, buffers real.
 
-    Attention is PyTorch's scaled_dot_product_attention where the model has it. `config` is copied, not kept; give it as
-    `resolve` makes it, with dropout at 0. Values come from `Initializer`.
+    Attention is PyTorch's scaled_dot_product_attention where the model has it. `config` is copied, not kept;
+    give it as `resolve` makes it, with dropout at 0. Values come from `Initializer`.
 
     Raises:
-        SpecError: the config describes a model that cannot be (widths that do not divide, ...), in the model's own words.
+        SpecError: no model can be built from it (widths that do not divide, ...), in the model's own words.
     """
     config = copy.deepcopy(config)
     kind = facts_of(config).kind
-    model_class = cast(type[PreTrainedModel], getattr(modeling_auto, _HEADS[kind])[type(config)])
+    named = getattr(modeling_auto, _HEADS[kind])[type(config)]
+    model_class: type[PreTrainedModel] = named[0] if isinstance(named, tuple) else named
     attention = "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
     try:
         with parameters_on_meta():
-            model = model_class._from_config(config, attn_implementation=attention, dtype=torch.float32)
-    except Exception as e:  # constructors fail with errors of any class: a wrong config is the caller's to mend
-        raise SpecError("workload.model", f"no {config.model_type} can be built from this config: {first_line(e)}",
-                        "mend the config, or choose a preset") from e  # fmt: skip
+            model = model_class._from_config(  # type: ignore[no-untyped-call]
+                config, attn_implementation=attention, dtype=torch.float32
+            )
+    except Exception as e:  # constructors fail with errors of any class
+        raise SpecError(
+            "workload.model",
+            f"no {config.model_type} can be built from this config: {first_line(e)}",
+            "mend the config, or choose a preset",
+        ) from e
     if kind == "causal" and getattr(model, "loss_type", "") is None:
-        model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning, for GPT2LMHeadModel
+        model.loss_type = "ForCausalLM"  # as transformers decides too, with a warning
     return cast(PreTrainedModel, model.train())

@@ -1,12 +1,12 @@
 """`check`: everything about a workload that can be refused before any process is started.
 
-Cheap to import and, for presets, to call: neither torch nor transformers. A config of one's own is built as a skeleton,
-which takes a fraction of a second once transformers is imported.
+Cheap to import and, for presets, to call: neither torch nor transformers. A config of one's own is built and
+run on the meta device, which takes a fraction of a second once transformers is imported.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import warnings
 
 from fsdp_lab.models.facts import Facts, facts_of
 from fsdp_lab.models.images import FolderImages
@@ -19,7 +19,7 @@ STDLIB = "stdlib"
 
 
 def check(workload: Workload) -> None:
-    """Raise SpecError where the workload cannot be run: its model, its sequence length, its data, or the two together."""
+    """Raise SpecError where the workload cannot be run: its model, its sequence length, or its data."""
     if isinstance(workload.model, str) and workload.model in PRESETS:
         facts = facts_of(PRESETS[workload.model].config)
     else:
@@ -36,53 +36,72 @@ def check_shapes(workload: Workload, facts: Facts) -> None:
     if facts.is_text:
         _check_text_model(workload, facts)
     elif workload.data == STDLIB:
-        raise SpecError("workload.data", f"{facts.model_type} classifies images, and {STDLIB} is text",
-                        f'use "{IMAGES}", or a folder with one sub-folder a class', {"data": IMAGES})  # fmt: skip
+        raise SpecError(
+            "workload.data",
+            f"{facts.model_type} classifies images, and {STDLIB} is text",
+            f'use "{IMAGES}", or a folder with one sub-folder a class',
+            {"data": IMAGES},
+        )
     elif facts.classes < 2:
-        raise SpecError("workload.model", f"a classifier of {facts.classes} class learns nothing",
-                        "give a config with num_labels of 2 or more")  # fmt: skip
+        raise SpecError(
+            "workload.model",
+            f"a classifier of {facts.classes} class learns nothing",
+            "give a config with num_labels of 2 or more",
+        )
 
 
 def checked_text(workload: Workload) -> Text:
     """The workload's text, long enough for one sequence. Raises SpecError."""
     text = open_text(workload.data)
     if len(text.data) < workload.seq_len:
-        raise SpecError("workload.data", f"{text.description} is shorter than one sequence of {workload.seq_len} bytes",
-                        f"give more text, or seq_len {len(text.data)} or less")  # fmt: skip
+        raise SpecError(
+            "workload.data",
+            f"{text.description} is shorter than one sequence of {workload.seq_len} bytes",
+            f"give more text, or seq_len {len(text.data)} or less",
+        )
     return text
 
 
 def _check_text_model(workload: Workload, facts: Facts) -> None:
     if workload.data == IMAGES:
-        raise SpecError("workload.data", f"{facts.model_type} reads text, not images",
-                        f'use "{STDLIB}" or a text file, or an image model such as vit-1m', {"data": STDLIB})  # fmt: skip
+        raise SpecError(
+            "workload.data",
+            f"{facts.model_type} reads text, not images",
+            f'use "{STDLIB}" or a text file, or an image model such as vit-1m',
+            {"data": STDLIB},
+        )
     if facts.vocab_size is None or facts.vocab_size < SMALLEST_VOCABULARY:
-        raise SpecError("workload.model", f"its vocabulary of {facts.vocab_size} is too small for bytes",
-                        f"give a config with a vocab_size of {SMALLEST_VOCABULARY} or more")  # fmt: skip
+        raise SpecError(
+            "workload.model",
+            f"its vocabulary of {facts.vocab_size} is too small for bytes",
+            f"give a config with a vocab_size of {SMALLEST_VOCABULARY} or more",
+        )
     longest = facts.max_positions
     if longest is not None and workload.seq_len > longest:
-        takers = [p.name for p in PRESETS.values() if p.kind == facts.kind
-                  and (facts_of(p.config).max_positions or workload.seq_len) >= workload.seq_len]  # fmt: skip
+        takers = [
+            p.name
+            for p in PRESETS.values()
+            if p.kind == facts.kind
+            and (facts_of(p.config).max_positions or workload.seq_len) >= workload.seq_len
+        ]
         instead = f", or a model with more positions ({', '.join(takers[:2])})" if takers else ""
-        raise SpecError("workload.seq_len", f"{workload.seq_len} is over the model's {longest} positions",
-                        f"use {longest} or less{instead}", {"seq_len": longest})  # fmt: skip
+        raise SpecError(
+            "workload.seq_len",
+            f"{workload.seq_len} is over the model's {longest} positions",
+            f"use {longest} or less{instead}",
+            {"seq_len": longest},
+        )
 
 
 def _facts_of_built(workload: Workload) -> Facts:
-    """Of a model that is not a preset, after building it, since only that tells whether it can be."""
-    if isinstance(workload.model, str) and not Path(workload.model).expanduser().exists():
-        _refuse_unknown_name(workload.model)
-    from fsdp_lab.models.build import build_skeleton
+    """Of a model that is no preset, after a forward and backward of it without values: only they tell."""
     from fsdp_lab.models.configs import resolve
+    from fsdp_lab.models.flops import flops_per_sample
 
     config = resolve(workload.model)
     facts = facts_of(config)
-    check_shapes(workload, facts)  # before the build: it is quicker, and its sentences are better
-    build_skeleton(config)
+    check_shapes(workload, facts)  # first: it is quicker, and its sentences are better
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the count is an estimate is no refusal
+        flops_per_sample(config, workload.seq_len)
     return facts
-
-
-def _refuse_unknown_name(name: str) -> None:
-    from fsdp_lab.models.configs import resolve
-
-    resolve(name)

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto import configuration_auto
 
+from fsdp_lab.models.facts import facts_of
 from fsdp_lab.models.presets import PRESETS, closest
 from fsdp_lab.spec import SpecError
 
 _FIELD = "workload.model"
+_TYPES: Mapping[str, str] = configuration_auto.CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
 
 def resolve(model: str | Mapping[str, Any] | PreTrainedConfig) -> PreTrainedConfig:
     """The transformers config of `model`, always a new object, with every dropout at 0.
 
-    `model` is a preset ("gpt2-10m"), a type that transformers knows ("opt", with its default sizes), a folder that holds a
-    config.json or the path of such a file, a dict with "model_type", or a config object. Nothing is downloaded. Weights
-    beside a config.json are not read: values are random, by `Initializer`.
+    `model` is a preset ("gpt2-10m"), a type that transformers knows ("opt", with its default sizes), a folder
+    that holds a config.json or the path of such a file, a dict with "model_type", or a config object. Nothing
+    is downloaded. Weights beside a config.json are not read: values are random, by `Initializer`.
 
     Dropout is 0 because two ways of sharding can only be compared, to the bit, where nothing else is random.
 
@@ -31,10 +34,17 @@ def resolve(model: str | Mapping[str, Any] | PreTrainedConfig) -> PreTrainedConf
     """
     config = _config(model)
     if getattr(config, "quantization_config", None):
-        raise SpecError(_FIELD, "its config is of quantized weights, which cannot be trained",
-                        "remove quantization_config from the config")  # fmt: skip
+        raise SpecError(
+            _FIELD,
+            "its config is of quantized weights, which cannot be trained",
+            "remove quantization_config from the config",
+        )
     _without_dropout(config)
-    config.use_cache = False  # generation's; training with recomputation would warn of it
+    config.use_cache = False  # of keys and values: for generation, and wrong where a block is computed again
+    if facts_of(config).kind == "causal":
+        # Our text has no padding. A padding id would keep the byte of that id from being learned, and every
+        # forward would look for it in the input, which on a GPU waits for all work in flight.
+        config.pad_token_id = None
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     return config
@@ -51,10 +61,10 @@ def _config(model: str | Mapping[str, Any] | PreTrainedConfig) -> PreTrainedConf
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():
-            raise SpecError(_FIELD, f"the folder {model} holds no config.json", "give the folder of a saved model")
+            raise SpecError(_FIELD, f"{model} holds no config.json", "give the folder of a saved model")
     if path.is_file():
         return _from_dict(_read(path))
-    if model in CONFIG_MAPPING_NAMES:
+    if model in _TYPES:
         return _from_dict({"model_type": model})
     raise SpecError(
         _FIELD,
@@ -67,7 +77,9 @@ def _read(path: Path) -> Mapping[str, Any]:
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise SpecError(_FIELD, f"{path} cannot be read as JSON ({e})", "give a config.json of transformers") from None
+        raise SpecError(
+            _FIELD, f"{path} cannot be read as JSON ({e})", "give a config.json of transformers"
+        ) from None
     if not isinstance(loaded, dict):
         raise SpecError(_FIELD, f"{path} is not a JSON object", "give a config.json of transformers")
     return loaded
@@ -76,13 +88,15 @@ def _read(path: Path) -> Mapping[str, Any]:
 def _from_dict(given: Mapping[str, Any]) -> PreTrainedConfig:
     fields = {k: _plain(v) for k, v in given.items()}
     model_type = fields.pop("model_type", None)
-    if model_type not in CONFIG_MAPPING_NAMES:
-        reason = "the config has no model_type" if model_type is None else f"transformers knows no type {model_type!r}"
-        alike = closest_types(str(model_type or ""))
-        raise SpecError(_FIELD, reason, f"name one such as {', '.join(alike)}")
+    if model_type not in _TYPES:
+        alike = ", ".join(closest_types(str(model_type or "")))
+        reason = (
+            f"transformers knows no type {model_type!r}" if model_type else "the config has no model_type"
+        )
+        raise SpecError(_FIELD, reason, f"name one such as {alike}")
     try:
         config = AutoConfig.for_model(model_type, **fields)
-    except Exception as e:  # transformers validates with errors of many classes; each names the field in its text
+    except Exception as e:  # of many classes; each names the field in its text
         raise SpecError(_FIELD, f"{model_type} refuses the config: {first_line(e)}", "mend that field") from e
     assert isinstance(config, PreTrainedConfig)
     return config
@@ -90,9 +104,7 @@ def _from_dict(given: Mapping[str, Any]) -> PreTrainedConfig:
 
 def closest_types(name: str) -> tuple[str, ...]:
     """Model types of transformers that are spelled like `name`; the families of our presets where none is."""
-    import difflib
-
-    alike = difflib.get_close_matches(name, CONFIG_MAPPING_NAMES, n=3)
+    alike = difflib.get_close_matches(name, _TYPES, n=3)
     return tuple(alike) or tuple(dict.fromkeys(p.family for p in PRESETS.values()))
 
 

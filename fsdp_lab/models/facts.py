@@ -1,4 +1,4 @@
-"""What the rest of the lab must know of a config before any model exists: its kind, vocabulary, positions, images.
+"""What must be known of a config before any model exists: its kind, vocabulary, positions, images.
 
 Works on a preset's dict without transformers, and on any transformers config.
 """
@@ -23,7 +23,7 @@ _POSITIONS = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """`vocab_size` and `max_positions` are of text models; the image fields are of vision models. None: unlimited."""
+    """What a config says. `max_positions` None: unlimited; the fields of images are None for text models."""
 
     model_type: str
     kind: Kind
@@ -39,7 +39,7 @@ class Facts:
         return self.kind != "image"
 
     def tokens_per_sample(self, seq_len: int) -> int:
-        """Tokens of one sample: bytes of a text window (T5: of both halves), patches of an image, 1 for a convnet."""
+        """Bytes of a text window (T5: of both halves), patches of an image, or 1: a convnet's whole image."""
         if self.image_pixels is None:
             return seq_len
         if self.patch is None:
@@ -81,7 +81,7 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def _kind_in_transformers(model_type: str, config: Any) -> Kind:
-    """Which head transformers has for this type; where there are several, encoder-decoder and encoder come first."""
+    """Which head transformers has for this type; of several, encoder-decoder first, then encoder."""
     from transformers.models.auto import modeling_auto as auto
 
     def has(name: str) -> bool:

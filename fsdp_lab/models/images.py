@@ -1,7 +1,8 @@
 """Images to classify: made by a formula, or read from a folder with one sub-folder a class.
 
-The made ones are waves: a class has its own direction, wavelength and colours, a sample its own phase, strength and noise.
-They need no download, they are the same everywhere, and a small model learns them in some tens of steps.
+The made ones are waves: a class has its own direction, wavelength and colours, a sample its own phase,
+strength and noise. They need no download, they are the same everywhere, and a small model learns them in some
+tens of steps.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class FolderImages:
     Each is scaled so that it covers the model's size, cut to it around the middle, and brought to -1..1.
 
     Raises:
-        SpecError: no such folder, no class in it, more classes than the model has, or Pillow is not installed.
+        SpecError: no such folder, no class in it, more classes than the model has, or Pillow is not
+    installed.
     """
 
     def __init__(self, folder: str, facts: Facts) -> None:
@@ -81,7 +83,7 @@ class FolderImages:
         self.description = f"{folder} ({self.count} images, {self._entries[-1].label + 1} classes)"
 
     def image(self, index: int) -> tuple[Pixels, int]:
-        """(channels, height, width) between -1 and 1, and the class. Raises SpecError where a file cannot be read."""
+        """(channels, height, width) between -1 and 1, and the class. SpecError for a file it cannot read."""
         raw = self._cache.get(index)
         if raw is None:
             raw = self._decode(self._entries[index].path)
@@ -97,9 +99,13 @@ class FolderImages:
         height, width = self._facts.image_pixels
         try:
             with Image.open(path) as opened:
-                fitted = ImageOps.fit(opened.convert("L" if self._facts.channels == 1 else "RGB"), (width, height))
+                fitted = ImageOps.fit(
+                    opened.convert("L" if self._facts.channels == 1 else "RGB"), (width, height)
+                )
         except (OSError, ValueError) as e:
-            raise SpecError("workload.data", f"{path} is not an image that can be read ({e})", "remove that file") from None
+            raise SpecError(
+                "workload.data", f"{path} is not an image that can be read ({e})", "remove that file"
+            ) from None
         array = np.asarray(fitted, dtype=np.uint8)
         return array[None] if array.ndim == 2 else np.ascontiguousarray(array.transpose(2, 0, 1))
 
@@ -116,15 +122,24 @@ def _entries(folder: str, facts: Facts) -> list[_Entry]:
     except OSError as e:
         raise SpecError("workload.data", f"{folder} cannot be read ({e.strerror or e})", way_out) from None
     if not with_images:
-        raise SpecError("workload.data", f"{folder} has no sub-folder with images", way_out, {"data": "images"})
+        raise SpecError(
+            "workload.data", f"{folder} has no sub-folder with images", way_out, {"data": "images"}
+        )
     if len(with_images) > facts.classes:
-        raise SpecError("workload.data", f"{folder} has {len(with_images)} classes and the model {facts.classes}",
-                        "give a config with a larger num_labels")  # fmt: skip
+        raise SpecError(
+            "workload.data",
+            f"{folder} has {len(with_images)} classes and the model {facts.classes}",
+            "give a config with a larger num_labels",
+        )
     try:
         import PIL  # noqa: F401
     except ImportError:
-        raise SpecError("workload.data", "image files are read with Pillow, which is not installed",
-                        'install it with "pip install pillow", or use "images"', {"data": "images"}) from None  # fmt: skip
+        raise SpecError(
+            "workload.data",
+            "image files are read with Pillow, which is not installed",
+            'install it with "pip install pillow", or use "images"',
+            {"data": "images"},
+        ) from None
     return [_Entry(path, label) for label, images in enumerate(with_images) for path in images]
 
 

@@ -1,10 +1,10 @@
-"""Initial values that depend on (seed, parameter name) alone, so that every backend and every rank starts equal.
+"""Initial values that depend on (seed, parameter name) alone, so that every backend starts equal.
 
-Building a model with one global seed gives each parameter what the generator happens to yield when its turn comes: the
-values depend on the order of building, on the device, on what was left out. Here every parameter has a generator of its
-own. *How* a parameter is drawn is the model's own affair: transformers models say it in `_init_weights`. That code is run
-once with every initialisation function replaced by one that writes down its name and arguments, and the note is played
-back, parameter by parameter, on real memory.
+Building a model with one global seed gives each parameter what the generator happens to yield when its turn
+comes: the values depend on the order of building, on the device, on what was left out. Here every parameter
+has a generator of its own. *How* a parameter is drawn is the model's own affair: transformers models say it
+in `_init_weights`. That code is run once with every initialisation function replaced by one that writes down
+its name and arguments, and the note is played back, parameter by parameter, on real memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DEFAULT_STD = 0.02
 
 @dataclass(frozen=True)
 class _Draw:
-    """One call of an initialisation function, on a whole parameter or on a part of it (`part`: size, stride, offset)."""
+    """A call of an initialisation function on a parameter, or on a part of it (size, stride, offset)."""
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
@@ -35,20 +35,22 @@ class _Draw:
 
     def play(self, values: Tensor, generator: torch.Generator) -> None:
         target = values if self.part is None else values.as_strided(*self.part)
-        random = {"generator": generator} if "generator" in inspect.signature(self.function).parameters else {}
-        self.function(target, **self.arguments, **random)
+        draws = "generator" in inspect.signature(self.function).parameters
+        self.function(target, **self.arguments, **({"generator": generator} if draws else {}))
 
     def __str__(self) -> str:
-        given = ", ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in self.arguments.items())
+        words = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in self.arguments.items()}
+        given = ", ".join(f"{k}={v}" for k, v in words.items())
         return f"{self.function.__name__.rstrip('_')}({given})" + ("" if self.part is None else " on a part")
 
 
 class Initializer:
-    """Initial values of a model's parameters: `Initializer(model, seed)(name)` is the full fp32 tensor on the CPU.
+    """`Initializer(model, seed)(name)` is the full initial value of one parameter, in fp32 on the CPU.
 
-    `name` is canonical: as in `model.named_parameters()` of the unwrapped model, so that a tied parameter has one name, its
-    first. The model is only read; it may be a skeleton. Values are equal in every process and for every world size on one
-    kind of CPU (the normal distribution's last bit can differ between vector units).
+    `name` is canonical: as in `model.named_parameters()` of the unwrapped model, so that a tied parameter has
+    one name, its first. The model is only read; it may be a skeleton. Values are equal in every process and
+    for every world size on one kind of CPU (the normal distribution's last bit can differ between vector
+    units).
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
@@ -95,7 +97,7 @@ def _notes(model: nn.Module) -> dict[str, list[_Draw]]:
     with _initialisation_replaced(note):
         for path, module, owner in _children_first(model, "", None):
             held = module.named_parameters(recurse=False)
-            # A tied head must not draw the embedding again: the first name decides, as in a model that ties at the end.
+            # A tied head must not draw the embedding again: its first name decides.
             borrowed.clear()
             borrowed.update(_memory(p) for n, p in held if names[_memory(p)] != path + n)
             if owner is not None:
@@ -109,7 +111,7 @@ def _notes(model: nn.Module) -> dict[str, list[_Draw]]:
 def _children_first(
     module: nn.Module, path: str, owner: PreTrainedModel | None
 ) -> Iterator[tuple[str, nn.Module, PreTrainedModel | None]]:
-    """(path with a final dot, module, the nearest transformers model around it) of all modules below and of this one."""
+    """(path with a final dot, module, nearest transformers model around it), of those below and of this."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     for name, child in module.named_children():
         yield from _children_first(child, f"{path}{name}.", owner)
@@ -141,7 +143,7 @@ def _copy_(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def _usual(name: str, parameter: nn.Parameter) -> _Draw:
-    """For what a model leaves out: zeros for biases, ones for other vectors (scales), else a narrow normal."""
+    """For what a model leaves out: zeros for biases, ones for other vectors, else a narrow normal."""
     if name.endswith("bias"):
         return _Draw(nn.init.zeros_, {})
     if parameter.dim() < 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from torch import nn
@@ -11,22 +12,19 @@ _INSIDE_STAGES = ("ResNetBasicLayer", "ResNetBottleNeckLayer", "ConvNextLayer")
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers of `model`, in the order of the forward: transformer blocks, or residual layers of a convnet.
+    """The repeated layers of `model`, in the order of the forward.
 
-    A block is an element of an outermost list of modules of one class. Where several classes repeat, those that the
-    model itself says must not be split (`_no_split_modules`) count, else the class with the most parameters.
-    Empty where nothing repeats.
-    """
+    They are transformer blocks, or the residual layers of a convnet: the elements of an outermost list of
+    modules of one class. Where several classes repeat (encoder and decoder), those count that hold a quarter
+    of the repeated parameters or more. Empty where nothing repeats."""
     inside = [m for m in model.modules() if type(m).__name__ in _INSIDE_STAGES]
     if inside:
         return inside
     found = list(_outermost(model))
-    whole = set(getattr(model, "_no_split_modules", None) or ())
-    named = [m for m in found if type(m).__name__ in whole]
-    if named or not found:
-        return named
-    heaviest = max({type(m) for m in found}, key=lambda c: sum(_size(m) for m in found if type(m) is c))
-    return [m for m in found if type(m) is heaviest]
+    held: Counter[type[nn.Module]] = Counter()
+    for module in found:
+        held[type(module)] += _size(module)
+    return [m for m in found if held[type(m)] >= held.total() / 4]
 
 
 def block_class_names(model: nn.Module) -> tuple[str, ...]:

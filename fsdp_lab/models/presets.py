@@ -1,12 +1,13 @@
 """Named models from 1M to 7B parameters, as plain config dicts: neither torch nor transformers is imported.
 
-Small presets are sized for two CPU ranks. Their text vocabulary is the 384 ids of ByT5 (3 special ids, 256 bytes, 125
-extra ids) and their images are small. Large presets have the shape of a published model, vocabulary included, so that
-what is measured of them compares with what is written about them; the bytes of the text then use 259 of their ids.
+Small presets are sized for two CPU ranks. Their text vocabulary is the 384 ids of ByT5 (3 special ids, 256
+bytes, 125 extra ids) and their images are small. Large presets have the shape of a published model,
+vocabulary included, so that what is measured of them compares with what is written about them; the bytes of
+the text then use 259 of their ids.
 
-Positions are fixed by the preset and do not grow with `Workload.seq_len`: a model must stay the same model when only
-the sequence length is changed, or a live run could not carry its parameters over. A longer sequence is refused by
-`fsdp_lab.models.check`, with the presets that take it.
+Positions are fixed by the preset and do not grow with `Workload.seq_len`: a model must stay the same model
+when only the sequence length is changed, or a live run could not carry its parameters over. A longer sequence
+is refused by `fsdp_lab.models.check`, with the presets that take it.
 """
 
 from __future__ import annotations
@@ -35,28 +36,29 @@ class Preset:
 
 
 def closest(name: str, count: int = 3) -> tuple[str, ...]:
-    """The presets that a mistyped `name` may mean: alike in spelling, else of the same family, else the smallest."""
+    """The presets that a mistyped `name` may mean: alike in spelling, of its family, or the smallest."""
     alike = difflib.get_close_matches(name.lower(), PRESETS, n=count, cutoff=0.5)
     family = [p.name for p in PRESETS.values() if p.family in name.lower()]
     small = [p.name for p in PRESETS.values() if p.parameters < 2_000_000]
     return tuple(dict.fromkeys([*alike, *(family if not alike else [])]))[:count] or tuple(small[:count])
 
 
-# -- one function a family: the few numbers that differ, in the words of its paper ------------------------------------
+# -- one function a family: the few numbers that differ, in the words of its paper ---------------------------
 
 
-def _gpt2(width: int, layers: int, heads: int, positions: int = 1024, vocabulary: int = BYTE_VOCABULARY) -> dict[str, Any]:
+def _gpt2(width: int, layers: int, heads: int, positions: int = 1024,
+          vocabulary: int = BYTE_VOCABULARY) -> dict[str, Any]:  # fmt: skip
     return {
-        "model_type": "gpt2", "n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": positions,
-        "vocab_size": vocabulary, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+        "model_type": "gpt2", "vocab_size": vocabulary, "n_embd": width, "n_layer": layers, "n_head": heads,
+        "n_positions": positions, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": None,
     }  # fmt: skip
 
 
-def _llama(width: int, layers: int, heads: int, kv_heads: int, inner: int, *, vocabulary: int = BYTE_VOCABULARY,
-           tied: bool = False, positions: int = 4096, theta: float = 10_000.0) -> dict[str, Any]:  # fmt: skip
+def _llama(width: int, layers: int, heads: int, kv_heads: int, inner: int, *,
+           vocabulary: int = BYTE_VOCABULARY, tied: bool = False, positions: int = 4096, theta: float = 10_000.0) -> dict[str, Any]:  # fmt: skip
     return {
-        "model_type": "llama", "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "intermediate_size": inner, "vocab_size": vocabulary,
+        "model_type": "llama", "vocab_size": vocabulary, "hidden_size": width, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": inner,
         "tie_word_embeddings": tied, "max_position_embeddings": positions, "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "bos_token_id": None, "eos_token_id": 1, "pad_token_id": None,
@@ -65,16 +67,18 @@ def _llama(width: int, layers: int, heads: int, kv_heads: int, inner: int, *, vo
 
 def _bert(width: int, layers: int, heads: int, vocabulary: int = BYTE_VOCABULARY) -> dict[str, Any]:
     return {
-        "model_type": "bert", "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "intermediate_size": 4 * width, "max_position_embeddings": 512, "vocab_size": vocabulary, "pad_token_id": 0,
+        "model_type": "bert", "vocab_size": vocabulary, "hidden_size": width, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "intermediate_size": 4 * width, "max_position_embeddings": 512,
+        "pad_token_id": 0,
     }  # fmt: skip
 
 
-def _t5(width: int, layers: int, heads: int, head_width: int, inner: int, vocabulary: int = BYTE_VOCABULARY) -> dict[str, Any]:
+def _t5(width: int, layers: int, heads: int, head_width: int, inner: int,
+        vocabulary: int = BYTE_VOCABULARY) -> dict[str, Any]:  # fmt: skip
     return {
-        "model_type": "t5", "d_model": width, "num_layers": layers, "num_decoder_layers": layers, "num_heads": heads,
-        "d_kv": head_width, "d_ff": inner, "vocab_size": vocabulary, "pad_token_id": 0, "eos_token_id": 1,
-        "decoder_start_token_id": 0,
+        "model_type": "t5", "vocab_size": vocabulary, "d_model": width, "num_layers": layers,
+        "num_decoder_layers": layers, "num_heads": heads, "d_kv": head_width, "d_ff": inner,
+        "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0,
     }  # fmt: skip
 
 
@@ -89,7 +93,8 @@ def _vit(width: int, layers: int, heads: int, *, inner: int = 0, image: int = 22
 
 def _resnet(layer: str, stem: int, widths: tuple[int, ...], depths: tuple[int, ...], *, image: int = 224,
             classes: int = 1000) -> dict[str, Any]:  # fmt: skip
-    # image_size is not a field of ResNetConfig; a config keeps what it does not know, and our images are made to it.
+    # image_size is not a field of ResNetConfig; a config keeps what it does not know, and our images are made
+    # to it.
     return {
         "model_type": "resnet", "layer_type": layer, "embedding_size": stem, "hidden_sizes": list(widths),
         "depths": list(depths), "image_size": image, "num_channels": 3, "num_labels": classes,
@@ -106,15 +111,19 @@ _FAMILIES: tuple[tuple[str, Kind, tuple[_Row, ...]], ...] = (
         ("355m", 354_823_168, _gpt2(1024, 24, 16, vocabulary=50257), "GPT-2 medium"),
         ("774m", 774_030_080, _gpt2(1280, 36, 20, vocabulary=50257), "GPT-2 large"),
         ("1.5b", 1_557_611_200, _gpt2(1600, 48, 25, vocabulary=50257), "GPT-2 XL"),
-        ("6.7b", 6_658_404_352, _gpt2(4096, 32, 32, positions=2048, vocabulary=50257), "the 6.7B shape of the GPT-3 paper"),
+        ("6.7b", 6_658_404_352, _gpt2(4096, 32, 32, positions=2048, vocabulary=50257),
+         "the 6.7B shape of the GPT-3 paper"),
     )),
     ("llama", "causal", (
         ("1m", 951_424, _llama(128, 4, 4, 4, 384), "bytes; embeddings not tied"),
         ("10m", 10_163_520, _llama(320, 8, 5, 5, 864), "bytes; embeddings not tied"),
-        ("125m", 124_668_672, _llama(768, 12, 12, 4, 2048, vocabulary=32000), "grouped-query attention, embeddings not tied"),
-        ("1b", 1_235_814_400, _llama(2048, 16, 32, 8, 8192, vocabulary=128256, tied=True, positions=8192, theta=5e5),
+        ("125m", 124_668_672, _llama(768, 12, 12, 4, 2048, vocabulary=32000),
+         "grouped-query attention; embeddings not tied"),
+        ("1b", 1_235_814_400,
+         _llama(2048, 16, 32, 8, 8192, vocabulary=128256, tied=True, positions=8192, theta=5e5),
          "the shape of Llama 3.2 1B; embeddings tied"),
-        ("3b", 3_212_749_824, _llama(3072, 28, 24, 8, 8192, vocabulary=128256, tied=True, positions=8192, theta=5e5),
+        ("3b", 3_212_749_824,
+         _llama(3072, 28, 24, 8, 8192, vocabulary=128256, tied=True, positions=8192, theta=5e5),
          "the shape of Llama 3.2 3B; embeddings tied"),
         ("7b", 6_738_415_616, _llama(4096, 32, 32, 32, 11008, vocabulary=32000), "the shape of Llama 2 7B"),
     )),
@@ -144,12 +153,14 @@ _FAMILIES: tuple[tuple[str, Kind, tuple[_Row, ...]], ...] = (
         ("5.9b", 5_906_154_600, _vit(3200, 48, 25, inner=12800, patch=14), "the shape of InternViT-6B"),
     )),
     ("resnet", "image", (
-        ("1m", 1_091_890, _resnet("basic", 40, (40, 80, 160), (2, 2, 2), image=64, classes=10), "64 x 64 pixels, 10 classes"),
+        ("1m", 1_091_890, _resnet("basic", 40, (40, 80, 160), (2, 2, 2), image=64, classes=10),
+         "64 x 64 pixels, 10 classes"),
         ("11m", 11_181_642, _resnet("basic", 64, (64, 128, 256, 512), (2, 2, 2, 2), image=64, classes=10),
          "ResNet-18 at 64 x 64 pixels, 10 classes"),
         ("26m", 25_557_032, _resnet("bottleneck", 64, (256, 512, 1024, 2048), (3, 4, 6, 3)), "ResNet-50"),
         ("60m", 60_192_808, _resnet("bottleneck", 64, (256, 512, 1024, 2048), (3, 8, 36, 3)), "ResNet-152"),
-        ("930m", 936_563_944, _resnet("bottleneck", 256, (1024, 2048, 4096, 8192), (3, 8, 36, 3)), "ResNet-152, four times as wide"),
+        ("930m", 936_563_944, _resnet("bottleneck", 256, (1024, 2048, 4096, 8192), (3, 8, 36, 3)),
+         "ResNet-152, four times as wide"),
     )),
 )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Real text as token ids: bytes of files, and the windows of them that a step trains on.
 
-A token is a byte plus 3, as in transformers' ByT5Tokenizer (whose ids 0, 1 and 2 are padding, end and unknown), so that no
-vocabulary file is needed and no text is out of vocabulary. The tokenizer alone would read a literal "</s>" or
-"<extra_id_0>" in the text as one special token; here it stays the bytes it is.
+A token is a byte plus 3, as in transformers' ByT5Tokenizer (whose ids 0, 1 and 2 are padding, end and
+unknown), so that no vocabulary file is needed and no text is out of vocabulary. The tokenizer alone would
+read a literal "</s>" or "<extra_id_0>" in the text as one special token; here it stays the bytes it is.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _SNIFF_BYTES = 1024
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes to train on. `description` is for people, `fingerprint` tells whether two ranks read the same text."""
+    """Bytes to train on; `fingerprint` tells whether two ranks read the same ones."""
 
     data: Bytes
     description: str
     fingerprint: str
 
     def windows(self, seq_len: int) -> Bytes:
-        """(count, seq_len) bytes, one after another without overlap; a shorter rest at the end is left out."""
+        """(count, seq_len) bytes, one window after another without overlap; a shorter rest is left out."""
         count = len(self.data) // seq_len
         return self.data[: count * seq_len].reshape(count, seq_len)
 
@@ -51,8 +51,9 @@ def open_text(data: str) -> Text:
     """The text that `Workload.data` names.
 
     "stdlib" is Python's own library: its *.py files in the order of their paths, without its tests, up to
-    `STDLIB_CAP_BYTES`. A file is mapped, not read, so that its size is no matter. Of a folder, every file that looks like
-    text (no zero byte at its start, not hidden) is read in the order of the paths, up to `FOLDER_CAP_BYTES`.
+    `STDLIB_CAP_BYTES`. A file is mapped, not read, so that its size is no matter. Of a folder, every file
+    that looks like text (no zero byte at its start, not hidden) is read in the order of the paths, up to
+    `FOLDER_CAP_BYTES`.
 
     Raises:
         SpecError: nothing there, not allowed, or no text in it.
@@ -82,8 +83,12 @@ def encode(window: Bytes) -> Ids:
 
 
 def _refusal(data: str, reason: str) -> SpecError:
-    return SpecError("workload.data", f"{data}: {reason}", 'give a text file or a folder of them, or "stdlib"',
-                     {"data": "stdlib"})  # fmt: skip
+    return SpecError(
+        "workload.data",
+        f"{data}: {reason}",
+        'give a text file or a folder of them, or "stdlib"',
+        {"data": "stdlib"},
+    )
 
 
 def _stdlib_files() -> Iterator[Path]:
@@ -133,7 +138,7 @@ def _joined(paths: Iterator[Path], cap_bytes: int, name: str) -> Text:
 
 
 def _fingerprint(data: Bytes) -> str:
-    """Of the length and of up to 2 MiB at either end: reading the whole of a large mapped file would take too long."""
+    """Of the length and of up to 2 MiB at either end: all of a large mapped file would take too long."""
     ends = data if len(data) <= 4 * 2**20 else np.concatenate([data[: 2**21], data[-(2**21) :]])
     return hashlib.blake2b(ends.tobytes() + str(len(data)).encode(), digest_size=8).hexdigest()
 
