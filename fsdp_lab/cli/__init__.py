@@ -1,4 +1,5 @@
 """The `fsdp-lab` command: lab, run, compare, kernel, doctor. Floor 6.
 
-`main` reads the command line; each command has a module of its own, imported only when it is called.
+`main` reads the command line. Each command has a module of its own with `add_arguments(parser)` and `run(args) -> int`;
+what is heavy (torch, Jupyter, rich) is imported inside, so that `fsdp-lab --help` and a refusal are quick.
 """

@@ -1,17 +1,54 @@
-"""`fsdp-lab`: the command line."""
+"""`fsdp-lab`: reads the command line, runs one command, turns what went wrong into a sentence and an exit code.
+
+Exit codes: 0 done; 1 the command ran and what it found or trained is not well; 2 refused, nothing started; 130 Ctrl-C.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
+from fsdp_lab import __version__
+from fsdp_lab.cli import doctor, jupyter, kernel
+from fsdp_lab.cli.console import Ended, Refused, signals_raise
+from fsdp_lab.spec import SpecError
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="fsdp-lab", description="A laboratory for Fully Sharded Data Parallel.", allow_abbrev=False
+    )
+    top.add_argument("--version", action="version", version=f"fsdp-lab {__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, module, says in (
+        ("lab", jupyter, "start JupyterLab on the notebooks"),
+        ("kernel", kernel, "make this environment a kernel of a JupyterLab that already runs"),
+        ("doctor", doctor, "say what is here, what will work, and what to do about the rest"),
+    ):
+        command = commands.add_parser(name, help=says, description=f"{says[0].upper()}{says[1:]}.", allow_abbrev=False)
+        command.set_defaults(run=module.run)
+        module.add_arguments(command)
+    return top
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code."""
-    parser = argparse.ArgumentParser(prog="fsdp-lab")
-    parser.parse_args(argv)
-    return 0
+    """Runs one command and returns its exit code. argparse's own refusals leave by SystemExit(2)."""
+    args = parser().parse_args(argv)
+    try:
+        with signals_raise():
+            code: int = args.run(args)
+        return code
+    except (Refused, SpecError) as refusal:
+        print(f"fsdp-lab: {refusal}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as interrupt:
+        print("fsdp-lab: interrupted; what was started has been ended", file=sys.stderr)
+        return interrupt.exit_code if isinstance(interrupt, Ended) else 130
+    except BrokenPipeError:  # `fsdp-lab ... | head`: the reader has gone, and flushing at exit would fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def entry() -> None:

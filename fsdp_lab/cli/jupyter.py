@@ -1,0 +1,243 @@
+"""`fsdp-lab lab`: JupyterLab on the notebooks, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import getpass
+import importlib.metadata
+import importlib.util
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from fsdp_lab.cli.console import Refused, unhurried
+
+FIRST_NOTEBOOK = "01_live_dashboard.ipynb"
+DEFAULT_PORT = 8888
+LOOPBACK = "127.0.0.1"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--port", type=int, help=f"the port to listen on (default: {DEFAULT_PORT}, or the next free one)"
+    )
+    parser.add_argument("--ip", default=LOOPBACK, help="the address to listen on (default: %(default)s)")
+    parser.add_argument("--no-browser", action="store_true", help="do not open a browser here")
+    parser.add_argument("--dir", type=Path, help="the folder to open; the notebooks are copied into it where missing")
+
+
+def run(args: argparse.Namespace) -> int:
+    if importlib.util.find_spec("jupyterlab") is None:
+        raise Refused(f"JupyterLab is not installed beside {sys.executable}; pip install jupyterlab")
+    folder = notebooks_folder(args.dir)
+    port = free_port(args.ip, args.port)
+    token = secrets.token_hex(24)
+    if is_root():
+        print("Running as root, as is usual in a container: JupyterLab is told that this is meant (--allow-root).")
+    with jupyterlab(folder, args.ip, port, token, browser=not args.no_browser and has_display()) as server:
+        wait_until_up(server, args.ip, port)
+        print(announcement(folder, args.ip, port, token), flush=True)
+        code = server.wait()
+    if code:
+        print(f"fsdp-lab: JupyterLab ended by itself, with exit code {code}", file=sys.stderr)
+    return 1 if code else 0
+
+
+# -- what is opened --------------------------------------------------------------------------------------------------
+
+
+def notebooks_folder(asked_for: Path | None) -> Path:
+    """The folder that JupyterLab opens: the repository's notebooks, else copies in a folder that can be written.
+
+    Raises:
+        Refused: there are no notebooks, or the folder cannot be written.
+    """
+    source = shipped_notebooks()
+    if source is None:
+        raise Refused("the notebooks are neither beside the package nor in its installation; install fsdp-lab again")
+    if asked_for is None and os.access(source, os.W_OK) and (source.parent / "pyproject.toml").is_file():
+        return source
+    folder = (asked_for or Path.cwd() / "fsdp-lab-notebooks").expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for notebook in sorted(source.glob("*.ipynb")):
+            if not (folder / notebook.name).exists():  # what somebody changed stays theirs
+                shutil.copy(notebook, folder)
+    except OSError as e:
+        why = e.strerror or str(e)
+        raise Refused(f"cannot write the notebooks to {folder} ({why}); name another folder: --dir DIR") from e
+    return folder
+
+
+def shipped_notebooks() -> Path | None:
+    """Where the notebooks came with the package: the repository's folder, or what the installation recorded."""
+    beside = Path(__file__).resolve().parents[2] / "notebooks"
+    if (beside / FIRST_NOTEBOOK).is_file():
+        return beside
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files("fsdp-lab") or []:
+            if file.name == FIRST_NOTEBOOK:
+                return Path(os.path.normpath(Path(str(file.locate())))).parent
+    return None
+
+
+# -- where it listens ------------------------------------------------------------------------------------------------
+
+
+def free_port(ip: str, asked_for: int | None) -> int:
+    """The port asked for, or by default the first free one from 8888 on.
+
+    Raises:
+        Refused: the port asked for is in use or not allowed, with a free one; or the address is not of this machine.
+    """
+    if asked_for is not None and not 0 < asked_for < 65536:
+        raise Refused(f"--port {asked_for} is not a port; give one between 1 and 65535")
+    first = asked_for or DEFAULT_PORT
+    trouble = why_not(ip, first)
+    if trouble is None:
+        return first
+    free = next(
+        (port for port in range(max(first, 1024) + 1, min(first + 200, 65536)) if why_not(ip, port) is None), None
+    )
+    offer = f"; {free} is free: --port {free}" if free else "; no port near it is free"
+    if asked_for is not None or free is None:
+        raise Refused(f"port {first} {trouble}{offer}")
+    print(f"Port {first} {trouble}: taking {free}.")
+    return free
+
+
+def why_not(ip: str, port: int) -> str | None:
+    """Why nothing can listen there, or None. Raises Refused for an address that this machine does not have."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except socket.gaierror:
+        raise Refused(
+            f"--ip {ip} is not an address; {LOOPBACK} is this machine alone, 0.0.0.0 all its networks"
+        ) from None
+    except OSError as e:
+        if e.errno == errno.EADDRNOTAVAIL:
+            raise Refused(f"--ip {ip} is not an address of this machine; try {LOOPBACK} or 0.0.0.0") from None
+        return {errno.EADDRINUSE: "is in use", errno.EACCES: "is reserved for root"}.get(
+            e.errno or 0, f"fails: {e.strerror}"
+        )
+    return None
+
+
+def reachable(ip: str) -> str:
+    """The address at which this machine itself reaches a server that listens on `ip`."""
+    return {"0.0.0.0": LOOPBACK, "": LOOPBACK, "*": LOOPBACK, "::": "[::1]"}.get(ip, f"[{ip}]" if ":" in ip else ip)
+
+
+def has_display() -> bool:
+    return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+def is_root() -> bool:
+    return hasattr(os, "geteuid") and os.geteuid() == 0
+
+
+# -- the server ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def jupyterlab(folder: Path, ip: str, port: int, token: str, *, browser: bool) -> Iterator[subprocess.Popen[bytes]]:
+    """JupyterLab as a child with a session of its own: Ctrl-C reaches us alone, and we end it, kernels and all."""
+    command = [
+        *(sys.executable, "-m", "jupyterlab", "--Application.log_level=ERROR"),
+        *(f"--ServerApp.ip={ip}", f"--ServerApp.port={port}", "--ServerApp.port_retries=0"),
+        *(f"--ServerApp.root_dir={folder}", f"--LabApp.default_url=/lab/tree/{FIRST_NOTEBOOK}"),
+        f"--ServerApp.open_browser={browser}",
+        *("--LabApp.news_url=None", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"),
+        *(["--allow-root"] if is_root() else []),
+    ]
+    # The token goes by the environment: a command line can be read by every user of the machine. The notebooks' kernel
+    # is this environment's, whatever the user's own folder holds under the same name.
+    environment = {**os.environ, "JUPYTER_TOKEN": token, "JUPYTER_PREFER_ENV_PATH": "1"}
+    server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        yield server
+    finally:
+        with unhurried():
+            end(server)
+
+
+def end(server: subprocess.Popen[bytes], timeout_s: float = 10) -> None:
+    """Asks the server to stop, which stops its kernels; then ends whatever of its family is still there."""
+    import psutil
+
+    family = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = psutil.Process(server.pid).children(recursive=True)
+    if server.poll() is None:
+        server.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(timeout_s)
+    _, left = psutil.wait_procs(family, timeout=3)  # kernels end their ranks by themselves, a moment after the server
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    if server.poll() is None:
+        server.kill()
+        server.wait()
+
+
+def wait_until_up(server: subprocess.Popen[bytes], ip: str, port: int, timeout_s: float = 90) -> None:
+    """Returns once the server answers, so that no dead URL is printed. Raises Refused when it ends instead."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        if server.poll() is not None:
+            raise Refused(f"JupyterLab did not start (exit code {server.returncode}); its own words stand above")
+        with (
+            contextlib.suppress(OSError, urllib.error.URLError),
+            urllib.request.urlopen(f"http://{reachable(ip)}:{port}/api", timeout=2),
+        ):
+            return
+        time.sleep(0.1)
+    raise Refused(f"JupyterLab did not answer on port {port} within {timeout_s:.0f} s; it has been ended")
+
+
+# -- what is said ----------------------------------------------------------------------------------------------------
+
+
+def announcement(folder: Path, ip: str, port: int, token: str) -> str:
+    url = f"http://{reachable(ip)}:{port}/lab/tree/{FIRST_NOTEBOOK}?token={token}"
+    lines = [
+        "",
+        f"  JupyterLab     {url}",
+        f"  notebooks      {folder}",
+        f"  from afar      {tunnel(port, os.environ, user(), socket.gethostname())}",
+        "                 (on your own computer, while this runs; then open the URL above there)",
+    ]
+    if reachable(ip) == LOOPBACK and ip != LOOPBACK:
+        lines.append("  open to all    every network of this machine reaches it; only the token protects it")
+    return "\n".join([*lines, "", "  Ctrl-C ends JupyterLab, its kernels and their ranks.", ""])
+
+
+def tunnel(port: int, environment: Mapping[str, str], user: str, host: str) -> str:
+    """The ssh command that brings the port to another computer, by the address that this SSH session itself came to."""
+    option = ""
+    ssh = environment.get("SSH_CONNECTION", "").split()  # client address, client port, server address, server port
+    if len(ssh) == 4:
+        host, option = ssh[2], "" if ssh[3] == "22" else f"-p {ssh[3]} "
+    return f"ssh -N {option}-L {port}:{LOOPBACK}:{port} {user}@{host}"
+
+
+def user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return "user"
