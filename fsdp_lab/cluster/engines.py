@@ -1,0 +1,389 @@
+"""Where engines come from: started here (`LocalEngines`) or the user's own (`GivenEngines`).
+
+Both hand out engine ids and a connected `ipyparallel.Client`; which engine is which rank is not their business. Corners
+of ipyparallel 9 that its documentation does not name are used in this package alone, with the reason beside each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import ipyparallel as ipp
+import psutil
+from traitlets.config import Config
+
+from fsdp_lab.cluster.errors import ClusterError, StartError
+from fsdp_lab.cluster.guardian import Guardian, package_path, private_folder, remove_private
+from fsdp_lab.cluster.placement import usable_cores
+from fsdp_lab.cluster.processes import MARK, alive, end, sweep
+
+T = TypeVar("T")
+
+# The hub counts an engine as registered after two heartbeats, so a short period is a short start. An engine's heart is
+# a native thread that beats while Python computes; 50 misses (10 s) is a machine that stands still, or a stopped
+# process. A process that ended is noticed by its nanny at once, not by its heart. Threads in place of six scheduler
+# processes save about 300 MB.
+CONTROLLER_ARGS = (
+    "--HeartMonitor.period=200",
+    "--HeartMonitor.max_heartmonitor_misses=50",
+    "--IPController.use_threads=True",
+)
+LOG_LINES = 12
+
+OnDeath = Callable[[int, int | None], None]  # (pid, exit code if known); called on the launcher thread
+
+
+class Engines(Protocol):
+    """Engines that a cluster can use."""
+
+    owned: bool  # whether we started them, and therefore may end them
+
+    @property
+    def client(self) -> Any: ...  # ipyparallel.Client for our calls
+
+    @property
+    def user_client(self) -> Any: ...  # ipyparallel.Client for the user's %px cells
+
+    def add(self, n: int, ready: Callable[[int], None], timeout_s: float) -> list[int]:
+        """`n` more engines; `ready(k)` while they arrive. Returns their ids. Raises StartError."""
+
+    def exit_code(self, pid: int) -> int | None: ...
+
+    def log(self, pid: int) -> str: ...
+
+    def end(self, pids: list[int], term_s: float) -> None:
+        """Ends engines by their process ids. Does nothing where they are not ours."""
+
+    def close(self) -> None: ...
+
+
+class LauncherLoop:
+    """An asyncio loop on a thread of its own, where ipyparallel's launchers live.
+
+    Its own `_sync` methods would run in the caller's loop or in a temporary one, with no bound in time.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._main, name="fsdp_lab-launcher", daemon=True)
+        self._thread.start()
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Raises TimeoutError after `timeout_s`; the work is cancelled then."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(2)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+class LocalEngines:
+    """A private controller and engines on this machine: loopback, in a private folder, ended with us.
+
+    Raises:
+        StartError: from the constructor and from `add`, with the last lines of the log; nothing is left behind.
+    """
+
+    owned = True
+
+    def __init__(self, token: str, environment: Mapping[str, str], on_death: OnDeath, timeout_s: float = 60) -> None:
+        self._token, self._environment, self._on_death = token, dict(environment), on_death
+        self._exit_codes: dict[int, int | None] = {}
+        self._launchers: dict[int, Any] = {}  # pid -> ipyparallel's launcher of one engine
+        self._client: Any = None
+        self._user_client: Any = None
+        self._closed = False
+        try:
+            self._folder = private_folder()
+        except OSError as e:
+            raise StartError(
+                f"the engines need a private folder for temporary files and none can be made: {e}; "
+                "set TMPDIR to a folder that you may write to"
+            ) from None
+        self._guardian: Guardian | None = None
+        self._loop = LauncherLoop()
+        try:
+            self._guardian = Guardian(token, self._folder)
+            self._cluster = ipp.Cluster(
+                config=Config(),  # nothing from the user's profile: no surprise, no file of theirs is touched
+                load_profile=False,
+                profile_dir=str(self._folder),
+                delay=0,  # engines are started when the controller's files are there, so nothing needs to be waited for
+                controller_args=list(CONTROLLER_ARGS),
+                shutdown_atexit=False,
+                log=quiet_log(),
+            )
+            self._client = self._loop.run(self._open(), timeout_s)
+        except BaseException as e:
+            log = self._controller_log()
+            self.close()
+            if isinstance(e, Exception):
+                raise start_error("ipyparallel's controller did not start", e, log, timeout_s) from None
+            raise
+
+    async def _open(self) -> Any:
+        await self._cluster.start_controller(environment=dict(self._environment))
+        info = await self._cluster.controller.get_connection_info()
+        return ipp.Client(info["client"], cluster=None)
+
+    @property
+    def client(self) -> Any:
+        return self._client
+
+    @property
+    def user_client(self) -> Any:
+        """Another client than ours: what a notebook does with it (purge, wait for all) does not meet our calls."""
+        if self._user_client is None:
+            info = self._loop.run(self._cluster.controller.get_connection_info(), 10)
+            self._user_client = ipp.Client(info["client"], cluster=None)
+        return self._user_client
+
+    def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
+        before = set(self._client.ids)
+        try:
+            started = self._loop.run(self._start(n), timeout_s)
+        except Exception as e:
+            raise start_error("the engines did not start", e, "", timeout_s) from None
+        deadline, seen = time.monotonic() + timeout_s, -1
+        while True:
+            new = sorted(set(self._client.ids) - before)
+            if len(new) != seen:
+                seen = len(new)
+                ready(seen)
+            if len(new) >= n:
+                return new
+            gone = [pid for pid in started if pid in self._exit_codes]
+            if gone:
+                raise StartError(
+                    f"an engine ended while it was starting (exit code {self._exit_codes[gone[0]]})", self.log(gone[0])
+                )
+            if time.monotonic() > deadline:
+                raise StartError(
+                    f"{n - len(new)} of {n} engines were not ready after {timeout_s:.0f} s; a busy machine is slow",
+                    self.log(started[0]),
+                )
+            time.sleep(0.03)
+
+    async def _start(self, n: int) -> list[int]:
+        """Starts n engine processes; returns their pids."""
+        # The environment is the launcher's only door to the engines; it is read when the set starts.
+        set_id = await self._cluster.start_engines(n, environment=dict(self._environment))
+        pids = []
+        for launcher in list(self._cluster.engines[set_id].launchers.values()):
+            self._launchers[launcher.pid] = launcher
+            launcher.on_stop(self._ended)
+            pids.append(launcher.pid)
+        return pids
+
+    def _ended(self, data: Mapping[str, Any]) -> None:
+        """On the launcher thread, when an engine's process has ended."""
+        pid, code = int(data["pid"]), data.get("exit_code")
+        self._exit_codes[pid] = code if code is None else int(code)
+        self._on_death(pid, self._exit_codes[pid])
+
+    def exit_code(self, pid: int) -> int | None:
+        return self._exit_codes.get(pid)
+
+    def log(self, pid: int) -> str:
+        launcher = self._launchers.get(pid)
+        return "" if launcher is None else last_lines(launcher.get_output())
+
+    def _controller_log(self) -> str:
+        cluster = getattr(self, "_cluster", None)
+        return "" if cluster is None or cluster.controller is None else last_lines(cluster.controller.get_output())
+
+    def end(self, pids: list[int], term_s: float) -> None:
+        processes = []
+        for pid in pids:
+            launcher = self._launchers.get(pid)
+            if launcher is not None and pid not in self._exit_codes:
+                processes.append(
+                    launcher.process
+                )  # a psutil.Process from the start: its pid cannot be another's by now
+        end(processes, term_s=term_s)
+
+    def close(self) -> None:
+        """Ends everything that we started, in about 5 s at most; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for client in (self._client, self._user_client):
+            if client is not None:
+                with contextlib.suppress(Exception):
+                    client.close(linger=0)
+        self.end(list(self._launchers), term_s=1.5)
+        controller = getattr(getattr(self, "_cluster", None), "controller", None)
+        if controller is not None and controller.process is not None:
+            end([controller.process], term_s=1.0)
+        left = sweep(self._token)
+        self._settle()
+        if self._guardian is not None and not left:
+            self._guardian.release()
+        remove_private(self._folder)
+
+    def _settle(self) -> None:
+        """Stops the launcher thread once ipyparallel's own waiting threads have reported to it; they do so at once."""
+        controller = getattr(getattr(self, "_cluster", None), "controller", None)
+        launchers = [x for x in [*self._launchers.values(), controller] if x is not None]
+        deadline = time.monotonic() + 1
+        while any(x.state == "running" for x in launchers) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not any(x.state == "running" for x in launchers):
+            self._loop.stop()
+
+
+class GivenEngines:
+    """Engines that the user started, by any launcher (MPI, Slurm, SSH, ...). They are used and never ended.
+
+    Args:
+        source: an ipyparallel Cluster that runs, a Client, or a string: a profile, a cluster id, a connection file.
+    """
+
+    owned = False
+
+    def __init__(self, source: Any, timeout_s: float = 60) -> None:
+        self._mine = not isinstance(source, ipp.Client)
+        try:
+            self._client = connect(source, timeout_s)
+        except (OSError, TimeoutError, RuntimeError, ValueError, ipp.error.TimeoutError) as e:
+            raise StartError(f"the given ipyparallel cluster ({source!r}) cannot be reached: {e}") from None
+        deadline = time.monotonic() + min(10.0, timeout_s)
+        while not self._client.ids and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    @property
+    def client(self) -> Any:
+        return self._client
+
+    @property
+    def user_client(self) -> Any:
+        return self._client
+
+    def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
+        raise StartError(
+            f"{n} more engine{'s are' if n > 1 else ' is'} needed and this cluster is yours: start them with its launcher, "
+            "then try again"
+        )
+
+    def exit_code(self, pid: int) -> int | None:
+        return None
+
+    def log(self, pid: int) -> str:
+        return ""
+
+    def end(self, pids: list[int], term_s: float) -> None:
+        """Not ours to end."""
+
+    def close(self) -> None:
+        if self._mine:
+            with contextlib.suppress(Exception):
+                self._client.close(linger=0)
+
+
+def connect(source: Any, timeout_s: float) -> Any:
+    """An ipyparallel Client for what the user gave."""
+    if isinstance(source, ipp.Client):
+        return source
+    if isinstance(source, ipp.Cluster):
+        if source.controller is None:
+            raise OSError("it is not running; start it first, with start_cluster_sync()")
+        return source.connect_client_sync()
+    if not isinstance(source, (str, os.PathLike)):
+        raise ClusterError(f"cluster={source!r}: give an ipyparallel Cluster or Client, a profile or cluster id")
+    return ipp.Client(str(connection_file(os.fspath(source))), timeout=timeout_s)
+
+
+def connection_file(name: str, ipython_dir: Path | None = None) -> Path:
+    """The client's connection file of a profile, a cluster id, or the path of one.
+
+    Raises:
+        OSError: no such cluster runs; the sentence says where it was looked for.
+    """
+    if name.endswith(".json"):
+        if Path(name).is_file():
+            return Path(name)
+        raise OSError(f"there is no file {name}")
+    if ipython_dir is None:
+        from IPython.paths import get_ipython_dir
+
+        ipython_dir = Path(get_ipython_dir())
+    by_profile = ipython_dir / f"profile_{name}" / "security"
+    found = [*sorted(by_profile.glob("ipcontroller*-client.json"), key=lambda p: p.stat().st_mtime)][-1:]
+    found += ipython_dir.glob(f"profile_*/security/ipcontroller-{name}-client.json")
+    if not found:
+        raise OSError(
+            f"{ipython_dir} has neither a running profile nor a cluster id {name!r}; ipcluster start starts one"
+        )
+    return Path(found[0])
+
+
+def start_error(what: str, error: Exception, log: str, timeout_s: float) -> StartError:
+    """One sentence for whatever came out of a start."""
+    if isinstance(error, StartError):
+        return error
+    if isinstance(error, TimeoutError):
+        why = f"nothing was heard of it for {timeout_s:.0f} s"
+    elif isinstance(error, PermissionError):
+        why = f"{error.filename or 'a file'} may not be written or run"
+    else:
+        why = " ".join(str(error).split())[:300] or type(error).__name__
+    if "Address already in use" in log or "Address already in use" in why:
+        why = "a port that it wanted is in use; try again, other ports are taken"
+    return StartError(f"{what}: {why}", log)
+
+
+def last_lines(text: str) -> str:
+    return "\n".join(text.strip().splitlines()[-LOG_LINES:])
+
+
+def quiet_log() -> logging.Logger:
+    """ipyparallel writes its launchers' news to the notebook unless it is given a log."""
+    log = logging.getLogger("fsdp_lab.cluster.ipyparallel")
+    log.addHandler(logging.NullHandler())
+    log.propagate = False
+    return log
+
+
+def engine_environment(token: str, ranks: int, extra: Mapping[str, str]) -> dict[str, str]:
+    """What every process of a cluster gets in its environment. What the user set wins."""
+    threads = str(max(1, usable_cores() // max(1, ranks)))
+    wanted = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # torch counts GPUs as nvidia-smi does: placement names the right one
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {
+        **{name: value for name, value in wanted.items() if name not in os.environ},
+        "PYTHONPATH": package_path(),
+        MARK: token,
+        **extra,
+    }
+
+
+def still_there(pid: int) -> bool:
+    """Whether a process of this machine runs."""
+    try:
+        return alive(psutil.Process(pid))
+    except psutil.Error:
+        return False

@@ -1,0 +1,83 @@
+"""What can go wrong with ranks, as exceptions that say which rank, what, and when, in one sentence.
+
+A refused value stays what it was on the rank, a `fsdp_lab.spec.SpecError`: it is the user's, not the cluster's.
+"""
+
+from __future__ import annotations
+
+import time
+
+
+def clock(unix_s: float) -> str:
+    """Local wall time, as a person would look it up in a log."""
+    return time.strftime("%H:%M:%S", time.localtime(unix_s))
+
+
+class ClusterError(RuntimeError):
+    """Any failure of the cluster."""
+
+
+class StartError(ClusterError):
+    """The engines could not be started. `log` holds the last lines of what failed."""
+
+    def __init__(self, sentence: str, log: str = "") -> None:
+        super().__init__(sentence + (f"\nIts last lines:\n{log}" if log else ""))
+        self.sentence = sentence
+        self.log = log
+
+
+class RankLost(ClusterError):
+    """A rank's process is gone.
+
+    Attributes:
+        rank, engine, pid, host: who.
+        reason: how it ended, as far as that can be known.
+        doing: what it was asked to do at that time, or "nothing".
+        unix_s: when the kernel noticed. log: the last lines that the engine wrote, where it is ours.
+    """
+
+    def __init__(
+        self, *, rank: int, engine: int, pid: int, host: str, reason: str, doing: str = "", unix_s: float
+    ) -> None:
+        self.rank, self.engine, self.pid, self.host = rank, engine, pid, host
+        self.reason, self.doing, self.unix_s = reason, doing or "nothing", unix_s
+        self.log = ""  # the last lines of the engine's own log, where it is ours
+        super().__init__(
+            f"rank {rank} is gone: its process {pid} on {host} {reason} at {clock(unix_s)}, while doing {self.doing}"
+        )
+
+
+class RankStuck(ClusterError):
+    """A rank did not even answer an interrupt."""
+
+    def __init__(self, *, rank: int, what: str, after_s: float, outcome: str) -> None:
+        self.rank, self.what, self.after_s = rank, what, after_s
+        super().__init__(f"rank {rank} did not answer an interrupt of {what} within {after_s:.0f} s: {outcome}")
+
+
+class RankError(ClusterError):
+    """A rank raised.
+
+    Attributes:
+        rank: who raised first. `kind`: the name of the exception there. `reason`: its message.
+        what: what was called. `trace`: the traceback over there, as text. `others`: rank -> what the others said.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        what: str,
+        kind: str,
+        reason: str,
+        trace: str = "",
+        unix_s: float,
+        others: dict[int, str] | None = None,
+    ) -> None:
+        self.rank, self.what, self.kind, self.reason, self.trace = rank, what, kind, reason, trace
+        self.unix_s, self.others = unix_s, dict(others or {})
+        super().__init__(f"rank {rank} failed in {what} at {clock(unix_s)}: {kind}: {reason}")
+
+
+class Interrupted(ClusterError):
+    """The call was interrupted on purpose before it had a result."""

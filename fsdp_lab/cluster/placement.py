@@ -1,0 +1,352 @@
+"""Which rank sits on which device, and what has to be said about it.
+
+Pure decisions (`place`) over facts (`probe`), apart so that every case is tested without a GPU. The kernel asks
+nvidia-smi and reads torch's version file: it neither imports torch nor makes a CUDA context, so that the GPUs belong to
+the ranks alone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import socket
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+
+from fsdp_lab.spec import SpecError
+
+SHARED_GPU_BYTES_FRACTION = 0.92  # of a shared GPU, over all its ranks; the rest is for CUDA contexts
+UNSEEN_USE_FRACTION = 0.05  # of a GPU's memory in use with no process to show for it: somebody outside this container
+
+Shell = Callable[[Sequence[str]], str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class User:
+    """A process that computes on a GPU."""
+
+    pid: int
+    name: str
+    memory_bytes: int
+    owner: str = ""
+
+    def __str__(self) -> str:
+        who = f", of {self.owner}" if self.owner else ""
+        return f"process {self.pid} ({self.name}{who}, {self.memory_bytes / 2**30:.1f} GiB)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU that torch can see here, by torch's name for it."""
+
+    device: str  # "cuda:0", as torch counts: after CUDA_VISIBLE_DEVICES, in PCI order
+    uuid: str
+    name: str
+    total_bytes: int
+    used_bytes: int = 0
+    users: tuple[User, ...] = ()  # processes that are not ours
+
+    @property
+    def busy(self) -> str:
+        """Who is on it, in words, or nothing."""
+        if self.users:
+            return f"{self.device} ({self.name}) is in use by " + ", ".join(map(str, self.users))
+        if self.used_bytes > UNSEEN_USE_FRACTION * self.total_bytes:
+            used = f"{self.used_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.0f} GiB"
+            return f"{self.device} ({self.name}) is in use: {used}, by a process that cannot be seen from here"
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What one machine offers."""
+
+    name: str
+    cores: int
+    gpus: tuple[Gpu, ...] = ()
+    torch_cuda: str | None = None  # the CUDA version that torch was built for; None: a CPU build
+    note: str = ""  # why GPUs could not be listed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Where one rank computes."""
+
+    rank: int
+    host: str
+    device: str
+    threads: int
+    memory_cap: float | None = None  # fraction of the GPU's memory; None: all of it
+    shared_gpu_ranks: int = 1  # ranks on the fullest GPU of all: above 1, all ranks talk over Gloo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    seats: tuple[Seat, ...]
+    notes: tuple[str, ...] = field(default=())  # what the times are worth, in words; shown on every panel
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return tuple(seat.device for seat in self.seats)
+
+
+# -- facts -----------------------------------------------------------------------------------------------------------
+
+
+def run_shell(command: Sequence[str]) -> str:
+    """The command's output. Raises OSError where there is no such command, or it fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except subprocess.TimeoutExpired:
+        raise OSError(f"{command[0]} did not answer within 20 s") from None
+    if done.returncode:
+        raise OSError(f"{command[0]} failed: {(done.stderr or done.stdout).strip()[:200]}")
+    return done.stdout
+
+
+def probe(
+    shell: Shell = run_shell, *, env: Mapping[str, str] | None = None, ours: frozenset[int] = frozenset()
+) -> Host:
+    """What this machine offers. `ours`: pids whose use of a GPU is not somebody else's."""
+    env = os.environ if env is None else env
+    name, cores = socket.gethostname(), usable_cores()
+    try:
+        gpus = _visible(_list_gpus(shell, ours), env.get("CUDA_VISIBLE_DEVICES"))
+    except FileNotFoundError:
+        return Host(name=name, cores=cores)  # no driver, no GPU: nothing to say
+    except (OSError, ValueError) as e:
+        return Host(name=name, cores=cores, note=f"the GPUs of {name} could not be listed: {e}")
+    return Host(name=name, cores=cores, gpus=gpus, torch_cuda=torch_cuda_version())
+
+
+def _list_gpus(shell: Shell, ours: frozenset[int]) -> tuple[Gpu, ...]:
+    """All GPUs of the machine in PCI order, named as if all were visible."""
+    rows = _csv(
+        shell(["nvidia-smi", "--query-gpu=uuid,name,memory.total,memory.used", "--format=csv,noheader,nounits"])
+    )
+    apps = _csv(
+        shell(
+            [
+                "nvidia-smi",
+                "--query-compute-apps=gpu_uuid,pid,process_name,used_memory",
+                "--format=csv,noheader,nounits",
+            ]
+        )
+    )
+    users: dict[str, list[User]] = {}
+    for uuid, pid, process, used in (row[:4] for row in apps if len(row) >= 4):
+        if pid.isdigit() and int(pid) not in ours:
+            name, owner = _who(int(pid), process)
+            users.setdefault(uuid, []).append(User(pid=int(pid), name=name, owner=owner, memory_bytes=_mib(used)))
+    mine = {
+        row[0]: sum(_mib(r[3]) for r in apps if len(r) >= 4 and r[0] == row[0] and r[1] in map(str, ours))
+        for row in rows
+    }
+    return tuple(
+        Gpu(
+            device=f"cuda:{i}",
+            uuid=row[0],
+            name=row[1],
+            total_bytes=_mib(row[2]),
+            used_bytes=max(0, _mib(row[3]) - mine[row[0]]),
+            users=tuple(users.get(row[0], ())),
+        )
+        for i, row in enumerate(rows)
+    )
+
+
+def _visible(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, renamed as torch counts them. CUDA stops at the first bad entry."""
+    if visible is None:
+        return gpus
+    chosen: list[Gpu] = []
+    for entry in (e.strip() for e in visible.split(",")):
+        if entry.isdigit() and int(entry) < len(gpus):
+            chosen.append(gpus[int(entry)])
+        elif entry.startswith("GPU-") and (match := [g for g in gpus if g.uuid.startswith(entry)]):
+            chosen.append(match[0])
+        elif entry.startswith("MIG-"):
+            raise ValueError(
+                f"CUDA_VISIBLE_DEVICES names a MIG slice ({entry}), whose use cannot be looked up; name the device"
+            )
+        else:
+            break
+    return tuple(
+        Gpu(
+            device=f"cuda:{i}",
+            uuid=g.uuid,
+            name=g.name,
+            total_bytes=g.total_bytes,
+            used_bytes=g.used_bytes,
+            users=g.users,
+        )
+        for i, g in enumerate(chosen)
+    )
+
+
+def _csv(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if "," in line]
+
+
+def _mib(cell: str) -> int:
+    """Bytes; nvidia-smi writes [N/A] where it does not know."""
+    return int(float(cell)) * 2**20 if re.fullmatch(r"\d+(\.\d+)?", cell) else 0
+
+
+def _who(pid: int, process: str) -> tuple[str, str]:
+    """Name and owner of a process, as far as they can be seen from here."""
+    try:
+        p = psutil.Process(pid)
+        return Path(process).name or p.name(), p.username()
+    except (psutil.Error, KeyError):
+        return Path(process).name or "unknown", ""
+
+
+def torch_cuda_version() -> str | None:
+    """The CUDA version of the installed torch, or None for a CPU build; torch is not imported for it."""
+    found = find_spec("torch")
+    if found is None or not found.origin:
+        return None
+    try:
+        text = (Path(found.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return match.group(1) if match else None
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may use: affinity and the container's quota, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()[:2]
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError):  # no cgroup v2 here, or no limit ("max")
+        pass
+    return max(1, cores)
+
+
+# -- decisions -------------------------------------------------------------------------------------------------------
+
+
+def place(hosts: Sequence[Host], devices: Sequence[str] | None = None, *, take_busy: bool = False) -> Placement:
+    """Seats for ranks.
+
+    Args:
+        hosts: of each rank, in rank order; ranks of one machine stand together.
+        devices: of each rank, or None: one GPU a rank where free GPUs are enough, shared GPUs where there are fewer,
+            CPU where there are none.
+        take_busy: take GPUs that somebody else is using, too.
+
+    Raises:
+        SpecError: a device that is not there, or one that somebody else is using.
+    """
+    if devices is None:
+        chosen, notes = _choose(hosts, take_busy)
+    else:
+        chosen, notes = list(devices), _check(hosts, devices, take_busy)
+    load = Counter((host.name, device) for host, device in zip(hosts, chosen, strict=True) if device != "cpu")
+    ranks_on = Counter(host.name for host in hosts)
+    fullest = max(load.values(), default=1)
+    seats = []
+    for rank, (host, device) in enumerate(zip(hosts, chosen, strict=True)):
+        share = load[(host.name, device)] or 1
+        seats.append(
+            Seat(
+                rank=rank,
+                host=host.name,
+                device=device,
+                threads=max(1, host.cores // ranks_on[host.name]),
+                memory_cap=round(SHARED_GPU_BYTES_FRACTION / share, 4) if share > 1 else None,
+                shared_gpu_ranks=fullest,
+            )
+        )
+    return Placement(seats=tuple(seats), notes=(*notes, *_fidelity(hosts, seats, load)))
+
+
+def _choose(hosts: Sequence[Host], take_busy: bool) -> tuple[list[str], list[str]]:
+    """One device a rank, where the user named none: GPUs if every host has a free one, else CPU for all."""
+    machines = {host.name: host for host in hosts}
+    notes = [host.note for host in machines.values() if host.note]
+    free: dict[str, list[Gpu]] = {}
+    for host in machines.values():
+        busy = [gpu for gpu in host.gpus if gpu.busy and not take_busy]
+        free[host.name] = [gpu for gpu in host.gpus if gpu not in busy]
+        if host.gpus and host.torch_cuda is None:
+            free[host.name] = []
+            notes.append(
+                f"{host.name} has {len(host.gpus)} GPU{'s' * (len(host.gpus) > 1)}, but its torch is built for CPUs: "
+                "ranks compute on the CPU; install a CUDA build of torch to use them"
+            )
+        elif busy:
+            notes += [f"{gpu.busy}: it is left alone" for gpu in busy]
+    if not all(free.values()):
+        if any(host.gpus for host in machines.values()) and any(free.values()):
+            bare = ", ".join(name for name, gpus in free.items() if not gpus)
+            notes.append(f"ranks compute on the CPU, because {bare} has no free GPU")
+        return ["cpu"] * len(hosts), notes
+    seen: Counter[str] = Counter()
+    total = Counter(host.name for host in hosts)
+    chosen = []
+    for host in hosts:
+        gpus, i = free[host.name], seen[host.name]
+        chosen.append(gpus[i * len(gpus) // total[host.name] if total[host.name] > len(gpus) else i].device)
+        seen[host.name] += 1
+    return chosen, notes
+
+
+def _check(hosts: Sequence[Host], devices: Sequence[str], take_busy: bool) -> list[str]:
+    """Notes on devices that the user named. Raises SpecError for one that cannot be had."""
+    if len(devices) != len(hosts):
+        raise SpecError(
+            "devices", f"{len(devices)} are named for {len(hosts)} ranks", "name one for each rank, or none"
+        )
+    if len({d == "cpu" for d in devices}) > 1:
+        raise SpecError("devices", "ranks on CPUs and on GPUs cannot share one model", "choose one kind")
+    notes: dict[str, None] = {}
+    for host, device in zip(hosts, devices, strict=True):
+        if device == "cpu":
+            continue
+        gpu = next((g for g in host.gpus if g.device == device), None)
+        if gpu is None:
+            there = ", ".join(g.device for g in host.gpus) or "no GPU"
+            raise SpecError("devices", f"{host.name} has no {device} (it has {there})", "name one that is there",
+                            {"devices": None})  # fmt: skip
+        if host.torch_cuda is None:
+            raise SpecError("devices", f"torch on {host.name} is built for CPUs and cannot use {device}",
+                            "install a CUDA build of torch, or use cpu", {"devices": None})  # fmt: skip
+        if gpu.busy and not take_busy:
+            raise SpecError("devices", gpu.busy, "choose another, end that process, or share it with take_busy=True",
+                            {"devices": None})  # fmt: skip
+        if gpu.busy:
+            notes[f"{gpu.busy}: times and free memory on it are not this run's alone"] = None
+    return list(notes)
+
+
+def _fidelity(hosts: Sequence[Host], seats: Sequence[Seat], load: Counter[tuple[str, str]]) -> list[str]:
+    """What sharing does to the numbers."""
+    notes = []
+    shared = {key: n for key, n in load.items() if n > 1}
+    if shared:
+        names = ", ".join(f"{n} ranks on {device}" for (_, device), n in shared.items())
+        cap = min(seat.memory_cap or 1.0 for seat in seats)
+        notes.append(
+            f"{names}: they take turns on it, talk through host memory (Gloo), and may use {cap:.0%} of its memory each. "
+            "Sharding and memory by class are real, times are not those of one GPU a rank"
+        )
+    ranks_on = Counter(seat.host for seat in seats if seat.device == "cpu")
+    for host in {h.name: h for h in hosts}.values():
+        ranks = ranks_on[host.name]
+        if ranks > host.cores:
+            notes.append(
+                f"{ranks} ranks on {host.cores} core{'s' * (host.cores > 1)}: they take turns, so step "
+                "and communication times include waiting for a core; losses and memory are not affected"
+            )
+    return notes

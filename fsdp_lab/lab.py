@@ -1,0 +1,350 @@
+"""`Lab`: the one object that a notebook holds. Ranks that stay, runs that come and go, and what is known of both."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import pkgutil
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from fsdp_lab.cluster import Call, Cluster, ClusterError, Progress, RankLost, RankStatus
+from fsdp_lab.runs.run import Run
+from fsdp_lab.runs.table import Table, duration, size
+from fsdp_lab.spec import Spec, SpecError
+
+REPLACE_S = 15.0  # for a run to end that another one replaces; ranks that do not answer are ended before that
+
+Say = Callable[[Progress], None]
+
+
+class Lab:
+    """Resident ranks, and the runs that use them.
+
+        lab = Lab(ranks=2)
+        run = await lab.run(sharding="shard_grad_op", steps=20)      # or lab.run(...).wait()
+        run.table()
+
+    The constructor starts the ranks and returns when they are ready; some seconds, most of them torch's import.
+    `close()` ends them, as do `with`, `async with`, the kernel's exit, its restart and its death.
+
+    Args:
+        ranks: how many; None: 2, or all engines of a given cluster.
+        devices: one for each rank ("cuda:0", "cpu"), "cpu" for all, or None: one GPU a rank where GPUs are free, shared
+            GPUs where there are fewer than ranks, CPUs otherwise. `notes` says what that does to the figures.
+        cluster: your own ipyparallel Cluster or Client, a profile name, a cluster id, or the path of a connection file.
+            Its engines need this package; they are used as they are and never stopped.
+        progress: True shows a bar in a notebook; a callable is told instead; False is silent.
+        reduction: "auto", "rank_ordered" (equal bits for every backend) or "native".
+        take_busy: use GPUs that somebody else is using, too.
+        timeout_s: for starting, and for a collective whose peer is missing.
+        options: for `fsdp_lab.cluster.Cluster`.
+
+    Raises:
+        StartError, SpecError: one sentence; nothing is left running.
+    """
+
+    def __init__(
+        self,
+        ranks: int | None = None,
+        *,
+        devices: Sequence[str] | str | None = None,
+        cluster: Any = None,
+        progress: bool | Say = True,
+        reduction: str = "auto",
+        take_busy: bool = False,
+        timeout_s: float = 60,
+        **options: Any,
+    ) -> None:
+        if ranks is not None and (not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1):
+            raise SpecError("world_size", f"{ranks!r} ranks are refused", "give a whole number of 1 or more")
+        self._devices = each_device(devices, ranks or 2)
+        self._current: Run | None = None
+        self._lock = threading.RLock()
+        self._owner = os.getpid()
+        self._closed = False
+        self._say = progress if callable(progress) else (Bar() if progress else lambda p: None)
+        self._cluster = Cluster(
+            ranks,
+            devices=self._devices,
+            given=cluster,
+            reduction=reduction,
+            take_busy=take_busy,
+            timeout_s=timeout_s,
+            say=self._say,
+            **options,
+        )
+        self._cluster.start()
+        self._activate()
+        self._at_exit = _closer(weakref.ref(self), self._owner)
+        atexit.register(self._at_exit)
+
+    # -- runs -------------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        spec: Spec | Mapping[str, Any] | None = None,
+        *,
+        steps: int | None = None,
+        fresh: bool = True,
+        **changes: Any,
+    ) -> Run:
+        """Starts a run and returns it at once: `await` it, `wait()` for it, or go on and look at `table()`.
+
+        A run that is still going is stopped first, with its reason saying so: there is one at a time on these
+        ranks. Lost ranks are replaced, and another `world_size` starts or ends ranks; such a run begins at step 0.
+
+        Args:
+            spec: a Spec or its dict; None: the default one for this lab's ranks.
+            steps: None trains until it is stopped.
+            fresh: begin at step 0 with initial values; False goes on with what the ranks hold, where that fits.
+            changes: flat field names, as in `Spec.replace`.
+
+        Raises:
+            SpecError: a field or a combination that cannot be.
+        """
+        wanted = self._wanted(spec, changes)
+        with self._lock:
+            self._must_be_open()
+            former = self._current
+            run = Run(_Link(self), wanted, steps=steps, fresh=fresh, prepare=lambda s: self._prepare(s, former))
+            self._current = run
+        return run
+
+    def _wanted(self, spec: Spec | Mapping[str, Any] | None, changes: Mapping[str, Any]) -> Spec:
+        if spec is None:
+            base = Spec(world_size=self.ranks, devices=self._devices)
+        else:
+            base = spec if isinstance(spec, Spec) else Spec.from_dict(spec)
+        more = dict(changes)
+        if isinstance(more.get("devices"), str):
+            more["devices"] = each_device(more["devices"], more.get("world_size", base.world_size))
+        if more.get("world_size", base.world_size) != base.world_size:
+            more.setdefault("devices", None)  # those of other ranks say nothing about these
+        return base.replace(**more)
+
+    def _prepare(self, spec: Spec, former: Run | None) -> None:
+        """On the new run's driver: the former run is over, and the ranks are as the Spec wants them."""
+        if former is not None and not former.done and not former.stop(REPLACE_S, "another run was started"):
+            raise ClusterError(
+                f"run {former.id} did not end within {REPLACE_S:.0f} s; close the lab and make another one"
+            )
+        devices = spec.devices or (self._devices if self._fits(spec.world_size) else None)
+        seats = self._cluster.placement.devices
+        healthy = self._cluster.running and self._cluster.ranks == spec.world_size
+        if not healthy or (devices is not None and tuple(devices) != seats):
+            self._resize(spec.world_size, devices)
+
+    def _fits(self, ranks: int) -> bool:
+        return self._devices is not None and len(self._devices) == ranks
+
+    @property
+    def current(self) -> Run | None:
+        """The newest run, over or not."""
+        return self._current
+
+    @property
+    def spec(self) -> Spec:
+        """The Spec of the newest run; before the first, the default one."""
+        return self._current.spec if self._current is not None else self._wanted(None, {})
+
+    def interrupt(self) -> None:
+        """Ends the step in progress on all ranks, as Ctrl-C would; parameters stay. A run that goes on stops."""
+        self._cluster.interrupt()
+
+    # -- ranks ------------------------------------------------------------------------------------------------------
+
+    def resize(self, ranks: int, devices: Sequence[str] | str | None = None) -> None:
+        """Another number of ranks, or other devices: stops the run, starts or ends engines, and joins them anew.
+
+        The next run starts fresh: parameters are not carried from one world size to another. Replaces lost ranks,
+        too, so `lab.resize(lab.ranks)` is a repair.
+        """
+        self._must_be_open()
+        if (run := self._current) is not None and not run.done:
+            run.stop(REPLACE_S, f"the lab went to {ranks} ranks")
+        self._devices = each_device(devices, ranks)
+        self._resize(ranks, self._devices)
+
+    def _resize(self, ranks: int, devices: Sequence[str] | None) -> None:
+        self._must_be_open()
+        self._cluster.resize(ranks, devices)
+        self._activate()
+
+    def _activate(self) -> None:
+        with contextlib.suppress(Exception):  # magics are a convenience: no reason to lose the ranks
+            self._cluster.activate()
+
+    @property
+    def ranks(self) -> int:
+        return self._cluster.ranks
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Where each rank computes."""
+        return self._cluster.placement.devices
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the figures are worth on this machine, in words; empty where nothing needs saying."""
+        return self._cluster.notes
+
+    @property
+    def cluster(self) -> Cluster:
+        return self._cluster
+
+    @property
+    def client(self) -> Any:
+        """An `ipyparallel.Client` of the ranks' engines, for views of your own."""
+        return self._cluster.client
+
+    @property
+    def lost(self) -> dict[int, RankLost]:
+        """Ranks that are gone, by rank; the next run replaces them."""
+        return self._cluster.lost
+
+    def on_lost(self, callback: Callable[[RankLost], None]) -> None:
+        """`callback(lost)` when a rank dies, on another thread: set a widget's state there, do not wait."""
+        self._cluster.on_lost(callback)
+
+    def rank_status(self) -> list[RankStatus]:
+        """Every rank as data; never waits for a rank."""
+        return self._cluster.status()
+
+    def status(self) -> Table:
+        """Every rank: process, device, memory, step, what it is doing and since when. Never waits for a rank."""
+        now = time.time()
+        rows = [
+            (
+                str(s.rank),
+                "alive" if s.alive else "gone",
+                s.state if s.alive else (s.reason or "gone"),
+                f"{max(0.0, now - s.since_unix_s):.0f} s",
+                "–" if s.step is None else str(s.step),
+                s.device,
+                size(s.rss_bytes),
+                str(s.pid),
+                s.host,
+            )
+            for s in self.rank_status()
+        ]
+        run = self._current
+        return Table(
+            columns=("rank", "process", "doing", "since", "step", "device", "RSS", "pid", "host"),
+            rows=tuple(rows),
+            caption=f"{self!r}" + (f" {run!r}" if run is not None else ""),
+            notes=self.notes,
+            left=frozenset({"process", "doing", "device", "host"}),
+        )
+
+    def dashboard(self, **options: Any) -> Any:
+        """The dashboard widget for this lab, from the floor above.
+
+        A facade on floor 5 imports nothing from floor 6: it asks the package's table of public names for whatever
+        stands there as `Dashboard`, which is looked up when the user asks for a picture and not before.
+        """
+        return pkgutil.resolve_name("fsdp_lab:Dashboard")(self, **options)
+
+    # -- end --------------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Stops the run and ends the ranks that we started; about 10 s at most, in any state. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        atexit.unregister(self._at_exit)
+        if (run := self._current) is not None and not run.done:
+            run.stop(2.0, "the lab was closed")
+        self._cluster.close()
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Lab:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise ClusterError("this lab is closed; make another one with Lab()")
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return "<Lab: closed>"
+        lost = f", lost: {sorted(self.lost)}" if self.lost else ""
+        return f"<Lab: {self.ranks} rank{'s' * (self.ranks != 1)} on {', '.join(sorted(set(self.devices)))}{lost}>"
+
+
+class _Link:
+    """What a run sees of its lab's ranks."""
+
+    def __init__(self, lab: Lab) -> None:
+        self._cluster = lab.cluster
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self._cluster.notes
+
+    def submit(self, what: str, *, take: Callable[[Mapping[str, Any]], None] | None = None, **arguments: Any) -> Call:
+        return self._cluster.submit(what, take=take, **arguments)
+
+
+class Bar:
+    """A progress bar in a notebook cell; nothing elsewhere. IPython's display alone, so that it needs no widget."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def __call__(self, progress: Progress) -> None:
+        with contextlib.suppress(Exception):  # a bar that cannot be drawn keeps nobody from starting
+            self._show(progress)
+
+    def _show(self, p: Progress) -> None:
+        from IPython.core.getipython import get_ipython
+        from IPython.display import HTML, display
+
+        shell = get_ipython()
+        if shell is None or getattr(shell, "kernel", None) is None:
+            return
+        words = f"{p.stage} ({p.done} of {p.total}), {duration(p.seconds)}"
+        bar = f'<progress max="{p.total}" value="{p.done}"></progress>' if p.stage != "ready" else "✓"
+        html = HTML(f"<div>{bar} <span>{escape(words)}</span></div>")  # type: ignore[no-untyped-call]
+        if self._handle is None:
+            self._handle = display(html, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._handle.update(html)
+        if p.stage == "ready":
+            self._handle = None  # a resize shows a bar of its own
+
+
+def each_device(devices: Sequence[str] | str | None, ranks: int) -> tuple[str, ...] | None:
+    """One device for each rank, from one for all, or a list, or None."""
+    if devices is None:
+        return None
+    return (devices,) * ranks if isinstance(devices, str) else tuple(devices)
+
+
+def _closer(lab: weakref.ref[Lab], owner: int) -> Callable[[], None]:
+    """For atexit: ends a lab that is still there, in the process that made it; a forked child has no say."""
+
+    def close() -> None:
+        if (found := lab()) is not None and os.getpid() == owner:
+            found.close()
+
+    return close

@@ -1,0 +1,139 @@
+"""What a run was, in figures: the entry of `fsdp-lab compare`'s JSON, and the table of its last steps.
+
+The rule of what counts, everywhere: figures are of the steps trained with the Spec that was applied last. A step's
+time is that of its slowest rank. Medians and percentiles of time, throughput, TFLOPS and communication leave out
+the first step after a switch (allocations, first-time set-up) and ledger steps (slowed by measuring memory); where
+nothing is left, as in a run of one step, they take all. Losses and memory leave out nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from fsdp_lab.events import StepEvent
+from fsdp_lab.runs.table import Table, count, duration, size
+from fsdp_lab.spec import Spec
+
+Step = Sequence[StepEvent]  # one step's events, in rank order
+
+
+def summarize(spec: Spec, events: Sequence[StepEvent]) -> dict[str, Any]:
+    """The `runs` entry of compare's JSON. Figures that nothing was measured for are None, lists are empty."""
+    steps = whole_steps(spec, events)
+    counted = [s for s in steps if s[0].counts] or steps
+    ranks = range(len(steps[0]) if steps else 0)
+    times = [slowest(s) for s in counted]
+    kinds = sorted({kind for s in counted for e in s for kind in e.comm})
+    return {
+        "spec": spec.to_dict(),
+        "losses": [s[0].mean_loss for s in steps],
+        "step_time_s": {"median": quantile(times, 0.5), "p10": quantile(times, 0.1), "p90": quantile(times, 0.9)},
+        "tokens_per_s": median([sum(e.tokens for e in s) / slowest(s) for s in counted]),
+        "tflops_per_rank": [median([s[r].tflops for s in counted]) for r in ranks],
+        "peak_memory_bytes": [max(s[r].memory.peak_bytes for s in steps) for r in ranks],
+        "rss_bytes": [steps[-1][r].memory.rss_bytes for r in ranks],
+        "comm_s_per_step": {k: median([statistics.fmean(seconds(e, k) for e in s) for s in counted]) for k in kinds},
+        "comm_bytes_per_step": {k: rounded(median([link_bytes(s[0], k) for s in counted])) for k in kinds},
+    }
+
+
+def whole_steps(spec: Spec, events: Sequence[StepEvent]) -> list[Step]:
+    """The last unbroken stretch of steps under `spec` that every rank has told, in order of step."""
+    found: dict[int, dict[int, StepEvent]] = {}
+    for event in events:
+        if event.spec_id != spec.id:
+            if event.rank == 0:
+                found = {}
+            continue
+        if event.step == 0 and event.rank in found.get(0, {}):
+            found = {}  # begun again with the same Spec
+        found.setdefault(event.step, {})[event.rank] = event
+    return [
+        [by_rank[r] for r in sorted(by_rank)] for _, by_rank in sorted(found.items()) if len(by_rank) == spec.world_size
+    ]
+
+
+def slowest(step: Step) -> float:
+    return max(e.step_time_s for e in step)
+
+
+def seconds(event: StepEvent, kind: str) -> float:
+    return event.comm[kind].seconds if kind in event.comm else 0.0
+
+
+def link_bytes(event: StepEvent, kind: str) -> float:
+    return event.comm[kind].link_bytes if kind in event.comm else 0.0
+
+
+def median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def rounded(value: float | None) -> int | None:
+    return None if value is None else round(value)
+
+
+def quantile(values: Sequence[float], q: float) -> float | None:
+    """With linear interpolation between neighbours; None of nothing."""
+    if not values:
+        return None
+    ordered, place = sorted(values), q * (len(values) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+# -- the table of the last steps -----------------------------------------------------------------------------------
+
+
+def step_table(steps: Sequence[Step], specs: dict[str, Spec], caption: str = "", notes: Sequence[str] = ()) -> Table:
+    """One row a step over all ranks: slowest time, summed throughput, mean TFLOPS and communication, highest peak."""
+    marked = any(e[0].first_after_switch or e[0].ledger for e in steps)
+    legend = ("* first step after a switch, or slowed by measuring: not counted in medians",) if marked else ()
+    return Table(
+        columns=(
+            "step",
+            "loss",
+            "grad norm",
+            "step time",
+            "tokens/s",
+            "TFLOPS/rank",
+            "MFU",
+            "peak/rank",
+            "comm/rank",
+            "how",
+        ),
+        rows=tuple(row(step, specs.get(step[0].spec_id)) for step in steps),
+        caption=caption,
+        notes=(*legend, *notes),
+        left=frozenset({"how"}),
+    )
+
+
+def row(step: Step, spec: Spec | None) -> tuple[str, ...]:
+    first, time_s = step[0], slowest(step)
+    mfu = [e.mfu for e in step if e.mfu is not None]
+    return (
+        f"{first.step}{'' if first.counts else '*'}",
+        f"{first.mean_loss:.4f}",
+        f"{first.grad_norm:.3f}",
+        duration(time_s),
+        count(sum(e.tokens for e in step) / time_s),
+        f"{statistics.fmean(e.tflops for e in step):.3g}",
+        f"{statistics.fmean(mfu):.1%}" if mfu else "–",
+        size(max(e.memory.peak_bytes for e in step)),
+        duration(statistics.fmean(sum(t.seconds for t in e.comm.values()) for e in step)),
+        how(spec),
+    )
+
+
+def how(spec: Spec | None) -> str:
+    """The strategy in a few words."""
+    if spec is None:
+        return ""
+    s = spec.strategy
+    precision = s.precision if isinstance(s.precision, str) else f"{s.precision.param}/{s.precision.reduce}"
+    return " ".join([s.backend, s.sharding, precision, *([f"offload {s.offload}"] if s.offload != "none" else [])])

@@ -1,0 +1,160 @@
+"""A rank without torch: the interface of `fsdp_lab.rank`, steps that take 20 ms, and failures to order.
+
+Ranks meet in a barrier each step, served by a thread of rank 0, so that a rank that dies leaves the others waiting, as a
+collective would. `spec["workload"]["data"]` orders a failure: "refuse" (SpecError in apply), "raise:R" (rank R raises in
+its third step), "raise-all", "deaf" (ignores SIGINT for a minute), "slow-apply" (half a minute, can be interrupted).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+from fsdp_lab.events import Memory, StepEvent, Traffic
+from fsdp_lab.spec import Spec, SpecError
+
+STEP_S = 0.02
+
+
+class RankAborted(RuntimeError):
+    pass
+
+
+class Barrier:
+    """Everyone waits for everyone; a flag that one rank brings is told to all."""
+
+    def __init__(self, listener: socket.socket):
+        self.listener, self.links, self.flags = listener, [], []
+        self.lock, self.closed = threading.Condition(), False
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        while True:
+            try:
+                link, _ = self.listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self.serve, args=(link,), daemon=True).start()
+
+    def serve(self, link):
+        world = int.from_bytes(link.recv(1))
+        while flag := link.recv(1):
+            with self.lock:
+                self.links.append(link)
+                self.flags.append(flag)
+                if len(self.links) == world:
+                    for one in self.links:
+                        one.sendall(max(self.flags))
+                    self.links, self.flags = [], []
+
+
+def host_store(host="127.0.0.1"):
+    listener = socket.create_server((host, 0))
+    barrier = Barrier(listener)
+    return barrier, listener.getsockname()[1]
+
+
+class Session:
+    def __init__(self, *, rank, world_size, device, host, port, store=None, reduction="auto", timeout_s=60, threads=None,
+                 memory_cap=None, shared_gpu_ranks=1, say=lambda event: None):  # fmt: skip
+        self.rank, self.world_size, self.device, self.say, self.store = rank, world_size, device, say, store
+        self.link = socket.create_connection((host, port), timeout=timeout_s)
+        self.link.sendall(bytes([world_size]))
+        self.flag, self.step, self.samples, self.spec, self.run, self.model = b"\0", 0, 0, None, "", None
+        self.fresh = True
+        self.meet(timeout_s)
+
+    def meet(self, timeout_s=60):
+        """The barrier. Returns whether anyone wants to stop."""
+        self.link.sendall(self.flag or b"\0")
+        self.link.settimeout(0.05)
+        asked = time.monotonic()
+        while True:
+            try:
+                got = self.link.recv(1)
+            except TimeoutError:
+                if self.flag == b"\1" and time.monotonic() - asked > 0.2:
+                    raise RankAborted(f"rank {self.rank} was freed from a collective") from None
+                if time.monotonic() - asked > timeout_s:
+                    raise RuntimeError("a rank is missing") from None
+                continue
+            if not got:
+                raise RankAborted("connection closed by peer")
+            return got == b"\1"
+
+    def apply(self, run, spec, fresh=False):
+        began = time.perf_counter()
+        spec = Spec.from_dict(spec)
+        if spec.workload.data == "refuse":
+            raise SpecError("workload.data", "it is refused here", "give another")
+        if spec.workload.data == "slow-apply":
+            time.sleep(30)
+        carried = not fresh and self.spec is not None and spec.workload.seed == self.spec.workload.seed
+        if not carried:
+            self.step, self.samples, self.model = 0, 0, SimpleNamespace(name=spec.workload.model)
+        self.spec, self.run, self.fresh = spec, run, True
+        return {"step": self.step, "seconds": time.perf_counter() - began, "carried": carried, "parameters": 10, "notes": []}
+
+    def train(self, steps):
+        events, stopped, self.flag = [], False, b"\0"
+        before = signal.signal(signal.SIGINT, self.interrupted)
+        try:
+            for _ in range(steps):
+                event = self.one_step()
+                if stopped := event is None:
+                    break
+                events.append(event)
+                self.say(event)
+        finally:
+            signal.signal(signal.SIGINT, before)
+            self.flag = b"\0"
+        return {"events": events, "stopped": stopped, "step": self.step}
+
+    def interrupted(self, *_):
+        self.flag = b"\1"
+
+    def one_step(self):
+        began, data = time.perf_counter(), self.spec.workload.data
+        if data == f"raise:{self.rank}" and self.step == 2:
+            raise ValueError(f"rank {self.rank} was told to fail")
+        if data == "raise-all" and self.step == 2:
+            raise SpecError("workload.data", "all fail", "give another")
+        if data == "deaf" and self.rank == 1 and self.step == 2:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            end = time.monotonic() + 60
+            while time.monotonic() < end:
+                time.sleep(1)
+        time.sleep(STEP_S)
+        if self.meet():
+            return None
+        self.samples += self.spec.global_batch
+        event = StepEvent(
+            run=self.run, spec_id=self.spec.id, rank=self.rank, world_size=self.world_size, step=self.step,
+            samples=self.samples, end_unix_s=time.time(), step_time_s=time.perf_counter() - began, tokens=512,
+            loss=5.0 - 0.01 * self.step + 0.001 * self.rank, mean_loss=5.0 - 0.01 * self.step, grad_norm=1.0,
+            flops=10**9, memory=Memory(parameters_bytes=10, peak_bytes=1000 + self.step, rss_bytes=10**8),
+            comm={"all_gather": Traffic(calls=2, link_bytes=1000 * (1 + self.rank), seconds=0.001 * (1 + self.rank))},
+            first_after_switch=self.fresh,
+        ).to_dict()  # fmt: skip
+        self.step, self.fresh = self.step + 1, False
+        return event
+
+    def forget(self):
+        self.model, self.spec = None, None
+        return {"freed_bytes": 0}
+
+    def status(self):
+        return {"rank": self.rank, "pid": os.getpid(), "device": self.device, "step": self.step}
+
+    def namespace(self):
+        return {"session": self, "model": self.model, "optimizer": None, "mesh": None, "rank": self.rank,
+                "world_size": self.world_size, "device": self.device}  # fmt: skip
+
+    def close(self):
+        self.link.close()
+        if self.store is not None:
+            self.store.listener.close()
