@@ -55,7 +55,8 @@ def _gpt2(width: int, layers: int, heads: int, positions: int = 1024,
 
 
 def _llama(width: int, layers: int, heads: int, kv_heads: int, inner: int, *,
-           vocabulary: int = BYTE_VOCABULARY, tied: bool = False, positions: int = 4096, theta: float = 10_000.0) -> dict[str, Any]:  # fmt: skip
+           vocabulary: int = BYTE_VOCABULARY, tied: bool = False, positions: int = 4096,
+           theta: float = 10_000.0) -> dict[str, Any]:  # fmt: skip
     return {
         "model_type": "llama", "vocab_size": vocabulary, "hidden_size": width, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": inner,

@@ -1,0 +1,177 @@
+"""Batches: every sample once whoever reads it, real text as bytes, and what each kind of model is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import ByT5Tokenizer
+
+from fsdp_lab.models import Batches, resolve
+from fsdp_lab.models.batches import IGNORED, MASK_ID, Order, Source, open_source
+from fsdp_lab.models.text import STDLIB_CAP_BYTES, encode, open_text
+from fsdp_lab.spec import Workload
+
+GPT2 = resolve("gpt2-1m")
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A text of 50 windows of 16 bytes and a rest of 5."""
+    path = tmp_path_factory.mktemp("text") / "book.txt"
+    path.write_bytes(bytes(32 + i % 90 for i in range(50 * 16 + 5)))
+    return str(path)
+
+
+def reader(workload: Workload, rank: int, world_size: int, source: Source) -> Batches:
+    return Batches(workload, GPT2, rank=rank, world_size=world_size, source=source)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    world=st.integers(1, 5),
+    micro_batch=st.integers(1, 4),
+    accumulate=st.integers(1, 3),
+    steps=st.integers(1, 6),
+)
+def test_every_sample_is_read_exactly_once(
+    book: str, world: int, micro_batch: int, accumulate: int, steps: int
+) -> None:
+    workload = Workload(data=book, seq_len=16, micro_batch=micro_batch, accumulate=accumulate)
+    source = open_source(workload, GPT2)
+    ranks = [reader(workload, r, world, source) for r in range(world)]
+    size = world * micro_batch * accumulate
+    for step in range(steps):
+        seen = [b.samples(step * size, m) for m in range(accumulate) for b in ranks]
+        assert sorted(np.concatenate(seen).tolist()) == list(range(step * size, (step + 1) * size))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    start=st.integers(0, 500),
+    seed=st.integers(0, 9),
+    split=st.sampled_from([(1, 12), (2, 6), (3, 4), (4, 3)]),
+)
+def test_the_global_batch_does_not_depend_on_the_split(
+    book: str, start: int, seed: int, split: tuple[int, int]
+) -> None:
+    def global_batch(world: int, micro_batch: int, micros: int) -> torch.Tensor:
+        workload = Workload(data=book, seq_len=16, micro_batch=micro_batch, seed=seed)
+        source = open_source(workload, GPT2)
+        parts = [
+            reader(workload, r, world, source).batch(start, m) for m in range(micros) for r in range(world)
+        ]
+        return torch.cat([p["input_ids"] for p in parts])
+
+    world, micro_batch = split
+    whole = global_batch(1, 12, 1)
+    assert torch.equal(global_batch(world, micro_batch, 1), whole)
+    assert torch.equal(global_batch(1, micro_batch, world), whole)
+
+
+@given(count=st.integers(1, 40), seed=st.integers(0, 5), first_epoch=st.integers(0, 3))
+def test_an_epoch_reads_everything_once_in_an_order_of_its_own(
+    count: int, seed: int, first_epoch: int
+) -> None:
+    order = Order(count, seed)
+    samples = np.arange(first_epoch * count, (first_epoch + 3) * count)
+    epochs = order(samples).reshape(3, count)
+    assert all(sorted(e.tolist()) == list(range(count)) for e in epochs)
+    assert np.array_equal(Order(count, seed)(samples[::-1]), epochs.reshape(-1)[::-1])
+    if count > 30:
+        assert not np.array_equal(epochs[0], epochs[1])
+
+
+@given(text=st.text(max_size=200).filter(lambda t: "<" not in t))
+def test_ids_are_those_of_byt5(text: str) -> None:
+    tokenizer = ByT5Tokenizer()
+    ours = encode(np.frombuffer(text.encode(), dtype=np.uint8))
+    assert ours.tolist() == tokenizer(text, add_special_tokens=False).input_ids
+
+
+def test_the_standard_library_is_read_as_it_is_and_alike_every_time() -> None:
+    text = open_text("stdlib")
+    assert len(text.data) == STDLIB_CAP_BYTES and "standard library" in text.description
+    assert open_text("stdlib").fingerprint == text.fingerprint
+    sample = bytes(text.data[:2000]).decode()
+    assert encode(text.data[:2000]).tolist() == ByT5Tokenizer()(sample, add_special_tokens=False).input_ids
+
+
+def test_a_folder_is_its_text_files_in_order(tmp_path: Path) -> None:
+    for name, content in {
+        "b.txt": b"two",
+        "a.txt": b"one ",
+        ".hidden": b"no",
+        "image.png": b"\x89PNG\0",
+    }.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "c.md").write_bytes(b" three")
+    text = open_text(str(tmp_path))
+    assert bytes(text.data) == b"one two three" and "3 files" in text.description
+
+
+def test_a_causal_batch_is_its_own_label(book: str) -> None:
+    workload = Workload(data=book, seq_len=16, micro_batch=3)
+    batch = Batches(workload, GPT2, rank=0, world_size=1).batch(0)
+    assert batch["input_ids"].shape == (3, 16) and batch["input_ids"].dtype == torch.int64
+    assert torch.equal(batch["input_ids"], batch["labels"])
+    assert batch["input_ids"].min() >= 35  # the book begins at byte 32
+
+
+def test_bert_guesses_the_same_share_of_every_sample_and_other_places_each_time(book: str) -> None:
+    workload = Workload(model="bert-1m", data=book, seq_len=100, micro_batch=8)
+    batches = Batches(workload, resolve("bert-1m"), rank=0, world_size=1)
+    batch, again, next_epoch = batches.batch(0), batches.batch(0), batches.batch(8)
+    asked = batch["labels"] != IGNORED
+    assert (asked.sum(dim=1) == 15).all()
+    assert torch.equal(batch["labels"], again["labels"]) and torch.equal(
+        batch["input_ids"], again["input_ids"]
+    )
+    assert not torch.equal(asked, next_epoch["labels"] != IGNORED)
+    hidden = batch["input_ids"][asked] == MASK_ID
+    assert 0.6 < hidden.float().mean() < 0.95
+    assert not (batch["input_ids"][~asked] == MASK_ID).any()
+    assert (batch["labels"][asked] >= 35).all()
+
+
+def test_bert_always_has_something_to_guess(book: str) -> None:
+    workload = Workload(model="bert-1m", data=book, seq_len=2, micro_batch=4)
+    batch = Batches(workload, resolve("bert-1m"), rank=0, world_size=1).batch(0)
+    assert ((batch["labels"] != IGNORED).sum(dim=1) == 1).all()
+
+
+def test_t5_reads_a_first_half_and_writes_the_second(book: str) -> None:
+    whole = Batches(Workload(data=book, seq_len=15), GPT2, rank=0, world_size=1).batch(0)["input_ids"]
+    workload = Workload(model="t5-1m", data=book, seq_len=15)
+    batch = Batches(workload, resolve("t5-1m"), rank=0, world_size=1).batch(0)
+    assert batch["input_ids"].shape == (4, 7) and batch["labels"].shape == (4, 8)
+    assert torch.equal(torch.cat([batch["input_ids"], batch["labels"]], dim=1), whole)
+
+
+def test_made_images_are_the_same_everywhere_and_of_every_class() -> None:
+    workload = Workload(model="vit-1m", data="images", micro_batch=64)
+    one = Batches(workload, resolve("vit-1m"), rank=0, world_size=1).batch(0)
+    half = Workload(model="vit-1m", data="images", micro_batch=32)
+    parts = [Batches(half, resolve("vit-1m"), rank=r, world_size=2).batch(0) for r in range(2)]
+    assert torch.equal(torch.cat([p["pixel_values"] for p in parts]), one["pixel_values"])
+    assert one["pixel_values"].shape == (64, 3, 32, 32) and one["pixel_values"].dtype == torch.float32
+    assert set(one["labels"].tolist()) == set(range(10))
+    assert 0.5 < one["pixel_values"].std() < 2
+
+
+def test_a_folder_of_images_gives_classes_by_name(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for label, (name, colour) in enumerate({"cats": (255, 0, 0), "dogs": (0, 0, 255)}.items()):
+        (tmp_path / name).mkdir()
+        for i in range(2):
+            image.new("RGB", (40 + 30 * label, 50), colour).save(tmp_path / name / f"{i}.png")
+    workload = Workload(model="vit-1m", data=str(tmp_path), micro_batch=4)
+    batch = Batches(workload, resolve("vit-1m"), rank=0, world_size=1).batch(0)
+    assert sorted(batch["labels"].tolist()) == [0, 0, 1, 1]
+    red = batch["pixel_values"][batch["labels"] == 0]
+    assert (red[:, 0] == 1).all() and (red[:, 1:] == -1).all()

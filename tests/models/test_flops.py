@@ -1,0 +1,85 @@
+"""FLOPs against the published formulas, and the peaks they are put in relation to."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fsdp_lab.models import build_skeleton, device_peak, flops_per_sample, resolve
+from fsdp_lab.models.peaks import _from_table, measured_peak
+from fsdp_lab.spec import SpecError
+
+
+@pytest.mark.parametrize("name", ["gpt2-1m", "gpt2-10m", "gpt2-124m", "llama-1m", "llama-10m", "llama-1b"])
+@pytest.mark.parametrize("seq_len", [64, 256])
+def test_a_decoder_costs_6n_and_12lhs_a_token(name: str, seq_len: int) -> None:
+    config = resolve(name)
+    model = build_skeleton(config)
+    tables = ("wte", "wpe", "embed_tokens")
+    weights = {n: p.numel() for n, p in model.named_parameters() if p.dim() == 2}
+    matrices = sum(count for n, count in weights.items() if n.split(".")[-2] not in tables)
+    if config.tie_word_embeddings:
+        matrices += config.vocab_size * config.hidden_size
+    per_token = 6 * matrices + 12 * config.num_hidden_layers * config.hidden_size * seq_len
+    assert flops_per_sample(config, seq_len) == per_token * seq_len
+
+
+def test_resnet_50_costs_what_is_published() -> None:
+    # 4.1 G multiply-adds forward (arXiv 1512.03385: 3.8 for its variant), twice that backward, 2 FLOPs each.
+    assert flops_per_sample(resolve("resnet-26m"), 2) == pytest.approx(3 * 2 * 4.1e9, rel=0.03)
+
+
+def test_attention_is_counted_in_every_text_model() -> None:
+    for name in ("bert-1m", "t5-1m"):
+        config = resolve(name)
+        short, long = flops_per_sample(config, 128), flops_per_sample(config, 256)
+        assert long > 2 * short  # what is linear in the length doubles, attention grows fourfold
+
+
+def test_sizes_that_do_not_fit_together_are_refused() -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 3}
+    with pytest.raises(SpecError, match="cannot compute"):
+        flops_per_sample(resolve({"model_type": "mistral", "vocab_size": 300, **sizes}), 16)
+
+
+def test_a_model_that_looks_at_values_is_estimated_aloud() -> None:
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 300,
+             "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+             "encoder_attention_heads": 2, "decoder_attention_heads": 2}  # fmt: skip
+    with pytest.warns(UserWarning, match="estimated as 6 N"):
+        assert flops_per_sample(resolve({"model_type": "bart", **sizes}), 16) > 0
+
+
+def test_a_cpu_is_measured_and_says_so() -> None:
+    peak = device_peak("cpu", torch.float32)
+    assert peak.flops_per_s is not None and math.isfinite(peak.flops_per_s) and peak.flops_per_s > 1e8
+    assert "measured" in peak.source and "float32" in peak.source
+
+
+def test_a_dtype_without_matrix_products_has_no_peak() -> None:
+    assert measured_peak("cpu", torch.bool).flops_per_s is None
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA H200", "fp32", 66.9),
+        ("NVIDIA A100-SXM4-80GB", "tf32", 156),
+        ("NVIDIA GB200", "bf16", 2500),
+        ("NVIDIA A10G", "bf16", 125),
+        ("Tesla T4", "fp16", 65),
+        ("Tesla T4", "bf16", None),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "bf16", None),
+        ("NVIDIA GeForce GTX 1080", "fp32", None),
+        ("NVIDIA H200", "", None),
+    ],
+)
+def test_the_table_knows_a_gpu_by_its_name_or_not_at_all(
+    name: str, column: str, tflops: float | None
+) -> None:
+    found = _from_table(name, column)
+    assert (found is None) if tflops is None else (found is not None and found.flops_per_s == tflops * 1e12)

@@ -1,0 +1,70 @@
+"""`resolve`: names, folders, files, dicts and objects become configs; what cannot be says why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, BertConfig, GPT2Config
+
+from fsdp_lab.models import resolve
+from fsdp_lab.spec import SpecError
+
+TINY = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 300}
+
+
+def test_a_folder_a_file_a_dict_and_an_object_give_the_same_config(tmp_path: Path) -> None:
+    GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=300).save_pretrained(tmp_path)
+    given = [str(tmp_path), str(tmp_path / "config.json"), TINY, AutoConfig.from_pretrained(tmp_path)]
+    shapes = {(c.model_type, c.n_embd, c.n_layer, c.n_head, c.vocab_size) for c in map(resolve, given)}
+    assert shapes == {("gpt2", 32, 1, 2, 300)}
+
+
+def test_a_model_type_gives_its_default_sizes() -> None:
+    assert resolve("opt").hidden_size == 768
+
+
+def test_dropout_is_zero_and_the_config_given_is_left_alone() -> None:
+    given = GPT2Config()
+    resolved = resolve(given)
+    assert given.resid_pdrop == given.attn_pdrop == 0.1
+    assert resolved.resid_pdrop == resolved.attn_pdrop == resolved.embd_pdrop == 0
+    bert = resolve(BertConfig())
+    assert bert.hidden_dropout_prob == bert.attention_probs_dropout_prob == 0
+    assert resolve("t5-1m").dropout_rate == 0
+
+
+def test_a_byte_that_would_be_padding_is_learned_all_the_same() -> None:
+    assert resolve({"model_type": "bloom", "pad_token_id": 100}).pad_token_id is None
+
+
+def test_an_encoder_decoder_always_knows_how_its_decoder_starts() -> None:
+    assert resolve({"model_type": "t5"}).decoder_start_token_id == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"model_type": "gpt3"}, "knows no type 'gpt3'.*gpt2"),
+        ({"n_embd": 4}, "no model_type"),
+        ({**TINY, "n_embd": "wide"}, "gpt2 refuses the config"),
+        ({**TINY, "quantization_config": {"quant_method": "awq"}}, "quantized"),
+        ("/no/such/folder", "neither a preset, nor a file or folder"),
+    ],
+)
+def test_a_refusal_says_why(model: Any, words: str) -> None:
+    with pytest.raises(SpecError, match=words) as caught:
+        resolve(model)
+    assert caught.value.field == "workload.model" and caught.value.way_out
+
+
+def test_an_unusable_folder_or_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"holds no config\.json"):
+        resolve(str(tmp_path))
+    bad = tmp_path / "config.json"
+    for text, words in (("{", "cannot be read as JSON"), (json.dumps([1]), "not a JSON object")):
+        bad.write_text(text)
+        with pytest.raises(SpecError, match=words):
+            resolve(str(tmp_path))
