@@ -280,8 +280,8 @@ class GivenEngines:
 
     def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
         raise StartError(
-            f"{n} more engine{'s are' if n > 1 else ' is'} needed and this cluster is yours: start them with its launcher, "
-            "then try again"
+            f"{n} more engine{'s are' if n > 1 else ' is'} needed and this cluster is yours: start them with its "
+            "launcher, then try again"
         )
 
     def exit_code(self, pid: int) -> int | None:

@@ -1,0 +1,121 @@
+"""One call on many ranks, without engines: who is freed, and what the one exception says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from fsdp_lab.cluster import Interrupted, RankError, RankLost, RankStuck
+from fsdp_lab.cluster import calls as module
+from fsdp_lab.cluster.calls import Call, Outcome
+from fsdp_lab.spec import SpecError
+
+
+class Ladder:
+    """Ranks that answer an interrupt, a ping, or nothing."""
+
+    def __init__(self, *, deaf: bool = False, answers_ping: bool = False, owned: bool = True):
+        self.call: Call | None = None
+        self.deaf, self.answers_ping, self.owned = deaf, answers_ping, owned
+        self.rungs: list[str] = []
+
+    def signal(self, ranks: Sequence[int]) -> None:
+        self.rungs.append(f"signal {list(ranks)}")
+        if not self.deaf:
+            for rank in ranks:
+                self.call.finish(rank, error("RankAborted", "freed"))
+
+    def ping(self, rank: int, answered: Callable[[], None]) -> None:
+        self.rungs.append(f"ping {rank}")
+        if self.answers_ping:
+            answered()
+
+    def end_rank(self, rank: int) -> bool:
+        self.rungs.append(f"end {rank}")
+        return self.owned
+
+    def may_be_dying(self) -> bool:
+        return False
+
+
+def error(kind: str, reason: str, **more) -> Outcome:
+    return Outcome(error={"kind": kind, "reason": reason, "trace": "", "unix_s": time.time(), **more}, unix_s=time.time())
+
+
+def lost(rank: int) -> RankLost:
+    return RankLost(rank=rank, engine=rank, pid=9, host="h", reason="ended", unix_s=time.time())
+
+
+@pytest.fixture
+def ladder(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "GRACE_S", 0.01)
+    monkeypatch.setattr(module, "RUNG_S", 0.02)
+
+    def make(ranks: int = 3, **how) -> tuple[Call, Ladder]:
+        steps = Ladder(**how)
+        steps.call = Call("train", range(ranks), steps)
+        return steps.call, steps
+
+    return make
+
+
+def test_values_come_in_rank_order(ladder):
+    call, steps = ladder()
+    for rank in (2, 0, 1):
+        call.finish(rank, Outcome(value=rank * 10))
+    assert call.results(1) == [0, 10, 20] and steps.rungs == []
+
+
+def test_an_error_on_one_rank_frees_the_others_and_is_the_one_that_is_raised(ladder):
+    call, steps = ladder()
+    call.finish(1, error("ValueError", "bad"))
+    with pytest.raises(RankError, match="rank 1 failed in train at .*: ValueError: bad") as e:
+        call.results(1)
+    assert steps.rungs == ["signal [0, 2]"]
+    assert e.value.rank == 1 and set(e.value.others) == {0, 2}
+
+
+def test_a_refusal_stays_a_spec_error(ladder):
+    call, _ = ladder(1)
+    call.finish(0, error("SpecError", "x", refusal=["workload.data", "is short", "give more"], fix={"data": "stdlib"}))
+    with pytest.raises(SpecError, match="workload.data: is short; give more") as e:
+        call.results(1)
+    assert e.value.fix == {"data": "stdlib"}
+
+
+def test_a_lost_rank_is_the_cause_whatever_its_peers_said_first(ladder):
+    call, _ = ladder(2)
+    call.finish(0, error("RuntimeError", "connection closed by peer"))
+    call.lose(1, lost(1))
+    with pytest.raises(RankLost, match="rank 1 is gone: its process 9 on h ended"):
+        call.results(1)
+
+
+def test_the_ladder_ends_a_rank_that_answers_nothing(ladder):
+    call, steps = ladder(2, deaf=True)
+    call.finish(0, Outcome(value=1))
+    with pytest.raises(RankStuck, match="rank 1 did not answer .* its process was ended"):
+        call.results(0.01)
+    assert steps.rungs == ["signal [1]", "signal [1]", "ping 1", "end 1"]
+
+
+def test_engines_of_the_user_are_left_alone(ladder):
+    call, _ = ladder(1, deaf=True, owned=False)
+    with pytest.raises(RankStuck, match="not ours to end"):
+        call.results(0.01)
+
+
+def test_a_rank_that_answers_a_ping_only_lost_its_reply(ladder):
+    call, steps = ladder(1, deaf=True, answers_ping=True)
+    with pytest.raises(Interrupted):
+        call.results(0.01)
+    assert "end 0" not in steps.rungs
+
+
+def test_wait_is_bounded(ladder):
+    call, _ = ladder()
+    began = time.monotonic()
+    assert not call.wait(0.05)
+    assert time.monotonic() - began < 1

@@ -1,0 +1,196 @@
+"""Real ipyparallel engines: started, called, interrupted, lost, replaced, ended. The ranks need no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+
+import psutil
+import pytest
+
+from fsdp_lab.cluster import Cluster, ClusterError, RankError, RankLost, RankStuck, StartError
+from fsdp_lab.cluster.processes import marked
+from fsdp_lab.spec import SpecError
+from tests.cluster.conftest import FAKE, order
+
+
+def test_ranks_know_their_place(cluster: Cluster):
+    told = cluster.call("status")
+    assert [t["rank"] for t in told] == [0, 1] and [t["pid"] for t in told] == cluster.pids
+    for s in cluster.status():
+        assert s.alive and s.state == "idle" and s.device == "cpu" and s.host == socket.gethostname()
+        assert s.rss_bytes > 10**7
+
+
+def test_nothing_listens_beyond_this_machine(cluster: Cluster):
+    ours = {p.pid for p in marked(cluster._token)}
+    ports = [c for c in psutil.net_connections("tcp") if c.pid in ours and c.status == psutil.CONN_LISTEN]
+    assert ports and {c.laddr.ip for c in ports} == {"127.0.0.1"}
+
+
+def test_cells_on_the_ranks_reach_them_by_name(cluster: Cluster):
+    view = cluster.client[cluster.engine_ids]
+    view.execute("got = (rank, world_size, device, model.name, session.rank)").get(10)
+    assert view.pull("got", block=True) == [(0, 2, "cpu", "gpt2-10m", 0), (1, 2, "cpu", "gpt2-10m", 1)]
+
+
+def test_a_dropped_model_leaves_no_name_behind(cluster: Cluster):
+    view = cluster.client[cluster.engine_ids]
+    view.execute("kept = rank; model").get(10)
+    cluster.call("forget")
+    view.execute("left = [model, Out, [n for n in list(globals()) if n.startswith('_') and n[1:].isdigit()]]").get(10)
+    assert view.pull("left", block=True) == [[None, {}, []]] * 2
+    assert view.pull("kept", block=True) == [0, 1], "the user's own names stay"
+
+
+def test_every_event_arrives_while_it_runs(cluster: Cluster):
+    heard = []
+    call = cluster.submit("train", take=lambda data: heard.extend(data["events"]), steps=40)
+    time.sleep(0.4)
+    early = len(heard)
+    results = call.results(20)
+    assert early >= 8, "they come while the chunk runs"
+    told = sorted((e["rank"], e["step"]) for e in heard)
+    assert told == [(rank, step) for rank in (0, 1) for step in range(40)]
+    assert [[e["step"] for e in r["events"]] for r in results] == [list(range(40))] * 2
+    assert [s.step for s in cluster.status()] == [40, 40]
+
+
+def test_an_interrupt_ends_the_chunk_on_all_ranks_alike(cluster: Cluster):
+    call = cluster.submit("train", steps=10_000)
+    time.sleep(0.3)
+    assert [s.state for s in cluster.status()] == ["train", "train"]
+    cluster.interrupt()
+    results = call.results(5)
+    assert all(r["stopped"] for r in results) and len({r["step"] for r in results}) == 1
+    step = results[0]["step"]
+    assert [r["step"] for r in cluster.call("train", steps=3)] == [step + 3] * 2, "they go on from there"
+
+
+def test_an_error_on_one_rank_frees_the_other(cluster: Cluster):
+    order(cluster, "raise:1")
+    began = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 failed in train .*ValueError: rank 1 was told to fail") as e:
+        cluster.call("train", steps=10)
+    assert time.monotonic() - began < 4
+    assert "told to fail" in e.value.trace and 0 in e.value.others
+    assert [t["rank"] for t in cluster.call("status")] == [0, 1], "both live"
+
+
+def test_a_refusal_on_the_ranks_is_a_refusal_here(cluster: Cluster):
+    with pytest.raises(SpecError, match="workload.data: it is refused here; give another"):
+        order(cluster, "refuse")
+
+
+def test_a_failed_step_holds_nothing_on_the_rank(cluster: Cluster):
+    order(cluster, "raise-all")
+    with pytest.raises(SpecError):
+        cluster.call("train", steps=10)
+    view = cluster.client[cluster.engine_ids]
+    view.execute("import sys; held = [hasattr(sys, 'last_value'), hasattr(sys, 'last_traceback')]").get(10)
+    assert view.pull("held", block=True) == [[False, False]] * 2
+
+
+def test_a_killed_rank_is_noticed_said_and_replaced(cluster: Cluster):
+    said = []
+    cluster.on_lost(said.append)
+    keeper = cluster.pids[0]
+    call = cluster.submit("train", steps=10_000)
+    time.sleep(0.3)
+    began = time.monotonic()
+    os.kill(cluster.pids[1], signal.SIGKILL)
+    with pytest.raises(RankLost, match=r"rank 1 is gone: its process \d+ on .* was ended by SIGKILL .* doing train"):
+        call.results()
+    assert time.monotonic() - began < 2
+    assert [(lost.rank, lost.doing) for lost in said] == [(1, "train")]
+    dead = cluster.status()[1]
+    assert not dead.alive and dead.state == "gone" and "SIGKILL" in dead.reason
+    with pytest.raises(RankLost):
+        cluster.call("status")
+
+    cluster.resize(2)
+    assert cluster.lost == {} and cluster.pids[0] == keeper and psutil.pid_exists(cluster.pids[1])
+    assert [t["rank"] for t in cluster.call("status")] == [0, 1]
+
+
+def test_an_idle_rank_that_dies_is_noticed_too(cluster: Cluster):
+    os.kill(cluster.pids[0], signal.SIGTERM)
+    deadline = time.monotonic() + 3
+    while not cluster.lost and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert cluster.lost[0].doing == "nothing" and not cluster.status()[0].alive
+
+
+def test_another_number_of_ranks(cluster: Cluster):
+    kept = cluster.pids
+    cluster.resize(3)
+    assert cluster.pids[:2] == kept and [t["rank"] for t in cluster.call("status")] == [0, 1, 2]
+    cluster.resize(1)
+    assert cluster.pids == kept[:1]
+    deadline = time.monotonic() + 2
+    while psutil.pid_exists(kept[1]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not psutil.pid_exists(kept[1]) and cluster.lost == {}, "an end that is meant is no loss"
+
+
+@pytest.mark.slow
+def test_a_deaf_rank_is_ended_by_its_process_id(cluster: Cluster):
+    order(cluster, "deaf")
+    call = cluster.submit("train", steps=10)
+    time.sleep(0.5)
+    with pytest.raises(RankStuck, match="rank 1 did not answer .* its process was ended"):
+        call.results(0.1)
+    assert psutil.pid_exists(cluster.pids[0])
+
+
+# -- clusters of their own -----------------------------------------------------------------------------------------
+
+
+def test_close_ends_a_deaf_rank_within_its_bound_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    before = set(psutil.Process().children(recursive=True))
+    cluster = Cluster(2, rank_module=FAKE).start()
+    order(cluster, "deaf")
+    cluster.submit("train", steps=10)
+    time.sleep(0.5)
+    began = time.monotonic()
+    cluster.close()
+    cluster.close()
+    assert time.monotonic() - began < 10
+    assert marked(cluster._token) == [] and set(psutil.Process().children(recursive=True)) <= before
+    assert list(tmp_path.glob("fsdp_lab-*")) == []
+    with pytest.raises(ClusterError, match="closed"):
+        cluster.call("status")
+
+
+def test_a_controller_that_cannot_start_is_one_sentence_with_its_log():
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(StartError, match="ipyparallel's controller did not start") as e:
+        Cluster(1, rank_module=FAKE, environment={"PYTHONHOME": "/nonexistent"}).start()
+    assert "encodings" in e.value.log
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_an_engine_that_cannot_start_is_one_sentence_with_its_log(tmp_path):
+    (tmp_path / "ipykernel").mkdir()
+    (tmp_path / "ipykernel" / "__init__.py").write_text("raise RuntimeError('this engine is broken')\n")
+    with pytest.raises(StartError, match=r"engine ended while it was starting|controller did not start") as e:
+        Cluster(1, rank_module=FAKE, environment={"PYTHONPATH": str(tmp_path)}).start()
+    assert "this engine is broken" in e.value.log
+
+
+def test_no_permission_to_write_is_said_with_the_way_out(monkeypatch):
+    def refuse(prefix: str) -> str:
+        raise PermissionError(13, "Permission denied", "/tmp/x")
+
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    with pytest.raises(StartError, match="private folder .*Permission denied.*set TMPDIR"):
+        Cluster(1, rank_module=FAKE).start()
+
+
+def test_a_rank_module_that_is_not_there_is_said():
+    with pytest.raises(RankError, match="ModuleNotFoundError: No module named 'no_such_module'"):
+        Cluster(1, rank_module="no_such_module").start()

@@ -1,0 +1,157 @@
+"""Where ranks are put, for machines that this one is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.cluster.placement import Gpu, Host, User, _visible, place, probe, usable_cores
+from fsdp_lab.spec import SpecError
+
+GIB = 2**30
+APPS = "GPU-b, 77, /opt/conda/bin/python, 40960\n"
+
+
+def gpu(i: int, users: tuple[User, ...] = (), used: int = 0) -> Gpu:
+    return Gpu(device=f"cuda:{i}", uuid=f"GPU-{i}", name="H200", total_bytes=140 * GIB, used_bytes=used, users=users)
+
+
+def host(*gpus: Gpu, cores: int = 8, name: str = "here", cuda: str | None = "13.0") -> Host:
+    return Host(name=name, cores=cores, gpus=gpus, torch_cuda=cuda)
+
+
+SOMEBODY = User(pid=77, name="python", owner="bob", memory_bytes=40 * GIB)
+
+
+def shell(apps: str = "", listing: str = "GPU-a, NVIDIA H200, 143771, 4\nGPU-b, NVIDIA H200, 143771, 40964\n"):
+    return lambda command: listing if "--query-gpu" in command[1] else apps
+
+
+def test_without_gpus_ranks_share_the_cores():
+    placed = place([host(cores=2)] * 2)
+    assert placed.devices == ("cpu", "cpu") and placed.notes == ()
+    assert [s.threads for s in placed.seats] == [1, 1]
+
+
+def test_more_ranks_than_cores_is_said():
+    (note,) = place([host(cores=2)] * 3).notes
+    assert "3 ranks on 2 cores" in note and "not affected" in note
+
+
+def test_one_gpu_a_rank_where_there_are_enough():
+    placed = place([host(gpu(0), gpu(1), gpu(2))] * 2)
+    assert placed.devices == ("cuda:0", "cuda:1") and placed.notes == ()
+    assert all(s.memory_cap is None and s.shared_gpu_ranks == 1 for s in placed.seats)
+
+
+def test_more_ranks_than_gpus_share_them_with_a_cap_and_a_note():
+    placed = place([host(gpu(0), gpu(1))] * 4)
+    assert placed.devices == ("cuda:0", "cuda:0", "cuda:1", "cuda:1")
+    assert all(s.memory_cap == 0.46 and s.shared_gpu_ranks == 2 for s in placed.seats)
+    assert "2 ranks on cuda:0" in placed.notes[0] and "Gloo" in placed.notes[0]
+
+
+def test_uneven_sharing_makes_all_ranks_talk_over_gloo():
+    placed = place([host(gpu(0), gpu(1))] * 3)
+    assert placed.devices == ("cuda:0", "cuda:0", "cuda:1")
+    assert [s.memory_cap for s in placed.seats] == [0.46, 0.46, None]
+    assert {s.shared_gpu_ranks for s in placed.seats} == {2}
+
+
+def test_a_gpu_in_use_is_named_and_left_alone():
+    placed = place([host(gpu(0, (SOMEBODY,)), gpu(1))])
+    assert placed.devices == ("cuda:1",)
+    assert "cuda:0" in placed.notes[0] and "process 77 (python, of bob, 40.0 GiB)" in placed.notes[0]
+
+
+def test_all_gpus_in_use_leaves_the_cpu_and_says_why():
+    placed = place([host(gpu(0, used=30 * GIB))] * 2)
+    assert placed.devices == ("cpu", "cpu")
+    assert "cannot be seen from here" in placed.notes[0] and "left alone" in placed.notes[0]
+
+
+def test_a_gpu_in_use_is_refused_by_name_and_can_be_taken_on_purpose():
+    machines = [host(gpu(0, (SOMEBODY,)))]
+    with pytest.raises(SpecError, match="process 77.*take_busy=True"):
+        place(machines, ["cuda:0"])
+    taken = place(machines, ["cuda:0"], take_busy=True)
+    assert taken.devices == ("cuda:0",) and "not this run's alone" in taken.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("machine", "devices", "says"),
+    [
+        (host(gpu(0)), ["cuda:3"], "no cuda:3 .it has cuda:0"),
+        (host(), ["cuda:0"], "it has no GPU"),
+        (host(gpu(0), cuda=None), ["cuda:0"], "built for CPUs"),
+        (host(gpu(0)), ["cuda:0", "cuda:0"], "2 are named for 1 ranks"),
+    ],
+)
+def test_devices_that_cannot_be_had(machine: Host, devices: list[str], says: str):
+    with pytest.raises(SpecError, match=says):
+        place([machine], devices)
+
+
+def test_the_cpu_can_be_chosen_beside_gpus():
+    assert place([host(gpu(0))], ["cpu"]).notes == ()
+
+
+def test_a_cpu_build_of_torch_is_named():
+    placed = place([host(gpu(0), cuda=None)])
+    assert placed.devices == ("cpu",) and "built for CPUs" in placed.notes[0]
+
+
+def test_ranks_of_two_machines_count_their_own_gpus():
+    a, b = host(gpu(0), gpu(1), name="a"), host(gpu(0), gpu(1), name="b")
+    placed = place([a, a, b, b])
+    assert placed.devices == ("cuda:0", "cuda:1", "cuda:0", "cuda:1") and placed.notes == ()
+    assert {s.shared_gpu_ranks for s in placed.seats} == {1}
+
+
+def test_a_machine_without_gpus_sends_all_to_the_cpu():
+    placed = place([host(gpu(0), name="a"), host(name="b")])
+    assert placed.devices == ("cpu", "cpu") and "because b has no free GPU" in placed.notes[0]
+
+
+# -- facts ---------------------------------------------------------------------------------------------------------
+
+
+def test_probe_reads_nvidia_smi():
+    found = probe(shell(APPS), env={})
+    assert [g.device for g in found.gpus] == ["cuda:0", "cuda:1"]
+    assert not found.gpus[0].busy and "process 77 (python" in found.gpus[1].busy
+
+
+def test_our_own_processes_are_not_somebody_elses():
+    found = probe(shell(APPS), env={}, ours=frozenset({77}))
+    assert not any(g.busy for g in found.gpus)
+
+
+def test_no_driver_is_no_gpu_and_a_broken_one_is_said():
+    def absent(command):
+        raise FileNotFoundError(command[0])
+
+    def broken(command):
+        raise OSError("nvidia-smi failed: driver/library version mismatch")
+
+    assert probe(absent, env={}) == Host(name=probe(absent, env={}).name, cores=usable_cores())
+    assert "version mismatch" in place([probe(broken, env={})]).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("visible", "uuids"),
+    [(None, ["GPU-0", "GPU-1"]), ("1", ["GPU-1"]), ("1,0", ["GPU-1", "GPU-0"]), ("", []), ("-1", []), ("GPU-1", ["GPU-1"]),
+     ("0,9,1", ["GPU-0"])],
+)  # fmt: skip
+def test_cuda_visible_devices_renames(visible: str | None, uuids: list[str]):
+    seen = _visible((gpu(0), gpu(1)), visible)
+    assert [g.uuid for g in seen] == uuids
+    assert [g.device for g in seen] == [f"cuda:{i}" for i in range(len(uuids))]
+
+
+def test_a_containers_quota_counts(tmp_path: Path):
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    assert usable_cores(tmp_path) == 1
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert usable_cores(tmp_path) >= 1
