@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fsdp_lab.models.batches import Batches as Batches
     from fsdp_lab.models.build import build_skeleton as build_skeleton
     from fsdp_lab.models.configs import resolve as resolve
+    from fsdp_lab.models.facts import facts_of as facts_of
     from fsdp_lab.models.flops import flops_per_sample as flops_per_sample
     from fsdp_lab.models.initial import Initializer as Initializer
     from fsdp_lab.models.layers import block_class_names as block_class_names
@@ -29,6 +30,7 @@ _HOMES = {
     "blocks": "layers",
     "build_skeleton": "build",
     "device_peak": "peaks",
+    "facts_of": "facts",
     "flops_per_sample": "flops",
     "resolve": "configs",
 }
