@@ -10,14 +10,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fsdp_lab.cluster import ClusterError, RankLost
+    from fsdp_lab.dashboard import Dashboard
     from fsdp_lab.events import Memory, StepEvent, Traffic
+    from fsdp_lab.lab import Lab
+    from fsdp_lab.models.presets import PRESETS
+    from fsdp_lab.runs import Run, RunState
     from fsdp_lab.spec import Precision, Spec, SpecError, Strategy, Workload
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "PRESETS",
+    "ClusterError",
+    "Dashboard",
+    "Lab",
     "Memory",
     "Precision",
+    "RankLost",
+    "Run",
+    "RunState",
     "Spec",
     "SpecError",
     "StepEvent",
@@ -27,8 +39,15 @@ __all__ = [
 ]
 
 _HOME = {
+    "ClusterError": "fsdp_lab.cluster",
+    "Dashboard": "fsdp_lab.dashboard",
+    "Lab": "fsdp_lab.lab",
     "Memory": "fsdp_lab.events",
+    "PRESETS": "fsdp_lab.models.presets",
     "Precision": "fsdp_lab.spec",
+    "RankLost": "fsdp_lab.cluster",
+    "Run": "fsdp_lab.runs",
+    "RunState": "fsdp_lab.runs",
     "Spec": "fsdp_lab.spec",
     "SpecError": "fsdp_lab.spec",
     "StepEvent": "fsdp_lab.events",

@@ -26,7 +26,7 @@ PACKAGE = REPO / "fsdp_lab"
 TORCH = frozenset({"torch", "numpy"})
 RANKS = TORCH | {"transformers"}
 KERNEL = RANKS | {"ipyparallel", "psutil", "zmq", "IPython", "ipykernel", "tornado", "traitlets", "jupyter_client"}
-SCREEN = KERNEL | {"bokeh", "ipywidgets", "anywidget", "rich", "pynvml", "jupyter_core"}
+SCREEN = KERNEL | {"bokeh", "ipywidgets", "anywidget", "rich", "jupyter_core", "packaging"}
 FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (0, "spec", frozenset()),
     (0, "events", frozenset()),
@@ -45,6 +45,7 @@ FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (5, "export", KERNEL),
     (6, "dashboard", SCREEN),
     (6, "cli", SCREEN),
+    (6, "__main__", frozenset()),
 )
 PLACE = {name: i for i, (_, name, _) in enumerate(FLOORS)}
 FLOOR = {name: floor for floor, name, _ in FLOORS}
@@ -102,16 +103,23 @@ def called(node: ast.Call) -> str:
 
 
 def string_argument(node: ast.Call) -> str:
-    """The name that is imported by string; a name that only the running program knows cannot be checked, and fails."""
+    """The name that is imported by string. One that only the running program knows cannot be checked, and fails; but
+    f"{__name__}.x" in a package's own table of lazy names stays in that package."""
     first = node.args[0] if node.args else None
+    if isinstance(first, ast.JoinedStr) and ast.unparse(first).startswith("f'{__name__}."):
+        return "fsdp_lab.__name__"
     return first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else "<a computed name>"
 
 
 def uphill(found: Import) -> bool:
     head, _, rest = found.target.partition(".")
+    if rest == "__name__":
+        return False
     if head != "fsdp_lab":
         return found.target == "<a computed name>"
     name = rest.partition(".")[0]
+    if name == "__version__":
+        return False
     if name not in PLACE:  # a public name through the lazy table: as good as importing its home
         name = fsdp_lab._HOME.get(name, "fsdp_lab.?").split(".")[1]
     return name not in PLACE or PLACE[name] > PLACE[found.here]
@@ -178,17 +186,16 @@ def test_public_names_are_lazy_and_all_there():
 
 
 BLOCK = """
-import importlib, importlib.abc, sys
+import importlib, importlib.machinery, sys
 
-class NoJupyter(importlib.abc.MetaPathFinder):
+class NoJupyter(importlib.machinery.PathFinder):
     blocked = {"ipyparallel", "bokeh", "ipywidgets", "anywidget", "IPython", "ipykernel", "traitlets", "zmq", "tornado",
-               "jupyter_client", "jupyter_core", "jupyter_server", "jupyterlab", "psutil", "rich"}
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in self.blocked:
-            raise ModuleNotFoundError(f"{name} is not on this machine")
-        return None
+               "jupyter_client", "jupyter_core", "jupyter_server", "jupyterlab", "psutil"}
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in cls.blocked else super().find_spec(name, path, target)
 
-sys.meta_path.insert(0, NoJupyter())
+sys.meta_path[:] = [NoJupyter if f is importlib.machinery.PathFinder else f for f in sys.meta_path]
 """
 
 

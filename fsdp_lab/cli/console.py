@@ -13,6 +13,10 @@ class Refused(Exception):
     """What was asked for cannot be done. `str()` is a sentence: what, why, and the way out. Exit code 2."""
 
 
+class Failed(Exception):
+    """It was started and did not go well. `str()` is a sentence. Exit code 1."""
+
+
 class Ended(KeyboardInterrupt):
     """SIGTERM or SIGHUP (a closed terminal), raised where Ctrl-C would be, so that both clean up alike."""
 

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from fsdp_lab import __version__
-from fsdp_lab.cli import doctor, jupyter, kernel
-from fsdp_lab.cli.console import Ended, Refused, signals_raise
+from fsdp_lab.cli import compare, doctor, jupyter, kernel, run
+from fsdp_lab.cli.console import Ended, Failed, Refused, signals_raise
 from fsdp_lab.spec import SpecError
 
 
@@ -24,6 +24,8 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, module, says in (
         ("lab", jupyter, "start JupyterLab on the notebooks"),
+        ("run", run, "train one Spec in this terminal"),
+        ("compare", compare, "train the same work under every combination of the given lists"),
         ("kernel", kernel, "make this environment a kernel of a JupyterLab that already runs"),
         ("doctor", doctor, "say what is here, what will work, and what to do about the rest"),
     ):
@@ -43,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Refused, SpecError) as refusal:
         print(f"fsdp-lab: {refusal}", file=sys.stderr)
         return 2
+    except Failed as failure:
+        print(f"fsdp-lab: {failure}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt as interrupt:
         print("fsdp-lab: interrupted; what was started has been ended", file=sys.stderr)
         return interrupt.exit_code if isinstance(interrupt, Ended) else 130

@@ -1,0 +1,100 @@
+"""The fields of a Spec as command-line options: one spelling everywhere, with dashes, and lists by commas."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fsdp_lab import spec as spec_module
+from fsdp_lab.cli.console import Refused
+from fsdp_lab.spec import Spec, Strategy, Workload
+
+PARTS: tuple[tuple[str, type], ...] = (("workload", Workload), ("strategy", Strategy))
+TOKENS: Mapping[str, Sequence[str]] = {
+    "backend": spec_module.BACKENDS,
+    "sharding": spec_module.SHARDINGS,
+    "precision": tuple(spec_module.PRECISIONS),
+    "offload": spec_module.OFFLOADS,
+    "optimizer": spec_module.OPTIMIZERS,
+    "sync": spec_module.SYNCS,
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """An option for each field of Workload and Strategy; each takes a value, or a list with commas."""
+    for part, kind in PARTS:
+        group = parser.add_argument_group(f"{part} (a value, or a comma-separated list)")
+        for field in dataclasses.fields(kind):
+            tokens = ", ".join(TOKENS.get(field.name, ()))
+            words = f"{tokens + '; ' if tokens else ''}default: {shown(field.default)}"
+            group.add_argument(option(field.name), metavar="V,V", help=words)
+
+
+def option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def shown(value: Any) -> str:
+    """As it is written on the command line."""
+    return value if isinstance(value, str) else json.dumps(value).replace("null", "none")
+
+
+def chosen(args: argparse.Namespace) -> dict[str, list[Any]]:
+    """Flat field name -> its values, for the options that were given.
+
+    Raises:
+        Refused: a value that is of no use for its field.
+        SpecError: a value that its field refuses, whatever the others say.
+    """
+    lists: dict[str, list[Any]] = {}
+    for _, kind in PARTS:
+        for field in dataclasses.fields(kind):
+            text = getattr(args, field.name)
+            if text is None:
+                continue
+            lists[field.name] = [value_of(field, word.strip()) for word in text.split(",")]
+            for value in lists[field.name]:
+                kind(**{field.name: value})
+    return lists
+
+
+def value_of(field: dataclasses.Field[Any], word: str) -> Any:
+    """The word as its field's type. Raises Refused where it is none."""
+    kind = str(field.type)
+    if word and "str" in kind:
+        return word
+    if word.lower() in ("none", "null") and "None" in kind:
+        return None
+    try:
+        value = json.loads(word.lower())
+    except json.JSONDecodeError:
+        value = None
+    if value is None or isinstance(value, (str, list, dict)):
+        wanted = {"int": "a whole number", "bool": "true or false"}.get(kind.partition(" ")[0], "a number")
+        raise Refused(f"{option(field.name)} {word!r} is refused; give {wanted}")
+    return value
+
+
+def product(base: Spec, lists: Mapping[str, Sequence[Any]], ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Spec dicts: every combination of the lists over the base, in the order of the options, without repeats."""
+    seen: list[dict[str, Any]] = []
+    part_of = {field.name: part for part, kind in PARTS for field in dataclasses.fields(kind)}
+    for world_size, *values in itertools.product(ranks, *lists.values()):
+        made = base.to_dict() | {"world_size": world_size}
+        for name, value in zip(lists, values, strict=True):
+            made[part_of[name]][name] = value
+        if made not in seen:
+            seen.append(made)
+            yield made
+
+
+def whole_numbers(name: str, text: str, least: int = 1) -> list[int]:
+    """A comma-separated list of whole numbers. Raises Refused."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdigit() and int(word) >= least for word in words):
+        raise Refused(f"{name} {text!r} is refused; give a whole number of {least} or more, or several with commas")
+    return list(dict.fromkeys(map(int, words)))

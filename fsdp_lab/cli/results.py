@@ -1,0 +1,59 @@
+"""The results file of `run` and `compare`: {"runs": [a run's summary, ...], "refused": [{"spec", "reason"}, ...]}."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.cli.console import Refused
+
+
+@dataclass(kw_only=True)
+class Results:
+    """What was measured and what was refused so far; written after every run, so that Ctrl-C loses none."""
+
+    file: Path | None = None
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    refused: list[dict[str, Any]] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Raises Refused where the file cannot be written; before anything is started, not after an hour."""
+        if self.file is None:
+            return
+        folder = self.file.absolute().parent
+        writable = os.access(self.file if self.file.exists() else folder, os.W_OK)
+        if self.file.is_dir() or not folder.is_dir() or not writable:
+            raise Refused(f"--json {self.file} cannot be written; name a file in a folder that exists and is yours")
+
+    def add_run(self, summary: Mapping[str, Any]) -> None:
+        self.runs.append(dict(summary))
+        self.write()
+
+    def add_refused(self, spec: Mapping[str, Any], reason: str) -> None:
+        self.refused.append({"spec": dict(spec), "reason": reason})
+
+    def write(self) -> None:
+        """Whole or not at all: a reader never sees half a file."""
+        if self.file is None:
+            return
+        text = json.dumps({"runs": self.runs, "refused": self.refused}, indent=1)
+        if self.file.exists() and not self.file.is_file():  # /dev/stdout, a pipe
+            self.file.write_text(text + "\n", encoding="utf-8")
+            return
+        folder = self.file.absolute().parent
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8", suffix=".json") as part:
+            part.write(text + "\n")
+        os.chmod(part.name, 0o666 & ~umask())
+        os.replace(part.name, self.file)
+
+
+def umask() -> int:
+    """The process's; there is no way to read it but to set it."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,136 @@
+"""`fsdp-lab run spec.json`: one Spec in a terminal, for `--steps` or until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdp_lab.cli import compare
+from fsdp_lab.cli.console import Failed, Refused
+from fsdp_lab.cli.results import Results
+from fsdp_lab.spec import Spec
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+    from rich.table import Table
+
+    from fsdp_lab.events import StepEvent
+    from fsdp_lab.runs import Run
+
+LINE_S = 2.0  # between two lines where there is no terminal to draw on
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("spec", type=Path, help='a file with {"workload": {...}, "strategy": {...}, "world_size": 2}')
+    parser.add_argument("--steps", type=int, help="end after this many steps (default: train until Ctrl-C)")
+    parser.add_argument("--ranks", type=int, help="instead of the file's world_size")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary there, as compare does")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.steps is not None and args.steps < 1:
+        raise Refused(f"--steps {args.steps} is refused; give a whole number of 1 or more, or leave it out")
+    results = Results(file=args.json)
+    results.check()
+    spec = read_spec(args.spec)
+    if args.ranks is not None:
+        spec = spec.replace(world_size=args.ranks)
+
+    from fsdp_lab.models.check import check
+
+    check(spec.workload)
+
+    from rich.console import Console
+
+    train(Console(), spec, args.steps, results)
+    return 0
+
+
+def read_spec(path: Path) -> Spec:
+    """Raises Refused for a file that cannot be read, SpecError for what stands in it."""
+    try:
+        return Spec.from_json(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise Refused(f"cannot read {path} ({e.strerror}); give the path of a JSON file") from e
+    except UnicodeDecodeError as e:
+        raise Refused(f"{path} is not text; give the path of a JSON file") from e
+
+
+def train(console: Console, spec: Spec, steps: int | None, results: Results) -> None:
+    """Trains and draws; at the end, Ctrl-C's included, says and writes the summary."""
+    from rich.live import Live
+
+    from fsdp_lab.cli import session
+
+    with session.lab(console, spec.world_size, spec.devices) as lab:
+        run = lab.run(spec, steps=steps)
+        spoken_s = time.monotonic()
+        try:
+            with Live(console=console, refresh_per_second=5, transient=True) as live:
+
+                def look() -> None:
+                    nonlocal spoken_s
+                    if console.is_terminal:
+                        live.update(view(run))
+                    elif time.monotonic() - spoken_s > LINE_S:
+                        spoken_s = time.monotonic()
+                        console.print(line(run), markup=False, highlight=False)
+
+                session.watch(run, look)
+        except Exception as e:
+            raise Failed(session.reason_of(e)) from e
+        finally:
+            if len(run.events):
+                console.print(view(run))
+                results.add_run(run.summary())
+
+
+# -- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def line(run: Run) -> str:
+    """For a log: one line."""
+    from fsdp_lab.cli import session
+
+    words = compare.figures(session.recent(run))
+    told = ", ".join(f"{name} {word}" for name, word in zip(compare.FIGURES, words, strict=True) if word)
+    return (
+        f"step {run.step}"
+        + (f" of {run.steps}" if run.steps else "")
+        + (f": {told}" if told else f": {run.state.value}")
+    )
+
+
+def view(run: Run) -> Group:
+    """The headline, and a row for each rank with its newest step."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from fsdp_lab.runs.summary import how
+
+    latest = list(run.events.latest().values())
+    head = f"{how(run.spec)} on {run.spec.world_size} ranks: {run.state.value}" + (
+        f" ({run.reason})" if run.reason else ""
+    )
+    return Group(Text(head, style="bold"), Text(line(run)), *([ranks(latest)] if latest else []))
+
+
+def ranks(latest: Sequence[StepEvent]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    from fsdp_lab.runs.table import count, duration, size
+
+    kinds = sorted({kind for event in latest for kind, traffic in event.comm.items() if traffic.calls})
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("rank", "step", "step time", "tokens/s", "TFLOPS", "MFU", "peak", "RSS", *kinds):
+        drawn.add_column(name.replace("_", " "), justify="right")
+    for e in latest:
+        comm = [duration(e.comm[kind].seconds) if kind in e.comm else "" for kind in kinds]
+        mfu = f"{e.mfu:.1%}" if e.mfu is not None else "–"
+        numbers = [duration(e.step_time_s), count(e.tokens_per_s), f"{e.tflops:.3g}", mfu]
+        drawn.add_row(str(e.rank), str(e.step), *numbers, size(e.memory.peak_bytes), size(e.memory.rss_bytes), *comm)
+    return drawn

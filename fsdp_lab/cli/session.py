@@ -1,0 +1,77 @@
+"""A lab for a command: started with a word on how far it is, always closed, its refusals as sentences."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from fsdp_lab.cli.console import Refused, unhurried
+from fsdp_lab.spec import SpecError
+
+if TYPE_CHECKING:
+    from fsdp_lab.lab import Lab
+    from fsdp_lab.runs import Run
+
+TICK_S = 0.2
+
+
+@contextlib.contextmanager
+def lab(console: Console, ranks: int, devices: Sequence[str] | None) -> Iterator[Lab]:
+    """A lab that is closed whatever happens. Raises Refused where the ranks cannot start."""
+    from fsdp_lab.cluster import StartError
+    from fsdp_lab.lab import Lab
+
+    warnings.filterwarnings("ignore", module="ipyparallel|jupyter_client|zmq")
+    with console.status("starting") as status:
+        try:
+            opened = Lab(
+                ranks,
+                devices=devices,
+                progress=lambda p: status.update(f"{p.stage} ({p.done} of {p.total}), {p.seconds:.0f} s"),
+            )
+        except StartError as e:
+            raise Refused(str(e)) from e
+    try:
+        for note in opened.notes:
+            console.print(f"note: {note}", style="dim", markup=False)
+        yield opened
+    finally:
+        with unhurried():
+            opened.close()
+
+
+def watch(run: Run, look: Callable[[], None]) -> None:
+    """Waits for the run's end and calls `look` about five times a second meanwhile, and once more at its end.
+
+    Raises: what the run failed with. Ctrl-C stops the run and is passed on.
+    """
+    try:
+        while True:
+            look()
+            with contextlib.suppress(TimeoutError):
+                run.wait(TICK_S)
+                return
+    except KeyboardInterrupt:
+        with unhurried():
+            run.stop()
+        raise
+    finally:
+        look()
+
+
+def recent(run: Run, steps: int = 100) -> dict[str, Any]:
+    """The summary of the newest steps: it costs the same after an hour as after a second."""
+    from fsdp_lab.runs import summarize
+
+    return summarize(run.spec, [event for step in run.events.last_steps(steps) for event in step])
+
+
+def reason_of(error: BaseException) -> str:
+    """One line for a table or a file."""
+    if isinstance(error, SpecError):
+        return str(error)
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,162 @@
+"""`fsdp-lab compare` and `run`: products, refusals and bad input without ranks; then both once on real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fsdp_lab.cli import compare
+from fsdp_lab.cli.main import main, parser
+from fsdp_lab.cli.results import Results
+from fsdp_lab.spec import Spec
+
+TINY = ["--model", "gpt2-1m", "--seq-len", "16", "--micro-batch", "1"]
+KEYS = {
+    *("spec", "losses", "step_time_s", "tokens_per_s", "tflops_per_rank"),
+    *("peak_memory_bytes", "rss_bytes", "comm_s_per_step", "comm_bytes_per_step"),
+}
+
+
+def dicts(*arguments: str):
+    return compare.wanted(parser().parse_args(["compare", *arguments]))
+
+
+def test_the_product_of_the_lists_in_their_order_without_repeats():
+    made = dicts("--backend", "fsdp2,ddp,fsdp2", "--precision", "fp32,bf16", "--ranks", "2,3", "--lr", "0.1")
+    assert len(made) == 8
+    shown = [(d["world_size"], d["strategy"]["backend"], d["strategy"]["precision"]) for d in made[:3]]
+    assert shown == [(2, "fsdp2", "fp32"), (2, "fsdp2", "bf16"), (2, "ddp", "fp32")]
+    assert {d["workload"]["lr"] for d in made} == {0.1}
+
+
+def test_values_are_read_as_their_fields_types():
+    (made,) = dicts("--clip-norm", "none", "--compile", "true", "--shard-size", "none", "--offload", "none")
+    assert made["workload"]["clip_norm"] is None
+    assert made["strategy"]["compile"] is True
+    assert made["strategy"]["shard_size"] is None
+    assert made["strategy"]["offload"] == "none"
+
+
+def test_one_device_serves_all_ranks():
+    assert dicts("--devices", "cpu", "--ranks", "3")[0]["devices"] == ["cpu"] * 3
+    assert dicts("--devices", "cuda:0,cuda:2")[0]["devices"] == ["cuda:0", "cuda:2"]
+
+
+def test_combinations_that_cannot_be_are_listed_with_their_reason():
+    results = Results()
+    specs = compare.split(dicts("--backend", "fsdp2,ddp,lab", "--sharding", "full_shard,no_shard"), results)
+    assert [(s.strategy.backend, s.strategy.sharding) for s in specs] == [("fsdp2", "full_shard"), ("ddp", "no_shard")]
+    reasons = {
+        (r["spec"]["strategy"]["backend"], r["spec"]["strategy"]["sharding"]): r["reason"] for r in results.refused
+    }
+    assert len(reasons) == 4
+    assert "strategy.sharding" in reasons["ddp", "full_shard"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["compare", "--backend", "fsdp9"], "strategy.backend"),
+        (["compare", "--micro-batch", "four"], "--micro-batch"),
+        (["compare", "--ranks", "0"], "--ranks"),
+        (["compare", "--steps", "0"], "--steps"),
+        (["compare", "--json", "/no/such/folder/file.json"], "--json"),
+        (["compare", "--backend", "ddp", "--sharding", "full_shard"], "every combination is refused"),
+        (["compare", "--model", "gpt9-1m"], "every combination is refused"),
+        (["run", "/no/such/spec.json"], "cannot read"),
+        (["run", "{broken}"], "is not JSON"),
+        (["run", "{unknown}"], "workload.modle"),
+        (["run", "{short}"], "workload.data"),
+        (["run", "{good}", "--steps", "0"], "--steps"),
+        (["run", "{good}", "--ranks", "0"], "world_size"),
+    ],
+)
+def test_bad_input_is_a_sentence_and_starts_nothing(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    (tmp_path / "text.txt").write_text("too short")
+    files = {
+        "{broken}": "{",
+        "{unknown}": '{"workload": {"modle": "gpt2-1m"}}',
+        "{short}": json.dumps({"workload": {"model": "gpt2-1m", "data": str(tmp_path / "text.txt")}}),
+        "{good}": Spec().to_json(),
+    }
+    for name, text in files.items():
+        (tmp_path / name.strip("{}")).write_text(text)
+    monkeypatch.setattr("fsdp_lab.lab.Lab", None)
+    assert main([str(tmp_path / a.strip("{}")) if a in files else a for a in arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+
+
+def test_results_are_written_whole_and_after_every_run(tmp_path: Path):
+    file = tmp_path / "results.json"
+    results = Results(file=file)
+    results.add_refused({"world_size": 2}, "because")
+    results.add_run({"losses": [1.5]})
+    assert json.loads(file.read_text()) == {
+        "runs": [{"losses": [1.5]}],
+        "refused": [{"spec": {"world_size": 2}, "reason": "because"}],
+    }
+    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.slow
+def test_compare_on_real_ranks(tmp_path: Path):
+    file = tmp_path / "out.json"
+    lists = ["--backend", "fsdp2,ddp", "--sharding", "full_shard,no_shard", "--precision", "fp32", "--offload", "none"]
+    command = [sys.executable, "-m", "fsdp_lab", "compare", "--ranks", "2", "--steps", "5", *TINY, *lists]
+    done = subprocess.run([*command, "--json", str(file)], capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(file.read_text())
+    assert [r["spec"]["strategy"]["backend"] for r in told["runs"]] == ["fsdp2", "ddp"]
+    assert len(told["refused"]) == 2
+    for run in told["runs"]:
+        assert set(run) == KEYS
+        assert len(run["losses"]) == 5
+        assert run["losses"] == pytest.approx(told["runs"][0]["losses"], rel=1e-4)
+        assert 0 < run["step_time_s"]["p10"] <= run["step_time_s"]["median"] <= run["step_time_s"]["p90"]
+        assert [len(run[k]) for k in ("tflops_per_rank", "peak_memory_bytes", "rss_bytes")] == [2, 2, 2]
+        assert run["comm_bytes_per_step"].keys() == run["comm_s_per_step"].keys()
+        assert Spec.from_dict(run["spec"])
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_run_its_ranks_and_keeps_what_was_measured(tmp_path: Path):
+    spec = Spec().replace(model="gpt2-1m", seq_len=16, micro_batch=1)
+    (tmp_path / "spec.json").write_text(spec.to_json())
+    command = [sys.executable, "-m", "fsdp_lab", "run", "spec.json", "--json", "out.json"]
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=tmp_path)
+    family: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + 90
+        while "step time" not in log.read_text() and time.monotonic() < deadline:
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.2)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130, log.read_text()
+        assert not psutil.wait_procs(family, timeout=10)[1]
+        assert json.loads((tmp_path / "out.json").read_text())["runs"][0]["losses"]
+    finally:
+        for p in family:
+            if p.is_running():
+                os.kill(p.pid, signal.SIGKILL)
+        if process.poll() is None:
+            process.kill()
+        process.wait()

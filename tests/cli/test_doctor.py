@@ -1,0 +1,173 @@
+"""What the doctor says of machines that this one is not: a fake nvidia-smi stands in for drivers and GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.cli.doctor import gpus, servers, software, system
+from fsdp_lab.cli.doctor.finding import Finding, State, output_of, worst
+from fsdp_lab.cli.doctor.torch_probe import TorchFacts
+from fsdp_lab.cli.main import main
+
+SMI = """#!/bin/sh
+case "$*" in
+*--query-gpu*)
+    echo '0, GPU-aa, NVIDIA H200, 143771, 0, 9.0, 580.95.05'
+    echo '1, GPU-bb, NVIDIA H200, 143771, 40960, 9.0, 580.95.05';;
+*--query-compute-apps*) echo 'GPU-bb, 4242, python3, 40000';;
+*topo*)
+    printf '\\t\\033[4mGPU0\\tGPU1\\tCPU Affinity\\033[0m\\n'
+    printf 'GPU0\\t X \\tNV18\\t0-47\\nGPU1\\tNV18\\t X \\t0-47\\n';;
+*) echo '| NVIDIA-SMI 580.95.05   Driver Version: 580.95.05   CUDA Version: 13.0 |';;
+esac
+"""
+CUDA = TorchFacts(
+    version="2.13.0",
+    cuda_build="13.0",
+    arches=("sm_80", "sm_90", "compute_120"),
+    devices=2,
+    gloo=True,
+    nccl=True,
+    nccl_version=(2, 30, 1),
+)
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An nvidia-smi of a machine with two H200, one of them in use."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text(SMI)
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    return script
+
+
+def by_name(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def test_gpus_their_users_their_driver_and_their_links(smi: Path):
+    devices = gpus.read()
+    assert [gpu.total_bytes for gpu in devices.gpus] == [143771 * 2**20] * 2
+    found = by_name(gpus.findings(devices, CUDA))
+    assert found["GPU 0"].state is State.OK
+    assert found["GPU 1"].state is State.WARN
+    assert "python3 (pid 4242, 39 GiB)" in found["GPU 1"].value
+    assert found["driver"] == Finding("driver", "driver 580.95.05 carries CUDA 13.0; torch is built for 13.0")
+    assert found["links"].value == "NV18 between 1 pair"
+
+
+def test_a_driver_too_old_for_the_wheel_names_both_ways_out(smi: Path):
+    smi.write_text(SMI.replace("CUDA Version: 13.0", "CUDA Version: 12.4"))
+    found = by_name(gpus.findings(gpus.read(), CUDA))["driver"]
+    assert found.state is State.FAIL
+    assert "580 or newer" in found.advice
+    assert "download.pytorch.org/whl/cu126" in found.advice
+
+
+def test_a_cpu_build_beside_gpus_and_gpus_that_torch_cannot_see(smi: Path):
+    devices = gpus.read()
+    assert "CPU build" in by_name(gpus.findings(devices, TorchFacts(version="2.13.0+cpu")))["driver"].value
+    blind = TorchFacts(version="2.13.0", cuda_build="13.0", cuda_error="the driver was not found")
+    found = by_name(gpus.findings(devices, blind))["driver"]
+    assert (found.state, found.advice) == (State.FAIL, "the driver was not found")
+
+
+def test_a_wheel_without_code_for_the_gpu(smi: Path):
+    devices = gpus.read()
+    old = TorchFacts(version="2.13.0", cuda_build="13.0", devices=2, arches=("sm_75", "sm_80", "sm_86"))
+    assert by_name(gpus.findings(devices, old))["GPU 0 code"].state is State.FAIL
+    with_ptx = TorchFacts(version="2.13.0", cuda_build="13.0", devices=2, arches=("sm_75", "sm_80", "compute_80"))
+    assert "GPU 0 code" not in by_name(gpus.findings(devices, with_ptx))
+
+
+def test_memory_in_use_by_processes_that_a_container_cannot_see(smi: Path):
+    smi.write_text(SMI.replace("echo 'GPU-bb, 4242, python3, 40000'", ":"))
+    found = by_name(gpus.findings(gpus.read(), CUDA))["GPU 1"]
+    assert found.state is State.WARN
+    assert "container" in found.advice
+
+
+def test_a_tool_that_hangs_fails_or_is_missing_says_nothing(smi: Path):
+    smi.write_text("#!/bin/sh\nsleep 60\n")
+    assert output_of(["nvidia-smi"], timeout_s=0.2) is None
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    assert gpus.read() == gpus.Devices()
+    assert output_of(["no-such-tool-anywhere"]) is None
+
+
+def test_little_shared_memory_matters_between_gpus_only(monkeypatch: pytest.MonkeyPatch):
+    usage = type("Usage", (), {"total": 64 * 2**20, "free": 64 * 2**20})
+    monkeypatch.setattr(system.shutil, "disk_usage", lambda path: usage)
+    assert system.shared_memory(gpus=8).state is State.WARN
+    assert "--shm-size" in system.shared_memory(gpus=8).advice
+    assert system.shared_memory(gpus=0).state is State.OK
+
+
+def test_a_containers_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    (tmp_path / "memory.max").write_text(str(2**30))
+    (tmp_path / "memory.current").write_text(str(2**29))
+    (tmp_path / "pids.max").write_text("64\n")
+    monkeypatch.setattr(system, "CGROUP", tmp_path)
+    assert system.cores() == 0.5
+    assert system.memory().value == "512 MiB free of 1.0 GiB"
+    assert [f.state for f in (system.processor(), system.memory(), system.processes())] == [State.WARN] * 3
+
+
+def test_a_package_that_is_missing_or_of_the_wrong_release():
+    assert software.package("no-such-package-of-ours>=1").state is State.FAIL
+    wrong = software.package("pytest<1")
+    assert wrong.state is State.FAIL
+    assert wrong.advice.endswith("-m pip install 'pytest<1'")
+    assert software.package("pytest>=7").state is State.OK
+
+
+def test_torch_that_cannot_be_imported_is_said_not_raised():
+    found = software.torch(TorchFacts(error="ImportError: libcudart.so.13: cannot open shared object file"))
+    assert found[0].state is State.FAIL
+    assert "libcudart" in found[0].value
+
+
+def test_missing_extensions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(servers, "missing", lambda prefix: list(servers_needed()))
+    monkeypatch.setattr(servers, "running_servers", list)
+    found = servers.findings()[0]
+    assert found.state is State.FAIL
+    assert "anywidget" in found.advice
+    assert "jupyterlab_widgets" in found.advice
+
+
+def servers_needed():
+    from fsdp_lab.cli.extensions import NEEDED
+
+    return NEEDED
+
+
+def test_the_worst_finding_is_the_state():
+    assert worst([]) is State.OK
+    assert worst([Finding("a", ""), Finding("b", "", State.FAIL), Finding("c", "", State.WARN)]) is State.FAIL
+
+
+def test_doctor_on_this_machine(capsys: pytest.CaptureFixture[str]):
+    code = main(["doctor", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert code == (1 if told["state"] == "fail" else 0)
+    names = {finding["name"] for finding in told["findings"]}
+    assert {
+        "Python",
+        "torch",
+        "import torch",
+        "GPUs",
+        "cores",
+        "memory",
+        "/dev/shm",
+        "open files",
+        "ports",
+    } <= names | {"GPUs" if "GPU 0" in names else ""}
+    assert all(finding["advice"] for finding in told["findings"] if finding["state"] != "ok")

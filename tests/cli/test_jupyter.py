@@ -1,0 +1,126 @@
+"""`fsdp-lab lab`: what it opens, where it listens, what it says, and that Ctrl-C leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fsdp_lab.cli import jupyter
+from fsdp_lab.cli.console import Refused
+from fsdp_lab.cli.main import main
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that something listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_port_in_use_is_refused_with_a_free_one(taken: int, capsys: pytest.CaptureFixture[str]):
+    assert main(["lab", "--port", str(taken)]) == 2
+    said = capsys.readouterr().err
+    assert f"port {taken} is in use" in said
+    offered = re.search(r"--port (\d+)", said)
+    assert offered
+    assert jupyter.free_port("127.0.0.1", int(offered[1])) == int(offered[1])
+
+
+def test_the_default_port_moves_on_and_says_so(
+    taken: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(jupyter, "DEFAULT_PORT", taken)
+    assert jupyter.free_port("127.0.0.1", None) > taken
+    assert f"Port {taken} is in use" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--port", "70000"], ["--ip", "203.0.113.9"], ["--ip", "not an address"]])
+def test_what_cannot_be_listened_on_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(["lab", *arguments]) == 2
+    assert arguments[1] in capsys.readouterr().err
+
+
+def test_notebooks_are_copied_where_asked_and_changed_ones_stay(tmp_path: Path):
+    folder = jupyter.notebooks_folder(tmp_path / "mine")
+    first = folder / jupyter.FIRST_NOTEBOOK
+    first.write_text("changed")
+    assert jupyter.notebooks_folder(tmp_path / "mine") == folder
+    assert first.read_text() == "changed"
+    assert (folder / "02_first_steps_in_code.ipynb").is_file()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Refused, match="--dir DIR"):
+        jupyter.notebooks_folder(tmp_path / "file" / "below")
+
+
+def test_the_tunnel_leads_to_the_address_that_this_ssh_session_came_to():
+    assert jupyter.tunnel(8888, {}, "me", "box") == "ssh -N -L 8888:127.0.0.1:8888 me@box"
+    ssh = {"SSH_CONNECTION": "198.51.100.7 51000 203.0.113.5 2222"}
+    assert jupyter.tunnel(9000, ssh, "me", "box") == "ssh -N -p 2222 -L 9000:127.0.0.1:9000 me@203.0.113.5"
+
+
+def test_listening_on_all_networks_is_said():
+    assert "only the token" in jupyter.announcement(Path("/n"), "0.0.0.0", 8888, "t")
+    assert "only the token" not in jupyter.announcement(Path("/n"), "127.0.0.1", 8888, "t")
+
+
+@pytest.mark.slow
+def test_it_serves_until_ctrl_c_and_leaves_nothing(tmp_path: Path):
+    environment = {
+        **os.environ,
+        **{f"JUPYTER_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "DATA", "RUNTIME")},
+        "IPYTHONDIR": str(tmp_path / "ipython"),
+    }
+    command = [sys.executable, "-m", "fsdp_lab", "lab", "--no-browser", "--dir", str(tmp_path / "notebooks")]
+    log = tmp_path / "out"
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT, cwd=tmp_path)
+    family: list[psutil.Process] = []
+    try:
+        base, token = url_of(log, process)
+        kernel = ask(f"{base}/api/kernels?token={token}", {"name": "python3"})
+        assert kernel["id"]
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert any("ipykernel" in " ".join(p.cmdline()) for p in family)
+        assert not any(token in " ".join(p.cmdline()) for p in family), "a command line can be read by everybody"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+        _, left = psutil.wait_procs(family, timeout=5)
+        assert not left
+        if os.geteuid() == 0:
+            assert "Running as root" in log.read_text()
+    finally:
+        for p in [*family, process]:
+            if p.is_running() if isinstance(p, psutil.Process) else p.poll() is None:
+                p.kill()
+        process.wait()
+
+
+def url_of(log: Path, process: subprocess.Popen[bytes], timeout_s: float = 60) -> tuple[str, str]:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if found := re.search(r"(http://127\.0\.0\.1:\d+)/lab/tree/\S+\?token=(\w+)", log.read_text()):
+            return found[1], found[2]
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.1)
+    raise AssertionError(log.read_text())
+
+
+def ask(url: str, data: dict[str, str]):
+    request = urllib.request.Request(url, data=json.dumps(data).encode(), method="POST")
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        return json.loads(reply.read())
