@@ -41,9 +41,9 @@ def run(args: argparse.Namespace) -> int:
     specs = split(wanted(args), results)
     results.write()
 
-    from rich.console import Console
+    from fsdp_lab.cli import session
 
-    console = Console()
+    console = session.console()
     failed = compare(console, specs, args.steps, results) if specs else 0
     if results.refused:
         console.print(refusals(results.refused))
@@ -82,26 +82,23 @@ def split(dicts: Sequence[Mapping[str, Any]], results: Results) -> list[Spec]:
 
 def compare(console: Console, specs: Sequence[Spec], steps: int, results: Results) -> int:
     """Runs them one after the other and returns how many failed."""
-    from rich.live import Live
-
     from fsdp_lab.cli import session
 
     varying = [name for name in specs[0].flat() if len({str(spec.flat()[name]) for spec in specs}) > 1]
     shown = varying or ["backend", "sharding", "precision"]
     rows = [[WAITING, *([""] * len(FIGURES))] for _ in specs]
     failed = 0
-    with (
-        session.lab(console, specs[0].world_size, specs[0].devices) as lab,
-        Live(console=console, refresh_per_second=5) as live,
-    ):
+    with session.lab(console, specs[0].world_size, specs[0].devices) as lab, session.live(console) as show:
 
         def draw() -> None:
-            live.update(table(specs, shown, rows))
+            show(table(specs, shown, rows, console.width))
 
         for spec, row in zip(specs, rows, strict=True):
             failed += not one(lab, spec, steps, row, draw, results)
             if not console.is_terminal:  # a log: a line for each run, and the table at the end
                 console.print(": ".join([label(spec, shown), row[0]]), markup=False, highlight=False)
+    if not console.is_terminal:
+        console.print(table(specs, shown, rows, console.width))
     return failed
 
 
@@ -136,6 +133,7 @@ def one(lab: Lab, spec: Spec, steps: int, row: list[str], draw: Callable[[], Non
 
 # -- what is shown ---------------------------------------------------------------------------------------------------
 
+WIDE = 110  # columns of a terminal
 FIGURES = ("loss", "step time", "tokens/s", "TFLOPS/rank", "peak/rank", "comm/step")
 
 
@@ -155,19 +153,21 @@ def figures(summary: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def table(specs: Sequence[Spec], shown: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def table(specs: Sequence[Spec], shown: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Table:
+    """A row for each Spec; a narrow terminal does without some of the figures."""
     from rich import box
     from rich.table import Table
 
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in shown:
-        drawn.add_column(name.replace("_", " "))
+    drawn.add_column(", ".join(name.replace("_", " ") for name in shown), overflow="fold")
     drawn.add_column("state", no_wrap=True)
-    for name in FIGURES:
+    kept = [name for name in FIGURES if width >= WIDE or name not in ("TFLOPS/rank", "peak/rank")]
+    for name in kept:
         drawn.add_column(name, justify="right", no_wrap=True)
-    for spec, row in zip(specs, rows, strict=True):
-        style = {"failed": "red", WAITING: "dim", "done": ""}.get(row[0], "bold")
-        drawn.add_row(*(cell(spec, name) for name in shown), *row, style=style)
+    for spec, (state, *cells) in zip(specs, rows, strict=True):
+        style = {"failed": "red", WAITING: "dim", "done": ""}.get(state, "bold")
+        by_name = dict(zip(FIGURES, cells, strict=True))
+        drawn.add_row(label(spec, shown), state, *(by_name[name] for name in kept), style=style)
     return drawn
 
 

@@ -43,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
 
     check(spec.workload)
 
-    from rich.console import Console
+    from fsdp_lab.cli import session
 
-    train(Console(), spec, args.steps, results)
+    train(session.console(), spec, args.steps, results)
     return 0
 
 
@@ -61,20 +61,18 @@ def read_spec(path: Path) -> Spec:
 
 def train(console: Console, spec: Spec, steps: int | None, results: Results) -> None:
     """Trains and draws; at the end, Ctrl-C's included, says and writes the summary."""
-    from rich.live import Live
-
     from fsdp_lab.cli import session
 
     with session.lab(console, spec.world_size, spec.devices) as lab:
         run = lab.run(spec, steps=steps)
         spoken_s = time.monotonic()
         try:
-            with Live(console=console, refresh_per_second=5, transient=True) as live:
+            with session.live(console, transient=True) as show:
 
                 def look() -> None:
                     nonlocal spoken_s
                     if console.is_terminal:
-                        live.update(view(run))
+                        show(view(run))
                     elif time.monotonic() - spoken_s > LINE_S:
                         spoken_s = time.monotonic()
                         console.print(line(run), markup=False, highlight=False)

@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
 
 from fsdp_lab.cli.console import Refused, unhurried
 from fsdp_lab.spec import SpecError
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
     from fsdp_lab.runs import Run
 
 TICK_S = 0.2
+LOG_WIDTH = 150
+
+
+def console() -> Console:
+    """The terminal; where there is none (a log, a pipe), lines are wide enough for the tables."""
+    found = Console()
+    return found if found.is_terminal else Console(width=LOG_WIDTH)
 
 
 @contextlib.contextmanager
@@ -42,6 +50,16 @@ def lab(console: Console, ranks: int, devices: Sequence[str] | None) -> Iterator
     finally:
         with unhurried():
             opened.close()
+
+
+@contextlib.contextmanager
+def live(console: Console, *, transient: bool = False) -> Iterator[Callable[[RenderableType], None]]:
+    """What is shown replaces what was shown before; nothing is, where there is no terminal."""
+    if not console.is_terminal:
+        yield lambda shown: None
+        return
+    with Live(console=console, refresh_per_second=5, transient=transient) as drawn:
+        yield drawn.update
 
 
 def watch(run: Run, look: Callable[[], None]) -> None:
