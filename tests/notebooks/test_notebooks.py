@@ -1,0 +1,72 @@
+"""The notebooks run from top to bottom on real ranks, and are saved as a page without a kernel can show them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+NAMES = ("01_live_dashboard.ipynb", "02_first_steps_in_code.ipynb")
+
+
+def text_of(notebook: nbformat.NotebookNode) -> str:
+    """All that the cells printed or returned, as text."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return "\n".join(str(o.get("text", "")) + str(o.get("data", {}).get("text/plain", "")) for o in outputs)
+
+
+def losses(text: str) -> list[str]:
+    return re.findall(r"last loss (\S+)", text)
+
+
+def test_there_is_nothing_else_to_run():
+    assert sorted(p.name for p in NOTEBOOKS.glob("*.ipynb")) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_outputs_are_small_and_static(name: str):
+    notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
+    nbformat.validate(notebook)
+    assert (NOTEBOOKS / name).stat().st_size < 300_000
+    assert "widgets" not in notebook.metadata
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "saved after one clean run"
+    for output in (output for cell in code for output in cell.outputs):
+        assert output.output_type != "error"
+        assert "application/vnd.jupyter.widget-view+json" not in output.get("data", {})
+
+
+def test_the_first_one_has_three_cells_and_shows_the_picture():
+    notebook = nbformat.read(NOTEBOOKS / NAMES[0], as_version=4)
+    assert sum(cell.cell_type == "code" for cell in notebook.cells) == 3
+    (picture,) = re.findall(r"!\[.*\]\((.*)\)", "".join(cell.source for cell in notebook.cells))
+    assert (NOTEBOOKS / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_second_one_was_saved_with_a_plot_a_table_and_equal_losses():
+    notebook = nbformat.read(NOTEBOOKS / NAMES[1], as_version=4)
+    kinds = {kind for cell in notebook.cells for output in cell.get("outputs", []) for kind in output.get("data", {})}
+    assert {"image/png", "text/html"} <= kinds
+    assert len(set(losses(text_of(notebook)))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_it_runs_from_top_to_bottom(name: str, tmp_path: Path):
+    notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
+    NotebookClient(
+        notebook, timeout=150, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    told = text_of(notebook)
+    if name == NAMES[0]:
+        assert "Dashboard of <Lab: 2 ranks" in told
+    else:
+        assert "carried over: True" in told
+        assert "cannot be had from ddp" in told
+        assert len(losses(told)) == 2
+        assert len(set(losses(told))) == 1, "the same work under another sharding"
+        assert {"rank 0 of 2", "rank 1 of 2"} <= set(re.findall(r"rank \d of \d", told))
