@@ -1,8 +1,8 @@
 """What is trained and how it is sharded: `Workload`, `Strategy` and, with a world size, `Spec`.
 
-The three are frozen and validated when they are made, so that a `Spec` in hand can be run: whatever cannot be is refused
-by a `SpecError` that names the field, says why, and gives the way out (`fix` holds it as field values, for a user
-interface). Floor 0: plain dataclasses, neither torch nor numpy. Whether a model or a text exists is not known here;
+The three are frozen and validated when they are made, so that a `Spec` in hand can be run: whatever cannot be is
+refused by a `SpecError` that names the field, says why, and gives the way out (`fix` holds it as field values, for a
+user interface). Floor 0: plain dataclasses, neither torch nor numpy. Whether a model or a text exists is not known here;
 `fsdp_lab.models.check` says that.
 """
 
@@ -106,7 +106,7 @@ PRECISIONS: Mapping[str, Precision] = {
 class Workload:
     """What is trained. A step sees micro_batch x accumulate x world_size samples."""
 
-    model: str | Mapping[str, Any] = "gpt2-10m"  # preset, folder or file of a transformers config, or the config as a dict
+    model: str | Mapping[str, Any] = "gpt2-10m"  # preset, transformers config as a dict, or its folder or file
     data: str = "stdlib"  # Python's own source; a file or folder of text; "images", or a folder of images
     seq_len: int = 128
     micro_batch: int = 4  # samples per rank per forward
@@ -311,7 +311,8 @@ def _rule_sharding(spec: Spec) -> None:
     why = _WHY_NOT.get((backend, sharding)) or _WHY_NOT[(backend, "*")]
     instead = " or ".join([", ".join(can[:-1]), can[-1]] if len(can) > 1 else can)
     way_out = f"use sharding {instead}" + ("" if sharding != "no_shard" else ", or backend ddp")
-    raise SpecError("strategy.sharding", f"{sharding} cannot be had from {backend}: {why}", way_out, {"sharding": can[0]})
+    reason = f"{sharding} cannot be had from {backend}: {why}"
+    raise SpecError("strategy.sharding", reason, way_out, {"sharding": can[0]})
 
 
 def _rule_shard_size(spec: Spec) -> None:
@@ -319,7 +320,7 @@ def _rule_shard_size(spec: Spec) -> None:
     if sharding not in HYBRIDS:
         whole = 1 if sharding == "no_shard" else world
         if size not in (None, whole):
-            raise SpecError("strategy.shard_size", f"{size} has no meaning with {sharding}, whose groups are of {whole}",
+            raise SpecError("strategy.shard_size", f"{size} has no meaning with {sharding}: its groups are of {whole}",
                             "leave it empty, or choose hybrid_shard", {"shard_size": None})  # fmt: skip
         return
     factors = [f for f in range(2, world) if world % f == 0]
@@ -329,7 +330,8 @@ def _rule_shard_size(spec: Spec) -> None:
                         {"sharding": "full_shard"})  # fmt: skip
     if size is not None and size not in factors:
         raise SpecError("strategy.shard_size", f"{size} is not a divisor of {world} between 1 and {world}",
-                        f"use one of {', '.join(map(str, factors))}", {"shard_size": _default_factor(world)})  # fmt: skip
+                        f"use one of {', '.join(map(str, factors))}",
+                        {"shard_size": _default_factor(world)})  # fmt: skip
 
 
 def _rule_offload(spec: Spec) -> None:
@@ -350,17 +352,28 @@ def _rule_offload(spec: Spec) -> None:
 def _rule_precision(spec: Spec) -> None:
     backend, precision = spec.strategy.backend, spec.strategy.precision
     buffer = precision.buffer if isinstance(precision, Precision) else None
+    output = precision.output if isinstance(precision, Precision) else None
+    if output is not None and backend in ("ddp", "fsdp1"):
+        raise SpecError("strategy.precision.output", f"{backend} has no dtype for outputs", "leave it empty",
+                        {"precision": dataclasses.replace(spec.strategy.dtypes, output=None)})  # fmt: skip
     if buffer not in (None, "fp32") and backend in ("fsdp2", "ddp"):
         raise SpecError("strategy.precision.buffer", f"{backend} has no dtype for buffers", "leave it empty",
                         {"precision": dataclasses.replace(spec.strategy.dtypes, buffer=None)})  # fmt: skip
+
+
+def _rule_units(spec: Spec) -> None:
+    backend, wrap = spec.strategy.backend, spec.strategy.wrap
+    if backend == "ddp" and wrap not in ("block", "whole"):
+        raise SpecError("strategy.wrap", "DDP has no units to wrap", "use block", {"wrap": "block"})
+    if backend == "fsdp1" and wrap.startswith("every:") and wrap != "every:1":
+        raise SpecError("strategy.wrap", "an FSDP1 unit is one module, not several blocks",
+                        "use block, or backend fsdp2", {"wrap": "block"})  # fmt: skip
 
 
 def _rule_overlap(spec: Spec) -> None:
     s = spec.strategy
     if s.backend == "ddp" and s.forward_prefetch:
         raise SpecError("strategy.forward_prefetch", "DDP gathers no parameters", "use 0", {"forward_prefetch": 0})
-    if s.backend == "ddp" and s.wrap not in ("block", "whole"):
-        raise SpecError("strategy.wrap", "DDP has no units to wrap", "use block", {"wrap": "block"})
     if s.backend == "fsdp1" and s.forward_prefetch > 1:
         raise SpecError("strategy.forward_prefetch", "FSDP1 prefetches one unit ahead at most", "use 0 or 1",
                         {"forward_prefetch": 1})  # fmt: skip
@@ -384,6 +397,7 @@ _RULES: tuple[Callable[[Spec], None], ...] = (
     _rule_shard_size,
     _rule_offload,
     _rule_precision,
+    _rule_units,
     _rule_overlap,
 )
 

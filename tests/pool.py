@@ -49,7 +49,7 @@ def _serve(pipe: Any) -> None:
             os._exit(0)
         function, rank, world_size, port, run, reduction, args = task
         try:
-            hub = Hub(reduction=Reduction(reduction), timeout_s=60)
+            hub = Hub(reduction=Reduction(reduction), timeout_s=15)
             seat = Seat(rank=rank, world_size=world_size, device=torch.device("cpu"))
             store = torch.distributed.PrefixStore(f"run{run}", find_store("127.0.0.1", port))
             world = open_groups(seat, store, hub, 0)
@@ -77,7 +77,7 @@ class Pool:
             self._workers.append((process, here))
 
     def run(
-        self, function: Callable[..., Any], world_size: int, *args: Any, reduction: str = "auto", timeout_s: float = 180
+        self, function: Callable[..., Any], world_size: int, *args: Any, reduction: str = "auto", timeout_s: float = 60
     ) -> list[Any]:
         self._runs += 1
         chosen = self._workers[:world_size]

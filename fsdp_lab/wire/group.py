@@ -3,9 +3,9 @@
 It stands where torch expects a `ProcessGroup` and hands each collective to Gloo or NCCL by the tensor's device. On the
 way it numbers and meters it, and where sums are asked for decides their order (`Reduction`). Read hub.py first.
 
-Names: torch 2.13 renamed the tensor collectives; the C++ and Python callers of 2.11 to 2.13 use either spelling, so both
-are defined, as one function. What torch's stubs say of a group differs from what its trampolines call; these follow the
-trampolines.
+Names: torch 2.13 renamed the tensor collectives; the C++ and Python callers of 2.11 to 2.13 use either spelling, so
+both are defined, as one function. What torch's stubs say of a group differs from what its trampolines call; these
+follow the trampolines.
 """
 
 # mypy: disable-error-code="override,attr-defined,assignment"

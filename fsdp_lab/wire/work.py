@@ -74,7 +74,7 @@ class WireWork(dist.Work):
             if self._inner is None:
                 self._land()
             elif self._blocking:
-                self._when_inner_completes(self._land_from_callback)
+                self._land_when_inner_completes()
             else:
                 self._inner.wait()  # NCCL: orders the current stream, does not block
                 self._land()
@@ -105,20 +105,27 @@ class WireWork(dist.Work):
         with contextlib.suppress(RuntimeError):  # Gloo's own reduce-scatter has no future
             self._inner.get_future().add_done_callback(lambda _: self._stamp())
 
-    def _when_inner_completes(self, call: Callable[[], None]) -> None:
+    def _land_when_inner_completes(self) -> None:
         assert self._inner is not None
         try:
-            self._inner.get_future().add_done_callback(lambda _: call())
-        except RuntimeError:
-            threading.Thread(target=self._wait_aside, args=(call,), daemon=True).start()
+            self._inner.get_future().add_done_callback(self._land_in_callback)
+        except RuntimeError:  # no future: wait for it in a thread
+            threading.Thread(target=self._land_aside, daemon=True).start()
 
-    def _wait_aside(self, call: Callable[[], None]) -> None:
+    def _land_in_callback(self, done: torch.futures.Future[Any]) -> None:
+        """In Gloo's thread, where the inner future is complete but its work is not yet: so ask the future alone."""
+        try:
+            done.value()
+            self._land()
+        except RuntimeError as e:
+            self._hub.abort(f"{self._name()} failed: {_first_line(e)}")
+
+    def _land_aside(self) -> None:
         try:
             self._wait_inner(None)
+            self._land()
         except RuntimeError as e:
             self._hub.abort(str(e))
-            return
-        call()
 
     def _wait_inner(self, timeout: timedelta | None) -> None:
         if self._inner is None:
@@ -137,14 +144,6 @@ class WireWork(dist.Work):
                     raise RankAborted(f"{self._name()} failed: {_first_line(e)}") from None
             if time.perf_counter() - self._issue_s > limit_s:
                 raise WireTimeout(f"{self._name()} did not complete in {limit_s:.0f} s: a rank did not join it")
-
-    def _land_from_callback(self) -> None:
-        try:
-            assert self._inner is not None
-            self._inner.wait()  # completed: returns at once, or raises what Gloo ran into
-            self._land()
-        except RuntimeError as e:
-            self._hub.abort(f"{self._name()} failed: {_first_line(e)}")
 
     def _land(self) -> None:
         with self._once:

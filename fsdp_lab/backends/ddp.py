@@ -1,0 +1,90 @@
+"""torch's DistributedDataParallel as a peer: a replica on every rank, gradients all-reduced in buckets.
+
+Buffers are not broadcast (`broadcast_buffers=False`): each rank keeps the running statistics of its own batches, as
+with FSDP. Mixed precision is autocast over fp32 parameters, which is how DDP is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_lab.backends import base
+from fsdp_lab.backends.base import DTYPES, Piece
+from fsdp_lab.backends.wrapping import prepare
+from fsdp_lab.spec import Spec
+
+
+class DDP:
+    """Every piece is a whole parameter."""
+
+    def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
+        self.mesh, self._device = mesh, device
+        self.replicas = spec.world_size
+        dtypes = spec.strategy.dtypes
+        self._autocast = None if dtypes.param == "fp32" else DTYPES[dtypes.param]
+        prepare(skeleton, spec.strategy)
+        skeleton.apply(base.materialiser(device))
+        base.move_buffers(skeleton, device)
+        self._pieces = [_whole(base.original_name(n), p) for n, p in skeleton.named_parameters()]
+        module = DistributedDataParallel(
+            skeleton,
+            device_ids=[device] if device.type == "cuda" else None,
+            broadcast_buffers=False,
+            init_sync=False,  # filled alike on all ranks
+            gradient_as_bucket_view=True,
+        )
+        group = dist.group.WORLD
+        reduce = None if dtypes.reduce == "fp32" else DTYPES[dtypes.reduce]
+        # a lambda: DDP compares a hook's annotations with types, and ours are strings
+        module.register_comm_hook((group, reduce), lambda state, bucket: _sum_then_divide(state, bucket))
+        self.module: nn.Module = module
+        self.optimizer = base.make_optimizer(self._pieces, spec.workload)
+
+    def pieces(self) -> list[Piece]:
+        return self._pieces
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        with torch.autocast(self._device.type, dtype=self._autocast, enabled=self._autocast is not None):
+            loss: Tensor = self.module(**base.to_device(batch, self._device))["loss"]
+        return loss
+
+    @contextmanager
+    def micro_batch(self, *, communicate: bool) -> Iterator[None]:
+        assert isinstance(self.module, DistributedDataParallel)
+        with base.nothing_special() if communicate else self.module.no_sync():
+            yield
+
+    def gradient(self, piece: Piece) -> Tensor | None:
+        return None if piece.param.grad is None else base.local_part(piece.param.grad)
+
+    def release(self) -> None:
+        base.free_backend(self)
+
+
+def _whole(name: str, param: nn.Parameter) -> Piece:
+    local = param.detach().view(-1)
+    return Piece(name=name, shape=param.shape, start=0, stop=param.numel(), local=local, param=param)
+
+
+def _sum_then_divide(state: tuple[Any, torch.dtype | None], bucket: Any) -> torch.futures.Future[Tensor]:
+    """DDP's own hook divides, then sums; the others sum, then divide. Equal bits need one order."""
+    group, dtype = state
+    buffer: Tensor = bucket.buffer()
+    sent = buffer if dtype is None else buffer.to(dtype)
+    work = dist.all_reduce(sent, op=dist.ReduceOp.AVG, group=group, async_op=True)
+    assert work is not None
+
+    def result(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+        (mean,) = done.value()
+        return buffer if dtype is None else buffer.copy_(mean)
+
+    mean: torch.futures.Future[Tensor] = work.get_future().then(result)
+    return mean

@@ -1,0 +1,142 @@
+"""torch's FSDP1 (`FullyShardedDataParallel`) as a peer.
+
+It reads torch's private FlatParameter: where a parameter's shard lies is said nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp._runtime_utils import _lazy_init
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from fsdp_lab.backends import base
+from fsdp_lab.backends.base import DTYPES, Piece
+from fsdp_lab.backends.wrapping import prepare, units
+from fsdp_lab.spec import Spec, SpecError
+
+_SHARDING = {
+    "full_shard": ShardingStrategy.FULL_SHARD,
+    "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
+    "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
+    "hybrid_shard_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
+    "no_shard": ShardingStrategy.NO_SHARD,
+}
+
+
+class FSDP1:
+    """Each unit is one flat parameter, sharded evenly; the original parameters are views of this rank's part."""
+
+    def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
+        if spec.strategy.offload == "all" and device.type == "cpu":
+            raise SpecError("strategy.offload", "FSDP1 pins what it offloads, which takes a GPU",
+                            "use offload none, or backend fsdp2", {"offload": "none"})  # fmt: skip
+        self.mesh, self._device = mesh, device
+        self.replicas = spec.world_size // spec.shard_factor
+        shapes = {n: p.shape for n, p in skeleton.named_parameters()}
+        self.module: nn.Module = _wrap(skeleton, spec, mesh, device)
+        self._pieces = _pieces(self.module, shapes)
+        self.optimizer = base.make_optimizer(self._pieces, spec.workload)
+
+    def pieces(self) -> list[Piece]:
+        return self._pieces
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        loss: Tensor = self.module(**base.to_device(batch, self._device))["loss"]
+        return loss
+
+    @contextmanager
+    def micro_batch(self, *, communicate: bool) -> Iterator[None]:
+        assert isinstance(self.module, FullyShardedDataParallel)
+        with base.nothing_special() if communicate else self.module.no_sync():
+            yield
+
+    def gradient(self, piece: Piece) -> Tensor | None:
+        return None if piece.param.grad is None else base.local_part(piece.param.grad)
+
+    def release(self) -> None:
+        flat = []
+        for handle in _handles(self.module):
+            p: Any = handle.flat_param
+            held = [getattr(p, n, None) for n in ("_full_param_padded", "_local_shard", "_mp_shard", "_cpu_grad")]
+            flat += [t for t in held if isinstance(t, Tensor)]
+        base.free_backend(self)
+        base.free(flat)
+
+
+def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    s, dtypes = spec.strategy, spec.strategy.dtypes
+    inside = units(model, s.wrap)
+    outer = prepare(model, s)
+    chosen = {id(outer(group[0])) for group in inside}
+    precision = None
+    if s.precision != "fp32":
+        precision = MixedPrecision(
+            param_dtype=DTYPES[dtypes.param],
+            reduce_dtype=DTYPES[dtypes.reduce],
+            buffer_dtype=None if dtypes.buffer is None else DTYPES[dtypes.buffer],
+        )
+    wrapped = FullyShardedDataParallel(
+        model,
+        device_mesh=mesh,
+        sharding_strategy=_SHARDING[s.sharding],
+        auto_wrap_policy=CustomPolicy(lambda m: id(m) in chosen),
+        mixed_precision=precision,
+        cpu_offload=CPUOffload(offload_params=True) if s.offload == "all" else None,
+        param_init_fn=base.materialiser(device),
+        device_id=device,
+        use_orig_params=True,
+        forward_prefetch=s.forward_prefetch > 0,
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE if s.backward_prefetch else None,
+        limit_all_gathers=s.limit_all_gathers > 0,
+    )
+    _divide_after_the_sum(wrapped, spec.world_size)
+    _lazy_init(wrapped, wrapped)  # now, not in the first forward: it is what names the local shards
+    return wrapped
+
+
+def _divide_after_the_sum(root: FullyShardedDataParallel, world_size: int) -> None:
+    """FSDP1 divides by about the root of W before its sum and by the rest after; for parity all of it comes after.
+
+    With fp16 that could overflow, but then the loss is scaled and an overflow skips the step.
+    """
+    for module in FullyShardedDataParallel.fsdp_modules(root):
+        module._gradient_predivide_factor = 1.0  # type: ignore[assignment]
+        module._gradient_postdivide_factor = float(world_size)  # type: ignore[assignment]
+
+
+def _handles(root: nn.Module) -> list[Any]:
+    """The flat parameters' handles of all units, the root's too."""
+    return [m._handle for m in FullyShardedDataParallel.fsdp_modules(root) if m._handle is not None]
+
+
+def _pieces(root: nn.Module, shapes: Mapping[str, torch.Size]) -> list[Piece]:
+    """In the order of the skeleton's parameters."""
+    names = {id(p): base.original_name(n) for n, p in root.named_parameters()}
+    found: dict[str, Piece] = {}
+    for handle in _handles(root):
+        flat: Any = handle.flat_param
+        for p, info in zip(flat._params, flat._shard_param_infos, strict=True):
+            name = names[id(p)]
+            found[name] = _piece(name, shapes[name], p, info, flat._local_shard)
+    return [found[name] for name in shapes if name in found]
+
+
+def _piece(name: str, shape: torch.Size, param: nn.Parameter, info: Any, shard: Tensor) -> Piece:
+    if not info.in_shard:
+        return Piece(name=name, shape=shape, start=0, stop=0, local=shard.detach()[:0], param=param)
+    start, stop = info.intra_param_start_idx, info.intra_param_end_idx + 1
+    local = shard.detach()[info.offset_in_shard : info.offset_in_shard + stop - start]
+    return Piece(name=name, shape=shape, start=start, stop=stop, local=local, param=param)
