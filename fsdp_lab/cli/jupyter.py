@@ -70,9 +70,9 @@ def notebooks_folder(asked_for: Path | None) -> Path:
     folder = (asked_for or Path.cwd() / "fsdp-lab-notebooks").expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for notebook in sorted(source.glob("*.ipynb")):
-            if not (folder / notebook.name).exists():  # what somebody changed stays theirs
-                shutil.copy(notebook, folder)
+        for file in [*source.glob("*.ipynb"), *source.glob("*.png")]:
+            if not (folder / file.name).exists():  # what somebody changed stays theirs
+                shutil.copy(file, folder)
     except OSError as e:
         why = e.strerror or str(e)
         raise Refused(f"cannot write the notebooks to {folder} ({why}); name another folder: --dir DIR") from e

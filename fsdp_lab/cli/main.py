@@ -48,6 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Failed as failure:
         print(f"fsdp-lab: {failure}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as missing:
+        if (missing.name or "fsdp_lab").startswith("fsdp_lab"):
+            raise  # ours: a bug, not an installation that lacks something
+        print(f"fsdp-lab: {missing.name} is not installed; `fsdp-lab doctor` says what is missing", file=sys.stderr)
+        return 2
     except KeyboardInterrupt as interrupt:
         print("fsdp-lab: interrupted; what was started has been ended", file=sys.stderr)
         return interrupt.exit_code if isinstance(interrupt, Ended) else 130
