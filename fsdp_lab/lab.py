@@ -155,8 +155,11 @@ class Lab:
         return self._current.spec if self._current is not None else self._wanted(None, {})
 
     def interrupt(self) -> None:
-        """Ends the step in progress on all ranks, as Ctrl-C would; parameters stay. A run that goes on stops."""
-        self._cluster.interrupt()
+        """Ends what the ranks are doing, as Ctrl-C would; parameters stay. A run that goes on stops, and says why."""
+        if (run := self._current) is not None and not run.done:
+            run.stop(reason="interrupted")
+        else:
+            self._cluster.interrupt()
 
     # -- ranks ------------------------------------------------------------------------------------------------------
 

@@ -124,7 +124,7 @@ class LocalEngines:
         try:
             self._guardian = Guardian(token, self._folder)
             self._cluster = ipp.Cluster(
-                config=Config(),  # nothing from the user's profile: no surprise, no file of theirs is touched
+                config=quiet_engines(),  # nothing from the user's profile: no surprise, no file of theirs is touched
                 load_profile=False,
                 profile_dir=str(self._folder),
                 delay=0,  # engines are started when the controller's files are there, so nothing needs to be waited for
@@ -355,10 +355,18 @@ def last_lines(text: str) -> str:
     return "\n".join(text.strip().splitlines()[-LOG_LINES:])
 
 
+def quiet_engines() -> Config:
+    """An engine logs every request it handles otherwise: megabytes a day."""
+    config = Config()
+    config.EngineLauncher.engine_args = ["--log-level=WARN"]
+    return config
+
+
 def quiet_log() -> logging.Logger:
     """ipyparallel writes its launchers' news to the notebook unless it is given a log."""
     log = logging.getLogger("fsdp_lab.cluster.ipyparallel")
-    log.addHandler(logging.NullHandler())
+    if not log.handlers:
+        log.addHandler(logging.NullHandler())
     log.propagate = False
     return log
 

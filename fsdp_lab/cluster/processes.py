@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterable
 
 import psutil
@@ -32,16 +33,23 @@ def end(processes: Iterable[psutil.Process], *, term_s: float, kill_s: float = 1
 
     An engine that computes ignores SIGTERM until its task returns, hence the second rung.
     """
-    left = [p for p in processes if p.is_running()]
+    left = [p for p in processes if alive(p)]
     for p in left:
         with contextlib.suppress(psutil.Error):
             p.terminate()
-    _, left = psutil.wait_procs(left, timeout=term_s)
+    left = still_alive(left, term_s)
     for p in left:
         with contextlib.suppress(psutil.Error):
             p.kill()
-    _, left = psutil.wait_procs(left, timeout=kill_s)
-    return [p for p in left if alive(p)]
+    return still_alive(left, kill_s)
+
+
+def still_alive(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those that have not ended within the time. Not `psutil.wait_procs`, to which an unreaped zombie is alive."""
+    deadline = time.monotonic() + timeout_s
+    while (left := [p for p in processes if alive(p)]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
 
 
 def alive(process: psutil.Process) -> bool:

@@ -18,6 +18,7 @@ from fsdp_lab.events import Memory, StepEvent, Traffic
 from fsdp_lab.spec import Spec, SpecError
 
 STEP_S = 0.02
+GIVE_UP = b"\2"
 
 
 class RankAborted(RuntimeError):
@@ -44,6 +45,11 @@ class Barrier:
         world = int.from_bytes(link.recv(1))
         while flag := link.recv(1):
             with self.lock:
+                if flag == GIVE_UP:
+                    self.flags = [f for one, f in zip(self.links, self.flags, strict=True) if one is not link]
+                    self.links = [one for one in self.links if one is not link]
+                    link.sendall(GIVE_UP)
+                    continue
                 self.links.append(link)
                 self.flags.append(flag)
                 if len(self.links) == world:
@@ -78,6 +84,10 @@ class Session:
                 got = self.link.recv(1)
             except TimeoutError:
                 if self.flag == b"\1" and time.monotonic() - asked > 0.2:
+                    self.link.settimeout(10)
+                    self.link.sendall(GIVE_UP)
+                    while self.link.recv(1) != GIVE_UP:
+                        pass
                     raise RankAborted(f"rank {self.rank} was freed from a collective") from None
                 if time.monotonic() - asked > timeout_s:
                     raise RuntimeError("a rank is missing") from None

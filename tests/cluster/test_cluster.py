@@ -48,10 +48,13 @@ def test_a_dropped_model_leaves_no_name_behind(cluster: Cluster):
 def test_every_event_arrives_while_it_runs(cluster: Cluster):
     heard = []
     call = cluster.submit("train", take=lambda data: heard.extend(data["events"]), steps=40)
-    time.sleep(0.4)
-    early = len(heard)
+    assert not call.wait(0) and not heard
+    while not heard:
+        assert call.pending, "they come while the chunk runs"
+        time.sleep(0.01)
+    assert call.pending
     results = call.results(20)
-    assert early >= 8, "they come while the chunk runs"
+    time.sleep(0.2)
     told = sorted((e["rank"], e["step"]) for e in heard)
     assert told == [(rank, step) for rank in (0, 1) for step in range(40)]
     assert [[e["step"] for e in r["events"]] for r in results] == [list(range(40))] * 2
@@ -103,7 +106,7 @@ def test_a_killed_rank_is_noticed_said_and_replaced(cluster: Cluster):
     os.kill(cluster.pids[1], signal.SIGKILL)
     with pytest.raises(RankLost, match=r"rank 1 is gone: its process \d+ on .* was ended by SIGKILL .* doing train"):
         call.results()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 5
     assert [(lost.rank, lost.doing) for lost in said] == [(1, "train")]
     dead = cluster.status()[1]
     assert not dead.alive and dead.state == "gone" and "SIGKILL" in dead.reason

@@ -1,0 +1,24 @@
+"""Step events to feed to stores and summaries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_lab.events import Memory, StepEvent, Traffic
+from fsdp_lab.spec import Spec
+
+SPEC = Spec()
+
+
+def event(rank: int, step: int, spec: Spec = SPEC, **more: Any) -> StepEvent:
+    fields: dict[str, Any] = {
+        "run": "r", "spec_id": spec.id, "rank": rank, "world_size": spec.world_size, "step": step, "samples": 8 * step + 8,
+        "end_unix_s": 1e9 + step, "step_time_s": 0.1, "tokens": 100, "loss": 5.0, "mean_loss": 5.0 - step, "grad_norm": 1.0,
+        "flops": 10**9, "memory": Memory(peak_bytes=1000 + rank, rss_bytes=5000 + step),
+        "comm": {"all_gather": Traffic(calls=1, link_bytes=64 * (rank + 1), seconds=0.01 * (rank + 1))},
+    }  # fmt: skip
+    return StepEvent(**{**fields, **more})
+
+
+def steps(*numbers: int, spec: Spec = SPEC, **more: Any) -> list[StepEvent]:
+    return [event(rank, step, spec, **more) for step in numbers for rank in range(spec.world_size)]

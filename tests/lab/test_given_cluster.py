@@ -1,0 +1,59 @@
+"""The user's own ipyparallel cluster: used as it is, never ended."""
+
+from __future__ import annotations
+
+import ipyparallel as ipp
+import psutil
+import pytest
+
+from fsdp_lab.cluster import StartError
+from fsdp_lab.lab import Lab
+from tests.cluster.conftest import FAKE
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """Two engines that somebody started in a profile of theirs, and IPython's folder with it."""
+    home = tmp_path_factory.mktemp("ipython")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IPYTHONDIR", str(home))
+        cluster = ipp.Cluster(
+            n=2, profile_dir=str(home / "profile_theirs"), cluster_id="mine", log_level=40, delay=0, load_profile=False,
+            controller_args=["--HeartMonitor.period=200"],
+        )  # fmt: skip
+        client = cluster.start_and_connect_sync(activate=False)
+        yield cluster, client
+        client.close()
+        cluster.stop_cluster_sync()
+
+
+@pytest.mark.parametrize("by", ["cluster", "client", "id", "profile"])
+def test_a_given_cluster_is_used_and_left_running(theirs, by: str):
+    cluster, client = theirs
+    given = {"cluster": cluster, "client": client, "id": "mine", "profile": "theirs"}[by]
+    with Lab(cluster=given, rank_module=FAKE, progress=False) as lab:
+        assert lab.ranks == 2 and not lab.cluster.owned
+        assert lab.run(steps=3).wait(20).step == 3
+        pids = lab.cluster.pids
+        if by == "cluster":
+            with pytest.raises(StartError, match="3 ranks were asked for|more engine"):
+                lab.run(world_size=3).wait(20)
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    assert client[:].apply_sync(int) == [0, 0], "they answer their owner"
+
+
+def test_fewer_ranks_than_engines(theirs):
+    with Lab(1, cluster=theirs[0], rank_module=FAKE) as lab:
+        assert lab.ranks == 1 and lab.run(steps=2).wait(20).events.ranks == (0,)
+
+
+def test_more_ranks_than_engines_is_said(theirs):
+    with pytest.raises(StartError, match="3 ranks were asked for and the given cluster has 2 engines"):
+        Lab(3, cluster=theirs[0], rank_module=FAKE)
+
+
+def test_a_cluster_that_does_not_run_is_said(theirs):
+    with pytest.raises(StartError, match="neither a running profile nor a cluster id 'nowhere'"):
+        Lab(cluster="nowhere")
+    with pytest.raises(StartError, match="not running"):
+        Lab(cluster=ipp.Cluster(n=1, log_level=40))

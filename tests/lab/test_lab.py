@@ -1,0 +1,258 @@
+"""Runs on real engines, whose ranks need no torch: blocking and awaited, switched, paused, stopped, replaced, failed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from fsdp_lab.cluster import ClusterError, RankLost
+from fsdp_lab.lab import Lab
+from fsdp_lab.runs import Run, RunState
+from fsdp_lab.spec import Spec, SpecError
+from tests.cluster.conftest import FAKE
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.01)
+
+
+def going(lab: Lab, **changes) -> Run:
+    """A run without end that has done some steps."""
+    run = lab.run(**changes)
+    until(lambda: run.step > 3 or run.done)
+    return run
+
+
+def test_a_run_ends_after_its_steps(lab: Lab):
+    run = lab.run(sharding="shard_grad_op", steps=25).wait(20)
+    assert run.state is RunState.FINISHED and run.step == 25 and run.error is None
+    assert run.spec == Spec().replace(sharding="shard_grad_op") and lab.current is run and lab.spec == run.spec
+    told = sorted((e.rank, e.step) for e in run.events.since()[0])
+    assert told == [(rank, step) for rank in (0, 1) for step in range(25)]
+    assert len(run.table()) == 10 and "shard_grad_op" in repr(run.table())
+    entry = run.summary()
+    assert entry["spec"] == run.spec.to_dict() and len(entry["losses"]) == 25 and json.dumps(entry)
+
+
+def test_await_leaves_the_loop_alive(lab: Lab):
+    async def cell() -> tuple[Run, int]:
+        ticks = 0
+
+        async def ticking():
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+        task = asyncio.create_task(ticking())
+        run = await lab.run(steps=15)
+        task.cancel()
+        return run, ticks
+
+    run, ticks = asyncio.run(cell())
+    assert run.state is RunState.FINISHED and ticks > 10
+    assert asyncio.run(awaiting(run)) is run, "what is over can be awaited again, in another loop"
+
+
+async def awaiting(run: Run) -> Run:
+    return await run
+
+
+def test_another_spec_is_applied_behind_the_chunk_and_the_curve_goes_on(lab: Lab):
+    run = going(lab)
+    ticket = run.apply(sharding="shard_grad_op")
+    assert run.pending is not None and run.pending.strategy.sharding == "shard_grad_op"
+    switch = ticket.wait(10)
+    assert switch.carried and switch.step > 3 and switch.before == Spec() and switch.after == run.spec
+    assert run.pending is None and run.switches == [run.switches[0], switch]
+    until(lambda: run.step > switch.step + 2)
+    events = [e for e in run.events.since()[0] if e.rank == 0]
+    assert [e.step for e in events] == list(range(len(events))), "no step twice, none missing"
+    assert next(e.step for e in events if e.spec_id == run.spec.id) == switch.step
+
+
+def test_the_newest_word_counts(lab: Lab):
+    run = going(lab)
+    first, second = run.apply(micro_batch=8), run.apply(precision="bf16")
+    assert asyncio.run(second._wait_async()).after == first.wait(10).after
+    assert run.spec.workload.micro_batch == 8 and run.spec.strategy.precision == "bf16"
+
+
+def test_a_change_that_cannot_be_carried_begins_at_step_0(lab: Lab):
+    run = going(lab)
+    switch = run.apply(seed=7).wait(10)
+    assert not switch.carried and switch.step == 0
+    until(lambda: [e.step for e in run.events.since()[0] if e.spec_id == run.spec.id][:1] == [0])
+
+
+def test_what_the_ranks_refuse_leaves_the_run_as_it_was(lab: Lab):
+    run = going(lab)
+    with pytest.raises(SpecError, match="refused here"):
+        run.apply(data="refuse").wait(10)
+    assert isinstance(run.refused, SpecError) and run.pending is None and run.spec == Spec()
+    step = run.step
+    until(lambda: run.step > step + 2)
+    assert run.state is RunState.RUNNING
+
+
+def test_what_cannot_be_is_refused_before_anything_is_sent(lab: Lab):
+    run = going(lab)
+    with pytest.raises(SpecError, match="strategy.sharding"):
+        run.apply(sharding="zero1")
+    with pytest.raises(SpecError, match=r"world_size: a run keeps its 2 ranks.*lab.run"):
+        run.apply(world_size=3)
+    with pytest.raises(SpecError, match="steps"):
+        lab.run(steps=0)
+    assert run.state is RunState.RUNNING and run.pending is None
+
+
+def test_pause_holds_and_resume_goes_on(lab: Lab):
+    run = going(lab)
+    run.pause()
+    until(lambda: run.state is RunState.PAUSED)
+    step = run.step
+    switch = run.apply(lr=1e-3).wait(10)
+    time.sleep(0.2)
+    assert run.step == step == switch.step and run.state is RunState.PAUSED, "a switch in a pause stays paused"
+    run.resume()
+    until(lambda: run.step > step)
+    assert run.state is RunState.RUNNING
+
+
+def test_stop_is_quick_and_keeps_what_was_trained(lab: Lab):
+    run = going(lab)
+    began = time.monotonic()
+    assert run.stop()
+    assert time.monotonic() - began < 2
+    assert run.state is RunState.STOPPED and run.wait() is run and run.stop()
+    with pytest.raises(ClusterError, match="stopped"):
+        run.apply(micro_batch=2)
+    more = lab.run(steps=3, fresh=False).wait(10)
+    assert more.step == run.step + 3 and more.switches[0].carried
+    assert lab.run(steps=3).wait(10).step == 3, "fresh by default"
+
+
+def test_stop_from_a_callback_does_not_wait(lab: Lab):
+    run = going(lab)
+    began = time.monotonic()
+    run.stop(0)
+    assert time.monotonic() - began < 0.05 and run.state is RunState.STOPPING
+    run.wait(5)
+
+
+def test_stop_reaches_ranks_that_are_still_building(lab: Lab):
+    run = lab.run(data="slow-apply")
+    time.sleep(0.3)
+    began = time.monotonic()
+    assert run.state is RunState.STARTING and run.stop() and time.monotonic() - began < 2
+    assert run.state is RunState.STOPPED
+
+
+def test_a_new_run_replaces_the_one_that_goes_on(lab: Lab):
+    former = going(lab)
+    run = lab.run(steps=3).wait(10)
+    assert former.state is RunState.STOPPED and former.reason == "another run was started"
+    assert run.state is RunState.FINISHED and run.step == 3
+
+
+def test_ctrl_c_in_a_wait_stops_the_run_and_is_passed_on(lab: Lab):
+    run = going(lab)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        run.wait()
+    assert run.state is RunState.STOPPED and run.reason == "interrupted"
+    assert lab.run(steps=2).wait(10).step == 2
+
+
+def test_a_cancelled_await_stops_the_run(lab: Lab):
+    async def cell() -> Run:
+        run = lab.run()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(run, 0.5)
+        return await run
+
+    assert asyncio.run(cell()).state is RunState.STOPPED
+
+
+def test_an_interrupt_of_the_ranks_stops_the_run(lab: Lab):
+    run = going(lab)
+    lab.interrupt()
+    assert run.state is RunState.STOPPED and run.reason == "interrupted"
+
+
+def test_a_failure_on_a_rank_is_the_runs_and_the_next_one_works(lab: Lab):
+    run = lab.run(data="raise:1")
+    with pytest.raises(ClusterError, match="rank 1 failed in train .*told to fail"):
+        run.wait(20)
+    assert run.state is RunState.FAILED and "told to fail" in run.reason and "failed" in repr(run)
+    assert lab.run(steps=2).wait(10).step == 2
+
+
+def test_a_lost_rank_fails_the_run_and_the_next_one_replaces_it(lab: Lab):
+    run = going(lab)
+    os.kill(lab.cluster.pids[0], signal.SIGKILL)
+    with pytest.raises(RankLost, match="rank 0 is gone"):
+        run.wait(10)
+    assert run.state is RunState.FAILED and list(lab.lost) == [0] and "lost" in repr(lab)
+    assert "SIGKILL" in repr(lab.status())
+    assert lab.run(steps=2).wait(20).step == 2 and lab.lost == {}
+
+
+def test_another_world_size_starts_another_rank_and_begins_afresh(lab: Lab):
+    run = lab.run(world_size=3, steps=2).wait(20)
+    assert lab.ranks == 3 and run.events.ranks == (0, 1, 2) and run.step == 2
+    lab.resize(2)
+    assert lab.ranks == 2 and lab.run(steps=1).wait(10).spec.world_size == 2
+
+
+def test_status_shows_every_rank_at_once(lab: Lab):
+    run = going(lab)
+    began = time.monotonic()
+    table = lab.status()
+    assert time.monotonic() - began < 0.2 and len(table) == 2
+    assert run.id in repr(table) and str(lab.cluster.pids[1]) in repr(table) and "<table>" in table._repr_html_()
+
+
+def test_no_such_number_of_ranks():
+    with pytest.raises(SpecError, match="world_size"):
+        Lab(0)
+
+
+def test_a_lab_that_is_left_open_ends_with_its_process():
+    code = f"""
+from fsdp_lab.lab import Lab
+said = []
+lab = Lab(1, rank_module={FAKE!r}, progress=said.append)
+run = lab.run()
+while run.step < 2: pass
+print([p.stage for p in said][-1], lab.cluster._token, flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    stage, token = done.stdout.split()
+    from fsdp_lab.cluster.processes import marked
+
+    assert stage == "ready" and marked(token) == []
+
+
+def test_closing_twice_is_closing_once():
+    lab = Lab(1, rank_module=FAKE)
+    run = lab.run()
+    began = time.monotonic()
+    lab.close()
+    lab.close()
+    assert time.monotonic() - began < 10 and run.state is RunState.STOPPED and repr(lab) == "<Lab: closed>"
+    with pytest.raises(ClusterError, match="closed"):
+        lab.run()

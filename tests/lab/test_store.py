@@ -1,0 +1,96 @@
+"""Events of a run: each once, in order, bounded, cheap to follow."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from fsdp_lab.runs.store import EventStore
+from tests.lab.events import event, steps
+
+
+def test_each_step_of_each_rank_is_kept_once():
+    store = EventStore()
+    assert store.add([e.to_dict() for e in steps(0, 1)]) == 4
+    assert store.add([e.to_dict() for e in steps(0, 1, 2)]) == 2, "the chunk's return value heals and adds nothing twice"
+    assert len(store) == 6
+
+
+def test_a_lost_message_heals_from_the_return_value():
+    store = EventStore()
+    store.add([event(0, 0), event(0, 2), event(0, 3)])
+    store.add([event(0, s) for s in range(4)])
+    assert sorted(e.step for e in store.since()[0]) == [0, 1, 2, 3]
+
+
+def test_a_reader_gets_what_is_new():
+    store = EventStore()
+    store.add(steps(0))
+    new, cursor = store.since(0)
+    assert [(e.rank, e.step) for e in new] == [(0, 0), (1, 0)]
+    assert store.since(cursor) == ([], cursor)
+    store.add(steps(1))
+    assert [e.step for e in store.since(cursor)[0]] == [1, 1]
+
+
+def test_columns_by_rank():
+    store = EventStore()
+    store.add(steps(0, 1))
+    columns, cursor = store.columns("step", "tflops", "memory.peak_bytes")
+    assert columns[1] == {"step": [0, 1], "tflops": [0.01, 0.01], "memory.peak_bytes": [1001, 1001]}
+    assert store.columns("step", cursor=cursor) == ({}, cursor)
+    with pytest.raises(AttributeError):
+        store.columns("nonsense")
+
+
+def test_memory_is_bounded_and_cursors_stay_true():
+    store = EventStore(cap=100)
+    cursor, seen = 0, 0
+    for step in range(500):
+        store.add([event(0, step)])
+        new, cursor = store.since(cursor)
+        seen += len(new)
+    assert seen == len(store) == 500
+    assert len(store.since(0)[0]) <= 110 and store.dropped >= 390
+    assert store.since(0)[0][-1].step == 499
+
+
+def test_a_run_that_begins_again_is_told_apart():
+    store = EventStore()
+    store.add(steps(0, 1, 2))
+    store.restart(0)
+    assert store.add(steps(0, 1)) == 4
+
+
+def test_a_run_that_goes_on_from_another_begins_where_it_does():
+    store = EventStore()
+    store.restart(40)
+    assert store.add(steps(40, 41)) == 4 and store.add(steps(40, 41)) == 0
+    assert all(not seen.above for seen in store._seen.values()), "what is remembered of it does not grow"
+
+
+def test_notes_of_the_placement_stand_in_front_once():
+    store = EventStore()
+    store.add([event(0, 0, notes=("b", "a")).to_dict(), event(0, 1, notes=("b", "a")).to_dict()], notes=("a",))
+    first, second = store.since()[0]
+    assert first.notes == ("a", "b") and first.notes is second.notes
+
+
+def test_last_steps_are_whole():
+    store = EventStore()
+    store.add([*steps(0, 1, 2), event(0, 3)])
+    assert [[(e.rank, e.step) for e in s] for s in store.last_steps(2)] == [[(0, 1), (1, 1)], [(0, 2), (1, 2)]]
+    assert store.latest()[0].step == 3 and store.latest()[1].step == 2
+
+
+def test_threads_lose_nothing():
+    store = EventStore()
+    threads = [threading.Thread(target=lambda r=r: [store.add([event(r, s)]) for s in range(300)]) for r in range(4)]
+    for t in threads:
+        t.start()
+    cursor, seen = 0, []
+    while any(t.is_alive() for t in threads) or store.since(cursor)[0]:
+        new, cursor = store.since(cursor)
+        seen += new
+    assert len({(e.rank, e.step) for e in seen}) == len(seen) == 1200

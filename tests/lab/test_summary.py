@@ -1,0 +1,83 @@
+"""What a run was, in figures and in a table."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_lab.runs.summary import quantile, step_table, summarize
+from fsdp_lab.runs.table import Table, duration, size
+from tests.lab.events import SPEC, event, steps
+
+KEYS = ["spec", "losses", "step_time_s", "tokens_per_s", "tflops_per_rank", "peak_memory_bytes", "rss_bytes",
+        "comm_s_per_step", "comm_bytes_per_step"]  # fmt: skip
+
+
+def test_the_entry_has_the_keys_of_the_contract_and_is_json():
+    entry = summarize(SPEC, steps(0, 1, 2))
+    assert list(entry) == KEYS and json.loads(json.dumps(entry)) == entry
+    assert entry["losses"] == [5.0, 4.0, 3.0]
+    assert entry["tokens_per_s"] == 2000 and entry["tflops_per_rank"] == [0.01, 0.01]
+    assert entry["peak_memory_bytes"] == [1000, 1001] and entry["rss_bytes"] == [5002, 5002]
+    assert entry["comm_s_per_step"] == {"all_gather": 0.015}, "the mean over ranks"
+    assert entry["comm_bytes_per_step"] == {"all_gather": 64}, "of one rank"
+
+
+def test_medians_leave_out_first_steps_and_ledger_steps_and_losses_do_not():
+    slow = steps(0, first_after_switch=True, step_time_s=9.0) + steps(3, ledger=True, step_time_s=5.0)
+    entry = summarize(SPEC, slow + steps(1, 2, 4))
+    assert entry["step_time_s"] == {"median": 0.1, "p10": 0.1, "p90": 0.1}
+    assert len(entry["losses"]) == 5
+
+
+def test_a_run_of_one_step_counts_it():
+    entry = summarize(SPEC, steps(0, first_after_switch=True, step_time_s=9.0))
+    assert entry["step_time_s"]["median"] == 9.0
+
+
+def test_a_steps_time_is_that_of_its_slowest_rank():
+    entry = summarize(SPEC, [event(0, 0, step_time_s=0.1), event(1, 0, step_time_s=0.4)])
+    assert entry["step_time_s"]["median"] == 0.4 and entry["tokens_per_s"] == 500
+
+
+def test_figures_are_of_the_spec_applied_last():
+    other = SPEC.replace(sharding="shard_grad_op")
+    events = steps(0, 1) + steps(2, 3, spec=other, step_time_s=0.5) + steps(4, 5, 6)
+    assert summarize(SPEC, events)["losses"] == [1.0, 0.0, -1.0]
+    assert summarize(other, events[:8])["step_time_s"]["median"] == 0.5
+
+
+def test_steps_that_a_rank_has_not_told_are_left_out():
+    assert summarize(SPEC, [*steps(0, 1), event(0, 2)])["losses"] == [5.0, 4.0]
+
+
+def test_nothing_is_nothing():
+    entry = summarize(SPEC, [])
+    assert list(entry) == KEYS and entry["losses"] == [] and entry["step_time_s"]["median"] is None
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0, 1))
+def test_quantiles_lie_between_the_extremes_and_do_not_cross(values: list[float], q: float):
+    got = quantile(values, q)
+    assert got is not None and min(values) <= got <= max(values) + 1e-6
+    assert quantile(values, 0.0) == min(values) and quantile(values, 1.0) == max(values)
+
+
+def test_the_table_reads_as_text_and_as_html():
+    table = step_table([steps(0, first_after_switch=True), steps(1)], {SPEC.id: SPEC}, caption="a <run>", notes=["shared"])
+    text = repr(table)
+    assert "0*" in text and "fsdp2 full_shard fp32" in text and "15.0 ms" in text and "note: shared" in text
+    html = table._repr_html_()
+    assert "a &lt;run&gt;" in html and html.count("<tr>") == 3 and "tabular-nums" in html
+    assert len(table) == 2
+
+
+def test_an_empty_table_is_a_table():
+    assert "step" in repr(step_table([], {})) and Table(columns=("a",), rows=())._repr_html_()
+
+
+def test_figures_for_people():
+    assert [size(x) for x in (None, 12, 2048, 3.5 * 2**20, 2**33)] == ["–", "12 B", "2.00 KiB", "3.50 MiB", "8.00 GiB"]
+    assert [duration(x) for x in (0.0032, 0.25, 1.5)] == ["3.2 ms", "250 ms", "1.50 s"]
