@@ -1,0 +1,135 @@
+"""`Dashboard`: controls above, live cards below, one tick thread between them and the lab."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ipywidgets
+
+from .controls import Controls
+from .feed import Feed
+from .latency import Latency
+from .live import LiveView
+from .ports import LabLike
+from .subshell import answer_while_busy
+
+TICK_S = 0.1
+SHOWN = "_shown_dashboard"  # the lab's attribute that holds its dashboard, so that a cell run again replaces it
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TickCost:
+    """What the tick thread has used since the dashboard was made, or since `Dashboard.reset_measurements`."""
+
+    ticks: int
+    cpu_s: float
+    wall_s: float
+
+    @property
+    def share_of_core(self) -> float:
+        return self.cpu_s / self.wall_s if self.wall_s else 0.0
+
+    def __str__(self) -> str:
+        each = 1e3 * self.cpu_s / max(1, self.ticks)
+        return f"{self.ticks:,} ticks in {self.wall_s:.1f} s: {100 * self.share_of_core:.1f} % of a core, {each:.1f} ms each"
+
+
+class Dashboard:
+    """A lab's controls and live plots. The last expression of a cell, or `display(dashboard)`; as often as you like.
+
+    A lab has one dashboard: making another closes the former. `close()` ends its thread and its widgets; the lab and its
+    runs go on. A dashboard whose lab is closed says so and rests.
+    """
+
+    def __init__(self, lab: LabLike) -> None:
+        former = vars(lab).get(SHOWN)
+        if isinstance(former, Dashboard):
+            former.close()
+        self.lab = lab
+        self._live = LiveView()
+        self._controls = Controls(lab)
+        self._feed = Feed(lab, self._live)
+        self._box = ipywidgets.VBox([self._controls.widget, self._live])
+        self._box.add_class("fsdp-lab")
+        answer_while_busy([self._live, *self._controls.answering])
+        self._halt = threading.Event()
+        self.reset_measurements()
+        self._thread = threading.Thread(target=self._tick_until_closed, name="fsdp-lab-dashboard", daemon=True)
+        self._thread.start()
+        vars(lab)[SHOWN] = self
+
+    @property
+    def widget(self) -> ipywidgets.Widget:
+        """To be put into a layout of your own."""
+        return self._box
+
+    def latency(self) -> Latency:
+        """From the end of a step in its rank to its pixels."""
+        return self._live.latency()
+
+    def cost(self) -> TickCost:
+        """What the kernel pays for the display."""
+        return TickCost(ticks=self._ticks, cpu_s=self._cpu_s, wall_s=time.monotonic() - self._since_s)
+
+    def reset_measurements(self) -> None:
+        """`latency` and `cost` begin anew."""
+        self._ticks, self._cpu_s, self._since_s = 0, 0.0, time.monotonic()
+        self._live.forget_latency()
+
+    @property
+    def closed(self) -> bool:
+        return self._halt.is_set()
+
+    def close(self) -> None:
+        """Ends the thread and frees the widgets' comms. Idempotent."""
+        if self._halt.is_set():
+            return
+        self._halt.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5)
+        vars(self.lab).pop(SHOWN, None)
+        self._live.close()
+        close_all(self._box)
+
+    def _tick_until_closed(self) -> None:
+        """At most ten times a second. A tick that fails is logged, once in a row, and does not end the display."""
+        failing = False
+        while not self._halt.wait(TICK_S) and not self.lab.closed:
+            began_s = time.thread_time()
+            try:
+                events = self._feed.tick()
+                self._controls.tick(self.lab.current, events)
+                failing = False
+            except Exception as e:
+                if not failing:
+                    log.exception("a tick of the dashboard failed")
+                    self._controls.complain(f"The display failed: {type(e).__name__}: {e}")
+                failing = True
+            self._cpu_s += time.thread_time() - began_s
+            self._ticks += 1
+        if not self._halt.is_set():
+            self._controls.retire("The lab is closed. Make another one and run this cell again.")
+
+    def _repr_mimebundle_(self, **options: Any) -> Any:
+        return self._box._repr_mimebundle_(**options)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self._live.views} view{'s' * (self._live.views != 1)}"
+        return f"<Dashboard of {self.lab!r}: {state}>"
+
+
+def close_all(widget: ipywidgets.Widget) -> None:
+    """Closes a widget and all that it contains: each has a comm and an entry in a table of ipywidgets."""
+    for child in getattr(widget, "children", ()):
+        close_all(child)
+    for name in ("layout", "style"):
+        part = getattr(widget, name, None)
+        if isinstance(part, ipywidgets.Widget):
+            part.close()
+    widget.close()

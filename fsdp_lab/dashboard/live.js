@@ -1,0 +1,510 @@
+// The page's half of the live view; live.py says the protocol.
+//
+// A view mounts, gets a snapshot, builds a card for each panel and lets Bokeh draw in them. Then ticks come: rows for the
+// data sources (numbered, so that what comes twice is passed over and what is missing is noticed), properties of models,
+// and the words of the cards. Ticks that arrive while a frame is being painted are merged into the next one.
+
+const LOAD_TIMEOUT_MS = 15000;
+const PING_EVERY_MS = 4000;
+const SILENT_AFTER_MS = 15000;
+const HIDDEN_FRAME_MS = 1000; // a hidden tab paints no frames; acknowledge all the same
+
+const DEATHS = ["comm_live_update", "comm:close"]; // the widget manager's: the kernel restarted, the comm was closed
+
+const GONE = "The kernel that fed this view is gone. Run the cell again.";
+const SILENT = "No answer from the kernel. It may be busy; if it was restarted, run the cell again.";
+const CLOSED = "This dashboard was closed. Run the cell again for a new one.";
+
+// -- BokehJS, from the kernel --------------------------------------------------------------------------------------
+
+/** BokehJS of the wanted version: the one on the page, or the kernel's own copy, asked for once. */
+function loadBokeh(model) {
+  const version = model.get("bokeh_version");
+  const present = () => window.Bokeh?.[version] ?? (window.Bokeh?.version === version ? window.Bokeh : undefined);
+  if (present()) return Promise.resolve(present());
+  const loading = (window.__fsdpLabBokeh ??= {});
+  loading[version] ??= fetchBokeh(model).then(present).catch((error) => {
+    delete loading[version]; // the next view may be luckier
+    throw error;
+  });
+  return loading[version];
+}
+
+function fetchBokeh(model) {
+  return new Promise((resolve, reject) => {
+    const timer = setTimeout(() => reject(new Error(GONE)), LOAD_TIMEOUT_MS);
+    const onMessage = (message, buffers) => {
+      if (message.kind !== "bokehjs") return;
+      clearTimeout(timer);
+      model.off("msg:custom", onMessage);
+      const script = document.createElement("script");
+      script.src = URL.createObjectURL(new Blob([buffers[0]], { type: "text/javascript" }));
+      script.onload = () => (URL.revokeObjectURL(script.src), resolve());
+      script.onerror = () => reject(new Error("BokehJS could not be loaded by this page."));
+      document.head.appendChild(script);
+    };
+    model.on("msg:custom", onMessage);
+    model.send({ kind: "bokehjs" });
+  });
+}
+
+// -- theme ---------------------------------------------------------------------------------------------------------
+
+const cssVariable = (name, fallback) => getComputedStyle(document.body).getPropertyValue(name).trim() || fallback;
+
+/** JupyterLab says its theme on the body; elsewhere the background's lightness decides. */
+function isDark() {
+  const said = document.body.dataset.jpThemeLight;
+  if (said !== undefined) return said === "false";
+  const rgb = getComputedStyle(document.body).backgroundColor.match(/[\d.]+/g)?.map(Number) ?? [255, 255, 255];
+  if (rgb.length > 3 && rgb[3] === 0) return matchMedia("(prefers-color-scheme: dark)").matches;
+  return 0.2126 * rgb[0] + 0.7152 * rgb[1] + 0.0722 * rgb[2] < 128;
+}
+
+function currentTheme(model) {
+  const dark = isDark();
+  const background = cssVariable("--jp-layout-color0", dark ? "#111111" : "#ffffff");
+  return {
+    dark,
+    tokens: { ...model.get("tokens")[dark ? "dark" : "light"], "ink.gap": background },
+    text: cssVariable("--jp-ui-font-color1", dark ? "#e5e7eb" : "#1f2a37"),
+    soft: cssVariable("--jp-ui-font-color2", dark ? "#9ca3af" : "#6b7280"),
+    line: dark ? "rgba(255,255,255,0.13)" : "rgba(0,0,0,0.09)",
+    font: cssVariable("--jp-ui-font-family", "system-ui, sans-serif"),
+  };
+}
+
+/** Axes, grids and whatever carries a {tint: {property: token}} tag take the theme's colours. */
+function paintModels(doc, theme) {
+  for (const m of doc.all_models) {
+    if ("major_label_text_color" in m) {
+      m.setv({ major_label_text_color: theme.soft, axis_label_text_color: theme.soft,
+               major_label_text_font: theme.font, axis_label_text_font: theme.font });
+    } else if ("grid_line_color" in m) {
+      m.setv({ grid_line_color: theme.line });
+    }
+    if ("text_font" in m) setVisual(m, "text_font", theme.font);
+    for (const tag of m.tags) {
+      for (const [property, token] of Object.entries(tag?.tint ?? {})) {
+        setVisual(m, property, theme.tokens[token]);
+      }
+    }
+  }
+}
+
+/** A visual of a glyph is a spec that may come from a column; one of an axis is a plain value. */
+function setVisual(m, property, value) {
+  const now = m[property];
+  const isSpec = typeof now === "object" && now !== null;
+  m.setv({ [property]: isSpec ? { value } : value });
+}
+
+// -- data ----------------------------------------------------------------------------------------------------------
+
+const doubles = (view) => new Float64Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
+
+/** The tables of a message with their columns: {name, generation, first, rows, limit, data: {column: values}}. */
+function readTables(descriptions, buffer) {
+  const all = buffer ? doubles(buffer) : new Float64Array(0);
+  let at = 0;
+  return descriptions.map((d) => {
+    const data = {};
+    for (const column of d.columns) data[column] = all.subarray(at, (at += d.rows));
+    for (const [column, values] of Object.entries(d.texts)) data[column] = values;
+    return { ...d, data };
+  });
+}
+
+const join = (a, b) => {
+  if (Array.isArray(a)) return a.concat(b);
+  const both = new Float64Array(a.length + b.length);
+  both.set(a), both.set(b, a.length);
+  return both;
+};
+
+/** Two blocks of one table as one, where the second follows the first; undefined where rows between them are missing. */
+function mergeTables(a, b) {
+  if (!a || a.generation !== b.generation) return b;
+  const overlap = a.first + a.rows - b.first;
+  if (overlap < 0) return undefined;
+  if (overlap >= b.rows) return a;
+  const surplus = Math.max(0, a.rows + b.rows - overlap - a.limit);
+  const data = {};
+  for (const column of Object.keys(b.data)) {
+    data[column] = join(a.data[column], b.data[column].slice(overlap)).slice(surplus);
+  }
+  return { ...a, first: a.first + surplus, rows: a.rows + b.rows - overlap - surplus, data };
+}
+
+/** Writes blocks into Bokeh's sources; `false` from `write` says that rows are missing. */
+class Sources {
+  constructor(doc) {
+    this.sources = new Map();
+    for (const m of doc.all_models) if (m.type === "ColumnDataSource" && m.name) this.sources.set(m.name, m);
+    this.at = new Map(); // name -> {generation, next}
+  }
+
+  write(table) {
+    const source = this.sources.get(table.name);
+    if (!source) return true;
+    const at = this.at.get(table.name);
+    const next = table.first + table.rows;
+    const overlap = at ? at.next - table.first : 0;
+    if (!at || at.generation !== table.generation || (overlap < 0 && table.rows === table.limit)) {
+      source.data = Object.fromEntries(Object.entries(table.data).map(([c, v]) => [c, v.slice()]));
+    } else {
+      if (overlap < 0) return false;
+      if (overlap >= table.rows) return true;
+      source.stream(Object.fromEntries(Object.entries(table.data).map(([c, v]) => [c, v.slice(overlap)])), table.limit);
+    }
+    this.at.set(table.name, { generation: table.generation, next });
+    return true;
+  }
+}
+
+// -- words ---------------------------------------------------------------------------------------------------------
+
+function element(tag, className, text) {
+  const e = document.createElement(tag);
+  if (className) e.className = className;
+  if (text !== undefined) e.textContent = text;
+  return e;
+}
+
+/** A legend entry; its swatch takes the colour of a token from the theme, or a colour as it is. */
+function legendEntry({ label, token, color, hatch = " " }) {
+  const entry = element("span", "fsdp-key");
+  const swatch = element("i", "fsdp-swatch");
+  swatch.dataset.hatch = hatch;
+  if (token) swatch.dataset.token = token;
+  if (color) swatch.style.setProperty("--fsdp-fill", color);
+  entry.append(swatch, element("span", "", label));
+  return entry;
+}
+
+function figureTable([heads, ...rows]) {
+  const table = element("table", "fsdp-figures");
+  const head = table.createTHead().insertRow();
+  for (const text of heads) {
+    const cell = element("th", "", text);
+    cell.scope = "col";
+    head.append(cell);
+  }
+  const body = table.createTBody();
+  for (const row of rows) {
+    const line = body.insertRow();
+    for (const text of row) line.insertCell().textContent = text;
+  }
+  return table;
+}
+
+// -- one mounted view ----------------------------------------------------------------------------------------------
+
+class View {
+  constructor(model, el) {
+    this.model = model;
+    this.el = el;
+    this.id = Math.random().toString(36).slice(2);
+    this.root = element("div", "fsdp-live");
+    this.banner = element("div", "fsdp-banner");
+    this.banner.setAttribute("role", "status");
+    this.banner.hidden = true;
+    this.body = element("div", "fsdp-body");
+    this.root.append(this.banner, this.body);
+    el.append(this.root);
+    this.gone = false;
+    this.doc = null;
+    this.resetPending();
+    this.listen();
+    this.start().catch((error) => this.fail(error));
+  }
+
+  listen() {
+    this.onMessage = (message, buffers) => this.receive(message, buffers);
+    this.onTheme = new MutationObserver(() => this.repaint());
+    this.onTheme.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-jp-theme-name"] });
+    this.model.on("msg:custom", this.onMessage);
+    this.onDeath = () => this.say(GONE); // a message that comes all the same takes it back
+    for (const event of DEATHS) this.model.on(event, this.onDeath);
+    this.heard = Date.now();
+    this.pinging = setInterval(() => this.checkPulse(), PING_EVERY_MS);
+  }
+
+  async start() {
+    this.Bokeh = await loadBokeh(this.model);
+    while (!this.root.isConnected) {
+      if (this.gone) return;
+      await new Promise((resolve) => setTimeout(resolve, 20));
+    }
+    this.mount();
+  }
+
+  mount() {
+    this.mounting = true;
+    this.resetPending();
+    this.model.send({ kind: "mount", view: this.id });
+  }
+
+  receive(message, buffers) {
+    if (this.gone || (message.view && message.view !== this.id)) return;
+    this.heard = Date.now();
+    if (!this.banner.hidden && message.kind !== "closed") this.banner.hidden = true;
+    if (message.kind === "tick") this.take(message, buffers);
+    else if (message.kind === "snapshot") this.draw(message, buffers).catch((error) => this.fail(error));
+    else if (message.kind === "remount" && this.Bokeh) this.mount();
+    else if (message.kind === "closed") this.say(CLOSED);
+  }
+
+  // A snapshot: the scene from nothing.
+
+  async draw(message, buffers) {
+    this.seq = message.seq;
+    this.forgetDocument();
+    this.body.replaceChildren();
+    const { layout } = message;
+    const plots = this.buildCards(layout);
+    const docid = "document";
+    const roots = Object.fromEntries(Object.entries(layout.roots).map(([card, id]) => [id, plots.get(card)]));
+    const item = { docid, root_ids: Object.keys(roots), roots };
+    const [views] = await this.Bokeh.embed.embed_items({ [docid]: JSON.parse(layout.document) }, [item]);
+    if (this.gone) return;
+    this.bokehViews = views;
+    this.doc = this.Bokeh.documents[this.Bokeh.documents.length - 1];
+    this.byName = new Map([...this.doc.all_models].filter((m) => m.name).map((m) => [m.name, m]));
+    this.ranges = new Map();
+    this.sources = new Sources(this.doc);
+    this.repaint();
+    for (const table of readTables(message.tables, buffers[0])) this.sources.write(table);
+    this.patch(message.patches);
+    this.caption(message.captions);
+    this.mounting = false;
+    this.pump(); // ticks that came while Bokeh was building
+    this.root.dataset.ready = String(message.seq);
+  }
+
+  buildCards(layout) {
+    const headline = element("div", "fsdp-headline");
+    const ranks = element("div", "fsdp-ranks");
+    const top = element("div", "fsdp-top");
+    top.append(headline, ranks);
+    for (const rank of layout.ranks) ranks.append(legendEntry(rank));
+    if (layout.rank_count && !layout.ranks.length) ranks.append(element("span", "", `${layout.rank_count} ranks, drawn as mean and band`));
+    const grid = element("div", "fsdp-grid");
+    this.words = new Map([["", { reading: headline }]]);
+    const cards = new Map();
+    this.cardOf = new Map(); // source -> its card
+    const plots = new Map();
+    for (const card of layout.cards) {
+      const section = element("section", `fsdp-card fsdp-card-${card.name}${card.wide ? " fsdp-wide" : ""}`);
+      section.dataset.card = card.name;
+      const head = element("header");
+      const reading = element("span", "fsdp-reading");
+      head.append(element("h3", "", card.title), reading);
+      const legend = element("div", "fsdp-legend");
+      const plot = element("div", "fsdp-plot");
+      plot.title = "";
+      plot.addEventListener("dblclick", () => this.followAgain());
+      const note = element("p", "fsdp-note");
+      section.append(head, legend, plot, note);
+      section.setAttribute("aria-label", card.title);
+      grid.append(section);
+      plots.set(card.name, plot);
+      const shown = { section, seen: true, waiting: new Map() };
+      cards.set(card.name, shown);
+      for (const source of card.sources) this.cardOf.set(source, shown);
+      this.words.set(card.name, { reading, legend, note, plot });
+    }
+    this.body.append(top, grid);
+    this.watchCards(cards);
+    return plots;
+  }
+
+  // A tick: what is new.
+
+  resetPending() {
+    this.pending = { tables: new Map(), patches: {}, captions: {}, seq: null };
+    this.lost = false;
+  }
+
+  take(message, buffers) {
+    const p = this.pending;
+    const last = p.seq ?? this.seq;
+    if (!this.mounting && message.seq !== last + 1) return void this.mount(); // something was lost on the way
+    for (const table of readTables(message.tables, buffers[0])) {
+      const merged = mergeTables(p.tables.get(table.name), table);
+      if (!merged) return void this.mount();
+      p.tables.set(table.name, merged);
+    }
+    for (const part of ["patches", "captions"]) {
+      for (const [name, values] of Object.entries(message[part])) p[part][name] = { ...p[part][name], ...values };
+    }
+    p.seq = message.seq;
+    this.pump();
+  }
+
+  pump() {
+    if (this.painting || this.mounting || this.gone || this.pending.seq === null) return;
+    this.painting = true;
+    const news = this.pending;
+    this.resetPending();
+    this.seq = Math.max(this.seq, news.seq);
+    const whole = this.write(news.tables.values());
+    this.patch(news.patches);
+    this.caption(news.captions);
+    // Bokeh paints in the next frame; in the one after it, that frame is on the screen.
+    nextFrame(() => nextFrame(() => {
+      this.painting = false;
+      if (this.gone) return;
+      this.root.dataset.painted = String(news.seq);
+      this.model.send({ kind: "ack", view: this.id, seq: news.seq, painted_unix_s: Date.now() / 1000 });
+      if (whole) this.pump();
+      else this.mount();
+    }));
+  }
+
+  // Plots that are scrolled out of sight cost as much to paint as others: their rows wait until they are seen.
+
+  write(tables) {
+    let whole = true;
+    for (const table of tables) {
+      const card = this.cardOf.get(table.name);
+      if (!card || card.seen) {
+        whole = this.sources.write(table) && whole;
+        continue;
+      }
+      const merged = mergeTables(card.waiting.get(table.name), table);
+      if (merged) card.waiting.set(table.name, merged);
+      else whole = false;
+    }
+    return whole;
+  }
+
+  watchCards(cards) {
+    this.onSight?.disconnect();
+    this.onSight = new IntersectionObserver((entries) => {
+      for (const { target, isIntersecting } of entries) {
+        const card = cards.get(target.dataset.card);
+        card.seen = isIntersecting;
+        if (!card.seen || !this.doc) continue;
+        const waiting = [...card.waiting.values()];
+        card.waiting.clear();
+        if (!this.write(waiting)) this.mount();
+      }
+    }, { rootMargin: "80px" });
+    for (const { section } of cards.values()) this.onSight.observe(section);
+  }
+
+  patch(patches) {
+    for (const [name, values] of Object.entries(patches)) {
+      const m = this.byName.get(name);
+      if (!m) continue;
+      if (m.type === "Range1d") this.setRange(name, m, values);
+      else m.setv(values);
+    }
+  }
+
+  // A range that the reader has moved stays where it is until a double click.
+  setRange(name, range, values) {
+    const before = this.ranges.get(name);
+    const wanted = { ...before?.wanted, ...values };
+    const moved = before && (range.start !== before.set.start || range.end !== before.set.end);
+    if (!moved) range.setv(wanted);
+    this.ranges.set(name, { wanted, set: moved ? before.set : wanted });
+  }
+
+  followAgain() {
+    for (const [name, { wanted }] of this.ranges) {
+      this.byName.get(name).setv(wanted);
+      this.ranges.set(name, { wanted, set: wanted });
+    }
+  }
+
+  caption(captions) {
+    for (const [name, words] of Object.entries(captions)) {
+      const at = this.words.get(name);
+      if (!at) continue;
+      if ("reading" in words) at.reading.textContent = words.reading;
+      if ("note" in words) at.note.textContent = words.note;
+      if (words.table?.length) at.plot.replaceChildren(figureTable(words.table));
+      if ("legend" in words) {
+        at.legend.replaceChildren(...words.legend.map(legendEntry));
+        this.tintSwatches(at.legend);
+      }
+    }
+  }
+
+  // Theme.
+
+  repaint() {
+    const theme = (this.theme = currentTheme(this.model));
+    this.root.classList.toggle("fsdp-dark", theme.dark);
+    this.tintSwatches(this.root);
+    if (this.doc) paintModels(this.doc, theme);
+  }
+
+  tintSwatches(within) {
+    const theme = (this.theme ??= currentTheme(this.model));
+    for (const swatch of within.querySelectorAll("[data-token]")) {
+      swatch.style.setProperty("--fsdp-fill", theme.tokens[swatch.dataset.token]);
+    }
+  }
+
+  // Whether somebody is there.
+
+  checkPulse() {
+    const silent = Date.now() - this.heard;
+    if (silent > SILENT_AFTER_MS) this.say(SILENT);
+    if (silent > PING_EVERY_MS / 2) this.model.send({ kind: "ping", view: this.id });
+  }
+
+  say(text) {
+    this.banner.textContent = text;
+    this.banner.hidden = false;
+  }
+
+  fail(error) {
+    if (this.gone) return;
+    this.say(error.message === GONE ? GONE : `The plots could not be drawn: ${error.message}`);
+    if (error.message !== GONE) console.error("fsdp_lab live view", error);
+  }
+
+  forgetDocument() {
+    if (!this.doc) return;
+    this.bokehViews?.clear?.();
+    const index = this.Bokeh.documents.indexOf(this.doc);
+    this.doc.clear();
+    if (index >= 0) this.Bokeh.documents.splice(index, 1);
+    this.doc = null;
+  }
+
+  remove() {
+    this.gone = true;
+    clearInterval(this.pinging);
+    this.onTheme.disconnect();
+    this.onSight?.disconnect();
+    this.model.off("msg:custom", this.onMessage);
+    for (const event of DEATHS) this.model.off(event, this.onDeath);
+    try {
+      this.model.send({ kind: "leave", view: this.id });
+    } catch {
+      // the kernel left first
+    }
+    this.forgetDocument();
+    this.root.remove();
+  }
+}
+
+/** In the next frame, or a second later where no frames are painted. */
+function nextFrame(run) {
+  let done = false;
+  const once = () => done || ((done = true), run());
+  requestAnimationFrame(once);
+  setTimeout(once, HIDDEN_FRAME_MS);
+}
+
+function render({ model, el }) {
+  const view = new View(model, el);
+  return () => view.remove();
+}
+
+export default { render };

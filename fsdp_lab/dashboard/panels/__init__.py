@@ -1,0 +1,25 @@
+"""The pictures of a run, one file each. To add one: write a class with `base.Panel`'s members and list it here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .base import Assembler, Captions, Frame, Key, Panel, Step
+from .communication import CommunicationPanel
+from .loss import LossPanel
+from .memory import MemoryPanel
+from .steps import StepsPanel
+from .tflops import TflopsPanel
+from .throughput import ThroughputPanel
+
+__all__ = ["PANELS", "Assembler", "Captions", "Frame", "Key", "Panel", "Step"]
+
+# In the order in which cards are laid out. Each is made with the shared frame and the world size.
+PANELS: tuple[Callable[[Frame, int], Panel], ...] = (
+    MemoryPanel,
+    CommunicationPanel,
+    TflopsPanel,
+    ThroughputPanel,
+    LossPanel,
+    StepsPanel,
+)

@@ -1,0 +1,275 @@
+"""What every panel is made of: steps assembled from events, the frame that time plots share, and the `Panel` protocol.
+
+A panel is a picture. It knows events and nothing of clusters or widgets: `update(steps)` writes rows into its `sources`,
+whose Bokeh twins its `root` draws. How rows reach a browser is the live view's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from bokeh.models import (
+    AdaptiveTicker,
+    ColumnDataSource,
+    HoverTool,
+    NumeralTickFormatter,
+    PanTool,
+    Range1d,
+    WheelZoomTool,
+)
+from bokeh.models.ui import UIElement
+from bokeh.plotting import figure
+
+from ...events import StepEvent
+from .. import theme
+from ..columns import Columns
+from .ranges import StepWindow
+
+HEIGHT_PX = 204
+LINE_PX = 2
+LABEL_ROOM = 0.045  # of the axis of steps, that a marker's label needs
+STEP_LIMIT = 1000  # steps that a time plot keeps
+
+Patches = Mapping[str, Mapping[str, Any]]  # Bokeh model name -> property -> value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The events of one optimizer step, by rank; a rank that said nothing in time is missing."""
+
+    number: int
+    events: tuple[StepEvent, ...]
+
+    @property
+    def world_size(self) -> int:
+        return self.events[0].world_size
+
+    @property
+    def counts(self) -> bool:
+        """Whether its times are those of an ordinary step."""
+        return all(e.counts for e in self.events)
+
+    @property
+    def step_time_s(self) -> float:
+        """Of the slowest rank."""
+        return max(e.step_time_s for e in self.events)
+
+    def by_rank(self, value: Mapping[int, float]) -> list[float]:
+        """One number for each rank of the world, NaN where it is missing."""
+        return [value.get(rank, math.nan) for rank in range(self.world_size)]
+
+
+class Assembler:
+    """Gathers events into steps. A step is given out when all its ranks have spoken, or when `patience` later steps are
+    whole (a rank that died must not stop the plots)."""
+
+    def __init__(self, *, patience: int = 2) -> None:
+        self.patience = patience
+        self._open: dict[int, dict[int, StepEvent]] = {}
+        self._given = -1  # the greatest step number given out
+
+    def add(self, events: Iterable[StepEvent]) -> list[Step]:
+        """Takes events in any order; returns the steps that are ready, in order. Events of a step given out are lost."""
+        for e in events:
+            if e.step > self._given:
+                self._open.setdefault(e.step, {})[e.rank] = e
+        whole = [n for n, by_rank in self._open.items() if self._is_whole(by_rank)]
+        latest = max(whole, default=-1)
+        ready = sorted(n for n in self._open if n in whole or n <= latest - self.patience)
+        if ready and any(n < ready[-1] and n not in ready for n in self._open):
+            # An earlier step still waits for a rank: keep the order until its patience is spent.
+            first_open = min(n for n in self._open if n not in ready)
+            ready = [n for n in ready if n < first_open]
+        return [self._give(n) for n in ready]
+
+    def flush(self) -> list[Step]:
+        """All that is left, whole or not: at the end of a run, or when a rank is lost."""
+        return [self._give(n) for n in sorted(self._open)]
+
+    def _is_whole(self, by_rank: Mapping[int, StepEvent]) -> bool:
+        return len(by_rank) == next(iter(by_rank.values())).world_size
+
+    def _give(self, number: int) -> Step:
+        by_rank = self._open.pop(number)
+        self._given = max(self._given, number)
+        return Step(number=number, events=tuple(by_rank[r] for r in sorted(by_rank)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One entry of a card's legend: a label, and the token of its colour (see `theme.tokens`) or the colour itself."""
+
+    label: str
+    token: str = ""
+    color: str = ""
+    hatch: str = " "  # a Bokeh pattern; "line" and "dashes" for what is drawn as a line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captions:
+    """The words of a card: the reading of the moment, the legend, and what the numbers are worth."""
+
+    reading: str = ""
+    legend: tuple[Key, ...] = ()
+    note: str = ""
+    table: tuple[tuple[str, ...], ...] = ()  # heads, then rows: for a card of figures to read
+
+
+class Panel(Protocol):
+    """A picture of a run. All that it shows comes from `update`."""
+
+    @property
+    def name(self) -> str:
+        """Unique among the panels shown together; names of its sources and models begin with it."""
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def wide(self) -> bool:
+        """Whether its card takes the whole width of a narrow notebook."""
+
+    @property
+    def sources(self) -> Sequence[Columns]: ...
+
+    @property
+    def root(self) -> UIElement | None:
+        """Drawn in a card; its data sources carry the names of `sources`. None where words are all."""
+
+    def update(self, steps: Sequence[Step]) -> int:
+        """Takes new steps, writes them to the sources; returns the rows written."""
+
+    def patches(self) -> Patches:
+        """The present values of properties that change: ranges, axes that come and go."""
+
+    def captions(self) -> Captions: ...
+
+
+class Frame:
+    """What the time plots of one dashboard share: the axis of steps, and a marker at each change."""
+
+    def __init__(self, *, limit: int = STEP_LIMIT) -> None:
+        self.limit = limit
+        self.x_range = Range1d(start=0, end=50, name="frame.x")
+        self.markers = Columns("frame.markers", ["step"], texts=["label", "detail"], limit=100)
+        self.marker_source = twin(self.markers)
+        self._window = StepWindow(longest=limit)
+        self._step = 0
+        self._marks: list[tuple[int, str, str]] = []  # step, label, detail
+        self._written: list[str] = []
+
+    @property
+    def sources(self) -> Sequence[Columns]:
+        return (self.markers,)
+
+    def follow(self, steps: Sequence[Step]) -> None:
+        if steps:
+            self._step = steps[-1].number
+            self._write_markers()
+
+    def mark(self, step: int, label: str, detail: str) -> None:
+        """A line at `step` in every time plot: `label` is written along it, `detail` is for the hover."""
+        self._marks.append((step, label, detail))
+        self._write_markers()
+
+    def _write_markers(self) -> None:
+        """Labels stand where they have room: of markers too close together only the last is labelled."""
+        start, end = self._window.around(self._step)
+        room = LABEL_ROOM * (end - start)
+        nexts = [*(step for step, _, _ in self._marks), math.inf][1:]
+        labels = [
+            label if next_ - step > room else "" for (step, label, _), next_ in zip(self._marks, nexts, strict=True)
+        ]
+        if labels != self._written:
+            self._written = labels
+            rows = [[step] for step, _, _ in self._marks]
+            self.markers.replace(rows, {"label": labels, "detail": [detail for _, _, detail in self._marks]})
+
+    def patches(self) -> Patches:
+        start, end = self._window.around(self._step)
+        return {"frame.x": {"start": start, "end": end}}
+
+    def plot(self, name: str, y_label: str, *, y_start: float = 0.0, y_end: float = 1.0) -> figure:
+        """An empty time plot whose y range is called `<name>.y`."""
+        fig = plain_figure(
+            name, y_label, x_range=self.x_range, y_range=Range1d(start=y_start, end=y_end, name=f"{name}.y")
+        )
+        fig.xaxis.axis_label = "optimizer step"
+        fig.xaxis.ticker = AdaptiveTicker(mantissas=[1, 2, 5], min_interval=1, desired_num_ticks=6)
+        fig.xgrid.visible = False
+        # A press of Shift for the wheel: a notebook must scroll past the plots.
+        fig.add_tools(PanTool(dimensions="width"), WheelZoomTool(dimensions="width", modifiers={"shift": True}))
+        lines = fig.vspan(x="step", source=self.marker_source, line_width=1, line_dash="4 3", line_color="#6B7280")
+        tint(lines.glyph, line_color="ink.marker")
+        fig.add_tools(HoverTool(renderers=[lines], tooltips="@detail", name=f"{name}.marker_hover"))
+        return fig
+
+    def label_markers(self, fig: figure) -> None:
+        """Writes what changed along each marker, from the top down; called last, so that it stands before the data."""
+        fig.extra_y_ranges = {**fig.extra_y_ranges, "marker": Range1d(start=0, end=1)}
+        labels = fig.text(
+            x="step", y=0.99, text="label", y_range_name="marker", source=self.marker_source, angle=math.pi / 2,
+            text_align="right", text_baseline="top", x_offset=3, text_font_size="10px",
+        )  # fmt: skip
+        labels.glyph.background_fill_alpha = 0.6
+        tint(labels.glyph, text_color="ink.mean", background_fill_color="ink.gap")
+
+
+def twin(columns: Columns) -> ColumnDataSource:
+    """The empty Bokeh source that the page fills with the rows of `columns`."""
+    return ColumnDataSource({c: [] for c in (*columns.numbers, *columns.texts)}, name=columns.name)
+
+
+def tint(model: Any, **tokens: str) -> None:
+    """Says which theme token colours which property: the page paints it, and again when the theme changes."""
+    model.tags = [*model.tags, {"tint": tokens}]
+
+
+def plain_figure(name: str, y_label: str, **kwargs: Any) -> figure:
+    """A figure without furniture: no toolbar, no outline, one axis label a side."""
+    fig = figure(
+        name=name, height=HEIGHT_PX, sizing_mode="stretch_width", toolbar_location=None, tools="", min_border=4,
+        background_fill_alpha=0, border_fill_alpha=0, outline_line_alpha=0, **kwargs,
+    )  # fmt: skip
+    fig.yaxis.axis_label = y_label
+    for axis in fig.axis:
+        axis.axis_line_alpha = 0
+        axis.major_tick_line_alpha = 0
+        axis.minor_tick_line_alpha = 0
+        axis.axis_label_standoff = 6
+        axis.axis_label_text_font_style = "normal"
+        axis.axis_label_text_font_size = axis.major_label_text_font_size = "11px"
+        axis.formatter = NumeralTickFormatter(format="0,0.[0000]")
+    fig.yaxis.ticker = AdaptiveTicker(mantissas=[1, 2, 2.5, 5], desired_num_ticks=5)
+    return fig
+
+
+def hover(
+    fig: figure, renderer: Any, rows: Sequence[tuple[str, str]], *, mode: Literal["mouse", "vline"] = "vline"
+) -> None:
+    """A tooltip over `renderer`: label and Bokeh field expression for each line."""
+    tool = HoverTool(renderers=[renderer], tooltips=list(rows), mode=mode, attachment="horizontal")
+    fig.add_tools(tool)
+
+
+def rank_keys(world_size: int) -> tuple[Key, ...]:
+    """The legend of a plot with a line for each rank."""
+    return tuple(
+        Key(label=f"rank {r}", color=theme.rank_color(r), hatch="line" if theme.RANK_DASHES[r] == "solid" else "dashes")
+        for r in range(world_size)
+    )
+
+
+def notes_of(steps: Sequence[Step]) -> str:
+    """The sentences that the ranks of the last step say of their numbers, each once."""
+    said = dict.fromkeys(note for e in steps[-1].events for note in e.notes)
+    return " ".join(said)
+
+
+def window_max(columns: Columns, names: Sequence[str]) -> Any:
+    """The kept values of several columns, in one array."""
+    return np.concatenate([columns.column(n) for n in names]) if names else np.empty(0)

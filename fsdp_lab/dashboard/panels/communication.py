@@ -1,0 +1,157 @@
+"""Communication: the time that each rank's collectives take in a step, by kind, and the bytes they put on its link."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+
+import numpy as np
+from bokeh.layouts import row
+from bokeh.models import AdaptiveTicker, Range1d
+from bokeh.models.ui import UIElement
+from bokeh.plotting import figure
+
+from ...events import Traffic
+from .. import theme
+from ..columns import Columns
+from .base import Captions, Frame, Key, Patches, Step, hover, notes_of, plain_figure, tint, twin
+from .memory import BAR, paint_fill
+from .ranges import ZeroRange
+from .units import duration, traffic
+
+KINDS = tuple(theme.COMMUNICATION)
+RECENT_STEPS = 20
+BARS_EVERY_S = 0.5  # a median need not be painted ten times a second
+
+
+class CommunicationPanel:
+    """On the left a bar a rank, stacked by kind, median of the last steps; on the right the mean of ranks over steps.
+
+    Times are issue to completion: collectives that overlap with computing or with each other count in full, so a bar may
+    be longer than the step.
+    """
+
+    name = "communication"
+    title = "Communication"
+    wide = True
+
+    def __init__(self, frame: Frame, world_size: int) -> None:
+        self.world_size = world_size
+        link = [f"{k}_mb" for k in KINDS]
+        self._now = Columns("communication.now", ["rank", *KINDS, *link, "total", "zero"], texts=["label", "color"],
+                            limit=world_size)  # fmt: skip
+        self._over = Columns("communication.steps", ["step", *KINDS, "total", "step_ms"], limit=frame.limit)
+        self._now_range, self._over_range = ZeroRange(headroom=1.22, slack=0.6), ZeroRange()
+        self._recent: deque[Step] = deque(maxlen=RECENT_STEPS)
+        self._ordinary: deque[float] = deque(maxlen=frame.limit)  # ms per step, of the steps that count
+        self._drawn_s = 0.0  # when the bars were
+        self._seen: dict[str, None] = {}  # kinds met so far, as an ordered set
+        self._captions = Captions()
+        self._root = row(self._draw_now(), self._draw_over(frame), sizing_mode="stretch_width", spacing=16)
+
+    def _draw_now(self) -> figure:
+        fig = plain_figure(
+            "communication.now", "rank", x_range=Range1d(start=0, end=1, name="communication.now.x"),
+            y_range=Range1d(start=self.world_size - 0.4, end=-0.6),
+        )  # fmt: skip
+        fig.xaxis.axis_label = f"ms per step, median of the last {RECENT_STEPS}"
+        fig.ygrid.visible = False
+        fig.yaxis.ticker = AdaptiveTicker(mantissas=[1, 2, 5], min_interval=1, desired_num_ticks=8)
+        source = twin(self._now)
+        bars = fig.hbar_stack(list(KINDS), y="rank", height=BAR, source=source, line_width=1)
+        for name, bar in zip(KINDS, bars, strict=True):
+            paint_fill(bar.glyph, f"communication.{name}", theme.COMMUNICATION[name])
+        if self.world_size <= theme.MOST_LINES:
+            fig.rect(x=0, y="rank", width=8, width_units="screen", height=BAR + 0.06, fill_color="color", line_alpha=0,
+                     source=source)  # fmt: skip
+            text = fig.text(x="total", y="rank", text="label", x_offset=7, text_baseline="middle", source=source,
+                            text_font_size="11px")  # fmt: skip
+            tint(text.glyph, text_color="ink.peak")
+        whole = fig.hbar(y="rank", left="zero", right="total", height=0.9, source=source, fill_alpha=0, line_alpha=0)
+        rows = [(theme.COMMUNICATION[k].label, f"@{k}{{0,0.00}} ms, @{k}_mb{{0,0.00}} MB") for k in KINDS]
+        hover(fig, whole, [("rank", "@rank"), *rows], mode="mouse")
+        return fig
+
+    def _draw_over(self, frame: Frame) -> figure:
+        fig = frame.plot("communication.over", "ms per step, mean of ranks")
+        source = twin(self._over)
+        for name, area in zip(KINDS, fig.varea_stack(list(KINDS), x="step", source=source), strict=True):
+            paint_fill(area.glyph, f"communication.{name}", theme.COMMUNICATION[name], line=False)
+        total = fig.line("step", "total", source=source, line_alpha=0)
+        frame.label_markers(fig)
+        rows = [(theme.COMMUNICATION[k].label, f"@{k}{{0,0.00}} ms") for k in KINDS]
+        hover(fig, total, [("step", "@step"), *rows, ("all", "@total{0,0.00} ms"), ("step time", "@step_ms{0,0.0} ms")])
+        return fig
+
+    @property
+    def sources(self) -> Sequence[Columns]:
+        return (self._now, self._over)
+
+    @property
+    def root(self) -> UIElement:
+        return self._root
+
+    def update(self, steps: Sequence[Step]) -> int:
+        if not steps:
+            return 0
+        for s in steps:
+            if s.events[0].first_after_switch:
+                self._recent.clear()
+            if s.counts or not self._recent:
+                self._recent.append(s)
+            self._seen.update(dict.fromkeys(k for e in s.events for k in e.comm if e.comm[k].calls))
+        rows = [self._row(s) for s in steps]
+        written = self._over.append(rows)
+        now_s = steps[-1].events[0].end_unix_s
+        if now_s - self._drawn_s >= BARS_EVERY_S or len(self._recent) < RECENT_STEPS:
+            self._drawn_s = now_s
+            written += self._write_now()
+            self._now_range.cover(self._now.column("total"))
+        self._ordinary.extend(r[-2] for r, s in zip(rows, steps, strict=True) if s.counts)
+        self._over_range.cover(np.array(self._ordinary))  # the first step after a change may leave the frame
+        self._captions = self._words(steps)
+        return written
+
+    def _row(self, s: Step) -> list[float]:
+        kinds = [fmean(_of(e.comm, k).seconds for e in s.events) * 1e3 for k in KINDS]
+        return [s.number, *kinds, sum(kinds), s.step_time_s * 1e3]
+
+    def _write_now(self) -> int:
+        rows, labels, colors = [], [], []
+        for e in self._recent[-1].events:
+            mine = [x for s in self._recent for x in s.events if x.rank == e.rank]
+            ms = [median(_of(x.comm, k).seconds for x in mine) * 1e3 for k in KINDS]
+            mb = [median(_of(x.comm, k).link_bytes for x in mine) / 1e6 for k in KINDS]
+            rows.append([e.rank, *ms, *mb, sum(ms), 0.0])
+            labels.append(f"{duration(sum(ms) / 1e3)}")
+            colors.append(theme.rank_color(e.rank))
+        return self._now.replace(rows, {"label": labels, "color": colors})
+
+    def _words(self, steps: Sequence[Step]) -> Captions:
+        recent = list(self._recent)
+        seconds = median(fmean(sum(t.seconds for t in e.comm.values()) for e in s.events) for s in recent)
+        link = median(fmean(sum(t.link_bytes for t in e.comm.values()) for e in s.events) for s in recent)
+        share = 100 * seconds / median(s.step_time_s for s in recent)
+        legend = tuple(
+            Key(label=f.label, token=f"communication.{k}", hatch=f.hatch)
+            for k, f in theme.COMMUNICATION.items() if k in self._seen
+        )  # fmt: skip
+        return Captions(
+            reading=f"{duration(seconds)} per step ({share:.0f} % of it), {traffic(link)} over each rank's link",
+            legend=legend,
+            note=f"Issue to completion, overlapped time included. {notes_of(steps)}".strip(),
+        )
+
+    def patches(self) -> Patches:
+        return {
+            "communication.now.x": {"start": 0.0, "end": self._now_range.end},
+            "communication.over.y": {"start": 0.0, "end": self._over_range.end},
+        }
+
+    def captions(self) -> Captions:
+        return self._captions
+
+
+def _of(comm: Mapping[str, Traffic], kind: str) -> Traffic:
+    return comm.get(kind) or Traffic()

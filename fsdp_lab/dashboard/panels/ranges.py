@@ -1,0 +1,80 @@
+"""Axis ranges that do not jump: they grow at once, in round steps, and shrink late."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..columns import Numbers
+
+ROUND = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0)
+
+
+def round_up(value: float) -> float:
+    """The next round number: one of `ROUND` times a power of ten. `value` > 0."""
+    magnitude = 10.0 ** math.floor(math.log10(value))
+    return next(r * magnitude for r in ROUND if value <= r * magnitude * (1 + 1e-12))
+
+
+class StepWindow:
+    """The range of the axis of steps: from 0 in doubling lengths, then a window that moves in tenths."""
+
+    def __init__(self, *, shortest: int = 50, longest: int = 1000) -> None:
+        self.shortest = shortest
+        self.longest = longest
+
+    def around(self, step: int) -> tuple[float, float]:
+        """(start, end) with `step` inside."""
+        length = self.shortest
+        while length < self.longest and step + 1 > length:
+            length *= 2
+        length = min(length, self.longest)
+        moved = self.longest // 10
+        end = length if step + 1 <= length else math.ceil((step + 1) / moved) * moved
+        return float(end - length), float(end)
+
+
+class ZeroRange:
+    """From zero to a round number above the data. Shrinks only when the data would fill less than `slack` of it."""
+
+    def __init__(self, *, slack: float = 0.45, headroom: float = 1.12) -> None:
+        self.slack = slack
+        self.headroom = headroom
+        self.end = 1.0
+        self._fresh = True
+
+    def cover(self, values: Numbers) -> float:
+        """The end of a range from zero that holds `values` (NaN and infinity are passed over)."""
+        finite = values[np.isfinite(values)]
+        if finite.size == 0 or finite.max() <= 0:
+            return self.end
+        wanted = round_up(float(finite.max()) * self.headroom)
+        if self._fresh or wanted > self.end or wanted < self.slack * self.end:
+            self.end = wanted
+            self._fresh = False
+        return self.end
+
+
+class SpanRange:
+    """From below the least to above the greatest value, for quantities whose zero says nothing, such as a loss."""
+
+    def __init__(self, *, margin: float = 0.08, slack: float = 0.4) -> None:
+        self.margin = margin
+        self.slack = slack
+        self.start, self.end = 0.0, 1.0
+        self._fresh = True
+
+    def cover(self, values: Numbers) -> tuple[float, float]:
+        finite = values[np.isfinite(values)]
+        if finite.size == 0:
+            return self.start, self.end
+        low, high = float(finite.min()), float(finite.max())
+        inside = self.start <= low and high <= self.end
+        if self._fresh or not inside or (high - low) < self.slack * (self.end - self.start) > 0.2 * abs(high):
+            pad = max((high - low) * self.margin * 2, abs(high) * 0.01, 1e-9)
+            step = round_up((high - low + 2 * pad) / 10)
+            self.start = math.floor((low - pad) / step) * step
+            self.end = math.ceil((high + pad) / step) * step
+            self._fresh = False
+        return self.start, self.end

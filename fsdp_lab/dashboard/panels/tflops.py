@@ -1,0 +1,139 @@
+"""Model TFLOPS of every rank, and beside it the model FLOPs utilisation of the device's peak."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import fmean, median
+from typing import Any
+
+from bokeh.models import LinearAxis, NumeralTickFormatter, Range1d
+from bokeh.models.ui import UIElement
+
+from .. import theme
+from ..columns import Columns
+from .base import LINE_PX, Captions, Frame, Key, Patches, Step, hover, notes_of, rank_keys, tint, twin
+from .ranges import ZeroRange
+from .units import figures
+
+SMOOTH_STEPS = 9
+
+
+class TflopsPanel:
+    """One line a rank in the rank's colour; above `theme.MOST_LINES` ranks the mean in a band from least to most."""
+
+    name = "tflops"
+    title = "Compute"
+    wide = False
+
+    def __init__(self, frame: Frame, world_size: int) -> None:
+        self.world_size = world_size
+        self._lines = world_size <= theme.MOST_LINES
+        self._ranks = [f"rank_{r}" for r in range(world_size)] if self._lines else []
+        self._table = Columns(
+            "tflops.steps", ["step", "mean", "least", "most", "mfu_percent", *self._ranks], limit=frame.limit
+        )
+        self._range = ZeroRange()
+        self._recent: deque[float] = deque(maxlen=SMOOTH_STEPS)
+        self._peak: tuple[float, str] | None = None
+        self._captions = Captions()
+        fig = frame.plot("tflops", "model TFLOPS per rank")
+        source = twin(self._table)
+        if self._lines:
+            for r, column in enumerate(self._ranks):
+                fig.line("step", column, source=source, line_width=LINE_PX, line_color=theme.rank_color(r),
+                         line_dash=theme.RANK_DASHES[r])  # fmt: skip
+            over = fig.line("step", "mean", source=source, line_alpha=0)
+            rows = [("step", "@step"), *((f"rank {r}", f"@{c}{{0.0000}}") for r, c in enumerate(self._ranks))]
+        else:
+            band = fig.varea(x="step", y1="least", y2="most", source=source, fill_alpha=0.5)
+            tint(band.glyph, fill_color="ink.band")
+            over = fig.line("step", "mean", source=source, line_width=LINE_PX)
+            tint(over.glyph, line_color="ink.mean")
+            rows = [
+                ("step", "@step"),
+                ("mean", "@mean{0.0000}"),
+                ("least", "@least{0.0000}"),
+                ("most", "@most{0.0000}"),
+            ]
+        hover(fig, over, [*rows, ("MFU, mean", "@mfu_percent{0.0} %")])
+        fig.extra_y_ranges = {"mfu": Range1d(start=0, end=1, name="tflops.mfu")}
+        fig.add_layout(self._mfu_axis(), "right")
+        frame.label_markers(fig)
+        self._fig = fig
+
+    def _mfu_axis(self) -> LinearAxis:
+        return LinearAxis(
+            y_range_name="mfu", name="tflops.mfu_axis", axis_label="MFU (%)", visible=False, axis_line_alpha=0,
+            major_tick_line_alpha=0, minor_tick_line_alpha=0, axis_label_text_font_style="normal",
+            axis_label_text_font_size="11px", major_label_text_font_size="11px", axis_label_standoff=6,
+            formatter=NumeralTickFormatter(format="0,0.[0]"),  # type: ignore[arg-type]  # Bokeh's stub is too narrow
+        )  # fmt: skip
+
+    @property
+    def sources(self) -> Sequence[Columns]:
+        return (self._table,)
+
+    @property
+    def root(self) -> UIElement:
+        return self._fig
+
+    def update(self, steps: Sequence[Step]) -> int:
+        if not steps:
+            return 0
+        self._peak = _common_peak(steps[-1])
+        written = self._table.append([self._row(s) for s in steps])
+        self._range.cover(self._table.column("mean" if not self._lines else "most")[-300:])
+        if self._recent:
+            self._captions = self._words(steps)
+        return written
+
+    def _row(self, s: Step) -> list[float]:
+        by_rank = {e.rank: e.tflops for e in s.events}
+        mean = fmean(by_rank.values())
+        if s.events[0].first_after_switch:
+            self._recent.clear()
+        if s.counts:
+            self._recent.append(mean)
+        shares = [e.mfu for e in s.events if e.mfu is not None]
+        mfu_percent = 100 * fmean(shares) if shares else math.nan
+        ranks = s.by_rank(by_rank) if self._lines else []
+        return [s.number, mean, min(by_rank.values()), max(by_rank.values()), mfu_percent, *ranks]
+
+    def _words(self, steps: Sequence[Step]) -> Captions:
+        tflops = median(self._recent)
+        reading = f"{figures(tflops)} TFLOPS per rank"
+        note = notes_of(steps)
+        if self._peak is not None:
+            peak, source = self._peak
+            reading += f", {100 * tflops * 1e12 / peak:.0f} % MFU"
+            note = f"MFU is relative to {figures(peak / 1e12)} TFLOPS a rank{f' ({source})' if source else ''}. {note}"
+        mean = Key(label="mean of ranks", token="ink.mean", hatch="line")
+        legend = rank_keys(self.world_size) if self._lines else (mean, Key(label="least to most", token="ink.band"))
+        return Captions(reading=reading, legend=legend, note=note.strip())
+
+    def patches(self) -> Patches:
+        changes: dict[str, dict[str, Any]] = {
+            "tflops.y": {"start": 0.0, "end": self._range.end},
+            "tflops.mfu_axis": {"visible": False},
+        }
+        if self._peak is not None:
+            percent = 100 * self._range.end * 1e12 / self._peak[0]
+            changes["tflops.mfu"] = {"start": 0.0, "end": percent}
+            changes["tflops.mfu_axis"] = {"visible": True}
+        return changes
+
+    def captions(self) -> Captions:
+        return self._captions
+
+
+def _common_peak(step: Step) -> tuple[float, str] | None:
+    """The peak that all ranks share, in FLOP/s, and where it comes from; None where one axis cannot serve all."""
+    first = step.events[0]
+    if not first.peak_flops_per_s or any(e.peak_flops_per_s is None for e in step.events):
+        return None
+    peaks = [e.peak_flops_per_s for e in step.events if e.peak_flops_per_s]
+    if max(peaks) > 1.25 * min(peaks):
+        return None
+    return fmean(peaks), first.peak_source

@@ -1,0 +1,71 @@
+"""Colours: one fixed palette for ranks, two of another kind for what is stacked inside a rank.
+
+Ranks are hues: six of Okabe and Ito, and two darker ones found by maximising the smallest distance to them under
+simulated protanopia, deuteranopia and tritanopia. Classes of memory and kinds of communication are lightness ramps of
+one muted hue each, with hatching where lightness would not be enough, so that none of them can be read as a rank.
+`tests/dashboard/test_theme.py` measures both claims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+RANKS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#962C18", "#5F5566")
+RANK_DASHES = ("solid", "solid", "solid", "solid", "6 2", "6 2", "6 2", "6 2")
+MOST_LINES = len(RANKS)  # above this, panels draw bands: a reader cannot tell more lines apart
+
+
+def rank_color(rank: int) -> str:
+    """The colour of a rank, the same in every panel; above `MOST_LINES` ranks it is not used."""
+    return RANKS[rank % len(RANKS)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fill:
+    """How one class or kind is filled: a colour for each theme, and a hatch (a Bokeh pattern, " " for none)."""
+
+    label: str
+    light: str
+    dark: str
+    hatch: str = " "
+
+
+MEMORY: Mapping[str, Fill] = {
+    "parameters": Fill(label="parameters", light="#3B3670", dark="#D6D0F2"),
+    "gradients": Fill(label="gradients", light="#6D66A6", dark="#A79DD9"),
+    "optimizer": Fill(label="optimizer state", light="#A29CCB", dark="#786EB8"),
+    "working": Fill(label="working", light="#DAD7EA", dark="#4B4480", hatch="/"),
+    "host": Fill(label="on the host", light="#F1F0F6", dark="#2C2A3A", hatch="x"),
+}
+
+COMMUNICATION: Mapping[str, Fill] = {
+    "all_gather": Fill(label="all-gather", light="#4A3A2A", dark="#EBDCC6"),
+    "reduce_scatter": Fill(label="reduce-scatter", light="#8A6F52", dark="#C4A988"),
+    "all_reduce": Fill(label="all-reduce", light="#BBA284", dark="#957A5B"),
+    "all_to_all": Fill(label="all-to-all", light="#8A6F52", dark="#C4A988", hatch="/"),
+    "broadcast": Fill(label="broadcast", light="#DDCDB8", dark="#6B5640", hatch="\\"),
+    "barrier": Fill(label="barrier", light="#DDCDB8", dark="#6B5640", hatch="x"),
+    "other": Fill(label="other", light="#EFE7DC", dark="#463A2D", hatch="."),
+    "control": Fill(label="control", light="#EFE7DC", dark="#463A2D", hatch="-"),
+}
+
+# Ink of what is neither a rank nor a class: means, bands, peaks, markers.
+INK: Mapping[str, Fill] = {
+    "mean": Fill(label="all ranks", light="#1F2A37", dark="#E5E7EB"),
+    "faint": Fill(label="each step", light="#9AA3AE", dark="#6B7280"),
+    "band": Fill(label="least to most", light="#B8C0CC", dark="#4B5563"),
+    "peak": Fill(label="peak", light="#1F2A37", dark="#F3F4F6"),
+    "marker": Fill(label="change", light="#6B7280", dark="#9CA3AF"),
+    "gap": Fill(label="gap", light="#FFFFFF", dark="#111111"),
+}
+
+
+def tokens() -> dict[str, dict[str, str]]:
+    """Theme -> token -> colour, for the page: `memory.parameters`, `communication.all_gather`, `ink.mean`."""
+    groups = {"memory": MEMORY, "communication": COMMUNICATION, "ink": INK}
+    named = {f"{group}.{name}": fill for group, fills in groups.items() for name, fill in fills.items()}
+    return {
+        "light": {name: fill.light for name, fill in named.items()},
+        "dark": {name: fill.dark for name, fill in named.items()},
+    }

@@ -1,0 +1,198 @@
+"""JupyterLab in a process of its own and a page of chromium that drives it, offline and with private settings."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from playwright.sync_api import Browser, Page, Playwright
+
+REPO = Path(__file__).resolve().parents[2]
+CHROMIUM_FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--disable-default-apps",
+]  # fmt: skip
+LOCAL = ("http://127.0.0.1", "ws://127.0.0.1", "data:", "blob:")
+
+# What a page says that is not about us.
+NOT_OURS = (
+    "favicon",
+    "Failed to load resource",  # JupyterLab asks for optional settings and workspaces that are not there
+)
+
+IDLE = """() => {
+  const session = window.jupyterapp?.shell?.currentWidget?.sessionContext?.session;
+  return session?.kernel?.status === 'idle' && session?.kernel?.connectionStatus === 'connected';
+}"""
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def find_chromium() -> str | None:
+    """Debian's chromium, or another one on the path."""
+    return next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
+
+
+class JupyterServer:
+    """JupyterLab on a free loopback port, with a token, on a folder of its own, ended by its process id."""
+
+    def __init__(self, home: Path) -> None:
+        self.root = home / "notebooks"
+        self.root.mkdir(parents=True)
+        self.port = free_port()
+        self.token = secrets.token_hex(16)
+        self.log = home / "jupyter.log"
+        quiet = home / "settings/@jupyterlab/apputils-extension"
+        quiet.mkdir(parents=True)
+        (quiet / "notification.jupyterlab-settings").write_text(
+            json.dumps({"fetchNews": "false", "checkForUpdates": False})
+        )
+        env = {
+            **os.environ,
+            "JUPYTER_CONFIG_DIR": str(home / "config"),
+            "JUPYTER_DATA_DIR": str(home / "data"),
+            "JUPYTER_RUNTIME_DIR": str(home / "runtime"),
+            "IPYTHONDIR": str(home / "ipython"),
+            "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
+            "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
+            "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")]),
+        }
+        command = [
+            sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1",
+            f"--ServerApp.port={self.port}", "--ServerApp.port_retries=0", f"--IdentityProvider.token={self.token}",
+            f"--ServerApp.root_dir={self.root}", "--LabApp.expose_app_in_browser=True", "--LabApp.news_url=None",
+        ]  # fmt: skip
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=home, start_new_session=True
+            )
+        self._await_start()
+
+    def _await_start(self, timeout_s: float = 90) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with contextlib.suppress(OSError):
+                self.api("/api/status")
+                return
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"JupyterLab did not start:\n{self.log.read_text()[-3000:]}")
+            time.sleep(0.1)  # between two questions whether it is there, no measure of anything
+
+    def api(self, path: str, method: str = "GET") -> Any:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", method=method, headers={"Authorization": f"token {self.token}"}
+        )
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            body = answer.read()
+        return json.loads(body) if body else None
+
+    def url(self, notebook: str, *, reset: bool = True) -> str:
+        return f"http://127.0.0.1:{self.port}/lab/tree/{notebook}?token={self.token}" + ("&reset" if reset else "")
+
+    def write(self, name: str, cells: Sequence[str]) -> str:
+        """A notebook of code cells in the server's folder."""
+        notebook = nbformat.v4.new_notebook()
+        notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        notebook.cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
+        nbformat.write(notebook, self.root / name)
+        return name
+
+    def end_kernels(self) -> None:
+        for kernel in self.api("/api/kernels"):
+            with contextlib.suppress(urllib.error.HTTPError):
+                self.api(f"/api/kernels/{kernel['id']}", "DELETE")
+
+    def stop(self) -> None:
+        with contextlib.suppress(Exception):
+            self.end_kernels()
+        self.process.terminate()
+        try:
+            self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+class Notebook:
+    """A notebook open in a page, with what went wrong in that page."""
+
+    def __init__(self, page: Page, server: JupyterServer) -> None:
+        self.page = page
+        self.server = server
+        self.wrong: list[str] = []
+        page.on("console", lambda m: self._console(m.type, m.text))
+        page.on("pageerror", lambda e: self.wrong.append(f"page error: {e}"))
+        page.on("request", lambda r: r.url.startswith(LOCAL) or self.wrong.append(f"external request: {r.url}"))
+
+    def _console(self, kind: str, text: str) -> None:
+        if kind == "error" and not any(part in text for part in NOT_OURS):
+            self.wrong.append(f"console error: {text[:500]}")
+
+    def open(self, name: str, *, reset: bool = True) -> None:
+        self.page.goto(self.server.url(name, reset=reset))
+        self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+        self.page.wait_for_function(IDLE, timeout=60_000)
+
+    def command(self, name: str, args: dict[str, Any] | None = None) -> None:
+        """Runs a command of JupyterLab and waits for it."""
+        self.page.evaluate("async ([name, args]) => { await window.jupyterapp.commands.execute(name, args) }",
+                           [name, args or {}])  # fmt: skip
+
+    def run_all(self, *, wait: bool = True, timeout_ms: int = 120_000) -> None:
+        self.page.evaluate("""() => { window.ranAll = null;
+            window.jupyterapp.commands.execute('notebook:run-all-cells').then(r => { window.ranAll = String(r) }) }""")
+        if wait:
+            self.page.wait_for_function("() => window.ranAll !== null", timeout=timeout_ms)
+
+    def execute(self, code: str) -> str:
+        """Runs code in the notebook's kernel, beside its cells; returns what it printed, or its error."""
+        return str(self.page.evaluate("""async (code) => {
+            const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+            let out = '';
+            const future = kernel.requestExecute({ code, stop_on_error: false });
+            future.onIOPub = (m) => {
+              if (m.header.msg_type === 'stream') out += m.content.text;
+              if (m.header.msg_type === 'error') out += m.content.ename + ': ' + m.content.evalue;
+            };
+            await future.done;
+            return out; }""", code))  # fmt: skip
+
+    def theme(self, name: str) -> None:
+        """ "JupyterLab Light" or "JupyterLab Dark"."""
+        self.command("apputils:change-theme", {"theme": name})
+        self.page.wait_for_function(
+            "(dark) => (document.body.dataset.jpThemeLight === 'false') === dark", arg=name.endswith("Dark")
+        )
+
+    def outputs(self) -> list[str]:
+        return list(
+            self.page.evaluate("""() => [...document.querySelectorAll('.jp-CodeCell')].map(c =>
+            [...c.querySelectorAll('.jp-OutputArea-output')].map(o => o.innerText.slice(0, 800)).join('|'))""")
+        )
+
+
+@contextlib.contextmanager
+def chromium(playwright: Playwright) -> Iterator[Browser]:
+    browser = playwright.chromium.launch(executable_path=find_chromium(), headless=True, args=CHROMIUM_FLAGS)
+    try:
+        yield browser
+    finally:
+        browser.close()

@@ -1,0 +1,186 @@
+"""A lab without processes: plausible events from a thread, so that the dashboard can be tested and looked at by itself.
+
+It has the members of `fsdp_lab.lab.Lab` and `Run` that the dashboard uses, and nothing behind them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import threading
+import time
+from typing import Any
+
+from fsdp_lab.events import Memory, StepEvent, Traffic
+from fsdp_lab.runs import EventStore, RunState, Switch, Ticket
+from fsdp_lab.spec import Spec, SpecError
+
+PARAMETERS = {"gpt2-1m": 1_100_000, "gpt2-10m": 10_600_000, "gpt2-124m": 124_000_000}
+MIB = 1 << 20
+
+
+def event(spec: Spec, run: str, rank: int, step: int, *, first: bool = False, seed: int = 0) -> StepEvent:
+    """One plausible event of `spec`; the same arguments give the same event but for its time."""
+    chance = random.Random((seed, rank, step).__repr__())
+    s, w, world = spec.strategy, spec.workload, spec.world_size
+    name = w.model if isinstance(w.model, str) else "gpt2-10m"
+    n = PARAMETERS.get(name, 10_600_000)
+    half = 0.5 if s.precision != "fp32" else 1.0
+    shards = spec.shard_factor
+    kept = 1 if s.sharding in ("no_shard", "shard_grad_op", "hybrid_shard_zero2") else shards
+    parameters, gradients, optimizer = 4 * n // shards, 4 * n // shards, 8 * n // shards
+    host = 0
+    if s.offload == "optimizer":
+        host, gradients, optimizer = gradients + optimizer, 0, 0
+    elif s.offload == "all":
+        host, parameters, gradients, optimizer = parameters + gradients + optimizer, 0, 0, 0
+    tokens = w.micro_batch * w.accumulate * w.seq_len
+    working = int((40_000 * tokens / w.accumulate * (0.4 if s.recompute == "full" else 1) + 4 * n / kept * 0.4) * half)
+    working = int(working * (1 + 0.03 * chance.random() + 0.05 * rank / world))
+    flops = 6 * n * tokens
+    speed = 45e9 * (1.4 if half < 1 else 1) * (1 + 0.05 * math.sin(rank))
+    payload = 4 * n * half
+    per_s = 1.2e9 / world
+    comm = {"control": Traffic(calls=1, link_bytes=4, seconds=0.0004)}
+    ring = (world - 1) / world
+    if s.sharding == "no_shard":
+        comm["all_reduce"] = Traffic(calls=5, link_bytes=int(2 * ring * payload), seconds=2 * ring * payload / per_s)
+    else:
+        gathers = 1 if s.sharding in ("shard_grad_op", "hybrid_shard_zero2") else 2
+        comm["all_gather"] = Traffic(
+            calls=6 * gathers, link_bytes=int(gathers * ring * payload), seconds=gathers * ring * payload / per_s
+        )
+        comm["reduce_scatter"] = Traffic(calls=6, link_bytes=int(ring * payload), seconds=ring * payload / per_s)
+    noise = 1 + 0.12 * chance.random() + (0.05 if rank % 2 else 0)
+    comm = {k: Traffic(calls=t.calls, link_bytes=t.link_bytes, seconds=t.seconds * noise) for k, t in comm.items()}
+    step_time = (flops / speed + 0.3 * sum(t.seconds for t in comm.values())) * noise
+    step_time *= 1.5 if s.offload != "none" else 1.0
+    if first:
+        step_time *= 6
+        comm = {k: Traffic(calls=t.calls, link_bytes=t.link_bytes, seconds=t.seconds * 4) for k, t in comm.items()}
+    loss = 2.1 + 3.9 * math.exp(-step / 160) + 0.05 * chance.random()
+    return StepEvent(
+        run=run, spec_id=spec.id, rank=rank, world_size=world, step=step, samples=(step + 1) * spec.global_batch,
+        end_unix_s=time.time(), step_time_s=step_time, tokens=tokens, loss=loss, mean_loss=loss,
+        grad_norm=0.4 + chance.random() / 5, flops=flops, peak_flops_per_s=110e9, peak_source="measured, 512 x 512 fp32",
+        memory=Memory(
+            parameters_bytes=parameters, gradients_bytes=gradients, optimizer_bytes=optimizer, host_bytes=host,
+            working_bytes=working, peak_bytes=parameters + gradients + optimizer + working, rss_bytes=900 * MIB,
+        ),
+        comm=comm, first_after_switch=first, ledger=step % 50 == 10,
+        notes=("CPU and Gloo: the shapes are right, the times are not a GPU's.",),
+    )  # fmt: skip
+
+
+class FakeRun:
+    """Makes a step of all ranks every `step_s` in a thread."""
+
+    def __init__(self, run_id: str, spec: Spec, *, steps: int | None, step_s: float) -> None:
+        self.id = run_id
+        self.spec = spec
+        self.pending: Spec | None = None
+        self.state = RunState.STARTING
+        self.reason = ""
+        self.error: BaseException | None = None
+        self.events = EventStore()
+        self.switches: list[Switch] = []
+        self.applies: list[dict[str, Any]] = []
+        self.refuses = ""  # the name of a field that these ranks refuse to change
+        self._tickets: list[Ticket] = []
+        self._steps = steps
+        self._step_s = step_s
+        self._halt = threading.Event()
+        self._go = threading.Event()
+        self._go.set()
+        self._thread = threading.Thread(target=self._train, name=f"fake-{run_id}", daemon=True)
+        self._thread.start()
+
+    def apply(self, spec: Spec | None = None, **changes: Any) -> Ticket:
+        wanted = (spec or self.pending or self.spec).replace(**changes)
+        self.applies.append(self.spec.difference(wanted))
+        ticket = Ticket(wanted)
+        self._tickets.append(ticket)
+        self.pending = wanted
+        return ticket
+
+    def pause(self) -> None:
+        self._go.clear()
+        self.state = RunState.PAUSED
+
+    def resume(self) -> None:
+        self.state = RunState.RUNNING
+        self._go.set()
+
+    def stop(self, timeout_s: float = 2.0, reason: str = "") -> bool:
+        if not self.state.over:
+            self.state, self.reason = RunState.STOPPING, reason
+        self._halt.set()
+        self._go.set()
+        if timeout_s > 0:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._thread.join(timeout)
+
+    def _train(self) -> None:
+        first = True
+        self.switches.append(Switch(step=0, before=None, after=self.spec, seconds=0.0, carried=False))
+        self.state = RunState.RUNNING
+        step, done = 0, 0
+        while done != self._steps and not self._halt.wait(self._step_s):
+            self._go.wait()
+            if self._halt.is_set():
+                break
+            if self.pending is not None:
+                step, first = self._switch(step), True
+            self.events.add([event(self.spec, self.id, r, step, first=first) for r in range(self.spec.world_size)])
+            first = False
+            step, done = step + 1, done + 1
+        self.state = RunState.STOPPED if self._halt.is_set() else RunState.FINISHED
+        for ticket in self._tickets:
+            ticket.settle(None, None)
+
+    def _switch(self, step: int) -> int:
+        """Applies what is pending; returns the step to go on with."""
+        after, self.pending = self.pending, None
+        assert after is not None
+        tickets, self._tickets = self._tickets, []
+        if self.refuses and self.refuses in self.spec.difference(after):
+            for ticket in tickets:
+                ticket.settle(None, SpecError(f"strategy.{self.refuses}", "the ranks cannot", "choose another"))
+            return step
+        carried = after.workload.model == self.spec.workload.model
+        switch = Switch(step=step if carried else 0, before=self.spec, after=after, seconds=0.41, carried=carried)
+        if not carried:
+            self.events.restart(0)
+        self.spec = after
+        self.switches.append(switch)
+        for ticket in tickets:
+            ticket.settle(switch, None)
+        return switch.step
+
+
+class FakeLab:
+    """See the module."""
+
+    def __init__(self, ranks: int = 2, *, step_s: float = 0.1) -> None:
+        self.ranks = ranks
+        self.spec = Spec(world_size=ranks)
+        self.current: FakeRun | None = None
+        self.step_s = step_s
+        self.closed = False
+        self._ids = itertools.count(1)
+
+    def run(self, spec: Spec | None = None, *, steps: int | None = None, fresh: bool = True, **changes: Any) -> FakeRun:
+        self.spec = (spec or self.spec).replace(**changes)
+        if self.current is not None:
+            self.current.stop()
+        self.current = FakeRun(f"run-{next(self._ids)}", self.spec, steps=steps, step_s=self.step_s)
+        return self.current
+
+    def close(self) -> None:
+        if self.current is not None:
+            self.current.stop()
+        self.closed = True
