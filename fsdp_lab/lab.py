@@ -21,6 +21,8 @@ from fsdp_lab.spec import Spec, SpecError
 
 REPLACE_S = 15.0  # for a run to end that another one replaces; ranks that do not answer are ended before that
 
+KEY = "_fsdp_lab_open"  # in the notebook's namespace
+
 Say = Callable[[Progress], None]
 
 
@@ -44,6 +46,8 @@ class Lab:
         reduction: "auto", "rank_ordered" (equal bits for every backend) or "native".
         take_busy: use GPUs that somebody else is using, too.
         timeout_s: for starting, and for a collective whose peer is missing.
+        alongside: in a notebook, a new lab closes the one before it, because a cell that is run again would leave that
+            one's ranks behind; True keeps both.
         options: for `fsdp_lab.cluster.Cluster`.
 
     Raises:
@@ -60,6 +64,7 @@ class Lab:
         reduction: str = "auto",
         take_busy: bool = False,
         timeout_s: float = 60,
+        alongside: bool = False,
         **options: Any,
     ) -> None:
         if ranks is not None and (not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1):
@@ -80,10 +85,24 @@ class Lab:
             say=self._say,
             **options,
         )
+        if not alongside:
+            self._succeed()
         self._cluster.start()
         self._activate()
         self._at_exit = _closer(weakref.ref(self), self._owner)
         atexit.register(self._at_exit)
+
+    def _succeed(self) -> None:
+        """Takes the place of this notebook's former lab, which its namespace remembers."""
+        from IPython.core.getipython import get_ipython
+
+        shell = get_ipython()
+        if shell is None:
+            return
+        former = shell.user_ns.get(KEY)
+        if isinstance(former, Lab):
+            former.close()
+        shell.user_ns[KEY] = self
 
     # -- runs -------------------------------------------------------------------------------------------------------
 

@@ -145,7 +145,7 @@ def describe(probe: bool) -> dict[str, Any]:
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "python": platform.python_version(),
-        "address": own_address(),
+        "address": own_address() if probe else "",  # looked up where ranks may be on several machines
     }
     if probe:
         from fsdp_lab.cluster.placement import probe as look

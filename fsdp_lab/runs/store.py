@@ -1,7 +1,7 @@
 """`EventStore`: the step events of one run, in the order in which they arrived.
 
 Append-only and thread-safe: ipyparallel's IO thread appends, everyone else reads. Bounded: it keeps the newest `CAP`
-events (about 1.5 kB each, so 75 MB; at two ranks 25,000 steps) and says how many it let go.
+events (about 0.7 kB each, so 70 MB; at two ranks 50,000 steps) and says how many it let go.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdp_lab.events import StepEvent
 
-CAP = 50_000  # events, over all ranks
+CAP = 100_000  # events, over all ranks
 
 
 class _Seen:
