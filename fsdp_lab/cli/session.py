@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from fsdp_lab.cli.console import Refused, unhurried
+from fsdp_lab.cli.console import Failed, Refused, unhurried
 from fsdp_lab.spec import SpecError
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ def console() -> Console:
 
 @contextlib.contextmanager
 def lab(console: Console, ranks: int, devices: Sequence[str] | None) -> Iterator[Lab]:
-    """A lab that is closed whatever happens. Raises Refused where the ranks cannot start."""
-    from fsdp_lab.cluster import StartError
+    """A lab that is closed whatever happens. Raises Refused or Failed where the ranks cannot start or join."""
+    from fsdp_lab.cluster import ClusterError, StartError
     from fsdp_lab.lab import Lab
 
     warnings.filterwarnings("ignore", module="ipyparallel|jupyter_client|zmq")
@@ -43,6 +43,8 @@ def lab(console: Console, ranks: int, devices: Sequence[str] | None) -> Iterator
             )
         except StartError as e:
             raise Refused(str(e)) from e
+        except ClusterError as e:
+            raise Failed(str(e)) from e
     try:
         for note in opened.notes:
             console.print(f"note: {note}", style="dim", markup=False)
