@@ -189,6 +189,8 @@ def verdict(what: str, outcomes: Mapping[int, Outcome]) -> Exception | None:
     stuck = [o.stuck for o in outcomes.values() if o.stuck]
     if stuck and not causes:
         return stuck[0]
+    if said and not causes and any("interrupted" in o.error["reason"] for o in said.values() if o.error):
+        return Interrupted(f"{what} was interrupted")
     if causes := causes or said:
         rank, first = min(causes.items(), key=lambda item: item[1].error["unix_s"])  # type: ignore[index]
         assert first.error is not None

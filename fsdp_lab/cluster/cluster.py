@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -185,6 +186,8 @@ class Cluster:
             self._must_run()
             self._started_s = time.monotonic()
             try:
+                if self._engines is not None and self._engines.broken:
+                    self._reopen()
                 self._assemble(ranks, devices)
             except BaseException:
                 self._close()
@@ -214,17 +217,28 @@ class Cluster:
         self._watcher = threading.Thread(target=self._watch, name="fsdp_lab-watcher", daemon=True)
         self._watcher.start()
         self._tell("starting engines", 0, self._wanted or 2)
+        if self._given is None:  # a refusal costs nothing yet
+            place([probe()] * (self._wanted or 2), self._devices, take_busy=self._take_busy)
+        self._connect()
+
+    def _connect(self) -> None:
         if self._given is not None:
             self._engines = GivenEngines(self._given, self._timeout_s)
         else:
-            place(
-                [probe()] * (self._wanted or 2), self._devices, take_busy=self._take_busy
-            )  # a refusal costs nothing yet
             environment = engine_environment(self._token, self._wanted or 2, self._environment)
             self._engines = LocalEngines(self._token, environment, self._ended, self._timeout_s)
         # The client calls these on its IO thread when the hub says that an engine came or went. `wait_for_engines` uses
         # the same list; there is no public way to be told.
         self._engines.client._registration_callbacks.append(self._hub_says)
+
+    def _reopen(self) -> None:
+        """The controller is gone, and the engines are of no use without it: all of it anew."""
+        assert self._engines is not None
+        with self._lock:
+            self._members = []
+        self._engines.close()
+        self._token = secrets.token_hex(8)
+        self._connect()
 
     def _close(self) -> None:
         if self._closed:
@@ -333,6 +347,7 @@ class Cluster:
 
     def _join(self, reports: Sequence[Mapping[str, Any]]) -> None:
         n = len(reports)
+        self.call("take", owner=self._token, timeout_s=self._timeout_s)
         self._tell("importing torch", 0, n)
         self.call("load", module=self._module, timeout_s=2 * self._timeout_s)
         self._tell("joining ranks", 0, n)
@@ -406,7 +421,7 @@ class Cluster:
                 member = members[rank]
                 member.turn(what)
                 try:
-                    future = member.view.apply_async(remote.call, what, dict(arguments))
+                    future = member.view.apply_async(remote.call, what, dict(arguments), self._token)
                 except Exception as e:  # the engine is unknown by now, or the connection is closed
                     error = {"kind": type(e).__name__, "reason": str(e), "trace": "", "unix_s": time.time()}
                     call.finish(rank, Outcome(error=error, unix_s=time.time()))
@@ -449,17 +464,23 @@ class Cluster:
         self.signal([m.rank for m in self._members if m.doing and m.lost is None])
 
     def signal(self, ranks: Sequence[int]) -> None:
-        """SIGINT, through each engine's nanny, so that busy engines and those on other machines get it too.
+        """SIGINT: to the process itself on this machine, elsewhere by the engine's nanny, which a busy engine has too.
 
         Returns when all are delivered, or after a second. The kernel's own interrupt does not reach engines.
         """
         if self._engines is None:
             return
         client, sent = self._engines.client, []
-        with self._sending:
-            for rank in ranks:
-                with contextlib.suppress(Exception):  # gone in this moment: the watcher says so
-                    sent.append(client.send_signal("SIGINT", targets=[self._members[rank].engine], block=False))
+        for member in [self._members[rank] for rank in ranks]:
+            try:
+                if member.process is None:
+                    raise LookupError
+                member.process.send_signal(signal.SIGINT)
+            except (LookupError, psutil.AccessDenied):
+                with self._sending, contextlib.suppress(Exception):  # gone in this moment: the watcher says so
+                    sent.append(client.send_signal("SIGINT", targets=[member.engine], block=False))
+            except psutil.Error:
+                continue
         deadline = time.monotonic() + SIGNAL_S
         for future in sent:
             with contextlib.suppress(Exception):
@@ -468,7 +489,7 @@ class Cluster:
     def ping(self, rank: int, answered: Callable[[], None]) -> None:
         """Asks an engine for any sign of life, behind what it is doing."""
         with self._sending, contextlib.suppress(Exception):
-            future = self._members[rank].view.apply_async(remote.call, "ping", {})
+            future = self._members[rank].view.apply_async(remote.call, "ping", {}, self._token)
             future.add_done_callback(lambda f: answered() if f.exception() is None else None)
 
     def end_rank(self, rank: int) -> bool:
@@ -508,22 +529,33 @@ class Cluster:
     def _watch(self) -> None:
         while (death := self._deaths.get()) is not None:
             by, number, code = death
+            if self._engines is not None and by == "pid" and number == self._engines.controller_pid:
+                self._bury_all(f"is out of reach, because ipyparallel's controller {describe_exit(code)}")
+                continue
             with self._lock:
                 found = [m for m in self._members if (m.pid if by == "pid" else m.engine) == number and m.lost is None]
                 meant = number in self._leaving if by == "pid" else bool(found) and found[0].pid in self._leaving
             if found and not meant and not self._closed:
                 self._bury(found[0], code)
 
+    def _bury_all(self, fate: str) -> None:
+        """No rank can be reached any more."""
+        for member in [m for m in self._members if m.lost is None and not self._closed]:
+            member.fate = fate
+            self._bury(member, None)
+
     def _bury(self, member: Member, code: int | None) -> None:
         """Says that a rank is gone: to its call, to status, to the callbacks."""
         unix_s, doing = time.time(), member.doing
         engines = self._engines
         deadline = time.monotonic() + 0.5  # the exit code comes by another way than the news
-        while engines is not None and engines.owned and code is None and time.monotonic() < deadline:
+        while (
+            engines is not None and engines.owned and code is None and not member.fate and time.monotonic() < deadline
+        ):
             code = engines.exit_code(member.pid)
             time.sleep(0.01)
         reason = member.fate or describe_exit(code)
-        if code is None and member.process is not None and member.process.is_running():
+        if code is None and not member.fate and member.process is not None and member.process.is_running():
             reason = "no longer answers (stopped, or its machine stands still), so it is left out"
             if engines is not None:
                 engines.end([member.pid], term_s=0.1)

@@ -28,9 +28,14 @@ PUBLISH_EVERY_S = 0.04  # at most 25 messages a second and rank, however fast th
 TRACE_CHARACTERS = 20_000
 
 
-def call(what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Does `what` on this rank. Returns {"ok": value}, {"interrupted": True} or {"error": {...}}."""
+def call(what: str, arguments: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """Does `what` on this rank for the cluster `owner`. Returns {"ok": value}, {"interrupted": True} or {"error": {...}}.
+
+    Engines that are the user's can be taken over by another lab; the former one is told so.
+    """
     try:
+        if what not in ANYBODYS and resident().owner != owner:
+            raise RuntimeError("another lab has taken these ranks over; close this one")
         return {"ok": ACTIONS[what](**arguments)}
     except KeyboardInterrupt:
         return {"interrupted": True}
@@ -86,6 +91,7 @@ class Resident:
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.namespace = namespace
         self.publisher = Publisher()
+        self.owner = ""
         self.store: Any = None
         self.session: Any = None
         self._pushed: dict[str, Any] = {}
@@ -170,6 +176,12 @@ def own_address(toward: str = "") -> str:
         return "127.0.0.1"
 
 
+def take(owner: str) -> None:
+    """Makes this rank the owner's; closes the session of whoever had it."""
+    leave()
+    resident().owner = owner
+
+
 def load(module: str) -> None:
     """Imports the rank's code, torch with it: seconds, so it is a stage of its own."""
     pkgutil.resolve_name(module)
@@ -252,5 +264,6 @@ def ping() -> int:
 
 
 ACTIONS: Mapping[str, Callable[..., Any]] = {
-    f.__name__: f for f in (describe, load, host, reach, join, leave, apply, train, forget, status, ping)
+    f.__name__: f for f in (describe, take, load, host, reach, join, leave, apply, train, forget, status, ping)
 }
+ANYBODYS = ("describe", "take", "ping")

@@ -114,6 +114,14 @@ def test_a_rank_that_answers_a_ping_only_lost_its_reply(ladder):
     assert "end 0" not in steps.rungs
 
 
+def test_ranks_that_say_they_were_interrupted_did_not_fail(ladder):
+    call, _ = ladder(2)
+    for rank in (0, 1):
+        call.finish(rank, error("RankAborted", "rank 1 was interrupted"))
+    with pytest.raises(Interrupted):
+        call.results(1)
+
+
 def test_wait_is_bounded(ladder):
     call, _ = ladder()
     began = time.monotonic()

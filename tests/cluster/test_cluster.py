@@ -138,6 +138,17 @@ def test_another_number_of_ranks(cluster: Cluster):
     assert not psutil.pid_exists(kept[1]) and cluster.lost == {}, "an end that is meant is no loss"
 
 
+def test_a_lost_controller_is_noticed_said_and_replaced(cluster: Cluster):
+    call = cluster.submit("train", steps=10_000)
+    time.sleep(0.2)
+    os.kill(cluster._engines.controller_pid, signal.SIGKILL)
+    with pytest.raises(RankLost, match="out of reach, because ipyparallel's controller was ended by SIGKILL"):
+        call.results()
+    former = cluster._token
+    cluster.resize(2)
+    assert [t["rank"] for t in cluster.call("status")] == [0, 1] and marked(former) == []
+
+
 @pytest.mark.slow
 def test_a_deaf_rank_is_ended_by_its_process_id(cluster: Cluster):
     order(cluster, "deaf")

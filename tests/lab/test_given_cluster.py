@@ -6,7 +6,7 @@ import ipyparallel as ipp
 import psutil
 import pytest
 
-from fsdp_lab.cluster import StartError
+from fsdp_lab.cluster import RankError, StartError
 from fsdp_lab.lab import Lab
 from tests.cluster.conftest import FAKE
 
@@ -40,6 +40,15 @@ def test_a_given_cluster_is_used_and_left_running(theirs, by: str):
                 lab.run(world_size=3).wait(20)
     assert all(psutil.pid_exists(pid) for pid in pids)
     assert client[:].apply_sync(int) == [0, 0], "they answer their owner"
+
+
+def test_a_second_lab_takes_over_and_the_first_is_told(theirs):
+    first = Lab(cluster=theirs[0], rank_module=FAKE)
+    with Lab(cluster=theirs[0], rank_module=FAKE) as second:
+        with pytest.raises(RankError, match="another lab has taken these ranks over"):
+            first.run(steps=1).wait(10)
+        first.close()
+        assert second.run(steps=2).wait(10).step == 2
 
 
 def test_fewer_ranks_than_engines(theirs):
