@@ -51,10 +51,14 @@ def still(notebook: Any, pictures: list[bytes]) -> Any:
     left = list(pictures)
     for cell in notebook.cells:
         cell.metadata = {}
-        for output in cell.get("outputs", []):
+        for output in list(cell.get("outputs", [])):
             output.get("metadata", {}).clear()
-            if output.get("data", {}).pop(WIDGET, None) is not None and left:
-                output["data"]["image/png"] = base64.b64encode(left.pop(0)).decode()
+            if output.get("data", {}).pop(WIDGET, None) is None:
+                continue
+            if left:
+                output["data"] = {"image/png": base64.b64encode(left.pop(0)).decode(), "text/plain": "<picture>"}
+            else:
+                cell.outputs.remove(output)
     assert not left, "a picture without a cell"
     return notebook
 
