@@ -48,15 +48,17 @@ def _serve(pipe: Any) -> None:
         if task is None:
             os._exit(0)
         function, rank, world_size, port, run, reduction, args = task
+        joined = reduction is not None
         try:
-            hub = Hub(reduction=Reduction(reduction), timeout_s=15)
+            hub = Hub(reduction=Reduction(reduction or "auto"), timeout_s=15)
             seat = Seat(rank=rank, world_size=world_size, device=torch.device("cpu"))
             store = torch.distributed.PrefixStore(f"run{run}", find_store("127.0.0.1", port))
-            world = open_groups(seat, store, hub, 0)
+            world = open_groups(seat, store, hub, 0) if joined else None
             try:
                 answer = ("ok", function(Place(seat, hub, world, store), *args))
             finally:
-                close_groups(hub)
+                if joined:
+                    close_groups(hub)
         except BaseException:
             answer = ("error", traceback.format_exc())
         pipe.send(answer)
@@ -77,8 +79,14 @@ class Pool:
             self._workers.append((process, here))
 
     def run(
-        self, function: Callable[..., Any], world_size: int, *args: Any, reduction: str = "auto", timeout_s: float = 60
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        reduction: str | None = "auto",
+        timeout_s: float = 60,
     ) -> list[Any]:
+        """With `reduction` None no process group is opened: the function does that."""
         self._runs += 1
         chosen = self._workers[:world_size]
         for rank, (_, pipe) in enumerate(chosen):
@@ -92,6 +100,9 @@ class Pool:
         if errors:
             raise RankError("\n".join(errors))
         return [value for _, value in answers]
+
+    def pid(self, rank: int) -> int:
+        return int(self._workers[rank][0].pid)
 
     def close(self) -> None:
         for process, pipe in self._workers:

@@ -45,6 +45,7 @@ class Backend(Protocol):
     optimizer: torch.optim.Optimizer
     mesh: DeviceMesh
     replicas: int  # ranks that hold the same gradient shard
+    keeps_gradients: bool  # whether their storage stays between steps, as DDP's buckets do
 
     def pieces(self) -> list[Piece]:
         """By original name, in the order of the model's parameters; the same names on every rank."""
@@ -95,10 +96,15 @@ def retune(optimizer: torch.optim.Optimizer, workload: Workload) -> None:
             group["weight_decay"] = workload.weight_decay
 
 
+def local_tensor(t: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the tensor itself; the same storage."""
+    inner: Tensor = getattr(t, "_local_tensor", t)
+    return inner.detach()
+
+
 def local_part(t: Tensor) -> Tensor:
-    """This rank's part of a DTensor, or the tensor itself; flat."""
-    inner = getattr(t, "_local_tensor", t)
-    return inner.detach().reshape(-1) if inner.is_contiguous() else inner.detach().contiguous().reshape(-1)
+    """The same, flat. Raises RuntimeError where that would be a copy."""
+    return local_tensor(t).view(-1)
 
 
 def state_slots(optimizer: torch.optim.Optimizer, piece: Piece) -> dict[str, Tensor]:
@@ -187,19 +193,6 @@ def original_name(name: str) -> str:
     for part in parts[:-1]:
         name = name.replace(part, "")
     return name
-
-
-def bytes_of(backend: Backend, device: torch.device) -> dict[str, int]:
-    """Bytes that stay between steps, by class; what lies on another device than `device` is "host"."""
-    count = {"parameters": 0, "gradients": 0, "optimizer": 0, "host": 0}
-    for piece in backend.pieces():
-        gradient = backend.gradient(piece)
-        kinds = {"parameters": [piece.local], "gradients": [] if gradient is None else [gradient]}
-        kinds["optimizer"] = list(state_slots(backend.optimizer, piece).values())
-        for kind, tensors in kinds.items():
-            for t in tensors:
-                count[kind if t.device.type == device.type else "host"] += t.nbytes
-    return count
 
 
 def build_mesh(spec: Spec, device: torch.device) -> DeviceMesh:

@@ -25,6 +25,8 @@ from fsdp_lab.spec import Spec
 class DDP:
     """Every piece is a whole parameter."""
 
+    keeps_gradients = True
+
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         self.mesh, self._device = mesh, device
         self.replicas = spec.world_size
@@ -63,7 +65,7 @@ class DDP:
             yield
 
     def gradient(self, piece: Piece) -> Tensor | None:
-        return None if piece.param.grad is None else base.local_part(piece.param.grad)
+        return None if piece.param.grad is None else base.local_tensor(piece.param.grad)
 
     def release(self) -> None:
         base.free_backend(self)

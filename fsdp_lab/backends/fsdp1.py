@@ -39,6 +39,8 @@ _SHARDING = {
 class FSDP1:
     """Each unit is one flat parameter, sharded evenly; the original parameters are views of this rank's part."""
 
+    keeps_gradients = False
+
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         if spec.strategy.offload == "all" and device.type == "cpu":
             raise SpecError("strategy.offload", "FSDP1 pins what it offloads, which takes a GPU",
@@ -64,7 +66,7 @@ class FSDP1:
             yield
 
     def gradient(self, piece: Piece) -> Tensor | None:
-        return None if piece.param.grad is None else base.local_part(piece.param.grad)
+        return None if piece.param.grad is None else base.local_tensor(piece.param.grad)
 
     def release(self) -> None:
         flat = []

@@ -19,6 +19,8 @@ from fsdp_lab.spec import Spec, Strategy
 class FSDP2:
     """Each parameter is a DTensor sharded in its first dimension; a unit's are gathered together and copied out."""
 
+    keeps_gradients = False
+
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         self.mesh, self._device, self._strategy = mesh, device, spec.strategy
         self.replicas = spec.world_size // spec.shard_factor
@@ -42,7 +44,7 @@ class FSDP2:
         yield
 
     def gradient(self, piece: Piece) -> Tensor | None:
-        return None if piece.param.grad is None else base.local_part(piece.param.grad)
+        return None if piece.param.grad is None else base.local_tensor(piece.param.grad)
 
     def release(self) -> None:
         base.free_backend(self)

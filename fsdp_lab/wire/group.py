@@ -104,7 +104,7 @@ class Wire(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Put the inner groups where an operation without end can do no harm."""
-        self.hub.bury((self._gloo, self._nccl))
+        self.hub.bury([self._gloo, self._nccl])
 
     # -- reductions -----------------------------------------------------------------------------------------------
 
@@ -244,8 +244,10 @@ class Wire(dist.ProcessGroup):
         def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
             return group.alltoall_base(outs[0], ins[0], [], [], c10d.AllToAllOptions())
 
+        size = self._size  # not self: see the note on abort
+
         def add() -> None:
-            _sum_in_order(summands.view(self._size, -1), output, op, opts)
+            _sum_in_order(summands.view(size, -1), output, op, opts)
 
         return self._send("reduce_scatter", input.nbytes, [input], [summands], call, then=add, results=[output])
 
@@ -256,8 +258,10 @@ class Wire(dist.ProcessGroup):
         flat = tensor.reshape(-1).clone()  # [n]
         summands = flat.new_empty(self._size * flat.numel())  # [W * n]
 
+        size = self._size
+
         def add() -> None:
-            _sum_in_order(summands.view(self._size, -1), flat, op, opts)
+            _sum_in_order(summands.view(size, -1), flat, op, opts)
             tensor.copy_(flat.view_as(tensor))
 
         call = _call("_allgather_base", c10d.AllgatherOptions())

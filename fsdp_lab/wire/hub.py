@@ -5,13 +5,15 @@ future at the end of the backward. So nothing here waits in C++ for longer than 
 future that C++ may wait for is our own, so that `abort`, called from any thread, can complete it. What the future then
 holds is void: the step that sees it must be raised and discarded, which `check` does at the next call to the wire.
 Gloo's own operation cannot be called back, and to destroy its group waits for it: so the group is put aside (`bury`)
-until its timeout ends it, and the session goes on with new groups.
+until its timeout ends it, and the session goes on with new groups. What Gloo's threads call back holds no group, since
+one that they drop last would be destroyed, and joined, by its own thread.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -22,6 +24,9 @@ from fsdp_lab.wire.meter import Meter
 if TYPE_CHECKING:
     from fsdp_lab.wire.group import Wire
     from fsdp_lab.wire.work import WireWork
+
+
+_GRAVE_S = 5.0  # beyond the timeout of the operations
 
 
 class Reduction(Enum):
@@ -69,7 +74,6 @@ class Hub:
         self._lock = threading.Lock()
         self._open: weakref.WeakSet[WireWork] = weakref.WeakSet()  # works whose future C++ may be waiting for
         self._groups: weakref.WeakSet[Wire] = weakref.WeakSet()
-        self._buried: list[Any] = []
 
     @property
     def timeout(self) -> timedelta:
@@ -129,6 +133,11 @@ class Hub:
             self._why = None
             self._open = weakref.WeakSet()
 
-    def bury(self, group: Any) -> None:
-        """Keep a group that may hold an operation without end; see the note on abort."""
-        self._buried.append(group)
+    def bury(self, groups: Sequence[Any]) -> None:
+        """Keep groups that may hold an operation until it has timed out, then drop them; see the note on abort.
+
+        In a thread of its own: the last to drop a group must not be one of its threads, which it joins.
+        """
+        thread = threading.Timer(self.timeout_s + _GRAVE_S, list(groups).clear)
+        thread.daemon = True
+        thread.start()

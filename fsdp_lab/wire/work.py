@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -96,14 +97,21 @@ class WireWork(dist.Work):
 
     def void(self) -> None:
         """Complete the future without its bytes."""
+        self._finish = None
         self._settle()
 
     def _watch(self) -> None:
         """Take the time of completion where the inner work tells it; else the end of the wait counts."""
         if self._inner is None or not self._blocking:
             return
+        weak = weakref.ref(self)
+
+        def stamp(_: torch.futures.Future[Any]) -> None:
+            if (work := weak()) is not None:
+                work._stamp()
+
         with contextlib.suppress(RuntimeError):  # Gloo's own reduce-scatter has no future
-            self._inner.get_future().add_done_callback(lambda _: self._stamp())
+            self._inner.get_future().add_done_callback(stamp)
 
     def _land_when_inner_completes(self) -> None:
         assert self._inner is not None
@@ -150,7 +158,7 @@ class WireWork(dist.Work):
             if not self._finished:
                 if self._finish is not None and self._hub.aborted is None:
                     self._finish()
-                self._finished = True
+                self._finish, self._finished = None, True
         self._stamp()
         self._settle()
 

@@ -1,0 +1,65 @@
+"""`torchrun --nproc-per-node 2 -m fsdp_lab.rank spec.json`: train a Spec with no notebook and no cluster.
+
+Prints one line of JSON for each step, from rank 0: the step, the mean loss over ranks, and each rank's event.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from fsdp_lab.rank import Session, host_store
+from fsdp_lab.rank.rendezvous import find_store
+from fsdp_lab.spec import Spec, SpecError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fsdp_lab.rank", description=__doc__)
+    parser.add_argument("spec", type=Path, help="a Spec as JSON")
+    parser.add_argument("--steps", type=int, default=10)
+    arguments = parser.parse_args()
+    try:
+        spec = Spec.from_json(arguments.spec.read_text())
+        session = _join(spec)
+    except (SpecError, OSError, ConnectionError) as e:
+        sys.stderr.write(f"{e}\n")
+        return 2
+    try:
+        session.apply("torchrun", spec.to_dict(), fresh=True)
+        stopped = session.train(arguments.steps)["stopped"]
+    except SpecError as e:
+        sys.stderr.write(f"{e}\n")
+        return 2
+    finally:
+        session.close()
+    return 130 if stopped else 0
+
+
+def _join(spec: Spec) -> Session:
+    """This process's rank, as torchrun says in the environment; alone where it says nothing."""
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world_size != spec.world_size:
+        raise SpecError("world_size", f"the Spec wants {spec.world_size} ranks and torchrun started {world_size}",
+                        f"give torchrun --nproc-per-node {spec.world_size}")  # fmt: skip
+    local, on_gpu = int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.is_available()
+    device = spec.devices[rank] if spec.devices else f"cuda:{local}" if on_gpu else "cpu"
+    if world_size == 1:
+        store, _ = host_store()
+    else:  # the store that torchrun itself keeps
+        store = find_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    return Session(rank=rank, world_size=world_size, device=device, store=store, say=_print)
+
+
+def _print(event: dict[str, object]) -> None:
+    if event["rank"] == 0:
+        sys.stdout.write(json.dumps(event) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

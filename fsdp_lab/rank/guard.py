@@ -1,0 +1,111 @@
+"""`Guard`: the side thread of a rank that can free it, and tells the others.
+
+Note: giving up a step. A rank is asked to stop by SIGINT, or learns from the store that another rank gave up. Either must
+work while the main thread sits in C++, where no Python handler runs; but the interpreter's own C handler writes a byte to
+the wakeup descriptor at once, and this thread reads it. It then aborts the hub (Note: abort, wire/hub.py) and writes the
+reason to the store, where the guards of the other ranks find it. The exception itself is raised by the wire, at the next
+collective, so that no line of ours is ever cut in half.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from torch import distributed as dist
+
+from fsdp_lab.wire import Hub
+
+_POLL_S = 0.1
+
+
+class Guard:
+    """Watches from `start` to `close`, and acts only inside `guarding`."""
+
+    def __init__(self, hub: Hub, store: dist.Store, rank: int) -> None:
+        self._hub, self._store, self._rank = hub, store, rank
+        self._epoch: int | None = None  # None: not guarding
+        self._lock = threading.Lock()
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        self._closed = False
+        self._thread = threading.Thread(target=self._watch, name="fsdp-lab-guard", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def guarding(self, epoch: int) -> Iterator[None]:
+        """While ranks work together. In the main thread SIGINT is taken over, and put back after."""
+        with self._lock:
+            self._epoch = epoch
+        in_main = threading.current_thread() is threading.main_thread()
+        if not in_main:
+            try:
+                yield
+            finally:
+                self._rest()
+            return
+        handler = signal.signal(signal.SIGINT, _nothing)
+        wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            self._rest()
+            signal.set_wakeup_fd(wakeup)
+            signal.signal(signal.SIGINT, handler)
+
+    def follow(self, epoch: int) -> None:
+        """Go on guarding, under a new epoch."""
+        with self._lock:
+            self._epoch = epoch
+
+    def announce(self, why: str) -> None:
+        """Give up on this rank, and tell the others."""
+        self._hub.abort(why)
+        epoch = self._epoch
+        if epoch is not None:
+            self._store.compare_set(_key(epoch), "", why)  # the first reason stands
+
+    def announced(self, epoch: int) -> str | None:
+        """What a rank gave up for in this epoch, or None."""
+        return self._store.get(_key(epoch)).decode() if self._store.check([_key(epoch)]) else None
+
+    def close(self) -> None:
+        self._closed = True
+        os.write(self._write, b"\0")
+        self._thread.join(2)
+        os.close(self._read)
+        os.close(self._write)
+
+    def _rest(self) -> None:
+        with self._lock:
+            self._epoch = None
+
+    def _watch(self) -> None:
+        while not self._closed:
+            ready, _, _ = select.select([self._read], [], [], _POLL_S)
+            interrupted = bool(ready) and signal.SIGINT in os.read(self._read, 1024)
+            with self._lock:
+                epoch = self._epoch
+            if epoch is None or self._hub.aborted is not None:
+                continue
+            try:
+                if interrupted:
+                    self.announce(f"rank {self._rank} was interrupted")
+                elif (why := self.announced(epoch)) is not None:
+                    self._hub.abort(why)
+            except (RuntimeError, dist.DistError) as e:
+                self._hub.abort(f"the store of rank 0 is gone ({str(e).splitlines()[0]})")
+
+
+def _key(epoch: int) -> str:
+    return f"abort/{epoch}"
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """SIGINT's Python handler while guarding: the guard has already read it."""

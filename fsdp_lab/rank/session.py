@@ -1,0 +1,397 @@
+"""`Session`: what stays in a rank from the first rendezvous to the end, whatever is trained in it.
+
+The kernel, or `python -m fsdp_lab.rank` under torchrun, calls the same few methods on every rank: `apply` a Spec, `train`
+some steps, `forget`. Each returns plain values. What they share between calls is one wire, one live backend and how far
+it got; a switch of strategy moves the live values into a new backend and drops the old one (backends/carry.py).
+
+Note: after a step was given up. Every rank leaves `train` by itself (guard.py says how it gets out). First they agree
+on how far they got (`_settle`): a rank that was waiting for a vote's result when a peer already had it takes the result
+from the peer's record and updates too; all others discard. Then, when the kernel next calls, all of them see that this
+epoch was given up, open new process groups under the next one, and rebuild the backend from its own master shards, since
+a wrapper that was left in the middle of a backward cannot be used again (`_renew`).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+from torch import distributed as dist
+
+from fsdp_lab.backends import Backend, build, carry, fill
+from fsdp_lab.backends.base import DTYPES, retune
+from fsdp_lab.models import Batches, Initializer, build_skeleton, device_peak, flops_per_sample, resolve
+from fsdp_lab.models.facts import facts_of
+from fsdp_lab.rank.guard import Guard
+from fsdp_lab.rank.rendezvous import Seat, close_groups, find_store, open_groups
+from fsdp_lab.rank.scaler import Scaler
+from fsdp_lab.rank.trainer import Cost, Progress, Trainer
+from fsdp_lab.spec import Spec, SpecError
+from fsdp_lab.wire import Hub, RankAborted, Reduction, Wire
+
+_SETTLE_S = 5.0
+_LINEAGE = ("model", "seed", "optimizer")  # a Spec that differs in one of these is another training
+_LIGHT = (
+    "lr",
+    "weight_decay",
+    "clip_norm",
+    "micro_batch",
+    "accumulate",
+    "seq_len",
+    "data",
+    "sync",
+)  # nothing is rebuilt
+
+
+class Session:
+    """One rank.
+
+    Args:
+        rank, world_size, device: which rank this is and where it computes: "cpu" or "cuda:N".
+        host, port: of the store that rank 0 hosts (`host_store`), which rank 0 gives as `store`.
+        reduction: the wire's order of sums, a `Reduction`.
+        timeout_s: how long a collective may take.
+        threads: torch's threads in this process; None leaves them.
+        memory_cap: the fraction of the GPU's memory that this rank may take, where ranks share one.
+        shared_gpu_ranks: how many ranks sit on this rank's GPU.
+        say: called with each step event, as a dict, when the step ends.
+
+    Raises:
+        ConnectionError: rank 0 was not found.
+        RuntimeError: not all ranks came in time.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        device: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        store: Any = None,
+        reduction: str = "auto",
+        timeout_s: float = 60.0,
+        threads: int | None = None,
+        memory_cap: float | None = None,
+        shared_gpu_ranks: int = 1,
+        say: Callable[[dict[str, Any]], None] = lambda event: None,
+    ) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.seat = Seat(rank=rank, world_size=world_size, device=torch.device(device), shares_gpu=shared_gpu_ranks > 1)
+        if memory_cap is not None and self.seat.device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(memory_cap, self.seat.device)
+        self._say = say
+        self._hub = Hub(reduction=Reduction(reduction), timeout_s=timeout_s)
+        self._store = store if store is not None else find_store(host, port, timeout_s=timeout_s)
+        self._guard = Guard(self._hub, _own_connection(self._store), rank)
+        self._epoch = 0
+        self._world: Wire = self._open()
+        self._trainer: Trainer | None = None
+        self._notes = _fidelity(self.seat, shared_gpu_ranks)
+        self._peaks: dict[torch.dtype, tuple[float | None, str]] = {}
+        self._joined_unix_s = time.time()
+
+    # -- what the kernel calls ------------------------------------------------------------------------------------
+
+    def apply(self, run: str, spec: Mapping[str, Any], fresh: bool = False) -> dict[str, Any]:
+        """Make `spec` what the next `train` trains; collective.
+
+        Live parameters and optimizer state move into the new layout, unless `fresh`, or the model, the seed or the
+        optimizer differ: then it starts at step 0 from initial values. What is refused leaves all as it was.
+
+        Returns: {"step", "seconds", "carried", "parameters", "notes"}.
+        """
+        start_s = time.perf_counter()
+        wanted = Spec.from_dict(spec)
+        if wanted.world_size != self.seat.world_size:
+            raise SpecError("world_size", f"{wanted.world_size} is wanted and {self.seat.world_size} ranks are here",
+                            "start as many ranks")  # fmt: skip
+        with self._working_together():
+            self._renew()
+            carried = self._trainer is not None and not fresh and _same_training(self._trainer.spec, wanted)
+            self._trainer = self._switch(run, wanted) if carried else self._start(run, wanted)
+            self._world.barrier().wait()
+        return {
+            "step": self._trainer.progress.step,
+            "seconds": time.perf_counter() - start_s,
+            "carried": carried,
+            "parameters": sum(p.shape.numel() for p in self._trainer.backend.pieces()),
+            "notes": list(self._notes),
+        }
+
+    def train(self, steps: int) -> dict[str, Any]:
+        """Train so many steps; collective. SIGINT on any rank ends the step in progress on all of them.
+
+        Returns: {"events", "stopped", "step"}; "stopped" says that the chunk was interrupted, "step" is the next one.
+
+        Raises:
+            RankAborted: another rank failed; the sentence says which and why.
+            WireTimeout: a collective did not complete.
+            whatever the step raised, on the rank where it did.
+        """
+        trainer = self._needed()
+        events: list[dict[str, Any]] = []
+        with self._working_together():
+            self._renew()
+            trainer = self._needed()
+            try:
+                for _ in range(steps):
+                    event = trainer.step().to_dict()
+                    events.append(event)
+                    self._say(event)
+            except RankAborted as e:
+                self._settle(trainer)
+                if "interrupted" not in str(e):
+                    raise
+                return {"events": events, "stopped": True, "step": trainer.progress.step}
+            except BaseException as e:
+                self._guard.announce(f"rank {self.seat.rank} failed: {type(e).__name__}: {_first_line(e)}")
+                self._settle(trainer)
+                raise
+            self._record(trainer, settled=False)
+        return {"events": events, "stopped": False, "step": trainer.progress.step}
+
+    def forget(self) -> dict[str, Any]:
+        """Drop the model and its optimizer. Returns {"freed_bytes"}: what the process gave back."""
+        before = self._held_bytes()
+        if self._trainer is not None:
+            self._trainer.backend.release()
+            self._trainer = None
+        gc.collect()
+        if self.seat.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return {"freed_bytes": max(0, before - self._held_bytes())}
+
+    def status(self) -> dict[str, Any]:
+        """Who and where this rank is, what it holds, and the last collective it issued."""
+        last = self._hub.last
+        return {
+            "rank": self.seat.rank,
+            "pid": os.getpid(),
+            "device": str(self.seat.device),
+            "device_name": _device_name(self.seat.device),
+            "joined_unix_s": self._joined_unix_s,
+            "spec_id": self._trainer.spec.id if self._trainer else None,
+            "step": self._trainer.progress.step if self._trainer else None,
+            "rss_bytes": psutil.Process().memory_info().rss,
+            "last_collective": None if last is None else f"{last.sequence}: {last.kind} in {last.group}",
+            "notes": list(self._notes),
+        }
+
+    def namespace(self) -> dict[str, Any]:
+        """What a cell on the ranks can reach by name."""
+        backend = self._trainer.backend if self._trainer else None
+        return {
+            "session": self,
+            "model": backend.module if backend else None,
+            "optimizer": backend.optimizer if backend else None,
+            "mesh": backend.mesh if backend else None,
+            "rank": self.seat.rank,
+            "world_size": self.seat.world_size,
+            "device": self.seat.device,
+        }
+
+    def close(self) -> None:
+        """Give up everything. The other ranks need not be there any more."""
+        self.forget()
+        self._guard.close()
+        close_groups(self._hub)
+
+    # -- starting and switching -----------------------------------------------------------------------------------
+
+    def _start(self, run: str, spec: Spec) -> Trainer:
+        """From initial values. What was there before goes first, so that two models need not fit."""
+        config = resolve(spec.workload.model)
+        cost, batches = self._cost(spec, config), self._batches(spec, config)  # refusals come before anything is lost
+        skeleton = build_skeleton(config)
+        initial = Initializer(skeleton, spec.workload.seed)
+        self._agree(batches.source.fingerprint, spec)
+        self.forget()
+        backend = build(skeleton, spec, self.seat.device)
+        fill(backend, initial)
+        return self._trainer_for(run, spec, backend, batches, cost, Progress(), Scaler(enabled=_needs_scaler(spec)))
+
+    def _switch(self, run: str, spec: Spec) -> Trainer:
+        """The live training, under another Spec."""
+        old = self._needed()
+        config = resolve(spec.workload.model)
+        cost, batches = self._cost(spec, config), self._batches(spec, config)
+        if set(old.spec.difference(spec)) <= set(_LIGHT):
+            backend = old.backend
+            retune(backend.optimizer, spec.workload)
+        else:
+            backend = self._rebuilt(old, spec)
+        scaler = old.scaler if old.scaler.enabled == _needs_scaler(spec) else Scaler(enabled=_needs_scaler(spec))
+        return self._trainer_for(run, spec, backend, batches, cost, old.progress, scaler)
+
+    def _rebuilt(self, old: Trainer, spec: Spec) -> Backend:
+        backend = build(build_skeleton(resolve(spec.workload.model)), spec, self.seat.device)
+        carry(old.backend, backend)
+        old.backend.release()
+        gc.collect()
+        return backend
+
+    def _trainer_for(
+        self, run: str, spec: Spec, backend: Backend, batches: Batches, cost: Cost, progress: Progress, scaler: Scaler
+    ) -> Trainer:
+        return Trainer(
+            run=run,
+            spec=spec,
+            seat=self.seat,
+            backend=backend,
+            batches=batches,
+            world=self._world,
+            cost=cost,
+            progress=progress,
+            scaler=scaler,
+            notes=self._notes,
+        )
+
+    def _batches(self, spec: Spec, config: Any) -> Batches:
+        """The data, not read again when it is the same."""
+        source = None
+        if self._trainer is not None:
+            same = not set(self._trainer.spec.difference(spec)) & {"data", "seq_len", "seed", "model"}
+            source = self._trainer.batches.source if same else None
+        return Batches(spec.workload, config, rank=self.seat.rank, world_size=self.seat.world_size, source=source)
+
+    def _cost(self, spec: Spec, config: Any) -> Cost:
+        w = spec.workload
+        dtype = DTYPES[spec.strategy.dtypes.param]
+        if dtype not in self._peaks:
+            self._peaks[dtype] = device_peak(self.seat.device, dtype)
+        samples = w.micro_batch * w.accumulate
+        peak, source = self._peaks[dtype]
+        return Cost(
+            flops=samples * flops_per_sample(config, w.seq_len),
+            tokens=samples * facts_of(config).tokens_per_sample(w.seq_len),
+            peak_flops_per_s=peak,
+            peak_source=source,
+        )
+
+    def _agree(self, fingerprint: str, spec: Spec) -> None:
+        """Raises SpecError, on every rank, where ranks read different data: another Python, or another file."""
+        if self.seat.world_size == 1:
+            return
+        seen: list[str] = [""] * self.seat.world_size
+        dist.all_gather_object(seen, fingerprint)
+        other = next((rank for rank, f in enumerate(seen) if f != seen[0]), None)
+        if other is not None:
+            raise SpecError("workload.data", f"rank {other} reads another text than rank 0 under {spec.workload.data!r}",
+                            "give a path with the same files on every machine")  # fmt: skip
+
+    def _needed(self) -> Trainer:
+        if self._trainer is None:
+            raise RuntimeError("nothing to train: apply a Spec first")
+        return self._trainer
+
+    # -- giving up a step, and after: see the note ----------------------------------------------------------------
+
+    @contextmanager
+    def _working_together(self) -> Iterator[None]:
+        """Interruptible, and tells the other ranks when this one fails."""
+        with self._guard.guarding(self._epoch):
+            try:
+                yield
+            except SpecError:  # a refusal is the same on every rank, and nobody waits
+                raise
+            except BaseException as e:
+                self._guard.announce(f"rank {self.seat.rank} failed: {type(e).__name__}: {_first_line(e)}")
+                raise
+
+    def _open(self) -> Wire:
+        return open_groups(self.seat, dist.PrefixStore("groups", self._store), self._hub, self._epoch)
+
+    def _renew(self) -> None:
+        """If this epoch was given up by any rank: new groups, and the backend rebuilt on them."""
+        if self._guard.announced(self._epoch) is None:
+            return
+        self._hub.abort("the epoch is over")  # also on a rank that was idle then
+        close_groups(self._hub)
+        self._epoch += 1
+        self._guard.follow(self._epoch)
+        self._world = self._open()
+        if self._trainer is not None:
+            old = self._trainer
+            backend = self._rebuilt(old, old.spec)
+            self._trainer = self._trainer_for(
+                old.run, old.spec, backend, old.batches, old.cost, old.progress, old.scaler
+            )
+
+    def _settle(self, trainer: Trainer) -> None:
+        """Agree on the last committed step. Raises RankAborted when a rank does not answer."""
+        self._record(trainer, settled=True)
+        mine = trainer.progress.step
+        limit_s = time.perf_counter() + _SETTLE_S
+        for rank in range(self.seat.world_size):
+            record = self._await_record(rank, mine, limit_s)
+            if record["step"] == mine + 1 and trainer.voting:
+                trainer.commit(record["vote"])
+                break
+        trainer.discard()
+
+    def _record(self, trainer: Trainer, *, settled: bool) -> None:
+        """Say how far this rank got: at the end of a chunk, and when it gives up a step."""
+        p = trainer.progress
+        text = json.dumps({"step": p.step, "vote": list(p.vote), "settled": settled})
+        self._store.set(f"at/{self._epoch}/{self.seat.rank}", text)
+
+    def _await_record(self, rank: int, mine: int, limit_s: float) -> dict[str, Any]:
+        """A rank's record, once it is of this abort or of a chunk that ended no earlier than this rank got."""
+        key = f"at/{self._epoch}/{rank}"
+        while time.perf_counter() < limit_s:
+            if self._store.check([key]):
+                record: dict[str, Any] = json.loads(self._store.get(key))
+                if record["settled"] or record["step"] > mine:
+                    return record
+            time.sleep(0.01)
+        raise RankAborted(f"rank {rank} did not answer within {_SETTLE_S:.0f} s of {self._hub.aborted}")
+
+    def _held_bytes(self) -> int:
+        if self.seat.device.type == "cuda":
+            return int(torch.cuda.memory_reserved(self.seat.device))
+        return int(psutil.Process().memory_info().rss)
+
+
+# -- small helpers ---------------------------------------------------------------------------------------------------
+
+
+def _own_connection(store: Any) -> dist.Store:
+    """So that one thread's wait does not block another's."""
+    connection: dist.Store = store.clone()
+    return connection
+
+
+def _same_training(one: Spec, other: Spec) -> bool:
+    return not set(one.difference(other)) & set(_LINEAGE)
+
+
+def _needs_scaler(spec: Spec) -> bool:
+    return "fp16" in (spec.strategy.dtypes.param, spec.strategy.dtypes.reduce)
+
+
+def _fidelity(seat: Seat, shared_gpu_ranks: int) -> tuple[str, ...]:
+    """What the times of this rank are worth, in words; nothing where they are what they seem."""
+    if seat.device.type == "cpu":
+        return ("CPU and Gloo: the shapes are right, the times are not a GPU's.",)
+    if shared_gpu_ranks > 1:
+        return (f"One GPU shared by {shared_gpu_ranks} ranks over Gloo: memory is right, times are not.",)
+    return ()
+
+
+def _device_name(device: torch.device) -> str:
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else "CPU"
+
+
+def _first_line(e: BaseException) -> str:
+    text = str(e).strip()
+    return text.splitlines()[0] if text else "no message"

@@ -1,0 +1,180 @@
+"""`Trainer`: one optimizer step of one rank, the same lines for every backend.
+
+Note: the vote. After its last backward each rank gives its loss and its part of the squared gradient norm to one small
+sum over all ranks (`Wire.control`), and only then updates. So the mean loss, the gradient norm, clipping and the fp16
+overflow check cost one exchange of 16 bytes and are alike for all backends; and a rank that has the result knows that
+every rank has all its gradients. A step that is given up before that is discarded by all. One that is given up by a rank
+which waits for the result is decided by the others: who has the result has updated, and passes it on (session.py).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fsdp_lab.backends import Backend
+from fsdp_lab.events import StepEvent
+from fsdp_lab.models import Batches
+from fsdp_lab.rank.probes import MemoryProbe
+from fsdp_lab.rank.rendezvous import Seat
+from fsdp_lab.rank.scaler import Scaler
+from fsdp_lab.spec import Spec
+from fsdp_lab.wire import Wire, between
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a step amounts to, for the event."""
+
+    flops: int  # model FLOPs of this rank
+    tokens: int
+    peak_flops_per_s: float | None
+    peak_source: str
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """What outlives a switch of strategy."""
+
+    step: int = 0  # optimizer steps committed
+    samples: int = 0  # the global sample counter
+    vote: tuple[float, ...] = ()  # the result of the last committed step's vote
+
+
+class Trainer:
+    """Made anew for each applied Spec; `progress` and `scaler` are handed on."""
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        spec: Spec,
+        seat: Seat,
+        backend: Backend,
+        batches: Batches,
+        world: Wire,
+        cost: Cost,
+        progress: Progress,
+        scaler: Scaler,
+        notes: tuple[str, ...],
+    ) -> None:
+        self.run, self.spec, self.seat, self.backend, self.batches = run, spec, seat, backend, batches
+        self.world, self.cost, self.progress, self.scaler, self.notes = world, cost, progress, scaler, notes
+        self.memory = MemoryProbe(backend, seat.device, offloaded=spec.strategy.offload == "all")
+        self.voting = False  # between giving the vote and having its result
+        self._steps_here = 0
+
+    def step(self) -> StepEvent:
+        """Forward, backward, vote, update. Raises RankAborted or WireTimeout when it is given up."""
+        ledger = self._steps_here == 1 and self.seat.device.type == "cpu"  # the second: the first makes lazy state
+        before = self.world.hub.meter.totals()
+        start_s = time.perf_counter()
+        with self.memory.ledger() if ledger else nullcontext():
+            loss = self._accumulate()
+            mean_loss, norm, skipped = self._vote_and_update(loss)
+        if self.seat.device.type == "cuda":
+            torch.cuda.synchronize(self.seat.device)
+        seconds = time.perf_counter() - start_s
+        first, self._steps_here = self._steps_here == 0, self._steps_here + 1
+        return StepEvent(
+            run=self.run,
+            spec_id=self.spec.id,
+            rank=self.seat.rank,
+            world_size=self.seat.world_size,
+            step=self.progress.step - 1,
+            samples=self.progress.samples,
+            end_unix_s=time.time(),
+            step_time_s=seconds,
+            tokens=self.cost.tokens,
+            loss=loss,
+            mean_loss=mean_loss,
+            grad_norm=norm,
+            flops=self.cost.flops,
+            peak_flops_per_s=self.cost.peak_flops_per_s,
+            peak_source=self.cost.peak_source,
+            memory=self.memory.read(),
+            comm=between(before, self.world.hub.meter.totals()),
+            first_after_switch=first,
+            ledger=ledger,
+            skipped=skipped,
+            notes=self.notes,
+        )
+
+    # -- phases ---------------------------------------------------------------------------------------------------
+
+    def _accumulate(self) -> float:
+        """Forward and backward of every micro-batch. Returns this rank's mean loss."""
+        count = self.spec.workload.accumulate
+        every = self.spec.strategy.sync == "every"
+        total = torch.zeros((), dtype=torch.float32, device=self.seat.device)
+        for micro in range(count):
+            batch = self.batches.batch(self.progress.samples, micro)
+            with self.backend.micro_batch(communicate=every or micro == count - 1):
+                loss = self.backend.loss(batch).float()
+                torch.autograd.backward(loss * (self.scaler.scale / count))
+            total += loss.detach()
+        return float(total) / count
+
+    def _vote_and_update(self, loss: float) -> tuple[float, float, bool]:
+        """Returns the mean loss over ranks, the gradient norm, and whether fp16 overflow skipped the update."""
+        gradients = self._gradients()
+        vote = torch.tensor([loss, _squared_norm(gradients)], dtype=torch.float64)
+        self.world.hub.check()
+        self.voting = True
+        self.world.control(vote)
+        return self.commit(vote.tolist())
+
+    def commit(self, vote: Sequence[float]) -> tuple[float, float, bool]:
+        """What every rank does with the same result: update, or skip. Not collective, so it cannot be aborted."""
+        mean_loss = vote[0] / self.seat.world_size
+        norm = (
+            math.sqrt(max(0.0, vote[1] / self.backend.replicas)) / self.scaler.scale if _finite(vote[1]) else math.inf
+        )
+        skipped = self.scaler.enabled and not math.isfinite(norm)
+        self.memory.before_update()
+        if not skipped:
+            self._scale_gradients(norm)
+            self.backend.optimizer.step()
+            self.memory.after_update()
+        self.backend.optimizer.zero_grad(set_to_none=True)
+        self.scaler.update(overflowed=skipped)
+        self.progress.step += 1
+        self.progress.samples += self.spec.global_batch
+        self.progress.vote = tuple(vote)
+        self.voting = False
+        return mean_loss, norm, skipped
+
+    def discard(self) -> None:
+        """Forget the step in progress."""
+        self.backend.optimizer.zero_grad(set_to_none=True)
+        self.voting = False
+
+    def _scale_gradients(self, norm: float) -> None:
+        """Undo the loss scale and clip, in one pass, or none where neither is asked for."""
+        factor = 1.0 / self.scaler.scale
+        clip = self.spec.workload.clip_norm
+        if clip is not None and norm > clip:
+            factor *= clip / (norm + 1e-6)
+        if factor != 1.0:
+            torch._foreach_mul_(self._gradients(), factor)
+
+    def _gradients(self) -> list[Tensor]:
+        shards = (self.backend.gradient(p) for p in self.backend.pieces())
+        return [g for g in shards if g is not None and g.numel()]
+
+
+def _squared_norm(tensors: list[Tensor]) -> float:
+    """Of all of them together, 2-norm; each tensor's norm is taken in its dtype, their squares summed in float64."""
+    if not tensors:
+        return 0.0
+    return float(torch.stack(torch._foreach_norm(tensors, 2)).double().square().sum())
+
+
+def _finite(x: float) -> bool:
+    return math.isfinite(x)

@@ -1,0 +1,240 @@
+"""A rank's Session: steps and their events, switches in place, refusals, and steps that are given up."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from fsdp_lab.events import StepEvent
+from fsdp_lab.rank import Session
+from fsdp_lab.spec import Spec, SpecError
+from tests.pool import Place, Pool
+
+SMALL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 36, "n_head": 4, "vocab_size": 384, "n_positions": 64}
+
+
+def spec(world_size: int = 2, **changes: Any) -> Spec:
+    return Spec(world_size=world_size).replace(model=SMALL, seq_len=32, micro_batch=2, lr=0.01).replace(**changes)
+
+
+DDP = {"backend": "ddp", "sharding": "no_shard"}
+
+
+def session(place: Place, **options: Any) -> Session:
+    return Session(
+        rank=place.rank,
+        world_size=place.world_size,
+        device="cpu",
+        store=place.store,
+        threads=1,
+        timeout_s=20,
+        **options,
+    )
+
+
+def _follow(place: Place, plan: list[tuple[dict[str, Any], int]], reduction: str = "rank_ordered") -> list[Any]:
+    """Apply and train each entry; what was said, and what each apply answered."""
+    said: list[dict[str, Any]] = []
+    s = session(place, say=said.append, reduction=reduction)
+    answers = []
+    for given, steps in plan:
+        answers.append(s.apply("run", given))
+        returned = s.train(steps)
+        assert returned["events"] == said[-steps:] and not returned["stopped"]
+    s.close()
+    return [said, answers]
+
+
+def follow(pool: Pool, plan: list[tuple[Spec, int]], **options: Any) -> tuple[list[list[StepEvent]], list[Any]]:
+    results = pool.run(_follow, plan[0][0].world_size, [(s.to_dict(), n) for s, n in plan], reduction=None, **options)
+    return [[StepEvent.from_dict(e) for e in said] for said, _ in results], results[0][1]
+
+
+def test_events_say_what_was_measured(pool: Pool) -> None:
+    (mine, theirs), (answer,) = follow(pool, [(spec(clip_norm=1.0), 4)])
+    assert answer["step"] == 0 and not answer["carried"] and answer["parameters"] > 40_000
+    for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        assert (a.rank, b.rank, a.step, b.step) == (0, 1, i, i)
+        assert a.samples == (i + 1) * 4 and a.tokens == 64
+        assert a.mean_loss == b.mean_loss == (a.loss + b.loss) / 2
+        assert a.loss != b.loss  # each reads its own part
+        assert a.grad_norm == b.grad_norm > 0
+        assert a.flops > 6 * 40_000 * 64 and a.tflops > 0
+        assert a.mfu is not None and 0 < a.mfu < 1
+        assert "measured" in a.peak_source
+        assert a.notes and "CPU" in a.notes[0]
+        assert a.comm["all_gather"].calls >= 3 and a.comm["all_gather"].seconds > 0
+        assert a.comm["reduce_scatter"].link_bytes > 0
+        assert a.comm["control"].calls == 1
+    assert [e.first_after_switch for e in mine] == [True, False, False, False]
+    assert [e.ledger for e in mine] == [False, True, False, False]
+    assert mine[3].mean_loss < mine[0].mean_loss
+
+
+def test_memory_roles_add_up(pool: Pool) -> None:
+    (mine, _), _ = follow(pool, [(spec(), 3), (spec(offload="all"), 3), (spec(**DDP), 3)])
+    sharded, offloaded, replicated = (mine[i].memory for i in (2, 5, 8))
+    assert sharded.optimizer_bytes == 2 * sharded.parameters_bytes  # AdamW in fp32
+    assert sharded.gradients_bytes == sharded.parameters_bytes
+    assert sharded.peak_bytes > sharded.working_bytes > sharded.parameters_bytes
+    assert sharded.host_bytes == 0
+    assert offloaded.host_bytes == 4 * sharded.parameters_bytes
+    assert offloaded.parameters_bytes == offloaded.optimizer_bytes == 0
+    assert offloaded.peak_bytes < sharded.peak_bytes
+    assert replicated.parameters_bytes > 1.9 * sharded.parameters_bytes
+    assert replicated.peak_bytes > sharded.peak_bytes
+    assert sharded.rss_bytes > 50e6
+
+
+def test_switches_do_not_disturb_the_loss(pool: Pool) -> None:
+    others = [spec(**DDP), spec(backend="fsdp1", wrap="whole"), spec(sharding="shard_grad_op", offload="all")]
+    (steady, _), _ = follow(pool, [(spec(), 8)])
+    (switched, _), answers = follow(pool, [(s, 2) for s in [spec(), *others]])
+    assert [e.mean_loss for e in switched] == [e.mean_loss for e in steady]
+    assert [a["carried"] for a in answers] == [False, True, True, True]
+    assert [a["step"] for a in answers] == [0, 2, 4, 6]
+    assert [e.first_after_switch for e in switched] == [True, False] * 4
+
+
+def test_precision_goes_and_comes_back(pool: Pool) -> None:
+    (mine, _), _ = follow(pool, [(spec(), 2), (spec(precision="fp16"), 2), (spec(precision="bf16"), 2), (spec(), 2)])
+    assert all(math.isfinite(e.mean_loss) for e in mine)
+    assert mine[-1].mean_loss < mine[0].mean_loss
+    assert not any(e.skipped for e in mine)
+
+
+def test_clipping_is_alike_for_all_backends(pool: Pool) -> None:
+    clip = {"clip_norm": 0.1, "optimizer": "sgd", "lr": 1.0}
+    norms = []
+    for changes in ({}, {"backend": "fsdp1"}, DDP, {"precision": "fp16"}):
+        (mine, _), _ = follow(pool, [(spec(**clip, **changes), 3)])
+        norms.append([e.grad_norm for e in mine])
+    for other in norms[1:]:
+        assert other == pytest.approx(norms[0], rel=2e-2)
+    assert norms[0][0] > 0.1
+
+
+def test_a_light_change_rebuilds_nothing(pool: Pool) -> None:
+    (mine, _), answers = follow(pool, [(spec(), 2), (spec(micro_batch=4, lr=0.001, accumulate=2, sync="last"), 2)])
+    assert answers[1]["carried"] and mine[-1].tokens == 4 * 2 * 32
+    assert mine[2].samples - mine[1].samples == 16
+
+
+def _refused(place: Place, given: list[dict[str, Any]]) -> list[str]:
+    s = session(place)
+    s.apply("run", spec().to_dict())
+    s.train(2)
+    said = []
+    for one in given:
+        with pytest.raises(SpecError) as e:
+            s.apply("run", one)
+        said.append(str(e.value))
+    after = s.train(2)
+    s.close()
+    return [said, [e["step"] for e in after["events"]]]
+
+
+def test_a_refusal_leaves_all_as_it_was(pool: Pool) -> None:
+    bad = [
+        spec(world_size=3).to_dict(),
+        spec(wrap="class:Nothing").to_dict(),
+        spec(backend="fsdp1", offload="all").to_dict(),
+        spec(data="/nowhere/at/all").to_dict(),
+        spec(seq_len=65).to_dict(),
+    ]
+    for said, steps in pool.run(_refused, 2, bad, reduction=None):
+        assert [text.split(":")[0] for text in said] == [
+            "world_size", "strategy.wrap", "strategy.offload", "workload.data", "workload.seq_len"]  # fmt: skip
+        assert steps == [2, 3]
+
+
+def _interrupted(place: Place, changes: dict[str, Any], whom: str) -> Any:
+    """Rank 1 stalls in its third step, as a hung rank would; then SIGINT reaches `whom`; then they go on."""
+    s = session(place, reduction="rank_ordered")
+    s.apply("run", spec(**changes).to_dict())
+    losses = [e["mean_loss"] for e in s.train(2)["events"]]
+    trainer = s._trainer
+    assert trainer is not None
+    inner, release = trainer.batches.batch, threading.Event()
+    if place.rank == 1:
+        trainer.batches.batch = lambda *a: (_stall(release, s), inner(*a))[1]  # type: ignore[method-assign]
+    if whom in ("all", str(place.rank)):
+        threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT)).start()
+    start_s = time.perf_counter()
+    stopped = s.train(50)
+    seconds = time.perf_counter() - start_s - 0.7
+    trainer.batches.batch = inner  # type: ignore[method-assign]
+    losses += [e["mean_loss"] for e in stopped["events"]]
+    losses += [e["mean_loss"] for e in s.train(3)["events"]]
+    s.close()
+    return stopped["stopped"], stopped["step"], losses, seconds
+
+
+def _stall(release: threading.Event, s: Session) -> None:
+    """Wait in Python until this rank is told to give up; a rank that never comes back is the cluster's business."""
+    while s._hub.aborted is None:
+        release.wait(0.02)
+
+
+@pytest.mark.parametrize("whom", ["0", "1", "all"])
+@pytest.mark.parametrize("changes", [{}, DDP, {"backend": "fsdp1"}], ids=["fsdp2", "ddp", "fsdp1"])
+def test_sigint_frees_ranks_that_wait_and_loses_nothing(pool: Pool, changes: dict[str, Any], whom: str) -> None:
+    (steady, _), _ = follow(pool, [(spec(**changes), 5)])
+    for stopped, step, losses, seconds in pool.run(_interrupted, 2, changes, whom, reduction=None):
+        assert stopped and step == 2
+        assert losses == [e.mean_loss for e in steady]
+        assert seconds < 5
+
+
+def _fails(place: Place) -> Any:
+    s = session(place)
+    s.apply("run", spec().to_dict())
+    s.train(2)
+    trainer = s._trainer
+    assert trainer is not None
+    inner = trainer.batches.batch
+    if place.rank == 1:
+        trainer.batches.batch = lambda *a: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    try:
+        s.train(3)
+        said = "nothing"
+    except Exception as e:
+        said = f"{type(e).__name__}: {e}"
+    trainer.batches.batch = inner  # type: ignore[method-assign]
+    again = s.train(2)
+    s.close()
+    return said, [e["step"] for e in again["events"]]
+
+
+def test_a_rank_that_raises_frees_and_tells_the_others(pool: Pool) -> None:
+    (zero, steps), (one, _) = pool.run(_fails, 2, reduction=None)
+    assert zero == "RankAborted: rank 1 failed: ZeroDivisionError: division by zero"
+    assert one == "ZeroDivisionError: division by zero"
+    assert steps == [2, 3]
+
+
+def _forgets(place: Place) -> Any:
+    s = session(place)
+    s.apply("run", spec(model={**SMALL, "n_embd": 256, "n_layer": 8}).to_dict())
+    s.train(1)
+    names = sorted(name for name, value in s.namespace().items() if value is not None)
+    freed = s.forget()["freed_bytes"]
+    with pytest.raises(RuntimeError, match="apply a Spec first"):
+        s.train(1)
+    after = s.namespace()["model"]
+    status = s.status()
+    s.close()
+    return names, freed, after, status
+
+
+def test_forget_gives_memory_back(pool: Pool) -> None:
+    for names, freed, after, status in pool.run(_forgets, 2, reduction=None):
+        assert names == ["device", "mesh", "model", "optimizer", "rank", "session", "world_size"]
+        assert freed > 10e6 and after is None
+        assert status["step"] is None and status["last_collective"]
