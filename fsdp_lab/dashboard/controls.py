@@ -336,18 +336,19 @@ class Controls:
 
     def _settled(self, sent: _Sent, run: RunLike | None, events: Sequence[StepEvent]) -> bool:
         """Whether a sent choice has been applied, refused, or overtaken by the run's end."""
-        ticket = sent.ticket
-        step = next((e.step for e in events if e.run == sent.run.id and e.spec_id == sent.spec_id), None)
-        if ticket is not None and ticket.done:
+        step = None
+        if sent.ticket is None:
+            first = next((s for s in sent.run.switches if s.after.id == sent.spec_id), None)
+            if first is not None and any(e.run == sent.run.id for e in events):
+                step = first.step
+        elif sent.ticket.done:
             try:
-                step = ticket.wait(0).step
+                step = sent.ticket.wait(0).step
             except SpecError as e:
                 self.choices.revert(sent.names, sent.run.pending or sent.run.spec, e)
                 return True
-            except Exception:  # the run is over; its state says why
+            except Exception:  # the run is over, and its state says why
                 step = None
-        elif ticket is not None:
-            step = None
         if step is not None:
             for name in sent.names:
                 self.choices.note(name, Standing.APPLIED, f"applied at step {step}")

@@ -107,7 +107,7 @@ class _View:
     """One mounted page of the widget."""
 
     acked: int
-    heard_s: float = field(default_factory=time.monotonic)
+    heard_s: float
 
 
 @dataclass(kw_only=True)
@@ -224,7 +224,7 @@ class LiveView(anywidget.AnyWidget):
                 patches=scene.patches(),
                 captions=scene.captions(),
             )
-        self._views[view] = _View(acked=self._seq)
+        self._views[view] = _View(acked=self._seq, heard_s=time.monotonic())
         header = {
             "kind": "snapshot",
             "view": view,
@@ -237,7 +237,7 @@ class LiveView(anywidget.AnyWidget):
         self.send(header, buffers=[_bytes([b.numbers for _, b in blocks])])
 
     def _acknowledge(self, view: str, seq: int, painted_unix_s: float) -> None:
-        known = self._views.setdefault(view, _View(acked=seq))
+        known = self._views.setdefault(view, _View(acked=seq, heard_s=time.monotonic()))
         known.acked = max(known.acked, seq)
         self._stamps.painted(seq, painted_unix_s)
 

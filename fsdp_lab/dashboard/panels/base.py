@@ -248,6 +248,29 @@ def plain_figure(name: str, y_label: str, **kwargs: Any) -> figure:
     return fig
 
 
+def rank_bars(name: str, x_label: str, world_size: int) -> figure:
+    """An empty picture of one horizontal bar a rank, rank 0 on top; its x range is called `<name>.x`."""
+    fig = plain_figure(
+        name,
+        "rank",
+        x_range=Range1d(start=0, end=1, name=f"{name}.x"),
+        y_range=Range1d(start=world_size - 0.4, end=-0.6),
+    )
+    fig.xaxis.name = f"{name}.axis"
+    fig.xaxis.axis_label = x_label
+    fig.xaxis.ticker = AdaptiveTicker(mantissas=[1, 2, 5], desired_num_ticks=5)
+    fig.yaxis.ticker = AdaptiveTicker(mantissas=[1, 2, 5], min_interval=1, desired_num_ticks=8)
+    fig.ygrid.visible = False
+    return fig
+
+
+def sign_bars(fig: figure, source: ColumnDataSource, *, y: str, end: str, height: float) -> None:
+    """The rank's colour at the root of each bar, and the words of column `label` at its end."""
+    fig.rect(x=0, y=y, width=8, width_units="screen", height=height, fill_color="color", line_alpha=0, source=source)
+    text = fig.text(x=end, y=y, text="label", x_offset=7, text_baseline="middle", text_font_size="11px", source=source)
+    tint(text.glyph, text_color="ink.peak")
+
+
 def hover(
     fig: figure, renderer: Any, rows: Sequence[tuple[str, str]], *, mode: Literal["mouse", "vline"] = "vline"
 ) -> None:

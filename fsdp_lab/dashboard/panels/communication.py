@@ -8,14 +8,13 @@ from statistics import fmean, median
 
 import numpy as np
 from bokeh.layouts import row
-from bokeh.models import AdaptiveTicker, Range1d
 from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
 from ...events import Traffic
 from .. import theme
 from ..columns import Columns
-from .base import Captions, Frame, Key, Patches, Step, hover, notes_of, plain_figure, tint, twin
+from .base import Captions, Frame, Key, Patches, Step, hover, notes_of, rank_bars, sign_bars, twin
 from .memory import BAR, paint_fill
 from .ranges import ZeroRange
 from .units import duration, traffic
@@ -51,23 +50,14 @@ class CommunicationPanel:
         self._root = row(self._draw_now(), self._draw_over(frame), sizing_mode="stretch_width", spacing=16)
 
     def _draw_now(self) -> figure:
-        fig = plain_figure(
-            "communication.now", "rank", x_range=Range1d(start=0, end=1, name="communication.now.x"),
-            y_range=Range1d(start=self.world_size - 0.4, end=-0.6),
-        )  # fmt: skip
-        fig.xaxis.axis_label = f"ms per step, median of the last {RECENT_STEPS}"
-        fig.ygrid.visible = False
-        fig.yaxis.ticker = AdaptiveTicker(mantissas=[1, 2, 5], min_interval=1, desired_num_ticks=8)
+        fig = rank_bars("communication.now", f"ms per step, median of the last {RECENT_STEPS}", self.world_size)
         source = twin(self._now)
-        bars = fig.hbar_stack(list(KINDS), y="rank", height=BAR, source=source, line_width=1)
+        few = self.world_size <= theme.MOST_LINES
+        bars = fig.hbar_stack(list(KINDS), y="rank", height=BAR, source=source, line_width=1 if few else 0)
         for name, bar in zip(KINDS, bars, strict=True):
             paint_fill(bar.glyph, f"communication.{name}", theme.COMMUNICATION[name])
-        if self.world_size <= theme.MOST_LINES:
-            fig.rect(x=0, y="rank", width=8, width_units="screen", height=BAR + 0.06, fill_color="color", line_alpha=0,
-                     source=source)  # fmt: skip
-            text = fig.text(x="total", y="rank", text="label", x_offset=7, text_baseline="middle", source=source,
-                            text_font_size="11px")  # fmt: skip
-            tint(text.glyph, text_color="ink.peak")
+        if few:
+            sign_bars(fig, source, y="rank", end="total", height=BAR + 0.06)
         whole = fig.hbar(y="rank", left="zero", right="total", height=0.9, source=source, fill_alpha=0, line_alpha=0)
         rows = [(theme.COMMUNICATION[k].label, f"@{k}{{0,0.00}} ms, @{k}_mb{{0,0.00}} MB") for k in KINDS]
         hover(fig, whole, [("rank", "@rank"), *rows], mode="mouse")

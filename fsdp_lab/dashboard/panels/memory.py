@@ -7,14 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 from bokeh.layouts import row
-from bokeh.models import AdaptiveTicker, Range1d
 from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
 from ...events import Memory
 from .. import theme
 from ..columns import Columns
-from .base import LINE_PX, Captions, Frame, Key, Patches, Step, hover, notes_of, plain_figure, tint, twin
+from .base import LINE_PX, Captions, Frame, Key, Patches, Step, hover, notes_of, rank_bars, sign_bars, tint, twin
 from .ranges import ZeroRange
 from .units import GIB, MIB, memory
 
@@ -33,9 +32,11 @@ class MemoryPanel:
         self.world_size = world_size
         classes = [*ON_DEVICE, "host", "peak"]
         self._now = Columns(
-            "memory.now", ["rank", "bar", "host_bar", *classes, "rss", "reserved"], texts=["label", "color"],
+            "memory.now",
+            ["rank", "bar", "host_bar", "top", "bottom", *classes, "rss", "reserved"],
+            texts=["label", "color"],
             limit=world_size,
-        )  # fmt: skip
+        )
         self._over = Columns("memory.steps", ["step", "rank", *classes], limit=frame.limit)
         self._now_range, self._over_range = ZeroRange(headroom=1.22, slack=0.6), ZeroRange()
         self._unit = MIB
@@ -46,30 +47,18 @@ class MemoryPanel:
         self._root = row(bars, history, sizing_mode="stretch_width", spacing=16)
 
     def _draw_now(self) -> figure:
-        fig = plain_figure(
-            "memory.now", "rank", x_range=Range1d(start=0, end=1, name="memory.now.x"),
-            y_range=Range1d(start=self.world_size - 0.4, end=-0.6),
-        )  # fmt: skip
-        fig.xaxis.name = "memory.now.axis"
-        fig.xaxis.axis_label = "MiB now"
-        fig.ygrid.visible = False
-        fig.yaxis.ticker = AdaptiveTicker(mantissas=[1, 2, 5], min_interval=1, desired_num_ticks=8)
+        fig = rank_bars("memory.now", "MiB per rank, last step", self.world_size)
         source = twin(self._now)
-        bars = fig.hbar_stack(list(ON_DEVICE), y="bar", height=BAR, source=source, line_width=1)
+        few = self.world_size <= theme.MOST_LINES
+        bars = fig.hbar_stack(list(ON_DEVICE), y="bar", height=BAR, source=source, line_width=1 if few else 0)
         for name, bar in zip(ON_DEVICE, bars, strict=True):
             paint_fill(bar.glyph, f"memory.{name}", theme.MEMORY[name])
-        host = fig.hbar(y="host_bar", left=0, right="host", height=HOST_BAR, source=source, line_width=1)
+        host = fig.hbar(y="host_bar", left=0, right="host", height=HOST_BAR, source=source, line_width=1 if few else 0)
         paint_fill(host.glyph, "memory.host", theme.MEMORY["host"], outline="memory.gradients")
-        peak = fig.scatter(
-            x="peak", y="bar", marker="dash", angle=np.pi / 2, size=22, line_width=LINE_PX, source=source
-        )
+        peak = fig.segment(x0="peak", x1="peak", y0="top", y1="bottom", line_width=LINE_PX, source=source)
         tint(peak.glyph, line_color="ink.peak")
-        if self.world_size <= theme.MOST_LINES:
-            fig.rect(x=0, y="bar", width=8, width_units="screen", height=BAR + 0.06, fill_color="color", line_alpha=0,
-                     source=source)  # fmt: skip
-            text = fig.text(x="peak", y="bar", text="label", x_offset=7, text_baseline="middle", source=source,
-                            text_font_size="11px")  # fmt: skip
-            tint(text.glyph, text_color="ink.peak")
+        if few:
+            sign_bars(fig, source, y="bar", end="peak", height=BAR + 0.06)
         whole = fig.hbar(y="rank", left=0, right="peak", height=0.9, source=source, fill_alpha=0, line_alpha=0)
         rows = [(theme.MEMORY[c].label, f"@{c}{{0,0.0}}") for c in (*ON_DEVICE, "host")]
         hover(fig, whole, [("rank", "@rank"), *rows, ("peak", "@peak{0,0.0}"), ("reserved", "@reserved{0,0.0}"),
@@ -132,7 +121,8 @@ class MemoryPanel:
         for e in step.events:
             m = e.memory
             sizes = [b / self._unit for b in (*_classes(m), m.rss_bytes, m.reserved_bytes or 0)]
-            rows.append([e.rank, e.rank - shift, e.rank + BAR / 2 + shift, *sizes])
+            bar = e.rank - shift
+            rows.append([e.rank, bar, e.rank + BAR / 2 + shift, bar - BAR / 2 - 0.05, bar + BAR / 2 + 0.05, *sizes])
             labels.append(memory(m.peak_bytes))
             colors.append(theme.rank_color(e.rank))
         drawn = (self._unit, [_classes(e.memory) for e in step.events])

@@ -57,10 +57,14 @@ class ZeroRange:
 
 
 class SpanRange:
-    """From below the least to above the greatest value, for quantities whose zero says nothing, such as a loss."""
+    """From below the least to above the greatest value, for quantities whose zero says nothing, such as a loss.
 
-    def __init__(self, *, margin: float = 0.08, slack: float = 0.4) -> None:
+    Where the data leaves it, it goes a good way further in that direction, so that a falling curve moves it seldom.
+    """
+
+    def __init__(self, *, margin: float = 0.1, ahead: float = 0.4, slack: float = 0.4) -> None:
         self.margin = margin
+        self.ahead = ahead
         self.slack = slack
         self.start, self.end = 0.0, 1.0
         self._fresh = True
@@ -70,11 +74,19 @@ class SpanRange:
         if finite.size == 0:
             return self.start, self.end
         low, high = float(finite.min()), float(finite.max())
-        inside = self.start <= low and high <= self.end
-        if self._fresh or not inside or (high - low) < self.slack * (self.end - self.start) > 0.2 * abs(high):
-            pad = max((high - low) * self.margin * 2, abs(high) * 0.01, 1e-9)
-            step = round_up((high - low + 2 * pad) / 10)
-            self.start = math.floor((low - pad) / step) * step
-            self.end = math.ceil((high + pad) / step) * step
-            self._fresh = False
+        span = max(high - low, 0.02 * abs(high), 1e-9)
+        if self._fresh or (high - low) < self.slack * (self.end - self.start) > 0.3 * abs(high):
+            self._set(low - self.margin * span, high + self.margin * span, low)
+        elif low < self.start:
+            self._set(low - self.ahead * span, self.end, low)
+        elif high > self.end:
+            self._set(self.start, high + self.ahead * span, low)
+        self._fresh = False
         return self.start, self.end
+
+    def _set(self, start: float, end: float, low: float) -> None:
+        step = round_up((end - start) / 10)
+        self.start = math.floor(start / step) * step
+        if low >= 0:
+            self.start = max(0.0, self.start)
+        self.end = math.ceil(end / step) * step

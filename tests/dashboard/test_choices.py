@@ -1,0 +1,126 @@
+"""Choices: accepted, held with a reason and a way out, and tried again."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_lab.dashboard.choices import Choices, Standing
+from fsdp_lab.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec, SpecError
+
+
+def test_a_choice_that_can_be_is_wanted():
+    choices = Choices(Spec())
+    assert choices.choose(sharding="shard_grad_op") == {"sharding": "shard_grad_op"}
+    assert choices.wanted.strategy.sharding == "shard_grad_op"
+    assert choices.held == {}
+
+
+def test_a_choice_that_cannot_be_is_held_with_its_reason():
+    choices = Choices(Spec())
+    assert choices.choose(sharding="zero1") == {}
+    assert choices.wanted == Spec()
+    assert choices.value("sharding") == "zero1"
+    assert choices.notes["sharding"].standing is Standing.REFUSED
+    assert "FSDP2 always shards the gradients" in choices.notes["sharding"].text
+
+
+def test_a_combination_can_be_made_in_any_order():
+    for order in (("backend", "sharding"), ("sharding", "backend")):
+        choices = Choices(Spec())
+        values = {"backend": "ddp", "sharding": "no_shard"}
+        assert choices.choose(**{order[0]: values[order[0]]}) == {}
+        assert choices.choose(**{order[1]: values[order[1]]}) == values
+        assert choices.held == {}
+        assert choices.wanted.strategy.backend == "ddp"
+
+
+def test_the_way_out_is_offered_and_works():
+    choices = Choices(Spec())
+    choices.choose(backend="ddp")
+    fix = choices.notes["backend"].fix
+    assert fix == {"sharding": "no_shard"}
+    assert choices.choose(backend="ddp", **fix) == {"backend": "ddp", "sharding": "no_shard"}
+
+
+def test_going_back_to_what_is_wanted_takes_back_a_held_choice():
+    choices = Choices(Spec())
+    choices.choose(sharding="zero1")
+    assert choices.choose(sharding="full_shard") == {}
+    assert choices.held == {}
+    assert choices.notes["sharding"].standing is Standing.IDLE
+
+
+def test_an_unrelated_choice_passes_a_held_one():
+    choices = Choices(Spec())
+    choices.choose(sharding="zero1")
+    assert choices.choose(micro_batch=8) == {"micro_batch": 8}
+    assert choices.held == {"sharding": "zero1"}
+
+
+def test_what_a_spec_cannot_know_is_asked():
+    def check(spec: Spec) -> None:
+        if spec.workload.seq_len > 512:
+            raise SpecError("workload.seq_len", "the text is shorter", "use 512", {"seq_len": 512})
+
+    choices = Choices(Spec(), check=check)
+    assert choices.choose(seq_len=1024) == {}
+    assert choices.notes["seq_len"].text.startswith("workload.seq_len: the text is shorter")
+
+
+def test_a_refusal_by_the_ranks_is_held_too():
+    choices = Choices(Spec())
+    accepted = choices.choose(offload="all")
+    choices.revert(accepted, Spec(), SpecError("strategy.offload", "no room on the host", "use none"))
+    assert choices.wanted == Spec()
+    assert choices.held == {"offload": "all"}
+    assert "no room on the host" in choices.notes["offload"].text
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("backend"), st.sampled_from(BACKENDS)),
+            st.tuples(st.just("sharding"), st.sampled_from(SHARDINGS)),
+            st.tuples(st.just("precision"), st.sampled_from(sorted(PRECISIONS))),
+            st.tuples(st.just("offload"), st.sampled_from(OFFLOADS)),
+            st.tuples(st.just("shard_size"), st.sampled_from([None, 1, 2, 4])),
+            st.tuples(st.just("forward_prefetch"), st.integers(0, 3)),
+        ),
+        max_size=25,
+    ),
+    st.sampled_from([1, 2, 4]),
+)
+def test_whatever_is_chosen_the_wanted_spec_is_valid_and_nothing_is_lost(chosen, world_size):
+    """The last word on each field is either in the wanted Spec or held with a reason; a way out leads out."""
+    choices = Choices(Spec(world_size=world_size))
+    last = {}
+    for name, value in chosen:
+        choices.choose(**{name: value})
+        last[name] = value
+        assert choices.value(name) == value
+    for name in last:
+        if name in choices.held:
+            note = choices.notes[name]
+            assert note.standing is Standing.REFUSED
+            assert note.text
+            if note.fix:
+                assert choices.wanted.refusal(**{name: choices.held[name], **note.fix}) is None
+        else:
+            assert choices.wanted.flat()[name] == choices.value(name)
+
+
+def test_devices_given_as_tuple_or_list_are_the_same():
+    choices = Choices(Spec(devices=("cpu", "cpu")))
+    assert choices.choose(devices=["cpu", "cpu"]) == {}
+    assert choices.held == {}
+
+
+@pytest.mark.parametrize("name", ["backend", "model"])
+def test_adopting_another_spec_reviews_what_is_held(name):
+    choices = Choices(Spec())
+    choices.choose(backend="ddp")
+    choices.adopt(Spec().replace(backend="fsdp1", sharding="no_shard"))
+    assert choices.held == {"backend": "ddp"}
+    assert choices.choose(sharding="no_shard") != {} or choices.wanted.strategy.backend == "ddp"

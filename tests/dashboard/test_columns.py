@@ -1,0 +1,67 @@
+"""`Columns`: bounded, numbered, and readable from where a reader stopped."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_lab.dashboard.columns import Columns
+
+
+def test_rows_come_back_in_columns_with_their_numbers():
+    table = Columns("t", ["x", "y"], texts=["word"], limit=10)
+    table.append([[0, 1.5], [1, 2.5]], {"word": ["a", "b"]})
+    block = table.all()
+    assert (block.generation, block.first, block.rows, block.next) == (0, 0, 2, 2)
+    assert block.numbers.tolist() == [[0, 1], [1.5, 2.5]]
+    assert block.texts == {"word": ["a", "b"]}
+    assert table.column("y").tolist() == [1.5, 2.5]
+
+
+def test_only_the_limit_is_kept():
+    table = Columns("t", ["x"], texts=["word"], limit=3)
+    table.append([[float(i)] for i in range(10)], {"word": [str(i) for i in range(10)]})
+    assert (table.first, table.next, len(table)) == (7, 10, 3)
+    assert table.all().numbers.tolist() == [[7, 8, 9]]
+    assert table.all().texts["word"] == ["7", "8", "9"]
+
+
+def test_a_reader_of_a_former_generation_gets_everything():
+    table = Columns("t", ["x"], limit=5)
+    table.append([[1.0], [2.0]])
+    table.replace([[9.0]])
+    block = table.since(0, 2)
+    assert (block.generation, block.first, block.numbers.tolist()) == (1, 0, [[9.0]])
+
+
+@given(
+    limit=st.integers(1, 8),
+    batches=st.lists(st.tuples(st.integers(0, 12), st.booleans(), st.booleans()), max_size=40),
+)
+def test_a_reader_that_asks_now_and_then_holds_what_the_table_holds(limit, batches):
+    """However rows, clears and reads interleave, following `since` gives the last `limit` rows."""
+    table = Columns("t", ["x"], limit=limit)
+    held: list[float] = []
+    generation, row, value = 0, 0, 0.0
+    for count, clear, read in batches:
+        if clear:
+            table.clear()
+        table.append([[value + i] for i in range(count)])
+        value += count
+        if not read:
+            continue
+        block = table.since(generation, row)
+        if block.generation != generation or block.first > row:
+            held = []
+        held = [*held, *block.numbers[0].tolist()][-limit:]
+        generation, row = block.generation, block.next
+        assert held == table.all().numbers[0].tolist()
+
+
+def test_blocks_do_not_change_behind_the_reader():
+    table = Columns("t", ["x"], limit=2)
+    table.append([[1.0], [2.0]])
+    block = table.all()
+    table.append([[3.0], [4.0], [5.0]])
+    assert np.array_equal(block.numbers, [[1.0, 2.0]])

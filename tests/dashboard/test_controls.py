@@ -1,0 +1,232 @@
+"""Controls against a lab without processes: what is sent, and what is said beside each control."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from fsdp_lab.dashboard.choices import Standing
+from fsdp_lab.dashboard.controls import GROUPS, Controls
+from fsdp_lab.runs import RunState
+from fsdp_lab.spec import Spec
+from tests.dashboard.fake_lab import FakeLab
+
+FIELDS = [f.name for _, fields in GROUPS for f in fields]
+
+
+class Desk:
+    """Controls, their lab, and a tick when asked."""
+
+    def __init__(self) -> None:
+        self.lab = FakeLab(2, step_s=0.002)
+        self.controls = Controls(self.lab)
+        self.cursor = 0
+        self.run = ""
+
+    def choose(self, name: str, value) -> None:
+        self.controls._controls[name].input.value = value
+
+    def note(self, name: str) -> str:
+        return re.sub("<[^>]*>", "", self.controls._controls[name].note.value)
+
+    def refusal(self, group: int = 0) -> str:
+        return self.controls._groups[group]._words.value
+
+    def tick(self) -> None:
+        run = self.lab.current
+        events = ()
+        if run is not None:
+            if run.id != self.run:
+                self.run, self.cursor = run.id, 0
+            events, self.cursor = run.events.since(self.cursor)
+        self.controls.tick(run, events)
+
+    def until(self, what: Callable[[], bool], timeout_s: float = 10) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not what():
+            assert time.monotonic() < deadline, "waited in vain"
+            self.tick()
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def desk():
+    d = Desk()
+    yield d
+    d.lab.close()
+
+
+def test_there_is_a_control_for_every_field_that_the_dashboard_promises():
+    assert set(FIELDS) == {
+        "backend", "sharding", "shard_size", "precision", "offload", "wrap", "forward_prefetch", "backward_prefetch",
+        "recompute", "accumulate", "sync", "model", "micro_batch", "seq_len", "world_size", "devices",
+    }  # fmt: skip
+    assert set(FIELDS) <= set(Spec().flat())
+
+
+def test_before_a_start_choices_wait_for_it(desk):
+    desk.choose("precision", "bf16")
+    assert desk.note("precision") == "with the next start"
+    desk.controls.start()
+    assert desk.lab.current.spec.strategy.precision == "bf16"
+    desk.tick()
+    desk.until(lambda: desk.note("precision") == "applied at step 0")
+
+
+def test_a_toggle_is_pending_then_applied_at_its_step(desk):
+    desk.controls.start()
+    desk.until(lambda: desk.lab.current.state is RunState.RUNNING)
+    desk.lab.current.pause()
+    desk.choose("sharding", "shard_grad_op")
+    assert desk.note("sharding") == "pending"
+    desk.lab.current.resume()
+    desk.until(lambda: desk.note("sharding").startswith("applied at step"))
+    step = int(desk.note("sharding").split()[-1])
+    assert step == desk.lab.current.switches[-1].step
+    assert desk.lab.current.spec.strategy.sharding == "shard_grad_op"
+
+
+def test_a_refused_combination_is_explained_and_not_sent(desk):
+    desk.controls.start()
+    desk.choose("sharding", "zero1")
+    assert desk.note("sharding") == "refused, see below"
+    assert "FSDP2 always shards the gradients with the parameters. Use sharding full_shard" in desk.refusal()
+    assert desk.lab.current.applies == []
+    assert "fsdp-held" in desk.controls._controls["sharding"].box._dom_classes
+
+
+def test_the_way_out_is_a_button(desk):
+    desk.controls.start()
+    desk.choose("backend", "ddp")
+    button = desk.controls._groups[0].button
+    assert button.description == "Also set sharding no_shard"
+    button.click()
+    assert desk.controls._controls["sharding"].input.value == "no_shard"
+    assert desk.refusal() == ""
+    desk.until(lambda: desk.lab.current.spec.strategy.backend == "ddp")
+    desk.until(lambda: desk.note("backend").startswith("applied at step"))
+
+
+def test_what_the_ranks_refuse_is_said_with_their_reason(desk):
+    desk.controls.start()
+    desk.lab.current.refuses = "offload"
+    desk.choose("offload", "all")
+    desk.until(lambda: desk.note("offload") == "refused, see below")
+    assert "The ranks cannot" in desk.refusal() or "the ranks cannot" in desk.refusal()
+    assert desk.lab.current.spec.strategy.offload == "none"
+
+
+def test_other_ranks_take_a_new_run(desk):
+    desk.controls.start()
+    former = desk.lab.current
+    desk.choose("world_size", 3)
+    assert desk.lab.current is not former
+    assert desk.lab.current.spec.world_size == 3
+    desk.until(lambda: desk.note("world_size") == "applied at step 0")
+    assert 3 in [o[1] for o in desk.controls._controls["shard_size"].input.options]
+
+
+def test_a_model_that_begins_anew_is_applied_at_step_0(desk):
+    desk.controls.start()
+    desk.until(lambda: len(desk.lab.current.events) > 10)
+    desk.choose("model", "gpt2-1m")
+    desk.until(lambda: desk.note("model") == "applied at step 0")
+
+
+def test_an_image_model_finds_its_data_through_the_way_out(desk):
+    desk.choose("model", "vit-1m")
+    assert "classifies images" in desk.refusal(2)
+    desk.controls._groups[2].button.click()
+    assert desk.controls.choices.wanted.workload.data == "images"
+    assert desk.controls.choices.wanted.workload.model == "vit-1m"
+
+
+def test_pause_resume_and_stop(desk):
+    c = desk.controls
+    assert (c._start.disabled, c._pause.disabled, c._stop.disabled) == (False, True, True)
+    c._start.click()
+    desk.until(lambda: desk.lab.current.state is RunState.RUNNING)
+    desk.tick()
+    assert (c._start.disabled, c._pause.disabled, c._stop.disabled) == (True, False, False)
+    c._pause.click()
+    assert desk.lab.current.state is RunState.PAUSED
+    assert c._pause.description == "Resume"
+    c._pause.click()
+    assert c._pause.description == "Pause"
+    c._stop.click()
+    desk.until(lambda: desk.lab.current.state is RunState.STOPPED)
+    desk.until(lambda: not c._start.disabled)
+    assert "stopped" in c._state.value
+
+
+def test_stop_does_not_wait(desk):
+    desk.controls.start()
+    began = threading.active_count()
+    desk.controls._stop.click()
+    assert desk.lab.current.state in (RunState.STOPPING, RunState.STOPPED)
+    assert threading.active_count() <= began
+
+
+def test_choices_that_the_end_of_a_run_overtakes_wait_for_the_next(desk):
+    desk.controls.start()
+    desk.until(lambda: desk.lab.current.state is RunState.RUNNING)
+    desk.lab.current.pause()
+    desk.choose("accumulate", 2)
+    desk.lab.current.stop()
+    desk.until(lambda: desk.note("accumulate") == "with the next start")
+    desk.controls.start()
+    assert desk.lab.current.spec.workload.accumulate == 2
+
+
+def test_the_controls_follow_code(desk):
+    desk.controls.start()
+    desk.lab.current.apply(sharding="shard_grad_op", micro_batch=2)
+    desk.until(lambda: desk.controls._controls["micro_batch"].input.value == 2)
+    assert desk.controls._controls["sharding"].input.value == "shard_grad_op"
+
+
+def test_values_that_only_code_can_give_are_shown(desk):
+    from fsdp_lab.spec import Precision
+
+    desk.lab.run(precision=Precision(param="bf16", reduce="bf16"), wrap="class:Block")
+    desk.until(lambda: desk.controls._controls["wrap"].input.value == "class:Block")
+    assert desk.controls._controls["precision"].input.label == "bf16/bf16"
+    desk.choose("micro_batch", 2)
+    desk.until(lambda: desk.note("micro_batch").startswith("applied"))
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [("", None), ("auto", None), ("cpu, cpu", ["cpu", "cpu"]), ("cuda:0 , cuda:1", ["cuda:0", "cuda:1"])],
+)
+def test_devices_are_text(desk, text, devices):
+    desk.choose("devices", text)
+    assert desk.controls.choices.value("devices") == devices
+
+
+def test_devices_that_do_not_fit_are_refused_in_words(desk):
+    desk.choose("devices", "cuda:0")
+    assert "does not name one device for each of 2 ranks" in desk.refusal(2)
+
+
+def test_a_handler_that_fails_says_so_in_the_line_of_the_state(desk, monkeypatch):
+    monkeypatch.setattr(desk.lab, "run", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("no engines")))
+    desk.controls._start.click()
+    assert "no engines" in desk.controls._state.value
+
+
+def test_a_failed_run_says_why(desk):
+    desk.controls.start()
+    desk.lab.current.stop()
+    desk.lab.current.state, desk.lab.current.reason = RunState.FAILED, "rank 1 was lost: <killed>"
+    desk.tick()
+    assert "rank 1 was lost: &lt;killed&gt;" in desk.controls._state.value
+
+
+def test_notes_begin_empty(desk):
+    assert all(n.standing is Standing.IDLE for n in desk.controls.choices.notes.values())
+    assert all(desk.note(name) == "" for name in FIELDS)

@@ -1,0 +1,115 @@
+"""`Dashboard`: one thread, one dashboard a lab, and nothing left behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import ipywidgets
+import pytest
+
+from fsdp_lab.dashboard import Dashboard
+from fsdp_lab.lab import Lab
+from fsdp_lab.runs import Run
+from tests.dashboard.fake_lab import FakeLab
+
+
+def until(what: Callable[[], bool], timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+def ticking() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "fsdp-lab-dashboard"]
+
+
+@pytest.fixture
+def lab():
+    lab = FakeLab(2, step_s=0.005)
+    yield lab
+    lab.close()
+
+
+def test_it_can_be_shown(lab):
+    dashboard = Dashboard(lab)
+    try:
+        assert "application/vnd.jupyter.widget-view+json" in dashboard._repr_mimebundle_()
+    finally:
+        dashboard.close()
+
+
+def test_it_ticks_and_says_what_that_costs(lab):
+    dashboard = Dashboard(lab)
+    try:
+        lab.run()
+        until(lambda: dashboard.cost().ticks > 3)
+        assert 0 < dashboard.cost().share_of_core < 1
+        assert "of a core" in str(dashboard.cost())
+    finally:
+        dashboard.close()
+
+
+def test_closing_ends_the_thread_and_frees_every_widget(lab):
+    def open_widgets() -> int:
+        return len(ipywidgets.Widget.get_manager_state()["state"])
+
+    before = open_widgets()
+    dashboard = Dashboard(lab)
+    assert open_widgets() > before + 50
+    dashboard.close()
+    dashboard.close()
+    assert open_widgets() == before
+    assert ticking() == []
+
+
+def test_another_dashboard_of_a_lab_replaces_the_former(lab):
+    first = Dashboard(lab)
+    second = Dashboard(lab)
+    try:
+        assert first.closed
+        assert not second.closed
+        assert len(ticking()) == 1
+    finally:
+        second.close()
+
+
+def test_a_closed_lab_is_said_and_the_thread_rests(lab):
+    dashboard = Dashboard(lab)
+    lab.close()
+    until(lambda: ticking() == [])
+    assert "The lab is closed" in dashboard._controls._state.value
+    assert dashboard._controls._start.disabled
+    dashboard.close()
+
+
+def test_a_tick_that_fails_does_not_end_the_display(lab, monkeypatch, caplog):
+    dashboard = Dashboard(lab)
+    try:
+        monkeypatch.setattr(dashboard._feed, "tick", lambda: 1 / 0)
+        until(lambda: "division by zero" in dashboard._controls._state.value)
+        monkeypatch.undo()
+        lab.run()
+        until(lambda: len(dashboard._live._scene.cards[2].sources[0]) > 3)
+    finally:
+        dashboard.close()
+    assert sum("a tick of the dashboard failed" in r.message for r in caplog.records) == 1
+
+
+@pytest.mark.parametrize("kind", [Lab, Run])
+def test_the_real_lab_has_what_the_dashboard_asks_for(kind):
+    from fsdp_lab.dashboard import ports
+
+    asked = {Lab: ports.LabLike, Run: ports.RunLike}[kind]
+    names = {n for n in vars(asked) if not n.startswith("_")}
+    made = set(vars(Run(_Ranks(), FakeLab().spec, prepare=lambda s: None))) if kind is Run else set()
+    assert names <= set(dir(kind)) | made
+
+
+class _Ranks:
+    notes = ()
+
+    def submit(self, what, **arguments):
+        raise RuntimeError("no ranks")

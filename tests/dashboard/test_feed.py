@@ -1,0 +1,107 @@
+"""The feed: run to panels, tick by tick."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from fsdp_lab.dashboard.feed import Feed, describe
+from fsdp_lab.dashboard.live import LiveView
+from fsdp_lab.runs import Switch
+from fsdp_lab.spec import Spec
+from tests.dashboard.fake_lab import FakeLab
+
+
+class Show:
+    def __init__(self) -> None:
+        self.lab = FakeLab(2, step_s=0.002)
+        self.live = LiveView()
+        self.feed = Feed(self.lab, self.live)
+
+    def table(self, name: str):
+        return next(s for s in self.live._scene.sources if s.name == name)
+
+    def steps(self) -> list[float]:
+        return self.table("loss.steps").column("step").tolist()
+
+    def until(self, what: Callable[[], bool], timeout_s: float = 10) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not what():
+            assert time.monotonic() < deadline, "waited in vain"
+            self.feed.tick()
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def show():
+    s = Show()
+    yield s
+    s.lab.close()
+
+
+def test_steps_arrive_once_and_in_order(show):
+    show.lab.run(steps=40)
+    show.until(lambda: len(show.steps()) == 40)
+    assert show.steps() == list(range(40))
+
+
+def test_a_switch_is_marked_in_the_plots_and_the_curve_goes_on(show):
+    run = show.lab.run()
+    show.until(lambda: len(show.steps()) > 10)
+    run.apply(sharding="shard_grad_op", offload="all")
+    show.until(lambda: len(show.table("frame.markers")) == 1)
+    marks = show.table("frame.markers").all()
+    assert marks.texts["label"] == ["shard_grad_op, offload all"]
+    assert marks.texts["detail"][0].endswith("(parameters and optimizer carried over, 0.41 s)")
+    show.until(lambda: show.steps()[-1] > marks.numbers[0, 0] + 5)
+    assert show.steps() == list(range(int(show.steps()[-1]) + 1))
+
+
+def test_another_model_begins_new_plots_at_step_0(show):
+    run = show.lab.run()
+    show.until(lambda: len(show.steps()) > 30)
+    scene = show.live._scene
+    run.apply(model="gpt2-1m")
+    show.until(lambda: show.live._scene is not scene and len(show.steps()) > 3)
+    assert show.steps() == list(range(len(show.steps())))
+    assert len(show.table("frame.markers")) == 0
+    assert "gpt2-1m" in show.live._scene.captions()[""]["reading"]
+
+
+def test_another_run_with_other_ranks_begins_new_plots(show):
+    show.lab.run(steps=5)
+    show.until(lambda: len(show.steps()) == 5)
+    show.lab.run(world_size=3, steps=4)
+    show.until(lambda: len(show.steps()) == 4)
+    assert show.live._scene.ranks == 3
+
+
+def test_a_run_that_ended_shows_its_last_step(show):
+    run = show.lab.run(steps=3)
+    run.wait(10)
+    show.feed.tick()
+    show.feed.tick()
+    assert show.steps() == [0, 1, 2]
+
+
+def test_the_headline_says_what_is_trained(show):
+    assert show.live._scene.captions()[""]["reading"] == "gpt2-10m · fsdp2 full_shard fp32 · 2 ranks"
+
+
+@pytest.mark.parametrize(
+    ("changes", "label", "told"),
+    [
+        ({"precision": "bf16"}, "bf16", "precision fp32 → bf16"),
+        ({"shard_size": 2}, "shard size 2", "shard size auto → 2"),
+        ({"micro_batch": 8, "backend": "fsdp1"}, "8", "micro batch 4 → 8"),
+    ],
+)
+def test_changes_in_words(changes, label, told):
+    before = Spec()
+    switch = Switch(step=1234, before=before, after=before.replace(**changes), seconds=0.5, carried=True)
+    words, sentence = describe(switch)
+    assert label in words
+    assert sentence.startswith("step 1,234: ")
+    assert told in sentence

@@ -1,0 +1,275 @@
+"""The live view's protocol, with a page made of a few lines: what is sent, when, and how much."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdp_lab.dashboard import live
+from fsdp_lab.dashboard.live import LiveView, Scene
+from fsdp_lab.dashboard.panels import PANELS, Frame
+from tests.dashboard.test_panels import steps
+
+
+class Page:
+    """A view in a browser, as far as the kernel can tell: it holds rows by number and acknowledges when told to."""
+
+    def __init__(self, view: LiveView, name: str = "page") -> None:
+        self.view, self.name = view, name
+        self.rows: dict[str, list[list[float]]] = {}
+        self.at: dict[str, tuple[int, int]] = {}
+        self.seq = 0
+        self.patches: dict[str, dict[str, Any]] = {}
+        self.snapshots = 0
+
+    def say(self, kind: str, **more: Any) -> None:
+        self.view._on_message(self.view, {"kind": kind, "view": self.name, **more}, [])
+
+    def acknowledge(self, painted_unix_s: float = 0.0) -> None:
+        self.say("ack", seq=self.seq, painted_unix_s=painted_unix_s)
+
+    def receive(self, message: Mapping[str, Any], buffers: list[bytes]) -> None:
+        if message.get("view", self.name) != self.name:
+            return
+        if message["kind"] == "snapshot":
+            self.rows, self.at, self.patches = {}, {}, {}
+            self.snapshots += 1
+        if message["kind"] in ("snapshot", "tick"):
+            assert message["kind"] == "snapshot" or message["seq"] == self.seq + 1
+            self.seq = message["seq"]
+            self.patches.update(message["patches"])
+            self._take(message["tables"], np.frombuffer(buffers[0]))
+
+    def _take(self, tables: list[Mapping[str, Any]], numbers: np.ndarray) -> None:
+        start = 0
+        for t in tables:
+            size = len(t["columns"]) * t["rows"]
+            block = numbers[start : start + size].reshape(len(t["columns"]), t["rows"]).T.tolist()
+            start += size
+            generation, held = self.at.get(t["name"], (-1, 0))
+            if generation != t["generation"]:
+                self.rows[t["name"]], held = [], t["first"]
+            assert t["first"] <= held, "rows are missing"
+            self.rows[t["name"]] = (self.rows[t["name"]] + block[held - t["first"] :])[-t["limit"] :]
+            self.at[t["name"]] = (t["generation"], t["first"] + t["rows"])
+        assert start == len(numbers)
+
+
+class Stage:
+    """A view with panels, pages, and every message that was sent."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int = 2) -> None:
+        self.frame = Frame()
+        self.panels = [make(self.frame, ranks) for make in PANELS]
+        self.sent: list[tuple[dict[str, Any], list[bytes]]] = []
+        self.pages: list[Page] = []
+        monkeypatch.setattr(LiveView, "send", lambda _, content, buffers=(): self._send(content, list(buffers)))
+        self.view = LiveView()
+        self.scene = Scene(
+            cards=self.panels, shared_sources=self.frame.sources, shared_patches=self.frame.patches, ranks=ranks
+        )
+        self.view.show(self.scene)
+        self.step = 0
+
+    def _send(self, content: dict[str, Any], buffers: list[bytes]) -> None:
+        json.dumps(content)  # it crosses a wire
+        self.sent.append((content, buffers))
+        for page in self.pages:
+            page.receive(content, buffers)
+
+    def open(self, name: str) -> Page:
+        page = Page(self.view, name)
+        self.pages.append(page)
+        page.say("mount")
+        return page
+
+    def train(self, count: int = 1) -> None:
+        told = steps(count, first=self.step)
+        self.step += count
+        self.frame.follow(told)
+        for panel in self.panels:
+            panel.update(told)
+
+    def ticks(self) -> list[dict[str, Any]]:
+        return [content for content, _ in self.sent if content["kind"] == "tick"]
+
+    def holds_all(self, page: Page) -> bool:
+        return all(page.rows[s.name] == s.all().numbers.T.tolist() or np.array_equal(
+            np.array(page.rows[s.name]), s.all().numbers.T, equal_nan=True) for s in self.scene.sources)  # fmt: skip
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    return Stage(monkeypatch)
+
+
+def test_nobody_looks_nothing_is_sent(stage):
+    stage.train(5)
+    assert not stage.view.flush()
+    assert stage.ticks() == []
+
+
+def test_a_page_gets_the_whole_history_when_it_mounts(stage):
+    stage.train(5)
+    page = stage.open("late")
+    assert stage.holds_all(page)
+    assert not stage.view.flush()  # and nothing twice
+
+
+def test_a_tick_is_one_message_with_one_buffer(stage):
+    page = stage.open("page")
+    stage.train(3)
+    assert stage.view.flush()
+    (message, buffers) = stage.sent[-1]
+    assert message["kind"] == "tick"
+    assert len(buffers) == 1
+    assert {t["name"] for t in message["tables"]} >= {"loss.steps", "memory.steps", "throughput.steps"}
+    assert stage.holds_all(page)
+
+
+def test_two_are_on_the_way_at_most_and_the_rest_is_coalesced(stage):
+    page = stage.open("slow")
+    for _ in range(10):
+        stage.train()
+        stage.view.flush()
+    assert len(stage.ticks()) == 2
+    page.acknowledge()
+    assert stage.view.flush()
+    assert len(stage.ticks()) == 3
+    assert stage.holds_all(page)
+    assert stage.view.ticks_held == 8
+
+
+def test_a_page_that_does_not_answer_holds_the_others_only_for_a_while(stage, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(live.time, "monotonic", lambda: clock[0])
+    stage.open("dead")
+    page = stage.open("alive")
+    for _ in range(3):
+        stage.train()
+        stage.view.flush()
+        page.acknowledge()
+    assert len(stage.ticks()) == 2
+    clock[0] += live.SILENCE_S + 0.1
+    assert stage.view.flush()
+    page.acknowledge()
+    clock[0] += live.FORGET_S
+    page.acknowledge()
+    assert stage.view.flush() is False
+    assert stage.view.views == 1
+    for _ in range(5):
+        stage.train()
+        assert stage.view.flush()
+        page.acknowledge()
+
+
+def test_a_page_that_was_forgotten_comes_back_with_its_acknowledgement(stage, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(live.time, "monotonic", lambda: clock[0])
+    page = stage.open("hidden")
+    stage.train()
+    stage.view.flush()
+    clock[0] += live.FORGET_S + 1
+    stage.train()
+    assert not stage.view.flush()
+    page.acknowledge()
+    assert stage.view.flush()
+    assert stage.holds_all(page)
+
+
+def test_two_pages_of_one_widget_both_hold_everything(stage):
+    first = stage.open("first")
+    stage.train(3)
+    stage.view.flush()
+    stage.train(2)
+    second = stage.open("second")  # its snapshot has rows that the next tick brings again
+    first.acknowledge()
+    assert stage.view.flush()
+    assert stage.holds_all(first)
+    assert stage.holds_all(second)
+
+
+def test_a_page_that_leaves_is_not_waited_for(stage):
+    stage.open("closed").say("leave")
+    stage.train()
+    assert not stage.view.flush()
+    assert stage.view.views == 0
+
+
+def test_data_is_bounded_however_long_it_runs(stage):
+    page = stage.open("page")
+    for _ in range(30):
+        stage.train(60)
+        stage.view.flush()
+        page.acknowledge()
+    assert all(len(rows) <= 1000 for rows in page.rows.values())
+    assert page.rows["loss.steps"][-1][0] == 1799
+    assert stage.holds_all(page)
+
+
+def test_only_what_changed_is_sent_of_ranges_and_words(stage):
+    page = stage.open("page")
+    stage.train(10)
+    stage.view.flush()
+    page.acknowledge()
+    stage.train()
+    stage.view.flush()
+    last = stage.ticks()[-1]
+    assert "frame.x" not in last["patches"]
+    assert "legend" not in last["captions"]["loss"]
+    assert last["captions"]["loss"]["reading"].endswith("at step 10")
+
+
+def test_another_scene_asks_the_pages_to_mount_again(stage):
+    page = stage.open("page")
+    stage.view.show(Scene(cards=(), ranks=3))
+    assert stage.sent[-1][0] == {"kind": "remount"}
+    page.say("mount")
+    assert stage.sent[-1][0]["layout"]["rank_count"] == 3
+
+
+def test_bokehjs_comes_from_this_installation(stage):
+    page = Page(stage.view)
+    page.say("bokehjs")
+    content, buffers = stage.sent[-1]
+    assert content == {"kind": "bokehjs"}
+    assert len(buffers[0]) > 500_000
+    assert stage.view.bokeh_version.encode() in buffers[0]
+
+
+def test_the_widget_says_little_of_itself(stage):
+    """What a saved notebook could hold of it stays small: no BokehJS, no document, no data."""
+    state = stage.view.get_state()
+    assert len(json.dumps({k: v for k, v in state.items() if k not in ("_esm", "_css")}, default=str)) < 5_000
+
+
+def test_latency_is_from_the_event_to_the_paint(stage):
+    page = stage.open("page")
+    stage.train()
+    stage.view.flush([50.0, 50.1])
+    page.acknowledge(50.3)
+    latency = stage.view.latency()
+    assert latency.events == 2
+    assert latency.worst_s == pytest.approx(0.3)
+
+
+def test_a_closed_view_says_so_and_is_silent(stage):
+    page = stage.open("page")
+    stage.view.close()
+    assert stage.sent[-1][0] == {"kind": "closed"}
+    count = len(stage.sent)
+    stage.train()
+    assert not stage.view.flush()
+    page.say("mount")
+    stage.view.close()
+    assert len(stage.sent) == count
+
+
+def test_a_ping_is_answered(stage):
+    page = stage.open("page")
+    page.say("ping")
+    assert stage.sent[-1][0] == {"kind": "pong", "view": "page"}

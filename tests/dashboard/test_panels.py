@@ -1,0 +1,276 @@
+"""Panels: from events to rows, ranges and words; and the assembling of events into steps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from bokeh.document import Document
+from bokeh.models import ColumnDataSource, HoverTool
+
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.panels import PANELS, Assembler, Frame, Step
+from fsdp_lab.dashboard.panels.communication import CommunicationPanel
+from fsdp_lab.dashboard.panels.loss import LossPanel
+from fsdp_lab.dashboard.panels.memory import MemoryPanel
+from fsdp_lab.dashboard.panels.steps import StepsPanel
+from fsdp_lab.dashboard.panels.tflops import TflopsPanel
+from fsdp_lab.dashboard.panels.throughput import ThroughputPanel
+from fsdp_lab.spec import Spec
+from tests.dashboard.fake_lab import event
+
+GIB = 1 << 30
+
+
+def steps(count: int, ranks: int = 2, *, first: int = 0, **changes) -> list[Step]:
+    spec = Spec(world_size=ranks).replace(**changes)
+    return [
+        Step(number=n, events=tuple(event(spec, "run", r, n, first=n == first) for r in range(ranks)))
+        for n in range(first, first + count)
+    ]
+
+
+# -- assembling ------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_given_out_once_when_all_ranks_have_spoken():
+    assembler = Assembler()
+    (step,) = steps(1)
+    assert assembler.add(step.events[:1]) == []
+    assert assembler.add(step.events[1:]) == [step]
+    assert assembler.add(step.events) == []
+
+
+def test_steps_come_in_order_however_events_arrive():
+    told = [e for s in steps(60, 3) for e in s.events]
+    chance = random.Random(1)
+    assembler, given = Assembler(), []
+    while told:
+        part, told = told[:12], told[12:]
+        chance.shuffle(part)
+        given += assembler.add(part)
+    assert [s.number for s in given] == list(range(60))
+    assert all(len(s.events) == 3 for s in given)
+
+
+def test_a_silent_rank_does_not_stop_the_plots():
+    assembler = Assembler(patience=2)
+    all_steps = steps(4)
+    assert assembler.add(all_steps[0].events[:1]) == []  # rank 1 never tells of step 0
+    assert assembler.add(all_steps[1].events) == []
+    given = [s for step in all_steps[2:] for s in assembler.add(step.events)]
+    assert [(s.number, len(s.events)) for s in given] == [(0, 1), (1, 2), (2, 2), (3, 2)]
+
+
+def test_what_is_left_comes_out_at_the_end():
+    assembler = Assembler()
+    assembler.add(steps(1)[0].events[:1])
+    assert [len(s.events) for s in assembler.flush()] == [1]
+    assert assembler.flush() == []
+
+
+# -- all panels ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("make", "ranks"), list(itertools.product(PANELS, [1, 2, 8, 9, 64])))
+def test_a_panel_draws_what_it_writes(make, ranks):
+    """Its sources have Bokeh twins with the same columns, its patches name models that are there, its words are said."""
+    frame = Frame()
+    panel = make(frame, ranks)
+    told = steps(30, ranks)
+    frame.follow(told)
+    frame.mark(12, "bf16", "step 12: precision fp32 → bf16")
+    panel.update(told[:10])
+    panel.update(told[10:])
+    models = []
+    if panel.root is not None:
+        document = Document()
+        document.add_root(panel.root)
+        models = list(document.models)
+    twins = {m.name: set(m.data) for m in models if isinstance(m, ColumnDataSource)}
+    for source in panel.sources:
+        assert twins[source.name] == {*source.numbers, *source.texts}
+        assert len(source)
+    names = {m.name for m in models}
+    assert set(panel.patches()) | (set(frame.patches()) if models else set()) <= names
+    words = panel.captions()
+    assert words.reading or words.table
+    assert "times are not a GPU's" in words.note or words.table
+
+
+@pytest.mark.parametrize("make", [m for m in PANELS if m is not StepsPanel])
+def test_axes_are_labelled_with_units_and_plots_have_tooltips(make):
+    document = Document()
+    document.add_root(make(Frame(), 2).root)
+    axes = [a for m in document.models if hasattr(m, "axis_label") for a in [m]]
+    assert axes
+    assert all(a.axis_label for a in axes)
+    assert [m for m in document.models if isinstance(m, HoverTool)]
+
+
+@pytest.mark.parametrize("make", PANELS)
+def test_no_steps_write_nothing(make):
+    assert make(Frame(), 2).update([]) == 0
+
+
+# -- each ------------------------------------------------------------------------------------------------------------
+
+
+def columns(panel, index: int = 0):
+    source = panel.sources[index]
+    return {name: source.column(name).tolist() for name in source.numbers}
+
+
+def test_loss_is_the_mean_that_ranks_agree_on():
+    panel = LossPanel(Frame(), 2)
+    told = steps(5)
+    panel.update(told)
+    assert columns(panel)["loss"] == [s.events[0].mean_loss for s in told]
+    assert panel.captions().reading == f"{told[-1].events[0].mean_loss:.4f} at step 4"
+    span = panel.patches()["loss.y"]
+    assert span["start"] < min(columns(panel)["loss"]) <= max(columns(panel)["loss"]) < span["end"]
+
+
+def test_throughput_sums_ranks_over_the_slowest_time():
+    panel = ThroughputPanel(Frame(), 2)
+    told = steps(4)
+    panel.update(told)
+    last = told[-1]
+    expected = sum(e.tokens for e in last.events) / max(e.step_time_s for e in last.events)
+    assert columns(panel)["tokens_per_s"][-1] == pytest.approx(expected)
+    assert math.isnan(columns(panel)["median_tokens_per_s"][0])  # the first step after a change does not count
+
+
+def test_tflops_has_a_line_for_each_of_few_ranks_and_a_band_for_many():
+    few, many = TflopsPanel(Frame(), 8), TflopsPanel(Frame(), 9)
+    told = steps(3, 9)
+    many.update(told)
+    assert "rank_7" in few.sources[0].numbers
+    assert "rank_0" not in many.sources[0].numbers
+    last = told[-1]
+    assert columns(many)["least"][-1] == min(e.tflops for e in last.events)
+    assert columns(many)["most"][-1] == max(e.tflops for e in last.events)
+
+
+def test_mfu_says_what_it_is_relative_to():
+    panel = TflopsPanel(Frame(), 2)
+    panel.update(steps(4))
+    assert "% MFU" in panel.captions().reading
+    assert "relative to 0.110 TFLOPS a rank (measured, 512 x 512 fp32)" in panel.captions().note
+    assert panel.patches()["tflops.mfu_axis"] == {"visible": True}
+    scale = panel.patches()["tflops.y"]["end"] * 1e12 / 110e9 * 100
+    assert panel.patches()["tflops.mfu"]["end"] == pytest.approx(scale)
+
+
+def test_no_peak_no_mfu():
+    import dataclasses
+
+    panel = TflopsPanel(Frame(), 2)
+    told = [
+        Step(number=s.number, events=tuple(dataclasses.replace(e, peak_flops_per_s=None) for e in s.events))
+        for s in steps(4)
+    ]
+    panel.update(told)
+    assert "MFU" not in panel.captions().reading
+    assert panel.patches()["tflops.mfu_axis"] == {"visible": False}
+
+
+def test_memory_stacks_classes_up_to_the_peak_and_keeps_the_host_apart():
+    panel = MemoryPanel(Frame(), 2)
+    panel.update(steps(3, offload="all"))
+    now = columns(panel, 0)
+    for i in range(2):
+        stack = sum(now[c][i] for c in ("parameters", "gradients", "optimizer", "working"))
+        assert stack == pytest.approx(now["peak"][i])
+    assert now["host"][0] > 0
+    assert "on the host" in panel.captions().reading
+    assert [k.label for k in panel.captions().legend][-2:] == ["on the host", "peak"]
+
+
+def test_memory_shows_the_fullest_rank_over_steps():
+    panel = MemoryPanel(Frame(), 2)
+    told = steps(3)
+    panel.update(told)
+    fullest = max(told[-1].events, key=lambda e: e.memory.peak_bytes)
+    assert columns(panel, 1)["rank"][-1] == fullest.rank
+    assert columns(panel, 1)["peak"][-1] == pytest.approx(fullest.memory.peak_bytes / (1 << 20))
+
+
+def test_memory_changes_its_unit_with_the_history():
+    panel = MemoryPanel(Frame(), 2)
+    panel.update(steps(3))
+    generation = panel.sources[1].generation
+    panel.update(steps(2, first=3, model="gpt2-124m", micro_batch=2048))
+    assert panel.patches()["memory.over.axis"]["axis_label"].startswith("GiB")
+    assert panel.sources[1].generation == generation + 1
+    peaks = columns(panel, 1)["peak"]
+    assert len(peaks) == 5
+    assert peaks[0] < 0.2 < peaks[-1]
+
+
+def test_memory_that_stands_still_is_not_painted_again():
+    panel = MemoryPanel(Frame(), 2)
+    (step,) = steps(1)
+    panel.update([step])
+    generation = panel.sources[0].generation
+    panel.update([Step(number=1, events=step.events)])
+    assert panel.sources[0].generation == generation
+
+
+def test_communication_is_by_kind_and_rank_with_link_bytes():
+    panel = CommunicationPanel(Frame(), 2)
+    told = steps(25)
+    panel.update(told)
+    now = columns(panel, 0)
+    seconds = sorted(e.comm["all_gather"].seconds for s in told[-20:] for e in s.events if e.rank == 1 and s.counts)
+    assert now["all_gather"][1] == pytest.approx(1e3 * seconds[len(seconds) // 2], rel=0.05)
+    assert now["all_gather_mb"][1] == pytest.approx(told[-1].events[1].comm["all_gather"].link_bytes / 1e6)
+    assert [k.label for k in panel.captions().legend] == ["all-gather", "reduce-scatter", "control"]
+
+
+def test_a_change_begins_new_medians():
+    panel = CommunicationPanel(Frame(), 2)
+    panel.update(steps(10))
+    panel.update(steps(3, first=10, backend="ddp", sharding="no_shard"))
+    assert columns(panel, 0)["all_gather"] == [0, 0]
+    assert columns(panel, 0)["all_reduce"][0] > 0
+
+
+def test_the_table_shows_the_last_steps_newest_first():
+    panel = StepsPanel(Frame(), 2)
+    panel.update(steps(12))
+    head, *rows = panel.captions().table
+    assert [r[0] for r in rows] == [str(n) for n in range(11, 3, -1)]
+    assert rows[1][-1] == "memory measured, hence slower"
+    assert head[0] == "step"
+    assert all(len(r) == len(head) for r in rows)
+
+
+def test_the_table_names_a_rank_that_said_nothing():
+    panel = StepsPanel(Frame(), 2)
+    panel.update([Step(number=7, events=steps(8)[7].events[:1])])
+    assert panel.captions().table[1][-1] == "no word from rank 1"
+
+
+# -- markers ---------------------------------------------------------------------------------------------------------
+
+
+def test_markers_keep_their_labels_apart():
+    frame = Frame()
+    for step, label in ((100, "a"), (105, "b"), (600, "c")):
+        frame.mark(step, label, f"step {step}")
+    frame.follow(steps(1, first=700))
+    assert frame.markers.column("step").tolist() == [100, 105, 600]
+    assert frame.markers.all().texts["label"] == ["", "b", "c"]
+    assert frame.markers.all().texts["detail"] == ["step 100", "step 105", "step 600"]
+
+
+def test_the_axis_of_steps_is_shared():
+    frame = Frame()
+    assert frame.plot("a", "y").x_range is frame.plot("b", "y").x_range
+
+
+def test_the_palette_decides_where_lines_end():
+    assert theme.MOST_LINES == 8

@@ -1,0 +1,71 @@
+"""Axes hold their data, and do not jump."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_lab.dashboard.panels.ranges import SpanRange, StepWindow, ZeroRange, round_up
+
+POSITIVE = st.floats(1e-6, 1e12)
+
+
+@given(POSITIVE)
+def test_round_numbers_lie_above_and_near(value):
+    assert value <= round_up(value) * (1 + 1e-9)
+    assert round_up(value) <= 1.6 * value
+
+
+@given(st.lists(POSITIVE, min_size=1, max_size=30))
+def test_a_range_from_zero_holds_its_data(values):
+    axis = ZeroRange()
+    for value in values:
+        assert axis.cover(np.array([value])) >= value * 0.999
+
+
+def test_a_range_from_zero_does_not_follow_noise():
+    axis = ZeroRange()
+    chance = np.random.default_rng(0)
+    ends = {axis.cover(chance.normal(100, 4, 50)) for _ in range(200)}
+    assert len(ends) <= 2
+
+
+def test_a_range_from_zero_shrinks_when_the_data_has_left_it():
+    axis = ZeroRange()
+    before = axis.cover(np.array([100.0]))
+    assert axis.cover(np.array([70.0])) == before
+    assert axis.cover(np.array([10.0])) < 20
+
+
+@pytest.mark.parametrize("nothing", [[], [np.nan], [np.inf], [0.0]])
+def test_nothing_to_show_leaves_a_range_as_it_is(nothing):
+    assert ZeroRange().cover(np.array(nothing)) == 1.0
+
+
+@given(st.lists(st.floats(-50, 50), min_size=1, max_size=40))
+def test_a_span_holds_its_data(values):
+    axis = SpanRange()
+    for end in range(1, len(values) + 1):
+        low, high = axis.cover(np.array(values[:end]))
+        assert low <= min(values[:end]) <= max(values[:end]) <= high
+
+
+def test_a_falling_loss_moves_its_axis_seldom():
+    axis = SpanRange()
+    losses = 2 + 4 * np.exp(-np.arange(1000) / 200)
+    assert len({axis.cover(losses[: n + 1]) for n in range(1000)}) < 12
+
+
+@given(st.integers(0, 100_000))
+def test_the_window_of_steps_has_the_step_in_it(step):
+    start, end = StepWindow().around(step)
+    assert start <= step < end
+    assert end - start <= 1000
+
+
+def test_the_window_of_steps_grows_by_doubling_then_moves_in_tenths():
+    window = StepWindow()
+    seen = list(dict.fromkeys(window.around(s) for s in range(1300)))
+    assert seen == [(0, 50), (0, 100), (0, 200), (0, 400), (0, 800), (0, 1000), (100, 1100), (200, 1200), (300, 1300)]

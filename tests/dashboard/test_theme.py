@@ -1,0 +1,98 @@
+"""The two claims of the palettes: ranks can be told apart by colour-blind eyes, and classes by lightness or hatch."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from fsdp_lab.dashboard import theme
+
+LIGHT, DARK = "#FFFFFF", "#111111"  # JupyterLab's --jp-layout-color0
+
+# Simulated dichromacy in linear RGB: Machado, Oliveira and Fernandes 2009, severity 1.
+EYES = {
+    "common": np.eye(3),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+
+
+def linear(color: str) -> np.ndarray:
+    c = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
+
+
+def luminance(color: str) -> float:
+    return float(np.array([0.2126, 0.7152, 0.0722]) @ linear(color))
+
+
+def contrast(a: str, b: str) -> float:
+    """WCAG's ratio, 1 to 21."""
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def oklab(rgb: np.ndarray) -> np.ndarray:
+    """A space in which distance is about what is seen (Ottosson 2020)."""
+    lms = np.array(
+        [[0.41222147, 0.53633254, 0.05144599], [0.2119035, 0.6806995, 0.10739696], [0.08830246, 0.28171884, 0.6299787]]
+    )
+    lab = np.array(
+        [
+            [0.21045426, 0.79361779, -0.00407205],
+            [1.9779985, -2.4285922, 0.45059371],
+            [0.02590404, 0.78277177, -0.80867577],
+        ]
+    )
+    return lab @ np.cbrt(lms @ np.clip(rgb, 0, 1))
+
+
+def distance(a: str, b: str, eyes: str) -> float:
+    """Times 100: 2 is about what can just be seen side by side."""
+    seen = [oklab(np.array(EYES[eyes]) @ linear(c)) for c in (a, b)]
+    return 100 * float(np.linalg.norm(seen[0] - seen[1]))
+
+
+@pytest.mark.parametrize("eyes", EYES)
+def test_ranks_can_be_told_apart(eyes):
+    nearest = min(itertools.combinations(theme.RANKS, 2), key=lambda pair: distance(*pair, eyes))
+    assert distance(*nearest, eyes) > 7, nearest
+
+
+@pytest.mark.parametrize("background", [LIGHT, DARK])
+def test_ranks_stand_out_from_both_backgrounds(background):
+    assert all(contrast(color, background) > 2 for color in theme.RANKS)
+
+
+@pytest.mark.parametrize("fills", [theme.MEMORY, theme.COMMUNICATION], ids=["memory", "communication"])
+@pytest.mark.parametrize("mode", ["light", "dark"])
+@pytest.mark.parametrize("eyes", EYES)
+def test_classes_differ_in_lightness_or_in_hatch(fills, mode, eyes):
+    for a, b in itertools.combinations(fills.values(), 2):
+        apart = distance(getattr(a, mode), getattr(b, mode), eyes)
+        assert apart > 9 or a.hatch != b.hatch, (a.label, b.label, apart)
+
+
+def test_classes_are_muted_and_ranks_are_not():
+    """Chroma parts the two palettes: what is filled softly is never a rank. The last rank is a slate, and dashed."""
+
+    def chroma(color: str) -> float:
+        return 100 * float(np.hypot(*oklab(linear(color))[1:]))
+
+    softest_rank = min(chroma(c) for c in theme.RANKS[:7])
+    fills = [*theme.MEMORY.values(), *theme.COMMUNICATION.values()]
+    assert max(chroma(c) for f in fills for c in (f.light, f.dark)) < softest_rank + 2
+
+
+def test_every_token_has_a_colour_in_both_themes():
+    tokens = theme.tokens()
+    assert tokens["light"].keys() == tokens["dark"].keys()
+    assert {"memory.parameters", "communication.all_gather", "ink.mean"} <= tokens["light"].keys()
+
+
+def test_a_rank_has_one_colour():
+    assert [theme.rank_color(r) for r in range(8)] == list(theme.RANKS)
+    assert len(theme.RANK_DASHES) == theme.MOST_LINES == len(set(theme.RANKS))
