@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import nbformat
@@ -73,3 +75,13 @@ def test_it_runs_from_top_to_bottom(name: str, tmp_path: Path):
         assert len(losses(told)) == 2
         assert len(set(losses(told))) == 1, "the same work under another sharding"
         assert {"rank 0 of 2", "rank 1 of 2"} <= set(re.findall(r"rank \d of \d", told))
+
+
+def test_binder_begins_with_the_smallest_model(tmp_path: Path):
+    """What `binder/postBuild` does to the first notebook still finds the line that it changes."""
+    (tmp_path / "notebooks").mkdir()
+    copy = Path(shutil.copy(NOTEBOOKS / NAMES[0], tmp_path / "notebooks"))
+    change = (NOTEBOOKS.parent / "binder" / "postBuild").read_text().partition("\nsed ")[2]
+    subprocess.run(["bash", "-euc", f"sed {change}"], cwd=tmp_path, check=True)
+    code = [cell.source for cell in nbformat.read(copy, as_version=4).cells if cell.cell_type == "code"]
+    assert code[1].startswith('lab = Lab(ranks=2)\nawait lab.run(model="gpt2-1m", steps=1)')
