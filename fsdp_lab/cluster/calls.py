@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from fsdp_lab.cluster.errors import ClusterError, Interrupted, RankError, RankLost, RankStuck
 from fsdp_lab.spec import SpecError
 
+LOST_S = 1.0  # survivors of a lost rank settle by themselves; the news does not wait for all of that
 GRACE_S = 0.3  # ranks that fail by themselves, with the same refusal, need no interrupt
 RUNG_S = 2.5  # between one rung of the ladder and the next
 DEATH_NOTICE_S = 1.0  # a lost peer is noticed by its neighbours' sockets before the kernel hears of it
@@ -132,7 +133,8 @@ class Call:
 
         Raises:
             SpecError: the ranks refused a value.
-            RankLost, RankError, RankStuck: which rank, what and when; the others are freed by then.
+            RankError, RankStuck: which rank, what and when; the others are freed by then.
+            RankLost: the same; the others are interrupted, and may take some seconds more to settle.
             Interrupted: a rank was interrupted before it had a result.
         """
         if not self.wait(timeout_s) or (self.pending and not self._settle(GRACE_S)):
@@ -158,7 +160,9 @@ class Call:
     def _free(self) -> None:
         """Ends the call on the ranks that are still in it."""
         self.interrupt()
-        if self._settle(RUNG_S):
+        if self._settle(LOST_S) or self._lost():
+            return
+        if self._settle(RUNG_S - LOST_S) or self._lost():
             return
         self.interrupt()
         for rank in self.pending:
@@ -173,6 +177,10 @@ class Call:
             outcome = "its process was ended" if ended else "it is not ours to end, and is left as it is"
             stuck = RankStuck(rank=rank, what=self.what, after_s=2 * RUNG_S, outcome=outcome)
             self.finish(rank, Outcome(stuck=stuck, unix_s=time.time()))
+
+    def _lost(self) -> bool:
+        with self._changed:
+            return any(o.lost for o in self._outcomes.values())
 
     def _await_death_notice(self) -> None:
         with self._changed:

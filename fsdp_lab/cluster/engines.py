@@ -248,7 +248,7 @@ class LocalEngines:
             if client is not None:
                 with contextlib.suppress(Exception):
                     client.close(linger=0)
-        self.end(list(self._launchers), term_s=1.5)
+        self.end(list(self._launchers), term_s=0.7)  # torch takes seconds to leave; its sessions are closed by now
         controller = getattr(getattr(self, "_cluster", None), "controller", None)
         if controller is not None and controller.process is not None:
             end([controller.process], term_s=1.0)

@@ -338,8 +338,7 @@ def _fidelity(hosts: Sequence[Host], seats: Sequence[Seat], load: Counter[tuple[
         names = ", ".join(f"{n} ranks on {device}" for (_, device), n in shared.items())
         cap = min(seat.memory_cap or 1.0 for seat in seats)
         notes.append(
-            f"{names}: they take turns, talk through host memory (Gloo), and may use {cap:.0%} of its memory each. "
-            "Sharding and memory by class are real, times are not those of one GPU a rank"
+            f"{names}: they take turns, talk through host memory (Gloo), and have {cap:.0%} of its memory each"
         )
     ranks_on = Counter(seat.host for seat in seats if seat.device == "cpu")
     for host in {h.name: h for h in hosts}.values():

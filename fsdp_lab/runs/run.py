@@ -203,6 +203,7 @@ class Run(Awaited["Run"]):
         self._stop_reason = ""
         self._step = 0
         self._done_steps = 0
+        self._until = steps  # the step at which it is finished
         self._chunk = 1
         self._driver = threading.Thread(target=self._drive, name=f"fsdp_lab-run-{self.id}", daemon=True)
         self._driver.start()
@@ -234,8 +235,9 @@ class Run(Awaited["Run"]):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What its times are worth, in words."""
-        return self._ranks.notes
+        """What its times are worth, in words: of where the ranks sit, and of what they said at the last switch."""
+        said = self.switches[-1].notes if self.switches else ()
+        return tuple(dict.fromkeys([*self._ranks.notes, *said]))
 
     def table(self, last: int = 10) -> Table:
         """The last steps, one row each, over all ranks."""
@@ -247,7 +249,7 @@ class Run(Awaited["Run"]):
 
     def __repr__(self) -> str:
         reason = f" ({self._reason})" if self._reason else ""
-        of = f" of {self.steps}" if self.steps is not None else ""
+        of = f" of {self._until}" if self._until is not None else ""
         return f"<Run {self.id}: {self._state.value}{reason}, step {self.step}{of}, spec {self._spec.id}>"
 
     # -- what the user asks for -------------------------------------------------------------------------------------
@@ -406,6 +408,7 @@ class Run(Awaited["Run"]):
             self.events.restart(switch.step)
         with self._changed:
             self._step, self._chunk, self._spec = switch.step, 1, spec
+            self._until = None if self.steps is None else switch.step + self.steps - self._done_steps
             self._specs[spec.id] = spec
             self.switches.append(switch)
             if self._pending is spec:

@@ -1,0 +1,128 @@
+"""The whole path on real ranks: a small GPT-2 on two Gloo ranks in ipyparallel engines, driven by a Lab."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from fsdp_lab.cluster import RankError, RankLost
+from fsdp_lab.lab import Lab
+from fsdp_lab.runs import Run, RunState
+from fsdp_lab.spec import SpecError
+from tests.lab.test_lab import until
+
+SMALL = {"model": "gpt2-1m", "micro_batch": 1, "seq_len": 64}
+
+
+@pytest.fixture(scope="module")
+def resident() -> Iterator[Lab]:
+    with Lab(2, reduction="rank_ordered") as lab:
+        yield lab
+
+
+@pytest.fixture
+def lab(resident: Lab) -> Iterator[Lab]:
+    yield resident
+    if resident.current is not None:
+        resident.current.stop(10)
+
+
+def going(lab: Lab, **changes) -> Run:
+    run = lab.run(**{**SMALL, **changes})
+    until(lambda: run.step > 1 or run.done, 60)
+    assert not run.done, run
+    return run
+
+
+def losses(run: Run) -> dict[int, float]:
+    return {e.step: e.mean_loss for e in run.events.since()[0] if e.rank == 0}
+
+
+def test_a_run_trains_and_tells_all(lab: Lab):
+    run = lab.run(**SMALL, steps=12).wait(90)
+    entry = json.loads(json.dumps(run.summary()))
+    assert len(entry["losses"]) == 12 and entry["losses"][-1] < entry["losses"][0]
+    assert entry["step_time_s"]["median"] > 0 and len(entry["tflops_per_rank"]) == 2 and entry["tokens_per_s"] > 0
+    assert entry["comm_bytes_per_step"]["all_gather"] > 0 and all(p > 0 for p in entry["peak_memory_bytes"])
+    assert all("CPU" in note for e in run.events.latest().values() for note in e.notes)
+    assert [s.step for s in lab.rank_status()] == [12, 12]
+
+
+def test_strategies_change_under_way_and_the_losses_are_those_of_a_run_that_never_changed(lab: Lab):
+    plain = lab.run(**SMALL, optimizer="sgd", lr=0.05, steps=16).wait(90)
+
+    async def cell() -> Run:
+        run = lab.run(**SMALL, optimizer="sgd", lr=0.05, steps=16)
+        for changes in ({"sharding": "shard_grad_op"}, {"backend": "ddp", "sharding": "no_shard"}, {"backend": "fsdp1"}):
+            switch = await run.apply(**changes)
+            assert switch.carried
+        return await run
+
+    run = asyncio.run(cell())
+    assert run.state is RunState.FINISHED and len(run.switches) == 4
+    assert losses(run) == losses(plain), "bit for bit: the wire sums in rank order"
+
+
+def test_stop_frees_ranks_in_any_collective_and_they_go_on(lab: Lab):
+    run = going(lab)
+    for wait_s in (0.05, 0.21):
+        time.sleep(wait_s)
+        began = time.monotonic()
+        assert run.stop() and time.monotonic() - began < 2
+        step = run.step
+        run = lab.run(run.spec, fresh=False)
+        until(lambda run=run, step=step: run.step > step + 2 or run.done, 30)
+        assert run.state is RunState.RUNNING and all(math.isfinite(x) for x in losses(run).values())
+
+
+def test_cells_on_the_ranks_see_the_sharded_model(lab: Lab):
+    run = lab.run(**SMALL, steps=2).wait(60)
+    view = lab.client[lab.cluster.engine_ids]
+    code = "seen = (rank, type(mesh).__name__, sum(p.numel() for p in model.parameters()), len(optimizer.state))"
+    view.execute(code).get(20)
+    (r0, mesh, n, states), (r1, *_) = view.pull("seen", block=True)
+    assert (r0, r1, mesh) == (0, 1, "DeviceMesh") and n > 500_000 and states > 0 and run.done
+
+
+def test_a_refusal_comes_from_the_ranks_with_its_way_out(lab: Lab):
+    run = going(lab)
+    with pytest.raises(SpecError, match=r"workload\.data"):
+        run.apply(data="/no/such/text").wait(30)
+    step = run.step
+    until(lambda: run.step > step, 30)
+
+
+def test_an_error_in_a_step_on_one_rank_is_said_and_the_next_run_works(lab: Lab):
+    run = going(lab)
+    lab.client[[lab.cluster.engine_ids[1]]].execute(
+        "def broken(*a, **k): raise ValueError('broken by a cell')\noptimizer.step = broken"
+    ).get(20)
+    with pytest.raises(RankError, match="rank 1 failed in train .*broken by a cell"):
+        run.wait(30)
+    assert lab.run(**SMALL, steps=2).wait(60).step == 2
+
+
+def test_a_killed_rank_is_said_and_replaced(lab: Lab):
+    run = going(lab)
+    keeper, victim = lab.cluster.pids
+    began = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    until(lambda: bool(lab.lost), 2)
+    with pytest.raises(RankLost, match="rank 1 is gone"):
+        run.wait(20)
+    assert time.monotonic() - began < 5
+    assert lab.run(**SMALL, steps=2).wait(90).step == 2
+    assert lab.cluster.pids[0] == keeper, "the healthy rank stays"
+
+
+def test_a_third_rank_joins(lab: Lab):
+    run = lab.run(**SMALL, world_size=3, steps=3).wait(90)
+    assert lab.ranks == 3 and run.events.ranks == (0, 1, 2) and run.step == 3
+    assert "3 ranks on" in " ".join(run.notes) or os.cpu_count() > 2
