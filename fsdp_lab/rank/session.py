@@ -13,6 +13,8 @@ a wrapper that was left in the middle of a backward cannot be used again (`_rene
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -36,7 +38,7 @@ from fsdp_lab.rank.trainer import Cost, Progress, Trainer
 from fsdp_lab.spec import Spec, SpecError
 from fsdp_lab.wire import Hub, RankAborted, Reduction, Wire
 
-_SETTLE_S = 5.0
+_SETTLE_S = 10.0
 _LINEAGE = ("model", "seed", "optimizer")  # a Spec that differs in one of these is another training
 _LIGHT = (
     "lr",
@@ -149,6 +151,7 @@ class Session:
                     events.append(event)
                     self._say(event)
             except RankAborted as e:
+                self._guard.announce(str(e))  # where it is not yet: a connection that broke is seen by one side first
                 self._settle(trainer)
                 if "interrupted" not in str(e):
                     raise
@@ -167,8 +170,7 @@ class Session:
             self._trainer.backend.release()
             self._trainer = None
         gc.collect()
-        if self.seat.device.type == "cuda":
-            torch.cuda.empty_cache()
+        _give_back(self.seat.device)
         return {"freed_bytes": max(0, before - self._held_bytes())}
 
     def status(self) -> dict[str, Any]:
@@ -238,6 +240,7 @@ class Session:
         carry(old.backend, backend)
         old.backend.release()
         gc.collect()
+        _give_back(self.seat.device)
         return backend
 
     def _trainer_for(
@@ -369,6 +372,14 @@ def _own_connection(store: Any) -> dist.Store:
     """So that one thread's wait does not block another's."""
     connection: dist.Store = store.clone()
     return connection
+
+
+def _give_back(device: torch.device) -> None:
+    """Make the allocator return what it only keeps."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _same_training(one: Spec, other: Spec) -> bool:

@@ -144,14 +144,20 @@ class WireWork(dist.Work):
         limit_s = timeout.total_seconds() if timeout and timeout.total_seconds() > 0 else self._hub.timeout_s
         while True:
             self._hub.check()
-            try:
-                self._inner.wait(_SLICE)
+            if self._inner.is_completed():
+                self._raise_what_broke()
                 return
-            except RuntimeError as e:
-                if self._inner.is_completed():
-                    raise RankAborted(f"{self._name()} failed: {_first_line(e)}") from None
+            with contextlib.suppress(RuntimeError):  # the slice is over; what broke is found completed
+                self._inner.wait(_SLICE)
             if time.perf_counter() - self._issue_s > limit_s:
                 raise WireTimeout(f"{self._name()} did not complete in {limit_s:.0f} s: a rank did not join it")
+
+    def _raise_what_broke(self) -> None:
+        assert self._inner is not None
+        try:
+            self._inner.wait()  # completed: returns at once, or raises what Gloo ran into
+        except RuntimeError as e:
+            raise RankAborted(f"{self._name()} failed: {_first_line(e)}") from None
 
     def _land(self) -> None:
         with self._once:
