@@ -42,9 +42,10 @@ def summarize(spec: Spec, events: Sequence[StepEvent]) -> dict[str, Any]:
 
 def whole_steps(spec: Spec, events: Sequence[StepEvent]) -> list[Step]:
     """The last unbroken stretch of steps under `spec` that every rank has told, in order of step."""
+    spec_id = spec.id  # computed anew each time it is asked for
     found: dict[int, dict[int, StepEvent]] = {}
     for event in events:
-        if event.spec_id != spec.id:
+        if event.spec_id != spec_id:
             if event.rank == 0:
                 found = {}
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 
 import psutil
@@ -178,6 +179,19 @@ def test_close_ends_a_deaf_rank_within_its_bound_and_leaves_nothing(tmp_path, mo
     assert list(tmp_path.glob("fsdp_lab-*")) == []
     with pytest.raises(ClusterError, match="closed"):
         cluster.call("status")
+
+
+@pytest.mark.parametrize("after_s", [0.3, 1.0])
+def test_ctrl_c_while_it_starts_leaves_nothing(after_s: float):
+    before = set(psutil.Process().children(recursive=True))
+    cluster = Cluster(2, rank_module=FAKE)
+    timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        cluster.start()
+        time.sleep(5)  # a fast machine was ready before
+    cluster.close()
+    assert marked(cluster._token) == [] and set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_a_controller_that_cannot_start_is_one_sentence_with_its_log():
