@@ -144,11 +144,13 @@ class WireWork(dist.Work):
         limit_s = timeout.total_seconds() if timeout and timeout.total_seconds() > 0 else self._hub.timeout_s
         while True:
             self._hub.check()
-            if self._inner.is_completed():
-                self._raise_what_broke()
-                return
-            with contextlib.suppress(RuntimeError):  # the slice is over; what broke is found completed
+            try:
                 self._inner.wait(_SLICE)
+                return
+            except RuntimeError:  # the slice is over, or something broke, or it completed just now
+                if self._inner.is_completed():
+                    self._raise_what_broke()
+                    return
             if time.perf_counter() - self._issue_s > limit_s:
                 raise WireTimeout(f"{self._name()} did not complete in {limit_s:.0f} s: a rank did not join it")
 
