@@ -1,0 +1,41 @@
+"""StepEvent: both ways through JSON, and what it derives."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fsdp_lab.events import Memory, StepEvent, Traffic
+
+
+def event(**changes: object) -> StepEvent:
+    fields: dict[str, object] = {
+        "run": "r", "spec_id": "s", "rank": 1, "world_size": 2, "step": 3, "samples": 32, "end_unix_s": 1.5,
+        "step_time_s": 0.5, "tokens": 100, "loss": 2.0, "mean_loss": 2.5, "grad_norm": 1.0, "flops": 10**12,
+        "peak_flops_per_s": 8e12, "peak_source": "test", "memory": Memory(parameters_bytes=7, peak_bytes=9),
+        "comm": {"all_gather": Traffic(calls=2, link_bytes=64, seconds=0.25)}, "notes": ("a note",),
+    }  # fmt: skip
+    return StepEvent(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_json_both_ways() -> None:
+    assert StepEvent.from_dict(json.loads(json.dumps(event().to_dict()))) == event()
+
+
+def test_what_is_derived() -> None:
+    e = event()
+    assert (e.tokens_per_s, e.tflops, e.mfu) == (200, 2, 0.25)
+    assert event(peak_flops_per_s=None).mfu is None
+    assert e.counts and not event(ledger=True).counts and not event(first_after_switch=True).counts
+
+
+def test_traffic_adds_and_subtracts() -> None:
+    one, two = Traffic(calls=1, link_bytes=2, seconds=3.0), Traffic(calls=10, link_bytes=20, seconds=30.0)
+    assert one + two == Traffic(calls=11, link_bytes=22, seconds=33.0)
+    assert (one + two) - two == one
+
+
+def test_an_event_is_frozen() -> None:
+    with pytest.raises(AttributeError):
+        event().step = 4  # type: ignore[misc]

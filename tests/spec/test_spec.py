@@ -1,0 +1,163 @@
+"""Spec: what it takes, what it refuses and how it says so, JSON both ways."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_lab import spec as vocabulary
+from fsdp_lab.spec import PRECISIONS, Precision, Spec, SpecError, Strategy, Workload
+
+precisions = st.one_of(
+    st.sampled_from(sorted(PRECISIONS)),
+    st.builds(
+        Precision,
+        param=st.sampled_from(vocabulary.DTYPES),
+        reduce=st.sampled_from(vocabulary.DTYPES),
+        output=st.sampled_from([None, *vocabulary.DTYPES]),
+        buffer=st.sampled_from([None, *vocabulary.DTYPES]),
+    ),
+)
+strategies = st.builds(
+    Strategy,
+    backend=st.sampled_from(vocabulary.BACKENDS),
+    sharding=st.sampled_from(vocabulary.SHARDINGS),
+    shard_size=st.none() | st.integers(1, 8),
+    precision=precisions,
+    offload=st.sampled_from(vocabulary.OFFLOADS),
+    wrap=st.sampled_from(["block", "whole", "every:2", "min_params:1000", "class:Block"]),
+    forward_prefetch=st.integers(0, 3),
+    backward_prefetch=st.integers(0, 3),
+    limit_all_gathers=st.integers(0, 3),
+    recompute=st.sampled_from(["none", "full", "every:2"]),
+    sync=st.sampled_from(vocabulary.SYNCS),
+    compile=st.booleans(),
+)
+workloads = st.builds(
+    Workload,
+    model=st.sampled_from(["gpt2-1m", "llama-1m"]) | st.just({"model_type": "gpt2", "n_layer": 2}),
+    seq_len=st.integers(2, 512),
+    micro_batch=st.integers(1, 16),
+    accumulate=st.integers(1, 4),
+    optimizer=st.sampled_from(vocabulary.OPTIMIZERS),
+    lr=st.floats(1e-6, 1.0),
+    clip_norm=st.none() | st.floats(0.1, 10.0),
+)
+
+
+def drawn(workload: Workload, strategy: Strategy, world_size: int) -> Spec | SpecError:
+    try:
+        return Spec(workload=workload, strategy=strategy, world_size=world_size)
+    except SpecError as e:
+        return e
+
+
+@given(workloads, strategies, st.integers(1, 8))
+def test_whatever_is_accepted_survives_json_and_keeps_its_id(w: Workload, s: Strategy, world_size: int) -> None:
+    made = drawn(w, s, world_size)
+    if isinstance(made, Spec):
+        again = Spec.from_json(made.to_json())
+        assert again == made and again.id == made.id
+        assert made.world_size % made.shard_factor == 0
+        assert not made.difference(again)
+
+
+@given(workloads, strategies, st.integers(1, 8))
+def test_whatever_is_refused_says_field_and_way_out_and_the_way_out_helps(w: Workload, s: Strategy, n: int) -> None:
+    """Following the fixes, one after the other, ends at a Spec that is accepted."""
+    flat: dict[str, Any] = {"workload": w, "strategy": s, "world_size": n}
+    for _ in range(12):
+        made = drawn(flat["workload"], flat["strategy"], flat["world_size"])
+        if isinstance(made, Spec):
+            return
+        assert made.field and made.reason and made.way_out
+        assert made.fix, f"no way out as a value: {made}"
+        names = {f for f in Strategy.__dataclass_fields__}
+        assert set(made.fix) <= names
+        flat["strategy"] = Strategy(**{**{k: getattr(flat["strategy"], k) for k in names}, **made.fix})
+    raise AssertionError(f"still refused: {made}")
+
+
+@pytest.mark.parametrize(("changes", "field"), [
+    ({"backend": "horovod"}, "strategy.backend"),
+    ({"backend": "lab"}, "strategy.backend"),
+    ({"backend": "ddp"}, "strategy.sharding"),
+    ({"sharding": "zero1"}, "strategy.sharding"),
+    ({"sharding": "hybrid_shard"}, "strategy.sharding"),
+    ({"sharding": "hybrid_shard", "world_size": 4, "shard_size": 3}, "strategy.shard_size"),
+    ({"shard_size": 1}, "strategy.shard_size"),
+    ({"precision": "int8"}, "strategy.precision"),
+    ({"precision": Precision(buffer="bf16")}, "strategy.precision.buffer"),
+    ({"offload": "optimizer"}, "strategy.offload"),
+    ({"offload": "disk"}, "strategy.offload"),
+    ({"wrap": "every:0"}, "strategy.wrap"),
+    ({"wrap": 3}, "strategy.wrap"),
+    ({"backend": "fsdp1", "wrap": "every:2"}, "strategy.wrap"),
+    ({"forward_prefetch": -1}, "strategy.forward_prefetch"),
+    ({"backward_prefetch": 0}, "strategy.backward_prefetch"),
+    ({"limit_all_gathers": 3}, "strategy.limit_all_gathers"),
+    ({"recompute": "some"}, "strategy.recompute"),
+    ({"sync": "never"}, "strategy.sync"),
+    ({"compile": 1}, "strategy.compile"),
+    ({"lr": float("nan")}, "workload.lr"),
+    ({"lr": "fast"}, "workload.lr"),
+    ({"micro_batch": 0}, "workload.micro_batch"),
+    ({"micro_batch": True}, "workload.micro_batch"),
+    ({"seq_len": 1}, "workload.seq_len"),
+    ({"clip_norm": 0}, "workload.clip_norm"),
+    ({"optimizer": "lion"}, "workload.optimizer"),
+    ({"model": ""}, "workload.model"),
+    ({"world_size": 0}, "world_size"),
+    ({"devices": ["cpu"]}, "devices"),
+    ({"devices": ["cpu", "cuda:0"]}, "devices"),
+    ({"devices": "cuda:0"}, "devices"),
+    ({"momentum": 0.9}, "momentum"),
+], ids=str)  # fmt: skip
+def test_each_field_is_refused_by_its_name(changes: dict[str, Any], field: str) -> None:
+    refusal = Spec().refusal(**changes)
+    assert refusal is not None and refusal.field == field
+    assert str(refusal) == f"{refusal.field}: {refusal.reason}; {refusal.way_out}"
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("{", "spec: is not JSON (line 1"),
+    ("[]", "spec: is not a JSON object"),
+    ('{"workloads": {}}', "workloads: there is no such field"),
+    ('{"workload": {"modle": "x"}}', "workload.modle: there is no such field"),
+    ('{"strategy": {"precision": {"param": "fp8"}}}', "strategy.precision.param: 'fp8' is refused"),
+    ('{"strategy": 3}', "strategy: 3 is refused"),
+])  # fmt: skip
+def test_json_that_is_wrong_is_refused_in_a_sentence(text: str, said: str) -> None:
+    with pytest.raises(SpecError, match=said.replace("(", r"\(").replace("[", r"\[")):
+        Spec.from_json(text)
+
+
+def test_a_refusal_crosses_processes_whole() -> None:
+    refusal = Spec().refusal(backend="ddp")
+    assert refusal is not None
+    again = pickle.loads(pickle.dumps(refusal))
+    assert (str(again), again.field, again.fix) == (str(refusal), refusal.field, {"sharding": "no_shard"})
+
+
+def test_replace_routes_flat_names_and_changes_nothing_else() -> None:
+    before = Spec()
+    after = before.replace(backend="ddp", sharding="no_shard", micro_batch=8, world_size=3, devices=["cpu"] * 3)
+    assert after.difference(before) == {
+        "backend": ("ddp", "fsdp2"),
+        "sharding": ("no_shard", "full_shard"),
+        "micro_batch": (8, 4),
+        "world_size": (3, 2),
+        "devices": (["cpu", "cpu", "cpu"], None),
+    }
+    assert before == Spec() and after.global_batch == 24
+
+
+@pytest.mark.parametrize(("sharding", "world_size", "size", "factor"), [
+    ("full_shard", 6, None, 6), ("hybrid_shard", 6, None, 3), ("hybrid_shard", 6, 2, 2), ("hybrid_shard", 4, None, 2),
+])  # fmt: skip
+def test_sharding_factor(sharding: str, world_size: int, size: int | None, factor: int) -> None:
+    assert Spec(world_size=world_size).replace(sharding=sharding, shard_size=size).shard_factor == factor
