@@ -80,6 +80,7 @@ class Trainer:
             mean_loss, norm, skipped = self._vote_and_update(loss)
         if self.seat.device.type == "cuda":
             torch.cuda.synchronize(self.seat.device)
+            self.world.hub.read_clocks()
         seconds = time.perf_counter() - start_s
         first, self._steps_here = self._steps_here == 0, self._steps_here + 1
         return StepEvent(

@@ -12,6 +12,7 @@ follow the trampolines.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,7 @@ class Wire(dist.ProcessGroup):
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", options.store), rank, size, hub.timeout)
         self._nccl: Any = None
         if nccl:
+            os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # for Hub.read_clocks
             store = dist.PrefixStore("nccl", options.store)
             self._nccl = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
         hub.join(self)

@@ -11,6 +11,7 @@ one that they drop last would be destroyed, and joined, by its own thread.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Sequence
@@ -72,6 +73,7 @@ class Hub:
         self._sequence = 0
         self._why: str | None = None
         self._lock = threading.Lock()
+        self._clocks: list[tuple[str, Any]] = []
         self._open: weakref.WeakSet[WireWork] = weakref.WeakSet()  # works whose future C++ may be waiting for
         self._groups: weakref.WeakSet[Wire] = weakref.WeakSet()
 
@@ -105,6 +107,17 @@ class Hub:
             self._open.add(work)
         if self._why is not None:
             work.void()
+
+    def clock(self, kind: str, work: Any) -> None:
+        """Remember a work of NCCL, whose time only NCCL knows."""
+        self._clocks.append((kind, work))
+
+    def read_clocks(self) -> None:
+        """Take the durations of NCCL's works; call it when the device has been synchronised, at the end of a step."""
+        clocks, self._clocks = self._clocks, []
+        for kind, work in clocks:
+            with contextlib.suppress(RuntimeError):  # timing is off in this build
+                self.meter.landed(kind, work._get_duration() / 1e3)
 
     # -- abort and after ------------------------------------------------------------------------------------------
 

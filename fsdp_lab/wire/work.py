@@ -102,7 +102,11 @@ class WireWork(dist.Work):
 
     def _watch(self) -> None:
         """Take the time of completion where the inner work tells it; else the end of the wait counts."""
-        if self._inner is None or not self._blocking:
+        if self._inner is None:
+            return
+        if not self._blocking:
+            self._stamped = True
+            self._hub.clock(self._issued.kind, self._inner)
             return
         weak = weakref.ref(self)
 

@@ -1,0 +1,59 @@
+"""What only a machine with a GPU can show. Needs torch, numpy, transformers and psutil; no Jupyter."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_lab.events import StepEvent
+from fsdp_lab.rank import Session
+from fsdp_lab.spec import Spec
+from tests.pool import Place, Pool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+
+SMALL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 384, "n_positions": 64}
+EACH = [{}, {"offload": "all"}, {"backend": "fsdp1"}, {"backend": "fsdp1", "offload": "all"},
+        {"backend": "ddp", "sharding": "no_shard"}]  # fmt: skip
+
+
+def _train(place: Place, plan: list[dict[str, Any]], shared: int) -> list[dict[str, Any]]:
+    said: list[dict[str, Any]] = []
+    s = Session(rank=place.rank, world_size=place.world_size, device="cuda:0", store=place.store,
+                shared_gpu_ranks=shared, memory_cap=0.9 / shared, say=said.append)  # fmt: skip
+    for given in plan:
+        s.apply("gpu", given)
+        s.train(3)
+    s.close()
+    return said
+
+
+def plan(world_size: int, **changes: Any) -> list[dict[str, Any]]:
+    base = Spec(world_size=world_size).replace(model=SMALL, seq_len=32, micro_batch=2, lr=0.01, **changes)
+    return [base.replace(**one).to_dict() for one in EACH]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_one_rank_over_nccl(pool: Pool, precision: str) -> None:
+    (said,) = pool.run(_train, 1, plan(1, precision=precision), 1, reduction=None)
+    events = [StepEvent.from_dict(e) for e in said]
+    assert all(math.isfinite(e.mean_loss) for e in events)
+    assert events[-1].mean_loss < events[0].mean_loss
+    for e in events:
+        assert e.memory.peak_bytes > 0 and e.memory.reserved_bytes and not e.ledger and not e.notes
+        assert e.peak_flops_per_s and e.mfu
+
+
+def test_two_ranks_share_one_gpu_over_gloo(pool: Pool) -> None:
+    mine, theirs = pool.run(_train, 2, plan(2), 2, reduction=None)
+    events = [StepEvent.from_dict(e) for e in mine]
+    assert [e["mean_loss"] for e in mine] == [e["mean_loss"] for e in theirs]
+    assert events[-1].mean_loss < events[0].mean_loss
+    assert "shared by 2 ranks" in events[0].notes[0]
+    assert events[0].comm["all_gather"].seconds > 0
