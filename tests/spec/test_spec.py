@@ -76,7 +76,7 @@ def test_whatever_is_refused_says_field_and_way_out_and_the_way_out_helps(w: Wor
             return
         assert made.field and made.reason and made.way_out
         assert made.fix, f"no way out as a value: {made}"
-        names = {f for f in Strategy.__dataclass_fields__}
+        names = set(Strategy.__dataclass_fields__)
         assert set(made.fix) <= names
         flat["strategy"] = Strategy(**{**{k: getattr(flat["strategy"], k) for k in names}, **made.fix})
     raise AssertionError(f"still refused: {made}")
