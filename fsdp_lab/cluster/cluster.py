@@ -50,8 +50,9 @@ from fsdp_lab.cluster.processes import alive, describe_exit
 from fsdp_lab.cluster.rendezvous import meeting_place, rank_order
 
 SIGNAL_S = 1.0  # for the acknowledgement of a signal
-LEAVE_S = 3.0  # for a rank to close its session in good order, at the end
-SETTLE_S = 8.0  # the same, when it is to go on: it may still be waiting for a lost peer
+# For a rank to close its session in good order. One that still waits for a lost peer takes longer, and a new engine
+# beside the one that has to be started anyway takes less.
+LEAVE_S = 3.0
 NOTHING: Mapping[str, Any] = {}
 HISTORY = 200  # message ids that the client may remember; it would keep all of them
 
@@ -249,7 +250,7 @@ class Cluster:
             with self._lock:
                 self._leaving |= {m.engine for m in self._members} | {m.pid for m in self._members}
             with contextlib.suppress(Exception):
-                self._dismiss([m for m in self._members if m.lost is None], LEAVE_S)
+                self._dismiss([m for m in self._members if m.lost is None])
             with contextlib.suppress(ValueError, AttributeError):
                 self._engines.client._registration_callbacks.remove(self._hub_says)
             self._engines.close()
@@ -258,13 +259,13 @@ class Cluster:
             for rank in call.pending:
                 call.finish(rank, Outcome(interrupted=True, unix_s=time.time()))
 
-    def _dismiss(self, members: Sequence[Member], timeout_s: float) -> list[Member]:
+    def _dismiss(self, members: Sequence[Member]) -> list[Member]:
         """Interrupts these ranks if they work, and closes their sessions; returns those that would not in time."""
         busy = [m.rank for m in members if m.doing]
         if busy:
             self.signal(busy)
         call = self._send("leave", {m.rank: NOTHING for m in members})
-        call.wait_all(timeout_s)
+        call.wait_all(LEAVE_S)
         return [m for m in members if m.rank in call.pending or call.failed_on(m.rank)]
 
     # -- from engines to ranks --------------------------------------------------------------------------------------
@@ -301,7 +302,7 @@ class Cluster:
         """Engine ids that go on; the sick and the superfluous are ended."""
         assert self._engines is not None
         healthy = [m for m in self._members if m.lost is None]
-        refusing = self._dismiss(healthy, SETTLE_S) if healthy else []
+        refusing = self._dismiss(healthy) if healthy else []
         kept = [m for m in healthy if m not in refusing][:n]
         gone = [m for m in self._members if m not in kept]
         with self._lock:
