@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias
 
 BACKENDS = ("lab", "fsdp2", "fsdp1", "ddp")
@@ -228,7 +229,7 @@ class Spec:
             raise SpecError("spec", "is not a JSON object", 'write {"workload": {...}, "strategy": {...}}')
         return cls.from_dict(d)
 
-    @property
+    @cached_property
     def id(self) -> str:
         """Eight hex digits; equal Specs have equal ids, in any process."""
         text = json.dumps(self.to_dict(), sort_keys=True)

@@ -13,6 +13,7 @@ import os
 import select
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -22,6 +23,7 @@ from torch import distributed as dist
 from fsdp_lab.wire import Hub
 
 _POLL_S = 0.1
+_INSIST_S = 1.0  # a SIGINT so long after the abort means it: the first one may only be late
 
 
 class Guard:
@@ -35,6 +37,8 @@ class Guard:
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
         self._closed = False
+        self._aborted_s = 0.0
+        self.insisted = False  # asked again to give up, by one who knows that a rank will not answer
         self._thread = threading.Thread(target=self._watch, name="fsdp-lab-guard", daemon=True)
         self._thread.start()
 
@@ -43,6 +47,7 @@ class Guard:
         """While ranks work together. In the main thread SIGINT is taken over, and put back after."""
         with self._lock:
             self._epoch = epoch
+        self.insisted = False
         in_main = threading.current_thread() is threading.main_thread()
         if not in_main:
             try:
@@ -93,8 +98,10 @@ class Guard:
             with self._lock:
                 epoch = self._epoch
             if epoch is None or self._hub.aborted is not None:
+                self.insisted |= interrupted and time.monotonic() - self._aborted_s > _INSIST_S
                 continue
             try:
+                self._aborted_s = time.monotonic()  # true only of the last round, in which an abort is found
                 if interrupted:
                     self.announce(f"rank {self._rank} was interrupted")
                 elif (why := self.announced(epoch)) is not None:

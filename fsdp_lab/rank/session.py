@@ -351,13 +351,13 @@ class Session:
     def _await_record(self, rank: int, mine: int, limit_s: float) -> dict[str, Any]:
         """A rank's record, once it is of this abort or of a chunk that ended no earlier than this rank got."""
         key = f"at/{self._epoch}/{rank}"
-        while time.perf_counter() < limit_s:
+        while time.perf_counter() < limit_s and not self._guard.insisted:
             if self._store.check([key]):
                 record: dict[str, Any] = json.loads(self._store.get(key))
                 if record["settled"] or record["step"] > mine:
                     return record
             time.sleep(0.01)
-        raise RankAborted(f"rank {rank} did not answer within {_SETTLE_S:.0f} s of {self._hub.aborted}")
+        raise RankAborted(f"rank {rank} did not answer after the step was given up: {self._hub.aborted}")
 
     def _held_bytes(self) -> int:
         if self.seat.device.type == "cuda":

@@ -27,6 +27,8 @@ from fsdp_lab.rank.scaler import Scaler
 from fsdp_lab.spec import Spec
 from fsdp_lab.wire import Wire, between
 
+_LEDGER_STEP = 2  # the third: the first makes optimizer state, in the second DDP lays its buckets anew
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
@@ -72,7 +74,7 @@ class Trainer:
 
     def step(self) -> StepEvent:
         """Forward, backward, vote, update. Raises RankAborted or WireTimeout when it is given up."""
-        ledger = self._steps_here == 1 and self.seat.device.type == "cpu"  # the second: the first makes lazy state
+        ledger = self._steps_here == _LEDGER_STEP and self.seat.device.type == "cpu"
         before = self.world.hub.meter.totals()
         start_s = time.perf_counter()
         with self.memory.ledger() if ledger else nullcontext():
@@ -82,7 +84,8 @@ class Trainer:
             torch.cuda.synchronize(self.seat.device)
             self.world.hub.read_clocks()
         seconds = time.perf_counter() - start_s
-        first, self._steps_here = self._steps_here == 0, self._steps_here + 1
+        first = self._steps_here == 0
+        self._steps_here += 1
         return StepEvent(
             run=self.run,
             spec_id=self.spec.id,
