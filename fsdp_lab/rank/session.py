@@ -100,7 +100,9 @@ class Session:
         self._trainer: Trainer | None = None
         self._notes = _fidelity(self.seat, shared_gpu_ranks)
         self._peaks: dict[torch.dtype, tuple[float | None, str]] = {}
+        self._flops: dict[tuple[str, int], int] = {}  # of a sample, by model and sequence length
         self._joined_unix_s = time.time()
+        gc.freeze()  # what imports made stays anyway: a collection at each switch need not walk it
 
     # -- what the kernel calls ------------------------------------------------------------------------------------
 
@@ -272,10 +274,13 @@ class Session:
         dtype = DTYPES[spec.strategy.dtypes.param]
         if dtype not in self._peaks:
             self._peaks[dtype] = device_peak(self.seat.device, dtype)
+        shape = (json.dumps(spec.to_dict()["workload"]["model"], sort_keys=True), w.seq_len)
+        if shape not in self._flops:
+            self._flops[shape] = flops_per_sample(config, w.seq_len)
         samples = w.micro_batch * w.accumulate
         peak, source = self._peaks[dtype]
         return Cost(
-            flops=samples * flops_per_sample(config, w.seq_len),
+            flops=samples * self._flops[shape],
             tokens=samples * facts_of(config).tokens_per_sample(w.seq_len),
             peak_flops_per_s=peak,
             peak_source=source,
