@@ -48,8 +48,7 @@ class Dashboard:
     """
 
     def __init__(self, lab: LabLike) -> None:
-        former = vars(lab).get(SHOWN)
-        if isinstance(former, Dashboard):
+        if (former := self.of(lab)) is not None:
             former.close()
         self.lab = lab
         self._live = LiveView()
@@ -63,6 +62,12 @@ class Dashboard:
         self._thread = threading.Thread(target=self._tick_until_closed, name="fsdp-lab-dashboard", daemon=True)
         self._thread.start()
         vars(lab)[SHOWN] = self
+
+    @classmethod
+    def of(cls, lab: LabLike) -> Dashboard | None:
+        """The open dashboard of a lab."""
+        shown = vars(lab).get(SHOWN)
+        return shown if isinstance(shown, cls) else None
 
     @property
     def widget(self) -> ipywidgets.Widget:

@@ -13,7 +13,6 @@ const DEATHS = ["comm_live_update", "comm:close"]; // the widget manager's: the 
 
 const GONE = "The kernel that fed this view is gone. Run the cell again.";
 const SILENT = "No answer from the kernel. It may be busy; if it was restarted, run the cell again.";
-const CLOSED = "This dashboard was closed. Run the cell again for a new one.";
 
 // -- BokehJS, from the kernel --------------------------------------------------------------------------------------
 
@@ -248,11 +247,10 @@ class View {
   receive(message, buffers) {
     if (this.gone || (message.view && message.view !== this.id)) return;
     this.heard = Date.now();
-    if (!this.banner.hidden && message.kind !== "closed") this.banner.hidden = true;
+    this.banner.hidden = true;
     if (message.kind === "tick") this.take(message, buffers);
     else if (message.kind === "snapshot") this.draw(message, buffers).catch((error) => this.fail(error));
     else if (message.kind === "remount" && this.Bokeh) this.mount();
-    else if (message.kind === "closed") this.say(CLOSED);
   }
 
   // A snapshot: the scene from nothing.

@@ -7,7 +7,7 @@ gets fewer and larger messages, and the time from a step's end to its pixels is 
 
 `live.js` is the other half. The protocol, page to kernel: `bokehjs` (send it), `mount` (send a snapshot to this view),
 `ack` (painted up to seq), `ping`, `leave`. Kernel to page: `bokehjs`, `snapshot`, `tick`, `remount` (another scene: ask
-for a snapshot), `pong`, `closed`.
+for a snapshot), `pong`.
 """
 
 from __future__ import annotations
@@ -184,13 +184,12 @@ class LiveView(anywidget.AnyWidget):
             return len(self._views)
 
     def close(self) -> None:
-        """Tells the pages, then frees the comm."""
+        """Frees the comm; the pages drop their views with it."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             self._views.clear()
-            self.send({"kind": "closed"})
         super().close()
 
     # -- from the page -------------------------------------------------------------------------------------------

@@ -175,6 +175,34 @@ class Notebook:
             await future.done;
             return out; }""", code))  # fmt: skip
 
+    def write_and_run(self, code: str, *, wait: bool = True) -> None:
+        """Adds a cell at the end and runs it; `wait` until it has run."""
+        self.page.evaluate("""async ([code, wait]) => {
+            const { content } = window.jupyterapp.shell.currentWidget;
+            const commands = window.jupyterapp.commands;
+            content.activeCellIndex = content.widgets.length - 1;
+            await commands.execute('notebook:insert-cell-below');
+            content.activeCell.model.sharedModel.setSource(code);
+            const ran = commands.execute('notebook:run-cell');
+            if (wait) await ran }""", [code, wait])  # fmt: skip
+
+    def run_cell(self, index: int) -> None:
+        """Runs one cell and waits for it."""
+        self.page.evaluate("""async (index) => {
+            window.jupyterapp.shell.currentWidget.content.activeCellIndex = index;
+            await window.jupyterapp.commands.execute('notebook:run-cell') }""", index)  # fmt: skip
+
+    def restart_kernel(self) -> None:
+        """As the menu does, without its question."""
+        self.page.evaluate(
+            "async () => { await window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart() }"
+        )
+        self.page.wait_for_function(IDLE, timeout=60_000)
+
+    def hide_sidebar(self) -> None:
+        """The folder's list takes a quarter of a narrow window."""
+        self.page.evaluate("() => window.jupyterapp.shell.collapseLeft()")
+
     def theme(self, name: str) -> None:
         """ "JupyterLab Light" or "JupyterLab Dark"."""
         self.command("apputils:change-theme", {"theme": name})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -18,6 +19,7 @@ from fsdp_lab.dashboard.panels.memory import MemoryPanel
 from fsdp_lab.dashboard.panels.steps import StepsPanel
 from fsdp_lab.dashboard.panels.tflops import TflopsPanel
 from fsdp_lab.dashboard.panels.throughput import ThroughputPanel
+from fsdp_lab.events import Memory
 from fsdp_lab.spec import Spec
 from tests.dashboard.fake_lab import event
 
@@ -165,8 +167,6 @@ def test_mfu_says_what_it_is_relative_to():
 
 
 def test_no_peak_no_mfu():
-    import dataclasses
-
     panel = TflopsPanel(Frame(), 2)
     told = [
         Step(number=s.number, events=tuple(dataclasses.replace(e, peak_flops_per_s=None) for e in s.events))
@@ -208,6 +208,16 @@ def test_memory_changes_its_unit_with_the_history():
     peaks = columns(panel, 1)["peak"]
     assert len(peaks) == 5
     assert peaks[0] < 0.2 < peaks[-1]
+
+
+def test_a_step_whose_memory_was_not_measured_leaves_no_hole():
+    panel, table = MemoryPanel(Frame(), 2), StepsPanel(Frame(), 2)
+    told = steps(3)
+    blind = Step(number=1, events=tuple(dataclasses.replace(e, memory=Memory()) for e in told[1].events))
+    for p in (panel, table):
+        p.update([told[0], blind, told[2]])
+    assert columns(panel, 1)["step"] == [0, 2]
+    assert table.captions().table[2][6] == "–"
 
 
 def test_memory_that_stands_still_is_not_painted_again():

@@ -89,6 +89,7 @@ class MemoryPanel:
         return self._root
 
     def update(self, steps: Sequence[Step]) -> int:
+        steps = [s for s in steps if any(e.memory.peak_bytes for e in s.events)]  # none before the first ledger step
         if not steps:
             return 0
         last = steps[-1]

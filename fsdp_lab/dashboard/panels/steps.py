@@ -48,7 +48,7 @@ def _row(s: Step) -> tuple[str, ...]:
         rate(sum(e.tokens for e in s.events) / s.step_time_s),
         figures(fmean(e.tflops for e in s.events)),
         duration(fmean(sum(t.seconds for t in e.comm.values()) for e in s.events)),
-        memory(max(e.memory.peak_bytes for e in s.events)),
+        memory(peak) if (peak := max(e.memory.peak_bytes for e in s.events)) else "–",
         _remark(s),
     )
 

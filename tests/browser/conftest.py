@@ -1,0 +1,86 @@
+"""One JupyterLab and one chromium for all browser tests; a page and its kernels for each.
+
+Nothing outside this machine is asked for, and nothing of the user's Jupyter is read or written. A page that says an
+error, or asks the network for anything, fails its test. FSDP_LAB_SCREENSHOTS names a folder for pictures.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, sync_playwright
+
+from tests.browser.jupyter import JupyterServer, Notebook, chromium, find_chromium
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    skip = None if find_chromium() else pytest.mark.skip(reason="no chromium on this machine")
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.browser)
+            if skip is not None:
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterServer]:
+    jupyter = JupyterServer(tmp_path_factory.mktemp("jupyter"))
+    yield jupyter
+    jupyter.stop()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright, chromium(playwright) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def open_notebook(server: JupyterServer, browser: Browser) -> Iterator[Callable[[], Notebook]]:
+    """Makes pages, each with nothing but a session of its own; all are closed in the end."""
+    contexts = []
+
+    def make() -> Notebook:
+        context = browser.new_context(viewport={"width": 1280, "height": 900})
+        contexts.append(context)
+        return Notebook(context.new_page(), server)
+
+    yield make
+    for context in contexts:
+        context.close()
+
+
+@pytest.fixture
+def watched(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[Notebook], None]]:
+    """Watches a page during a test: what it said must be nothing; how it looked is kept where the test failed."""
+    pages: list[Notebook] = []
+    yield pages.append
+    for notebook in pages:
+        wrong, notebook.wrong = notebook.wrong, []
+        if getattr(request.node, "failed_in_call", False):
+            notebook.page.screenshot(path=tmp_path / "failed.png")
+            print(f"the page as it was: {tmp_path / 'failed.png'}\nwhat went wrong in it: {wrong}")
+            print(f"what its cells printed: {notebook.outputs()}")
+        else:
+            assert wrong == []
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Callable[[str], Path]:
+    """Where a picture of this name goes."""
+    folder = Path(os.environ.get("FSDP_LAB_SCREENSHOTS") or tmp_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    return lambda name: folder / f"{name}.png"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+    report = yield
+    if report.when == "call":
+        item.failed_in_call = report.failed  # type: ignore[attr-defined]
+    return report

@@ -1,0 +1,151 @@
+"""A dashboard in a page, as a person uses it: press, choose, read."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+from playwright.sync_api import Locator, Page
+
+from tests.browser.jupyter import Notebook
+
+
+def model(name: str) -> str:
+    """The newest Bokeh model of this name, in JavaScript; undefined where there is none."""
+    return f"window.Bokeh.documents.flatMap((d) => [...d.all_models]).findLast((m) => m.name === '{name}')"
+
+
+class DashboardPage:
+    """The dashboard of an open notebook. Waits for what is to be seen, and never for time to pass."""
+
+    def __init__(self, notebook: Notebook) -> None:
+        self.notebook = notebook
+        self.page: Page = notebook.page
+
+    # -- press and choose -----------------------------------------------------------------------------------------
+
+    def button(self, word: str) -> Locator:
+        return self.page.locator("button.fsdp-button", has_text=re.compile(rf"^\s*{word}\s*$"))
+
+    def field(self, label: str) -> Locator:
+        """The control with this label, its note included."""
+        return self.page.locator(".fsdp-field", has=self.page.get_by_text(label, exact=True))
+
+    def choose(self, label: str, value: str) -> None:
+        field = self.field(label)
+        if field.locator("select").count():
+            field.locator("select").select_option(value)
+        else:
+            field.locator("input").fill(value)
+            field.locator("input").press("Enter")
+
+    # -- read -----------------------------------------------------------------------------------------------------
+
+    def note(self, label: str) -> str:
+        return self.field(label).locator(".fsdp-note-line").inner_text().strip()
+
+    def state(self) -> str:
+        return self.page.locator(".fsdp-state").first.inner_text()
+
+    def step(self) -> int:
+        """The last step that the page shows; -1 before there is one."""
+        text = self.page.locator(".fsdp-headline").first.inner_text()
+        found = re.match(r"step ([\d,]+)", text)
+        return int(found[1].replace(",", "")) if found else -1
+
+    def reading(self, card: str) -> str:
+        return self.page.locator(f".fsdp-card-{card} .fsdp-reading").first.inner_text()
+
+    def rows(self, source: str) -> int:
+        return int(self.page.evaluate(f"() => {model(source)}?.get_length() ?? 0"))
+
+    def refusals(self) -> str:
+        return " ".join(self.page.locator(".fsdp-refusal-line:visible").all_inner_texts())
+
+    # -- wait -----------------------------------------------------------------------------------------------------
+
+    def wait_drawn(self, timeout_s: float = 60) -> None:
+        self.page.wait_for_selector(
+            ".fsdp-live[data-ready] .fsdp-card canvas", state="attached", timeout=timeout_s * 1e3
+        )
+
+    def wait_step(self, at_least: int, timeout_s: float = 60) -> None:
+        self.page.wait_for_function(
+            """(n) => { const m = document.querySelector('.fsdp-headline')?.innerText.match(/^step ([\\d,]+)/);
+                        return m && Number(m[1].replaceAll(',', '')) >= n }""",
+            arg=at_least,
+            timeout=timeout_s * 1e3,
+        )
+
+    def wait_steps_more(self, more: int, timeout_s: float = 60) -> None:
+        self.wait_step(max(0, self.step()) + more, timeout_s)
+
+    def wait_note(self, label: str, pattern: str, timeout_s: float = 30) -> str:
+        """Until the note beside a control matches; returns it."""
+        note = self.field(label).locator(".fsdp-note-line").get_by_text(re.compile(pattern))
+        note.wait_for(timeout=timeout_s * 1e3)
+        return self.note(label)
+
+    def wait_state(self, word: str, timeout_s: float = 30) -> float:
+        """Until the state is `word`; returns the seconds that took."""
+        began = time.monotonic()
+        self.page.locator(".fsdp-state", has_text=word).first.wait_for(timeout=timeout_s * 1e3)
+        return time.monotonic() - began
+
+    def wait_rows(self, source: str, count: int, timeout_s: float = 30) -> None:
+        self.page.wait_for_function(
+            f"(n) => ({model(source)}?.get_length() ?? 0) === n", arg=count, timeout=timeout_s * 1e3
+        )
+
+    def wait_reading(self, card: str, pattern: str, timeout_s: float = 30) -> str:
+        reading = self.page.locator(f".fsdp-card-{card} .fsdp-reading", has_text=re.compile(pattern))
+        reading.first.wait_for(timeout=timeout_s * 1e3)
+        return self.reading(card)
+
+    def wait_new_reading(self, card: str, old: str, timeout_s: float = 30) -> str:
+        self.page.wait_for_function(
+            "([card, old]) => document.querySelector(`.fsdp-card-${card} .fsdp-reading`).innerText !== old",
+            arg=[card, old],
+            timeout=timeout_s * 1e3,
+        )
+        return self.reading(card)
+
+    # -- picture --------------------------------------------------------------------------------------------------
+
+    def show(self, width: int, theme: str) -> None:
+        """A window of this width, high enough for the whole dashboard, in a theme, painted."""
+        self.page.set_viewport_size({"width": width, "height": 1900 if width < 1500 else 1400})
+        self.notebook.theme(f"JupyterLab {theme}")
+        painted = int(self.page.locator(".fsdp-live").first.get_attribute("data-painted") or 0)
+        if self.state() == "running":
+            self.page.wait_for_function(
+                "(n) => Number(document.querySelector('.fsdp-live').dataset.painted) > n + 4", arg=painted
+            )
+
+    def photograph(self, path: Path) -> None:
+        """The dashboard alone, with a margin of the page around it."""
+        box = self.page.locator(".fsdp-lab").first.bounding_box()
+        assert box is not None
+        height = min(box["height"] + 16, self.page.viewport_size["height"] - box["y"] - 30)  # type: ignore[index]
+        clip = {"x": box["x"] - 8, "y": box["y"] - 8, "width": box["width"] + 16, "height": height}
+        self.page.screenshot(path=path, clip=clip)  # type: ignore[arg-type]
+
+    def clipped(self) -> list[str]:
+        """Texts that do not fit their boxes, and boxes that scroll: none is what we want."""
+        return list(
+            self.page.evaluate("""() => {
+          const wrong = [];
+          for (const e of document.querySelectorAll('.fsdp-lab *')) {
+            const style = getComputedStyle(e);
+            const scrolls = ['auto', 'scroll'].includes(style.overflowX) || ['auto', 'scroll'].includes(style.overflowY);
+            const over = e.scrollWidth > e.clientWidth + 1 || e.scrollHeight > e.clientHeight + 1;
+            if (e.clientWidth && scrolls && over) wrong.push('scrolls: ' + e.className);
+            if (e.clientWidth && style.overflowX === 'hidden' && e.scrollWidth > e.clientWidth + 1)
+              wrong.push('cut: ' + e.className + ' ' + e.innerText.slice(0, 40));
+          }
+          const box = document.querySelector('.fsdp-lab').getBoundingClientRect();
+          for (const e of document.querySelectorAll('.fsdp-lab .fsdp-card, .fsdp-lab .fsdp-field'))
+            if (e.getBoundingClientRect().right > box.right + 1) wrong.push('juts out: ' + e.className);
+          return wrong }""")
+        )

@@ -1,0 +1,175 @@
+"""The dashboard in JupyterLab and chromium, over a lab without processes: what depends on the page and not on ranks.
+
+One notebook serves all tests, since a kernel takes seconds to start; each test begins with no run going.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.browser.driver import DashboardPage, model
+from tests.browser.jupyter import JupyterServer, Notebook
+
+CELL = """\
+from tests.dashboard.fake_lab import FakeLab
+from fsdp_lab.dashboard import Dashboard
+lab = FakeLab(2, step_s=0.05)
+dashboard = Dashboard(lab)
+dashboard"""
+
+
+@pytest.fixture(scope="module")
+def desk(server: JupyterServer, open_notebook: Callable[[], Notebook]) -> Iterator[DashboardPage]:
+    dashboard = DashboardPage(open_notebook())
+    dashboard.notebook.open(server.write("dashboard.ipynb", [CELL]))
+    dashboard.notebook.run_all()
+    dashboard.wait_drawn()
+    yield dashboard
+    server.end_kernels()
+
+
+@pytest.fixture
+def opened(desk: DashboardPage, watched: Callable[[Notebook], None]) -> DashboardPage:
+    """The dashboard with no run going, at the top of a window of 1280 px."""
+    watched(desk.notebook)
+    desk.notebook.execute("lab.current and lab.current.stop()")
+    desk.page.set_viewport_size({"width": 1280, "height": 900})
+    desk.button("Start").first.scroll_into_view_if_needed(timeout=10_000)
+    desk.page.wait_for_function("() => !document.querySelector('button.fsdp-button').disabled", timeout=10_000)
+    return desk
+
+
+def test_start_toggle_refuse_stop(opened):
+    """A person's path: start, watch, change, be refused, take the way out, pause, stop."""
+    assert opened.state() == "ready"
+    opened.button("Start").click()
+    opened.wait_step(20)
+    before = opened.wait_reading("memory", r"peak [\d.]+ MiB on the fullest rank")
+
+    opened.choose("sharding", "shard_grad_op")
+    opened.wait_note("sharding", r"applied at step \d+")
+    assert opened.wait_new_reading("memory", before) != before
+    opened.choose("offload", "all")
+    opened.wait_note("offload", r"applied at step \d+")
+    opened.wait_reading("memory", "on the host")
+    opened.wait_rows("frame.markers", 2)
+
+    opened.choose("backend", "ddp")
+    opened.wait_note("backend", "refused")
+    assert "DDP keeps a whole replica on every rank" in opened.refusals()
+    opened.page.locator("button.fsdp-fix:visible").click()
+    opened.wait_note("backend", r"applied at step \d+")
+    assert opened.refusals() == ""
+    opened.page.locator(".fsdp-card-communication .fsdp-legend", has_text="all-reduce").wait_for()
+
+    opened.button("Pause").click()
+    opened.wait_state("paused")
+    opened.button("Resume").click()
+    opened.wait_state("running")
+    opened.button("Stop").click()
+    opened.wait_state("stopped")
+    opened.page.locator(".fsdp-card-loss").scroll_into_view_if_needed()
+    opened.wait_rows("loss.steps", opened.step() + 1)
+
+
+def test_controls_answer_while_a_cell_is_busy(opened):
+    opened.notebook.write_and_run("import time\nfor _ in range(6000): time.sleep(0.1)", wait=False)
+    busy = opened.page.locator(".jp-InputPrompt", has_text="[*]:")
+    busy.wait_for()
+    opened.button("Start").click()
+    opened.wait_step(5)
+    opened.choose("micro batch", "8")
+    opened.wait_note("micro batch", r"applied at step \d+")
+    opened.button("Stop").click()
+    opened.wait_state("stopped", timeout_s=10)
+    assert busy.count()  # the cell still runs
+    opened.notebook.command("notebook:interrupt-kernel")
+    busy.wait_for(state="detached")
+
+
+def test_the_theme_is_followed_live(opened):
+    """Axes and inks change with JupyterLab's theme, both ways, without a reload."""
+    colours = """() => { const models = [...window.Bokeh.documents.at(-1).all_models];
+        const line = models.find(m => m.type === 'Line' && m.tags.some(t => t.tint?.line_color === 'ink.mean'));
+        const axis = models.find(m => m.type === 'LinearAxis');
+        return [axis.axis_label_text_color, line.line_color.value ?? line.line_color] }"""
+    seen = {}
+    for theme in ("Light", "Dark", "Light"):
+        opened.notebook.theme(f"JupyterLab {theme}")
+        opened.page.wait_for_function(
+            "(dark) => document.querySelector('.fsdp-live').classList.contains('fsdp-dark') === dark",
+            arg=theme == "Dark",
+        )
+        now = opened.page.evaluate(colours)
+        assert seen.setdefault(theme, now) == now
+    assert all(a != b for a, b in zip(seen["Light"], seen["Dark"], strict=True))
+
+
+def test_plots_out_of_sight_catch_up_when_they_are_seen(opened):
+    """In a low window the last plots are not in sight; their rows wait in the page and are there when it scrolls."""
+    opened.page.set_viewport_size({"width": 1280, "height": 500})
+    opened.button("Start").click()
+    opened.wait_step(15)
+    opened.button("Stop").click()
+    opened.wait_state("stopped")
+    assert opened.rows("loss.steps") < opened.step()
+    opened.page.locator(".fsdp-card-loss").scroll_into_view_if_needed()
+    opened.wait_rows("loss.steps", opened.step() + 1)
+
+
+def test_a_range_that_the_reader_moves_stays_until_a_double_click(opened):
+    opened.button("Start").click()
+    opened.wait_step(3)
+    opened.page.evaluate(f"() => {model('frame.x')}.setv({{start: 1, end: 7}})")
+    opened.wait_step(60)  # beyond the first window: the axis would have grown
+    assert opened.page.evaluate(f"() => [{model('frame.x')}.start, {model('frame.x')}.end]") == [1, 7]
+    opened.page.locator(".fsdp-card-memory .fsdp-plot").dblclick()
+    assert opened.page.evaluate(f"() => {model('frame.x')}.end") >= 100
+
+
+def test_a_reload_brings_the_whole_history_back(opened):
+    opened.button("Start").click()
+    opened.wait_step(25)
+    opened.button("Stop").click()
+    opened.wait_state("stopped")
+    step = opened.step()
+    opened.notebook.command("docmanager:save")
+    opened.page.reload()
+    opened.wait_drawn()
+    opened.page.locator(".fsdp-card-loss").scroll_into_view_if_needed()
+    opened.wait_rows("loss.steps", step + 1)
+    assert opened.step() == step
+    opened.button("Start").click()  # and it is alive: another run begins at step 0
+    opened.wait_state("running")
+    opened.page.locator(".fsdp-headline", has_text="step").wait_for()
+    opened.wait_step(2)
+
+
+def test_a_cell_run_again_replaces_its_dashboard_and_two_views_agree(opened):
+    page = opened.page
+    opened.button("Start").click()
+    opened.wait_step(5)
+    opened.notebook.execute("former = dashboard")
+    opened.notebook.command(
+        "notebook:run-all-cells"
+    )  # another lab, too: the former one's dashboard goes with its output
+    opened.notebook.write_and_run("former.close(); Dashboard(lab); dashboard = Dashboard(lab)\ndashboard")
+    page.wait_for_function("() => document.querySelectorAll('.fsdp-live[data-ready]').length === 1")
+    assert opened.notebook.execute("print(former.closed, dashboard.closed)").split() == ["True", "False"]
+    opened.notebook.write_and_run("dashboard")  # a second view of the same
+    page.wait_for_function("() => document.querySelectorAll('.fsdp-live[data-ready]').length === 2")
+    opened.notebook.execute("lab.run(steps=12).wait(30)")
+    page.wait_for_function("""() => [...document.querySelectorAll('.fsdp-headline')].every(
+        (e) => e.innerText.startsWith('step 11'))""")
+
+
+def test_a_kernel_that_is_gone_is_said_and_the_cell_runs_again(opened):
+    opened.notebook.restart_kernel()
+    opened.page.locator(".fsdp-banner", has_text="Run the cell again").first.wait_for()
+    opened.notebook.run_cell(0)
+    opened.page.wait_for_selector(".jp-Cell:first-child .fsdp-live[data-ready]")
+    assert not opened.page.locator(".jp-Cell:first-child .fsdp-banner:visible").count()
+    opened.button("Start").first.click()
+    opened.wait_step(5)
