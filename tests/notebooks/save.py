@@ -1,7 +1,8 @@
 """Executes the notebooks and saves them with outputs that a page without a kernel shows: `python -m tests.notebooks.save`.
 
 Both run in a real JupyterLab in chromium, so that Bokeh pictures exist; each picture is saved in its cell as a PNG in the
-place of the widget, which would be an empty frame wherever no kernel runs.
+place of the widget, which would be an empty frame wherever no kernel runs. The dashboard's own picture comes from the
+browser test: `FSDP_LAB_SCREENSHOTS=DIR pytest tests/browser/test_notebook.py`, then DIR/dashboard.png.
 """
 
 from __future__ import annotations
