@@ -273,7 +273,7 @@ class Session:
         w = spec.workload
         dtype = DTYPES[spec.strategy.dtypes.param]
         if dtype not in self._peaks:
-            self._peaks[dtype] = device_peak(self.seat.device, dtype)
+            self._peaks[dtype] = self._peak(dtype)
         shape = (json.dumps(spec.to_dict()["workload"]["model"], sort_keys=True), w.seq_len)
         if shape not in self._flops:
             self._flops[shape] = flops_per_sample(config, w.seq_len)
@@ -285,6 +285,15 @@ class Session:
             peak_flops_per_s=peak,
             peak_source=source,
         )
+
+    def _peak(self, dtype: torch.dtype) -> tuple[float | None, str]:
+        """Of this rank's device. What is measured on CPUs is the best that any rank saw, so that MFU has one scale."""
+        mine: tuple[float | None, str] = device_peak(self.seat.device, dtype)
+        if self.seat.device.type == "cuda" or self.seat.world_size == 1:
+            return mine
+        seen: list[tuple[float | None, str]] = [mine] * self.seat.world_size
+        dist.all_gather_object(seen, mine)
+        return max(seen, key=lambda peak: peak[0] or 0.0)
 
     def _agree(self, fingerprint: str, spec: Spec) -> None:
         """Raises SpecError, on every rank, where ranks read different data: another Python, or another file."""

@@ -68,7 +68,7 @@ def test_events_say_what_was_measured(pool: Pool) -> None:
         assert a.grad_norm == b.grad_norm > 0
         assert a.flops > 6 * 40_000 * 64 and a.tflops > 0
         assert a.mfu is not None and 0 < a.mfu < 1
-        assert "measured" in a.peak_source
+        assert "measured" in a.peak_source and a.peak_flops_per_s == b.peak_flops_per_s
         assert a.notes and "CPU" in a.notes[0]
         assert a.comm["all_gather"].calls >= 3 and a.comm["all_gather"].seconds > 0
         assert a.comm["reduce_scatter"].link_bytes > 0
