@@ -241,7 +241,7 @@ class View {
   mount() {
     this.mounting = true;
     this.resetPending();
-    this.model.send({ kind: "mount", view: this.id });
+    this.tell("mount");
   }
 
   receive(message, buffers) {
@@ -354,7 +354,7 @@ class View {
       this.painting = false;
       if (this.gone) return;
       this.root.dataset.painted = String(news.seq);
-      this.model.send({ kind: "ack", view: this.id, seq: news.seq, painted_unix_s: Date.now() / 1000 });
+      this.tell("ack", { seq: news.seq, painted_unix_s: Date.now() / 1000 });
       if (whole) this.pump();
       else this.mount();
     }));
@@ -452,7 +452,15 @@ class View {
   checkPulse() {
     const silent = Date.now() - this.heard;
     if (silent > SILENT_AFTER_MS) this.say(SILENT);
-    if (silent > PING_EVERY_MS / 2) this.model.send({ kind: "ping", view: this.id });
+    if (silent > PING_EVERY_MS / 2) this.tell("ping");
+  }
+
+  tell(kind, more = {}) {
+    try {
+      this.model.send({ kind, view: this.id, ...more });
+    } catch {
+      this.say(GONE); // the comm died with its kernel
+    }
   }
 
   say(text) {
@@ -482,11 +490,7 @@ class View {
     this.onSight?.disconnect();
     this.model.off("msg:custom", this.onMessage);
     for (const event of DEATHS) this.model.off(event, this.onDeath);
-    try {
-      this.model.send({ kind: "leave", view: this.id });
-    } catch {
-      // the kernel left first
-    }
+    this.tell("leave");
     this.forgetDocument();
     this.root.remove();
   }

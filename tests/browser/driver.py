@@ -10,6 +10,9 @@ from playwright.sync_api import Locator, Page
 
 from tests.browser.jupyter import Notebook
 
+STEP = """() => { const m = document.querySelector('.fsdp-headline')?.innerText.match(/^step ([\\d,]+)/);
+                  return m ? Number(m[1].replaceAll(',', '')) : -1 }"""
+
 
 def model(name: str) -> str:
     """The newest Bokeh model of this name, in JavaScript; undefined where there is none."""
@@ -27,6 +30,12 @@ class DashboardPage:
 
     def button(self, word: str) -> Locator:
         return self.page.locator("button.fsdp-button", has_text=re.compile(rf"^\s*{word}\s*$"))
+
+    def start(self) -> None:
+        """Presses Start; what the page shows afterwards is of the new run."""
+        former = self.step()
+        self.button("Start").first.click()
+        self.page.wait_for_function(f"(former) => former < 1 || ({STEP})() < former", arg=former, timeout=60_000)
 
     def field(self, label: str) -> Locator:
         """The control with this label, its note included."""
@@ -50,9 +59,7 @@ class DashboardPage:
 
     def step(self) -> int:
         """The last step that the page shows; -1 before there is one."""
-        text = self.page.locator(".fsdp-headline").first.inner_text()
-        found = re.match(r"step ([\d,]+)", text)
-        return int(found[1].replace(",", "")) if found else -1
+        return int(self.page.evaluate(STEP))
 
     def reading(self, card: str) -> str:
         return self.page.locator(f".fsdp-card-{card} .fsdp-reading").first.inner_text()
@@ -71,12 +78,7 @@ class DashboardPage:
         )
 
     def wait_step(self, at_least: int, timeout_s: float = 60) -> None:
-        self.page.wait_for_function(
-            """(n) => { const m = document.querySelector('.fsdp-headline')?.innerText.match(/^step ([\\d,]+)/);
-                        return m && Number(m[1].replaceAll(',', '')) >= n }""",
-            arg=at_least,
-            timeout=timeout_s * 1e3,
-        )
+        self.page.wait_for_function(f"(n) => ({STEP})() >= n", arg=at_least, timeout=timeout_s * 1e3)
 
     def wait_steps_more(self, more: int, timeout_s: float = 60) -> None:
         self.wait_step(max(0, self.step()) + more, timeout_s)
@@ -128,7 +130,7 @@ class DashboardPage:
         box = self.page.locator(".fsdp-lab").first.bounding_box()
         assert box is not None
         height = min(box["height"] + 16, self.page.viewport_size["height"] - box["y"] - 30)  # type: ignore[index]
-        clip = {"x": box["x"] - 8, "y": box["y"] - 8, "width": box["width"] + 16, "height": height}
+        clip = {"x": box["x"] - 8, "y": box["y"] - 1, "width": box["width"] + 16, "height": height}
         self.page.screenshot(path=path, clip=clip)  # type: ignore[arg-type]
 
     def clipped(self) -> list[str]:

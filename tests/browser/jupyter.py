@@ -31,6 +31,7 @@ LOCAL = ("http://127.0.0.1", "ws://127.0.0.1", "data:", "blob:")
 # What a page says that is not about us.
 NOT_OURS = (
     "favicon",
+    "widget model not found",  # ipywidgets, of outputs whose kernel was restarted: they are run again
     "Failed to load resource",  # JupyterLab asks for optional settings and workspaces that are not there
 )
 
@@ -139,7 +140,7 @@ class Notebook:
         self.server = server
         self.wrong: list[str] = []
         page.on("console", lambda m: self._console(m.type, m.text))
-        page.on("pageerror", lambda e: self.wrong.append(f"page error: {e}"))
+        page.on("pageerror", lambda e: self.wrong.append(f"page error: {e.stack or e}"))
         page.on("request", lambda r: r.url.startswith(LOCAL) or self.wrong.append(f"external request: {r.url}"))
 
     def _console(self, kind: str, text: str) -> None:
@@ -172,7 +173,8 @@ class Notebook:
               if (m.header.msg_type === 'stream') out += m.content.text;
               if (m.header.msg_type === 'error') out += m.content.ename + ': ' + m.content.evalue;
             };
-            await future.done;
+            const late = new Promise((resolve) => setTimeout(() => resolve('late'), 60000));
+            if (await Promise.race([future.done, late]) === 'late') throw new Error('the kernel is busy: ' + code);
             return out; }""", code))  # fmt: skip
 
     def write_and_run(self, code: str, *, wait: bool = True) -> None:
@@ -207,7 +209,10 @@ class Notebook:
         """ "JupyterLab Light" or "JupyterLab Dark"."""
         self.command("apputils:change-theme", {"theme": name})
         self.page.wait_for_function(
-            "(dark) => (document.body.dataset.jpThemeLight === 'false') === dark", arg=name.endswith("Dark")
+            # The splash goes last; JupyterLab stumbles over a theme that is changed while it still stands.
+            """(dark) => (document.body.dataset.jpThemeLight === 'false') === dark
+                && !document.querySelector('#jupyterlab-splash')""",
+            arg=name.endswith("Dark"),
         )
 
     def outputs(self) -> list[str]:

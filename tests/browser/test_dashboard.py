@@ -44,7 +44,7 @@ def opened(desk: DashboardPage, watched: Callable[[Notebook], None]) -> Dashboar
 def test_start_toggle_refuse_stop(opened):
     """A person's path: start, watch, change, be refused, take the way out, pause, stop."""
     assert opened.state() == "ready"
-    opened.button("Start").click()
+    opened.start()
     opened.wait_step(20)
     before = opened.wait_reading("memory", r"peak [\d.]+ MiB on the fullest rank")
 
@@ -78,7 +78,7 @@ def test_controls_answer_while_a_cell_is_busy(opened):
     opened.notebook.write_and_run("import time\nfor _ in range(6000): time.sleep(0.1)", wait=False)
     busy = opened.page.locator(".jp-InputPrompt", has_text="[*]:")
     busy.wait_for()
-    opened.button("Start").click()
+    opened.start()
     opened.wait_step(5)
     opened.choose("micro batch", "8")
     opened.wait_note("micro batch", r"applied at step \d+")
@@ -110,7 +110,7 @@ def test_the_theme_is_followed_live(opened):
 def test_plots_out_of_sight_catch_up_when_they_are_seen(opened):
     """In a low window the last plots are not in sight; their rows wait in the page and are there when it scrolls."""
     opened.page.set_viewport_size({"width": 1280, "height": 500})
-    opened.button("Start").click()
+    opened.start()
     opened.wait_step(15)
     opened.button("Stop").click()
     opened.wait_state("stopped")
@@ -120,7 +120,7 @@ def test_plots_out_of_sight_catch_up_when_they_are_seen(opened):
 
 
 def test_a_range_that_the_reader_moves_stays_until_a_double_click(opened):
-    opened.button("Start").click()
+    opened.start()
     opened.wait_step(3)
     opened.page.evaluate(f"() => {model('frame.x')}.setv({{start: 1, end: 7}})")
     opened.wait_step(60)  # beyond the first window: the axis would have grown
@@ -130,7 +130,7 @@ def test_a_range_that_the_reader_moves_stays_until_a_double_click(opened):
 
 
 def test_a_reload_brings_the_whole_history_back(opened):
-    opened.button("Start").click()
+    opened.start()
     opened.wait_step(25)
     opened.button("Stop").click()
     opened.wait_state("stopped")
@@ -141,21 +141,16 @@ def test_a_reload_brings_the_whole_history_back(opened):
     opened.page.locator(".fsdp-card-loss").scroll_into_view_if_needed()
     opened.wait_rows("loss.steps", step + 1)
     assert opened.step() == step
-    opened.button("Start").click()  # and it is alive: another run begins at step 0
-    opened.wait_state("running")
-    opened.page.locator(".fsdp-headline", has_text="step").wait_for()
+    opened.start()  # and it is alive: another run begins at step 0
     opened.wait_step(2)
 
 
 def test_a_cell_run_again_replaces_its_dashboard_and_two_views_agree(opened):
     page = opened.page
-    opened.button("Start").click()
+    opened.start()
     opened.wait_step(5)
     opened.notebook.execute("former = dashboard")
-    opened.notebook.command(
-        "notebook:run-all-cells"
-    )  # another lab, too: the former one's dashboard goes with its output
-    opened.notebook.write_and_run("former.close(); Dashboard(lab); dashboard = Dashboard(lab)\ndashboard")
+    opened.notebook.write_and_run("dashboard = Dashboard(lab)\ndashboard")
     page.wait_for_function("() => document.querySelectorAll('.fsdp-live[data-ready]').length === 1")
     assert opened.notebook.execute("print(former.closed, dashboard.closed)").split() == ["True", "False"]
     opened.notebook.write_and_run("dashboard")  # a second view of the same
@@ -171,5 +166,5 @@ def test_a_kernel_that_is_gone_is_said_and_the_cell_runs_again(opened):
     opened.notebook.run_cell(0)
     opened.page.wait_for_selector(".jp-Cell:first-child .fsdp-live[data-ready]")
     assert not opened.page.locator(".jp-Cell:first-child .fsdp-banner:visible").count()
-    opened.button("Start").first.click()
+    opened.start()
     opened.wait_step(5)

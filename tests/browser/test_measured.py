@@ -26,7 +26,7 @@ def test_rank_to_pixel_and_the_cost_of_a_tick(server: JupyterServer, open_notebo
     dashboard.notebook.open(server.write(f"measured_{ranks}.ipynb", [CELL.format(ranks=ranks)]))
     dashboard.notebook.run_all()
     dashboard.wait_drawn()
-    dashboard.button("Start").click()
+    dashboard.start()
     dashboard.wait_step(15)
     measured = measure(dashboard, more_steps=60)
     server.end_kernels()

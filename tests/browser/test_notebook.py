@@ -36,7 +36,7 @@ def test_notebook_01(opened: DashboardPage, picture: Callable[[str], Path]):
     notebook = opened.notebook
     notebook.run_all()
     opened.wait_drawn(90)
-    opened.button("Start").click()
+    opened.start()
     opened.wait_step(6, 120)
     opened.wait_reading("memory", r"peak [\d.]+ MiB")
 
@@ -78,7 +78,7 @@ def test_notebook_01(opened: DashboardPage, picture: Callable[[str], Path]):
     opened.page.locator(".fsdp-banner", has_text="Run the cell again").wait_for()
     notebook.run_all()
     opened.wait_drawn(90)
-    opened.button("Start").click()
+    opened.start()
     opened.wait_step(2, 120)
     opened.button("Stop").click()
     opened.wait_state("stopped", STOP_S)
