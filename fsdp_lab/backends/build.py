@@ -6,13 +6,25 @@ import torch
 from torch import nn
 
 from fsdp_lab.backends.base import Backend, build_mesh
-from fsdp_lab.spec import Spec
+from fsdp_lab.backends.wrapping import units
+from fsdp_lab.spec import Spec, SpecError
+
+
+def check(skeleton: nn.Module, spec: Spec, device: torch.device) -> None:
+    """Raises SpecError for what only the model or the device can tell. Changes nothing, and is not collective."""
+    s = spec.strategy
+    if s.backend != "ddp":
+        units(skeleton, s.wrap)
+    if s.backend == "fsdp1" and s.offload == "all" and device.type == "cpu":
+        raise SpecError("strategy.offload", "FSDP1 pins what it offloads, which takes a GPU",
+                        "use offload none, or backend fsdp2", {"offload": "none"})  # fmt: skip
 
 
 def build(skeleton: nn.Module, spec: Spec, device: torch.device) -> Backend:
     """Wrap a skeleton; collective. Its values are not set: `fill` or `carry` does that."""
     if not all(p.is_meta for p in skeleton.parameters()):
         raise ValueError("a backend is built from a skeleton: fsdp_lab.models.build_skeleton")
+    check(skeleton, spec, device)
     mesh = build_mesh(spec, device)
     match spec.strategy.backend:
         case "fsdp2":

@@ -25,7 +25,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Piece
 from fsdp_lab.backends.wrapping import prepare, units
-from fsdp_lab.spec import Spec, SpecError
+from fsdp_lab.spec import Spec
 
 _SHARDING = {
     "full_shard": ShardingStrategy.FULL_SHARD,
@@ -42,9 +42,6 @@ class FSDP1:
     keeps_gradients = False
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
-        if spec.strategy.offload == "all" and device.type == "cpu":
-            raise SpecError("strategy.offload", "FSDP1 pins what it offloads, which takes a GPU",
-                            "use offload none, or backend fsdp2", {"offload": "none"})  # fmt: skip
         self.mesh, self._device = mesh, device
         self.replicas = spec.world_size // spec.shard_factor
         shapes = {n: p.shape for n, p in skeleton.named_parameters()}

@@ -26,15 +26,16 @@ from typing import Any
 import psutil
 import torch
 from torch import distributed as dist
+from torch import nn
 
 from fsdp_lab.backends import Backend, build, carry, fill
-from fsdp_lab.backends.base import DTYPES, retune
-from fsdp_lab.models import Batches, Initializer, build_skeleton, device_peak, flops_per_sample, resolve
-from fsdp_lab.models.facts import facts_of
+from fsdp_lab.backends.base import retune
+from fsdp_lab.models import Initializer, build_skeleton, resolve
 from fsdp_lab.rank.guard import Guard
+from fsdp_lab.rank.prepare import Preparation, Prepared
 from fsdp_lab.rank.rendezvous import Seat, close_groups, find_store, open_groups
 from fsdp_lab.rank.scaler import Scaler
-from fsdp_lab.rank.trainer import Cost, Progress, Trainer
+from fsdp_lab.rank.trainer import Progress, Trainer
 from fsdp_lab.spec import Spec, SpecError
 from fsdp_lab.wire import Hub, RankAborted, Reduction, Wire
 
@@ -99,8 +100,7 @@ class Session:
         self._world: Wire = self._open()
         self._trainer: Trainer | None = None
         self._notes = _fidelity(self.seat, shared_gpu_ranks)
-        self._peaks: dict[torch.dtype, tuple[float | None, str]] = {}
-        self._flops: dict[tuple[str, int], int] = {}  # of a sample, by model and sequence length
+        self._preparation = Preparation(self.seat)
         self._joined_unix_s = time.time()
         gc.freeze()  # what imports made stays anyway: a collection at each switch need not walk it
 
@@ -116,13 +116,14 @@ class Session:
         """
         start_s = time.perf_counter()
         wanted = Spec.from_dict(spec)
-        if wanted.world_size != self.seat.world_size:
-            raise SpecError("world_size", f"{wanted.world_size} is wanted and {self.seat.world_size} ranks are here",
-                            "start as many ranks")  # fmt: skip
         with self._working_together():
             self._renew()
-            carried = self._trainer is not None and not fresh and _same_training(self._trainer.spec, wanted)
-            self._trainer = self._switch(run, wanted) if carried else self._start(run, wanted)
+            old = self._trainer
+            prepared = self._preparation.prepare(wanted, (old.spec, old.batches) if old else None)
+            if old is not None and not fresh and _same_training(old.spec, wanted):
+                carried, self._trainer = True, self._switch(run, prepared, old)
+            else:
+                carried, self._trainer = False, self._start(run, prepared)
             self._world.barrier().wait()
         return {
             "step": self._trainer.progress.step,
@@ -212,99 +213,45 @@ class Session:
 
     # -- starting and switching -----------------------------------------------------------------------------------
 
-    def _start(self, run: str, spec: Spec) -> Trainer:
+    def _start(self, run: str, p: Prepared) -> Trainer:
         """From initial values. What was there before goes first, so that two models need not fit."""
-        config = resolve(spec.workload.model)
-        cost, batches = self._cost(spec, config), self._batches(spec, config)  # refusals come before anything is lost
-        skeleton = build_skeleton(config)
-        initial = Initializer(skeleton, spec.workload.seed)
-        self._agree(batches.source.fingerprint, spec)
+        initial = Initializer(p.skeleton, p.spec.workload.seed)
         self.forget()
-        backend = build(skeleton, spec, self.seat.device)
+        backend = build(p.skeleton, p.spec, self.seat.device)
         fill(backend, initial)
-        return self._trainer_for(run, spec, backend, batches, cost, Progress(), Scaler(enabled=_needs_scaler(spec)))
+        return self._trainer_for(run, p, backend, Progress(), Scaler(enabled=_needs_scaler(p.spec)))
 
-    def _switch(self, run: str, spec: Spec) -> Trainer:
+    def _switch(self, run: str, p: Prepared, old: Trainer) -> Trainer:
         """The live training, under another Spec."""
-        old = self._needed()
-        config = resolve(spec.workload.model)
-        cost, batches = self._cost(spec, config), self._batches(spec, config)
-        if set(old.spec.difference(spec)) <= set(_LIGHT):
+        if set(old.spec.difference(p.spec)) <= set(_LIGHT):
             backend = old.backend
-            retune(backend.optimizer, spec.workload)
+            retune(backend.optimizer, p.spec.workload)
         else:
-            backend = self._rebuilt(old, spec)
-        scaler = old.scaler if old.scaler.enabled == _needs_scaler(spec) else Scaler(enabled=_needs_scaler(spec))
-        return self._trainer_for(run, spec, backend, batches, cost, old.progress, scaler)
+            backend = self._rebuilt(old, p.skeleton, p.spec)
+        scaler = old.scaler if old.scaler.enabled == _needs_scaler(p.spec) else Scaler(enabled=_needs_scaler(p.spec))
+        return self._trainer_for(run, p, backend, old.progress, scaler)
 
-    def _rebuilt(self, old: Trainer, spec: Spec) -> Backend:
-        backend = build(build_skeleton(resolve(spec.workload.model)), spec, self.seat.device)
+    def _rebuilt(self, old: Trainer, skeleton: nn.Module, spec: Spec) -> Backend:
+        backend = build(skeleton, spec, self.seat.device)
         carry(old.backend, backend)
         old.backend.release()
         gc.collect()
         _give_back(self.seat.device)
         return backend
 
-    def _trainer_for(
-        self, run: str, spec: Spec, backend: Backend, batches: Batches, cost: Cost, progress: Progress, scaler: Scaler
-    ) -> Trainer:
+    def _trainer_for(self, run: str, p: Prepared, backend: Backend, progress: Progress, scaler: Scaler) -> Trainer:
         return Trainer(
             run=run,
-            spec=spec,
+            spec=p.spec,
             seat=self.seat,
             backend=backend,
-            batches=batches,
+            batches=p.batches,
             world=self._world,
-            cost=cost,
+            cost=p.cost,
             progress=progress,
             scaler=scaler,
             notes=self._notes,
         )
-
-    def _batches(self, spec: Spec, config: Any) -> Batches:
-        """The data, not read again when it is the same."""
-        source = None
-        if self._trainer is not None:
-            same = not set(self._trainer.spec.difference(spec)) & {"data", "seq_len", "seed", "model"}
-            source = self._trainer.batches.source if same else None
-        return Batches(spec.workload, config, rank=self.seat.rank, world_size=self.seat.world_size, source=source)
-
-    def _cost(self, spec: Spec, config: Any) -> Cost:
-        w = spec.workload
-        dtype = DTYPES[spec.strategy.dtypes.param]
-        if dtype not in self._peaks:
-            self._peaks[dtype] = self._peak(dtype)
-        shape = (json.dumps(spec.to_dict()["workload"]["model"], sort_keys=True), w.seq_len)
-        if shape not in self._flops:
-            self._flops[shape] = flops_per_sample(config, w.seq_len)
-        samples = w.micro_batch * w.accumulate
-        peak, source = self._peaks[dtype]
-        return Cost(
-            flops=samples * self._flops[shape],
-            tokens=samples * facts_of(config).tokens_per_sample(w.seq_len),
-            peak_flops_per_s=peak,
-            peak_source=source,
-        )
-
-    def _peak(self, dtype: torch.dtype) -> tuple[float | None, str]:
-        """Of this rank's device. What is measured on CPUs is the best that any rank saw, so that MFU has one scale."""
-        mine: tuple[float | None, str] = device_peak(self.seat.device, dtype)
-        if self.seat.device.type == "cuda" or self.seat.world_size == 1:
-            return mine
-        seen: list[tuple[float | None, str]] = [mine] * self.seat.world_size
-        dist.all_gather_object(seen, mine)
-        return max(seen, key=lambda peak: peak[0] or 0.0)
-
-    def _agree(self, fingerprint: str, spec: Spec) -> None:
-        """Raises SpecError, on every rank, where ranks read different data: another Python, or another file."""
-        if self.seat.world_size == 1:
-            return
-        seen: list[str] = [""] * self.seat.world_size
-        dist.all_gather_object(seen, fingerprint)
-        other = next((rank for rank, f in enumerate(seen) if f != seen[0]), None)
-        if other is not None:
-            raise SpecError("workload.data", f"rank {other} reads another text than rank 0 under {spec.workload.data!r}",
-                            "give a path with the same files on every machine")  # fmt: skip
 
     def _needed(self) -> Trainer:
         if self._trainer is None:
@@ -319,7 +266,7 @@ class Session:
         with self._guard.guarding(self._epoch):
             try:
                 yield
-            except SpecError:  # a refusal is the same on every rank, and nobody waits
+            except SpecError:  # refused on every rank alike (prepare.py): nobody waits
                 raise
             except BaseException as e:
                 self._guard.announce(f"rank {self.seat.rank} failed: {type(e).__name__}: {_first_line(e)}")
@@ -339,10 +286,10 @@ class Session:
         self._world = self._open()
         if self._trainer is not None:
             old = self._trainer
-            backend = self._rebuilt(old, old.spec)
-            self._trainer = self._trainer_for(
-                old.run, old.spec, backend, old.batches, old.cost, old.progress, old.scaler
-            )
+            skeleton = build_skeleton(resolve(old.spec.workload.model))
+            p = Prepared(spec=old.spec, skeleton=skeleton, batches=old.batches, cost=old.cost)
+            backend = self._rebuilt(old, skeleton, old.spec)
+            self._trainer = self._trainer_for(old.run, p, backend, old.progress, old.scaler)
 
     def _settle(self, trainer: Trainer) -> None:
         """Agree on the last committed step. Raises RankAborted when a rank does not answer."""

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,31 +129,35 @@ def test_a_light_change_rebuilds_nothing(pool: Pool) -> None:
     assert mine[2].samples - mine[1].samples == 16
 
 
-def _refused(place: Place, given: list[dict[str, Any]]) -> list[str]:
+def _refused(place: Place, given: list[dict[str, Any]], folder: str) -> list[Any]:
     s = session(place)
     s.apply("run", spec().to_dict())
     s.train(2)
     said = []
-    for one in given:
+    if place.rank == 1:  # only this rank cannot read it: all must be told
+        given[-1]["workload"]["data"] = folder
+    for i, one in enumerate(given):
         with pytest.raises(SpecError) as e:
-            s.apply("run", one)
+            s.apply("run", one, fresh=i % 2 == 0)
         said.append(str(e.value))
     after = s.train(2)
     s.close()
     return [said, [e["step"] for e in after["events"]]]
 
 
-def test_a_refusal_leaves_all_as_it_was(pool: Pool) -> None:
+def test_a_refusal_leaves_all_as_it_was(pool: Pool, tmp_path: Path) -> None:
     bad = [
         spec(world_size=3).to_dict(),
         spec(wrap="class:Nothing").to_dict(),
         spec(backend="fsdp1", offload="all").to_dict(),
         spec(data="/nowhere/at/all").to_dict(),
         spec(seq_len=65).to_dict(),
+        spec(micro_batch=3).to_dict(),
     ]
-    for said, steps in pool.run(_refused, 2, bad, reduction=None):
+    for said, steps in pool.run(_refused, 2, bad, str(tmp_path / "nothing"), reduction=None):
         assert [text.split(":")[0] for text in said] == [
-            "world_size", "strategy.wrap", "strategy.offload", "workload.data", "workload.seq_len"]  # fmt: skip
+            "world_size", "strategy.wrap", "strategy.offload", "workload.data", "workload.seq_len",
+            "workload.data"]  # fmt: skip
         assert steps == [2, 3]
 
 
