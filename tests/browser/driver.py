@@ -117,7 +117,7 @@ class DashboardPage:
 
     def show(self, width: int, theme: str) -> None:
         """A window of this width, high enough for the whole dashboard, in a theme, painted."""
-        self.page.set_viewport_size({"width": width, "height": 1900 if width < 1500 else 1400})
+        self.page.set_viewport_size({"width": width, "height": 1900 if width < 1500 else 1600})
         self.notebook.theme(f"JupyterLab {theme}")
         painted = int(self.page.locator(".fsdp-live").first.get_attribute("data-painted") or 0)
         if self.state() == "running":

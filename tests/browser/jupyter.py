@@ -32,6 +32,7 @@ LOCAL = ("http://127.0.0.1", "ws://127.0.0.1", "data:", "blob:")
 NOT_OURS = (
     "favicon",
     "widget model not found",  # ipywidgets, of outputs whose kernel was restarted: they are run again
+    "Canceled future for",  # JupyterLab's own requests to a kernel that is restarted
     "Failed to load resource",  # JupyterLab asks for optional settings and workspaces that are not there
 )
 

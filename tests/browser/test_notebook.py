@@ -62,7 +62,7 @@ def test_notebook_01(opened: DashboardPage, picture: Callable[[str], Path]):
             assert opened.clipped() == []
             opened.photograph(picture(f"dashboard-{width}-{theme.lower()}"))
     opened.choose("sharding", "shard_grad_op")
-    opened.show(1280, "Light")
+    opened.show(1600, "Light")
     opened.photograph(picture("dashboard"))
 
     opened.button("Stop").click()

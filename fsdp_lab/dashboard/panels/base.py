@@ -232,8 +232,8 @@ def tint(model: Any, **tokens: str) -> None:
 def plain_figure(name: str, y_label: str, **kwargs: Any) -> figure:
     """A figure without furniture: no toolbar, no outline, one axis label a side."""
     fig = figure(
-        name=name, height=HEIGHT_PX, sizing_mode="stretch_width", toolbar_location=None, tools="", min_border=4, min_border_right=18,
-        background_fill_alpha=0, border_fill_alpha=0, outline_line_alpha=0, **kwargs,
+        name=name, height=HEIGHT_PX, sizing_mode="stretch_width", toolbar_location=None, tools="", min_border=4,
+        min_border_right=18, background_fill_alpha=0, border_fill_alpha=0, outline_line_alpha=0, **kwargs,
     )  # fmt: skip
     fig.yaxis.axis_label = y_label
     for axis in fig.axis:

@@ -41,7 +41,7 @@ class CommunicationPanel:
         self._now = Columns("communication.now", ["rank", *KINDS, *link, "total", "zero"], texts=["label", "color"],
                             limit=world_size)  # fmt: skip
         self._over = Columns("communication.steps", ["step", *KINDS, "total", "step_ms"], limit=frame.limit)
-        self._now_range, self._over_range = ZeroRange(headroom=1.22, slack=0.6), ZeroRange()
+        self._now_range, self._over_range = ZeroRange(headroom=1.5, slack=0.5), ZeroRange()
         self._recent: deque[Step] = deque(maxlen=RECENT_STEPS)
         self._ordinary: deque[float] = deque(maxlen=frame.limit)  # ms per step, of the steps that count
         self._drawn_s = 0.0  # when the bars were

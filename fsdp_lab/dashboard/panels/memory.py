@@ -38,7 +38,7 @@ class MemoryPanel:
             limit=world_size,
         )
         self._over = Columns("memory.steps", ["step", "rank", *classes], limit=frame.limit)
-        self._now_range, self._over_range = ZeroRange(headroom=1.22, slack=0.6), ZeroRange()
+        self._now_range, self._over_range = ZeroRange(headroom=1.5, slack=0.5), ZeroRange()
         self._unit = MIB
         self._bytes = np.empty((0, len(classes) + 2))  # the history in bytes, for when the unit changes
         self._captions = Captions()
