@@ -278,6 +278,7 @@ class View {
     this.mounting = false;
     this.pump(); // ticks that came while Bokeh was building
     this.root.dataset.ready = String(message.seq);
+    this.root.dataset.scene = String(message.scene);
   }
 
   buildCards(layout) {

@@ -130,6 +130,7 @@ class LiveView(anywidget.AnyWidget):
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._scene = Scene(cards=())
+        self._scenes = 0
         self._views: dict[str, _View] = {}
         self._sent = _Sent()
         self._seq = 0
@@ -146,6 +147,7 @@ class LiveView(anywidget.AnyWidget):
         """Replaces what is shown; mounted views ask for it."""
         with self._lock:
             self._scene = scene
+            self._scenes += 1
             self._sent = _Sent()
             self.send({"kind": "remount"})
 
@@ -228,6 +230,7 @@ class LiveView(anywidget.AnyWidget):
             "kind": "snapshot",
             "view": view,
             "seq": self._seq,
+            "scene": self._scenes,
             "layout": scene.layout,
             "tables": [_describe(s, b) for s, b in blocks],
             "patches": scene.patches(),

@@ -33,9 +33,12 @@ class DashboardPage:
 
     def start(self) -> None:
         """Presses Start; what the page shows afterwards is of the new run."""
-        former = self.step()
+        live = self.page.locator(".fsdp-live").first
+        former = live.get_attribute("data-scene")
         self.button("Start").first.click()
-        self.page.wait_for_function(f"(former) => former < 1 || ({STEP})() < former", arg=former, timeout=60_000)
+        self.page.wait_for_function(
+            "(former) => document.querySelector('.fsdp-live').dataset.scene !== former", arg=former, timeout=60_000
+        )
 
     def field(self, label: str) -> Locator:
         """The control with this label, its note included."""
