@@ -27,20 +27,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterServer]:
     jupyter = JupyterServer(tmp_path_factory.mktemp("jupyter"))
     yield jupyter
     jupyter.stop()
 
 
-@pytest.fixture(scope="session")
+# Of the package, not of the session: while Playwright's synchronous form is open, an event loop runs in this thread, and
+# no later test could call asyncio.run.
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright, chromium(playwright) as started:
         yield started
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def open_notebook(server: JupyterServer, browser: Browser) -> Iterator[Callable[[], Notebook]]:
     """Makes pages, each with nothing but a session of its own; all are closed in the end."""
     contexts = []
