@@ -9,6 +9,7 @@ collective, so that no line of ours is ever cut in half.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -22,6 +23,7 @@ from torch import distributed as dist
 
 from fsdp_lab.wire import Hub
 
+INTERRUPTED = "was interrupted"  # how the reason of a stop ends
 _POLL_S = 0.1
 _INSIST_S = 1.0  # a SIGINT so long after the abort means it: the first one may only be late
 
@@ -65,15 +67,17 @@ class Guard:
             signal.signal(signal.SIGINT, handler)
 
     def follow(self, epoch: int) -> None:
-        """Go on guarding, under a new epoch."""
+        """Go on guarding, under a new epoch; before the hub is cleared, so that no late word of the old one hits it."""
         with self._lock:
             self._epoch = epoch
 
     def announce(self, why: str) -> None:
-        """Give up on this rank, and tell the others."""
+        """Give up on this rank, and tell the others, where the store still stands."""
         self._hub.abort(why)
         epoch = self._epoch
-        if epoch is not None:
+        if epoch is None:
+            return
+        with contextlib.suppress(RuntimeError):
             self._store.compare_set(_key(epoch), "", why)  # the first reason stands
 
     def announced(self, epoch: int) -> str | None:
@@ -103,11 +107,17 @@ class Guard:
             try:
                 self._aborted_s = time.monotonic()  # true only of the last round, in which an abort is found
                 if interrupted:
-                    self.announce(f"rank {self._rank} was interrupted")
+                    self.announce(f"rank {self._rank} {INTERRUPTED}")
                 elif (why := self.announced(epoch)) is not None:
-                    self._hub.abort(why)
-            except (RuntimeError, dist.DistError) as e:
-                self._hub.abort(f"the store of rank 0 is gone ({str(e).splitlines()[0]})")
+                    self._abort_in(epoch, why)
+            except RuntimeError as e:
+                self._abort_in(epoch, f"the store of rank 0 is gone ({str(e).splitlines()[0]})")
+
+    def _abort_in(self, epoch: int, why: str) -> None:
+        """Unless the main thread has gone on to another epoch while this one asked the store."""
+        with self._lock:
+            if self._epoch == epoch:
+                self._hub.abort(why)
 
 
 def _key(epoch: int) -> str:

@@ -31,7 +31,7 @@ from torch import nn
 from fsdp_lab.backends import Backend, build, carry, fill
 from fsdp_lab.backends.base import retune
 from fsdp_lab.models import Initializer, build_skeleton, resolve
-from fsdp_lab.rank.guard import Guard
+from fsdp_lab.rank.guard import INTERRUPTED, Guard
 from fsdp_lab.rank.prepare import Preparation, Prepared
 from fsdp_lab.rank.rendezvous import Seat, close_groups, find_store, open_groups
 from fsdp_lab.rank.scaler import Scaler
@@ -156,7 +156,7 @@ class Session:
             except RankAborted as e:
                 self._guard.announce(str(e))  # where it is not yet: a connection that broke is seen by one side first
                 self._settle(trainer)
-                if "interrupted" not in str(e):
+                if not str(e).endswith(INTERRUPTED):
                     raise
                 return {"events": events, "stopped": True, "step": trainer.progress.step}
             except BaseException as e:
@@ -280,9 +280,9 @@ class Session:
         if self._guard.announced(self._epoch) is None:
             return
         self._hub.abort("the epoch is over")  # also on a rank that was idle then
-        close_groups(self._hub)
         self._epoch += 1
         self._guard.follow(self._epoch)
+        close_groups(self._hub)
         self._world = self._open()
         if self._trainer is not None:
             old = self._trainer
@@ -292,16 +292,20 @@ class Session:
             self._trainer = self._trainer_for(old.run, p, backend, old.progress, old.scaler)
 
     def _settle(self, trainer: Trainer) -> None:
-        """Agree on the last committed step. Raises RankAborted when a rank does not answer."""
-        self._record(trainer, settled=True)
+        """Agree on the last committed step. Raises RankAborted when a rank, or rank 0's store, does not answer."""
         mine = trainer.progress.step
         limit_s = time.perf_counter() + _SETTLE_S
-        for rank in range(self.seat.world_size):
-            record = self._await_record(rank, mine, limit_s)
-            if record["step"] == mine + 1 and trainer.voting:
-                trainer.commit(record["vote"])
-                break
-        trainer.discard()
+        try:
+            self._record(trainer, settled=True)
+            for rank in range(self.seat.world_size):
+                record = self._await_record(rank, mine, limit_s)
+                if record["step"] == mine + 1 and trainer.voting:
+                    trainer.commit(record["vote"])
+                    break
+        except dist.DistError as e:
+            raise RankAborted(f"the store of rank 0 is gone ({_first_line(e)})") from None
+        finally:
+            trainer.discard()
 
     def _record(self, trainer: Trainer, *, settled: bool) -> None:
         """Say how far this rank got: at the end of a chunk, and when it gives up a step."""
