@@ -68,6 +68,33 @@ class Backend(Protocol):
         ...
 
 
+class TorchBackend:
+    """What torch's own three have in common: the original parameters, as the optimizer sees them, hold the gradients."""
+
+    keeps_gradients = False
+
+    def __init__(
+        self, module: nn.Module, pieces: list[Piece], spec: Spec, mesh: DeviceMesh, device: torch.device
+    ) -> None:
+        self.module, self.mesh, self.device = module, mesh, device
+        self.replicas = spec.world_size // spec.shard_factor
+        self.optimizer = make_optimizer(pieces, spec.workload)
+        self._pieces = pieces
+
+    def pieces(self) -> list[Piece]:
+        return self._pieces
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        loss: Tensor = self.module(**to_device(batch, self.device))["loss"]
+        return loss
+
+    def gradient(self, piece: Piece) -> Tensor | None:
+        return None if piece.param.grad is None else local_tensor(piece.param.grad)
+
+    def release(self) -> None:
+        free_backend(self)
+
+
 # -- what they share -------------------------------------------------------------------------------------------------
 
 
@@ -172,7 +199,7 @@ def free(tensors: list[Tensor]) -> None:
             inner.untyped_storage().resize_(0)
 
 
-def free_backend(backend: Backend) -> None:
+def free_backend(backend: TorchBackend) -> None:
     """What every `release` does: parameters, gradients, buffers, optimizer state."""
     held: list[Tensor] = []
     for p in backend.module.parameters():

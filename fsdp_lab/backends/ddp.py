@@ -17,25 +17,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import DTYPES, Piece
+from fsdp_lab.backends.base import DTYPES, Piece, TorchBackend
 from fsdp_lab.backends.wrapping import prepare
 from fsdp_lab.spec import Spec
 
 
-class DDP:
+class DDP(TorchBackend):
     """Every piece is a whole parameter."""
 
-    keeps_gradients = True
+    keeps_gradients = True  # the buckets
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
-        self.mesh, self._device = mesh, device
-        self.replicas = spec.world_size
         dtypes = spec.strategy.dtypes
         self._autocast = None if dtypes.param == "fp32" else DTYPES[dtypes.param]
         prepare(skeleton, spec.strategy)
         skeleton.apply(base.materialiser(device))
         base.move_buffers(skeleton, device)
-        self._pieces = [_whole(base.original_name(n), p) for n, p in skeleton.named_parameters()]
+        pieces = [_whole(base.original_name(n), p) for n, p in skeleton.named_parameters()]
         module = DistributedDataParallel(
             skeleton,
             device_ids=[device] if device.type == "cuda" else None,
@@ -47,28 +45,17 @@ class DDP:
         reduce = None if dtypes.reduce == "fp32" else DTYPES[dtypes.reduce]
         # a lambda: DDP compares a hook's annotations with types, and ours are strings
         module.register_comm_hook((group, reduce), lambda state, bucket: _sum_then_divide(state, bucket))
-        self.module: nn.Module = module
-        self.optimizer = base.make_optimizer(self._pieces, spec.workload)
-
-    def pieces(self) -> list[Piece]:
-        return self._pieces
+        super().__init__(module, pieces, spec, mesh, device)
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        with torch.autocast(self._device.type, dtype=self._autocast, enabled=self._autocast is not None):
-            loss: Tensor = self.module(**base.to_device(batch, self._device))["loss"]
-        return loss
+        with torch.autocast(self.device.type, dtype=self._autocast, enabled=self._autocast is not None):
+            return super().loss(batch)
 
     @contextmanager
     def micro_batch(self, *, communicate: bool) -> Iterator[None]:
         assert isinstance(self.module, DistributedDataParallel)
         with base.nothing_special() if communicate else self.module.no_sync():
             yield
-
-    def gradient(self, piece: Piece) -> Tensor | None:
-        return None if piece.param.grad is None else base.local_tensor(piece.param.grad)
-
-    def release(self) -> None:
-        base.free_backend(self)
 
 
 def _whole(name: str, param: nn.Parameter) -> Piece:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import DTYPES, Piece
+from fsdp_lab.backends.base import DTYPES, Piece, TorchBackend
 from fsdp_lab.backends.wrapping import prepare, units
 from fsdp_lab.spec import Spec
 
@@ -36,25 +36,13 @@ _SHARDING = {
 }
 
 
-class FSDP1:
+class FSDP1(TorchBackend):
     """Each unit is one flat parameter, sharded evenly; the original parameters are views of this rank's part."""
 
-    keeps_gradients = False
-
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
-        self.mesh, self._device = mesh, device
-        self.replicas = spec.world_size // spec.shard_factor
         shapes = {n: p.shape for n, p in skeleton.named_parameters()}
-        self.module: nn.Module = _wrap(skeleton, spec, mesh, device)
-        self._pieces = _pieces(self.module, shapes)
-        self.optimizer = base.make_optimizer(self._pieces, spec.workload)
-
-    def pieces(self) -> list[Piece]:
-        return self._pieces
-
-    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        loss: Tensor = self.module(**base.to_device(batch, self._device))["loss"]
-        return loss
+        module = _wrap(skeleton, spec, mesh, device)
+        super().__init__(module, _pieces(module, shapes), spec, mesh, device)
 
     @contextmanager
     def micro_batch(self, *, communicate: bool) -> Iterator[None]:
@@ -62,16 +50,13 @@ class FSDP1:
         with base.nothing_special() if communicate else self.module.no_sync():
             yield
 
-    def gradient(self, piece: Piece) -> Tensor | None:
-        return None if piece.param.grad is None else base.local_tensor(piece.param.grad)
-
     def release(self) -> None:
         flat = []
         for handle in _handles(self.module):
             p: Any = handle.flat_param
             held = [getattr(p, n, None) for n in ("_full_param_padded", "_local_shard", "_mp_shard", "_cpu_grad")]
             flat += [t for t in held if isinstance(t, Tensor)]
-        base.free_backend(self)
+        super().release()
         base.free(flat)
 
 

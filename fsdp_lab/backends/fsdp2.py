@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import DTYPES, Piece
+from fsdp_lab.backends.base import DTYPES, Piece, TorchBackend
 from fsdp_lab.backends.wrapping import prepare, units
 from fsdp_lab.spec import Spec, Strategy
 
 
-class FSDP2:
+class FSDP2(TorchBackend):
     """Each parameter is a DTensor sharded in its first dimension; a unit's are gathered together and copied out."""
 
-    keeps_gradients = False
-
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
-        self.mesh, self._device, self._strategy = mesh, device, spec.strategy
-        self.replicas = spec.world_size // spec.shard_factor
-        self.module: nn.Module = _shard(skeleton, spec.strategy, mesh)
-        _materialise(self.module, torch.device("cpu") if spec.strategy.offload == "all" else device)
-        base.move_buffers(self.module, device)
-        self._pieces = [self._piece(base.original_name(n), p) for n, p in self.module.named_parameters()]
-        self.optimizer = base.make_optimizer(self._pieces, spec.workload)
-
-    def pieces(self) -> list[Piece]:
-        return self._pieces
-
-    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        loss: Tensor = self.module(**base.to_device(batch, self._device))["loss"]
-        return loss
+        module = _shard(skeleton, spec.strategy, mesh)
+        _materialise(module, torch.device("cpu") if spec.strategy.offload == "all" else device)
+        base.move_buffers(module, device)
+        pieces = [_piece(base.original_name(n), p, mesh["shard"]) for n, p in module.named_parameters()]
+        super().__init__(module, pieces, spec, mesh, device)
 
     @contextmanager
     def micro_batch(self, *, communicate: bool) -> Iterator[None]:
@@ -43,16 +32,11 @@ class FSDP2:
         self.module.set_requires_gradient_sync(communicate)
         yield
 
-    def gradient(self, piece: Piece) -> Tensor | None:
-        return None if piece.param.grad is None else base.local_tensor(piece.param.grad)
 
-    def release(self) -> None:
-        base.free_backend(self)
-
-    def _piece(self, name: str, param: nn.Parameter) -> Piece:
-        local = base.local_part(param)
-        start = _rows_before(param.shape[0], self.mesh["shard"]) * (param.shape.numel() // max(1, param.shape[0]))
-        return Piece(name=name, shape=param.shape, start=start, stop=start + local.numel(), local=local, param=param)
+def _piece(name: str, param: nn.Parameter, shards: DeviceMesh) -> Piece:
+    local = base.local_part(param)
+    start = _rows_before(param.shape[0], shards) * (param.shape.numel() // max(1, param.shape[0]))
+    return Piece(name=name, shape=param.shape, start=start, stop=start + local.numel(), local=local, param=param)
 
 
 def _rows_before(rows: int, shards: DeviceMesh) -> int:

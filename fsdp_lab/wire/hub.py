@@ -18,14 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from fsdp_lab.wire.meter import Meter
-
-if TYPE_CHECKING:
-    from fsdp_lab.wire.group import Wire
-    from fsdp_lab.wire.work import WireWork
-
 
 _GRAVE_S = 5.0  # beyond the timeout of the operations
 
@@ -51,6 +46,18 @@ class WireTimeout(RuntimeError):
     """A collective did not complete in time."""
 
 
+class Voidable(Protocol):
+    """What an abort completes: a `WireWork`."""
+
+    def void(self) -> None: ...
+
+
+class Buriable(Protocol):
+    """What is put aside after an abort: a `Wire`."""
+
+    def shutdown(self) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Issued:
     """One collective as this rank issued it."""
@@ -74,8 +81,8 @@ class Hub:
         self._why: str | None = None
         self._lock = threading.Lock()
         self._clocks: list[tuple[str, Any]] = []
-        self._open: weakref.WeakSet[WireWork] = weakref.WeakSet()  # works whose future C++ may be waiting for
-        self._groups: weakref.WeakSet[Wire] = weakref.WeakSet()
+        self._open: weakref.WeakSet[Voidable] = weakref.WeakSet()  # those whose future C++ may be waiting for
+        self._groups: weakref.WeakSet[Buriable] = weakref.WeakSet()
 
     @property
     def timeout(self) -> timedelta:
@@ -83,11 +90,11 @@ class Hub:
 
     # -- groups ---------------------------------------------------------------------------------------------------
 
-    def join(self, group: Wire) -> None:
+    def join(self, group: Buriable) -> None:
         """A group says that it is there."""
         self._groups.add(group)
 
-    def groups(self) -> list[Wire]:
+    def groups(self) -> list[Buriable]:
         """The groups alive."""
         return list(self._groups)
 
@@ -101,7 +108,7 @@ class Hub:
         self.meter.issued(kind, bytes_)
         return self.last
 
-    def expose(self, work: WireWork) -> None:
+    def expose(self, work: Voidable) -> None:
         """Remember a work whose future is in other hands, so that an abort can complete it."""
         with self._lock:
             self._open.add(work)
