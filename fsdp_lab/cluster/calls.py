@@ -80,8 +80,10 @@ class Call:
     # -- from other threads ---------------------------------------------------------------------------------------
 
     def finish(self, rank: int, outcome: Outcome) -> None:
-        """The first outcome of a rank counts."""
+        """The first outcome of a rank counts; but one that we ended is stuck, also if its death was heard of before."""
         with self._changed:
+            if outcome.stuck is not None:
+                self._outcomes[rank] = outcome
             self._outcomes.setdefault(rank, outcome)
             self._changed.notify_all()
 
