@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 BACKENDS = ("lab", "fsdp2", "fsdp1", "ddp")
 SHARDINGS = ("full_shard", "shard_grad_op", "zero1", "hybrid_shard", "hybrid_shard_zero2", "no_shard")
@@ -26,7 +26,6 @@ OFFLOADS = ("none", "optimizer", "all")
 OPTIMIZERS = ("adamw", "sgd")
 SYNCS = ("every", "last")
 
-Json: TypeAlias = "str | int | float | bool | None | list[Json] | dict[str, Json]"
 
 
 class SpecError(ValueError):

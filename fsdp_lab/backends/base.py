@@ -8,8 +8,8 @@ name where torch keeps the master shard in every state of a module, so that a st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -106,8 +106,8 @@ def make_optimizer(pieces: list[Piece], workload: Workload) -> torch.optim.Optim
     decayed = [p.param for p in pieces if len(p.shape) >= 2]
     others = [p.param for p in pieces if len(p.shape) < 2]
     groups = [
-        {"params": decayed, "weight_decay": workload.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": workload.weight_decay, "decays": True},
+        {"params": others, "weight_decay": 0.0, "decays": False},
     ]
     groups = [g for g in groups if g["params"]]
     if workload.optimizer == "sgd":
@@ -119,7 +119,7 @@ def retune(optimizer: torch.optim.Optimizer, workload: Workload) -> None:
     """Take over learning rate and weight decay without touching state."""
     for group in optimizer.param_groups:
         group["lr"] = workload.lr
-        if group["weight_decay"]:
+        if group["decays"]:
             group["weight_decay"] = workload.weight_decay
 
 
@@ -155,11 +155,6 @@ def seed_state(optimizer: torch.optim.Optimizer, slots: tuple[str, ...], steps: 
             state: dict[str, Any] = {"step": torch.tensor(float(steps))}
             state.update({slot: torch.zeros_like(p, memory_format=torch.preserve_format) for slot in slots})
             optimizer.state[p] = state
-
-
-@contextmanager
-def nothing_special() -> Iterator[None]:
-    yield
 
 
 def to_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -216,8 +211,7 @@ def free_backend(backend: TorchBackend) -> None:
 
 def original_name(name: str) -> str:
     """A parameter's name without what wrappers put into it."""
-    parts = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
-    for part in parts[:-1]:
+    for part in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."):
         name = name.replace(part, "")
     return name
 

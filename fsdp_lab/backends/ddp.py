@@ -7,7 +7,7 @@ with FSDP. Mixed precision is autocast over fp32 parameters, which is how DDP is
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class DDP(TorchBackend):
     @contextmanager
     def micro_batch(self, *, communicate: bool) -> Iterator[None]:
         assert isinstance(self.module, DistributedDataParallel)
-        with base.nothing_special() if communicate else self.module.no_sync():
+        with nullcontext() if communicate else self.module.no_sync():
             yield
 
 

@@ -6,7 +6,7 @@ It reads torch's private FlatParameter: where a parameter's shard lies is said n
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class FSDP1(TorchBackend):
     @contextmanager
     def micro_batch(self, *, communicate: bool) -> Iterator[None]:
         assert isinstance(self.module, FullyShardedDataParallel)
-        with base.nothing_special() if communicate else self.module.no_sync():
+        with nullcontext() if communicate else self.module.no_sync():
             yield
 
     def release(self) -> None:

@@ -138,7 +138,7 @@ class Trainer:
         """What every rank does with the same result: update, or skip. Not collective, so it cannot be aborted."""
         mean_loss = vote[0] / self.seat.world_size
         norm = (
-            math.sqrt(max(0.0, vote[1] / self.backend.replicas)) / self.scaler.scale if _finite(vote[1]) else math.inf
+            math.sqrt(max(0.0, vote[1] / self.backend.replicas)) / self.scaler.scale if math.isfinite(vote[1]) else math.inf
         )
         skipped = self.scaler.enabled and not math.isfinite(norm)
         self.memory.before_update()
@@ -178,7 +178,3 @@ def _squared_norm(tensors: list[Tensor]) -> float:
     if not tensors:
         return 0.0
     return float(torch.stack(torch._foreach_norm(tensors, 2)).double().square().sum())
-
-
-def _finite(x: float) -> bool:
-    return math.isfinite(x)

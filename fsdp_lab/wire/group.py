@@ -361,7 +361,7 @@ def _scale(output: Tensor, op: Any, opts: Any, size: int) -> None:
 
 
 def _last(works: list[WireWork]) -> WireWork:
-    """One work that stands for several, in flight together."""
+    """One work that stands for several: the others are waited for here."""
     for earlier in works[:-1]:
         earlier.wait()
     return works[-1]

@@ -168,9 +168,10 @@ class WireWork(dist.Work):
     def _land(self) -> None:
         with self._once:
             if not self._finished:
-                if self._finish is not None and self._hub.aborted is None:
-                    self._finish()
-                self._finish, self._finished = None, True
+                finish, self._finish = self._finish, None  # `void` may take it away at any moment
+                if finish is not None and self._hub.aborted is None:
+                    finish()
+                self._finished = True
         self._stamp()
         self._settle()
 

@@ -129,6 +129,23 @@ def test_a_light_change_rebuilds_nothing(pool: Pool) -> None:
     assert mine[2].samples - mine[1].samples == 16
 
 
+def _decay(place: Place) -> list[list[float]]:
+    """The weight decay of each parameter group, as it is taken away and given back."""
+    s = session(place)
+    seen = []
+    for decay in (0.1, 0.0, 0.2):
+        s.apply("run", spec(weight_decay=decay).to_dict())
+        s.train(1)
+        seen.append([group["weight_decay"] for group in s.namespace()["optimizer"].param_groups])
+    s.close()
+    return seen
+
+
+def test_weight_decay_can_be_taken_away_and_given_back(pool: Pool) -> None:
+    for seen in pool.run(_decay, 2, reduction=None):
+        assert seen == [[0.1, 0.0], [0.0, 0.0], [0.2, 0.0]]
+
+
 def _refused(place: Place, given: list[dict[str, Any]], folder: str) -> list[Any]:
     s = session(place)
     s.apply("run", spec().to_dict())
