@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "barrier", "other", "control")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
@@ -79,7 +77,7 @@ class StepEvent:
     peak_flops_per_s: float | None = None  # of the device in the compute dtype
     peak_source: str = ""
     memory: Memory = field(default_factory=Memory)
-    comm: Mapping[str, Traffic] = field(default_factory=dict)
+    comm: Mapping[str, Traffic] = field(default_factory=dict)  # by kind, as `fsdp_lab.wire.group` names it
     first_after_switch: bool = False
     ledger: bool = False  # slowed by measuring; left out of medians
     skipped: bool = False  # fp16: gradients overflowed, the optimizer did not step

@@ -46,10 +46,6 @@ class Guardian:
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def watching(self) -> bool:
-        return self._process.poll() is None
-
     def release(self) -> None:
         """Everything is ended: the guardian has nothing left to do."""
         stdin = self._process.stdin

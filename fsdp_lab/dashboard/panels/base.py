@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-import numpy as np
 from bokeh.models import (
     AdaptiveTicker,
     ColumnDataSource,
@@ -28,6 +27,8 @@ from ...events import StepEvent
 from .. import theme
 from ..columns import Columns
 from .ranges import StepWindow
+
+SMOOTH_STEPS = 9  # the ordinary steps that a median on a card is of
 
 HEIGHT_PX = 204
 LINE_PX = 2
@@ -291,8 +292,3 @@ def notes_of(steps: Sequence[Step]) -> str:
     """The sentences that the ranks of the last step say of their numbers, each once."""
     said = dict.fromkeys(note for e in steps[-1].events for note in e.notes)
     return " ".join(said)
-
-
-def window_max(columns: Columns, names: Sequence[str]) -> Any:
-    """The kept values of several columns, in one array."""
-    return np.concatenate([columns.column(n) for n in names]) if names else np.empty(0)

@@ -13,11 +13,9 @@ from bokeh.models.ui import UIElement
 
 from .. import theme
 from ..columns import Columns
-from .base import LINE_PX, Captions, Frame, Key, Patches, Step, hover, notes_of, rank_keys, tint, twin
+from .base import LINE_PX, SMOOTH_STEPS, Captions, Frame, Key, Patches, Step, hover, notes_of, rank_keys, tint, twin
 from .ranges import ZeroRange
 from .units import figures
-
-SMOOTH_STEPS = 9
 
 
 class TflopsPanel:

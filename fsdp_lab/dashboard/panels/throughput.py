@@ -10,11 +10,9 @@ from statistics import median
 from bokeh.models.ui import UIElement
 
 from ..columns import Columns
-from .base import LINE_PX, Captions, Frame, Key, Patches, Step, hover, notes_of, tint, twin
+from .base import LINE_PX, SMOOTH_STEPS, Captions, Frame, Key, Patches, Step, hover, notes_of, tint, twin
 from .ranges import ZeroRange
 from .units import duration, rate
-
-SMOOTH_STEPS = 9
 
 
 class ThroughputPanel:
