@@ -25,6 +25,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 OFFLOADS = ("none", "optimizer", "all")
 OPTIMIZERS = ("adamw", "sgd")
 SYNCS = ("every", "last")
+PREFETCH_POINTS = ("before", "after")
 
 
 
@@ -85,13 +86,17 @@ class Precision:
     reduce: str = "fp32"  # gradients while they are reduced
     output: str | None = None  # what the root module returns
     buffer: str | None = None  # floating-point buffers
+    norm: str | None = None  # normalisation layers; None: as the other parameters
+    keep_low_precision_gradients: bool = False  # gradient shards stay in the reduce dtype until the optimizer's step
 
     def __post_init__(self) -> None:
         for name in ("param", "reduce"):
             _one_of(f"strategy.precision.{name}", getattr(self, name), DTYPES)
-        for name in ("output", "buffer"):
+        for name in ("output", "buffer", "norm"):
             if getattr(self, name) is not None:
                 _one_of(f"strategy.precision.{name}", getattr(self, name), DTYPES)
+        if not isinstance(self.keep_low_precision_gradients, bool):
+            _refuse("strategy.precision.keep_low_precision_gradients", self.keep_low_precision_gradients, "true or false")
 
 
 PRECISIONS: Mapping[str, Precision] = {
@@ -137,14 +142,16 @@ class Workload:
 class Strategy:
     """How the work is sharded, and by whom. What a backend cannot do is refused by `Spec`."""
 
-    backend: str = "fsdp2"
+    backend: str = "lab"
     sharding: str = "full_shard"
     shard_size: int | None = None  # ranks in one shard group: the sharding factor F of arXiv 2304.11277, section 3.2
+    reshard_size: int | None = None  # ranks that share the parameters between forward and backward; None: as sharding says
     precision: str | Precision = "fp32"
     offload: str = "none"
     wrap: str = "block"
     forward_prefetch: int = 0  # units gathered ahead of the one that computes
     backward_prefetch: int = 1
+    backward_prefetch_point: str = "before"  # issued before the backward of the unit that computes, or after it
     limit_all_gathers: int = 2  # all-gathers in flight (section 3.4); 0: no limit
     recompute: str = "none"  # activations: kept, or computed again in the backward
     sync: str = "every"  # the micro-batches that communicate
@@ -153,14 +160,16 @@ class Strategy:
     def __post_init__(self) -> None:
         _one_of("strategy.backend", self.backend, BACKENDS)
         _one_of("strategy.sharding", self.sharding, SHARDINGS)
-        if self.shard_size is not None:
-            _whole("strategy.shard_size", self.shard_size, 1)
+        for name in ("shard_size", "reshard_size"):
+            if getattr(self, name) is not None:
+                _whole(f"strategy.{name}", getattr(self, name), 1)
         _check_precision(self.precision)
         _one_of("strategy.offload", self.offload, OFFLOADS)
         _pattern("strategy.wrap", self.wrap, r"block|whole|every:[1-9]\d*|min_params:[1-9]\d*|class:\w+",
                  '"block", "every:K", "min_params:N", "class:NAME" or "whole"')  # fmt: skip
         _whole("strategy.forward_prefetch", self.forward_prefetch, 0)
         _whole("strategy.backward_prefetch", self.backward_prefetch, 0)
+        _one_of("strategy.backward_prefetch_point", self.backward_prefetch_point, PREFETCH_POINTS)
         _whole("strategy.limit_all_gathers", self.limit_all_gathers, 0)
         _pattern("strategy.recompute", self.recompute, r"none|full|every:[1-9]\d*", '"none", "full" or "every:K"')
         _one_of("strategy.sync", self.sync, SYNCS)
@@ -285,6 +294,7 @@ class Spec:
 # -- rules that need the whole Spec: each raises or returns ----------------------------------------------------------
 
 _CAN_SHARD: Mapping[str, tuple[str, ...]] = {
+    "lab": SHARDINGS,
     "fsdp2": ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2"),
     "fsdp1": ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard"),
     "ddp": ("no_shard",),
@@ -295,12 +305,6 @@ _WHY_NOT: Mapping[tuple[str, str], str] = {
     ("fsdp2", "zero1"): "FSDP2 always shards the gradients with the parameters",
     ("fsdp1", "zero1"): "FSDP1 always shards the gradients with the parameters",
 }
-
-
-def _rule_backend(spec: Spec) -> None:
-    if spec.strategy.backend == "lab":
-        raise SpecError("strategy.backend", "our own engine (lab) is not built yet", "use fsdp2, fsdp1 or ddp",
-                        {"backend": "fsdp2"})  # fmt: skip
 
 
 def _rule_sharding(spec: Spec) -> None:
@@ -336,14 +340,14 @@ def _rule_shard_size(spec: Spec) -> None:
 
 def _rule_offload(spec: Spec) -> None:
     backend, offload = spec.strategy.backend, spec.strategy.offload
-    if offload == "none":
+    if offload == "none" or backend == "lab":
         return
     if backend == "ddp":
         raise SpecError("strategy.offload", "DDP keeps parameters, gradients and optimizer state on the device",
-                        "use offload none, or backend fsdp2", {"offload": "none"})  # fmt: skip
+                        "use offload none, or backend lab", {"offload": "none"})  # fmt: skip
     if offload == "optimizer":
         raise SpecError("strategy.offload", f"{backend} moves parameters, gradients and optimizer state together",
-                        "use offload all or none", {"offload": "all"})  # fmt: skip
+                        "use offload all or none, or backend lab", {"offload": "all"})  # fmt: skip
     if backend == "fsdp1" and spec.strategy.sync == "last" and spec.workload.accumulate > 1:
         raise SpecError("strategy.sync", "FSDP1 cannot accumulate without communication while it offloads",
                         "use sync every", {"sync": "every"})  # fmt: skip
@@ -359,6 +363,14 @@ def _rule_precision(spec: Spec) -> None:
     if buffer not in (None, "fp32") and backend in ("fsdp2", "ddp"):
         raise SpecError("strategy.precision.buffer", f"{backend} has no dtype for buffers", "leave it empty",
                         {"precision": dataclasses.replace(spec.strategy.dtypes, buffer=None)})  # fmt: skip
+    if spec.strategy.dtypes.norm is not None and backend != "lab":
+        raise SpecError("strategy.precision.norm", f"{backend} has no dtype of their own for normalisation layers",
+                        "leave it empty, or use backend lab",
+                        {"precision": dataclasses.replace(spec.strategy.dtypes, norm=None)})  # fmt: skip
+    if spec.strategy.dtypes.keep_low_precision_gradients and backend != "lab":
+        raise SpecError("strategy.precision.keep_low_precision_gradients", f"{backend} gives the optimizer fp32 gradients",
+                        "leave it false, or use backend lab",
+                        {"precision": dataclasses.replace(spec.strategy.dtypes, keep_low_precision_gradients=False)})  # fmt: skip
 
 
 def _rule_units(spec: Spec) -> None:
@@ -367,11 +379,33 @@ def _rule_units(spec: Spec) -> None:
         raise SpecError("strategy.wrap", "DDP has no units to wrap", "use block", {"wrap": "block"})
     if backend == "fsdp1" and wrap.startswith("every:") and wrap != "every:1":
         raise SpecError("strategy.wrap", "an FSDP1 unit is one module, not several blocks",
-                        "use block, or backend fsdp2", {"wrap": "block"})  # fmt: skip
+                        "use block, or backend lab", {"wrap": "block"})  # fmt: skip
+
+
+def _rule_reshard_size(spec: Spec) -> None:
+    s, size = spec.strategy, spec.strategy.reshard_size
+    if size is None:
+        return
+    if s.backend not in ("lab", "fsdp2"):
+        raise SpecError("strategy.reshard_size", f"{s.backend} cannot reshard to a smaller group", "leave it empty, or use backend lab",
+                        {"reshard_size": None})  # fmt: skip
+    if s.sharding != "full_shard":
+        raise SpecError("strategy.reshard_size", f"{s.sharding} does not reshard over all ranks after the forward",
+                        "leave it empty, or use full_shard", {"reshard_size": None})  # fmt: skip
+    sizes = [n for n in range(2, spec.world_size) if spec.world_size % n == 0]
+    if size not in sizes:
+        way_out = f"use one of {', '.join(map(str, sizes))}, or leave it empty" if sizes else "leave it empty"
+        raise SpecError("strategy.reshard_size", f"{size} is not a divisor of {spec.world_size} between 1 and {spec.world_size}",
+                        way_out, {"reshard_size": None})  # fmt: skip
 
 
 def _rule_overlap(spec: Spec) -> None:
     s = spec.strategy
+    if s.backend == "lab":
+        return
+    if s.backend != "fsdp1" and s.backward_prefetch_point != "before":
+        raise SpecError("strategy.backward_prefetch_point", f"{s.backend} has no choice of it", "use before, or backend lab",
+                        {"backward_prefetch_point": "before"})  # fmt: skip
     if s.backend == "ddp" and s.forward_prefetch:
         raise SpecError("strategy.forward_prefetch", "DDP gathers no parameters", "use 0", {"forward_prefetch": 0})
     if s.backend == "fsdp1" and s.forward_prefetch > 1:
@@ -392,12 +426,12 @@ def _rule_overlap(spec: Spec) -> None:
 
 
 _RULES: tuple[Callable[[Spec], None], ...] = (
-    _rule_backend,
     _rule_sharding,
     _rule_shard_size,
     _rule_offload,
     _rule_precision,
     _rule_units,
+    _rule_reshard_size,
     _rule_overlap,
 )
 

@@ -31,7 +31,8 @@ class Piece:
     start: int  # range of the flattened parameter, [start, stop)
     stop: int
     local: Tensor  # [stop - start], a view of the master shard
-    param: nn.Parameter  # what the optimizer was given
+    param: nn.Parameter | None  # what the optimizer was given; None where it is frozen
+    offset: int = 0  # where the range begins in `param`, flat
 
     @property
     def numel(self) -> int:
@@ -89,7 +90,9 @@ class TorchBackend:
         return loss
 
     def gradient(self, piece: Piece) -> Tensor | None:
-        return None if piece.param.grad is None else local_tensor(piece.param.grad)
+        if piece.param is None or piece.param.grad is None:
+            return None
+        return _range(piece, local_tensor(piece.param.grad))
 
     def release(self) -> None:
         free_backend(self)
@@ -103,11 +106,11 @@ def make_optimizer(pieces: list[Piece], workload: Workload) -> torch.optim.Optim
 
     foreach, not fused: fused AdamW's bits depend on where an element lies.
     """
-    decayed = [p.param for p in pieces if len(p.shape) >= 2]
-    others = [p.param for p in pieces if len(p.shape) < 2]
-    groups = [
-        {"params": decayed, "weight_decay": workload.weight_decay, "decays": True},
-        {"params": others, "weight_decay": 0.0, "decays": False},
+    decayed = dict.fromkeys(p.param for p in pieces if p.param is not None and len(p.shape) >= 2)
+    others = dict.fromkeys(p.param for p in pieces if p.param is not None and len(p.shape) < 2)
+    groups: list[dict[str, Any]] = [
+        {"params": list(decayed), "weight_decay": workload.weight_decay, "decays": True},
+        {"params": list(others), "weight_decay": 0.0, "decays": False},
     ]
     groups = [g for g in groups if g["params"]]
     if workload.optimizer == "sgd":
@@ -134,10 +137,15 @@ def local_part(t: Tensor) -> Tensor:
     return local_tensor(t).view(-1)
 
 
+def _range(piece: Piece, t: Tensor) -> Tensor:
+    """A piece's part of a tensor that is laid out as the optimizer's parameter; that tensor where it is all of it."""
+    return t if t.numel() == piece.numel else t.view(-1)[piece.offset : piece.offset + piece.numel]
+
+
 def state_slots(optimizer: torch.optim.Optimizer, piece: Piece) -> dict[str, Tensor]:
     """The optimizer's tensors for a piece, by slot, flat: {"exp_avg": [n], "exp_avg_sq": [n]} for AdamW."""
-    state = optimizer.state.get(piece.param, {})
-    return {slot: local_part(t) for slot, t in state.items() if isinstance(t, Tensor) and t.dim() > 0}
+    state = {} if piece.param is None else optimizer.state.get(piece.param, {})
+    return {slot: _range(piece, local_part(t)) for slot, t in state.items() if isinstance(t, Tensor) and t.dim() > 0}
 
 
 def steps_taken(optimizer: torch.optim.Optimizer) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab.backends.base import Backend, build_mesh
 from fsdp_lab.backends.wrapping import units
@@ -20,13 +21,20 @@ def check(skeleton: nn.Module, spec: Spec, device: torch.device) -> None:
                         "use offload none, or backend fsdp2", {"offload": "none"})  # fmt: skip
 
 
-def build(skeleton: nn.Module, spec: Spec, device: torch.device) -> Backend:
-    """Wrap a skeleton; collective. Its values are not set: `fill` or `carry` does that."""
+def build(skeleton: nn.Module, spec: Spec, device: torch.device, *, mesh: DeviceMesh | None = None) -> Backend:
+    """Wrap a skeleton; collective. Its values are not set: `fill` or `carry` does that.
+
+    `mesh` is of the default group, the Wire, unless one of another group is given: a bench measures beside the Wire.
+    """
     if not all(p.is_meta for p in skeleton.parameters()):
         raise ValueError("a backend is built from a skeleton: fsdp_lab.models.build_skeleton")
     check(skeleton, spec, device)
-    mesh = build_mesh(spec, device)
+    mesh = mesh or build_mesh(spec, device)
     match spec.strategy.backend:
+        case "lab":
+            from fsdp_lab.backends.lab import Lab
+
+            return Lab(skeleton, spec, mesh, device)
         case "fsdp2":
             from fsdp_lab.backends.fsdp2 import FSDP2
 
@@ -40,4 +48,4 @@ def build(skeleton: nn.Module, spec: Spec, device: torch.device) -> Backend:
 
             return DDP(skeleton, spec, mesh, device)
         case name:
-            raise NotImplementedError(f"the backend {name} is refused by Spec")
+            raise NotImplementedError(f"there is no backend {name}")

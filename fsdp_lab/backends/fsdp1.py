@@ -36,6 +36,9 @@ _SHARDING = {
 }
 
 
+_PREFETCH = {"before": BackwardPrefetch.BACKWARD_PRE, "after": BackwardPrefetch.BACKWARD_POST}
+
+
 class FSDP1(TorchBackend):
     """Each unit is one flat parameter, sharded evenly; the original parameters are views of this rank's part."""
 
@@ -83,7 +86,7 @@ def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) 
         device_id=device,
         use_orig_params=True,
         forward_prefetch=s.forward_prefetch > 0,
-        backward_prefetch=BackwardPrefetch.BACKWARD_PRE if s.backward_prefetch else None,
+        backward_prefetch=_PREFETCH[s.backward_prefetch_point] if s.backward_prefetch else None,
         limit_all_gathers=s.limit_all_gathers > 0,
     )
     _divide_after_the_sum(wrapped, spec.world_size)

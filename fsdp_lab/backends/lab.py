@@ -1,0 +1,47 @@
+"""Our own engine (`fsdp_lab.engine`) as a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_lab import engine
+from fsdp_lab.backends import base
+from fsdp_lab.backends.base import Piece, TorchBackend
+from fsdp_lab.backends.wrapping import prepare, units
+from fsdp_lab.spec import Spec
+
+
+class Lab(TorchBackend):
+    """Each unit is a flat buffer; the optimizer is given flat shards, one for each buffer and weight-decay group."""
+
+    def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
+        inside = units(skeleton, spec.strategy.wrap)
+        outer = prepare(skeleton, spec.strategy)
+        options: dict[str, Any] = {"mesh": mesh, "strategy": spec.strategy, "group_of": _decays}
+        for group in inside:
+            engine.fully_shard([outer(m) for m in group], **options)
+        engine.fully_shard(skeleton, **options)
+        pieces = [
+            Piece(name=base.original_name(s.name), shape=s.shape, start=s.start, stop=s.stop, local=s.local, param=s.param, offset=s.offset)
+            for s in engine.shards_of(skeleton)
+        ]
+        super().__init__(skeleton, pieces, spec, mesh, device)
+
+    @contextmanager
+    def micro_batch(self, *, communicate: bool) -> Iterator[None]:
+        with nullcontext() if communicate else engine.no_sync(self.module):
+            yield
+
+    def release(self) -> None:
+        super().release()
+        engine.free(self.module)
+
+
+def _decays(name: str, parameter: Tensor) -> str:
+    return "decays" if parameter.dim() >= 2 else "does not decay"

@@ -1,0 +1,257 @@
+"""`fully_shard`: the entry, and what can be asked of a sharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.flat import FlatBuffer, OriginalParameter, Use
+from fsdp_lab.engine.grid import Grid, build_mesh, same_everywhere
+from fsdp_lab.engine.hooks import UnitHooks, unit_hooks
+from fsdp_lab.engine.policy import Policy, is_norm
+from fsdp_lab.engine.runtime import Runtime, guess_calls
+from fsdp_lab.engine.unit import Unit
+from fsdp_lab.spec import Strategy
+
+GroupOf = Callable[[str, nn.Parameter], Hashable]
+
+
+def one_group(name: str, parameter: nn.Parameter) -> Hashable:
+    """The default: all parameters are in one optimizer group, called "all"."""
+    return "all"
+
+
+def fully_shard(
+    module: nn.Module | Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    strategy: Strategy | None = None,
+    group_of: GroupOf = one_group,
+    ignored: Collection[nn.Parameter] = (),
+) -> Any:
+    """Make a module a unit of Fully Sharded Data Parallel (arXiv 2304.11277, section 3); collective over the mesh.
+
+    Call it on inner modules first and on the root last, as with FSDP2: each call takes the parameters that no earlier one
+    took. A parameter shared by two modules belongs to the lowest module that contains both. Several modules given as a
+    list become one unit; they must be called one after the other.
+
+    What a user may rely on:
+
+    - `module.parameters()` keeps names and shapes. Between forward and backward passes the values are not there: they read
+      as NaN. Read or write them inside `with unshard(module):`. `p.grad` is None: gradients live in the shards.
+    - The optimizer is given `sharded_parameters(module)`, flat tensors, one for each buffer and optimizer group, or, where
+      groups need options of their own, `parameter_groups(module)`. `group_of(name, parameter)` says which group a parameter
+      is in, such as "decay" and "no decay". Weight decay, momenta and step counts are then those of the flat tensors.
+    - An unused parameter has a gradient of zero, not None, as soon as any other of its buffer has one.
+    - `module.state_dict()` raises outside `unshard`: use `full_state` or `local_state`.
+    - Outputs of two forwards before one backward are refused; accumulate with `backward` after each.
+
+    Args:
+        module: a module, or several that form one unit; on meta, or with the same values on all ranks.
+        mesh: ("shard",), or ("replicate", "shard") for hybrid sharding; None: all ranks, on the GPU if there is one.
+        strategy: how; None: full sharding in fp32.
+        group_of: the optimizer group of a parameter, by its name in `module`.
+        ignored: parameters to leave alone; the caller keeps them equal on all ranks.
+
+    Returns:
+        `module` itself.
+
+    Raises:
+        ShardError: it is sharded already, or a module around it is, or the ranks' models differ.
+        SpecError: the mesh does not fit the strategy.
+    """
+    modules = list(module) if isinstance(module, Sequence) else [module]
+    strategy = strategy if strategy is not None else Strategy(backend="lab")
+    taken = _take(modules, set(map(id, ignored)))
+    if mesh is None:
+        mesh = build_mesh(strategy, "cuda" if torch.cuda.is_available() else "cpu")
+    grid, policy = Grid.of(mesh, strategy), Policy.of(strategy)
+    said = [f"{t.name} {tuple(t.value.shape)} {t.value.dtype} requires_grad={t.value.requires_grad}" for t in taken]
+    same_everywhere(grid, said, f"what is sharded as {type(modules[0]).__name__}")
+    unit = Unit(modules, _flats(taken, grid, policy, group_of), grid, policy)
+    _place_buffers(modules, grid, policy)
+    UnitHooks(unit, _adopt)
+    for m in modules:
+        m.register_state_dict_pre_hook(_refuse_state_dict)
+        m.register_load_state_dict_pre_hook(_refuse_load)
+    return module
+
+
+# -- what is in a model ----------------------------------------------------------------------------------------------
+
+
+def units_of(module: nn.Module) -> list[Unit]:
+    """Its units, the module's own first, then as modules are defined."""
+    found = (unit_hooks(m) for m in module.modules())
+    return list(dict.fromkeys(h.unit for h in found if h is not None))
+
+
+def sharded_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """What an optimizer is given: flat shards, [m] each, in the dtype and place of the master copy."""
+    return [region for unit in units_of(module) for flat in unit.flats for region in flat.regions.values()]
+
+
+def parameter_groups(module: nn.Module) -> dict[Hashable, list[nn.Parameter]]:
+    """The same by optimizer group: `[{"params": groups["decay"], "weight_decay": 0.1}, ...]`."""
+    groups: dict[Hashable, list[nn.Parameter]] = {}
+    for unit in units_of(module):
+        for flat in unit.flats:
+            for group, region in flat.regions.items():
+                groups.setdefault(group, []).append(region)
+    return groups
+
+
+def runtime_of(module: nn.Module) -> Runtime:
+    """The runtime of a root. Raises ShardError for a module that is none."""
+    hooks = unit_hooks(module)
+    if hooks is None:
+        raise ShardError(f"{type(module).__name__} is not sharded; call fully_shard(module) first")
+    return hooks.runtime if hooks.runtime is not None else _adopt(hooks)
+
+
+@contextmanager
+def unshard(module: nn.Module) -> Iterator[nn.Module]:
+    """Within it every parameter is whole and may be read, and written under `torch.no_grad()`; collective.
+
+    What was written is taken over into the shards at the end; each rank must write the same.
+    """
+    runtime = runtime_of(module)
+    units = units_of(module)
+    for unit in units:
+        unit.fetch()
+        unit.unshard(runtime.gathers)
+        unit.ready()
+        unit.pins += 1
+    try:
+        yield module
+    finally:
+        for unit in units:
+            unit.pins -= 1
+            for flat in unit.flats:
+                flat.write_back()
+            unit.reshard()
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Within it backwards keep their gradients unsharded on this rank; the first backward after it reduces the sum."""
+    runtime = runtime_of(module)
+    before, runtime.communicate = runtime.communicate, False
+    try:
+        yield
+    finally:
+        runtime.communicate = before
+
+
+def free(module: nn.Module) -> None:
+    """Take the hooks off and give all storage back at once, whoever still refers to it. The model is of no use then."""
+    hooks = {h.unit: h for h in map(unit_hooks, module.modules()) if h is not None}
+    for unit, h in hooks.items():
+        h.remove()
+        for flat in unit.flats:
+            for t in flat.held():
+                if t.untyped_storage().size():
+                    t.untyped_storage().resize_(0)
+
+
+# -- making units ----------------------------------------------------------------------------------------------------
+
+
+class _Taken:
+    """A parameter, its name in the module, and who holds it."""
+
+    def __init__(self, name: str, value: nn.Parameter) -> None:
+        self.name, self.value = name, value
+        self.uses: list[Use] = []
+
+    @property
+    def is_norm(self) -> bool:
+        return all(is_norm(module) for module, _ in self.uses)
+
+
+def _take(modules: Sequence[nn.Module], ignored: set[int]) -> list[_Taken]:
+    """The parameters that no earlier call took, each once. Raises ShardError where that is not what was meant."""
+    found: dict[int, _Taken] = {}
+    for root in modules:
+        if unit_hooks(root) is not None:
+            raise ShardError(f"{type(root).__name__} is sharded already; call fully_shard once for each module")
+        inner = {id(p) for unit in units_of(root) for flat in unit.flats for p in flat.parameters}
+        for path, module in root.named_modules():
+            for attribute, p in module._parameters.items():
+                if p is None or id(p) in ignored or id(p) in inner:
+                    continue
+                name = f"{path}.{attribute}" if path else attribute
+                if isinstance(p, OriginalParameter):
+                    raise ShardError(f"{name} was sharded with a module around {type(root).__name__}; shard inner modules first")
+                found.setdefault(id(p), _Taken(name, p)).uses.append((module, attribute))
+    return list(found.values())
+
+
+def _flats(taken: Sequence[_Taken], grid: Grid, policy: Policy, group_of: GroupOf) -> list[FlatBuffer]:
+    """One buffer for each dtype, own and gathered, and each trainability."""
+    alike: dict[Hashable, list[_Taken]] = {}
+    for t in taken:
+        norm = t.is_norm
+        key = (t.value.dtype, policy.gathered(t.value.dtype, norm=norm), t.value.requires_grad, norm and policy.norm is not policy.param)
+        alike.setdefault(key, []).append(t)
+    return [
+        FlatBuffer(
+            [t.value for t in some],
+            [t.uses for t in some],
+            [t.name for t in some],
+            [group_of(t.name, t.value) for t in some],
+            grid=grid,
+            policy=policy,
+            norm=all(t.is_norm for t in some),
+        )
+        for some in alike.values()
+    ]
+
+
+def _place_buffers(modules: Sequence[nn.Module], grid: Grid, policy: Policy) -> None:
+    """Buffers stay whole on every rank, on its device."""
+    for module in modules:
+        for b in module.buffers():
+            if not b.is_meta:
+                dtype = policy.buffer if b.is_floating_point() else None
+                b.data = b.data.to(device=grid.device, dtype=dtype)
+
+
+def _adopt(hooks: UnitHooks) -> Runtime:
+    """The first unit to be called, or asked, is the root of all units inside it."""
+    root = hooks.unit.modules[0]
+    inside = {h.unit: h for h in map(unit_hooks, root.modules()) if h is not None}
+    units = list(inside)
+    index = {unit: i for i, unit in enumerate(units)}
+
+    def unit_at(module: nn.Module) -> int | None:
+        found = unit_hooks(module)
+        return None if found is None else index[found.unit]
+
+    runtime = Runtime(hooks.unit, units, guess_calls(root, unit_at))
+    names = {module: name for name, module in root.named_modules()}
+    for unit, h in inside.items():
+        if h.runtime is not None:
+            raise ShardError(f"{names[unit.modules[0]]} was called before the root was sharded; shard the root first")
+        h.runtime, unit.name = runtime, names[unit.modules[0]]
+    return runtime
+
+
+def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
+    hooks = unit_hooks(module)
+    if hooks is not None and not hooks.unit.pins:
+        raise ShardError("state_dict() would hold NaN for parameters that are sharded; use full_state(model), local_state(model), "
+                         "or `with unshard(model):`")  # fmt: skip
+
+
+def _refuse_load(module: nn.Module, *_: Any) -> None:
+    hooks = unit_hooks(module)
+    if hooks is not None and not hooks.unit.pins:
+        raise ShardError("load_state_dict() cannot write to parameters that are sharded; use load_full_state(model, values), or "
+                         "`with unshard(model):`")  # fmt: skip

@@ -1,0 +1,149 @@
+"""The hooks that a unit's modules and tensors carry: they tell the runtime where the model has arrived.
+
+Note: hooks and autograd. Four places tell it all. Before a module's forward its inputs pass through views of themselves; a
+hook on such a view runs when its gradient is complete, which is when the backward of everything inside the module is over,
+and not, as a hook on the input itself would, when that of every other user of the input is. A hook on the module's outputs
+runs before its backward. A parameter's gradient is taken by a hook of autograd's accumulation node: it is copied into the
+flat buffer while it is in the cache and let go, so that a unit's gradients are not held twice. Accumulation nodes run as
+soon as they can, before any hook on a view, so a unit's gradients are complete when its backward is said to be over; what
+comes later all the same (a parameter used again outside) is reduced at the end of the backward. The hooks of a pass hold
+its `Pass`; when the graph is freed without a backward they are, and the runtime sees it by its weak reference.
+
+Under activation checkpointing a module's forward runs again inside the backward. Then it only needs its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_lab.engine.flat import FlatBuffer, OriginalParameter
+from fsdp_lab.engine.policy import is_norm
+from fsdp_lab.engine.runtime import Pass, Runtime
+from fsdp_lab.engine.tensors import map_tensors, tensors_in
+from fsdp_lab.engine.unit import Unit
+
+
+class UnitHooks:
+    """Installed on a unit's modules. Found again on a module by `unit_hooks`."""
+
+    def __init__(self, unit: Unit, adopt: Callable[[UnitHooks], Runtime]) -> None:
+        self.unit = unit
+        self.runtime: Runtime | None = None
+        self._adopt = adopt
+        self._call: tuple[Pass, int] | None = None  # of the forward in progress
+        self._handles: list[Any] = []
+        for module in unit.modules:
+            self._handles += [
+                module.register_forward_pre_hook(BeforeForward(self), prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.after_forward),
+            ]
+        for flat in unit.flats:
+            self._handles += _take_gradients(flat)
+        self._handles += _cast_around_norms(unit)
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        runtime = self.runtime if self.runtime is not None else self._adopt(self)
+        inputs = self._cast_inputs((args, kwargs))
+        if runtime.recomputes:
+            runtime.recompute(self.unit)
+            return inputs[0], inputs[1]
+        if self._call is not None and self._call[0] is runtime.current and module is not self.unit.modules[0]:
+            return inputs[0], inputs[1]  # a further module of a unit that is at work
+        current, k = self._call = runtime.before_forward(self.unit)
+        if current.backward and self.unit is not runtime.root:
+            inputs = self._watch_inputs(runtime, current, k, inputs)
+        return inputs[0], inputs[1]
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        runtime = self.runtime
+        if runtime is None or runtime.recomputes or self._call is None or module is not self.unit.modules[-1]:
+            return None
+        (current, k), self._call = self._call, None
+        if self.unit is runtime.root:
+            output = self._cast_output(output)
+        if current.backward:
+            for t in tensors_in(output):
+                if t.requires_grad:
+                    t.register_hook(lambda _: runtime.before_backward(self.unit, current, k))
+        runtime.after_forward(self.unit, current, k)
+        return output
+
+    def _watch_inputs(self, runtime: Runtime, current: Pass, k: int, inputs: Any) -> Any:
+        views: list[Tensor] = []
+
+        def view(t: Tensor) -> Tensor:
+            if not t.requires_grad:
+                return t
+            views.append(t.view_as(t))
+            return views[-1]
+
+        inputs = map_tensors(view, inputs)
+        unit = self.unit
+        if len(views) == 1:
+            views[0].register_hook(lambda _: runtime.after_backward(unit, current, k))
+        elif views:
+            torch.autograd.graph.register_multi_grad_hook(
+                views, lambda _: runtime.after_backward(unit, current, k), mode="all"
+            )
+        return inputs
+
+    def _cast_inputs(self, inputs: Any) -> Any:
+        return _cast(inputs, self.unit.policy.param)
+
+    def _cast_output(self, output: Any) -> Any:
+        return _cast(output, self.unit.policy.output)
+
+
+class BeforeForward:
+    """A unit's first hook, by which the unit is found."""
+
+    def __init__(self, hooks: UnitHooks) -> None:
+        self.hooks = hooks
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return self.hooks.before_forward(module, args, kwargs)
+
+
+def unit_hooks(module: nn.Module) -> UnitHooks | None:
+    """The hooks of the unit that a module was sharded as, or None."""
+    return next((h.hooks for h in module._forward_pre_hooks.values() if isinstance(h, BeforeForward)), None)
+
+
+def _take_gradients(flat: FlatBuffer) -> list[Any]:
+    def take(p: Tensor) -> None:
+        assert isinstance(p, OriginalParameter) and p.grad is not None
+        grad, p.grad = p.grad, None
+        flat.receive(p.index, grad)
+
+    return [p.register_post_accumulate_grad_hook(take) for p in flat.parameters] if flat.trainable else []
+
+
+def _cast_around_norms(unit: Unit) -> list[Any]:
+    """Normalisation layers that compute in a dtype of their own take their inputs in it and give back the unit's."""
+    policy = unit.policy
+    if policy.norm is policy.param:
+        return []
+    inside = torch.float32 if policy.norm is None else policy.norm
+    outside = torch.float32 if policy.param is None else policy.param
+    handles: list[Any] = []
+    for module in {use[0]: None for flat in unit.flats for uses in flat.uses for use in uses}:
+        if is_norm(module):
+            handles.append(module.register_forward_pre_hook(lambda _, args: _cast(args, inside)))
+            handles.append(module.register_forward_hook(lambda _, __, output: _cast(output, outside)))
+    return handles
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """Floating tensors in another dtype; None leaves them."""
+    if dtype is None:
+        return value
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, value)

@@ -1,0 +1,105 @@
+"""`Layout`: where each parameter lies in a flat buffer, and which part of the buffer each rank keeps. Numbers only.
+
+A buffer of F ranks has F shards of equal length. Parameters follow one another, those of one optimizer group together (a
+`region`), each beginning on a 16-byte boundary: kernels are slow on misaligned views. Shards cut wherever they fall, also
+through a parameter, so a rank's part of a parameter is a range of elements, perhaps an empty one (arXiv 2304.11277, section
+3.2.1: FlatParameter). What no parameter covers is padding; it is zero in shards and gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+ALIGN_BYTES = 16
+
+Range = tuple[int, int]  # [start, stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One parameter's place."""
+
+    shape: tuple[int, ...]
+    offset: int  # elements from the buffer's beginning
+    group: Hashable
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """See the module. Elements throughout; bytes depend on the dtype in which a copy is held."""
+
+    slots: tuple[Slot, ...]
+    factor: int  # F, the ranks that share one copy
+    shard_numel: int  # n
+
+    @classmethod
+    def of(cls, shapes: Sequence[tuple[int, ...]], groups: Sequence[Hashable], factor: int, itemsize: int) -> Layout:
+        """Lay out parameters in their order, group by group. `itemsize`: bytes of one element when gathered."""
+        align = max(1, ALIGN_BYTES // itemsize)
+        order = {group: i for i, group in enumerate(dict.fromkeys(groups))}
+        slots: dict[int, Slot] = {}
+        end = 0
+        for i in sorted(range(len(shapes)), key=lambda i: order[groups[i]]):
+            slots[i] = Slot(shape=tuple(shapes[i]), offset=end, group=groups[i])
+            end = _aligned(slots[i].stop, align)
+        shard_numel = _aligned(-(-end // factor), align)
+        return cls(slots=tuple(slots[i] for i in range(len(shapes))), factor=factor, shard_numel=shard_numel)
+
+    @property
+    def numel(self) -> int:
+        """Of the whole buffer, with padding."""
+        return self.factor * self.shard_numel
+
+    @property
+    def padding(self) -> int:
+        """Elements of the whole buffer that no parameter covers."""
+        return self.numel - sum(slot.numel for slot in self.slots)
+
+    def shard(self, rank: int) -> Range:
+        """The buffer's range that a rank keeps."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def own(self, slot: Slot, rank: int) -> Range:
+        """The range of the flattened parameter that a rank keeps; (0, 0) where it is empty."""
+        start, stop = _common(self.shard(rank), (slot.offset, slot.stop))
+        return (start - slot.offset, stop - slot.offset) if start < stop else (0, 0)
+
+    def in_shard(self, slot: Slot, rank: int) -> Range:
+        """The same elements, counted from the beginning of the rank's shard."""
+        start, stop = self.own(slot, rank)
+        first = slot.offset - rank * self.shard_numel
+        return (first + start, first + stop) if start < stop else (0, 0)
+
+    @cached_property
+    def regions(self) -> dict[Hashable, Range]:
+        """Optimizer group -> its range of the buffer, with the padding inside it."""
+        found: dict[Hashable, Range] = {}
+        for slot in sorted(self.slots, key=lambda s: s.offset):
+            start, _ = found.get(slot.group, (slot.offset, 0))
+            found[slot.group] = (start, slot.stop)
+        return found
+
+    def region_in_shard(self, group: Hashable, rank: int) -> Range:
+        """What a rank keeps of a region, counted from the beginning of its shard; (0, 0) where it is nothing."""
+        begin = rank * self.shard_numel
+        start, stop = _common(self.shard(rank), self.regions[group])
+        return (start - begin, stop - begin) if start < stop else (0, 0)
+
+
+def _aligned(n: int, align: int) -> int:
+    return -(-n // align) * align
+
+
+def _common(a: Range, b: Range) -> Range:
+    return max(a[0], b[0]), min(a[1], b[1])

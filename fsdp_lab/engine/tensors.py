@@ -1,0 +1,60 @@
+"""Tensors inside the things that modules take and return: tuples, lists, dicts, dataclasses, nested."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor of a nested value, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for v in value.values():
+            yield from tensors_in(v)
+    elif isinstance(value, (tuple, list)):
+        for v in value:
+            yield from tensors_in(v)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same value with `change` applied to every tensor in it; the very same object where nothing changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return _with_items(value, {k: map_tensors(change, v) for k, v in value.items()})
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(change, v) for v in value]
+        if all(a is b for a, b in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _with_fields(value, {f.name: map_tensors(change, getattr(value, f.name)) for f in dataclasses.fields(value)})
+    return value
+
+
+def _with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping that is also a dataclass (the outputs of transformers) keeps both in step by its own setter."""
+    if all(items[k] is v for k, v in value.items()):
+        return value
+    changed = copy.copy(value)
+    for k, v in items.items():
+        changed[k] = v  # type: ignore[index]
+    return changed
+
+
+def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
+    if all(v is getattr(value, name) for name, v in fields.items()):
+        return value
+    changed = copy.copy(value)
+    for name, v in fields.items():
+        object.__setattr__(changed, name, v)  # frozen ones too
+    return changed
