@@ -22,7 +22,7 @@ from functools import cached_property
 from fsdp_lab.spec import Strategy
 
 
-class Phase(str, enum.Enum):
+class Phase(enum.StrEnum):
     """The names that plots, profiler traces and the documentation share."""
 
     UNSHARD = "unshard"  # all-gather a unit's parameters
@@ -33,13 +33,13 @@ class Phase(str, enum.Enum):
     OPTIM = "optim"  # the optimizer's step
 
 
-class Direction(str, enum.Enum):
+class Direction(enum.StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     UPDATE = "update"
 
 
-class Moment(str, enum.Enum):
+class Moment(enum.StrEnum):
     BEFORE = "before"
     AFTER = "after"
 

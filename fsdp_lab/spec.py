@@ -368,9 +368,9 @@ def _rule_precision(spec: Spec) -> None:
                         "leave it empty, or use backend lab",
                         {"precision": dataclasses.replace(spec.strategy.dtypes, norm=None)})  # fmt: skip
     if spec.strategy.dtypes.keep_low_precision_gradients and backend != "lab":
-        raise SpecError("strategy.precision.keep_low_precision_gradients", f"{backend} gives the optimizer fp32 gradients",
-                        "leave it false, or use backend lab",
-                        {"precision": dataclasses.replace(spec.strategy.dtypes, keep_low_precision_gradients=False)})  # fmt: skip
+        plain = dataclasses.replace(spec.strategy.dtypes, keep_low_precision_gradients=False)
+        raise SpecError("strategy.precision.keep_low_precision_gradients", f"{backend} keeps gradients in fp32",
+                        "leave it false, or use backend lab", {"precision": plain})  # fmt: skip
 
 
 def _rule_units(spec: Spec) -> None:
@@ -387,15 +387,16 @@ def _rule_reshard_size(spec: Spec) -> None:
     if size is None:
         return
     if s.backend not in ("lab", "fsdp2"):
-        raise SpecError("strategy.reshard_size", f"{s.backend} cannot reshard to a smaller group", "leave it empty, or use backend lab",
-                        {"reshard_size": None})  # fmt: skip
+        raise SpecError("strategy.reshard_size", f"{s.backend} cannot reshard to a smaller group",
+                        "leave it empty, or use backend lab", {"reshard_size": None})  # fmt: skip
     if s.sharding != "full_shard":
         raise SpecError("strategy.reshard_size", f"{s.sharding} does not reshard over all ranks after the forward",
                         "leave it empty, or use full_shard", {"reshard_size": None})  # fmt: skip
     sizes = [n for n in range(2, spec.world_size) if spec.world_size % n == 0]
     if size not in sizes:
         way_out = f"use one of {', '.join(map(str, sizes))}, or leave it empty" if sizes else "leave it empty"
-        raise SpecError("strategy.reshard_size", f"{size} is not a divisor of {spec.world_size} between 1 and {spec.world_size}",
+        world = spec.world_size
+        raise SpecError("strategy.reshard_size", f"{size} is not a divisor of {world} between 1 and {world}",
                         way_out, {"reshard_size": None})  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab.backends.base import Backend, build_mesh
-from fsdp_lab.backends.wrapping import units
+from fsdp_lab.engine import units
 from fsdp_lab.spec import Spec, SpecError
 
 

@@ -24,7 +24,8 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Piece, TorchBackend
-from fsdp_lab.backends.wrapping import prepare, units
+from fsdp_lab.backends.wrapping import prepare
+from fsdp_lab.engine import units
 from fsdp_lab.spec import Spec
 
 _SHARDING = {

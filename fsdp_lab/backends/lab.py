@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab import engine
-from fsdp_lab.backends import base
 from fsdp_lab.backends.base import Piece, TorchBackend
-from fsdp_lab.backends.wrapping import prepare, units
+from fsdp_lab.backends.wrapping import prepare
 from fsdp_lab.spec import Spec
 
 
@@ -21,17 +20,15 @@ class Lab(TorchBackend):
     """Each unit is a flat buffer; the optimizer is given flat shards, one for each buffer and weight-decay group."""
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
-        inside = units(skeleton, spec.strategy.wrap)
+        inside = engine.units(skeleton, spec.strategy.wrap)
         outer = prepare(skeleton, spec.strategy)
         options: dict[str, Any] = {"mesh": mesh, "strategy": spec.strategy, "group_of": _decays}
         for group in inside:
             engine.fully_shard([outer(m) for m in group], **options)
         engine.fully_shard(skeleton, **options)
-        pieces = [
-            Piece(name=base.original_name(s.name), shape=s.shape, start=s.start, stop=s.stop, local=s.local, param=s.param, offset=s.offset)
-            for s in engine.shards_of(skeleton)
-        ]
-        super().__init__(skeleton, pieces, spec, mesh, device)
+        super().__init__(skeleton, list(map(_piece, engine.shards_of(skeleton))), spec, mesh, device)
+        if spec.strategy.dtypes.keep_low_precision_gradients:  # torch's optimizers want them in the dtype of the shards
+            self.optimizer.register_step_pre_hook(lambda *_: engine.raise_gradients(skeleton))
 
     @contextmanager
     def micro_batch(self, *, communicate: bool) -> Iterator[None]:
@@ -41,6 +38,10 @@ class Lab(TorchBackend):
     def release(self) -> None:
         super().release()
         engine.free(self.module)
+
+
+def _piece(s: engine.Shard) -> Piece:
+    return Piece(name=s.name, shape=s.shape, start=s.start, stop=s.stop, local=s.local, param=s.param, offset=s.offset)
 
 
 def _decays(name: str, parameter: Tensor) -> str:

@@ -8,9 +8,9 @@
     optimizer = torch.optim.AdamW(sharded_parameters(model))
 
 Read in this order: `fsdp_lab/schedule.py` (what is issued when, as data), layout.py (where a parameter lies), flat.py (the
-buffer), collectives.py (streams and lifetimes), reduction.py, unit.py (its states), runtime.py (a step), hooks.py (autograd),
-fully_shard.py (the entry and its contract). Beside them: grid.py and policy.py (mesh and strategy in these terms), wrapping.py,
-initialise.py, state.py, norms.py, scaler.py, slow_motion.py, tensors.py, errors.py.
+buffer), collectives.py (streams and lifetimes), reduction.py, unit.py (its states), runtime.py (a step), hooks.py
+(autograd), fully_shard.py (the entry and its contract). Beside them: grid.py and policy.py (mesh and strategy in these
+terms), wrapping.py, ties.py, initialise.py, state.py, norms.py, scaler.py, slow_motion.py, tensors.py, errors.py.
 """
 
 from fsdp_lab.engine.errors import ShardError
@@ -19,12 +19,17 @@ from fsdp_lab.engine.fully_shard import (
     fully_shard,
     no_sync,
     parameter_groups,
+    raise_gradients,
     runtime_of,
     sharded_parameters,
     units_of,
     unshard,
 )
 from fsdp_lab.engine.grid import build_mesh
+from fsdp_lab.engine.initialise import broadcast_full_state, load_ranges
+from fsdp_lab.engine.norms import clip_gradients, gradient_norm
+from fsdp_lab.engine.scaler import Scaler
+from fsdp_lab.engine.slow_motion import Holding, SlowMotion, Stop, holdings
 from fsdp_lab.engine.state import (
     Shard,
     full_optimizer_state,
@@ -35,24 +40,38 @@ from fsdp_lab.engine.state import (
     local_state,
     shards_of,
 )
+from fsdp_lab.engine.wrapping import blocks, shard_model, units
 
 __all__ = [
+    "Holding",
+    "Scaler",
     "Shard",
     "ShardError",
+    "SlowMotion",
+    "Stop",
+    "blocks",
+    "broadcast_full_state",
     "build_mesh",
+    "clip_gradients",
     "free",
     "full_optimizer_state",
     "full_state",
     "fully_shard",
+    "gradient_norm",
+    "holdings",
     "load_full_optimizer_state",
     "load_full_state",
+    "load_ranges",
     "local_optimizer_state",
     "local_state",
     "no_sync",
     "parameter_groups",
+    "raise_gradients",
     "runtime_of",
+    "shard_model",
     "sharded_parameters",
     "shards_of",
+    "units",
     "units_of",
     "unshard",
 ]

@@ -32,7 +32,9 @@ class Lane:
     """One queue of communication."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream: Any = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -92,4 +94,5 @@ def reduce_scatter(shard: Tensor, full: Tensor, group: Group) -> dist.Work | Non
 
 def all_reduce(tensor: Tensor, group: Group) -> dist.Work | None:
     """tensor: [n], summed in place."""
-    return dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    work: dist.Work | None = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    return work

@@ -36,17 +36,17 @@ class OriginalParameter(nn.Parameter):
     """
 
     flat: FlatBuffer
-    index: int
+    number: int  # which of the buffer's parameters
 
     @classmethod
-    def stand_in(cls, value: nn.Parameter, data: Tensor, flat: FlatBuffer, index: int) -> OriginalParameter:
+    def stand_in(cls, value: nn.Parameter, data: Tensor, flat: FlatBuffer, number: int) -> OriginalParameter:
         made = cls(data, requires_grad=value.requires_grad)
-        made.flat, made.index = flat, index
+        made.flat, made.number = flat, number
         return made
 
     @property
     def slot(self) -> Slot:
-        return self.flat.layout.slots[self.index]
+        return self.flat.layout.slots[self.number]
 
 
 class FlatBuffer:
@@ -72,6 +72,7 @@ class FlatBuffer:
     ) -> None:
         own = values[0].dtype
         self.grid, self.policy, self.names, self.uses = grid, policy, tuple(names), tuple(map(tuple, uses))
+        self.originals, self._norm = tuple(values), norm  # what the modules held before
         self.trainable = values[0].requires_grad
         self.dtype = policy.gathered(own, norm=norm)
         self.layout = Layout.of([tuple(v.shape) for v in values], groups, grid.factor, self.dtype.itemsize)
@@ -79,7 +80,7 @@ class FlatBuffer:
         self.is_view_of_master = grid.factor == 1 and self.dtype == own and self.master.device == grid.device
         self.full = self._make_full()
         self._views = [self.full[s.offset : s.stop].view(s.shape) for s in self.layout.slots]
-        nothing = torch.full((), math.nan if self.dtype.is_floating_point else 0, dtype=self.dtype, device=grid.device)
+        nothing = _absent(self.dtype, grid.device)
         self._nothing = [nothing.expand(s.shape) for s in self.layout.slots]
         self.parameters = self._replace(values)
         self._versions = [0] * len(self.parameters)
@@ -111,6 +112,7 @@ class FlatBuffer:
             if not value.is_meta:
                 start, stop = self.layout.own(slot, self.grid.rank)
                 self.own_part(i).copy_(value.detach().reshape(-1)[start:stop])
+                value.data = _absent(value.dtype, value.device).expand(value.shape)  # its storage is of no use any more
             data = self._views[i] if self.is_view_of_master else self._nothing[i]
             made.append(OriginalParameter.stand_in(value, data.data, self, i))
             for module, attribute in self.uses[i]:
@@ -119,11 +121,19 @@ class FlatBuffer:
 
     def _make_regions(self) -> dict[Hashable, nn.Parameter]:
         ranges = {g: self.layout.region_in_shard(g, self.grid.rank) for g in self.layout.regions}
-        made = {g: nn.Parameter(self.master[start:stop]) for g, (start, stop) in ranges.items()}
-        if self.policy.low_gradients:
-            for region in made.values():
-                region.grad_dtype = self.policy.reduced(self.master.dtype)  # type: ignore[attr-defined]
-        return made
+        return {g: nn.Parameter(self.master[start:stop]) for g, (start, stop) in ranges.items()}
+
+    def again(self, kept: Sequence[int]) -> FlatBuffer:
+        """A new buffer of some of the original parameters, which have their values again."""
+        return FlatBuffer(
+            [self.originals[i] for i in kept],
+            [self.uses[i] for i in kept],
+            [self.names[i] for i in kept],
+            [self.layout.slots[i].group for i in kept],
+            grid=self.grid,
+            policy=self.policy,
+            norm=self._norm,
+        )
 
     # -- parameters: gather and free --------------------------------------------------------------------------------
 
@@ -230,9 +240,19 @@ class FlatBuffer:
         for group, region in self.regions.items():
             start, stop = self.layout.region_in_shard(group, self.grid.rank)
             if region.grad is None:
+                if shard.dtype != region.dtype:
+                    region.grad_dtype = shard.dtype
                 region.grad = shard[start:stop]
             else:
                 region.grad.add_(shard[start:stop])
+
+    def raise_gradient(self) -> None:
+        """Bring gradients that were kept in a lower precision to the master's dtype."""
+        for region in self.regions.values():
+            if region.grad is not None and region.grad.dtype != region.dtype:
+                raised, region.grad = region.grad.to(region.dtype), None
+                region.grad_dtype = region.dtype
+                region.grad = raised
 
     # -- what a rank holds of a parameter ---------------------------------------------------------------------------
 
@@ -257,3 +277,8 @@ class FlatBuffer:
         """All tensors with storage of its own."""
         regions: list[Any] = [r.grad for r in self.regions.values()]
         return [t for t in (self.master, self.full, self.gradient, self._near, self._few, *regions) if t is not None]
+
+
+def _absent(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One element that stands for values that are not here."""
+    return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)

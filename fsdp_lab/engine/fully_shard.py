@@ -16,6 +16,7 @@ from fsdp_lab.engine.grid import Grid, build_mesh, same_everywhere
 from fsdp_lab.engine.hooks import UnitHooks, unit_hooks
 from fsdp_lab.engine.policy import Policy, is_norm
 from fsdp_lab.engine.runtime import Runtime, guess_calls
+from fsdp_lab.engine.ties import find_ties, give_up, has_ties
 from fsdp_lab.engine.unit import Unit
 from fsdp_lab.spec import Strategy
 
@@ -68,6 +69,7 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, Sequence) else [module]
     strategy = strategy if strategy is not None else Strategy(backend="lab")
+    _untie(modules)
     taken = _take(modules, set(map(id, ignored)))
     if mesh is None:
         mesh = build_mesh(strategy, "cuda" if torch.cuda.is_available() else "cpu")
@@ -78,8 +80,8 @@ def fully_shard(
     _place_buffers(modules, grid, policy)
     UnitHooks(unit, _adopt)
     for m in modules:
-        m.register_state_dict_pre_hook(_refuse_state_dict)
-        m.register_load_state_dict_pre_hook(_refuse_load)
+        m.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
+        m.register_load_state_dict_pre_hook(_refuse_load)  # type: ignore[no-untyped-call]
     return module
 
 
@@ -149,6 +151,13 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         runtime.communicate = before
 
 
+def raise_gradients(module: nn.Module) -> None:
+    """With `keep_low_precision_gradients`: bring gradients to the masters' dtype, for an optimizer that needs them so."""
+    for unit in units_of(module):
+        for flat in unit.flats:
+            flat.raise_gradient()
+
+
 def free(module: nn.Module) -> None:
     """Take the hooks off and give all storage back at once, whoever still refers to it. The model is of no use then."""
     hooks = {h.unit: h for h in map(unit_hooks, module.modules()) if h is not None}
@@ -188,17 +197,28 @@ def _take(modules: Sequence[nn.Module], ignored: set[int]) -> list[_Taken]:
                     continue
                 name = f"{path}.{attribute}" if path else attribute
                 if isinstance(p, OriginalParameter):
-                    raise ShardError(f"{name} was sharded with a module around {type(root).__name__}; shard inner modules first")
+                    outer = f"a module around {type(root).__name__}"
+                    raise ShardError(f"{name} was sharded already, with {outer}; shard inner modules first")
                 found.setdefault(id(p), _Taken(name, p)).uses.append((module, attribute))
     return list(found.values())
+
+
+def _untie(modules: Sequence[nn.Module]) -> None:
+    """Take out of inner units what others use too; see ties.py."""
+    inner = {h.unit: h for root in modules for h in map(unit_hooks, root.modules()) if h is not None}
+    tied = find_ties(modules, list(inner))
+    for unit, hooks in inner.items():
+        if has_ties(unit, tied):
+            give_up(unit, tied)
+            hooks.install()
 
 
 def _flats(taken: Sequence[_Taken], grid: Grid, policy: Policy, group_of: GroupOf) -> list[FlatBuffer]:
     """One buffer for each dtype, own and gathered, and each trainability."""
     alike: dict[Hashable, list[_Taken]] = {}
     for t in taken:
-        norm = t.is_norm
-        key = (t.value.dtype, policy.gathered(t.value.dtype, norm=norm), t.value.requires_grad, norm and policy.norm is not policy.param)
+        dtype = t.value.dtype
+        key = (dtype, policy.gathered(dtype, norm=t.is_norm), t.value.requires_grad)
         alike.setdefault(key, []).append(t)
     return [
         FlatBuffer(
@@ -246,12 +266,12 @@ def _adopt(hooks: UnitHooks) -> Runtime:
 def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
     hooks = unit_hooks(module)
     if hooks is not None and not hooks.unit.pins:
-        raise ShardError("state_dict() would hold NaN for parameters that are sharded; use full_state(model), local_state(model), "
-                         "or `with unshard(model):`")  # fmt: skip
+        raise ShardError("state_dict() would hold NaN for parameters that are sharded; use full_state(model), "
+                         "local_state(model), or `with unshard(model):`")  # fmt: skip
 
 
 def _refuse_load(module: nn.Module, *_: Any) -> None:
     hooks = unit_hooks(module)
     if hooks is not None and not hooks.unit.pins:
-        raise ShardError("load_state_dict() cannot write to parameters that are sharded; use load_full_state(model, values), or "
-                         "`with unshard(model):`")  # fmt: skip
+        raise ShardError("load_state_dict() cannot write to parameters that are sharded; use load_full_state(model, "
+                         "values), or `with unshard(model):`")  # fmt: skip

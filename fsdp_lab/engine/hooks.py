@@ -36,19 +36,25 @@ class UnitHooks:
         self._adopt = adopt
         self._call: tuple[Pass, int] | None = None  # of the forward in progress
         self._handles: list[Any] = []
-        for module in unit.modules:
+        self.install()
+
+    def install(self) -> None:
+        """Put the hooks on; again, when the unit's buffers were made anew."""
+        self.remove()
+        for module in self.unit.modules:
             self._handles += [
                 module.register_forward_pre_hook(BeforeForward(self), prepend=True, with_kwargs=True),
                 module.register_forward_hook(self.after_forward),
             ]
-        for flat in unit.flats:
+        for flat in self.unit.flats:
             self._handles += _take_gradients(flat)
-        self._handles += _cast_around_norms(unit)
+        self._handles += _cast_around_norms(self.unit)
 
     def remove(self) -> None:
         """Take all hooks off."""
         for handle in self._handles:
             handle.remove()
+        self._handles = []
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         runtime = self.runtime if self.runtime is not None else self._adopt(self)
@@ -73,7 +79,7 @@ class UnitHooks:
         if current.backward:
             for t in tensors_in(output):
                 if t.requires_grad:
-                    t.register_hook(lambda _: runtime.before_backward(self.unit, current, k))
+                    t.register_hook(lambda _: runtime.before_backward(self.unit, current, k))  # type: ignore[no-untyped-call]
         runtime.after_forward(self.unit, current, k)
         return output
 
@@ -89,7 +95,7 @@ class UnitHooks:
         inputs = map_tensors(view, inputs)
         unit = self.unit
         if len(views) == 1:
-            views[0].register_hook(lambda _: runtime.after_backward(unit, current, k))
+            views[0].register_hook(lambda _: runtime.after_backward(unit, current, k))  # type: ignore[no-untyped-call]
         elif views:
             torch.autograd.graph.register_multi_grad_hook(
                 views, lambda _: runtime.after_backward(unit, current, k), mode="all"
@@ -122,9 +128,12 @@ def _take_gradients(flat: FlatBuffer) -> list[Any]:
     def take(p: Tensor) -> None:
         assert isinstance(p, OriginalParameter) and p.grad is not None
         grad, p.grad = p.grad, None
-        flat.receive(p.index, grad)
+        flat.receive(p.number, grad)
 
-    return [p.register_post_accumulate_grad_hook(take) for p in flat.parameters] if flat.trainable else []
+    hooks: list[Any] = []
+    for p in flat.parameters if flat.trainable else ():
+        hooks.append(p.register_post_accumulate_grad_hook(take))  # type: ignore[no-untyped-call]
+    return hooks
 
 
 def _cast_around_norms(unit: Unit) -> list[Any]:

@@ -18,7 +18,7 @@ class Reduction:
     """Issued when made (inside `lane.entered()`); `finish` brings it to the optimizer's `.grad`."""
 
     def __init__(self, flat: FlatBuffer, gradient: Tensor, lane: Lane) -> None:
-        self._flat, self._grid, self._lane, self._whole = flat, flat.grid, lane, gradient
+        self.flat, self._grid, self._lane, self._whole = flat, flat.grid, lane, gradient
         self._early = gradient.dtype is torch.float16
         if self._early:
             gradient.div_(self._grid.world_size)
@@ -41,7 +41,7 @@ class Reduction:
         self._pending.wait()
         if self._shard.device != self._grid.device and self._grid.device.type == "cuda":
             torch.cuda.synchronize(self._grid.device)  # the host reads it next
-        self._flat.add_gradient(self._shard)
+        self.flat.add_gradient(self._shard)
 
     def _next(self) -> Pending:
         return self._stages.pop(0)()
@@ -49,7 +49,7 @@ class Reduction:
     def _scatter(self) -> Pending:
         if self._grid.shards is None:
             return Pending(self._lane, None)
-        self._shard = self._whole.new_empty(self._flat.layout.shard_numel)
+        self._shard = self._whole.new_empty(self.flat.layout.shard_numel)
         return self._sent(reduce_scatter(self._shard, self._whole, self._grid.shards), self._grid.factor)
 
     def _across(self) -> Pending:
@@ -63,9 +63,9 @@ class Reduction:
 
     def _to_master(self) -> Pending:
         """In the dtype and the place of the master shard; under ZeRO-1 as a part of the whole gradient, which stays."""
-        policy, master, reduced = self._flat.policy, self._flat.master, self._shard
+        policy, master, reduced = self.flat.policy, self.flat.master, self._shard
         if policy.whole_gradients and reduced is not self._whole:
-            start, stop = self._flat.layout.shard(self._grid.rank)
+            start, stop = self.flat.layout.shard(self._grid.rank)
             self._shard = self._whole[start:stop].copy_(reduced)
         dtype = self._shard.dtype if policy.low_gradients else master.dtype
         if master.device != self._shard.device:

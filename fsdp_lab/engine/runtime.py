@@ -23,6 +23,7 @@ from torch.autograd.profiler import record_function
 
 from fsdp_lab.engine.collectives import Lane
 from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.flat import FlatBuffer
 from fsdp_lab.engine.reduction import Reduction
 from fsdp_lab.engine.unit import Unit, UnitState
 from fsdp_lab.schedule import Action, Call, Direction, Moment, Phase, Point, Rules, Schedule
@@ -135,7 +136,7 @@ class Runtime:
             return
         if self.backward is not current:
             self.backward = current
-            engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+            engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: self.end_backward(current))
         current.begun.add(k)
         self._issue(current, Point(Direction.BACKWARD, k, Moment.BEFORE))
@@ -221,6 +222,11 @@ class Runtime:
             self.watch(phase, unit.name, direction)
 
     # -- the rest ---------------------------------------------------------------------------------------------------
+
+    @property
+    def reducing(self) -> list[FlatBuffer]:
+        """The buffers whose gradients are in flight."""
+        return [reduction.flat for reduction in self._reducing]
 
     @property
     def recomputes(self) -> bool:

@@ -1,8 +1,8 @@
 """What a sharded model and its optimizer hold, by the parameters' original names.
 
-A rank's shards as they are (`shards_of`, `local_state`, `local_optimizer_state`), and whole tensors, one parameter at a time
-(`full_state`, `full_optimizer_state`), so that no rank ever holds a whole model that it did not ask for. Whole tensors can be
-loaded into any other world size, strategy or backend.
+A rank's shards as they are (`shards_of`, `local_state`, `local_optimizer_state`), and whole tensors, one parameter at a
+time (`full_state`, `full_optimizer_state`), so that no rank ever holds a whole model that it did not ask for. Whole tensors
+can be loaded into any other world size, strategy or backend.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Shard:
     param: nn.Parameter | None  # the optimizer's flat parameter; None where it is frozen
     offset: int  # where the range begins in `param`
     flat: FlatBuffer
-    index: int
+    number: int  # in `flat`
 
 
 def shards_of(module: nn.Module) -> list[Shard]:
@@ -114,15 +114,15 @@ def load_full_optimizer_state(
 def _shard(name: str, p: OriginalParameter) -> Shard:
     flat = p.flat
     start, stop = flat.layout.own(p.slot, flat.grid.rank)
-    param, offset = flat.in_region(p.index)
-    local = flat.own_part(p.index)
+    param, offset = flat.in_region(p.number)
+    local = flat.own_part(p.number)
     return Shard(name=name, shape=torch.Size(p.slot.shape), start=start, stop=stop, local=local, param=param, offset=offset,
-                 flat=flat, index=p.index)  # fmt: skip
+                 flat=flat, number=p.number)  # fmt: skip
 
 
 def _whole(shard: Shard, held: Tensor) -> Tensor:
     """The parameter's whole tensor from `held`, [n], this rank's part of something laid out as the master shard."""
-    flat, slot = shard.flat, shard.flat.layout.slots[shard.index]
+    flat, slot = shard.flat, shard.flat.layout.slots[shard.number]
     if flat.grid.shards is None:
         return held[slot.offset : slot.stop].view(slot.shape).clone()
     first, last = slot.offset // flat.layout.shard_numel, max(slot.offset, slot.stop - 1) // flat.layout.shard_numel
@@ -155,7 +155,7 @@ def _whole_slot(shard: Shard, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value.clone() if isinstance(value, Tensor) else value
     flat = shard.flat
-    group = flat.layout.slots[shard.index].group
+    group = flat.layout.slots[shard.number].group
     begin, end = flat.layout.region_in_shard(group, flat.grid.rank)
     held = value.new_zeros(flat.layout.shard_numel)
     held[begin:end] = value

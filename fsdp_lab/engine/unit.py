@@ -37,6 +37,10 @@ class Unit:
         self.pins = 0  # `unshard` contexts that hold it gathered
         self._pending: list[Pending] = []
 
+    def renew(self, flats: Sequence[FlatBuffer]) -> None:
+        """Go on with other buffers."""
+        self.flats, self.state, self._pending = tuple(flats), UnitState.SHARDED, []
+
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def fetch(self) -> None:

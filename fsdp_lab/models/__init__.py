@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from fsdp_lab.models.facts import facts_of as facts_of
     from fsdp_lab.models.flops import flops_per_sample as flops_per_sample
     from fsdp_lab.models.initial import Initializer as Initializer
-    from fsdp_lab.models.layers import block_class_names as block_class_names
-    from fsdp_lab.models.layers import blocks as blocks
     from fsdp_lab.models.peaks import device_peak as device_peak
     from fsdp_lab.models.presets import PRESETS as PRESETS
     from fsdp_lab.models.presets import Preset as Preset
@@ -26,8 +24,6 @@ _HOMES = {
     "Initializer": "initial",
     "PRESETS": "presets",
     "Preset": "presets",
-    "block_class_names": "layers",
-    "blocks": "layers",
     "build_skeleton": "build",
     "device_peak": "peaks",
     "facts_of": "facts",

@@ -30,11 +30,11 @@ from torch import nn
 
 from fsdp_lab.backends import Backend, build, carry, fill
 from fsdp_lab.backends.base import retune
+from fsdp_lab.engine.scaler import Scaler
 from fsdp_lab.models import Initializer, build_skeleton, resolve
 from fsdp_lab.rank.guard import INTERRUPTED, Guard
 from fsdp_lab.rank.prepare import Preparation, Prepared
 from fsdp_lab.rank.rendezvous import Seat, close_groups, find_store, open_groups
-from fsdp_lab.rank.scaler import Scaler
 from fsdp_lab.rank.trainer import Progress, Trainer
 from fsdp_lab.spec import Spec, SpecError
 from fsdp_lab.wire import Hub, RankAborted, Reduction, Wire

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from fsdp_lab.backends import Backend
+from fsdp_lab.engine.scaler import Scaler
 from fsdp_lab.events import StepEvent
 from fsdp_lab.models import Batches
 from fsdp_lab.rank.probes import MemoryProbe
 from fsdp_lab.rank.rendezvous import Seat
-from fsdp_lab.rank.scaler import Scaler
 from fsdp_lab.spec import Spec
 from fsdp_lab.wire import Wire, between
 

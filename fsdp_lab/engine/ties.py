@@ -1,0 +1,50 @@
+"""Parameters shared by modules of different units: they belong to the lowest unit that contains all their uses.
+
+Inner units are sharded first, when nobody can know that a module outside holds one of their parameters too. So when an
+outer module is sharded, what turns out to be shared is taken out of the inner units, which are made again without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from fsdp_lab.engine.collectives import Lane
+from fsdp_lab.engine.unit import Unit
+
+
+def find_ties(modules: Sequence[nn.Module], inner: Sequence[Unit]) -> set[int]:
+    """Ids of original parameters that two inner units took, or that an inner unit took and `modules` still hold."""
+    owners: dict[int, set[int]] = {}
+    for unit in inner:
+        for flat in unit.flats:
+            for original in flat.originals:
+                owners.setdefault(id(original), set()).add(id(unit))
+    held = {id(p) for root in modules for m in root.modules() for p in m._parameters.values() if p is not None}
+    return {original for original, units in owners.items() if len(units) > 1 or original in held}
+
+
+def has_ties(unit: Unit, tied: set[int]) -> bool:
+    return any(id(original) in tied for flat in unit.flats for original in flat.originals)
+
+
+def give_up(unit: Unit, tied: set[int]) -> None:
+    """Make a unit's buffers again without the tied parameters, which its modules hold as they were before; collective, as
+    the unit is gathered for it."""
+    unit.fetch()
+    unit.unshard(Lane(unit.grid.device))
+    unit.ready()
+    flats = []
+    for flat in unit.flats:
+        kept = []
+        for i, original in enumerate(flat.originals):
+            if not original.is_meta:
+                original.data = flat.parameters[i].data.to(original.dtype, copy=True)
+            if id(original) not in tied:
+                kept.append(i)
+                continue
+            for module, attribute in flat.uses[i]:
+                setattr(module, attribute, original)
+        flats += [flat.again(kept)] if kept else []
+    unit.renew(flats)
