@@ -2,6 +2,9 @@
 
 Buffers are not broadcast (`broadcast_buffers=False`): each rank keeps the running statistics of its own batches, as
 with FSDP. Mixed precision is autocast over fp32 parameters, which is how DDP is used.
+
+On the Wire gradients are summed, then divided, as the other backends do it; on a bare group of torch's (a bench's) DDP's
+own reduction stays.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Piece, TorchBackend
 from fsdp_lab.backends.wrapping import prepare
 from fsdp_lab.spec import Spec
+from fsdp_lab.wire import Wire
 
 
 class DDP(TorchBackend):
@@ -34,17 +38,19 @@ class DDP(TorchBackend):
         skeleton.apply(base.materialiser(device))
         base.move_buffers(skeleton, device)
         pieces = [_whole(base.original_name(n), p) for n, p in skeleton.named_parameters()]
+        group = mesh.get_group()
         module = DistributedDataParallel(
             skeleton,
+            process_group=group,
             device_ids=[device] if device.type == "cuda" else None,
             broadcast_buffers=False,
             init_sync=False,  # filled alike on all ranks
             gradient_as_bucket_view=True,
         )
-        group = dist.group.WORLD
-        reduce = None if dtypes.reduce == "fp32" else DTYPES[dtypes.reduce]
-        # a lambda: DDP compares a hook's annotations with types, and ours are strings
-        module.register_comm_hook((group, reduce), lambda state, bucket: _sum_then_divide(state, bucket))
+        if isinstance(group, Wire):
+            reduce = None if dtypes.reduce == "fp32" else DTYPES[dtypes.reduce]
+            # a lambda: DDP compares a hook's annotations with types, and ours are strings
+            module.register_comm_hook((group, reduce), lambda state, bucket: _sum_then_divide(state, bucket))
         super().__init__(module, pieces, spec, mesh, device)
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:

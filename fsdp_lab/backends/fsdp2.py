@@ -12,7 +12,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Piece, TorchBackend
-from fsdp_lab.backends.wrapping import prepare, units
+from fsdp_lab.backends.wrapping import prepare
+from fsdp_lab.engine import units
 from fsdp_lab.spec import Spec, Strategy
 
 
@@ -46,7 +47,8 @@ def _rows_before(rows: int, shards: DeviceMesh) -> int:
 
 
 def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
-    """Wrap bottom-up, then the root."""
+    """Wrap bottom-up, then the root, which is not resharded after forward: that is FSDP2's own default, as the backward
+    begins with its parameters and would gather them again at once."""
     inside = units(model, strategy.wrap)
     outer = prepare(model, strategy)
     groups = [[outer(m) for m in group] for group in inside]
@@ -58,11 +60,11 @@ def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
     )
     on_gpu = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if strategy.offload == "all" else OffloadPolicy()
-    reshard = strategy.sharding in ("full_shard", "hybrid_shard")
+    reshard: bool | int = strategy.reshard_size or strategy.sharding in ("full_shard", "hybrid_shard")
     options = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload, "reshard_after_forward": reshard}
     for group in groups:
         fully_shard(group if len(group) > 1 else group[0], **options)  # type: ignore[call-overload]
-    fully_shard(model, **options)  # type: ignore[call-overload]
+    fully_shard(model, **{**options, "reshard_after_forward": False})  # type: ignore[call-overload]
     _order_prefetch([g[0] for g in groups], model, strategy)
     return model
 

@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
         ("lab", jupyter, "start JupyterLab on the notebooks"),
         ("run", run, "train one Spec in this terminal"),
         ("compare", compare, "train the same work under every combination of the given lists"),
-        ("bench", bench, "measure how long a user waits for ranks, switches and stops"),
+        ("bench", bench, "measure how long a user waits (live), or the backends against each other (step)"),
         ("kernel", kernel, "make this environment a kernel of a JupyterLab that already runs"),
         ("doctor", doctor, "say what is here, what will work, and what to do about the rest"),
     ):

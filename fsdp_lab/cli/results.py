@@ -1,4 +1,4 @@
-"""The results file of `run` and `compare`: {"runs": [a run's summary, ...], "refused": [{"spec", "reason"}, ...]}."""
+"""Files of results. That of `run` and `compare`: {"runs": [a summary, ...], "refused": [{"spec", "reason"}, ...]}."""
 
 from __future__ import annotations
 
@@ -23,12 +23,7 @@ class Results:
 
     def check(self) -> None:
         """Raises Refused where the file cannot be written; before anything is started, not after an hour."""
-        if self.file is None:
-            return
-        folder = self.file.absolute().parent
-        writable = os.access(self.file if self.file.exists() else folder, os.W_OK)
-        if self.file.is_dir() or not folder.is_dir() or not writable:
-            raise Refused(f"--json {self.file} cannot be written; name a file in a folder that exists and is yours")
+        check_file(self.file)
 
     def add_run(self, summary: Mapping[str, Any]) -> None:
         self.runs.append(dict(summary))
@@ -38,18 +33,32 @@ class Results:
         self.refused.append({"spec": dict(spec), "reason": reason})
 
     def write(self) -> None:
-        """Whole or not at all: a reader never sees half a file."""
-        if self.file is None:
-            return
-        text = json.dumps({"runs": self.runs, "refused": self.refused}, indent=1)
-        if self.file.exists() and not self.file.is_file():  # /dev/stdout, a pipe
-            self.file.write_text(text + "\n", encoding="utf-8")
-            return
-        folder = self.file.absolute().parent
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8", suffix=".json") as part:
-            part.write(text + "\n")
-        os.chmod(part.name, 0o666 & ~umask())
-        os.replace(part.name, self.file)
+        if self.file is not None:
+            write_file(self.file, {"runs": self.runs, "refused": self.refused})
+
+
+def check_file(file: Path | None) -> None:
+    """Raises Refused where what `--json` names cannot be written."""
+    if file is None:
+        return
+    folder = file.absolute().parent
+    writable = os.access(file if file.exists() else folder, os.W_OK)
+    if file.is_dir() or not folder.is_dir() or not writable:
+        raise Refused(f"--json {file} cannot be written; name a file in a folder that exists and is yours")
+
+
+def write_file(file: Path, content: Mapping[str, Any]) -> None:
+    """As JSON, whole or not at all: a reader never sees half a file."""
+    text = json.dumps(content, indent=1)
+    if file.exists() and not file.is_file():  # /dev/stdout, a pipe
+        file.write_text(text + "\n", encoding="utf-8")
+        return
+    with tempfile.NamedTemporaryFile(
+        "w", dir=file.absolute().parent, delete=False, encoding="utf-8", suffix=".json"
+    ) as part:
+        part.write(text + "\n")
+    os.chmod(part.name, 0o666 & ~umask())
+    os.replace(part.name, file)
 
 
 def umask() -> int:

@@ -1,13 +1,26 @@
-"""`fsdp-lab bench live` on real ranks, small: what it prints is what it writes."""
+"""`fsdp-lab bench` on real ranks, small: what it prints is what it writes, and nothing of it stays."""
 
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from fsdp_lab.bench.forms import FORMS, named
+from fsdp_lab.bench.launch import BenchError, measure, place
+from fsdp_lab.bench.plan import Plan, PlanError
+from fsdp_lab.bench.ratios import Measured, Spread
+from fsdp_lab.cli.bench.step import check_same_work, report
+from fsdp_lab.cli.console import Failed
 from fsdp_lab.cli.main import main
+
+TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--vocab", "64", "--seq-len", "8", "--device", "cpu"]
 
 
 @pytest.mark.slow
@@ -24,6 +37,165 @@ def test_live_measures_start_switches_and_stops(tmp_path: Path, capsys: pytest.C
     assert all(name in printed for name in seconds)
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "live", "--json", "/nowhere/at/all.json"]) == 2
+@pytest.mark.parametrize("what", ["live", "step"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(
+    what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", what, "--json", "/nowhere/at/all.json"]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+# -- bench step: what is refused -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ranks", "0"], "--ranks 0 is refused"),
+        (["--steps", "0"], "--steps 0 is refused"),
+        (["--warmup", "0"], "--warmup 0 is refused"),
+        (["--seq-len", "1"], "--seq-len 1 is refused; give a whole number of 2 or more"),
+        (["--micro-batch", "-1"], "--micro-batch -1 is refused"),
+        (["--width", "500"], "--heads 8 does not divide --width 500"),
+        (["--only", "fsdp2,fsdp3"], "--only: there is no form fsdp3; choose from lab"),
+        (["--only", ","], "--only names no form"),
+    ],
+)
+def test_bad_options_are_refused_by_name(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "step", "--device", "cpu", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--ranks", "two"], ["--sharding", "zero1"], ["--precision", "fp16"], ["--step", "5"]]
+)
+def test_what_argparse_refuses(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "step", *arguments])
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert place(2, None) == ("cpu", "cpu")
+    with pytest.raises(PlanError, match="--device cuda"):
+        place(2, "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert place(2, None) == ("cpu", "cpu"), "one for each rank, or none"
+    assert place(2, "cuda") == ("cuda:0", "cuda:0")
+    assert Plan(devices=place(2, "cuda")).shares_gpu and not Plan(devices=place(2, "cpu")).shares_gpu
+
+
+def test_a_peers_name_stands_for_its_forms() -> None:
+    assert named("ddp") == ("ddp-raw", "ddp-wire")
+    assert named("ddp-wire, lab") == ("lab", "lab-again", "ddp-wire"), "in the order of turns"
+    assert named("fsdp2,ddp,lab") == tuple(FORMS)
+
+
+# -- bench step: the figures -----------------------------------------------------------------------------------------
+
+
+def test_a_spread_is_a_median_and_two_deciles() -> None:
+    assert Spread.of([float(x) for x in range(11)]) == Spread(median=5.0, p10=1.0, p90=9.0, n=11)
+    assert Spread.of([3.0]) == Spread(median=3.0, p10=3.0, p90=3.0, n=1)
+
+
+def measured(**seconds: list[float]) -> Measured:
+    named_seconds = {form.replace("_", "-"): s for form, s in seconds.items()}
+    losses = {form: [5.0, 6.0] for form in named_seconds}
+    return Measured(seconds=named_seconds, losses=losses, gradient_norms=dict.fromkeys(named_seconds, 1.0))
+
+
+def test_a_step_is_as_long_as_its_slowest_rank() -> None:
+    ranks = [
+        {"lab": {"seconds": [1.0, 4.0], "loss": 5.0, "squared_norm": 9.0}},
+        {"lab": {"seconds": [2.0, 3.0], "loss": 6.0, "squared_norm": 16.0}},
+    ]
+    found = Measured.of_ranks(ranks)
+    assert found == Measured(seconds={"lab": [2.0, 4.0]}, losses={"lab": [5.0, 6.0]}, gradient_norms={"lab": 5.0})
+
+
+def test_ratios_are_of_the_same_round_and_against_the_fastest_form() -> None:
+    found = measured(
+        lab=[1.0, 10.0, 4.0],
+        lab_again=[1.0, 20.0, 4.0],
+        fsdp2_raw=[4.0, 40.0, 8.0],
+        fsdp2_wire=[2.0, 40.0, 7.0],
+        ddp_raw=[2.0, 5.0, 4.0],
+    )
+    assert found.fastest == {"fsdp2": "fsdp2-wire", "ddp": "ddp-raw"}
+    figures = found.figures({"cores": 2})
+    assert {name: ratio["median"] for name, ratio in figures["ratios"].items()} == {"lab/fsdp2": 0.5, "lab/ddp": 1.0}
+    assert figures["control"] == {"lab/lab": {"median": 1.0, "p10": 0.6, "p90": 1.0, "n": 3}}
+    assert figures["step_time_s"]["lab"]["median"] == 4.0 and figures["environment"] == {"cores": 2}
+    lines = "\n".join(report(found))
+    assert all(form in lines for form in found.seconds) and "the fastest form of the peer is fsdp2-wire" in lines
+
+
+def test_without_the_lab_there_are_times_and_no_ratios() -> None:
+    found = measured(fsdp2_raw=[2.0], ddp_raw=[1.0])
+    assert found.ratios == found.control == {}
+    assert "form/fsdp2-raw" in "\n".join(report(found))
+
+
+@pytest.mark.parametrize("other", [5.01, float("nan"), float("inf")])
+def test_a_form_that_trains_something_else_fails_the_run(other: float) -> None:
+    found = measured(lab=[1.0], fsdp2_raw=[1.0])
+    check_same_work(found, "fp32")
+    apart = Measured(
+        seconds=found.seconds, losses={**found.losses, "lab": [5.0, other]}, gradient_norms=found.gradient_norms
+    )
+    with pytest.raises(Failed, match="lab did other work than fsdp2-raw"):
+        check_same_work(apart, "fp32")
+    scaled = Measured(seconds=found.seconds, losses=found.losses, gradient_norms={"lab": 2.0, "fsdp2-raw": 1.0})
+    with pytest.raises(Failed, match="lab did other work"):
+        check_same_work(scaled, "bf16")
+
+
+# -- bench step: real ranks ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_step_measures_every_form_and_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "step.json"
+    assert main(["bench", "step", *TINY, "--steps", "2", "--warmup", "1", "--json", str(file)]) == 0
+    printed, written = capsys.readouterr().out, json.loads(file.read_text())
+    assert list(written) == ["ratios", "control", "environment", "step_time_s", "fastest"]
+    assert set(written["ratios"]) == {"lab/fsdp2", "lab/ddp"} and set(written["control"]) == {"lab/lab"}
+    assert set(written["step_time_s"]) == set(FORMS) and all(form in printed for form in FORMS)
+    assert all(time_s["n"] == 2 and 0 < time_s["p10"] <= time_s["p90"] for time_s in written["step_time_s"].values())
+    assert f"{written['ratios']['lab/ddp']['median']:.3f}" in printed
+    assert written["environment"]["width"] == 32 and written["environment"]["devices"] == ["cpu", "cpu"]
+    assert not ranks_of(psutil.Process())
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_says_why() -> None:
+    plan = Plan(layers=1, width=32, heads=2, vocab=64, seq_len=8, forms=("ddp-raw",), devices=("cpu", "cpu:x"))
+    with pytest.raises(BenchError, match="rank 1 failed: .*cpu:x"):
+        measure(plan, lambda done: None)
+    assert not ranks_of(psutil.Process())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_its_launcher(number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "fsdp_lab", "bench", "step", *TINY, "--steps", "100000", "--only", "ddp-raw"]
+    launcher = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    try:
+        deadline = time.monotonic() + 30
+        while len(ranks := ranks_of(psutil.Process(launcher.pid))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(6 if number == signal.SIGKILL else 0)  # at work, and just started
+        assert len(ranks) == 2 and launcher.poll() is None
+    finally:
+        launcher.send_signal(number)
+        _, said = launcher.communicate(timeout=20)
+    assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    if number == signal.SIGINT:
+        assert launcher.returncode == 130 and said == "fsdp-lab: interrupted; what was started has been ended\n"
+
+
+def ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
+    return [p for p in launcher.children() if "fsdp_lab.bench" in p.cmdline()]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from fsdp_lab.cli.bench.environment import environment
 from fsdp_lab.cli.console import Failed
-from fsdp_lab.cli.results import Results
+from fsdp_lab.cli.results import check_file, write_file
 from fsdp_lab.spec import Spec
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ WAY: Sequence[dict[str, Any]] = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["live"], help="live: start to first step, switch to first step, stop")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--model", default="gpt2-10m", help="a preset (default: gpt2-10m)")
     parser.add_argument("--rounds", type=int, default=2, help="how often the switches are gone through (default: 2)")
@@ -42,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    Results(file=args.json).check()
+    check_file(args.json)
     spec = Spec(world_size=args.ranks).replace(model=args.model, micro_batch=1, seq_len=64)
 
     from fsdp_lab.cli import session
@@ -60,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     for what, seconds in waits.items():
         console.print(f"{what}: {_words(seconds)}", markup=False, highlight=False)
     if args.json is not None:
-        args.json.write_text(json.dumps({"seconds": waits, "environment": _environment(args)}, indent=1) + "\n")
+        what_for = {"model": args.model, "ranks": args.ranks}
+        write_file(args.json, {"seconds": waits, "environment": {**what_for, **environment()}})
     return 0
 
 
@@ -102,17 +101,3 @@ def _words(seconds: Sequence[float]) -> str:
     if len(seconds) == 1:
         return f"{seconds[0]:.2f} s"
     return f"median {median(seconds):.2f} s, {min(seconds):.2f} to {max(seconds):.2f} s, {len(seconds)} times"
-
-
-def _environment(args: argparse.Namespace) -> dict[str, Any]:
-    import os
-    from importlib.metadata import version
-
-    return {
-        "model": args.model,
-        "ranks": args.ranks,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "machine": platform.machine(),
-    }
