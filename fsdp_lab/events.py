@@ -80,6 +80,7 @@ class StepEvent:
     comm: Mapping[str, Traffic] = field(default_factory=dict)  # by kind, as `fsdp_lab.wire.group` names it
     first_after_switch: bool = False
     ledger: bool = False  # slowed by measuring; left out of medians
+    slow: bool = False  # halted at its phases (slow motion): its times say nothing
     skipped: bool = False  # fp16: gradients overflowed, the optimizer did not step
     notes: tuple[str, ...] = ()  # what the times are worth, in words
 
@@ -101,7 +102,7 @@ class StepEvent:
     @property
     def counts(self) -> bool:
         """Whether the step's time belongs in a median."""
-        return not (self.first_after_switch or self.ledger)
+        return not (self.first_after_switch or self.ledger or self.slow)
 
     def to_dict(self) -> dict[str, Any]:
         d = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

@@ -46,7 +46,6 @@ class Backend(Protocol):
     optimizer: torch.optim.Optimizer
     mesh: DeviceMesh
     replicas: int  # ranks that hold the same gradient shard
-    keeps_gradients: bool  # whether their storage stays between steps, as DDP's buckets do
 
     def pieces(self) -> list[Piece]:
         """By original name, in the order of the model's parameters; the same names on every rank."""
@@ -64,6 +63,10 @@ class Backend(Protocol):
         """This rank's shard of the reduced gradient, as the optimizer will see it; None where there is none."""
         ...
 
+    def standing_bytes(self) -> int:
+        """On the device between steps, beside shards and optimizer state: DDP's buckets, ZeRO-1's gathered parameters."""
+        ...
+
     def release(self) -> None:
         """Give up all storage now; torch's wrappers may outlive their last reference (see `free`)."""
         ...
@@ -71,8 +74,6 @@ class Backend(Protocol):
 
 class TorchBackend:
     """What torch's own three have in common: the original parameters, as the optimizer sees them, hold the gradients."""
-
-    keeps_gradients = False
 
     def __init__(
         self, module: nn.Module, pieces: list[Piece], spec: Spec, mesh: DeviceMesh, device: torch.device
@@ -93,6 +94,9 @@ class TorchBackend:
         if piece.param is None or piece.param.grad is None:
             return None
         return _range(piece, local_tensor(piece.param.grad))
+
+    def standing_bytes(self) -> int:
+        return 0
 
     def release(self) -> None:
         free_backend(self)

@@ -29,8 +29,6 @@ from fsdp_lab.wire import Wire
 class DDP(TorchBackend):
     """Every piece is a whole parameter."""
 
-    keeps_gradients = True  # the buckets
-
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         dtypes = spec.strategy.dtypes
         self._autocast = None if dtypes.param == "fp32" else DTYPES[dtypes.param]
@@ -56,6 +54,10 @@ class DDP(TorchBackend):
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         with torch.autocast(self.device.type, dtype=self._autocast, enabled=self._autocast is not None):
             return super().loss(batch)
+
+    def standing_bytes(self) -> int:
+        """The buckets."""
+        return sum(p.local.nbytes for p in self.pieces())
 
     @contextmanager
     def micro_batch(self, *, communicate: bool) -> Iterator[None]:

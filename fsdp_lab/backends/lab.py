@@ -30,6 +30,11 @@ class Lab(TorchBackend):
         if spec.strategy.dtypes.keep_low_precision_gradients:  # torch's optimizers want them in the dtype of the shards
             self.optimizer.register_step_pre_hook(lambda *_: engine.raise_gradients(skeleton))
 
+    def standing_bytes(self) -> int:
+        """What offload of the optimizer leaves on the device, and what ZeRO-1 keeps gathered."""
+        flats = [flat for unit in engine.units_of(self.module) for flat in unit.flats]
+        return sum(flat.standing_bytes for flat in flats)
+
     @contextmanager
     def micro_batch(self, *, communicate: bool) -> Iterator[None]:
         with nullcontext() if communicate else engine.no_sync(self.module):

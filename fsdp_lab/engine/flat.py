@@ -273,6 +273,12 @@ class FlatBuffer:
     def is_gathered(self) -> bool:
         return bool(self.full.untyped_storage().size()) and not self.is_view_of_master
 
+    @property
+    def standing_bytes(self) -> int:
+        """On the device between steps, beside the master shard."""
+        near = 0 if self._near is None else self._near.nbytes
+        return near + (self.full.nbytes if self.is_gathered else 0)
+
     def held(self) -> list[Tensor]:
         """All tensors with storage of its own."""
         regions: list[Any] = [r.grad for r in self.regions.values()]

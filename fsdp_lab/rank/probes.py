@@ -23,8 +23,8 @@ from fsdp_lab.events import Memory
 class MemoryProbe:
     """One for each backend that is built. Sizes do not change between switches, so each is found once."""
 
-    def __init__(self, backend: Backend, device: torch.device, *, offloaded: bool) -> None:
-        self._backend, self._device, self._offloaded = backend, device, offloaded
+    def __init__(self, backend: Backend, device: torch.device, *, offload: str) -> None:
+        self._backend, self._device, self._offload = backend, device, offload
         self._process = psutil.Process()
         self._parameters = sum(p.local.nbytes for p in backend.pieces())
         self._gradients = 0
@@ -60,10 +60,12 @@ class MemoryProbe:
 
     def read(self) -> Memory:
         """Of the step that ended, on the compute device; what offload moved is the host's."""
-        standing = (self._parameters, self._gradients, self._optimizer)
-        host = sum(standing) if self._offloaded else 0
-        parameters, gradients, optimizer = (0, 0, 0) if self._offloaded else standing
-        peak = self._peak(parameters, gradients, optimizer)
+        parameters, gradients, optimizer = self._parameters, self._gradients, self._optimizer
+        host = 0
+        if self._offload != "none":
+            host, gradients, optimizer = parameters + gradients + optimizer, 0, 0
+            parameters = self._backend.standing_bytes() if self._offload == "optimizer" else 0  # a copy to gather from
+        peak = self._peak(parameters, optimizer)
         return Memory(
             parameters_bytes=parameters,
             gradients_bytes=gradients,
@@ -75,11 +77,11 @@ class MemoryProbe:
             rss_bytes=self._process.memory_info().rss,
         )
 
-    def _peak(self, parameters: int, gradients: int, optimizer: int) -> int:
+    def _peak(self, parameters: int, optimizer: int) -> int:
         """0 on a CPU before the first ledger step."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         if not self._transient:
             return 0
-        before_the_step = parameters + optimizer + (gradients if self._backend.keeps_gradients else 0)
+        before_the_step = parameters + optimizer + (0 if self._offload == "optimizer" else self._backend.standing_bytes())
         return before_the_step + self._transient

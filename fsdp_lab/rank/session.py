@@ -31,10 +31,12 @@ from torch import nn
 from fsdp_lab.backends import Backend, build, carry, fill
 from fsdp_lab.backends.base import retune
 from fsdp_lab.engine.scaler import Scaler
+from fsdp_lab.frame import Frame
 from fsdp_lab.models import Initializer, build_skeleton, resolve
 from fsdp_lab.rank.guard import INTERRUPTED, Guard
 from fsdp_lab.rank.prepare import Preparation, Prepared
 from fsdp_lab.rank.rendezvous import Seat, close_groups, find_store, open_groups
+from fsdp_lab.rank.slow_motion import SlowStep
 from fsdp_lab.rank.trainer import Progress, Trainer
 from fsdp_lab.spec import Spec, SpecError
 from fsdp_lab.wire import Hub, RankAborted, Reduction, Wire
@@ -99,6 +101,7 @@ class Session:
         self._epoch = 0
         self._world: Wire = self._open()
         self._trainer: Trainer | None = None
+        self._slow: SlowStep | None = None
         self._notes = _fidelity(self.seat, shared_gpu_ranks)
         self._preparation = Preparation(self.seat)
         self._joined_unix_s = time.time()
@@ -116,6 +119,7 @@ class Session:
         """
         start_s = time.perf_counter()
         wanted = Spec.from_dict(spec)
+        self._leave_slow_motion()
         with self._working_together():
             self._renew()
             old = self._trainer
@@ -145,6 +149,7 @@ class Session:
         """
         trainer = self._needed()
         events: list[dict[str, Any]] = []
+        self._leave_slow_motion()
         with self._working_together():
             self._renew()
             trainer = self._needed()
@@ -153,21 +158,34 @@ class Session:
                     event = trainer.step().to_dict()
                     events.append(event)
                     self._say(event)
-            except RankAborted as e:
-                self._guard.announce(str(e))  # where it is not yet: a connection that broke is seen by one side first
-                self._settle(trainer)
-                if not str(e).endswith(INTERRUPTED):
-                    raise
-                return {"events": events, "stopped": True, "step": trainer.progress.step}
             except BaseException as e:
-                self._guard.announce(f"rank {self.seat.rank} failed: {type(e).__name__}: {_first_line(e)}")
-                self._settle(trainer)
-                raise
+                self._give_up(trainer, e)
+                return {"events": events, "stopped": True, "step": trainer.progress.step}
             self._record(trainer, settled=False)
         return {"events": events, "stopped": False, "step": trainer.progress.step}
 
+    def slow_next(self) -> dict[str, Any]:
+        """Go on to the next phase of a training step, which begins if none is under way; collective.
+
+        Returns: {"frame": the `Frame` as a dict, "event": None}, or when the step is over {"frame": None, "event": its
+        `StepEvent` as a dict}.
+
+        Raises:
+            SpecError: the backend is not our own engine.
+            what `train` raises; KeyboardInterrupt where the step was interrupted.
+        """
+        return self._slowly(lambda slow: slow.next())
+
+    def slow_end(self) -> dict[str, Any]:
+        """Let the step of `slow_next` run to its end without stops; collective. The same values, and "event" is None
+        where no step was under way."""
+        if self._slow is None:
+            return {"frame": None, "event": None}
+        return self._slowly(lambda slow: slow.end())
+
     def forget(self) -> dict[str, Any]:
         """Drop the model and its optimizer. Returns {"freed_bytes"}: what the process gave back."""
+        self._leave_slow_motion()
         before = self._held_bytes()
         if self._trainer is not None:
             self._trainer.backend.release()
@@ -207,9 +225,45 @@ class Session:
 
     def close(self) -> None:
         """Give up everything. The other ranks need not be there any more."""
+        if self._slow is not None:
+            self._hub.abort("the session is closed")  # a step that is held cannot count on the others
+            with contextlib.suppress(RankAborted):
+                self._slow.end()
+            self._slow = None
         self.forget()
         self._guard.close()
         close_groups(self._hub)
+
+    # -- slow motion ----------------------------------------------------------------------------------------------
+
+    def _slowly(self, move: Callable[[SlowStep], Frame | None]) -> dict[str, Any]:
+        trainer = self._needed()
+        with self._working_together():
+            if self._slow is None:
+                self._renew()
+                trainer = self._needed()
+                self._slow = SlowStep(trainer, self.seat)
+            slow = self._slow
+            try:
+                frame = move(slow)
+            except BaseException as e:
+                self._slow = None
+                slow.leave()
+                self._give_up(trainer, e)
+                raise KeyboardInterrupt from None
+            if frame is not None:
+                return {"frame": frame.to_dict(), "event": None}
+            self._slow = None
+            slow.leave()
+            self._record(trainer, settled=False)
+        event = slow.event.to_dict()
+        self._say(event)
+        return {"frame": None, "event": event}
+
+    def _leave_slow_motion(self) -> None:
+        """Before anything else is done with the model."""
+        if self._slow is not None:
+            self.slow_end()
 
     # -- starting and switching -----------------------------------------------------------------------------------
 
@@ -271,6 +325,18 @@ class Session:
             except BaseException as e:
                 self._guard.announce(f"rank {self.seat.rank} failed: {type(e).__name__}: {_first_line(e)}")
                 raise
+
+    def _give_up(self, trainer: Trainer, why: BaseException) -> None:
+        """End a step that raised, on all ranks. Raises `why` again, unless it was an interrupt."""
+        if isinstance(why, RankAborted):
+            self._guard.announce(str(why))  # where it is not yet: a connection that broke is seen by one side first
+            self._settle(trainer)
+            if not str(why).endswith(INTERRUPTED):
+                raise why
+            return
+        self._guard.announce(f"rank {self.seat.rank} failed: {type(why).__name__}: {_first_line(why)}")
+        self._settle(trainer)
+        raise why
 
     def _open(self) -> Wire:
         return open_groups(self.seat, dist.PrefixStore("groups", self._store), self._hub, self._epoch)

@@ -68,13 +68,17 @@ class Trainer:
     ) -> None:
         self.run, self.spec, self.seat, self.backend, self.batches = run, spec, seat, backend, batches
         self.world, self.cost, self.progress, self.scaler, self.notes = world, cost, progress, scaler, notes
-        self.memory = MemoryProbe(backend, seat.device, offloaded=spec.strategy.offload == "all")
+        self.memory = MemoryProbe(backend, seat.device, offload=spec.strategy.offload)
         self.voting = False  # between giving the vote and having its result
         self._steps_here = 0
+        self._ledger_due = seat.device.type == "cpu"
 
-    def step(self) -> StepEvent:
-        """Forward, backward, vote, update. Raises RankAborted or WireTimeout when it is given up."""
-        ledger = self._steps_here == _LEDGER_STEP and self.seat.device.type == "cpu"
+    def step(self, *, slow: bool = False) -> StepEvent:
+        """Forward, backward, vote, update; `slow`: somebody halts it on its way.
+
+        Raises RankAborted or WireTimeout when it is given up.
+        """
+        ledger = self._ledger_due and self._steps_here >= _LEDGER_STEP and not slow
         before = self.world.hub.meter.totals()
         start_s = time.perf_counter()
         with self.memory.ledger() if ledger else nullcontext():
@@ -86,6 +90,7 @@ class Trainer:
         seconds = time.perf_counter() - start_s
         first = self._steps_here == 0
         self._steps_here += 1
+        self._ledger_due = self._ledger_due and not ledger
         return StepEvent(
             run=self.run,
             spec_id=self.spec.id,
@@ -106,6 +111,7 @@ class Trainer:
             comm=between(before, self.world.hub.meter.totals()),
             first_after_switch=first,
             ledger=ledger,
+            slow=slow,
             skipped=skipped,
             notes=self.notes,
         )
