@@ -61,8 +61,11 @@ class Pending:
             self._finish()
             self._event = lane.stream.record_event()
 
-    def wait(self) -> None:
-        if self._event is not None:
+    def wait(self, *, on_host: bool = False) -> None:
+        """`on_host`: the host reads the result next, so Python waits for it too."""
+        if self._event is not None and on_host:
+            self._event.synchronize()
+        elif self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
         else:
             self._finish()

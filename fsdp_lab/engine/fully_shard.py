@@ -51,6 +51,7 @@ def fully_shard(
       is in, such as "decay" and "no decay". Weight decay, momenta and step counts are then those of the flat tensors.
     - An unused parameter has a gradient of zero, not None, as soon as any other of its buffer has one.
     - `module.state_dict()` raises outside `unshard`: use `full_state` or `local_state`.
+    - Parameters that the module held before are emptied; make optimizers and other references to them after sharding.
     - Outputs of two forwards before one backward are refused; accumulate with `backward` after each.
 
     Args:

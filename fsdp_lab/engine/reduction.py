@@ -38,9 +38,7 @@ class Reduction:
     def finish(self) -> None:
         while self._stages:
             self.advance()
-        self._pending.wait()
-        if self._shard.device != self._grid.device and self._grid.device.type == "cuda":
-            torch.cuda.synchronize(self._grid.device)  # the host reads it next
+        self._pending.wait(on_host=self._shard.device.type == "cpu")
         self.flat.add_gradient(self._shard)
 
     def _next(self) -> Pending:
