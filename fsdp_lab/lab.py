@@ -16,6 +16,7 @@ from typing import Any
 
 from fsdp_lab.cluster import Call, Cluster, ClusterError, Progress, RankLost, RankStatus
 from fsdp_lab.runs.run import Run
+from fsdp_lab.runs.slow_motion import SlowMotion, SlowStep
 from fsdp_lab.runs.table import Table, duration, size
 from fsdp_lab.spec import Spec, SpecError
 
@@ -71,6 +72,9 @@ class Lab:
             raise SpecError("world_size", f"{ranks!r} ranks are refused", "give a whole number of 1 or more")
         self._devices = each_device(devices, ranks or 2)
         self._current: Run | None = None
+        self._slow_step: SlowStep | None = None
+        self._newest: Run | SlowStep | None = None
+        self._slow: weakref.ref[SlowMotion] | None = None  # weak: one that is dropped lets its step end
         self._lock = threading.RLock()
         self._owner = os.getpid()
         self._closed = False
@@ -131,10 +135,41 @@ class Lab:
         wanted = self._wanted(spec, changes)
         with self._lock:
             self._must_be_open()
-            former = self._current
-            run = Run(_Link(self), wanted, steps=steps, fresh=fresh, prepare=lambda s: self._prepare(s, former))
-            self._current = run
+            prepare = self._preparation("another run was started")
+            run = Run(_Link(self), wanted, steps=steps, fresh=fresh, prepare=prepare)
+            self._current = self._newest = run
         return run
+
+    def slow_motion(self, spec: Spec | Mapping[str, Any] | None = None, **changes: Any) -> SlowMotion:
+        """One training step, phase by phase: `for moment in lab.slow_motion(): ...` (see `SlowMotion`).
+
+        It goes on with what the ranks hold. A run that is going is stopped when the first moment is asked for, and keeps
+        its parameters; `lab.run(lab.spec, fresh=False)` goes on with them afterwards. A Spec that the ranks do not hold yet
+        is applied first, with their parameters where they fit.
+
+        Args:
+            spec: a Spec or its dict; None: what the ranks hold, or the default one where they hold nothing.
+            changes: flat field names, as in `Spec.replace`.
+
+        Raises:
+            SpecError: a field or a combination that cannot be, or another backend than lab.
+        """
+        if spec is None:
+            newest = self._newest
+            spec = newest.spec if isinstance(newest, SlowStep) and newest.ready else self.spec
+            if spec.world_size != self.ranks:  # the lab was resized since that run
+                spec = spec.replace(world_size=self.ranks, devices=None)
+        wanted = self._wanted(spec, changes)
+        if (backend := wanted.strategy.backend) != "lab":
+            raise SpecError("strategy.backend", f"slow motion shows our own engine, and this Spec is for {backend}",
+                            "use backend lab", {"backend": "lab"})  # fmt: skip
+        with self._lock:
+            self._must_be_open()
+            step = SlowStep(_Link(self), wanted, self._preparation("slow motion was started"))
+            slow = SlowMotion(step)
+            self._slow_step = self._newest = step
+            self._slow = weakref.ref(slow)
+        return slow
 
     def _wanted(self, spec: Spec | Mapping[str, Any] | None, changes: Mapping[str, Any]) -> Spec:
         if spec is None:
@@ -148,9 +183,17 @@ class Lab:
             more.setdefault("devices", None)  # those of other ranks say nothing about these
         return base.replace(**more)
 
-    def _prepare(self, spec: Spec, former: Run | None) -> None:
-        """On the new run's driver: the former run is over, and the ranks are as the Spec wants them."""
-        if former is not None and not former.done and not former.stop(REPLACE_S, "another run was started"):
+    def _preparation(self, why: str) -> Callable[[Spec], None]:
+        """What is to be done before something new begins. Who came before is settled now, and under the lock: then
+        everyone ends only those who came earlier, and no two wait for each other."""
+        former, slow = self._current, self._slow_step
+        return lambda spec: self._prepare(spec, former, slow, why)
+
+    def _prepare(self, spec: Spec, former: Run | None, slow: SlowStep | None, why: str) -> None:
+        """On the new run's driver: what was going on is over, and the ranks are as the Spec wants them."""
+        if slow is not None:
+            slow.end(why)
+        if former is not None and not former.done and not former.stop(REPLACE_S, why):
             raise ClusterError(
                 f"run {former.id} did not end within {REPLACE_S:.0f} s; close the lab and make another one"
             )
@@ -169,16 +212,29 @@ class Lab:
         return self._current
 
     @property
+    def slow(self) -> SlowMotion | None:
+        """The newest slow motion that somebody still holds, over or not."""
+        return self._slow() if self._slow is not None else None
+
+    @property
     def spec(self) -> Spec:
         """The Spec of the newest run; before the first, the default one."""
         return self._current.spec if self._current is not None else self._wanted(None, {})
 
     def interrupt(self) -> None:
-        """Ends what the ranks are doing, as Ctrl-C would; parameters stay. A run that goes on stops, and says why."""
+        """Ends what the ranks are doing, as Ctrl-C would; parameters stay. A run that goes on stops, and says why.
+
+        A step in slow motion that waits for its next phase runs to its end.
+        """
         if (run := self._current) is not None and not run.done:
             run.stop(reason="interrupted")
         else:
             self._cluster.interrupt()
+        self._end_slow("interrupted", 2.0)
+
+    def _end_slow(self, why: str, limit_s: float) -> None:
+        if self._slow_step is not None:
+            self._slow_step.end(why, limit_s)
 
     # -- ranks ------------------------------------------------------------------------------------------------------
 
@@ -191,6 +247,7 @@ class Lab:
         self._must_be_open()
         if (run := self._current) is not None and not run.done:
             run.stop(REPLACE_S, f"the lab went to {ranks} ranks")
+        self._end_slow(f"the lab went to {ranks} ranks", REPLACE_S)
         self._devices = each_device(devices, ranks)
         self._resize(ranks, self._devices)
 
@@ -288,6 +345,7 @@ class Lab:
         atexit.unregister(self._at_exit)
         if (run := self._current) is not None and not run.done:
             run.stop(2.0, "the lab was closed")
+        self._end_slow("the lab was closed", 2.0)
         self._cluster.close()
 
     def __enter__(self) -> Lab:

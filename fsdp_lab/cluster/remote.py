@@ -244,6 +244,22 @@ def train(steps: int) -> dict[str, Any]:
         resident().publisher.flush()
 
 
+def slow_next() -> dict[str, Any]:
+    """See `Session.slow_next`."""
+    try:
+        return dict(session().slow_next())
+    finally:
+        resident().publisher.flush()
+
+
+def slow_end() -> dict[str, Any]:
+    """See `Session.slow_end`."""
+    try:
+        return dict(session().slow_end())
+    finally:
+        resident().publisher.flush()
+
+
 def forget() -> dict[str, Any]:
     """See `Session.forget`."""
     here, s = resident(), session()
@@ -264,6 +280,7 @@ def ping() -> int:
 
 
 ACTIONS: Mapping[str, Callable[..., Any]] = {
-    f.__name__: f for f in (describe, take, load, host, reach, join, leave, apply, train, forget, status, ping)
+    f.__name__: f
+    for f in (describe, take, load, host, reach, join, leave, apply, train, slow_next, slow_end, forget, status, ping)
 }
 ANYBODYS = ("describe", "take", "ping")

@@ -201,7 +201,7 @@ class Controls:
         self._complaint = ""
         self._controls = {f.name: Control(f, self.choices.wanted, self._choose) for _, fields in GROUPS for f in fields}
         self._groups = [
-            Group(title, [self._controls[f.name] for f in fields], self._accept) for title, fields in GROUPS
+            Group(title, [self._controls[f.name] for f in fields], self.accept) for title, fields in GROUPS
         ]
         self._start = self._button("Start", "play", "Begin at step 0", self.start)
         self._pause = self._button("Pause", "pause", "Hold after the running chunk", self.pause)
@@ -252,10 +252,24 @@ class Controls:
         if run is not None:
             run.stop(0)
 
+    def for_a_step(self) -> Spec | None:
+        """What a step in slow motion is to be trained with; None: what the ranks hold, which code may have changed."""
+        with self._lock:
+            run = self._alive()
+            if run is not None:
+                return run.pending or run.spec
+            return self.choices.wanted if self._lab.current is None or self._waiting else None
+
+    @property
+    def _waiting(self) -> bool:
+        """Whether a choice waits for the next start."""
+        return any(note.standing is Standing.NEXT for note in self.choices.notes.values())
+
     def _choose(self, name: str, value: Any) -> None:
         self._guarded(lambda: self._take({name: value}))
 
-    def _accept(self, values: Mapping[str, Any]) -> None:
+    def accept(self, values: Mapping[str, Any]) -> None:
+        """Takes field values that belong together, as if a person had chosen them."""
         self._guarded(lambda: self._take(dict(values)))
 
     def _take(self, values: Mapping[str, Any]) -> None:
@@ -362,8 +376,7 @@ class Controls:
     def _follow(self, run: RunLike) -> None:
         """Code may change a run, too: the controls show what it trains."""
         spec = run.pending or run.spec
-        waiting = any(note.standing is Standing.NEXT for note in self.choices.notes.values())
-        if spec.id != self.choices.wanted.id and not run.state.over and not waiting:
+        if spec.id != self.choices.wanted.id and not run.state.over and not self._waiting:
             self.choices.adopt(spec)
 
     # -- what is shown --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`Dashboard`: controls above, live cards below, one tick thread between them and the lab."""
+"""`Dashboard`: controls above, live cards below, slow motion at the end; one tick thread between them and the lab."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from .feed import Feed
 from .latency import Latency
 from .live import LiveView
 from .ports import LabLike
+from .slow_motion import SlowMotionBox
 from .subshell import answer_while_busy
 
 TICK_S = 0.1
@@ -54,9 +55,10 @@ class Dashboard:
         self._live = LiveView()
         self._controls = Controls(lab)
         self._feed = Feed(lab, self._live)
-        self._box = ipywidgets.VBox([self._controls.widget, self._live])
+        self._slow = SlowMotionBox(lab, wanted=self._controls.for_a_step, accept=self._controls.accept)
+        self._box = ipywidgets.VBox([self._controls.widget, self._live, self._slow.widget])
         self._box.add_class("fsdp-lab")
-        answer_while_busy([self._live, *self._controls.answering])
+        answer_while_busy([self._live, *self._controls.answering, *self._slow.answering])
         self._halt = threading.Event()
         self.reset_measurements()
         self._thread = threading.Thread(target=self._tick_until_closed, name="fsdp-lab-dashboard", daemon=True)
@@ -99,8 +101,10 @@ class Dashboard:
         if threading.current_thread() is not self._thread:
             self._thread.join(5)
         vars(self.lab).pop(SHOWN, None)
+        self._slow.close()
         self._live.close()
-        close_all(self._box)
+        for widget in (self._box, *self._slow.parts):
+            close_all(widget)
 
     def _tick_until_closed(self) -> None:
         """At most ten times a second. A tick that fails is logged, once in a row, and does not end the display."""
@@ -110,6 +114,7 @@ class Dashboard:
             try:
                 events = self._feed.tick()
                 self._controls.tick(self.lab.current, events)
+                self._slow.tick()
                 failing = False
             except Exception as e:
                 if not failing:
@@ -120,6 +125,7 @@ class Dashboard:
             self._ticks += 1
         if not self._halt.is_set():
             self._controls.retire("The lab is closed. Make another one and run this cell again.")
+            self._slow.retire()
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         return self._box._repr_mimebundle_(**options)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from ..events import StepEvent
+from ..runs import Moment
 from ..spec import Spec
 
 
@@ -70,6 +71,20 @@ class RunLike(Protocol):
     def stop(self, timeout_s: float = ...) -> Any: ...
 
 
+class SlowLike(Iterator[Moment], Protocol):
+    """Slow motion: see `fsdp_lab.runs.SlowMotion`."""
+
+    @property
+    def moment(self) -> Moment | None: ...
+    @property
+    def event(self) -> StepEvent | None: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def reason(self) -> str: ...
+    def close(self) -> None: ...
+
+
 class LabLike(Protocol):
     """A lab: see `fsdp_lab.lab.Lab`."""
 
@@ -79,4 +94,7 @@ class LabLike(Protocol):
     def current(self) -> RunLike | None: ...
     @property
     def closed(self) -> bool: ...
+    @property
+    def slow(self) -> SlowLike | None: ...
     def run(self, spec: Spec | None = None, **options: Any) -> RunLike: ...
+    def slow_motion(self, spec: Spec | None = None, **changes: Any) -> SlowLike: ...

@@ -1,8 +1,20 @@
 """One Spec being trained, as the kernel sees it: its events, its switches, its end, and what is said of it."""
 
 from fsdp_lab.runs.run import Run, RunState, Switch, Ticket
+from fsdp_lab.runs.slow_motion import Moment, SlowMotion
 from fsdp_lab.runs.store import EventStore
 from fsdp_lab.runs.summary import step_table, summarize
 from fsdp_lab.runs.table import Table
 
-__all__ = ["EventStore", "Run", "RunState", "Switch", "Table", "Ticket", "step_table", "summarize"]
+__all__ = [
+    "EventStore",
+    "Moment",
+    "Run",
+    "RunState",
+    "SlowMotion",
+    "Switch",
+    "Table",
+    "Ticket",
+    "step_table",
+    "summarize",
+]

@@ -2,7 +2,8 @@
 
 Ranks meet in a barrier each step, served by a thread of rank 0, so that a rank that dies leaves the others waiting, as a
 collective would. `spec["workload"]["data"]` orders a failure: "refuse" (SpecError in apply), "raise:R" (rank R raises in
-its third step), "raise-all", "deaf" (ignores SIGINT for a minute), "slow-apply" (half a minute, can be interrupted).
+its third step), "raise-all", "deaf" (ignores SIGINT for a minute), "slow-apply" (half a minute, can be interrupted),
+"slow-phase" (in slow motion the fourth phase takes half a minute, and can be interrupted).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 
 from fsdp_lab.events import Memory, StepEvent, Traffic
 from fsdp_lab.spec import Spec, SpecError
+from tests.frames import Step
 
 STEP_S = 0.02
 GIVE_UP = b"\2"
@@ -71,7 +73,7 @@ class Session:
         self.link = socket.create_connection((host, port), timeout=timeout_s)
         self.link.sendall(bytes([world_size]))
         self.flag, self.step, self.samples, self.spec, self.run, self.model = b"\0", 0, 0, None, "", None
-        self.fresh = True
+        self.fresh, self.slow = True, None
         self.meet(timeout_s)
 
     def meet(self, timeout_s=60):
@@ -124,6 +126,39 @@ class Session:
             self.flag = b"\0"
         return {"events": events, "stopped": stopped, "step": self.step}
 
+    def slow_next(self):
+        if self.spec is None:
+            raise RuntimeError("nothing to train: apply a Spec first")
+        self.flag = b"\0"
+        before = signal.signal(signal.SIGINT, self.interrupted)
+        try:
+            if self.slow is None:
+                self.slow = Step(self.spec, self.step).frames(range(self.rank, self.rank + 1))
+            frame = next(self.slow, [None])[0]
+            if frame is None:
+                return {"frame": None, **self.slow_end()}
+            if frame.index == 3 and self.spec.workload.data == f"raise:{self.rank}":
+                raise ValueError(f"rank {self.rank} was told to fail")
+            if frame.index == 3 and self.spec.workload.data == "slow-phase":
+                end = time.monotonic() + 30
+                while time.monotonic() < end and self.flag == b"\0":
+                    time.sleep(0.01)
+            if self.meet():
+                raise KeyboardInterrupt
+            return {"frame": frame.to_dict(), "event": None}
+        except BaseException:
+            self.slow = None
+            raise
+        finally:
+            signal.signal(signal.SIGINT, before)
+            self.flag = b"\0"
+
+    def slow_end(self):
+        if self.slow is None:
+            return {"event": None}
+        self.slow = None
+        return {"event": self.one_step()}
+
     def interrupted(self, *_):
         self.flag = b"\1"
 
@@ -158,7 +193,8 @@ class Session:
         return {"freed_bytes": 0}
 
     def status(self):
-        return {"rank": self.rank, "pid": os.getpid(), "device": self.device, "step": self.step}
+        return {"rank": self.rank, "pid": os.getpid(), "device": self.device, "step": self.step,
+                "spec_id": self.spec.id if self.spec else None, "slow": self.slow is not None}  # fmt: skip
 
     def namespace(self):
         return {"session": self, "model": self.model, "optimizer": None, "mesh": None, "rank": self.rank,

@@ -10,11 +10,14 @@ import math
 import random
 import threading
 import time
+import weakref
 from typing import Any
 
 from fsdp_lab.events import Memory, StepEvent, Traffic
-from fsdp_lab.runs import EventStore, RunState, Switch, Ticket
+from fsdp_lab.runs import EventStore, RunState, SlowMotion, Switch, Ticket
+from fsdp_lab.runs.slow_motion import SlowStep
 from fsdp_lab.spec import Spec, SpecError
+from tests.frames import Model, Step
 
 PARAMETERS = {"gpt2-1m": 1_100_000, "gpt2-10m": 10_600_000, "gpt2-124m": 124_000_000}
 MIB = 1 << 20
@@ -162,6 +165,75 @@ class FakeRun:
         return switch.step
 
 
+MODELS = {"gpt2-1m": Model.gpt2(128, 4), "gpt2-10m": Model.gpt2(256, 12), "gpt2-124m": Model.gpt2(768, 12)}
+
+
+class Answered:
+    """A call to the ranks that is over, or fails, after a while."""
+
+    def __init__(self, value: list[Any] | Exception, seconds: float) -> None:
+        self._value, self._until_s = value, time.monotonic() + seconds
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        left = max(0.0, self._until_s - time.monotonic())
+        time.sleep(left if timeout_s is None else min(left, timeout_s))
+        return time.monotonic() >= self._until_s
+
+    def results(self, timeout_s: float | None = None) -> list[Any]:
+        self.wait()
+        if isinstance(self._value, Exception):
+            raise self._value
+        return self._value
+
+
+class SlowRanks:
+    """Ranks that go through a step of `tests.frames`, each phase taking `phase_s`. `breaks` is raised instead, once."""
+
+    notes = ()
+
+    def __init__(self) -> None:
+        self.phase_s = 0.002
+        self.breaks: Exception | None = None
+        self.spec: Spec | None = None
+        self.step = 0
+        self._frames: Any = None
+
+    @property
+    def under_way(self) -> bool:
+        return self._frames is not None
+
+    def submit(self, what: str, **arguments: Any) -> Any:
+        try:
+            if self.breaks is not None:
+                error, self.breaks, self._frames = self.breaks, None, None
+                raise error
+            return Answered(getattr(self, what)(**arguments), self.phase_s)
+        except Exception as e:
+            return Answered(e, self.phase_s)
+
+    def status(self) -> list[Any]:
+        return [{"spec_id": self.spec.id if self.spec else None}]
+
+    def apply(self, run: str, spec: dict[str, Any], fresh: bool) -> list[Any]:
+        self.spec = Spec.from_dict(spec)
+        return []
+
+    def slow_next(self) -> list[Any]:
+        assert self.spec is not None
+        if self._frames is None:
+            model = self.spec.workload.model
+            self._frames = Step(self.spec, self.step, MODELS.get(str(model))).frames()
+        frames = next(self._frames, None)
+        if frames is None:
+            return [{"frame": None, **told} for told in self.slow_end()]
+        return [{"frame": f.to_dict(), "event": None} for f in frames]
+
+    def slow_end(self) -> list[Any]:
+        assert self.spec is not None
+        self._frames, self.step = None, self.step + 1
+        return [{"event": event(self.spec, "slow", r, self.step - 1).to_dict()} for r in range(self.spec.world_size)]
+
+
 class FakeLab:
     """See the module."""
 
@@ -170,17 +242,39 @@ class FakeLab:
         self.spec = Spec(world_size=ranks)
         self.current: FakeRun | None = None
         self.step_s = step_s
+        self.slow_ranks = SlowRanks()
         self.closed = False
+        self._slow: weakref.ref[SlowMotion] | None = None
+        self._slow_step: SlowStep | None = None
         self._ids = itertools.count(1)
 
     def run(self, spec: Spec | None = None, *, steps: int | None = None, fresh: bool = True, **changes: Any) -> FakeRun:
         self.spec = (spec or self.spec).replace(**changes)
-        if self.current is not None:
-            self.current.stop()
+        self._make_room("another run was started", self.current, self._slow_step)
         self.current = FakeRun(f"run-{next(self._ids)}", self.spec, steps=steps, step_s=self.step_s)
         return self.current
 
+    @property
+    def slow(self) -> SlowMotion | None:
+        return self._slow() if self._slow is not None else None
+
+    def slow_motion(self, spec: Spec | None = None, **changes: Any) -> SlowMotion:
+        self.spec = wanted = (spec or self.spec).replace(**changes)
+        if wanted.strategy.backend != "lab":
+            reason = f"slow motion shows our own engine, and this Spec is for {wanted.strategy.backend}"
+            raise SpecError("strategy.backend", reason, "use backend lab", {"backend": "lab"})
+        run, before = self.current, self._slow_step
+        step = SlowStep(self.slow_ranks, wanted, lambda _: self._make_room("slow motion was started", run, before))
+        slow = SlowMotion(step)
+        self._slow, self._slow_step = weakref.ref(slow), step
+        return slow
+
+    def _make_room(self, why: str, run: FakeRun | None, slow: SlowStep | None) -> None:
+        if slow is not None:
+            slow.end(why)
+        if run is not None:
+            run.stop(reason=why)
+
     def close(self) -> None:
-        if self.current is not None:
-            self.current.stop()
+        self._make_room("the lab was closed", self.current, self._slow_step)
         self.closed = True

@@ -1,0 +1,291 @@
+"""Holdings: which ranges of which parameters every rank holds at one moment of a step. The picture of slow motion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bokeh.layouts import row
+from bokeh.models import FixedTicker, Range1d
+from bokeh.models.ui import UIElement
+from bokeh.plotting import figure
+
+from ...frame import ROOT, Frame, Holding
+from ...runs import Moment
+from ...runs.table import count
+from .. import theme
+from ..columns import Columns
+from .base import Captions, Key, Patches, hover, plain_figure, tint, twin
+from .units import memory
+
+MOST_RANKS = 16  # drawn; there is no room for more rows
+ROWS_PX, LEAST_ROW_PX, MOST_ROW_PX = 400, 22, 56
+AXIS_PX = 48
+SIDE_PX = 176
+NARROW_PX = 560  # the figure in a narrow notebook: unit labels must have room there
+CHARACTER_PX = 6.4
+
+LEAST_WIDTH, LEAST_WIDTHS = 0.004, 0.3  # of the axis: each parameter's at least, and all of these together at most
+UNIT_GAP, UNIT_GAPS = 0.008, 0.12  # between units, and all together at most
+SPLIT = 0.0012  # between parameters
+
+BAR = (-0.42, 0.17)  # top and bottom of a parameter's bar, in ranks from its row
+STRIP = (0.24, 0.40)  # of the strip of its gradient
+EMPTY, LIGHT, MOVING = 0.18, 0.34, 0.16  # opacities: not held, gathered, on its way
+NOBODYS = "#808890"  # visible on both themes, and no rank's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A parameter's place on the axis, which runs from 0 to 1."""
+
+    left: float
+    right: float
+    numel: int
+
+    def at(self, start: int, stop: int) -> tuple[float, float]:
+        """The place of a range of its elements."""
+        scale = (self.right - self.left) / max(1, self.numel)
+        return self.left + start * scale, self.left + stop * scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """All parameters side by side, grouped by unit: as wide as their elements, and wide enough to be seen."""
+
+    bars: Mapping[str, Bar]
+    units: Mapping[str, tuple[float, float]]
+
+    @classmethod
+    def of(cls, parameters: Sequence[Holding]) -> Axis:
+        by_unit: dict[str, list[Holding]] = {}
+        for p in parameters:
+            by_unit.setdefault(p.unit, []).append(p)
+        least = min(LEAST_WIDTH, LEAST_WIDTHS / max(1, len(parameters)))
+        gap = min(UNIT_GAP, UNIT_GAPS / max(1, len(by_unit)))
+        free = 1 - least * len(parameters) - gap * (len(by_unit) - 1)
+        each = free / max(1, sum(p.numel for p in parameters))
+        bars: dict[str, Bar] = {}
+        units: dict[str, tuple[float, float]] = {}
+        x = 0.0
+        for unit, inside in by_unit.items():
+            first = x
+            for p in inside:
+                width = least + each * p.numel
+                bars[p.name] = Bar(left=x, right=x + width - min(SPLIT, width / 4), numel=p.numel)
+                x += width
+            units[unit] = (first, x)
+            x += gap
+        return cls(bars=bars, units=units)
+
+    def labels(self) -> dict[float, str]:
+        """Where the name of a unit is written, as far as there is room in a narrow notebook."""
+        short = short_names(list(self.units))
+        written: dict[float, str] = {}
+        end = -1.0
+        for unit, (left, right) in self.units.items():
+            middle, half = (left + right) / 2, CHARACTER_PX * len(short[unit]) / NARROW_PX / 2
+            if middle - half > end:
+                written[middle] = short[unit]
+                end = middle + half
+        return written
+
+
+def short_names(units: Sequence[str]) -> dict[str, str]:
+    """Unit -> its name without what all names begin with: transformer.h.0 becomes h.0."""
+    inner = [u.split(".") for u in units if u != ROOT]
+    common = 0
+    while inner and all(len(parts) > common + 1 and parts[common] == inner[0][common] for parts in inner):
+        common += 1
+    return {u: u if u == ROOT else ".".join(u.split(".")[max(0, common - 1) :]) for u in units}
+
+
+class HoldingsPanel:
+    """A row for each rank, in its colour. Strong: its own shard. Light: gathered now. Hatched: on its way. The strip beneath
+    says the same of gradients. At the right, how much of all parameters the rank holds.
+
+    Made for the ranks and parameters of a moment; `fits` says whether another one has the same.
+    """
+
+    name = "slow"
+    title = "Who holds what"
+    wide = True
+
+    def __init__(self, moment: Moment) -> None:
+        self.world_size = len(moment.frames)
+        self.ranks = min(self.world_size, MOST_RANKS)
+        self._parameters = _identity(moment)
+        self._axis = Axis.of(moment.frames[0].parameters)
+        room = self.ranks * len(self._axis.bars)
+        place = ["left", "right", "top", "bottom"]
+        self._bars = Columns(
+            "slow.bars", ["rank", *place, "numel", "start", "stop"], texts=["name", "unit", "state", "gradient"], limit=room
+        )
+        self._light = Columns("slow.light", place, texts=["color"], limit=2 * room)
+        self._moving = Columns("slow.moving", place, texts=["color"], limit=2 * room)
+        self._own = Columns("slow.own", place, texts=["color"], limit=2 * room)
+        self._now = Columns("slow.now", ["left", "right"], limit=1)
+        self._held = Columns(
+            "slow.held", ["rank", "text", "top", "bottom", "own", "held", "zero", "all"], texts=["label", "color"],
+            limit=self.ranks,
+        )  # fmt: skip
+        self._drawn: object = None
+        self._moment = moment
+        self._captions = Captions()
+        self._root = self._draw()
+        self.update(moment)
+
+    def fits(self, moment: Moment) -> bool:
+        return _identity(moment) == self._parameters
+
+    # -- the picture ----------------------------------------------------------------------------------------------
+
+    def _draw(self) -> UIElement:
+        rows_px = self.ranks * max(LEAST_ROW_PX, min(MOST_ROW_PX, ROWS_PX // self.ranks))
+        y_range = Range1d(start=self.ranks - 0.5, end=-0.5)
+        bars = plain_figure("slow", "rank", x_range=Range1d(start=-0.006, end=1.006), y_range=y_range)
+        self._draw_bars(bars)
+        side = plain_figure("slow.side", "", x_range=Range1d(start=0, end=1), y_range=y_range)
+        side.sizing_mode, side.width = "fixed", SIDE_PX
+        self._draw_side(side)
+        for fig in (bars, side):
+            fig.height = rows_px + AXIS_PX
+            fig.xgrid.visible = fig.ygrid.visible = False
+        return row(bars, side, sizing_mode="stretch_width", spacing=4)
+
+    def _draw_bars(self, fig: figure) -> None:
+        fig.yaxis.ticker = FixedTicker(ticks=list(range(self.ranks)))
+        labels = self._axis.labels()
+        fig.xaxis.ticker = FixedTicker(ticks=list(labels))
+        fig.xaxis.major_label_overrides = {x: name for x, name in labels.items()}  # noqa: C416 (dict is invariant)
+        fig.xaxis.axis_label = "units and their parameters, as wide as they have elements"
+        now = fig.quad(left="left", right="right", top=-0.5, bottom=self.ranks - 0.5, source=twin(self._now),
+                       fill_alpha=0.10, line_width=1.5)  # fmt: skip
+        tint(now.glyph, fill_color="ink.band", line_color="ink.marker")
+        base = _quads(fig, self._bars, fill_color=NOBODYS, fill_alpha=EMPTY)
+        _quads(fig, self._light, fill_color="color", fill_alpha=LIGHT)
+        _quads(fig, self._moving, fill_color="color", fill_alpha=MOVING, hatch_pattern="/", hatch_color="color",
+               hatch_scale=6, hatch_weight=1.5)  # fmt: skip
+        _quads(fig, self._own, fill_color="color")
+        hover(fig, base, [("rank", "@rank"), ("parameter", "@name"), ("unit", "@unit"), ("elements", "@numel{0,0}"),
+                          ("its own shard", "@start{0,0} to @stop{0,0}"), ("now", "@state"), ("gradient", "@gradient")],
+              mode="mouse")  # fmt: skip
+
+    def _draw_side(self, fig: figure) -> None:
+        fig.yaxis.visible = False
+        fig.xaxis.ticker = FixedTicker(ticks=[0.0, 1.0])
+        fig.xaxis.major_label_overrides = {0.0: "nothing", 1.0: "all"}
+        fig.xaxis.axis_label = "held now: elements, bytes"
+        fig.min_border_left, fig.min_border_right = 24, 24
+        source = twin(self._held)
+        fig.quad(left="zero", right="all", top="top", bottom="bottom", source=source, fill_color=NOBODYS, fill_alpha=EMPTY,
+                 line_alpha=0)  # fmt: skip
+        fig.quad(left="own", right="held", top="top", bottom="bottom", source=source, fill_color="color", fill_alpha=LIGHT,
+                 line_alpha=0)  # fmt: skip
+        fig.quad(left="zero", right="own", top="top", bottom="bottom", source=source, fill_color="color", line_alpha=0)
+        text = fig.text(x="zero", y="text", text="label", text_baseline="middle", text_font_size="11px", source=source)
+        tint(text.glyph, text_color="ink.peak")
+
+    # -- a card of the live view ----------------------------------------------------------------------------------
+
+    @property
+    def sources(self) -> Sequence[Columns]:
+        return (self._bars, self._light, self._moving, self._own, self._now, self._held)
+
+    @property
+    def root(self) -> UIElement:
+        return self._root
+
+    def patches(self) -> Patches:
+        return {}
+
+    def captions(self) -> Captions:
+        return self._captions
+
+    def update(self, moment: Moment) -> int:
+        """Draws a moment; returns the rows written."""
+        self._moment = moment
+        frames = moment.frames[: self.ranks]
+        units = self._axis.units
+        left, right = (0.0, 1.0) if moment.direction == "update" else units.get(moment.unit, (0.0, 0.0))
+        written = self._now.replace([[left - 0.003, right + 0.003 - min(SPLIT, (right - left) / 4)]])
+        self._captions = self._words(moment)
+        drawn = tuple(f.parameters for f in frames)
+        if drawn == self._drawn:
+            return written  # a phase that computes changes nothing of what is held
+        self._drawn = drawn
+        return written + self._write_bars(frames) + self._write_states(frames) + self._write_held(moment)
+
+    def _write_bars(self, frames: Sequence[Frame]) -> int:
+        rows = []
+        for f in frames:
+            for p in f.parameters:
+                bar = self._axis.bars[p.name]
+                rows.append([f.rank, bar.left, bar.right, f.rank + BAR[0], f.rank + BAR[1], p.numel, p.start, p.stop])
+        shown = [p for f in frames for p in f.parameters]
+        return self._bars.replace(rows, {
+            "name": [p.name for p in shown], "unit": [p.unit for p in shown],
+            "state": [p.state for p in shown], "gradient": [p.gradient for p in shown],
+        })  # fmt: skip
+
+    def _write_states(self, frames: Sequence[Frame]) -> int:
+        rows: dict[Columns, list[list[float]]] = {self._light: [], self._moving: [], self._own: []}
+        colors: dict[Columns, list[str]] = {columns: [] for columns in rows}
+        for f in frames:
+            for columns, quad in self._states(f):
+                rows[columns].append(quad)
+                colors[columns].append(theme.rank_color(f.rank))
+        return sum(columns.replace(quads, {"color": colors[columns]}) for columns, quads in rows.items())
+
+    def _states(self, f: Frame) -> Iterator[tuple[Columns, list[float]]]:
+        """What is drawn for one rank: parameters in the bar, gradients in the strip."""
+        top, bottom = f.rank + BAR[0], f.rank + BAR[1]
+        strip = (f.rank + STRIP[0], f.rank + STRIP[1])
+        for p in f.parameters:
+            bar = self._axis.bars[p.name]
+            own = bar.at(p.start, p.stop)
+            if p.state in ("unsharded", "gathering"):
+                yield self._light if p.state == "unsharded" else self._moving, [bar.left, bar.right, top, bottom]
+            if p.start < p.stop:
+                yield self._own, [*own, top, bottom]
+            if p.gradient in ("unsharded", "reducing"):
+                yield self._light if p.gradient == "unsharded" else self._moving, [bar.left, bar.right, *strip]
+            if p.gradient == "sharded" and p.start < p.stop:
+                yield self._own, [*own, *strip]
+
+    def _write_held(self, moment: Moment) -> int:
+        rows, labels, colors = [], [], []
+        for f in moment.frames[: self.ranks]:
+            total = max(1, sum(p.numel for p in f.parameters))
+            own, held = sum(p.stop - p.start for p in f.parameters), moment.held_elements(f.rank)
+            rows.append([f.rank, f.rank - 0.11, f.rank + STRIP[0], f.rank + STRIP[1], own / total, held / total, 0.0, 1.0])
+            labels.append(f"{count(held)}, {memory(moment.held_bytes(f.rank))}")
+            colors.append(theme.rank_color(f.rank))
+        return self._held.replace(rows, {"label": labels, "color": colors})
+
+    def _words(self, moment: Moment) -> Captions:
+        color = theme.rank_color(0)
+        legend = (
+            Key(label="its own shard", color=color),
+            Key(label="gathered now", color=_faded(color, LIGHT)),
+            Key(label="being gathered or reduced", color=_faded(color, MOVING), hatch="/"),
+            Key(label="not held", color=_faded(NOBODYS, EMPTY)),
+            Key(label="thin strip: the same for gradients", token="ink.mean", hatch="line"),
+        )
+        note = "" if self.ranks == self.world_size else f"The first {self.ranks} of {self.world_size} ranks."
+        return Captions(reading=moment.caption, legend=legend, note=note)
+
+
+def _quads(fig: figure, columns: Columns, **look: Any) -> Any:
+    """A rectangle for each row."""
+    return fig.quad(left="left", right="right", top="top", bottom="bottom", source=twin(columns), line_alpha=0, **look)
+
+
+def _faded(color: str, opacity: float) -> str:
+    return f"{color}{round(255 * opacity):02X}"
+
+
+def _identity(moment: Moment) -> tuple[object, ...]:
+    first = moment.frames[0].parameters
+    return (len(moment.frames), tuple((p.name, p.unit, p.numel) for p in first))

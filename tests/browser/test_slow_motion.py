@@ -1,0 +1,175 @@
+"""Slow motion in JupyterLab and chromium, over a lab without processes: pressed, played, looked at in both themes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Locator
+
+from tests.browser.driver import DashboardPage, model
+from tests.browser.jupyter import JupyterServer, Notebook
+
+CELL = """\
+from tests.dashboard.fake_lab import FakeLab
+from fsdp_lab.dashboard import Dashboard
+lab = FakeLab({ranks}, step_s=0.05)
+lab.spec = lab.spec.replace(backend="lab", model="{model}")
+dashboard = Dashboard(lab)
+dashboard"""
+
+
+class SlowPage(DashboardPage):
+    """Its buttons, its words, its picture."""
+
+    def press(self, word: str) -> None:
+        self.page.locator(".fsdp-slow button.fsdp-slow-button", has_text=word).first.click()
+
+    @property
+    def said(self) -> Locator:
+        return self.page.locator(".fsdp-slow .fsdp-state-line")
+
+    def wait_said(self, text: str) -> None:
+        self.said.get_by_text(text).first.wait_for(timeout=20_000)
+
+    def wait_phase(self, least: int) -> None:
+        """Until that phase, or a later one, is in the picture."""
+        self.page.wait_for_function(
+            """(least) => { const m = document.querySelector('.fsdp-slow .fsdp-headline')?.innerText.match(/phase (\\d+)/);
+                            return m && Number(m[1]) >= least }""", arg=least, timeout=20_000)  # fmt: skip
+
+    def wait_painted(self) -> None:
+        """Until the picture shows all that the kernel has sent."""
+        self.page.wait_for_selector(".fsdp-slow .fsdp-live[data-ready] canvas", state="attached")
+        self.page.wait_for_function(f"() => {model('slow.bars')}?.get_length() > 0")
+        sent = int(self.notebook.execute("print(dashboard._slow._live._seq)"))
+        self.page.wait_for_function(
+            """(sent) => { const d = document.querySelector('.fsdp-slow .fsdp-live').dataset;
+                           return Math.max(Number(d.painted ?? 0), Number(d.ready)) >= sent }""", arg=sent)  # fmt: skip
+
+    def photograph_slow(self, path: Path) -> None:
+        self.page.locator(".fsdp-slow").first.scroll_into_view_if_needed()
+        self.page.locator(".fsdp-slow").first.screenshot(path=path)
+
+
+def opened(ranks: int, model_name: str, server: JupyterServer, open_notebook: Callable[[], Notebook]) -> SlowPage:
+    page = SlowPage(open_notebook())
+    page.notebook.open(server.write(f"slow_{ranks}.ipynb", [CELL.format(ranks=ranks, model=model_name)]))
+    page.notebook.hide_sidebar()
+    page.notebook.run_all()
+    page.wait_drawn()
+    return page
+
+
+@pytest.fixture(scope="module")
+def desk(server: JupyterServer, open_notebook: Callable[[], Notebook]) -> Iterator[SlowPage]:
+    yield opened(2, "gpt2-1m", server, open_notebook)
+    server.end_kernels()
+
+
+def go_to(desk: SlowPage, phase: str, unit: str, direction: str) -> None:
+    """Lets the ranks go to a phase of another step; the name keeps it alive."""
+    desk.notebook.execute(
+        f"wanted = {(phase, unit, direction)!r}\n"
+        "slow = lab.slow_motion()\n"
+        "for moment in slow:\n"
+        "    if (moment.phase, moment.unit, moment.direction) == wanted: break"
+    )
+
+
+def test_next_play_and_stop(desk: SlowPage, watched: Callable[[Notebook], None], picture: Callable[[str], Path]):
+    """A person's path: read what it is, Next, look, Play, Pause, Stop, a run, Next again."""
+    watched(desk.notebook)
+    empty = desk.page.locator(".fsdp-slow-empty")
+    empty.scroll_into_view_if_needed()
+    assert "A training step, phase by phase." in empty.inner_text()
+    desk.photograph_slow(picture("slow-motion-empty"))
+
+    desk.press("Next")
+    desk.wait_reading("slow", "forward · unshard root: all-gather of 180,480 parameters in fp32")
+    desk.wait_painted()
+    assert not empty.count()
+    assert desk.rows("slow.light") == 0
+    desk.press("Next")
+    desk.wait_reading("slow", "forward · compute root")
+    desk.wait_rows("slow.light", 2 * 4)
+    labels = desk.page.evaluate(f"() => [...{model('slow.held')}.data.label]")
+    assert labels == ["577,024, 2.55 MiB"] * 2
+
+    desk.page.locator(".fsdp-slow-speed select").select_option("5 phases a second")
+    desk.press("Play")
+    desk.wait_said("playing")
+    desk.wait_phase(6)
+    desk.press("Pause")
+    desk.wait_said("halted")
+    desk.press("Stop")
+    desk.wait_said("Step 0 is over, its loss was")
+
+    desk.start()
+    desk.wait_step(5)
+    desk.press("Next")
+    desk.wait_said("The run was stopped for this and keeps its parameters")
+    desk.wait_state("stopped")
+    desk.start()
+    desk.wait_said("Slow motion has ended: another run was started.")
+    desk.button("Stop").click()
+    desk.wait_state("stopped")
+
+
+def test_the_buttons_answer_while_a_cell_is_busy(desk: SlowPage, watched: Callable[[Notebook], None]):
+    watched(desk.notebook)
+    desk.notebook.write_and_run("import time\nfor _ in range(6000): time.sleep(0.1)", wait=False)
+    busy = desk.page.locator(".jp-InputPrompt", has_text="[*]:")
+    busy.wait_for()
+    desk.press("Next")
+    desk.wait_said("halted")
+    desk.press("Next")
+    desk.wait_phase(1)
+    desk.press("Stop")
+    desk.wait_said("is over, its loss was")
+    assert busy.count()
+    desk.notebook.command("notebook:interrupt-kernel")
+    busy.wait_for(state="detached")
+
+
+def test_a_refused_backend_has_its_way_out(desk: SlowPage, watched: Callable[[Notebook], None]):
+    watched(desk.notebook)
+    desk.choose("backend", "fsdp2")
+    desk.press("Next")
+    desk.wait_said("Slow motion shows our own engine, and this Spec is for fsdp2: use backend lab.")
+    desk.press("Use backend lab")
+    desk.wait_said("halted")
+    assert desk.field("backend").locator("select").input_value() == "lab"
+
+
+@pytest.mark.parametrize("width", [900, 1500])
+@pytest.mark.parametrize("theme", ["Light", "Dark"])
+def test_how_it_looks(desk: SlowPage, watched: Callable[[Notebook], None], picture: Callable[[str], Path],
+                      width: int, theme: str):  # fmt: skip
+    watched(desk.notebook)
+    desk.page.set_viewport_size({"width": width, "height": 1900 if width < 1500 else 1600})
+    desk.notebook.theme(f"JupyterLab {theme}")
+    go_to(desk, "compute", "transformer.h.2", "backward")
+    desk.wait_reading("slow", "backward · compute transformer.h.2")
+    desk.page.locator(".fsdp-slow").first.scroll_into_view_if_needed()
+    desk.wait_painted()
+    desk.wait_rows("slow.moving", 2 * (12 + 12))  # h.1 is gathered ahead, h.3 is being reduced
+    assert desk.clipped() == []
+    desk.photograph_slow(picture(f"slow-motion-{width}-{theme.lower()}"))
+
+
+def test_sixteen_ranks(server: JupyterServer, open_notebook: Callable[[], Notebook], watched, picture):
+    desk = opened(16, "gpt2-10m", server, open_notebook)
+    watched(desk.notebook)
+    for width, theme in ((900, "Light"), (1500, "Dark")):
+        desk.page.set_viewport_size({"width": width, "height": 1900 if width < 1500 else 1600})
+        desk.notebook.theme(f"JupyterLab {theme}")
+        go_to(desk, "compute", "transformer.h.7", "forward")
+        desk.wait_reading("slow", "forward · compute transformer.h.7")
+        desk.page.locator(".fsdp-slow").first.scroll_into_view_if_needed()
+        desk.wait_painted()
+        desk.wait_rows("slow.bars", 16 * 148)
+        assert desk.clipped() == []
+        desk.photograph_slow(picture(f"slow-motion-16-ranks-{width}-{theme.lower()}"))
+    server.end_kernels()

@@ -1,0 +1,216 @@
+"""Slow motion on real engines whose ranks need no torch: begun, gone through, dropped, closed, replaced, failed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from fsdp_lab.cluster import ClusterError, RankError, RankLost
+from fsdp_lab.lab import Lab
+from fsdp_lab.runs import Moment, RunState
+from fsdp_lab.spec import Spec, SpecError
+from tests.cluster.conftest import FAKE
+from tests.frames import Step
+from tests.lab.test_lab import going, until
+
+
+@pytest.fixture(autouse=True)
+def no_slow_motion_is_left(lab: Lab):
+    yield
+    if lab.slow is not None:
+        lab.slow.close()
+
+
+def under_way(lab: Lab) -> list[bool]:
+    """Whether each rank is in the middle of a step."""
+    return [s["slow"] for s in lab.cluster.call("status")]
+
+
+def test_every_phase_of_a_step_with_what_all_ranks_hold(lab: Lab):
+    lab.run(steps=3).wait(20)
+    slow = lab.slow_motion()
+    moments = list(slow)
+    expected = [Moment(tuple(f), lab.spec) for f in Step(lab.spec, 3).frames()]
+    assert moments == expected and slow.moment == moments[-1]
+    assert [m.index for m in moments] == list(range(len(moments)))
+    assert slow.closed and slow.reason == "the step is over" and next(slow, None) is None
+    assert slow.event is not None and slow.event.step == 3 and [e.rank for e in slow.events] == [0, 1]
+    first = moments[0]
+    assert (first.phase, first.unit, first.direction, first.step) == ("unshard", "root", "forward", 3)
+    run = lab.run(lab.spec, steps=2, fresh=False).wait(20)
+    assert run.step == 6, "a run goes on where slow motion ended"
+
+
+def test_nothing_is_sent_before_the_first_moment_is_asked_for(lab: Lab):
+    run = going(lab)
+    slow = lab.slow_motion()
+    assert not run.done and "not begun" in repr(slow)
+    moment = next(slow)
+    assert run.state is RunState.STOPPED and run.reason == "slow motion was started"
+    assert moment.step == run.step and lab.slow is slow
+
+
+def test_ranks_that_hold_nothing_are_given_a_spec_first(lab: Lab):
+    lab.resize(1)
+    spec = Spec(world_size=1).replace(backend="lab", sharding="shard_grad_op")
+    with lab.slow_motion(spec) as slow:
+        assert next(slow).spec == spec and slow.spec == spec
+        assert lab.cluster.call("status")[0]["spec_id"] == spec.id
+    lab.resize(2)
+    with lab.slow_motion() as slow:
+        assert len(next(slow).frames) == 2, "the lab's present ranks"
+
+
+def test_another_spec_is_applied_and_takes_the_parameters_along(lab: Lab):
+    lab.run(steps=4).wait(20)
+    with lab.slow_motion(sharding="shard_grad_op") as slow:
+        assert next(slow).step == 4 and slow.spec.strategy.sharding == "shard_grad_op"
+
+
+def test_other_backends_are_refused_with_a_way_out(lab: Lab):
+    lab.run(backend="fsdp2", steps=2).wait(20)
+    with pytest.raises(SpecError, match=r"strategy.backend: slow motion .* this Spec is for fsdp2; use backend lab") as told:
+        lab.slow_motion()
+    assert told.value.fix == {"backend": "lab"}
+    with lab.slow_motion(**told.value.fix) as slow:
+        assert next(slow).step == 2
+    with lab.slow_motion() as slow:
+        assert next(slow).step == 3, "now the ranks hold what slow motion gave them"
+
+
+@pytest.mark.parametrize("how", ["close", "with", "break"])
+def test_ended_early_it_lets_the_step_run_to_its_end(lab: Lab, how: str):
+    lab.run(steps=2).wait(20)
+    if how == "break":
+        for moment in lab.slow_motion():
+            if moment.index == 2:
+                break
+        gc.collect()
+        until(lambda: not any(under_way(lab)))
+    elif how == "with":
+        with lab.slow_motion() as slow:
+            next(slow)
+            assert under_way(lab) == [True, True]
+    else:
+        slow = lab.slow_motion()
+        next(slow)
+        slow.close()
+        slow.close()
+        assert next(slow, None) is None
+    assert under_way(lab) == [False, False]
+    if how != "break":
+        assert slow.closed and slow.reason == "closed" and slow.event is not None and slow.event.step == 2
+    assert [s["step"] for s in lab.cluster.call("status")] == [3, 3]
+
+
+def test_closing_one_that_was_not_begun_sends_nothing(lab: Lab):
+    run = going(lab)
+    lab.slow_motion().close()
+    step = run.step
+    until(lambda: run.step > step + 2)
+
+
+def test_a_new_run_ends_it_first(lab: Lab):
+    lab.run(steps=2).wait(20)
+    slow = lab.slow_motion()
+    next(slow)
+    run = lab.run(lab.spec, steps=2, fresh=False).wait(20)
+    assert slow.closed and slow.reason == "another run was started" and slow.event is not None
+    assert run.step == 5 and next(slow, None) is None
+
+
+def test_a_new_slow_motion_ends_the_one_before(lab: Lab):
+    lab.run(steps=2).wait(20)
+    first = lab.slow_motion()
+    next(first)
+    with lab.slow_motion() as second:
+        assert next(second).step == 3 and first.closed and first.reason == "slow motion was started"
+
+
+def test_ctrl_c_while_a_phase_lasts_ends_it_and_is_passed_on(lab: Lab):
+    slow = lab.slow_motion(data="slow-phase")
+    for _ in range(3):
+        next(slow)
+    threading.Timer(0.3, lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(0.3), lab.cluster.interrupt())).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        next(slow)
+    assert time.monotonic() - began < 10 and slow.closed and slow.reason == "interrupted"
+    assert under_way(lab) == [False, False]
+
+
+def test_a_phase_that_lasts_is_interrupted_when_somebody_must_go_on(lab: Lab):
+    slow = lab.slow_motion(data="slow-phase")
+    for _ in range(3):
+        next(slow)
+    ended: list[object] = []
+    waiting = threading.Thread(target=lambda: ended.append(next(slow, "over")))
+    waiting.start()
+    until(lambda: any(s.state == "slow_next" for s in lab.rank_status()))
+    began = time.monotonic()
+    lab._end_slow("somebody must go on", 0.5)
+    waiting.join(10)
+    assert ended == ["over"] and time.monotonic() - began < 6
+    assert slow.closed and slow.reason == "somebody must go on" and slow.event is None
+    assert lab.run(steps=2).wait(20).step == 2
+
+
+def test_an_interrupt_of_the_ranks_ends_it(lab: Lab):
+    slow = lab.slow_motion()
+    next(slow)
+    lab.interrupt()
+    assert slow.closed and slow.reason == "interrupted" and under_way(lab) == [False, False]
+
+
+def test_an_error_of_a_rank_is_raised_and_the_next_run_works(lab: Lab):
+    slow = lab.slow_motion(data="raise:1")
+    with pytest.raises(RankError, match=r"rank 1 failed in slow_next .*told to fail"):
+        list(slow)
+    assert slow.closed and "told to fail" in slow.reason
+    slow.close()
+    assert lab.run(steps=2).wait(20).step == 2
+
+
+def test_what_the_ranks_refuse_is_raised(lab: Lab):
+    slow = lab.slow_motion(data="refuse")
+    with pytest.raises(SpecError, match="refused here"):
+        next(slow)
+    assert slow.closed
+
+
+def test_a_lost_rank_is_said_and_replaced(lab: Lab):
+    slow = lab.slow_motion()
+    next(slow)
+    os.kill(lab.cluster.pids[1], signal.SIGKILL)
+    until(lambda: bool(lab.lost))
+    with pytest.raises(RankLost, match="rank 1 is gone"):
+        next(slow)
+    with lab.slow_motion() as again:
+        assert next(again).step == 0 and lab.lost == {}
+
+
+def test_a_lab_that_closes_ends_it():
+    with Lab(1, rank_module=FAKE) as lab:
+        slow = lab.slow_motion()
+        next(slow)
+    assert slow.closed and slow.reason == "the lab was closed"
+    with pytest.raises(ClusterError, match="closed"):
+        lab.slow_motion()
+
+
+def test_a_moment_in_words(lab: Lab):
+    with lab.slow_motion(precision="bf16") as slow:
+        moment = next(m for m in slow if m.unit == "transformer.h.1" and m.phase == "compute")
+    own = sum(p.stop - p.start for p in moment.frames[1].parameters)
+    gathered = sum(p.numel for p in moment.frames[1].parameters if p.state == "unsharded")
+    assert moment.held_bytes(1) == 4 * own + 2 * gathered
+    assert moment.holds(1)["transformer.h.1.mlp.c_proj.bias"] == (0, 128)
+    assert moment.holds(0)["transformer.h.2.mlp.c_proj.bias"] == (0, 0)
+    assert moment.held_elements(0) == sum(b - a for a, b in moment.holds(0).values())
+    assert moment.caption.startswith("forward · compute transformer.h.1: ")
+    assert f"Moment 6 of step {moment.step}: forward" in repr(moment) and "root, transformer.h.1" in moment._repr_html_()
