@@ -50,9 +50,9 @@ def test_notebook_01(opened: DashboardPage, picture: Callable[[str], Path]):
     assert re.search(r"[\d.]+ MiB on the host", opened.reading("memory"))
     opened.choose("precision", "fp32")
     opened.wait_note("precision", r"applied at step \d+", 60)
-    opened.choose("sharding", "zero1")
-    opened.wait_note("sharding", "refused")
-    assert "FSDP2 always shards the gradients" in opened.refusals()
+    opened.choose("backend", "ddp")
+    opened.wait_note("backend", "refused")
+    assert "DDP keeps a whole replica" in opened.refusals()
     print(f"\n2 ranks computing: {in_words(measure(opened, more_steps=12))}")
 
     opened.notebook.hide_sidebar()
@@ -61,7 +61,7 @@ def test_notebook_01(opened: DashboardPage, picture: Callable[[str], Path]):
             opened.show(width, theme)
             assert opened.clipped() == []
             opened.photograph(picture(f"dashboard-{width}-{theme.lower()}"))
-    opened.choose("sharding", "shard_grad_op")
+    opened.choose("backend", "lab")
     opened.show(1600, "Light")
     opened.photograph(picture("dashboard"))
 

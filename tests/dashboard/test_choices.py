@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from fsdp_lab.dashboard.choices import Choices, Standing
 from fsdp_lab.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec, SpecError
 
+FSDP2 = Spec().replace(backend="fsdp2")
+
 
 def test_a_choice_that_can_be_is_wanted():
     choices = Choices(Spec())
@@ -18,9 +20,9 @@ def test_a_choice_that_can_be_is_wanted():
 
 
 def test_a_choice_that_cannot_be_is_held_with_its_reason():
-    choices = Choices(Spec())
+    choices = Choices(FSDP2)
     assert choices.choose(sharding="zero1") == {}
-    assert choices.wanted == Spec()
+    assert choices.wanted == FSDP2
     assert choices.value("sharding") == "zero1"
     assert choices.notes["sharding"].standing is Standing.REFUSED
     assert "FSDP2 always shards the gradients" in choices.notes["sharding"].text
@@ -28,7 +30,7 @@ def test_a_choice_that_cannot_be_is_held_with_its_reason():
 
 def test_a_combination_can_be_made_in_any_order():
     for order in (("backend", "sharding"), ("sharding", "backend")):
-        choices = Choices(Spec())
+        choices = Choices(FSDP2)
         values = {"backend": "ddp", "sharding": "no_shard"}
         assert choices.choose(**{order[0]: values[order[0]]}) == {}
         assert choices.choose(**{order[1]: values[order[1]]}) == values
@@ -45,7 +47,7 @@ def test_the_way_out_is_offered_and_works():
 
 
 def test_going_back_to_what_is_wanted_takes_back_a_held_choice():
-    choices = Choices(Spec())
+    choices = Choices(FSDP2)
     choices.choose(sharding="zero1")
     assert choices.choose(sharding="full_shard") == {}
     assert choices.held == {}
@@ -53,7 +55,7 @@ def test_going_back_to_what_is_wanted_takes_back_a_held_choice():
 
 
 def test_an_unrelated_choice_passes_a_held_one():
-    choices = Choices(Spec())
+    choices = Choices(FSDP2)
     choices.choose(sharding="zero1")
     assert choices.choose(micro_batch=8) == {"micro_batch": 8}
     assert choices.held == {"sharding": "zero1"}

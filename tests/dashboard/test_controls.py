@@ -91,6 +91,7 @@ def test_a_toggle_is_pending_then_applied_at_its_step(desk):
 
 
 def test_a_refused_combination_is_explained_and_not_sent(desk):
+    desk.choose("backend", "fsdp2")
     desk.controls.start()
     desk.choose("sharding", "zero1")
     assert desk.note("sharding") == "refused, see below"

@@ -87,7 +87,7 @@ def test_a_run_that_ended_shows_its_last_step(show):
 
 
 def test_the_headline_says_what_is_trained(show):
-    assert show.live._scene.captions()[""]["reading"] == "gpt2-10m · fsdp2 full_shard fp32 · 2 ranks"
+    assert show.live._scene.captions()[""]["reading"] == "gpt2-10m · lab full_shard fp32 · 2 ranks"
 
 
 @pytest.mark.parametrize(

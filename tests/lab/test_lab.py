@@ -110,7 +110,7 @@ def test_what_the_ranks_refuse_leaves_the_run_as_it_was(lab: Lab):
 def test_what_cannot_be_is_refused_before_anything_is_sent(lab: Lab):
     run = going(lab)
     with pytest.raises(SpecError, match="strategy.sharding"):
-        run.apply(sharding="zero1")
+        run.apply(backend="fsdp1", sharding="zero1")
     with pytest.raises(SpecError, match=r"world_size: a run keeps its 2 ranks.*lab.run"):
         run.apply(world_size=3)
     with pytest.raises(SpecError, match="steps"):
