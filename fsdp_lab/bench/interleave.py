@@ -18,6 +18,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab.backends import Backend, build, fill
+from fsdp_lab.backends.base import state_slots
 from fsdp_lab.bench.forms import FORMS, Form
 from fsdp_lab.bench.plan import Plan
 from fsdp_lab.engine import blocks
@@ -37,9 +38,11 @@ class Standing:
     seconds: list[float] = field(default_factory=list)
     loss: Tensor = field(default_factory=lambda: torch.zeros(()))  # of the newest step
     squared_norm: float = 0.0  # this rank's share of the first step's squared gradient norm
+    peak_bytes: int = 0  # of this form alone, on a GPU; 0 on a CPU, where no allocator counts
 
     def said(self) -> dict[str, Any]:
-        return {"seconds": self.seconds, "loss": float(self.loss), "squared_norm": self.squared_norm}
+        loss = float(self.loss)
+        return {"seconds": self.seconds, "loss": loss, "squared_norm": self.squared_norm, "peak_bytes": self.peak_bytes}
 
 
 def interleave(plan: Plan, seat: Seat, world: Wire, tell: Callable[[int], None]) -> dict[str, dict[str, Any]]:
@@ -54,6 +57,7 @@ def interleave(plan: Plan, seat: Seat, world: Wire, tell: Callable[[int], None])
             seconds = _step(standing, batch, seat.device, world, first=i == 0)
             if i >= plan.warmup:
                 standing.seconds.append(seconds)
+                standing.peak_bytes = max(standing.peak_bytes, _peak(standing.backend, seat.device))
         tell(i + 1)
     return {standing.form.name: standing.said() for standing in forms}
 
@@ -105,6 +109,8 @@ def _step(standing: Standing, batch: Batch, device: torch.device, world: Wire, *
     world.hub.reduction = Reduction(standing.form.reduction)
     world.control(torch.zeros(1, dtype=torch.float64))  # a barrier
     _synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     begun_s = time.perf_counter()
     with backend.micro_batch(communicate=True):
         loss = backend.loss(batch)
@@ -118,6 +124,17 @@ def _step(standing: Standing, batch: Batch, device: torch.device, world: Wire, *
     standing.loss = loss.detach()
     world.hub.read_clocks()
     return seconds
+
+
+def _peak(backend: Backend, device: torch.device) -> int:
+    """What the last step allocated beyond what stood before it, and of that the form's own part: other forms stand there
+    too. Nothing is left of the step now, so what stands is the same as before it."""
+    if device.type != "cuda":
+        return 0
+    slots = [state_slots(backend.optimizer, p) for p in backend.pieces()]
+    own = sum(p.local.nbytes for p in backend.pieces()) + sum(t.nbytes for s in slots for t in s.values())
+    others = torch.cuda.memory_allocated(device) - own - backend.standing_bytes()
+    return torch.cuda.max_memory_allocated(device) - others
 
 
 def _synchronize(device: torch.device) -> None:

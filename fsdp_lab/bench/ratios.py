@@ -36,6 +36,7 @@ class Measured:
     seconds: Mapping[str, Sequence[float]]  # of the slowest rank
     losses: Mapping[str, Sequence[float]]  # of the last step, by rank
     gradient_norms: Mapping[str, float]  # of the first step, over all ranks
+    peak_bytes: Mapping[str, int]  # of the rank that allocated most; 0 on CPUs
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[Mapping[str, Any]]) -> Measured:
@@ -44,6 +45,7 @@ class Measured:
         return cls(
             seconds={f: [max(step) for step in zip(*(r[f]["seconds"] for r in ranks), strict=True)] for f in forms},
             losses={f: [r[f]["loss"] for r in ranks] for f in forms},
+            peak_bytes={f: max(r[f]["peak_bytes"] for r in ranks) for f in forms},
             gradient_norms={f: math.sqrt(sum(r[f]["squared_norm"] for r in ranks)) for f in forms},
         )
 
@@ -72,6 +74,13 @@ class Measured:
         return {f"{LAB}/{peer}": self.ratio(LAB, form) for peer, form in self.fastest.items() if lab}
 
     @property
+    def memory_ratios(self) -> dict[str, float]:
+        """Of peak allocated memory, of the lab over the form of each peer that is fastest; none on CPUs."""
+        if not self.peak_bytes.get(LAB):
+            return {}
+        return {f"{LAB}/{peer}": self.peak_bytes[LAB] / self.peak_bytes[form] for peer, form in self.fastest.items()}
+
+    @property
     def control(self) -> dict[str, Spread]:
         """Of the lab over a second instance of itself: what a ratio is when nothing differs."""
         both = LAB in self.seconds and CONTROL in self.seconds
@@ -97,4 +106,6 @@ class Measured:
             "environment": dict(environment),
             "step_time_s": {form: asdict(self.step_time(form)) for form in self.seconds},
             "fastest": self.fastest,
+            "peak_bytes": dict(self.peak_bytes),
+            "memory_ratios": self.memory_ratios,
         }

@@ -104,16 +104,17 @@ def test_a_spread_is_a_median_and_two_deciles() -> None:
 def measured(**seconds: list[float]) -> Measured:
     named_seconds = {form.replace("_", "-"): s for form, s in seconds.items()}
     losses = {form: [5.0, 6.0] for form in named_seconds}
-    return Measured(seconds=named_seconds, losses=losses, gradient_norms=dict.fromkeys(named_seconds, 1.0))
+    return Measured(seconds=named_seconds, losses=losses, gradient_norms=dict.fromkeys(named_seconds, 1.0), peak_bytes={})
 
 
 def test_a_step_is_as_long_as_its_slowest_rank() -> None:
     ranks = [
-        {"lab": {"seconds": [1.0, 4.0], "loss": 5.0, "squared_norm": 9.0}},
-        {"lab": {"seconds": [2.0, 3.0], "loss": 6.0, "squared_norm": 16.0}},
+        {"lab": {"seconds": [1.0, 4.0], "loss": 5.0, "squared_norm": 9.0, "peak_bytes": 3}},
+        {"lab": {"seconds": [2.0, 3.0], "loss": 6.0, "squared_norm": 16.0, "peak_bytes": 4}},
     ]
     found = Measured.of_ranks(ranks)
-    assert found == Measured(seconds={"lab": [2.0, 4.0]}, losses={"lab": [5.0, 6.0]}, gradient_norms={"lab": 5.0})
+    assert found.seconds == {"lab": [2.0, 4.0]} and found.losses == {"lab": [5.0, 6.0]}
+    assert found.gradient_norms == {"lab": 5.0} and found.peak_bytes == {"lab": 4}
 
 
 def test_ratios_are_of_the_same_round_and_against_the_fastest_form() -> None:
@@ -133,6 +134,15 @@ def test_ratios_are_of_the_same_round_and_against_the_fastest_form() -> None:
     assert all(form in lines for form in found.seconds) and "the fastest form of the peer is fsdp2-wire" in lines
 
 
+def test_memory_is_compared_where_it_was_counted() -> None:
+    found = measured(lab=[1.0], fsdp2_raw=[2.0], ddp_raw=[3.0])
+    assert found.memory_ratios == {}
+    peaks = {"lab": 30, "fsdp2-raw": 40, "ddp-raw": 60}
+    on_gpu = Measured(seconds=found.seconds, losses=found.losses, gradient_norms=found.gradient_norms, peak_bytes=peaks)
+    assert on_gpu.memory_ratios == {"lab/fsdp2": 0.75, "lab/ddp": 0.5}
+    assert "lab/fsdp2, peak allocated memory: 0.750" in list(report(on_gpu))
+
+
 def test_without_the_lab_there_are_times_and_no_ratios() -> None:
     found = measured(fsdp2_raw=[2.0], ddp_raw=[1.0])
     assert found.ratios == found.control == {}
@@ -144,11 +154,13 @@ def test_a_form_that_trains_something_else_fails_the_run(other: float) -> None:
     found = measured(lab=[1.0], fsdp2_raw=[1.0])
     check_same_work(found, "fp32")
     apart = Measured(
-        seconds=found.seconds, losses={**found.losses, "lab": [5.0, other]}, gradient_norms=found.gradient_norms
+        seconds=found.seconds, losses={**found.losses, "lab": [5.0, other]}, gradient_norms=found.gradient_norms,
+        peak_bytes={},
     )
     with pytest.raises(Failed, match="lab did other work than fsdp2-raw"):
         check_same_work(apart, "fp32")
-    scaled = Measured(seconds=found.seconds, losses=found.losses, gradient_norms={"lab": 2.0, "fsdp2-raw": 1.0})
+    norms = {"lab": 2.0, "fsdp2-raw": 1.0}
+    scaled = Measured(seconds=found.seconds, losses=found.losses, gradient_norms=norms, peak_bytes={})
     with pytest.raises(Failed, match="lab did other work"):
         check_same_work(scaled, "bf16")
 
@@ -161,7 +173,7 @@ def test_step_measures_every_form_and_writes_what_it_prints(tmp_path: Path, caps
     file = tmp_path / "step.json"
     assert main(["bench", "step", *TINY, "--steps", "2", "--warmup", "1", "--json", str(file)]) == 0
     printed, written = capsys.readouterr().out, json.loads(file.read_text())
-    assert list(written) == ["ratios", "control", "environment", "step_time_s", "fastest"]
+    assert list(written) == ["ratios", "control", "environment", "step_time_s", "fastest", "peak_bytes", "memory_ratios"]
     assert set(written["ratios"]) == {"lab/fsdp2", "lab/ddp"} and set(written["control"]) == {"lab/lab"}
     assert set(written["step_time_s"]) == set(FORMS) and all(form in printed for form in FORMS)
     assert all(time_s["n"] == 2 and 0 < time_s["p10"] <= time_s["p90"] for time_s in written["step_time_s"].values())

@@ -122,6 +122,8 @@ def report(measured: Measured) -> Iterator[str]:
     yield repr(Table(columns=columns, rows=tuple(rows), left=frozenset({"form"})))
     for name, spread in measured.ratios.items():
         yield f"{name}: {words(spread)}; the fastest form of the peer is {measured.fastest[name.partition('/')[2]]}"
+    for name, memory in measured.memory_ratios.items():
+        yield f"{name}, peak allocated memory: {memory:.3f}"
     for name, spread in measured.control.items():
         yield f"control {name}: {words(spread)}; {CONTROL} does the same as {LAB}"
     difference, form = measured.difference()
