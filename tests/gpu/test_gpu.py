@@ -21,7 +21,8 @@ pytestmark = [
 SMALL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 384, "n_positions": 64}
 EACH = [{}, {"forward_prefetch": 1, "backward_prefetch": 2}, {"sharding": "shard_grad_op"}, {"sharding": "zero1"},
         {"offload": "optimizer"}, {"offload": "all"}, {"recompute": "full"}, {"sharding": "no_shard"},
-        {"backend": "fsdp2"}, {"backend": "fsdp2", "offload": "all"}, {"backend": "fsdp1"}, {"backend": "fsdp1", "offload": "all"},
+        {"backend": "fsdp2"}, {"backend": "fsdp2", "offload": "all"}, {"backend": "fsdp1"},
+        {"backend": "fsdp1", "offload": "all"},
         {"backend": "ddp", "sharding": "no_shard"}]  # fmt: skip
 
 
