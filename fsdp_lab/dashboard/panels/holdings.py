@@ -32,7 +32,7 @@ SPLIT = 0.0012  # between parameters
 
 BAR = (-0.42, 0.17)  # top and bottom of a parameter's bar, in ranks from its row
 STRIP = (0.24, 0.40)  # of the strip of its gradient
-EMPTY, LIGHT, MOVING = 0.18, 0.34, 0.16  # opacities: not held, gathered, on its way
+EMPTY, LIGHT, MOVING = 0.18, 0.48, 0.16  # opacities: not held, gathered, on its way
 NOBODYS = "#808890"  # visible on both themes, and no rank's
 
 
