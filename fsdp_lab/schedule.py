@@ -9,7 +9,8 @@ end. At each call there are four points: before and after its forward, before an
 Note: what stays gathered. With resharding after forward (arXiv 2304.11277, section 3.2.1) every unit is freed when its
 forward is over, and gathered again for its backward. But what the backward asks for first, the root, the unit it begins with
 and those prefetched beside it, would be freed only to be gathered at once: these stay. They are never more than the
-limiter allows at that moment anyway, so the peak of memory is the same and the gathers are fewer.
+limiter allows at that moment anyway, so the peak of memory is the same and the gathers are fewer. A unit that is called
+more than once stays from its last call on; before that it would stand beside whatever comes between.
 """
 
 from __future__ import annotations
@@ -94,6 +95,10 @@ class Rules:
             offload=strategy.offload,
         )
 
+    def depth(self, direction: Direction) -> int:
+        """How many units are gathered ahead of the one that computes."""
+        return self.forward_prefetch if direction is Direction.FORWARD else self.backward_prefetch
+
     def has_room(self, alive: int) -> bool:
         """Whether one more unit may be gathered ahead of its turn."""
         return self.limit == 0 or alive < self.limit + 1
@@ -127,8 +132,8 @@ class Schedule:
     @cached_property
     def walk(self) -> tuple[Point, ...]:
         """Every point, in the order of time."""
-        forward = list(self._points(Direction.FORWARD, 0, reverse=False)) if self.calls else []
-        backward = list(self._points(Direction.BACKWARD, 0, reverse=True)) if self.calls and self.backward else []
+        forward = self._points(Direction.FORWARD, reverse=False) if self.calls else ()
+        backward = self._points(Direction.BACKWARD, reverse=True) if self.calls and self.backward else ()
         return (*forward, *backward)
 
     @cached_property
@@ -147,15 +152,25 @@ class Schedule:
         before = [p for p in self.walk if p.moment is Moment.BEFORE]
         return {way: tuple(p.call for p in before if p.direction is way) for way in ways}
 
+    @cached_property
+    def begun(self) -> dict[Point, int]:
+        """How many calls have begun at a point, its own included: where it stands in the `order` of its direction."""
+        counts, found = {Direction.FORWARD: 0, Direction.BACKWARD: 0}, {}
+        for point in self.walk:
+            counts[point.direction] += point.moment is Moment.BEFORE
+            found[point] = counts[point.direction]
+        return found
+
     def following(self, point: Point, depth: int) -> tuple[int, ...]:
-        """The next `depth` different units after a call's, in the order of its direction."""
-        order = self.order[point.direction]
-        own, found = self.calls[point.call].unit, dict[int, None]()
-        for k in order[order.index(point.call) + 1 :]:
+        """The units of the calls that are still to begin in a point's direction, each once, `depth` at most; before a
+        call without its own."""
+        order, found = self.order[point.direction], dict[int, None]()
+        own = self.calls[point.call].unit if point.moment is Moment.BEFORE else None
+        for i in range(self.begun[point], len(order)):
             if len(found) == depth:
                 break
-            if self.calls[k].unit != own:
-                found[self.calls[k].unit] = None
+            if self.calls[order[i]].unit != own:
+                found[self.calls[order[i]].unit] = None
         return tuple(found)
 
     @cached_property
@@ -176,19 +191,19 @@ class Schedule:
 
     def ahead(self, point: Point, alive: set[int]) -> tuple[int, ...]:
         """The units to prefetch at a point, as far as the limiter allows."""
-        forward = point.direction is Direction.FORWARD
-        depth = self.rules.forward_prefetch if forward else self.rules.backward_prefetch
         chosen: list[int] = []
-        for unit in self.following(point, depth):
+        for unit in self.following(point, self.rules.depth(point.direction)):
             if unit not in alive and self.rules.has_room(len(alive) + len(chosen)):
                 chosen.append(unit)
         return tuple(chosen)
 
-    def _points(self, direction: Direction, call: int, *, reverse: bool) -> Iterator[Point]:
-        yield Point(direction, call, Moment.BEFORE)
-        for child in self.children[call][:: -1 if reverse else 1]:
-            yield from self._points(direction, child, reverse=reverse)
-        yield Point(direction, call, Moment.AFTER)
+    def _points(self, direction: Direction, *, reverse: bool) -> Iterator[Point]:
+        to_come = [0]  # a call, or ~call for its end; the next one last
+        while to_come:
+            k = to_come.pop()
+            yield Point(direction, max(k, ~k), Moment.BEFORE if k >= 0 else Moment.AFTER)
+            if k >= 0:
+                to_come += (~k, *self.children[k][:: 1 if reverse else -1])
 
 
 class _Writer:
@@ -201,6 +216,10 @@ class _Writer:
         self._computed: int | None = None  # the last computation
         self._gathered: dict[int, int] = {}  # the unit's last unshard, reduce: their actions
         self._reduced: dict[int, int] = {}
+        self._first: dict[int, int] = {}  # the unit's first call, and its last
+        self._last = {call.unit: k for k, call in enumerate(schedule.calls)}
+        for k, call in enumerate(schedule.calls):
+            self._first.setdefault(call.unit, k)
 
     def write(self) -> list[Action]:
         for point in self._schedule.walk:
@@ -233,25 +252,35 @@ class _Writer:
             if not self._rules.prefetch_before:
                 for other in self._schedule.ahead(point, self._alive):
                     self._unshard(other, point, ahead=True)
-            if self._is_first_call(point.call):
+            if not self._comes_again(unit, point):
                 self._reduce(unit, point)
 
     def _is_freed(self, unit: int, point: Point) -> bool:
-        forward = point.direction is Direction.FORWARD
-        if forward and unit in self._schedule.kept:
+        if self._is_inside_itself(point.call) or self._is_next(unit, point):
             return False
-        depth = self._rules.forward_prefetch if forward else self._rules.backward_prefetch
-        return unit not in self._next_units(point, depth)
+        comes_again = self._comes_again(unit, point)
+        if comes_again and not self._rules.reshard_after_forward:
+            return False
+        if point.direction is Direction.FORWARD and not comes_again and unit in self._schedule.kept:
+            return False
+        return unit not in self._schedule.ahead(point, self._alive - {unit})  # it would be gathered again at once
 
-    def _next_units(self, point: Point, depth: int) -> set[int]:
-        """Those of the next calls, this unit's own too."""
-        order = self._schedule.order[point.direction]
-        at = order.index(point.call) + 1
-        return {self._schedule.calls[k].unit for k in order[at : at + depth]}
+    def _comes_again(self, unit: int, point: Point) -> bool:
+        """Whether a call of the unit is still to begin in this direction."""
+        if point.direction is Direction.FORWARD:
+            return self._last[unit] >= self._schedule.begun[point]
+        return self._first[unit] != point.call
 
-    def _is_first_call(self, call: int) -> bool:
-        unit = self._schedule.calls[call].unit
-        return all(c.unit != unit for c in self._schedule.calls[:call])
+    def _is_next(self, unit: int, point: Point) -> bool:
+        """Whether the next call to begin is the unit's own, of itself again or of another of its modules."""
+        order, i = self._schedule.order[point.direction], self._schedule.begun[point]
+        return i < len(order) and self._schedule.calls[order[i]].unit == unit
+
+    def _is_inside_itself(self, call: int) -> bool:
+        unit, at = self._schedule.calls[call].unit, self._schedule.calls[call].parent
+        while at is not None and self._schedule.calls[at].unit != unit:
+            at = self._schedule.calls[at].parent
+        return at is not None
 
     def _unshard(self, unit: int, point: Point, *, ahead: bool) -> None:
         waits = self._after_computing()

@@ -68,6 +68,8 @@ class Pool:
     def __init__(self, size: int) -> None:
         from fsdp_lab.rank.rendezvous import host_store
 
+        # torch's store asks the name server who each client is; where one does not answer that would cost 5 s now and then
+        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         self._store = host_store()
         self._runs = 0
         self._workers = []

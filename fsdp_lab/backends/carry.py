@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 
 from fsdp_lab.backends.base import Backend, Piece, seed_state, state_slots, steps_taken
@@ -40,9 +40,18 @@ def carry(old: Backend, new: Backend) -> None:
         piece = targets[name]
         into = piece.local if slot == PARAM else state_slots(new.optimizer, piece)[slot]
         into.copy_(whole[piece.start : piece.stop])
-    kept = dict(old.module.named_buffers())
-    for (_, source), (_, target) in zip(sorted(kept.items()), sorted(new.module.named_buffers()), strict=True):
+    for (_, source), (_, target) in zip(_lasting(old.module), _lasting(new.module), strict=True):
         target.copy_(source)
+
+
+def _lasting(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers that are state, such as BatchNorm's statistics; wrappers change their names, but not their order.
+
+    Those that a model does not save, such as rotary frequencies, are constants: the new model has them already, and the
+    old one perhaps in a lower precision.
+    """
+    found = ((f"{path}.{name}", m, name, b) for path, m in module.named_modules() for name, b in m._buffers.items())
+    return sorted((where, b) for where, m, name, b in found if b is not None and name not in m._non_persistent_buffers_set)
 
 
 def _slots(backend: Backend) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,7 +15,7 @@ from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Piece, TorchBackend
 from fsdp_lab.backends.wrapping import prepare
 from fsdp_lab.engine import units
-from fsdp_lab.spec import Spec, Strategy
+from fsdp_lab.spec import Precision, Spec, Strategy
 
 
 class FSDP2(TorchBackend):
@@ -52,21 +53,24 @@ def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
     inside = units(model, strategy.wrap)
     outer = prepare(model, strategy)
     groups = [[outer(m) for m in group] for group in inside]
-    dtypes = strategy.dtypes
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if dtypes.param == "fp32" else DTYPES[dtypes.param],
-        reduce_dtype=DTYPES[dtypes.reduce],
-        output_dtype=None if dtypes.output is None else DTYPES[dtypes.output],
-    )
+    policy = _precision(strategy.dtypes)
     on_gpu = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if strategy.offload == "all" else OffloadPolicy()
     reshard: bool | int = strategy.reshard_size or strategy.sharding in ("full_shard", "hybrid_shard")
     options = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload, "reshard_after_forward": reshard}
     for group in groups:
         fully_shard(group if len(group) > 1 else group[0], **options)  # type: ignore[call-overload]
-    fully_shard(model, **{**options, "reshard_after_forward": False})  # type: ignore[call-overload]
+    output = None if strategy.dtypes.output is None else DTYPES[strategy.dtypes.output]
+    whole = {**options, "reshard_after_forward": False, "mp_policy": dataclasses.replace(policy, output_dtype=output)}
+    fully_shard(model, **whole)  # type: ignore[call-overload]
     _order_prefetch([g[0] for g in groups], model, strategy)
     return model
+
+
+def _precision(dtypes: Precision) -> MixedPrecisionPolicy:
+    """Of a unit below the root: `output` is what the root alone returns."""
+    param = None if dtypes.param == "fp32" else DTYPES[dtypes.param]
+    return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=DTYPES[dtypes.reduce])
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:

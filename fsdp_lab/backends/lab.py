@@ -30,6 +30,12 @@ class Lab(TorchBackend):
         if spec.strategy.dtypes.keep_low_precision_gradients:  # torch's optimizers want them in the dtype of the shards
             self.optimizer.register_step_pre_hook(lambda *_: engine.raise_gradients(skeleton))
 
+    def gradient(self, piece: Piece) -> Tensor | None:
+        p = piece.param
+        if p is not None and p.grad is not None and p.grad.dtype != p.dtype:
+            engine.raise_gradients(self.module)  # clipped, or divided by a loss scale, in a lower precision they would vanish
+        return super().gradient(piece)
+
     def standing_bytes(self) -> int:
         """What offload of the optimizer leaves on the device, and what ZeRO-1 keeps gathered."""
         flats = [flat for unit in engine.units_of(self.module) for flat in unit.flats]

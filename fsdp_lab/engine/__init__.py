@@ -10,9 +10,11 @@
 Read in this order: `fsdp_lab/schedule.py` (what is issued when, as data), layout.py (where a parameter lies), flat.py (the
 buffer), collectives.py (streams and lifetimes), reduction.py, unit.py (its states), runtime.py (a step), hooks.py
 (autograd), fully_shard.py (the entry and its contract). Beside them: grid.py and policy.py (mesh and strategy in these
-terms), wrapping.py, ties.py, initialise.py, state.py, norms.py, scaler.py, slow_motion.py, tensors.py, errors.py.
+terms), wrapping.py, ties.py, initialise.py, state.py, norms.py, scaler.py, optimizers.py, slow_motion.py, account.py,
+tensors.py, errors.py.
 """
 
+from fsdp_lab.engine.account import Account, account
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.fully_shard import (
     free,
@@ -43,12 +45,14 @@ from fsdp_lab.engine.state import (
 from fsdp_lab.engine.wrapping import blocks, shard_model, units
 
 __all__ = [
+    "Account",
     "Holding",
     "Scaler",
     "Shard",
     "ShardError",
     "SlowMotion",
     "Stop",
+    "account",
     "blocks",
     "broadcast_full_state",
     "build_mesh",

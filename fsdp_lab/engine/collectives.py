@@ -56,7 +56,7 @@ class Pending:
     def __init__(
         self, lane: Lane, work: dist.Work | None, keeps: tuple[Tensor, ...] = (), then: Callable[[], None] | None = None
     ) -> None:
-        self._work, self._then, self._keeps, self._event = work, then, keeps, None
+        self._work, self._then, self.keeps, self._event = work, then, keeps, None
         if lane.stream is not None:
             self._finish()
             self._event = lane.stream.record_event()
@@ -69,7 +69,7 @@ class Pending:
             torch.cuda.current_stream().wait_event(self._event)
         else:
             self._finish()
-        self._keeps = ()
+        self.keeps = ()
 
     def _finish(self) -> None:
         work, self._work = self._work, None

@@ -44,6 +44,14 @@ class OriginalParameter(nn.Parameter):
         made.flat, made.number = flat, number
         return made
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Not to be pickled, nor copied: most of it lies on other ranks."""
+        raise ShardError(f"{self.flat.names[self.number]} is sharded, so its module cannot be copied or pickled; copy it "
+                         "before fully_shard, or take the values from full_state(model)")  # fmt: skip
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__reduce_ex__(None)
+
     @property
     def slot(self) -> Slot:
         return self.flat.layout.slots[self.number]
@@ -71,8 +79,9 @@ class FlatBuffer:
         norm: bool,
     ) -> None:
         own = values[0].dtype
-        self.grid, self.policy, self.names, self.uses = grid, policy, tuple(names), tuple(map(tuple, uses))
+        self.grid, self.policy, self.names, self.uses = grid, policy, list(names), tuple(map(tuple, uses))
         self.originals, self._norm = tuple(values), norm  # what the modules held before
+        self.has_values = [not v.is_meta and not _is_absent(v) for v in values]
         self.trainable = values[0].requires_grad
         self.dtype = policy.gathered(own, norm=norm)
         self.layout = Layout.of([tuple(v.shape) for v in values], groups, grid.factor, self.dtype.itemsize)
@@ -87,7 +96,7 @@ class FlatBuffer:
         self.regions = self._make_regions() if self.trainable else {}
         self.gradient: Tensor | None = None  # [F * n], while gradients arrive
         self._arrived: set[int] = set()
-        self._near: Tensor | None = None  # [n] on the device, in the gathered dtype: offload "optimizer"
+        self._near = self._make_near()  # [n] on the device, in the gathered dtype
         self._few: Tensor | None = None  # what a smaller group keeps after the forward
         if not self.is_view_of_master:
             self._free()
@@ -105,14 +114,21 @@ class FlatBuffer:
             return self.master.detach()
         return torch.empty(self.layout.numel, dtype=self.dtype, device=self.grid.device)
 
+    def _make_near(self) -> Tensor | None:
+        if self.policy.offload != "optimizer" or self.is_view_of_master:
+            return None
+        return torch.empty_like(self.master, dtype=self.dtype, device=self.grid.device)
+
     def _replace(self, values: Sequence[nn.Parameter]) -> list[OriginalParameter]:
         made = []
         for i, value in enumerate(values):
             slot = self.layout.slots[i]
-            if not value.is_meta:
+            if self.has_values[i]:
                 start, stop = self.layout.own(slot, self.grid.rank)
                 self.own_part(i).copy_(value.detach().reshape(-1)[start:stop])
                 value.data = _absent(value.dtype, value.device).expand(value.shape)  # its storage is of no use any more
+            else:
+                self.own_part(i).fill_(_absent(value.dtype, self.master.device))  # until it is loaded
             data = self._views[i] if self.is_view_of_master else self._nothing[i]
             made.append(OriginalParameter.stand_in(value, data.data, self, i))
             for module, attribute in self.uses[i]:
@@ -138,11 +154,12 @@ class FlatBuffer:
     # -- parameters: gather and free --------------------------------------------------------------------------------
 
     def fetch(self) -> None:
-        """At the beginning of a forward: bring what the optimizer changed on the host near (offload "optimizer")."""
-        if self.policy.offload == "optimizer":
-            if self._near is None:
-                self._near = torch.empty_like(self.master, dtype=self.dtype, device=self.grid.device)
-            self._near.copy_(self.master, non_blocking=True)
+        """Under offload: copy the shard from the host to the device, in the gathered dtype."""
+        if self.is_view_of_master:
+            return
+        if self._near is None:
+            self._near = torch.empty_like(self.master, dtype=self.dtype, device=self.grid.device)
+        self._near.copy_(self.master, non_blocking=True)
 
     def gather(self, lane: Lane) -> Pending:
         """Issue what brings the whole buffer here. To be called inside `lane.entered()`."""
@@ -154,8 +171,9 @@ class FlatBuffer:
             kept, self._few = self._few, None
             assert self.grid.few is not None
             return Pending(lane, all_gather(self.full, kept, self.grid.few), keeps=(kept,))
-        sent = self._near if self._near is not None else self.master.detach()
-        sent = sent.to(device=self.grid.device, dtype=self.dtype, non_blocking=True)
+        sent = self.master.detach().to(self.dtype) if self._near is None else self._near
+        if self.policy.offload == "all":
+            self._near = None  # `sent` keeps it as long as it is needed
         if self.grid.shards is None:
             self.full.data.copy_(sent)
             return Pending(lane, None)
@@ -168,11 +186,12 @@ class FlatBuffer:
             p.data = self._views[i]
 
     def hide(self) -> None:
-        """Point them at nothing, and free the gathered buffer."""
+        """Point them at nothing, and free the gathered buffer. Data of a stranger stays, for `show` to find."""
         if self.is_view_of_master:
             return
         for i, p in enumerate(self.parameters):
-            p.data = self._nothing[i]
+            if p.data_ptr() == self._views[i].data_ptr():
+                p.data = self._nothing[i]
         if not self.policy.whole_parameters:
             self._free()
 
@@ -186,20 +205,32 @@ class FlatBuffer:
         self._few = None
 
     def write_back(self) -> None:
-        """Take over into the shard what was written into gathered parameters, element by element where it differs."""
+        """Take over into the shard what was written into gathered parameters, element by element where bits differ."""
+        for p, view in zip(self.parameters, self._views, strict=True):
+            if p.data_ptr() != view.data_ptr() and p.shape == view.shape:
+                view.copy_(p.data)  # it was given other data
+                p.data = view
         start, stop = self.layout.shard(self.grid.rank)
         now = self.full[start:stop].to(self.master.device)
-        if not self.is_view_of_master:
-            changed = now != self.master.to(self.dtype)
+        if self.dtype != self.master.dtype:
+            changed = _bits(now) != _bits(self.master.to(self.dtype))
             self.master.copy_(torch.where(changed, now.to(self.master.dtype), self.master))
+        elif not self.is_view_of_master:
+            self.master.copy_(now)
         self._versions = [p._version for p in self.parameters]
 
     def _check(self, i: int, p: OriginalParameter) -> None:
         """A parameter must be the one that we made, and untouched."""
-        replaced = any(module._parameters.get(attribute) is not p for module, attribute in self.uses[i])
-        if replaced or p._version != self._versions[i]:
-            what = "was replaced by another one" if replaced else "was written to"
-            raise ShardError(f"{self.names[i]} {what} after it was sharded; write to it inside `with unshard(model):`")
+        what = ""
+        if any(module._parameters.get(attribute) is not p for module, attribute in self.uses[i]):
+            what = "was replaced by another one"
+        elif p.data_ptr() not in (self._nothing[i].data_ptr(), self._views[i].data_ptr()):
+            what = "was given other data, by .data or by the module's .to(), .half() or the like,"
+        elif p._version != self._versions[i]:
+            what = "was written to"
+        if what:
+            raise ShardError(f"{self.names[i]} {what} after it was sharded; write to it inside `with unshard(model):`, and "
+                             "give dtypes by the strategy")  # fmt: skip
 
     def _free(self) -> None:
         self.full.untyped_storage().resize_(0)
@@ -228,7 +259,7 @@ class FlatBuffer:
         for i in sorted(range(len(self.layout.slots)), key=lambda i: self.layout.slots[i].offset):
             slot = self.layout.slots[i]
             gradient[end : slot.offset].zero_()
-            end = slot.stop
+            end = max(end, slot.stop)  # one without elements may begin where another does
             if i not in self._arrived:
                 gradient[slot.offset : slot.stop].zero_()
         gradient[end:].zero_()
@@ -279,12 +310,30 @@ class FlatBuffer:
         near = 0 if self._near is None else self._near.nbytes
         return near + (self.full.nbytes if self.is_gathered else 0)
 
+    def copies(self) -> list[Tensor]:
+        """Parts of the gathered buffer that are kept beside it."""
+        return [t for t in (self._near, self._few) if t is not None]
+
     def held(self) -> list[Tensor]:
         """All tensors with storage of its own."""
         regions: list[Any] = [r.grad for r in self.regions.values()]
         return [t for t in (self.master, self.full, self.gradient, self._near, self._few, *regions) if t is not None]
 
 
+def _bits(t: Tensor) -> Tensor:
+    """As whole numbers: -0.0 is not 0.0, and a NaN equals itself. For what a policy casts to: 2 or 4 bytes."""
+    return t.view(torch.int16 if t.dtype.itemsize == 2 else torch.int32)
+
+
+_MARK = 2  # where the element lies in its storage of three, by which it is known
+
+
 def _absent(dtype: torch.dtype, device: torch.device) -> Tensor:
     """One element that stands for values that are not here."""
-    return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+    value = math.nan if dtype.is_floating_point else 0
+    return torch.full((_MARK + 1,), value, dtype=dtype, device=device)[_MARK]
+
+
+def _is_absent(t: Tensor) -> bool:
+    """Whether a buffer took its values already, as of a parameter to which two units are tied."""
+    return t.storage_offset() == _MARK and t.untyped_storage().nbytes() == (_MARK + 1) * t.itemsize

@@ -14,6 +14,7 @@ from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.flat import FlatBuffer, OriginalParameter, Use
 from fsdp_lab.engine.grid import Grid, build_mesh, same_everywhere
 from fsdp_lab.engine.hooks import UnitHooks, unit_hooks
+from fsdp_lab.engine.optimizers import watch_optimizers
 from fsdp_lab.engine.policy import Policy, is_norm
 from fsdp_lab.engine.runtime import Runtime, guess_calls
 from fsdp_lab.engine.ties import find_ties, give_up, has_ties
@@ -40,7 +41,7 @@ def fully_shard(
 
     Call it on inner modules first and on the root last, as with FSDP2: each call takes the parameters that no earlier one
     took. A parameter shared by two modules belongs to the lowest module that contains both. Several modules given as a
-    list become one unit; they must be called one after the other.
+    list become one unit; it is gathered once for those that are called one after the other.
 
     What a user may rely on:
 
@@ -70,16 +71,20 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, Sequence) else [module]
     strategy = strategy if strategy is not None else Strategy(backend="lab")
-    _untie(modules)
-    taken = _take(modules, set(map(id, ignored)))
+    inside = _inside(modules)
+    tied = find_ties(modules, list(inside))
+    leave = set(map(id, ignored))
     if mesh is None:
         mesh = build_mesh(strategy, "cuda" if torch.cuda.is_available() else "cpu")
     grid, policy = Grid.of(mesh, strategy), Policy.of(strategy)
-    said = [f"{t.name} {tuple(t.value.shape)} {t.value.dtype} requires_grad={t.value.requires_grad}" for t in taken]
-    same_everywhere(grid, said, f"what is sharded as {type(modules[0]).__name__}")
-    unit = Unit(modules, _flats(taken, grid, policy, group_of), grid, policy)
+    told = [*_told(_take(modules, leave), group_of), *_told_of_ties(tied, inside)]
+    same_everywhere(grid, [*(f"{one} in {type(modules[0]).__name__}" for one in told), str(strategy)])
+    _untie(tied, inside)
+    unit = Unit(modules, _flats(_take(modules, leave), grid, policy, group_of), grid, policy)
     _place_buffers(modules, grid, policy)
-    UnitHooks(unit, _adopt)
+    hooks = UnitHooks(unit, _adopt)
+    for h in inside.values():
+        h.outer = h.outer if h.outer is not None else hooks
     for m in modules:
         m.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
         m.register_load_state_dict_pre_hook(_refuse_load)  # type: ignore[no-untyped-call]
@@ -125,16 +130,18 @@ def unshard(module: nn.Module) -> Iterator[nn.Module]:
     What was written is taken over into the shards at the end; each rank must write the same.
     """
     runtime = runtime_of(module)
-    units = units_of(module)
-    for unit in units:
-        unit.fetch()
-        unit.unshard(runtime.gathers)
-        unit.ready()
-        unit.pins += 1
+    pinned: list[Unit] = []
     try:
+        for unit in units_of(module):
+            if unit.policy.offload != "none":
+                unit.fetch(runtime.gathers)
+            unit.unshard(runtime.gathers)
+            unit.ready()
+            unit.pins += 1
+            pinned.append(unit)
         yield module
     finally:
-        for unit in units:
+        for unit in pinned:
             unit.pins -= 1
             for flat in unit.flats:
                 flat.write_back()
@@ -189,8 +196,6 @@ def _take(modules: Sequence[nn.Module], ignored: set[int]) -> list[_Taken]:
     """The parameters that no earlier call took, each once. Raises ShardError where that is not what was meant."""
     found: dict[int, _Taken] = {}
     for root in modules:
-        if unit_hooks(root) is not None:
-            raise ShardError(f"{type(root).__name__} is sharded already; call fully_shard once for each module")
         inner = {id(p) for unit in units_of(root) for flat in unit.flats for p in flat.parameters}
         for path, module in root.named_modules():
             for attribute, p in module._parameters.items():
@@ -204,11 +209,35 @@ def _take(modules: Sequence[nn.Module], ignored: set[int]) -> list[_Taken]:
     return list(found.values())
 
 
-def _untie(modules: Sequence[nn.Module]) -> None:
+def _inside(modules: Sequence[nn.Module]) -> dict[Unit, UnitHooks]:
+    """The units below. Raises ShardError where `modules` are units already, or an inner one is at work as a root."""
+    for root in modules:
+        if unit_hooks(root) is not None:
+            raise ShardError(f"{type(root).__name__} is sharded already; call fully_shard once for each module")
+    inside = {h.unit: h for root in modules for h in map(unit_hooks, root.modules()) if h is not None}
+    for unit, hooks in inside.items():
+        if hooks.runtime is not None:
+            inner, outer = type(unit.modules[0]).__name__, type(modules[0]).__name__
+            raise ShardError(f"{inner} was called before {outer}, which contains it, was sharded; shard {outer} first")
+    return inside
+
+
+def _told(taken: Sequence[_Taken], group_of: GroupOf) -> list[str]:
+    """What must be the same on all ranks. Groups go by number: their names may differ from process to process."""
+    groups = [group_of(t.name, t.value) for t in taken]
+    numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
+    of = [(t.name, t.value, numbers[group]) for t, group in zip(taken, groups, strict=True)]
+    return [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad} group={n}" for name, p, n in of]
+
+
+def _told_of_ties(tied: set[int], inside: dict[Unit, UnitHooks]) -> list[str]:
+    held = [(unit, flat, i, p) for unit in inside for flat in unit.flats for i, p in enumerate(flat.originals)]
+    return [f"{flat.names[i]} of {unit.name} tied" for unit, flat, i, p in held if id(p) in tied]
+
+
+def _untie(tied: set[int], inside: dict[Unit, UnitHooks]) -> None:
     """Take out of inner units what others use too; see ties.py."""
-    inner = {h.unit: h for root in modules for h in map(unit_hooks, root.modules()) if h is not None}
-    tied = find_ties(modules, list(inner))
-    for unit, hooks in inner.items():
+    for unit, hooks in inside.items():
         if has_ties(unit, tied):
             give_up(unit, tied)
             hooks.install()
@@ -245,7 +274,9 @@ def _place_buffers(modules: Sequence[nn.Module], grid: Grid, policy: Policy) -> 
 
 
 def _adopt(hooks: UnitHooks) -> Runtime:
-    """The first unit to be called, or asked, is the root of all units inside it."""
+    """The outermost unit around the first one to be called, or asked, is the root of all units inside it."""
+    while hooks.outer is not None:
+        hooks = hooks.outer
     root = hooks.unit.modules[0]
     inside = {h.unit: h for h in map(unit_hooks, root.modules()) if h is not None}
     units = list(inside)
@@ -256,11 +287,13 @@ def _adopt(hooks: UnitHooks) -> Runtime:
         return None if found is None else index[found.unit]
 
     runtime = Runtime(hooks.unit, units, guess_calls(root, unit_at))
+    watch_optimizers(runtime)
     names = {module: name for name, module in root.named_modules()}
     for unit, h in inside.items():
-        if h.runtime is not None:
-            raise ShardError(f"{names[unit.modules[0]]} was called before the root was sharded; shard the root first")
         h.runtime, unit.name = runtime, names[unit.modules[0]]
+    for name, p in root.named_parameters():
+        if isinstance(p, OriginalParameter):
+            p.flat.names[p.number] = name
     return runtime
 
 

@@ -74,25 +74,26 @@ def build_mesh(strategy: Strategy, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (world // factor, factor), mesh_dim_names=("replicate", "shard"))
 
 
-def same_everywhere(grid: Grid, told: list[str], what: str) -> None:
+def same_everywhere(grid: Grid, told: list[str]) -> None:
     """Compare what the ranks are about to shard; collective.
 
     Raises:
         ShardError: on every rank, naming the first entry that differs.
     """
-    for group in (grid.shards, grid.across):
-        if group is None:
-            continue
-        everybodys: list[list[str]] = [told] * group.size()
-        dist.all_gather_object(everybodys, told, group=group)
-        for rank, other in enumerate(everybodys):
-            if other != everybodys[0]:
-                pairs = zip([*everybodys[0], "nothing more"], [*other, "nothing more"], strict=False)
-                mine, theirs = next((a, b) for a, b in pairs if a != b)
-                raise ShardError(
-                    f"{what} differs between ranks: {mine} on one, {theirs} on another (rank {rank} of its group); "
-                    "build the same model on every rank before fully_shard"
-                )
+    everybodys = [told]
+    for group in (grid.shards, grid.across):  # both, whatever the first one says: no rank must wait for one that raised
+        if group is not None:
+            parts = [everybodys] * group.size()
+            dist.all_gather_object(parts, everybodys, group=group)
+            everybodys = [one for part in parts for one in part]
+    for rank, other in enumerate(everybodys):
+        if other != everybodys[0]:
+            pairs = zip([*everybodys[0], "nothing more"], [*other, "nothing more"], strict=False)
+            first, differs = next((a, b) for a, b in pairs if a != b)
+            raise ShardError(
+                f"what is sharded differs between ranks: {first} on rank 0 of the mesh, {differs} on rank {rank}; build the "
+                "same model on every rank before fully_shard"
+            )
 
 
 def _dimensions(mesh: DeviceMesh, strategy: Strategy) -> tuple[int | None, int | None]:
@@ -106,9 +107,13 @@ def _dimensions(mesh: DeviceMesh, strategy: Strategy) -> tuple[int | None, int |
         wanted = '2 dimensions, ("replicate", "shard")' if hybrid else '1 dimension, ("shard",)'
         raise SpecError("strategy.sharding", f"{strategy.sharding} needs a mesh of {wanted}, and this one has {mesh.ndim}",
                         "make it with fsdp_lab.engine.build_mesh")  # fmt: skip
-    if hybrid and strategy.shard_size not in (None, mesh.size(1)):
-        raise SpecError("strategy.shard_size", f"{strategy.shard_size} is not the mesh's {mesh.size(1)}",
-                        "make the mesh with fsdp_lab.engine.build_mesh")  # fmt: skip
+    if mesh.mesh_dim_names == ("shard", "replicate"):
+        raise SpecError("strategy.sharding", 'the mesh has its dimensions the other way round, ("shard", "replicate")',
+                        "make it with fsdp_lab.engine.build_mesh")  # fmt: skip
+    factor = 1 if dimensions[0] is None else mesh.size(dimensions[0])
+    if strategy.shard_size not in (None, factor):
+        way_out = "make the mesh with fsdp_lab.engine.build_mesh" if hybrid else "leave it empty, or choose hybrid_shard"
+        raise SpecError("strategy.shard_size", f"{strategy.shard_size} is not the {factor} ranks of a shard group", way_out)
     return dimensions
 
 

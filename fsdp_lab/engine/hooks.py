@@ -10,6 +10,8 @@ comes later all the same (a parameter used again outside) is reduced at the end 
 its `Pass`; when the graph is freed without a backward they are, and the runtime sees it by its weak reference.
 
 Under activation checkpointing a module's forward runs again inside the backward. Then it only needs its parameters.
+torch.compile is kept out of the hooks: what they do must happen at every call, so a compiled module calls them, and its
+graph begins after the first and ends before the second.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.engine.flat import FlatBuffer, OriginalParameter
+from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.flat import OriginalParameter
 from fsdp_lab.engine.policy import is_norm
 from fsdp_lab.engine.runtime import Pass, Runtime
-from fsdp_lab.engine.tensors import map_tensors, tensors_in
+from fsdp_lab.engine.tensors import hiding_in, map_tensors, tensors_in
 from fsdp_lab.engine.unit import Unit
 
 
@@ -33,21 +36,24 @@ class UnitHooks:
     def __init__(self, unit: Unit, adopt: Callable[[UnitHooks], Runtime]) -> None:
         self.unit = unit
         self.runtime: Runtime | None = None
+        self.outer: UnitHooks | None = None  # of the next module around it that was sharded
         self._adopt = adopt
-        self._call: tuple[Pass, int] | None = None  # of the forward in progress
         self._handles: list[Any] = []
         self.install()
 
     def install(self) -> None:
         """Put the hooks on; again, when the unit's buffers were made anew."""
         self.remove()
+        before, after = map(_uncompiled, (self.before_forward, self.after_forward))
+        before.unit_hooks = self
         for module in self.unit.modules:
             self._handles += [
-                module.register_forward_pre_hook(BeforeForward(self), prepend=True, with_kwargs=True),
-                module.register_forward_hook(self.after_forward),
+                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                module.register_forward_hook(after),
             ]
         for flat in self.unit.flats:
-            self._handles += _take_gradients(flat)
+            for p in flat.parameters if flat.trainable else ():
+                self._handles.append(p.register_post_accumulate_grad_hook(self._take_gradient))  # type: ignore[no-untyped-call]
         self._handles += _cast_around_norms(self.unit)
 
     def remove(self) -> None:
@@ -62,24 +68,21 @@ class UnitHooks:
         if runtime.recomputes:
             runtime.recompute(self.unit)
             return inputs[0], inputs[1]
-        if self._call is not None and self._call[0] is runtime.current and module is not self.unit.modules[0]:
-            return inputs[0], inputs[1]  # a further module of a unit that is at work
-        current, k = self._call = runtime.before_forward(self.unit)
+        current, k = runtime.before_forward(self.unit)
         if current.backward and self.unit is not runtime.root:
             inputs = self._watch_inputs(runtime, current, k, inputs)
         return inputs[0], inputs[1]
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         runtime = self.runtime
-        if runtime is None or runtime.recomputes or self._call is None or module is not self.unit.modules[-1]:
+        call = None if runtime is None or runtime.recomputes else runtime.ending(self.unit)
+        if runtime is None or call is None:
             return None
-        (current, k), self._call = self._call, None
-        if self.unit is runtime.root:
+        current, k = call
+        if k == 0:
             output = self._cast_output(output)
         if current.backward:
-            for t in tensors_in(output):
-                if t.requires_grad:
-                    t.register_hook(lambda _: runtime.before_backward(self.unit, current, k))  # type: ignore[no-untyped-call]
+            self._watch_outputs(runtime, current, k, output)
         runtime.after_forward(self.unit, current, k)
         return output
 
@@ -102,6 +105,24 @@ class UnitHooks:
             )
         return inputs
 
+    def _watch_outputs(self, runtime: Runtime, current: Pass, k: int, output: Any) -> None:
+        watched = [t for t in tensors_in(output) if t.requires_grad]
+        for t in watched:
+            t.register_hook(lambda _: runtime.before_backward(self.unit, current, k))  # type: ignore[no-untyped-call]
+        hiding = None if watched or self.unit is runtime.root else hiding_in(output)
+        if hiding is not None:
+            raise ShardError(
+                f"{self.unit.name} returned a {type(hiding).__name__}, in which tensors are not found, so that its backward "
+                "could not be seen; return tensors, or tuples, lists, dicts or dataclasses of them"
+            )
+
+    def _take_gradient(self, p: Tensor) -> None:
+        assert isinstance(p, OriginalParameter) and p.grad is not None
+        grad, p.grad = p.grad, None
+        if self.runtime is not None:
+            self.runtime.before_gradient(self.unit, p.flat.names[p.number])
+        p.flat.receive(p.number, grad)
+
     def _cast_inputs(self, inputs: Any) -> Any:
         return _cast(inputs, self.unit.policy.param)
 
@@ -109,31 +130,13 @@ class UnitHooks:
         return _cast(output, self.unit.policy.output)
 
 
-class BeforeForward:
-    """A unit's first hook, by which the unit is found."""
-
-    def __init__(self, hooks: UnitHooks) -> None:
-        self.hooks = hooks
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return self.hooks.before_forward(module, args, kwargs)
-
-
 def unit_hooks(module: nn.Module) -> UnitHooks | None:
-    """The hooks of the unit that a module was sharded as, or None."""
-    return next((h.hooks for h in module._forward_pre_hooks.values() if isinstance(h, BeforeForward)), None)
+    """The hooks of the unit that a module was sharded as, or None. Its first hook has a mark by which they are found."""
+    return next((h.unit_hooks for h in module._forward_pre_hooks.values() if hasattr(h, "unit_hooks")), None)
 
 
-def _take_gradients(flat: FlatBuffer) -> list[Any]:
-    def take(p: Tensor) -> None:
-        assert isinstance(p, OriginalParameter) and p.grad is not None
-        grad, p.grad = p.grad, None
-        flat.receive(p.number, grad)
-
-    hooks: list[Any] = []
-    for p in flat.parameters if flat.trainable else ():
-        hooks.append(p.register_post_accumulate_grad_hook(take))  # type: ignore[no-untyped-call]
-    return hooks
+def _uncompiled(function: Callable[..., Any]) -> Any:
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
 
 def _cast_around_norms(unit: Unit) -> list[Any]:

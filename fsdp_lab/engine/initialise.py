@@ -45,17 +45,21 @@ def broadcast_full_state(module: nn.Module, values: Mapping[str, Tensor] | None)
     shards = shards_of(module)
     _refuse_alike(shards, values)
     for shard in shards:
-        grid = shard.flat.grid
-        if grid.across is None or dist.get_rank(grid.across) == 0:
-            whole = torch.empty(shard.shape, dtype=shard.local.dtype, device=grid.device)
-            if values is not None:
-                whole.copy_(values[shard.name])
-            _broadcast(whole, grid.shards)
-            shard.local.copy_(whole.reshape(-1)[shard.start : shard.stop])
-        part = shard.local.to(grid.device)
+        if shard.flat.grid.across is None or dist.get_rank(shard.flat.grid.across) == 0:
+            _fill(shard, None if values is None else values[shard.name])
+        part = shard.local.to(shard.flat.grid.device)
         if part.numel():
-            _broadcast(part, grid.across)
+            _broadcast(part, shard.flat.grid.across)
             shard.local.copy_(part)
+
+
+def _fill(shard: Shard, value: Tensor | None) -> None:
+    """In one group of shards. A function, so that one whole parameter is let go of before the next one is made."""
+    whole = torch.empty(shard.shape, dtype=shard.local.dtype, device=shard.flat.grid.device)
+    if value is not None:
+        whole.copy_(value)
+    _broadcast(whole, shard.flat.grid.shards)
+    shard.local.copy_(whole.reshape(-1)[shard.start : shard.stop])
 
 
 def _refuse_alike(shards: list[Shard], values: Mapping[str, Tensor] | None) -> None:

@@ -66,6 +66,11 @@ class Layout:
         """Elements of the whole buffer that no parameter covers."""
         return self.numel - sum(slot.numel for slot in self.slots)
 
+    def covered(self, bounds: Range) -> int:
+        """Elements of a range of the buffer that are parameters', not padding."""
+        overlaps = (_common(bounds, (slot.offset, slot.stop)) for slot in self.slots)
+        return sum(max(0, stop - start) for start, stop in overlaps)
+
     def shard(self, rank: int) -> Range:
         """The buffer's range that a rank keeps."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.fully_shard import sharded_parameters, units_of
@@ -31,11 +31,20 @@ def gradient_norm(module: nn.Module, norm_type: float = 2.0) -> float:
     grid = units_of(module)[0].grid
     total = torch.zeros((), dtype=torch.float64, device=grid.device)
     if gradients:
-        each = torch.stack(torch._foreach_norm(gradients, norm_type)).double().to(grid.device)
+        each = _norms(gradients, norm_type).to(grid.device)
         total = each.max() if largest else each.pow(norm_type).sum()
     if grid.shards is not None:
         dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=grid.shards)
     return float(total) if largest else float(total) ** (1.0 / norm_type)
+
+
+def _norms(gradients: list[Tensor], norm_type: float) -> Tensor:
+    """Each one's, in float64; sums are taken in float32 or better, as in a lower dtype they would overflow."""
+    low = [g for g in gradients if g.dtype.itemsize < 4]
+    others = [g for g in gradients if g.dtype.itemsize >= 4]
+    each = list(torch._foreach_norm(low, norm_type, dtype=torch.float32)) if low else []
+    each += torch._foreach_norm(others, norm_type) if others else []
+    return torch.stack([norm.double() for norm in each])
 
 
 def clip_gradients(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> float:

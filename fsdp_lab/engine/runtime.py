@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from torch.autograd.profiler import record_function
 
 from fsdp_lab.engine.collectives import Lane
 from fsdp_lab.engine.errors import ShardError
-from fsdp_lab.engine.flat import FlatBuffer
 from fsdp_lab.engine.reduction import Reduction
 from fsdp_lab.engine.unit import Unit, UnitState
 from fsdp_lab.schedule import Action, Call, Direction, Moment, Phase, Point, Rules, Schedule
@@ -42,6 +41,7 @@ class Pass:
         self.begun: set[int] = set()  # calls whose backward has begun, ended
         self.ended: set[int] = set()
         self.done = False  # its backward is over
+        self.spans: dict[tuple[Direction, int], record_function] = {}  # of computations under way, for the profiler
 
     def enter(self, unit: int) -> int:
         """A call begins. Returns its number."""
@@ -51,6 +51,10 @@ class Pass:
         expected = self.schedule.calls
         self.follows = self.follows and k < len(expected) and expected[k] == self.calls[k]
         return k
+
+    def is_open(self, unit: int) -> bool:
+        """Whether a call of the unit has begun and not ended."""
+        return any(self.calls[k].unit == unit for k in self.open)
 
 
 class Runtime:
@@ -70,6 +74,7 @@ class Runtime:
         self._calls = {True: tuple(guess), False: tuple(guess)}  # of the last forward, with and without gradients
         self._schedules: dict[bool, Schedule] = {}
         self._reducing: list[Reduction] = []
+        self._reduced: Unit | None = None  # whose they are
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -84,8 +89,9 @@ class Runtime:
                 f"{type(self.root.modules[0]).__name__} was called again before the backward of its last forward; call "
                 "backward first, let go of its outputs, or use torch.no_grad()"
             )
-        for unit in self.units:
-            unit.fetch()
+        if self.rules.offload == "optimizer":  # which has stepped since
+            for unit in self.units:
+                self._fetch(unit, Direction.FORWARD)
         self.current = Pass(self._schedule(backward), backward=backward)
         if backward:
             self.last = weakref.ref(self.current)
@@ -100,17 +106,25 @@ class Runtime:
         if current.follows:
             self._issue(current, Point(Direction.FORWARD, k, Moment.BEFORE))
         self._make_ready(unit, Direction.FORWARD)
-        self._say(Phase.COMPUTE, unit, Direction.FORWARD)
+        self._begin_computing(unit, current, Direction.FORWARD, k)
         return current, k
+
+    def ending(self, unit: Unit) -> tuple[Pass, int] | None:
+        """The pass and the number of the unit's call whose forward is about to end; None where there is none."""
+        current, index = self.current, self._index[unit]
+        if current is None:
+            return None
+        k = next((k for k in reversed(current.open) if current.calls[k].unit == index), None)
+        return None if k is None else (current, k)
 
     def after_forward(self, unit: Unit, current: Pass, k: int) -> None:
         """Free the unit, unless the schedule keeps it."""
-        while current.open and current.open[-1] != k:
-            current.open.pop()  # inner calls that never came to their end
-        current.open.pop()
+        self._end_computing(current, Direction.FORWARD, k)
+        while current.open.pop() != k:
+            pass  # inner calls that never came to their end
         if current.follows:
             self._issue(current, Point(Direction.FORWARD, k, Moment.AFTER))
-        elif self.rules.reshard_after_forward and unit is not self.root:
+        elif self.rules.reshard_after_forward and not current.is_open(self._index[unit]) and unit is not self.root:
             self._reshard(unit, Direction.FORWARD)
         if k == 0:
             self._end_forward(current)
@@ -134,21 +148,36 @@ class Runtime:
             current.begun, current.ended, current.done = set(), set(), False
         if k in current.begun:
             return
-        if self.backward is not current:
-            self.backward = current
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: self.end_backward(current))
+        self._begin_backward(current)
         current.begun.add(k)
         self._issue(current, Point(Direction.BACKWARD, k, Moment.BEFORE))
         self._make_ready(unit, Direction.BACKWARD)
-        self._say(Phase.COMPUTE, unit, Direction.BACKWARD)
+        self._begin_computing(unit, current, Direction.BACKWARD, k)
 
     def after_backward(self, unit: Unit, current: Pass, k: int) -> None:
         """Gradients of a call's inputs are there, hence those of its parameters: free it, and reduce them."""
         if k not in current.begun or k in current.ended:
             return
         current.ended.add(k)
+        self._end_computing(current, Direction.BACKWARD, k)
         self._issue(current, Point(Direction.BACKWARD, k, Moment.AFTER))
+
+    def before_gradient(self, unit: Unit, name: str) -> None:
+        """A parameter's gradient comes. Raises ShardError where the backward could not be seen to begin."""
+        if unit.state is not UnitState.UNSHARDED:
+            raise ShardError(
+                f"the gradient of {name} came while {unit.name or 'the root'} was not gathered: its backward was not seen; "
+                "let its forward return tensors, or tuples, lists, dicts or dataclasses of them"
+            )
+        if self.backward is None:  # the root gave back nothing to hang a hook on, or a parameter was used inside `unshard`
+            last = self.last() if self.last is not None else None
+            self._begin_backward(Pass(self._schedule(True), backward=True) if last is None or last.done else last)
+
+    def _begin_backward(self, current: Pass) -> None:
+        if self.backward is not current:
+            self.backward = current
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self.end_backward(current))
 
     def end_backward(self, current: Pass) -> None:
         """What is left: units whose inputs need no gradient, late gradients, reductions in flight."""
@@ -157,9 +186,7 @@ class Runtime:
                 self.after_backward(self.units[current.calls[k].unit], current, k)
         for unit in reversed(self.units):
             self._reduce(unit)
-        for reduction in self._reducing:
-            reduction.finish()
-        self._reducing = []
+        self._finish_reducing()
         self._free_all()
         current.done, self.backward = True, None
 
@@ -183,9 +210,15 @@ class Runtime:
 
     def _unshard(self, unit: Unit, direction: Direction) -> None:
         if unit.state in (UnitState.SHARDED, UnitState.FEW):
+            if self.rules.offload == "all" and unit.state is UnitState.SHARDED:
+                self._fetch(unit, direction)
             with self.span(Phase.UNSHARD, unit, direction):
                 unit.unshard(self.gathers)
             self.peak_alive = max(self.peak_alive, sum(u.state in _ALIVE for u in self.units))
+
+    def _fetch(self, unit: Unit, direction: Direction) -> None:
+        with self.span(Phase.HOST_COPY, unit, direction):
+            unit.fetch(self.gathers)
 
     def _make_ready(self, unit: Unit, direction: Direction) -> None:
         self._unshard(unit, direction)
@@ -200,10 +233,20 @@ class Runtime:
         """At most one unit's reduction in flight: its buffer is freed before the next one's is sent."""
         if not self.communicate or not unit.has_gradient:
             return
+        self._finish_reducing()
         with self.span(Phase.REDUCE, unit, Direction.BACKWARD):
+            self._reducing = unit.reduce(self.reductions)
+        self._reduced = unit
+
+    def _finish_reducing(self) -> None:
+        """Wait for the reduction in flight; under offload its shard then is on the host."""
+        if not self._reducing or self._reduced is None:
+            return
+        on_host = self.rules.offload != "none"
+        with self.span(Phase.HOST_COPY, self._reduced, Direction.BACKWARD) if on_host else nullcontext():
             for reduction in self._reducing:
                 reduction.finish()
-            self._reducing = unit.reduce(self.reductions)
+        self._reducing = []
 
     # -- spans ------------------------------------------------------------------------------------------------------
 
@@ -214,8 +257,20 @@ class Runtime:
         if not torch.autograd._profiler_enabled():
             yield
             return
-        with record_function(f"{phase.value} {unit.name or 'root'}"):
+        with record_function(_label(phase, unit)):
             yield
+
+    def _begin_computing(self, unit: Unit, current: Pass, direction: Direction, k: int) -> None:
+        """Its span ends in another hook, or with the pass."""
+        self._say(Phase.COMPUTE, unit, direction)
+        if torch.autograd._profiler_enabled():
+            current.spans[direction, k] = record_function(_label(Phase.COMPUTE, unit))
+            current.spans[direction, k].__enter__()  # type: ignore[no-untyped-call]
+
+    def _end_computing(self, current: Pass, direction: Direction, k: int) -> None:
+        span = current.spans.pop((direction, k), None)
+        if span is not None:
+            span.__exit__(None, None, None)
 
     def _say(self, phase: Phase, unit: Unit, direction: Direction) -> None:
         if self.watch is not None:
@@ -224,9 +279,9 @@ class Runtime:
     # -- the rest ---------------------------------------------------------------------------------------------------
 
     @property
-    def reducing(self) -> list[FlatBuffer]:
-        """The buffers whose gradients are in flight."""
-        return [reduction.flat for reduction in self._reducing]
+    def reducing(self) -> tuple[Reduction, ...]:
+        """The gradients in flight."""
+        return tuple(self._reducing)
 
     @property
     def recomputes(self) -> bool:
@@ -238,10 +293,11 @@ class Runtime:
         self._make_ready(unit, Direction.BACKWARD)
 
     def reset(self) -> None:
-        """After an exception in the middle of a step: free everything, forget gradients that were not reduced."""
-        self.current = self.backward = None
+        """After an exception in the middle of a step: free everything; of a backward, forget what was not reduced."""
+        in_backward = self.backward is not None
+        self.current = self.backward = self.last = None
         self._reducing = []
-        for unit in self.units:
+        for unit in self.units if in_backward else ():
             unit.drop_gradient()
         self._free_all()
 
@@ -262,15 +318,19 @@ class Runtime:
 _ALIVE = (UnitState.GATHERING, UnitState.UNSHARDED)
 
 
+def _label(phase: Phase, unit: Unit) -> str:
+    return f"{phase.value} {unit.name or 'root'}"
+
+
 def guess_calls(root: nn.Module, unit_of: Callable[[nn.Module], int | None]) -> list[Call]:
-    """The calls of a forward that calls every unit once, in the order in which modules are defined."""
+    """The calls of a forward that calls every module of every unit once, in the order in which modules are defined."""
     calls: list[Call] = []
-    seen: set[int] = set()
+    seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, parent: int | None) -> None:
         unit = unit_of(module)
-        if unit is not None and unit not in seen:
-            seen.add(unit)
+        if unit is not None and module not in seen:
+            seen.add(module)
             calls.append(Call(unit, parent))
             parent = len(calls) - 1
         for child in module.children():

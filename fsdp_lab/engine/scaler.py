@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.engine.fully_shard import sharded_parameters
+from fsdp_lab.engine.fully_shard import raise_gradients, sharded_parameters
 from fsdp_lab.engine.norms import gradient_norm
 
 GROWTH = 2.0
@@ -56,6 +56,8 @@ class Scaler:
         Returns:
             Whether the optimizer may step: False, on every rank, where any gradient of any rank is not finite.
         """
+        if self.enabled:
+            raise_gradients(module)  # divided in fp16 they would vanish
         gradients = [p.grad for p in sharded_parameters(module) if p.grad is not None and p.grad.numel()]
         if self.enabled and gradients:
             torch._foreach_mul_(gradients, 1.0 / self.scale)

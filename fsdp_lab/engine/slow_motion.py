@@ -138,7 +138,7 @@ class SlowMotion(Generic[T]):
 def holdings(module: nn.Module) -> list[Holding]:
     """For every parameter, what this rank holds of it now."""
     unit_of = {id(flat): unit for unit in units_of(module) for flat in unit.flats}
-    reducing = {id(flat) for flat in runtime_of(module).reducing}
+    reducing = {id(reduction.flat) for reduction in runtime_of(module).reducing}
     found = []
     for shard in shards_of(module):
         unit = unit_of[id(shard.flat)]

@@ -7,14 +7,14 @@ can be loaded into any other world size, strategy or backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
-from fsdp_lab.engine.collectives import all_gather
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.flat import FlatBuffer, OriginalParameter
 
@@ -65,9 +65,7 @@ def load_full_state(module: nn.Module, values: Mapping[str, Tensor] | Callable[[
                 raise ShardError(f"there is no value for {shard.name}; give one for every parameter of the model")
             _check_shape(shard, values[shard.name])
     for shard in shards:
-        whole = values[shard.name] if isinstance(values, Mapping) else values(shard.name)
-        _check_shape(shard, whole)
-        shard.local.copy_(whole.reshape(-1)[shard.start : shard.stop])
+        _fill(shard, values[shard.name] if isinstance(values, Mapping) else values(shard.name))
 
 
 # -- the optimizer's -------------------------------------------------------------------------------------------------
@@ -90,22 +88,39 @@ def load_full_optimizer_state(
     """Set the optimizer's state from whole tensors; not collective. `optimizer` is over `sharded_parameters(module)`.
 
     Raises:
-        ShardError: a trainable parameter has no state where others have one.
+        ShardError: a trainable parameter has no state where others have one, or a slot of another shape; nothing has been
+            changed then.
     """
-    for shard in shards_of(module):
-        if shard.param is None:
-            continue
+    shards = [shard for shard in shards_of(module) if shard.param is not None]
+    for shard in shards:
         if shard.name not in state:
             raise ShardError(f"there is no optimizer state for {shard.name}; give one for every trainable parameter")
+        for value in state[shard.name].values():
+            if isinstance(value, Tensor) and value.dim():
+                _check_shape(shard, value)
+    like_steps = _like_steps(shards, state)
+    for shard in shards:
+        assert shard.param is not None
         into = optimizer.state[shard.param]
         for slot, value in state[shard.name].items():
-            if not isinstance(value, Tensor) or value.dim() == 0:
+            if slot in like_steps:
                 into[slot] = value.clone() if isinstance(value, Tensor) else value
                 continue
             if slot not in into:
                 into[slot] = torch.zeros_like(shard.param)
             part = value.reshape(-1)[shard.start : shard.stop]
             into[slot][shard.offset : shard.offset + part.numel()].copy_(part)
+
+
+def _like_steps(shards: Sequence[Shard], state: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """The slots that are one value for a whole parameter. A parameter without dimensions alone could not tell them apart,
+    so others are asked too; where there are no others, "step" is the one that torch's optimizers have."""
+    found = {"step"}
+    for shard in shards:
+        for slot, value in state[shard.name].items():
+            if not isinstance(value, Tensor) or value.shape != shard.shape:
+                found.add(slot)
+    return found
 
 
 # -- small helpers ---------------------------------------------------------------------------------------------------
@@ -121,23 +136,28 @@ def _shard(name: str, p: OriginalParameter) -> Shard:
 
 
 def _whole(shard: Shard, held: Tensor) -> Tensor:
-    """The parameter's whole tensor from `held`, [n], this rank's part of something laid out as the master shard."""
-    flat, slot = shard.flat, shard.flat.layout.slots[shard.number]
-    if flat.grid.shards is None:
-        return held[slot.offset : slot.stop].view(slot.shape).clone()
-    first, last = slot.offset // flat.layout.shard_numel, max(slot.offset, slot.stop - 1) // flat.layout.shard_numel
-    parts = [flat.layout.own(slot, rank) for rank in range(flat.grid.factor)]
-    longest = max(stop - start for start, stop in parts)
-    mine = torch.zeros(longest, dtype=held.dtype, device=flat.grid.device)
-    start, stop = flat.layout.in_shard(slot, flat.grid.rank)
-    mine[: stop - start].copy_(held[start:stop])
-    rows = mine.new_empty(flat.grid.factor * longest)
-    work = all_gather(rows, mine, flat.grid.shards)
-    if work is not None:
-        work.wait()
-    ranks = range(first, last + 1)
-    whole = [rows[rank * longest : rank * longest + parts[rank][1] - parts[rank][0]] for rank in ranks]
-    return torch.cat(whole).view(slot.shape)
+    return gather_one(shard.flat, shard.number, held)
+
+
+def gather_one(flat: FlatBuffer, number: int, held: Tensor) -> Tensor:
+    """The whole tensor of one parameter from `held`, [n], this rank's part of what is laid out as the master shard.
+
+    Each rank sends its part to the others: an all-gather of equal parts would hold F times the longest one."""
+    slot, grid = flat.layout.slots[number], flat.grid
+    whole = torch.empty(slot.numel, dtype=held.dtype, device=grid.device)
+    works: list[dist.Work | None] = []
+    for rank in range(grid.factor):
+        start, stop = flat.layout.own(slot, rank)
+        if rank == grid.rank:
+            first, last = flat.layout.in_shard(slot, rank)
+            whole[start:stop].copy_(held[first:last])
+        if start < stop and grid.shards is not None:
+            source = dist.get_global_rank(grid.shards, rank)
+            works.append(dist.broadcast(whole[start:stop], src=source, group=grid.shards, async_op=True))
+    for work in works:
+        if work is not None:
+            work.wait()
+    return whole.view(slot.shape)
 
 
 def _slots(shard: Shard, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -160,6 +180,12 @@ def _whole_slot(shard: Shard, value: Any) -> Any:
     held = value.new_zeros(flat.layout.shard_numel)
     held[begin:end] = value
     return _whole(shard, held)
+
+
+def _fill(shard: Shard, whole: Tensor) -> None:
+    """A function, so that one whole parameter is let go of before the next one is made."""
+    _check_shape(shard, whole)
+    shard.local.copy_(whole.reshape(-1)[shard.start : shard.stop])
 
 
 def _check_shape(shard: Shard, value: Tensor) -> None:

@@ -12,17 +12,30 @@ from torch import Tensor
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor of a nested value, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, Tensor))
+
+
+def hiding_in(value: Any) -> Any:
+    """The first object of a nested value that has a tensor with a gradient as an attribute, where it is not found."""
+    for leaf in _leaves(value):
+        attributes = () if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {}).values()
+        if any(isinstance(a, Tensor) and a.requires_grad for a in attributes):
+            return leaf
+    return None
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
         for v in value.values():
-            yield from tensors_in(v)
+            yield from _leaves(v)
     elif isinstance(value, (tuple, list)):
         for v in value:
-            yield from tensors_in(v)
+            yield from _leaves(v)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+            yield from _leaves(getattr(value, field.name))
+    else:
+        yield value
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:

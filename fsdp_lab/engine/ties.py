@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from fsdp_lab.engine.collectives import Lane
+from fsdp_lab.engine.state import gather_one
 from fsdp_lab.engine.unit import Unit
 
 
@@ -30,17 +30,16 @@ def has_ties(unit: Unit, tied: set[int]) -> bool:
 
 
 def give_up(unit: Unit, tied: set[int]) -> None:
-    """Make a unit's buffers again without the tied parameters, which its modules hold as they were before; collective, as
-    the unit is gathered for it."""
-    unit.fetch()
-    unit.unshard(Lane(unit.grid.device))
-    unit.ready()
+    """Make a unit's buffers again without the tied parameters, which its modules hold as they were before; collective.
+
+    Of two units that are tied to each other the one that was sharded first has the values.
+    """
     flats = []
     for flat in unit.flats:
         kept = []
         for i, original in enumerate(flat.originals):
-            if not original.is_meta:
-                original.data = flat.parameters[i].data.to(original.dtype, copy=True)
+            if flat.has_values[i]:
+                original.data = gather_one(flat, i, flat.master)
             if id(original) not in tied:
                 kept.append(i)
                 continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_lab.engine.collectives import Lane, Pending
 from fsdp_lab.engine.flat import FlatBuffer
@@ -43,10 +43,11 @@ class Unit:
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
-    def fetch(self) -> None:
-        """At the beginning of a forward, under offload of the optimizer."""
-        for flat in self.flats:
-            flat.fetch()
+    def fetch(self, lane: Lane) -> None:
+        """Under offload: issue the copies from the host that a gather begins with."""
+        with lane.entered():
+            for flat in self.flats:
+                flat.fetch()
 
     def unshard(self, lane: Lane) -> None:
         """Issue the all-gathers, if it is not gathered."""
@@ -78,6 +79,11 @@ class Unit:
                 flat.forget_few()
             flat.hide()
         self.state = UnitState.FEW if to_few else UnitState.SHARDED
+
+    @property
+    def sent(self) -> list[tuple[FlatBuffer, Tensor]]:
+        """What gathers in flight are sending, by buffer."""
+        return [(flat, t) for flat, pending in zip(self.flats, self._pending, strict=False) for t in pending.keeps]
 
     def _land(self) -> None:
         pending, self._pending = self._pending, []

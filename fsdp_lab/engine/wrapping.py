@@ -42,8 +42,9 @@ def units(model: nn.Module, wrap: str) -> list[list[nn.Module]]:
     """The modules of each unit below the root, in the order of the model; the rest belongs to the root's unit.
 
     Raises:
-        SpecError: nothing in the model answers to `wrap`.
+        SpecError: `wrap` is none of the policies, or nothing in the model answers to it.
     """
+    Strategy(wrap=wrap)  # which knows how it is written
     kind, _, argument = wrap.partition(":")
     if kind == "whole":
         return []
@@ -51,7 +52,8 @@ def units(model: nn.Module, wrap: str) -> list[list[nn.Module]]:
         return _of_class(model, argument)
     if kind == "min_params":
         return [[m] for m in _by_size(model, int(argument), _uses(model)) if m is not model]
-    found = blocks(model)
+    uses = _uses(model)
+    found = [m for m in blocks(model) if _is_closed(m, uses)]
     if not found:
         raise SpecError("strategy.wrap", "no repeated blocks were found in this model", "use min_params:N or whole",
                         {"wrap": "whole"})  # fmt: skip
@@ -109,6 +111,7 @@ def _of_class(model: nn.Module, name: str) -> list[list[nn.Module]]:
     if not found:
         known = sorted({type(m).__name__ for m in model.modules() if next(m.children(), None) is not None})
         raise SpecError("strategy.wrap", f"the model has no module of class {name}", f"use one of {', '.join(known)}")
+    found.sort(key=lambda m: sum(type(inner).__name__ == name for inner in m.modules()))  # inner ones first
     uses = _uses(model)
     return [[m] for m in found if m is not model and _is_closed(m, uses)]
 

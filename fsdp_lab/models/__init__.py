@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from fsdp_lab.models.peaks import device_peak as device_peak
     from fsdp_lab.models.presets import PRESETS as PRESETS
     from fsdp_lab.models.presets import Preset as Preset
+    from fsdp_lab.models.weights import Weights as Weights
 
 _HOMES = {
     "Batches": "batches",
     "Initializer": "initial",
     "PRESETS": "presets",
     "Preset": "presets",
+    "Weights": "weights",
     "build_skeleton": "build",
     "device_peak": "peaks",
     "facts_of": "facts",

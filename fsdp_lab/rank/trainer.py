@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from fsdp_lab.backends import Backend
 from fsdp_lab.engine.scaler import Scaler
@@ -24,6 +25,7 @@ from fsdp_lab.events import StepEvent
 from fsdp_lab.models import Batches
 from fsdp_lab.rank.probes import MemoryProbe
 from fsdp_lab.rank.rendezvous import Seat
+from fsdp_lab.schedule import Phase
 from fsdp_lab.spec import Spec
 from fsdp_lab.wire import Wire, between
 
@@ -150,7 +152,8 @@ class Trainer:
         self.memory.before_update()
         if not skipped:
             self._scale_gradients(norm)
-            self.backend.optimizer.step()
+            with record_function(Phase.OPTIM.value):
+                self.backend.optimizer.step()
             self.memory.after_update()
         self.backend.optimizer.zero_grad(set_to_none=True)
         self.scaler.update(overflowed=skipped)

@@ -1,0 +1,651 @@
+"""What cannot be is refused: with a sentence that names the parameter or module and says what to do, on every rank."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_lab.engine import (
+    ShardError,
+    build_mesh,
+    clip_gradients,
+    full_state,
+    fully_shard,
+    gradient_norm,
+    local_state,
+    no_sync,
+    runtime_of,
+    sharded_parameters,
+    units_of,
+    unshard,
+)
+from fsdp_lab.engine.unit import UnitState
+from fsdp_lab.spec import Precision, SpecError, Strategy
+from tests.engine.toys import WIDTH, Block, Net, assert_equal, batch, by_block, gradients, make, mean_square, plain_step
+from tests.pool import Place, Pool
+
+Scenario = Callable[[Place], None]
+
+
+def everywhere(*scenarios: Scenario) -> Any:
+    return pytest.mark.parametrize("scenario", scenarios, ids=lambda s: s.__name__)
+
+
+@contextmanager
+def refused(says: str, kind: type[Exception] = ShardError) -> Iterator[None]:
+    with pytest.raises(kind, match=says):
+        yield
+
+
+def step(model: Any, place: Place) -> Tensor:
+    loss = mean_square(model, batch(0, place.rank))
+    loss.backward()
+    return loss.detach()
+
+
+def trains_on(model: Any, place: Place) -> None:
+    """From here on the model trains as the plain one does that has its values, bit for bit."""
+    plain = make(type(model))
+    with torch.no_grad():
+        for name, t in full_state(model):
+            plain.get_parameter(name).copy_(t)
+    ours = torch.optim.SGD(sharded_parameters(model), lr=0.1)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    ours.zero_grad()
+    for _ in range(2):
+        step(model, place)
+        ours.step()
+        ours.zero_grad()
+        plain_step(plain, mean_square, [batch(0, rank) for rank in range(place.world_size)], theirs)
+        assert_equal(model, plain)
+    assert all(unit.state is UnitState.SHARDED for unit in units_of(model))
+
+
+# -- meshes and dtypes -------------------------------------------------------------------------------------------------
+
+
+def factors(place: Place) -> None:
+    for size in (2, 4, 5):
+        with refused(f"strategy.shard_size: 3 ranks cannot be parted into shard groups of {size}; use a divisor", SpecError):
+            build_mesh(Strategy(sharding="hybrid_shard", shard_size=size), "cpu")
+        with refused(f"shard_size: {size} is not the 3 ranks of a shard group; leave it empty, or choose", SpecError):
+            fully_shard(make(), strategy=Strategy(shard_size=size))
+    with refused("strategy.reshard_size: 3 shards cannot be parted into groups of 2; use a divisor", SpecError):
+        fully_shard(make(), strategy=Strategy(reshard_size=2))
+
+
+def test_a_factor_that_does_not_divide_the_world(pool: Pool) -> None:
+    pool.run(factors, 3)
+
+
+def meshes(place: Place) -> None:
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
+    hybrid = Strategy(sharding="hybrid_shard")
+    with refused(r'hybrid_shard needs a mesh of 2 dimensions, \("replicate", "shard"\), and this one has 1', SpecError):
+        fully_shard(make(), mesh=flat, strategy=hybrid)
+    for sharding in ("full_shard", "zero1", "no_shard"):
+        with refused(f"{sharding} needs a mesh of 1 dimension, .*build_mesh", SpecError):
+            fully_shard(make(), mesh=square, strategy=Strategy(sharding=sharding))
+    with refused("the mesh has its dimensions the other way round", SpecError):
+        fully_shard(make(), mesh=turned, strategy=hybrid)
+    with refused("strategy.shard_size: 4 is not the 2 ranks of a shard group; make the mesh with", SpecError):
+        fully_shard(make(), mesh=square, strategy=Strategy(sharding="hybrid_shard", shard_size=4))
+    model = make()
+    fully_shard(model, mesh=square, strategy=hybrid)  # what was refused has left nothing behind
+    step(model, place)
+
+
+def test_a_mesh_that_does_not_fit(pool: Pool) -> None:
+    pool.run(meshes, 4)
+
+
+@pytest.mark.parametrize("given", ["fp8", Precision, {"param": "fp8"}, {"reduce": "float32"}, {"norm": "int8"}])
+def test_an_unknown_dtype(given: Any) -> None:
+    with pytest.raises(SpecError, match=r"strategy.precision(\.\w+)?: .* is refused; give one of"):
+        Strategy(precision=Precision(**given) if isinstance(given, dict) else given)
+
+
+# -- sharding twice, or in the wrong order -----------------------------------------------------------------------------
+
+
+def twice(place: Place) -> None:
+    model = by_block(make())
+    for again in (model, model.blocks[0], [model.blocks[1], model.blocks[2]]):
+        with refused(r"(Net|Block) is sharded already; call fully_shard once for each module"):
+            fully_shard(again)
+    trains_on(model, place)
+    with refused("Net is sharded already"):
+        fully_shard(model)
+
+
+def child_after_parent(place: Place) -> None:
+    model = fully_shard(make())
+    with refused(r"norm.weight was sharded already, with a module around Block; shard inner modules first"):
+        fully_shard(model.blocks[0])
+    trains_on(model, place)
+
+
+def parent_after_a_call(place: Place) -> None:
+    model = make()
+    fully_shard(model.blocks[0])
+    model.blocks[0](batch(0, 0))
+    with refused("Block was called before Net, which contains it, was sharded; shard Net first"):
+        fully_shard(model)
+
+
+def nothing_is_sharded(place: Place) -> None:
+    with refused(r"Net is not sharded; call fully_shard\(module\) first"):
+        runtime_of(make())
+    for ask in (no_sync, unshard):
+        with refused("Net is not sharded"), ask(make()):
+            pass
+
+
+@everywhere(twice, child_after_parent, parent_after_a_call, nothing_is_sharded)
+def test_the_wrong_order(pool: Pool, scenario: Scenario) -> None:
+    pool.run(scenario, 2)
+
+
+# -- ranks that build different models ---------------------------------------------------------------------------------
+
+
+def _wider(model: Any) -> None:
+    model.blocks[1].up = nn.Linear(WIDTH, 9)
+    model.blocks[1].down = nn.Linear(9, WIDTH)
+
+
+def _halved(model: Any) -> None:
+    model.blocks[1].down.half()
+
+
+def _one_less(model: Any) -> None:
+    model.blocks[1].down.bias = None
+
+
+def _one_more(model: Any) -> None:
+    model.blocks[1].more = nn.Parameter(torch.zeros(2))
+
+
+def _frozen(model: Any) -> None:
+    model.blocks[1].norm.weight.requires_grad_(False)
+
+
+def _a_block_less(model: Any) -> None:
+    del model.blocks[1]
+
+
+def _tied(model: Any) -> None:
+    model.blocks[2].norm.bias = model.blocks[0].norm.bias
+
+
+def _tied_to_the_root(model: Any) -> None:
+    model.first.bias = model.blocks[0].norm.bias
+
+
+DIFFERENCES: dict[str, tuple[Callable[[Any], None], str]] = {
+    "shape": (_wider, r"up.weight \(7, 6\) .* in Block on rank 0 of the mesh, up.weight \(9, 6\) .* in Block on rank"),
+    "dtype": (_halved, r"down.weight .*float32.* on rank 0 .* down.weight .*float16"),
+    "a parameter less": (_one_less, r"down.bias \(6,\) .* on rank 0 of the mesh, .* on rank"),
+    "a parameter more": (_one_more, r"on rank 0 of the mesh, more \(2,\)"),
+    "frozen": (_frozen, r"norm.weight \(6,\) .*requires_grad=True.* on rank 0 .* norm.weight .*requires_grad=False"),
+    "a block less": (_a_block_less, r"norm.weight .* in Block on rank 0 of the mesh, first.weight .* in Net on rank"),
+    "tied": (_tied, r"on rank 0 of the mesh, norm.bias of Block tied in Net on rank"),
+    "tied to the root": (_tied_to_the_root, r"on rank 0 of the mesh, norm.bias of Block tied in Net on rank"),
+}
+
+
+def differ(place: Place, what: str, odd: int, sharding: str) -> str:
+    model = make()
+    if place.rank == odd:
+        DIFFERENCES[what][0](model)
+    with pytest.raises(ShardError) as e:
+        by_block(model, strategy=Strategy(sharding=sharding))
+    return str(e.value)
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_ranks_that_build_different_models(pool: Pool, what: str) -> None:
+    """Whichever rank it is, and in hybrid sharding too, where it shares a group with some of the others only."""
+    for world_size, sharding in ((2, "full_shard"), (4, "hybrid_shard"), (3, "no_shard")):
+        told = pool.run(differ, world_size, what, world_size - 1, sharding, timeout_s=20)
+        assert all(other == told[0] for other in told), told
+        assert told[0].startswith("what is sharded differs between ranks: ")
+        assert re.search(DIFFERENCES[what][1], told[0]), told[0]
+        assert f"on rank {world_size - 1}; build the same model on every rank before fully_shard" in told[0]
+
+
+def groups_differ(place: Place) -> str:
+    with pytest.raises(ShardError) as e:
+        fully_shard(make(), group_of=lambda name, p: "matrices" if p.dim() > 1 and place.rank == 0 else "all")
+    return str(e.value)
+
+
+def strategies_differ(place: Place) -> str:
+    with pytest.raises(ShardError) as e:
+        fully_shard(make(), strategy=Strategy(precision="bf16" if place.rank else "fp32"))
+    return str(e.value)
+
+
+def groups_by_objects_of_their_own(place: Place) -> None:
+    """Groups that print differently in each process are the same all the same."""
+    matrices, vectors = object(), object()
+    step(fully_shard(make(), group_of=lambda name, p: matrices if p.dim() > 1 else vectors), place)
+
+
+def test_ranks_that_shard_differently(pool: Pool) -> None:
+    for scenario, named in ((groups_differ, "group=1"), (strategies_differ, "precision='bf16'")):
+        told = pool.run(scenario, 2, timeout_s=20)
+        assert told[0] == told[1] and "differs between ranks" in told[0] and named in told[0]
+    pool.run(groups_by_objects_of_their_own, 2)
+
+
+# -- parameters changed behind the engine's back -----------------------------------------------------------------------
+
+
+def replaced(place: Place) -> None:
+    model = by_block(make())
+    step(model, place)
+    before = model.blocks[1].up.weight
+    model.blocks[1].up.weight = nn.Parameter(torch.zeros(7, WIDTH))
+    for _ in range(2):  # and again, as long as it is so
+        with refused("blocks.1.up.weight was replaced by another one after it was sharded; write to it inside `with uns"):
+            model(batch(0, 0))
+    model.blocks[1].up.weight = before
+    trains_on(model, place)
+
+
+def written_to_while_gathered(place: Place) -> None:
+    for strategy in (Strategy(), Strategy(sharding="no_shard"), Strategy(sharding="zero1")):
+        model = by_block(make(), strategy=strategy)
+        loss = mean_square(model, batch(0, place.rank))
+        with torch.no_grad():
+            model.first.weight.mul_(0.5)  # the root's are gathered between forward and backward
+        loss.backward()
+        with refused(r"first.weight was written to after it was sharded; write to it inside `with unshard\(model\):`"):
+            model(batch(0, 0))
+
+
+def written_to_while_sharded(place: Place) -> None:
+    """Most of it torch refuses by itself, as what stands for absent values is one element; the rest is seen."""
+    model = by_block(make())
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single memory"):
+            model.blocks[1].up.weight.mul_(2.0)
+        model.blocks[1].up.weight.fill_(2.0)
+    with refused(r"blocks.1.up.weight was written to after it was sharded"):
+        model(batch(0, 0))
+
+
+def given_other_data(place: Place) -> None:
+    for sharding in ("full_shard", "zero1", "no_shard"):
+        model = by_block(make(), strategy=Strategy(sharding=sharding))
+        step(model, place)
+        absent = model.blocks[1].up.weight.data
+        model.blocks[1].up.weight.data = torch.zeros(7, WIDTH)
+        for _ in range(2):
+            with refused(r"blocks.1.up.weight was given other data, by .data .* write to it inside `with unshard"):
+                model(batch(0, 0))
+        model.blocks[1].up.weight.data = absent
+        model(batch(0, 0))
+
+
+def given_other_data_while_gathered(place: Place) -> None:
+    model = by_block(make())
+    loss = mean_square(model, batch(0, place.rank))
+    model.last.weight.data = torch.zeros(5, WIDTH)
+    loss.backward()
+    with refused("last.weight was given other data"):
+        model(batch(0, 0))
+
+
+def moved_or_cast(place: Place) -> None:
+    changes: tuple[Callable[[nn.Module], Any], ...] = (
+        nn.Module.half,
+        nn.Module.double,
+        lambda m: m.to(torch.bfloat16),
+        lambda m: m.apply(lambda inner: inner.half() if isinstance(inner, nn.Linear) else inner),
+    )
+    for change in changes:
+        for sharding in ("full_shard", "no_shard"):
+            model = by_block(make(), strategy=Strategy(sharding=sharding))
+            change(model)
+            says = r"first.weight was given other data, by .data or by the module's .to\(\), .half\(\) or the like, after"
+            with refused(says + " it was sharded; .* and give dtypes by the strategy"):
+                model(batch(0, 0))
+    model = by_block(make())
+    trains_on(model.to("cpu").float(), place)  # which changes nothing
+
+
+def written_to_inside_unshard(place: Place) -> None:
+    """In place, or by `.data`: both are taken over, and nothing is refused afterwards."""
+    for strategy in (Strategy(), Strategy(sharding="no_shard"), Strategy(sharding="zero1"), Strategy(offload="optimizer")):
+        model = by_block(make(), strategy=strategy)
+        with unshard(model):
+            with torch.no_grad():
+                model.blocks[1].up.weight.mul_(2)
+            model.last.bias.data = torch.arange(5.0)
+        found, plain = dict(full_state(model)), make()
+        assert torch.equal(found["blocks.1.up.weight"], 2 * plain.blocks[1].up.weight)
+        assert torch.equal(found["last.bias"], torch.arange(5.0))
+        trains_on(model, place)
+    with unshard(model):
+        model.last.bias.data = torch.arange(4.0)
+    with refused("last.bias was given other data"):
+        model(batch(0, 0))
+
+
+@everywhere(
+    replaced,
+    written_to_while_gathered,
+    written_to_while_sharded,
+    given_other_data,
+    given_other_data_while_gathered,
+    moved_or_cast,
+    written_to_inside_unshard,
+)
+def test_parameters_changed_behind_our_back(pool: Pool, scenario: Scenario) -> None:
+    pool.run(scenario, 2)
+
+
+# -- calls at the wrong time -------------------------------------------------------------------------------------------
+
+
+def forward_while_a_backward_is_pending(place: Place) -> None:
+    model = by_block(make())
+    loss = mean_square(model, batch(0, place.rank))
+    for _ in range(2):
+        with refused(r"Net was called again before the backward of its last forward; call backward first, let go of its"):
+            model(batch(1, place.rank))
+    with torch.no_grad():
+        model(batch(1, place.rank))
+    loss.backward()  # which is still there
+    wanted = gradients(make(), mean_square, [batch(0, rank) for rank in range(place.world_size)])
+    total = torch.cat([g.reshape(-1) for g in wanted.values()]).double().norm()
+    assert abs(gradient_norm(model) - float(total)) < 1e-5 * float(total)
+    trains_on(model, place)
+
+
+def inner_unit_by_itself(place: Place) -> None:
+    model = by_block(make())
+    for _ in range(2):  # before the root was ever called, and after
+        with refused("blocks.1 was called by itself; call Net, the root"):
+            model.blocks[1](batch(0, 0))
+        with torch.no_grad(), refused("blocks.1 was called by itself; call Net, the root"):
+            model.blocks[1](batch(0, 0))
+        step(model, place)
+    trains_on(model, place)
+
+
+def inner_module_by_itself(place: Place) -> None:
+    """It has no hooks of ours: what it gives is not a number, so it cannot be taken for a result."""
+    model = by_block(make())
+    for inner in (model.blocks[1].up, model.first):
+        assert bool(inner(batch(0, 0)).isnan().all())
+    with unshard(model):
+        assert torch.equal(model.first(batch(0, 0)), make().first(batch(0, 0)))
+    trains_on(model, place)
+
+
+def inner_unit_asked_first(place: Place) -> None:
+    """What is asked of an inner unit does not make it a root."""
+    model = by_block(make())
+    with unshard(model.blocks[1]):
+        assert torch.equal(model.blocks[1].up.weight, make().blocks[1].up.weight)
+    assert runtime_of(model.blocks[1]) is runtime_of(model)
+    trains_on(model, place)
+
+
+class Hiding:
+    """An object in which nobody looks for tensors."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class HidingBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        return Hiding(super().forward(x))
+
+
+class HidingNet(Net):
+    def __init__(self, block: Callable[[], nn.Module] = HidingBlock) -> None:
+        super().__init__(block=block)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x).x
+        return self.last(x)
+
+
+def outputs_in_unknown_objects(place: Place) -> None:
+    model = by_block(make(HidingNet))
+    with refused("blocks.0 returned a Hiding, in which tensors are not found, .* return tensors, or tuples, lists, dicts"):
+        model(batch(0, 0))
+    with torch.no_grad():
+        model(batch(0, 0))
+
+
+class LeavingBlock(nn.Module):
+    """Leaves its output in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> None:
+        self.x = self.norm(x)
+
+
+class LeavingNet(HidingNet):
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            block(x)
+            x = block.x
+        return self.last(x)
+
+
+def outputs_left_in_attributes(place: Place) -> None:
+    model = by_block(make(LeavingNet, block=LeavingBlock))
+    loss = mean_square(model, batch(0, 0))
+    with refused(r"the gradient of blocks.0.norm.\w+ came while blocks.0 was not gathered: .* let its forward return"):
+        loss.backward()
+
+
+@everywhere(
+    forward_while_a_backward_is_pending,
+    inner_unit_by_itself,
+    inner_module_by_itself,
+    inner_unit_asked_first,
+    outputs_in_unknown_objects,
+    outputs_left_in_attributes,
+)
+def test_calls_at_the_wrong_time(pool: Pool, scenario: Scenario) -> None:
+    pool.run(scenario, 2)
+
+
+# -- state, copies, optimizers -----------------------------------------------------------------------------------------
+
+
+def state_while_sharded(place: Place) -> None:
+    model, plain = by_block(make()), make()
+    for ask in (model.state_dict, model.blocks[0].state_dict):
+        with refused(r"state_dict\(\) would hold NaN for parameters that are sharded; use full_state\(model\)"):
+            ask()
+    with refused(r"load_state_dict\(\) cannot write to parameters that are sharded; use load_full_state"):
+        model.load_state_dict(plain.state_dict())
+    with unshard(model):
+        state = {name: t.clone() for name, t in model.state_dict().items()}
+        assert all(torch.equal(t, plain.state_dict()[name]) for name, t in state.items())
+        model.load_state_dict({name: 2 * t for name, t in state.items()})
+        pickled = io.BytesIO()
+        torch.save(model.state_dict(), pickled)
+    assert all(torch.equal(t, 2 * plain.get_parameter(name)) for name, t in full_state(model))
+    trains_on(model, place)
+
+
+def copies(place: Place) -> None:
+    model = by_block(make())
+    says = r"\.\w+ is sharded, so its module cannot be copied or pickled; copy it before fully_shard, or take the values"
+    for copied in (model, model.blocks, model.blocks[1], list(model.parameters())):
+        with refused(says):
+            copy.deepcopy(copied)
+    with refused(says):
+        torch.save(model.blocks[1].up, io.BytesIO())
+    values = copy.deepcopy(dict(full_state(model)))
+    assert all(torch.equal(t, make().get_parameter(name)) for name, t in values.items())
+    trains_on(model, place)
+
+
+def optimizer_over_parameters(place: Place) -> None:
+    model = by_block(make())
+    for wrong in (torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.AdamW([{"params": [model.last.bias]}])):
+        step(model, place)
+        with refused(r"the optimizer was given \w+.(weight|bias), whose gradient lives in flat shards; make it with shar"):
+            wrong.step()
+    torch.optim.SGD(make().parameters(), lr=0.1).step()  # others are left alone
+    trains_on(model, place)
+
+
+def impossible_norms(place: Place) -> None:
+    model = by_block(make())
+    step(model, place)
+    for norm_type in (0.0, -1.0, float("nan")):
+        with refused("norm_type .* is refused; give a number above 0, or math.inf"):
+            gradient_norm(model, norm_type)
+    for most in (0.0, -1.0, float("nan")):
+        with refused("max_norm .* is refused; give a number above 0"):
+            clip_gradients(model, most)
+    assert set(local_state(model)) == {name for name, _ in make().named_parameters()}
+
+
+@everywhere(state_while_sharded, copies, optimizer_over_parameters, impossible_norms)
+def test_state_copies_and_optimizers(pool: Pool, scenario: Scenario) -> None:
+    pool.run(scenario, 2)
+
+
+# -- exceptions in the middle of a step --------------------------------------------------------------------------------
+
+
+class Trouble(torch.autograd.Function):
+    """Its backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise ValueError("trouble in the backward")
+
+
+def _fail(*_: Any) -> None:
+    raise ValueError("trouble in the forward")
+
+
+STRATEGIES = (
+    Strategy(),
+    Strategy(sharding="zero1"),
+    Strategy(sharding="no_shard"),
+    Strategy(forward_prefetch=2, backward_prefetch=2, limit_all_gathers=0),
+    Strategy(offload="all"),
+)
+
+
+def exceptions_in_a_forward(place: Place) -> None:
+    for strategy in STRATEGIES:
+        model = by_block(make(), strategy=strategy)
+        for where in (model.first, model.blocks[1], model.blocks[1].up, model.last, model):
+            handle = where.register_forward_hook(_fail)
+            with refused("trouble in the forward", ValueError) as _:
+                step(model, place)
+            with torch.no_grad(), refused("trouble in the forward", ValueError):
+                model(batch(0, place.rank))
+            handle.remove()
+        trains_on(model, place)
+
+
+def exceptions_in_a_backward(place: Place) -> None:
+    for strategy in STRATEGIES:
+        model = by_block(make(), strategy=strategy)
+        step(model, place)  # the next forward follows the schedule
+        for where in (model.first, model.blocks[1], model.blocks[1].up, model.last, model):
+            handle = where.register_forward_hook(lambda module, args, out: Trouble.apply(out))
+            loss = mean_square(model, batch(0, place.rank))
+            with refused("trouble in the backward", ValueError):
+                loss.backward()
+            handle.remove()
+            if where is model:
+                del loss  # that backward came to its end before it came to the model, which still waits for it
+            loss = mean_square(model, batch(0, place.rank))  # else the broken graph is alive until here
+            loss.backward()
+        trains_on(model, place)
+
+
+def exceptions_while_accumulating(place: Place) -> None:
+    """A forward that fails takes nothing away from what micro-batches before it left."""
+    model, plain = by_block(make()), make()
+    with no_sync(model):
+        step(model, place)
+        handle = model.blocks[2].register_forward_hook(_fail)
+        with refused("trouble in the forward", ValueError):
+            step(model, place)
+        handle.remove()
+    step(model, place)
+    wanted = gradients(plain, mean_square, [batch(0, rank) for rank in range(place.world_size)])
+    norm = float(torch.cat([2 * g.reshape(-1) for g in wanted.values()]).double().norm())
+    assert abs(gradient_norm(model) - norm) < 1e-5 * norm
+    trains_on(model, place)
+
+
+def exceptions_inside_unshard(place: Place) -> None:
+    model = by_block(make())
+    with refused("trouble", ValueError), unshard(model):
+        raise ValueError("trouble")
+    assert all(unit.pins == 0 and unit.state is UnitState.SHARDED for unit in units_of(model))
+    trains_on(model, place)
+
+
+class Catching(Net):
+    """Goes on without a block that fails."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except ValueError:
+                x = x + 1
+        return self.last(x)
+
+
+def exceptions_that_the_model_catches(place: Place) -> None:
+    model = by_block(make(Catching))
+    handle = model.blocks[1].up.register_forward_hook(_fail)
+    for _ in range(2):
+        step(model, place)
+    handle.remove()
+    trains_on(model, place)
+
+
+@everywhere(
+    exceptions_in_a_forward,
+    exceptions_in_a_backward,
+    exceptions_while_accumulating,
+    exceptions_inside_unshard,
+    exceptions_that_the_model_catches,
+)
+def test_exceptions_in_the_middle(pool: Pool, scenario: Scenario) -> None:
+    pool.run(scenario, 2)

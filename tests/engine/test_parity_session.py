@@ -1,0 +1,231 @@
+"""Ours under the trainer and the session: gradient norms, clipping, fp16's scaler, and all that moves in a switch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp_lab.rank import Session
+from fsdp_lab.spec import Precision, Spec
+from tests.backends.train import whole
+from tests.engine.parity import digest, spec
+from tests.pool import Place, Pool
+
+ROUNDING = 2.0**-24  # half a unit in the last place of fp32, relative
+NO_SHARD = {"backend": "lab", "sharding": "no_shard"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run of a session said, on rank 0 unless it says otherwise."""
+
+    losses: list[list[float]]  # by rank
+    mean_losses: list[float]
+    norms: list[float]
+    samples: list[int]
+    skipped: list[bool]
+    scale: float  # at the end
+    parameters: dict[str, Tensor]
+    pieces: int  # elements of the largest piece of a parameter on any rank
+
+    def same(self, other: Run) -> bool:
+        """Everything to the bit; but gradient norms, which go by shards."""
+        said = all(getattr(self, n) == getattr(other, n) for n in ("losses", "mean_losses", "samples", "skipped", "scale"))
+        return said and all(torch.equal(t, other.parameters[name]) for name, t in self.parameters.items())
+
+
+def follow(pool: Pool, *parts: tuple[Spec, int], scale: float | None = None) -> Run:
+    """Apply and train one after the other; `scale`: the loss scale to begin with, in place of the scaler's own."""
+    answers = pool.run(
+        _follow, parts[0][0].world_size, [(s.to_dict(), n) for s, n in parts], scale, reduction=None, timeout_s=120
+    )
+    events = answers[0][0]
+    assert len({answer[1] for answer in answers}) == 1, "the ranks do not agree on the parameters"
+    for mine, *_ in answers[1:]:
+        for a, b in zip(events, mine, strict=True):
+            assert all(a[n] == b[n] for n in ("mean_loss", "grad_norm", "skipped", "samples"))
+    return Run(
+        losses=[[e["loss"] for e in answer[0]] for answer in answers],
+        mean_losses=[e["mean_loss"] for e in events],
+        norms=[e["grad_norm"] for e in events],
+        samples=[e["samples"] for e in events],
+        skipped=[e["skipped"] for e in events],
+        scale=answers[0][3],
+        parameters=answers[0][4],
+        pieces=max(answer[2] for answer in answers),
+    )
+
+
+def _session(place: Place) -> Session:
+    return Session(
+        rank=place.rank, world_size=place.world_size, device="cpu", store=place.store, threads=1, timeout_s=20,
+        reduction="rank_ordered",
+    )  # fmt: skip
+
+
+def _follow(place: Place, plan: list[tuple[dict[str, Any], int]], scale: float | None) -> list[Any]:
+    s = _session(place)
+    events: list[dict[str, Any]] = []
+    for given, steps in plan:
+        s.apply("run", given)
+        assert s._trainer is not None
+        if scale is not None and not events:
+            s._trainer.scaler.scale = scale
+        events += s.train(steps)["events"]
+    assert s._trainer is not None
+    pieces, scaler = s._trainer.backend.pieces(), s._trainer.scaler
+    parameters = whole(s._trainer.backend)
+    s.close()
+    return [events, digest(parameters.items()), max(p.numel for p in pieces), scaler.scale,
+            parameters if place.rank == 0 else None]  # fmt: skip
+
+
+# -- gradient norms and clipping -------------------------------------------------------------------------------------
+
+
+def norm_tolerance(*runs: Run) -> float:
+    """How far two gradient norms of the same gradients may lie apart, relative to the norm.
+
+    Each rank takes the norm of every piece of a parameter that it holds in fp32; squares and sums of pieces are in fp64. Of
+    n elements each square is rounded once and enters n - 1 sums, in whatever order, all of them of positive numbers: their
+    sum is wrong by n roundings at most, its root by half as many and one of its own. So each norm is, and their difference
+    by twice that. What fp64 rounds is less than one more.
+    """
+    n = max(run.pieces for run in runs)
+    return 2 * (n / 2 + 1 + 1) * ROUNDING
+
+
+@pytest.mark.parametrize("model", ["gpt2", "t5"])
+def test_gradient_norms(pool: Pool, model: str) -> None:
+    """Without clipping gradients have equal bits in every step, so that norms differ by the order of sums alone."""
+    fsdp2 = follow(pool, (spec(model, 3), 3))
+    for strategy in ({}, {"sharding": "zero1"}, {"sharding": "no_shard"}, {"offload": "optimizer", "wrap": "every:2"}):
+        ours = follow(pool, (spec(model, 3, backend="lab", **strategy), 3))
+        assert ours.same(fsdp2)
+        assert ours.norms == pytest.approx(fsdp2.norms, rel=norm_tolerance(ours, fsdp2), abs=0)
+
+
+CLIP = {"clip_norm": 0.05, "optimizer": "sgd", "lr": 0.5}
+
+
+def test_clipping_by_the_same_pieces_has_the_same_bits(pool: Pool) -> None:
+    """Replicas of ours and DDP's hold whole parameters, so that norms, factors and steps are equal, and switches too."""
+    ddp = follow(pool, (spec("gpt2", 3, backend="ddp", **CLIP), 5))
+    ours = follow(pool, (spec("gpt2", 3, **NO_SHARD, **CLIP), 5))
+    assert all(norm > CLIP["clip_norm"] for norm in ddp.norms)
+    assert ours.same(ddp) and ours.norms == ddp.norms
+    around = [(spec("gpt2", 3, **NO_SHARD, **CLIP), 2), (spec("gpt2", 3, backend="ddp", **CLIP), 1),
+              (spec("gpt2", 3, **NO_SHARD, **CLIP, offload="optimizer", recompute="full"), 2)]  # fmt: skip
+    switched = follow(pool, *around)
+    assert switched.same(ddp) and switched.norms == ddp.norms
+
+
+@pytest.mark.parametrize("strategy", [{}, {"sharding": "zero1"}, {"offload": "all", "wrap": "every:2"}], ids=str)
+def test_one_clipped_step(pool: Pool, strategy: dict[str, Any]) -> None:
+    """Against FSDP2, whose pieces are others. By bound, since from the norm on nothing has equal bits.
+
+    The factor differs by the norm's tolerance, d. It is rounded to fp32 and multiplied, by both: 4 roundings. SGD adds the
+    weight decay (1 rounding, by both) and subtracts lr times that (2, by both). So of a parameter p, changed by s - lr wd p
+    where s = lr times the clipped gradient, |difference| <= |s| (d + 4u) + |s - lr wd p| (2 + 4) u + |p| 2u.
+    """
+    before = follow(pool, (spec("gpt2", 3, **CLIP), 0))
+    fsdp2 = follow(pool, (spec("gpt2", 3, **CLIP), 1))
+    ours = follow(pool, (spec("gpt2", 3, backend="lab", **CLIP, **strategy), 1))
+    d, u = norm_tolerance(ours, fsdp2), ROUNDING
+    assert ours.mean_losses == fsdp2.mean_losses
+    assert ours.norms == pytest.approx(fsdp2.norms, rel=d, abs=0)
+    decay = CLIP["lr"] * 0.1
+    for name, p in before.parameters.items():
+        changed = (fsdp2.parameters[name].double() - p.double()).abs()
+        step = changed + (decay * p.double().abs() if p.dim() >= 2 else 0)
+        bound = step * (d + 4 * u) + changed * 6 * u + p.double().abs() * 2 * u
+        differ = (ours.parameters[name].double() - fsdp2.parameters[name].double()).abs()
+        assert (differ <= bound * (1 + 1e-3)).all(), name
+        assert changed.max() > 100 * differ.max()  # the bound is of a step that was taken
+
+
+# -- fp16's scaler ---------------------------------------------------------------------------------------------------
+
+FP16 = {"precision": "fp16", "optimizer": "sgd"}
+OVERFLOWS = 2.0**34  # a scale at which no gradient is finite in fp16; it is halved until they are
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_overflows_are_skipped_alike(pool: Pool, world_size: int) -> None:
+    """The same steps are skipped, the same scale is found, and the other steps have the bits of FSDP2's."""
+    fsdp2 = follow(pool, (spec("gpt2", world_size, **FP16), 20), scale=OVERFLOWS)
+    assert fsdp2.skipped[0] and not fsdp2.skipped[-1] and fsdp2.scale < OVERFLOWS
+    assert fsdp2.norms[0] == math.inf and fsdp2.norms[-1] < math.inf
+    for strategy in ({}, {"sharding": "no_shard", "offload": "all"}):
+        assert follow(pool, (spec("gpt2", world_size, backend="lab", **FP16, **strategy), 20), scale=OVERFLOWS).same(fsdp2)
+
+
+def test_the_scaler_moves_in_a_switch(pool: Pool) -> None:
+    """Half way down to its scale, and back from FSDP2: as if ours had never been left."""
+    lab = spec("gpt2", 2, backend="lab", **FP16)
+    steady = follow(pool, (lab, 20), scale=OVERFLOWS)
+    around = [(lab, 3), (spec("gpt2", 2, **FP16), 4), (lab.replace(sharding="zero1", offload="optimizer"), 5), (lab, 8)]
+    assert follow(pool, *around, scale=OVERFLOWS).same(steady)
+
+
+def test_low_gradients_are_unscaled_in_fp32(pool: Pool) -> None:
+    """Kept in fp16 until the step, gradients divided by the scale there would vanish, and their norm overflow."""
+    low = Precision(param="fp16", reduce="fp16", keep_low_precision_gradients=True)
+    high = follow(pool, (spec("gpt2", 2, backend="lab", **FP16), 3))
+    kept = follow(pool, (spec("gpt2", 2, backend="lab", **{**FP16, "precision": low}), 3))
+    assert kept.same(high)
+    assert kept.norms == high.norms
+
+
+# -- a whole training moves ------------------------------------------------------------------------------------------
+
+
+def test_a_training_moves_whole(pool: Pool) -> None:
+    """Through every backend, hybrid sharding, bf16 and a change of the batch: against FSDP2 in the same turns.
+
+    Losses and parameters have equal bits: so the data went on where it was, moments and their count of steps came along, and
+    the fp32 masters were neither lost in bf16 nor by the way of hybrid sharding.
+    """
+    turns: list[tuple[dict[str, Any], int]] = [
+        ({}, 2), ({"sharding": "hybrid_shard"}, 2), ({}, 3), ({"precision": "bf16"}, 2), ({"micro_batch": 1, "accumulate": 2}, 1),
+        ({}, 1),
+    ]  # fmt: skip
+    fsdp2 = follow(pool, *((spec("llama tied", 4, **s), n) for s, n in turns))
+    ours: list[tuple[dict[str, Any], int]] = [
+        ({"backend": "lab"}, 1), ({"backend": "fsdp2"}, 1), ({"backend": "lab", "sharding": "hybrid_shard", "wrap": "every:2"}, 2),
+        ({"backend": "ddp"}, 1), ({"backend": "fsdp1"}, 1), ({"backend": "lab", "offload": "all"}, 1),
+        ({"backend": "lab", "precision": "bf16", "sharding": "zero1"}, 2),
+        ({"backend": "lab", "micro_batch": 1, "accumulate": 2}, 1), ({"backend": "lab"}, 1),
+    ]  # fmt: skip
+    moved = follow(pool, *((spec("llama tied", 4, **s), n) for s, n in ours))
+    assert moved.same(fsdp2)
+    assert moved.samples == [8 * (i + 1) for i in range(11)]
+
+
+def _draws(place: Place, given: list[dict[str, Any]]) -> list[bool]:
+    """For each Spec after the first: whether the generator's state is the same after the switch to it."""
+    s = _session(place)
+    s.apply("run", given[0])
+    s.train(1)
+    unchanged = []
+    for one in given[1:]:
+        torch.manual_seed(place.rank)
+        before = torch.get_rng_state()
+        s.apply("run", one)
+        unchanged.append(torch.equal(torch.get_rng_state(), before))
+        s.train(1)
+        unchanged.append(torch.equal(torch.get_rng_state(), before))
+    s.close()
+    return unchanged
+
+
+def test_random_numbers_go_on_over_a_switch(pool: Pool) -> None:
+    """A switch and its steps draw none, so that whoever draws (a cell on the ranks) goes on as if there had been none."""
+    strategies = [{}, {"backend": "lab"}, {"backend": "ddp"}, {"backend": "lab", "precision": "bf16"}, {"backend": "fsdp1"}]
+    for unchanged in pool.run(_draws, 2, [spec("gpt2", 2, **s).to_dict() for s in strategies], reduction=None):
+        assert all(unchanged)

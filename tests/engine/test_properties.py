@@ -1,0 +1,376 @@
+"""Over random models and strategies: what goes into a sharded model comes out of it, bit for bit.
+
+Hypothesis draws several models for each run of the ranks; what fails is told by the number of its case.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from fsdp_lab.engine import (
+    full_optimizer_state,
+    full_state,
+    load_full_optimizer_state,
+    load_full_state,
+    local_optimizer_state,
+    local_state,
+    parameter_groups,
+    sharded_parameters,
+    shards_of,
+    units_of,
+    unshard,
+)
+from fsdp_lab.engine.policy import DTYPES
+from fsdp_lab.engine.unit import UnitState
+from fsdp_lab.spec import HYBRIDS, Strategy
+from tests.engine.naive import Naive
+from tests.engine.random_models import Case, Part, build, cases, group_of, ignored_names, inputs, shard
+from tests.pool import Place, Pool
+
+few = settings(
+    max_examples=4,
+    deadline=None,
+    database=None,
+    verbosity=Verbosity.quiet,
+    phases=[Phase.explicit, Phase.generate],  # to shrink a case takes minutes; the message tells it whole
+    suppress_health_check=list(HealthCheck),
+)
+WORLD_SIZES = [1, 2, 3, 4]
+EACH = 4  # cases in one run
+
+State = dict[str, Tensor]
+
+
+def drawn(world_size: int, dtypes: tuple[str, ...] = ("fp32", "bf16", "fp64")) -> st.SearchStrategy[list[Case]]:
+    return st.lists(cases(world_size, dtypes), min_size=EACH, max_size=EACH)
+
+
+def each(place: Place, check: Callable[[Place, Any], None], given: list[Any]) -> None:
+    """Run a check on every case; a failure says on which."""
+    warnings.simplefilter("ignore")
+    for i, case in enumerate(given):
+        try:
+            check(place, case)
+        except Exception as e:
+            e.add_note(f"case {i}: {case}")
+            raise
+
+
+# -- what the checks need --------------------------------------------------------------------------------------------
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Also of NaN and of the sign of zero."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    as_bytes = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*as_bytes)
+
+
+def assert_same(got: State, wanted: State) -> None:
+    assert list(got) == list(wanted)
+    assert [n for n in wanted if not same_bits(got[n], wanted[n])] == []
+
+
+def values_of(model: nn.Module) -> State:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def prepared(case: Case, strategy: Strategy | None = None) -> tuple[Part, State]:
+    """A sharded model, and the values that it was given, without those that were ignored."""
+    model = build(case)
+    values = values_of(model)
+    shard(model, case, strategy or case.strategy)
+    whole = {name: t for name, t in values.items() if name not in ignored_names(model, case)}
+    if case.on_meta:
+        load_full_state(model, whole)
+    return model, whole
+
+
+def full(model: nn.Module) -> State:
+    return dict(full_state(model))
+
+
+# -- state -----------------------------------------------------------------------------------------------------------
+
+
+def state_holds(place: Place, case: Case) -> None:
+    before = [(name, p.shape, p.dtype, p.requires_grad) for name, p in build(case).named_parameters()]
+    model, values = prepared(case)
+    assert [(name, p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()] == before
+    assert_same(full(model), values)
+    ranges_partition(place, model, values)
+    for _ in range(2):
+        not_there_outside(model, values)
+        with unshard(model):
+            assert_same(inside(model, values), values)
+        assert_same(full(model), values)
+        assert all(unit.state is UnitState.SHARDED for unit in units_of(model))
+    loading_is_exact(model, values)
+    written(model, case, values)
+    with unshard(model):
+        assert_same(inside(model, values), values)
+
+
+def inside(model: nn.Module, values: State) -> State:
+    """What modules see of the parameters that are sharded."""
+    return {name: t for name, t in values_of(model).items() if name in values}
+
+
+def not_there_outside(model: nn.Module, values: State) -> None:
+    parameters = dict(model.named_parameters())
+    for s in shards_of(model):
+        if s.flat.is_view_of_master:
+            assert same_bits(parameters[s.name], values[s.name])  # one rank holds all, nothing is ever gathered
+        else:
+            assert bool(parameters[s.name].isnan().all())
+            assert s.flat.policy.whole_parameters or not s.flat.full.untyped_storage().size()
+
+
+def ranges_partition(place: Place, model: nn.Module, values: State) -> None:
+    """The ranks of each group of shards hold every element once, and the right one."""
+    shards = local_state(model)
+    assert list(shards) == list(values)
+    for name, s in shards.items():
+        assert same_bits(s.local, values[name].reshape(-1)[s.start : s.stop])
+        assert s.shape == values[name].shape
+    everybodys: list[Any] = [None] * place.world_size
+    dist.all_gather_object(everybodys, {name: (s.start, s.stop) for name, s in shards.items()})
+    factor = units_of(model)[0].grid.factor
+    for name, value in values.items():
+        for first in range(0, place.world_size, factor):
+            covered = [x for ranges in everybodys[first : first + factor] for x in range(*ranges[name])]
+            assert covered == list(range(value.numel()))
+
+
+def loading_is_exact(model: nn.Module, values: State) -> None:
+    other = {name: (t.double() * -1.7 + 0.3).to(t.dtype) for name, t in values.items()}
+    load_full_state(model, other)
+    assert_same(full(model), other)
+    load_full_state(model, values.__getitem__)
+    assert_same(full(model), values)
+
+
+def written(model: nn.Module, case: Case, wanted: State) -> None:
+    """Write what the case says, into the model and into `wanted`, one after the other: it is kept, and it alone."""
+    names = [name for name, t in wanted.items() if t.numel()]
+    for i, element, value in case.written if names else ():
+        name = names[i % len(names)]
+        with unshard(model), torch.no_grad():
+            for t in (dict(model.named_parameters())[name], wanted[name]):
+                t.view(-1)[element % t.numel()] = value
+        assert_same(full(model), wanted)
+
+
+def a_lower_precision_changes_nothing_by_itself(place: Place, case: Case) -> None:
+    """Masters keep their own dtype and every bit; what is written inside is taken over, and it alone."""
+    precision = "bf16" if case.seed % 2 else "fp16"
+    model, wanted = prepared(case, dataclasses.replace(case.strategy, precision=precision))
+    gathered = DTYPES[precision]
+    with unshard(model):
+        assert_same(inside(model, wanted), {n: t.to(gathered) for n, t in wanted.items()})
+    assert_same(full(model), wanted)
+    written(model, case, wanted)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("check", [state_holds, a_lower_precision_changes_nothing_by_itself], ids=lambda f: f.__name__)
+def test_state(pool: Pool, world_size: int, check: Callable[[Place, Case], None]) -> None:
+    @few
+    @seed(100 * world_size + len(check.__name__))
+    @given(drawn(world_size))
+    def hold(some: list[Case]) -> None:
+        pool.run(each, world_size, check, some)
+
+    hold()
+
+
+# -- training and the optimizer's state ------------------------------------------------------------------------------
+
+
+def adamw(groups: dict[Any, list[nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": ps, "weight_decay": decay} for decay, ps in groups.items()], lr=0.05)
+
+
+def step(place: Place, model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    loss = model(inputs(place.rank)).square().mean()
+    if loss.requires_grad:
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.item())
+
+
+def averages(strategy: Strategy) -> int | None:
+    """Ranks whose gradients are averaged first; None: all."""
+    return strategy.shard_size if strategy.sharding in HYBRIDS else None
+
+
+def trains_as_the_naive_one(place: Place, case: Case) -> None:
+    """Losses and parameters, bit for bit; ignored ones are frozen, as nobody averages their gradients."""
+    model = build(case)
+    for name, p in model.named_parameters():
+        if name in ignored_names(model, case):
+            p.requires_grad_(False)
+    if not model(inputs(place.rank)).requires_grad:
+        return
+    plain, values = copy.deepcopy(model), values_of(model)
+
+    def make(shards: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        groups: dict[Any, list[nn.Parameter]] = {}
+        for name, p in shards:
+            groups.setdefault(group_of(case, values[name].shape), []).append(p)
+        return adamw(groups)
+
+    naive = Naive(plain, make, averages(case.strategy))
+    shard(model, case, case.strategy)
+    if case.on_meta:
+        load_full_state(model, values)
+    optimizer = adamw(parameter_groups(model))
+    naive.buffers = {s.name: id(s.flat) for s in shards_of(model)}
+    for i in range(2):
+        wanted = naive.step(lambda m: m(inputs(place.rank)).square().mean())
+        with new_memory_is_nan():
+            got = step(place, model, optimizer)
+        assert got == wanted, f"step {i}"
+        padding_is_zero(model)
+    naive.gather()
+    after = values_of(plain)
+    assert_same(full(model), {name: after[name] for name in full(model)})
+
+
+@contextmanager
+def new_memory_is_nan() -> Iterator[None]:
+    """What is read before it was written shows itself."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def padding_is_zero(model: nn.Module) -> None:
+    for flat in (flat for unit in units_of(model) for flat in unit.flats):
+        padding = torch.ones_like(flat.master, dtype=torch.bool)
+        for slot in flat.layout.slots:
+            start, stop = flat.layout.in_shard(slot, flat.grid.rank)
+            padding[start:stop] = False
+        assert bool((flat.master[padding] == 0).all())
+
+
+Slots = dict[str, dict[str, Any]]
+
+
+def trained(place: Place, case: Case) -> tuple[Part, torch.optim.Optimizer | None]:
+    model, _ = prepared(case)
+    if not sharded_parameters(model):
+        return model, None
+    optimizer = adamw(parameter_groups(model))
+    step(place, model, optimizer)
+    return model, optimizer
+
+
+def told(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[State, Slots]:
+    slots = {} if optimizer is None else {name: dict(s) for name, s in full_optimizer_state(model, optimizer)}
+    return full(model), slots
+
+
+def take(place: Place, some: list[Case]) -> list[tuple[State, Slots]]:
+    """Train each for a step and say all there is."""
+    return [told(*trained(place, case)) for case in some]
+
+
+def give(place: Place, some: list[tuple[Case, State, Slots]]) -> None:
+    """Each goes on from what another world had, and has it all."""
+    for case, state, slots in some:
+        moved(case, state, slots)
+
+
+def moved(case: Case, state: State, slots: Slots) -> tuple[Part, torch.optim.Optimizer | None]:
+    model, _ = prepared(case)
+    load_full_state(model, state)
+    if not slots:
+        return model, None
+    optimizer = adamw(parameter_groups(model))
+    load_full_optimizer_state(model, optimizer, slots)
+    got = told(model, optimizer)
+    assert_same(got[0], state)
+    assert_same_slots(got[1], slots)
+    parts = local_state(model)
+    for name, mine in local_optimizer_state(model, optimizer).items():
+        for slot, value in mine.items():
+            if slot != "step":
+                assert same_bits(value, slots[name][slot].reshape(-1)[parts[name].start : parts[name].stop])
+    return model, optimizer
+
+
+def assert_same_slots(got: Slots, wanted: Slots) -> None:
+    assert list(got) == list(wanted)
+    for name in wanted:
+        assert_same(got[name], wanted[name])
+
+
+def goes_on_elsewhere(place: Place, pair: tuple[Case, Case]) -> None:
+    """The next step after a move to another strategy has the bits of one that never moved."""
+    one, other = pair
+    model, optimizer = trained(place, one)
+    its, its_optimizer = moved(dataclasses.replace(one, strategy=other.strategy), *told(model, optimizer))
+    if optimizer is None or its_optimizer is None or averages(one.strategy) != averages(other.strategy):
+        return
+    assert step(place, its, its_optimizer) == step(place, model, optimizer)
+    got, wanted = told(its, its_optimizer), told(model, optimizer)
+    assert_same(got[0], wanted[0])
+    assert_same_slots(got[1], wanted[1])
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_training(pool: Pool, world_size: int) -> None:
+    @few
+    @seed(world_size)
+    @given(drawn(world_size, ("fp32", "fp64")))
+    def hold(some: list[Case]) -> None:
+        pool.run(each, world_size, trains_as_the_naive_one, some, reduction="rank_ordered")
+
+    hold()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_going_on_with_another_strategy(pool: Pool, world_size: int) -> None:
+    @few
+    @seed(world_size)
+    @given(drawn(world_size, ("fp32", "fp64")))
+    def hold(some: list[Case]) -> None:
+        pairs = list(itertools.pairwise(some))
+        pool.run(each, world_size, goes_on_elsewhere, pairs, reduction="rank_ordered")
+
+    hold()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 4), (3, 2), (4, 1)])
+def test_going_on_in_another_world_size(pool: Pool, before: int, after: int) -> None:
+    @few
+    @seed(before)
+    @given(drawn(before), drawn(after))
+    def hold(some: list[Case], others: list[Case]) -> None:
+        states = pool.run(take, before, some)
+        for other in states[1:]:
+            for (state, slots), (its_state, its_slots) in zip(states[0], other, strict=True):
+                assert_same(its_state, state)
+                assert_same_slots(its_slots, slots)
+        cases = [dataclasses.replace(one, strategy=other.strategy) for one, other in zip(some, others, strict=True)]
+        pool.run(give, after, [(case, *state) for case, state in zip(cases, states[0], strict=True)])
+
+    hold()

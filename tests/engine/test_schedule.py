@@ -1,0 +1,265 @@
+"""What a schedule promises, over random trees of calls and random rules; and one that is written out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fsdp_lab.schedule import Action, Call, Direction, Moment, Phase, Point, Rules, Schedule
+from fsdp_lab.spec import Strategy
+from tests.engine.trees import call_trees, deepest, enclosing, peak, replay, rules
+
+BLOCKS = [Call(0), Call(1, 0), Call(2, 0), Call(3, 0), Call(4, 0)]  # a root and four blocks, as in a transformer
+
+schedules = st.builds(lambda calls, r, b: Schedule(calls, r, backward=b), call_trees(), rules(), st.booleans())
+some = settings(max_examples=300, deadline=None)
+
+
+@given(schedules)
+@some
+@example(Schedule([Call(0), Call(1, 0), Call(1, 1)], Rules()))  # a unit inside itself
+def test_what_computes_is_gathered(schedule: Schedule) -> None:
+    for moment in replay(schedule):
+        if moment.action.phase is Phase.COMPUTE:
+            assert moment.action.unit in moment.before
+
+
+@given(schedules)
+@some
+def test_a_unit_is_gathered_only_when_it_is_not_and_freed_only_when_it_is(schedule: Schedule) -> None:
+    for moment in replay(schedule):
+        if moment.action.phase is Phase.UNSHARD:
+            assert moment.action.unit not in moment.before
+        if moment.action.phase is Phase.RESHARD:
+            assert moment.action.unit in moment.before
+
+
+@given(schedules)
+@some
+@example(Schedule(BLOCKS, Rules(prefetch_before=False)))  # nothing is left to prefetch when the root's backward ends
+def test_at_the_end_nothing_is_gathered(schedule: Schedule) -> None:
+    assert not [*replay(schedule)][-1].after
+
+
+@given(schedules)
+@some
+def test_what_is_gathered_computes_before_it_is_freed(schedule: Schedule) -> None:
+    """No all-gather is for nothing."""
+    waiting: set[int] = set()
+    for moment in replay(schedule):
+        action = moment.action
+        if action.phase is Phase.UNSHARD:
+            waiting.add(action.unit)
+        elif action.phase is Phase.COMPUTE:
+            waiting.discard(action.unit)
+        elif action.phase is Phase.RESHARD:
+            assert action.unit not in waiting
+    assert not waiting
+
+
+@given(schedules)
+@some
+@example(Schedule([Call(0), Call(1, 0), Call(2, 0), Call(3, 2), Call(1, 0)], Rules(forward_prefetch=3, limit=1)))
+def test_the_limit_holds_but_for_what_calls_enclose(schedule: Schedule) -> None:
+    """A prefetch never brings more than limit + 1. A unit whose turn has come is gathered whatever the limit says; beyond
+    limit + 1 all that is gathered then belongs to calls that have begun and not ended, so nothing can be freed."""
+    if schedule.rules.limit == 0 or not schedule.rules.reshard_after_forward:
+        return
+    room = schedule.rules.limit + 1
+    for moment in replay(schedule):
+        action = moment.action
+        if action.phase is Phase.UNSHARD and action.ahead:
+            assert len(moment.after) <= room
+        elif action.phase is Phase.UNSHARD and len(moment.after) > room:
+            assert moment.after <= enclosing(schedule, action.point.call)
+    assert peak(schedule) <= max(room, deepest(schedule))
+
+
+class _KeepsNothing(Schedule):
+    kept = frozenset()  # type: ignore[assignment]
+
+
+@given(call_trees(), rules())
+@some
+@example([Call(0), Call(1, 0), Call(2, 0), Call(3, 2), Call(4, 3), Call(1, 0)], Rules())  # unit 1 first and last
+def test_what_is_kept_for_the_backward_raises_no_peak(calls: list[Call], given: Rules) -> None:
+    r = dataclasses.replace(given, reshard_after_forward=True)
+    schedule, without = Schedule(calls, r), _KeepsNothing(calls, r)
+    assert peak(schedule) <= peak(without)
+    assert gathers(schedule) <= gathers(without)
+
+
+def gathers(schedule: Schedule) -> int:
+    return sum(a.phase is Phase.UNSHARD for a in schedule.actions)
+
+
+@given(call_trees(), rules())
+@some
+def test_without_resharding_each_unit_is_gathered_once(calls: list[Call], given: Rules) -> None:
+    schedule = Schedule(calls, dataclasses.replace(given, reshard_after_forward=False))
+    assert gathers(schedule) == len({call.unit for call in calls})
+    for moment in replay(schedule):
+        if moment.action.phase is Phase.RESHARD:
+            assert moment.action.point.direction is Direction.BACKWARD
+
+
+@given(schedules)
+@some
+def test_each_unit_is_reduced_once_after_its_last_backward(schedule: Schedule) -> None:
+    units = {call.unit for call in schedule.calls} if schedule.backward else set()
+    reductions = [a for a in schedule.actions if a.phase is Phase.REDUCE]
+    assert sorted(a.unit for a in reductions) == sorted(units)
+    for reduction in reductions:
+        later = schedule.actions[schedule.actions.index(reduction) :]
+        assert not any(a.phase is Phase.COMPUTE and a.unit == reduction.unit for a in later)
+    updates = [a for a in schedule.actions if a.phase is Phase.OPTIM]
+    assert len(updates) == schedule.backward
+    if updates:
+        assert updates[0] is schedule.actions[-1]
+        last = [a for a in schedule.actions if a.phase is Phase.REDUCE]
+        waited = {schedule.actions[i].unit for i in updates[0].waits_for}
+        assert waited == {a.unit for a in last}
+
+
+@given(schedules)
+@some
+def test_what_is_waited_for_comes_first(schedule: Schedule) -> None:
+    """Indices point backwards, so the actions are a directed acyclic graph in the order in which they are listed."""
+    for i, action in enumerate(schedule.actions):
+        assert all(0 <= before < i for before in action.waits_for)
+        assert len(set(action.waits_for)) == len(action.waits_for)
+
+
+@given(schedules)
+@some
+def test_a_computation_waits_for_its_parameters_and_for_the_one_before(schedule: Schedule) -> None:
+    gathered: dict[int, int] = {}
+    computed: int | None = None
+    for i, action in enumerate(schedule.actions):
+        if action.phase is Phase.UNSHARD:
+            gathered[action.unit] = i
+        elif action.phase is Phase.COMPUTE:
+            assert gathered[action.unit] in action.waits_for
+            assert computed is None or computed in action.waits_for
+            computed = i
+        elif action.phase in (Phase.RESHARD, Phase.REDUCE):
+            assert action.waits_for == (computed,)
+
+
+@given(schedules)
+@some
+def test_points_hold_all_that_is_issued_in_its_order(schedule: Schedule) -> None:
+    assert len(set(schedule.walk)) == len(schedule.walk)
+    issued = [a for point in schedule.walk for a in schedule.at(point)]
+    assert issued == [a for a in schedule.actions if a.phase not in (Phase.COMPUTE, Phase.OPTIM)]
+    for point in schedule.walk:
+        assert all(a.point == point for a in schedule.at(point))
+
+
+@given(schedules)
+@some
+def test_every_call_computes_each_way(schedule: Schedule) -> None:
+    """At its beginning, and again at its end if calls lie in it."""
+    computed = [a.point for a in schedule.actions if a.phase is Phase.COMPUTE]
+    ways = (Direction.FORWARD, Direction.BACKWARD) if schedule.backward else (Direction.FORWARD,)
+    wanted = [
+        Point(way, k, moment)
+        for way in ways
+        for k in range(len(schedule.calls))
+        for moment in Moment
+        if moment is Moment.BEFORE or schedule.children[k]
+    ]
+    assert sorted(computed, key=str) == sorted(wanted, key=str)
+
+
+@given(schedules)
+@some
+def test_offload_copies_around_gathers_and_reductions(schedule: Schedule) -> None:
+    copies = [a for a in schedule.actions if a.phase is Phase.HOST_COPY]
+    reductions = sum(a.phase is Phase.REDUCE for a in schedule.actions)
+    wanted = {"none": 0, "optimizer": reductions, "all": reductions + gathers(schedule)}
+    assert len(copies) == wanted[schedule.rules.offload]
+
+
+def test_rules_say_what_a_strategy_says() -> None:
+    assert Rules.of(Strategy()) == Rules()
+    assert not Rules.of(Strategy(sharding="shard_grad_op")).reshard_after_forward
+    assert not Rules.of(Strategy(sharding="hybrid_shard_zero2")).reshard_after_forward
+    assert Rules.of(Strategy(sharding="hybrid_shard")).reshard_after_forward
+    assert not Rules.of(Strategy(backward_prefetch_point="after")).prefetch_before
+
+
+# -- by hand ---------------------------------------------------------------------------------------------------------
+
+U, C, F, R = Phase.UNSHARD, Phase.COMPUTE, Phase.RESHARD, Phase.REDUCE
+
+
+def told(schedule: Schedule) -> list[str]:
+    """Each action in a word or two: `u` an all-gather, `U` one ahead of its turn, `c` `f` `r` compute, free, reduce."""
+    letters = {U: "u", C: "c", F: "f", R: "r", Phase.OPTIM: "optim", Phase.HOST_COPY: "h"}
+
+    def word(a: Action) -> str:
+        letter = letters[a.phase].upper() if a.ahead else letters[a.phase]
+        return letter if a.unit < 0 else f"{letter}{a.unit}"
+
+    return [word(a) for a in schedule.actions]
+
+
+def test_four_blocks_with_the_defaults() -> None:
+    """Blocks 3 and 4 stay: the backward begins with 4 and prefetches 3. Never more than the root and two blocks."""
+    schedule = Schedule(BLOCKS, Rules())
+    assert " ".join(told(schedule)) == (
+        "u0 c0  u1 c1 f1  u2 c2 f2  u3 c3  u4 c4  c0  "  # forward
+        "c0  c4 f4 r4  U2 c3 f3 r3  U1 c2 f2 r2  c1 f1 r1  c0 f0 r0  optim"
+    ).replace("  ", " ")
+    assert schedule.kept == {0, 3, 4}
+    assert peak(schedule) == 3
+    by_index = {f"{i}": word for i, word in enumerate(told(schedule))}
+    prefetch = schedule.actions[told(schedule).index("U2")]
+    assert [by_index[f"{i}"] for i in prefetch.waits_for] == ["c4"]  # beside block 3's backward, not before block 4's
+
+
+def test_four_blocks_with_forward_prefetch_and_the_limit() -> None:
+    def forward(limit: int) -> str:
+        schedule = Schedule(BLOCKS, Rules(forward_prefetch=2, limit=limit), backward=False)
+        return " ".join(told(schedule))
+
+    assert forward(1) == "u0 U1 c0 c1 f1 u2 c2 f2 u3 c3 f3 u4 c4 f4 c0 f0"
+    assert forward(2) == "u0 U1 U2 c0 c1 f1 U3 c2 f2 U4 c3 f3 c4 f4 c0 f0"
+    assert forward(0) == "u0 U1 U2 c0 U3 c1 f1 U4 c2 f2 c3 f3 c4 f4 c0 f0"
+
+
+def test_four_blocks_with_prefetch_after() -> None:
+    schedule = Schedule(BLOCKS, Rules(prefetch_before=False))
+    assert " ".join(told(schedule)) == (
+        "u0 c0  u1 c1 f1  u2 c2 f2  u3 c3 f3  u4 c4  c0  "
+        "c0  c4 f4 U3 r4  c3 f3 U2 r3  c2 f2 U1 r2  c1 f1 r1  c0 f0 r0  optim"
+    ).replace("  ", " ")
+    assert peak(schedule) == 2
+
+
+def test_a_unit_called_twice_is_freed_between_and_reduced_once() -> None:
+    schedule = Schedule([Call(0), Call(1, 0), Call(2, 0), Call(1, 0)], Rules(backward_prefetch=0))
+    assert " ".join(told(schedule)) == "u0 c0 u1 c1 f1 u2 c2 f2 u1 c1 c0 c0 c1 f1 u2 c2 f2 r2 u1 c1 f1 r1 c0 f0 r0 optim"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_two_hundred_units_are_scheduled_at_once(nested: bool) -> None:
+    """It happens in the first forward. Twice the units take about twice the time, not four times."""
+
+    def seconds(n: int) -> float:
+        calls = [Call(0)] + [Call(k, k - 1 if nested else 0) for k in range(1, n)]
+        best = float("inf")
+        for _ in range(3):
+            began = time.perf_counter()
+            schedule = Schedule(calls, Rules(forward_prefetch=2, backward_prefetch=2))
+            schedule.at(Point(Direction.FORWARD, 0, Moment.BEFORE))
+            best = min(best, time.perf_counter() - began)
+        return best
+
+    assert seconds(200) < 0.5
+    assert seconds(200) / seconds(25) < 32  # 8 where it is linear, 64 where it is quadratic

@@ -1,0 +1,252 @@
+"""`SlowMotion` in ranks: the real step, halted at its phases; what it says is held is what is there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp_lab.engine import Holding, SlowMotion, Stop, full_state, holdings, runtime_of, sharded_parameters, units_of
+from fsdp_lab.engine.unit import UnitState
+from fsdp_lab.schedule import Call, Moment, Phase, Rules, Schedule
+from fsdp_lab.spec import Strategy
+from tests.engine.toys import batch, by_block, make, mean_square
+from tests.pool import Place, Pool
+
+Said = tuple[str, str, str]  # phase, unit, direction
+
+NAMES = ("", "blocks.0", "blocks.1", "blocks.2", "blocks.3")
+STRATEGIES = (
+    Strategy(),
+    Strategy(forward_prefetch=1, backward_prefetch=2),
+    Strategy(backward_prefetch_point="after", limit_all_gathers=1),
+    Strategy(sharding="shard_grad_op"),
+    Strategy(sharding="zero1"),
+    Strategy(precision="bf16"),
+)
+
+
+def everywhere(*scenarios: Callable[[Place], None]) -> Any:
+    return pytest.mark.parametrize("scenario", scenarios, ids=lambda s: s.__name__)
+
+
+class Training:
+    """A sharded model and its step."""
+
+    def __init__(self, place: Place, strategy: Strategy) -> None:
+        self.model = by_block(make(depth=4), strategy=strategy)
+        self.optimizer = torch.optim.AdamW(sharded_parameters(self.model), lr=0.1)
+        self.rank, self.count = place.rank, 0
+
+    def step(self) -> Tensor:
+        loss = mean_square(self.model, batch(self.count, self.rank))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.count += 1
+        return loss.detach()
+
+    def slow(self) -> SlowMotion[Tensor]:
+        return SlowMotion(self.model, self.step)
+
+
+def _equal(one: Training, other: Training) -> None:
+    pairs = zip(full_state(one.model), full_state(other.model), strict=True)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
+
+
+# -- the order of phases -----------------------------------------------------------------------------------------------
+
+
+def schedule_of(strategy: Strategy) -> Schedule:
+    return Schedule((Call(0), *(Call(i, 0) for i in range(1, 5))), Rules.of(strategy))
+
+
+def scheduled(strategy: Strategy) -> list[Said]:
+    return [
+        (a.phase, NAMES[a.unit], a.point.direction)
+        for a in schedule_of(strategy).actions
+        if a.phase is not Phase.OPTIM and (a.phase is not Phase.COMPUTE or a.point.moment is Moment.BEFORE)
+    ]
+
+
+def the_order_is_the_schedules(place: Place) -> None:
+    for strategy in STRATEGIES:
+        training = Training(place, strategy)
+        for _ in range(2):
+            stops = list(training.slow())
+            assert [stop.index for stop in stops] == list(range(len(stops)))
+            assert [(s.phase, s.unit, s.direction) for s in stops] == scheduled(strategy), strategy
+
+
+def the_result_is_an_ordinary_steps(place: Place) -> None:
+    for strategy in STRATEGIES:
+        slow, plain = Training(place, strategy), Training(place, strategy)
+        for _ in range(2):
+            motion = slow.slow()
+            for _ in motion:
+                pass
+            assert motion.is_over and torch.equal(motion.result, plain.step())
+            assert next(motion, None) is None  # it stays over
+        _equal(slow, plain)
+        assert torch.equal(slow.step(), plain.step())
+
+
+@everywhere(the_order_is_the_schedules, the_result_is_an_ordinary_steps)
+def test_the_step_is_the_same(pool: Pool, scenario: Callable[[Place], None]) -> None:
+    pool.run(scenario, 2)
+
+
+# -- what is held ------------------------------------------------------------------------------------------------------
+
+
+def _is_true(model: Any, held: Holding, whole: Tensor) -> None:
+    """Compare with the storage itself."""
+    shard, flat = held.shard, held.shard.flat
+    p = model.get_parameter(shard.name)
+    unit = next(unit for unit in units_of(model) if flat in unit.flats)
+    assert held.unit == unit.name
+    assert torch.equal(shard.local, whole.reshape(-1)[shard.start : shard.stop])
+    if held.state == "unsharded":
+        assert torch.equal(p, whole.to(p.dtype)) and flat.full.untyped_storage().size()
+    else:
+        assert bool(p.isnan().all())
+        assert bool(flat.full.untyped_storage().size()) == (held.state == "gathering" or flat.policy.whole_parameters)
+        assert (unit.state is UnitState.GATHERING) == (held.state == "gathering")
+    reduced = shard.param is not None and shard.param.grad is not None
+    assert (held.gradient == "unsharded") == (flat.gradient is not None)
+    assert (held.gradient == "sharded") == (reduced and flat.gradient is None)
+    if held.gradient == "sharded":
+        assert shard.param is not None and shard.param.grad is not None
+        assert bool(shard.param.grad.isfinite().all())
+
+
+def holdings_are_what_is_there(place: Place) -> None:
+    for strategy in STRATEGIES:
+        training = Training(place, strategy)
+        training.step()
+        model = training.model
+        whole = {name: t.clone() for name, t in full_state(model)}
+        seen: set[tuple[str, str]] = set()
+        for stop in training.slow():
+            held = holdings(model)
+            assert [h.shard.name for h in held] == [name for name, _ in model.named_parameters()]
+            for h in held:
+                _is_true(model, h, whole[h.shard.name])
+            seen |= {(h.state, h.gradient) for h in held}
+            _is_before(stop, [h for h in held if h.unit == stop.unit])
+        ahead = any(action.ahead for action in schedule_of(strategy).actions)
+        assert {state for state, _ in seen} == {"sharded", "unsharded"} | ({"gathering"} if ahead else set()), strategy
+        assert {gradient for _, gradient in seen} == {"none", "unsharded", "reducing", "sharded"}, strategy
+        assert {h.gradient for h in holdings(model)} == {"none"}
+        assert {h.state for h in holdings(model)} == {"sharded"}
+
+
+def _is_before(stop: Stop, held: list[Holding]) -> None:
+    """A stop is before its phase."""
+    states, gradients = {h.state for h in held}, {h.gradient for h in held}
+    wanted = {Phase.UNSHARD: "sharded", Phase.COMPUTE: "unsharded", Phase.RESHARD: "unsharded"}
+    if stop.phase in wanted:
+        assert states == {wanted[stop.phase]}, stop
+    if stop.phase is Phase.REDUCE:
+        assert gradients == {"unsharded"}, stop
+    elif stop.direction == "forward":
+        assert gradients == {"none"}, stop
+
+
+def ranges_of_all_ranks(place: Place) -> list[tuple[str, int, int, int]]:
+    return [(h.shard.name, h.shard.shape.numel(), h.shard.start, h.shard.stop) for h in holdings(by_block(make()))]
+
+
+def test_holdings_are_what_is_there(pool: Pool) -> None:
+    pool.run(holdings_are_what_is_there, 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_ranks_shards_make_up_every_parameter(pool: Pool, world_size: int) -> None:
+    for of_ranks in zip(*pool.run(ranges_of_all_ranks, world_size), strict=True):
+        (name, numel), ends = of_ranks[0][:2], 0
+        for other, _, start, stop in of_ranks:
+            assert other == name
+            if stop > start:
+                assert start == ends
+                ends = stop
+        assert ends == numel, name
+
+
+# -- not to the end ----------------------------------------------------------------------------------------------------
+
+
+def closed_in_the_middle(place: Place) -> None:
+    for strategy in STRATEGIES[:3]:
+        slow, plain = Training(place, strategy), Training(place, strategy)
+        for stops in (0, 1, 7, 20):
+            motion = slow.slow()
+            for _ in range(stops):
+                next(motion)
+            with pytest.raises(RuntimeError, match=r"the step is not over; go on with next\(\)"):
+                _ = motion.result
+            motion.close()
+            if stops:
+                assert torch.equal(motion.result, plain.step()) and motion.is_over
+                assert next(motion, None) is None
+                motion.close()  # once more does no harm
+        assert slow.count == plain.count == 3  # one that never began was not run
+        _equal(slow, plain)
+
+
+def trouble_in_the_step(place: Place) -> None:
+    training, plain = Training(place, Strategy()), Training(place, Strategy())
+
+    def fail(*_: Any) -> None:
+        raise ValueError("trouble")
+
+    for closed in (False, True):
+        handle = training.model.blocks[1].register_forward_hook(fail)
+        motion = training.slow()
+        if closed:
+            next(motion)
+        with pytest.raises(ValueError, match="trouble"):
+            if closed:
+                motion.close()
+            else:
+                list(motion)
+        assert motion.is_over and next(motion, None) is None
+        with pytest.raises(RuntimeError, match="the step is not over"):
+            _ = motion.result
+        handle.remove()
+        assert torch.equal(training.step(), plain.step())
+        _equal(training, plain)
+
+
+def nothing_stays_behind(place: Place) -> None:
+    training = Training(place, Strategy())
+    list(training.slow())
+    motion = training.slow()
+    next(motion)
+    assert any(t.name == "slow motion" for t in threading.enumerate())
+    motion.close()
+    assert not any(t.name == "slow motion" for t in threading.enumerate())
+    assert runtime_of(training.model).watch is None
+
+
+def the_caller_goes_on_meanwhile(place: Place) -> None:
+    """Between two stops nothing computes, so that the caller may; its thread count is the step's."""
+    training = Training(place, Strategy())
+    threads: set[int] = set()
+    handle = training.model.register_forward_hook(lambda *_: threads.add(torch.get_num_threads()))
+    for _ in training.slow():
+        before = [h.shard.local.clone() for h in holdings(training.model)]
+        torch.mm(torch.ones(20, 20), torch.ones(20, 20))
+        assert all(torch.equal(h.shard.local, b) for h, b in zip(holdings(training.model), before, strict=True))
+    handle.remove()
+    assert threads == {torch.get_num_threads()}
+
+
+@everywhere(closed_in_the_middle, trouble_in_the_step, nothing_stays_behind, the_caller_goes_on_meanwhile)
+def test_not_to_the_end(pool: Pool, scenario: Callable[[Place], None]) -> None:
+    pool.run(scenario, 2)

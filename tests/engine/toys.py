@@ -1,0 +1,128 @@
+"""What the feature tests share: a small model, and training it sharded beside the plain one on the batches of all ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_lab.engine import full_state, fully_shard, sharded_parameters
+from tests.pool import Place
+
+WIDTH = 6  # no multiple of it is a power of two, so shards are padded and cut through parameters
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 7), nn.Linear(7, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return out
+
+
+class Net(nn.Module):
+    """A linear layer, blocks, and a linear layer; the root's unit has the first and the last."""
+
+    def __init__(self, depth: int = 3, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5)
+        self.blocks = nn.ModuleList([block() for _ in range(depth)])
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def make(kind: Callable[..., nn.Module] = Net, **options: Any) -> Any:
+    """The same values on every rank."""
+    torch.manual_seed(0)
+    return kind(**options)
+
+
+def by_block(model: Any, **options: Any) -> Any:
+    """Each block a unit, and the rest the root's."""
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def batch(step: int, rank: int, rows: int = 3) -> Tensor:
+    """[rows, WIDTH]; another one for every step and rank."""
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).float().square().mean()
+    return loss
+
+
+def gradients(model: nn.Module, loss: Loss, batches: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The mean over `batches` of a plain model's gradients: summed in their order, then divided, as the ranks do it."""
+    summed: dict[str, Tensor] = {}
+    for x in batches:
+        model.zero_grad()
+        loss(model, x).backward()
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                summed[name] = summed[name] + p.grad if name in summed else p.grad
+    model.zero_grad()
+    return {name: g / len(batches) for name, g in summed.items()}
+
+
+def plain_step(model: nn.Module, loss: Loss, batches: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
+    found = gradients(model, loss, batches)
+    for name, p in model.named_parameters():
+        p.grad = found.get(name)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_equal(sharded: nn.Module, plain: nn.Module) -> None:
+    """Every parameter, bit for bit."""
+    wanted = dict(plain.named_parameters())
+    found = dict(full_state(sharded))
+    assert found.keys() <= wanted.keys()
+    differ = {name: (t - wanted[name]).abs().max() for name, t in found.items() if not torch.equal(t, wanted[name])}
+    assert not differ, differ
+
+
+def train_beside(
+    place: Place,
+    model: Any,
+    shard: Callable[[Any], Any] = by_block,
+    loss: Loss = mean_square,
+    steps: int = 3,
+    at_step: Callable[[Any, int], None] = lambda model, step: None,
+) -> tuple[Any, Any]:
+    """Train `model`, sharded by `shard`, and a plain copy of it, and compare every loss and every parameter, bit for bit.
+
+    `at_step` is called on both before each step. Returns both. With two ranks a sum has the same bits in any order.
+    """
+    plain = copy.deepcopy(model)
+    shard(model)
+    before = [p.detach().clone() for p in plain.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(sharded_parameters(model), lr=0.1)
+    plain_optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+    for step in range(steps):
+        at_step(model, step)
+        at_step(plain, step)
+        batches = [batch(step, rank) for rank in range(place.world_size)]
+        found = loss(model, batches[place.rank])
+        assert torch.equal(found, loss(plain, batches[place.rank])), (step, found)
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain_step(plain, loss, batches, plain_optimizer)
+        assert_equal(model, plain)
+    after = [p for p in plain.parameters() if p.requires_grad]
+    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))  # training does something
+    return model, plain
