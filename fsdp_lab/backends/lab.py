@@ -33,7 +33,7 @@ class Lab(TorchBackend):
     def gradient(self, piece: Piece) -> Tensor | None:
         p = piece.param
         if p is not None and p.grad is not None and p.grad.dtype != p.dtype:
-            engine.raise_gradients(self.module)  # clipped, or divided by a loss scale, in a lower precision they would vanish
+            engine.raise_gradients(self.module)  # clipped or unscaled in a lower precision they would vanish
         return super().gradient(piece)
 
     def standing_bytes(self) -> int:

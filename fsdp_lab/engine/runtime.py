@@ -99,9 +99,9 @@ class Runtime:
 
     def before_forward(self, unit: Unit) -> tuple[Pass, int]:
         """Gather the unit, and those ahead of it. Returns the pass and the number of the call."""
-        if self.current is None and unit is not self.root:
+        current = self.begin() if unit is self.root else self.current  # also where an exception left the last one open
+        if current is None:
             raise ShardError(f"{unit.name} was called by itself; call {type(self.root.modules[0]).__name__}, the root")
-        current = self.begin() if self.current is None else self.current
         k = current.enter(self._index[unit])
         if current.follows:
             self._issue(current, Point(Direction.FORWARD, k, Moment.BEFORE))

@@ -1,4 +1,7 @@
-"""The backends compute the same thing: in fp32, on the rank-ordered wire, equal bit for bit."""
+"""The backends compute the same thing: in fp32, on the rank-ordered wire, equal bit for bit.
+
+Ours against FSDP2 and DDP, over models and strategies, is in tests/engine/test_parity.py.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +47,11 @@ def sharded(backend: str, world_size: int, **changes: Any) -> dict[str, Any]:
 def test_all_backends_are_equal_bit_for_bit(pool: Pool, world_size: int, optimizer: str) -> None:
     outcomes = {
         b: outcome(pool, world_size, [(sharded(b, world_size, optimizer=optimizer), 3)])
-        for b in ("fsdp2", "fsdp1", "ddp")
+        for b in ("lab", "fsdp2", "fsdp1", "ddp")
     }
-    losses, parameters = outcomes["fsdp2"]
+    losses, parameters = outcomes.pop("lab")
     assert all(loss == loss for rank in losses for loss in rank)
-    for other_losses, other in (outcomes["fsdp1"], outcomes["ddp"]):
+    for other_losses, other in outcomes.values():
         assert other_losses == losses
         assert_equal(parameters, other)
 
@@ -59,7 +62,7 @@ def test_training_changes_every_parameter(pool: Pool) -> None:
     assert not [name for name in before if torch.equal(before[name], after[name])]
 
 
-@pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("backend", ["lab", "fsdp2", "fsdp1"])
 @pytest.mark.parametrize("changes", [
     {"sharding": "shard_grad_op"},
     {"wrap": "whole"},
@@ -80,9 +83,10 @@ def test_a_strategy_does_not_change_the_result(pool: Pool, backend: str, changes
     assert_equal(plain[1], other[1])
 
 
-def test_blocks_together_in_one_unit(pool: Pool) -> None:
+@pytest.mark.parametrize("backend", ["lab", "fsdp2"])
+def test_blocks_together_in_one_unit(pool: Pool, backend: str) -> None:
     plain = outcome(pool, 2, [(sharded("fsdp2", 2), 2)])
-    other = outcome(pool, 2, [(spec(2, wrap="every:2", backward_prefetch=2, forward_prefetch=2), 2)])
+    other = outcome(pool, 2, [(spec(2, backend=backend, wrap="every:2", backward_prefetch=2, forward_prefetch=2), 2)])
     assert other[0] == plain[0]
     assert_equal(plain[1], other[1])
 
@@ -99,7 +103,7 @@ def test_hybrid_backends_are_equal(pool: Pool, sharding: str) -> None:
 def test_accumulation(pool: Pool, sync: str) -> None:
     runs = [
         outcome(pool, 2, [(sharded(b, 2, accumulate=2, sync=sync, optimizer="sgd"), 2)])
-        for b in ("fsdp2", "fsdp1", "ddp")
+        for b in ("lab", "fsdp2", "fsdp1", "ddp")
     ]
     for losses, parameters in runs[1:]:
         assert losses[0][0] == runs[0][0][0][0]  # the first step's, before any gradient
@@ -109,21 +113,23 @@ def test_accumulation(pool: Pool, sync: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_a_switch_carries_every_bit(pool: Pool, optimizer: str) -> None:
-    """fsdp2 -> ddp -> fsdp1 -> fsdp2 (ZeRO-2, offloaded), against a run that never switched."""
+    """fsdp2 -> ddp -> lab -> fsdp1 -> fsdp2 (ZeRO-2, offloaded) -> lab, against a run that never switched."""
     common = {"optimizer": optimizer}
     path = [
         sharded("fsdp2", 3, **common),
         sharded("ddp", 3, **common),
+        sharded("lab", 3, wrap="every:2", **common),
         sharded("fsdp1", 3, wrap="whole", **common),
         spec(3, backend="fsdp2", sharding="shard_grad_op", offload="all", **common),
+        spec(3, backend="lab", sharding="zero1", offload="optimizer", **common),
     ]
-    steady = outcome(pool, 3, [(path[0], 8)])
+    steady = outcome(pool, 3, [(path[0], 12)])
     switched = outcome(pool, 3, [(p, 2) for p in path])
     assert switched[0] == steady[0]
     assert_equal(steady[1], switched[1])
 
 
-@pytest.mark.parametrize("backend", ["fsdp2", "fsdp1", "ddp"])
+@pytest.mark.parametrize("backend", ["lab", "fsdp2", "fsdp1", "ddp"])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-pure", "fp16"])
 def test_low_precision_stays_near_fp32(pool: Pool, backend: str, precision: str) -> None:
     plain = outcome(pool, 2, [(sharded("fsdp2", 2), 3)])

@@ -67,7 +67,14 @@ def trains_on(model: Any, place: Place) -> None:
         ours.zero_grad()
         plain_step(plain, mean_square, [batch(0, rank) for rank in range(place.world_size)], theirs)
         assert_equal(model, plain)
+    is_clean(model)
+
+
+def is_clean(model: Any) -> None:
+    """Between two steps: nothing is gathered, nothing is under way."""
     assert all(unit.state is UnitState.SHARDED for unit in units_of(model))
+    runtime = runtime_of(model)
+    assert runtime.current is None and runtime.backward is None and not runtime.reducing
 
 
 # -- meshes and dtypes -------------------------------------------------------------------------------------------------
@@ -574,6 +581,9 @@ def exceptions_in_a_forward(place: Place) -> None:
             with torch.no_grad(), refused("trouble in the forward", ValueError):
                 model(batch(0, place.rank))
             handle.remove()
+            with torch.no_grad():
+                assert torch.equal(model(batch(0, place.rank)), make()(batch(0, place.rank)))
+            is_clean(model)
         trains_on(model, place)
 
 
@@ -591,6 +601,7 @@ def exceptions_in_a_backward(place: Place) -> None:
                 del loss  # that backward came to its end before it came to the model, which still waits for it
             loss = mean_square(model, batch(0, place.rank))  # else the broken graph is alive until here
             loss.backward()
+            is_clean(model)
         trains_on(model, place)
 
 

@@ -192,12 +192,13 @@ def test_a_training_moves_whole(pool: Pool) -> None:
     the fp32 masters were neither lost in bf16 nor by the way of hybrid sharding.
     """
     turns: list[tuple[dict[str, Any], int]] = [
-        ({}, 2), ({"sharding": "hybrid_shard"}, 2), ({}, 3), ({"precision": "bf16"}, 2), ({"micro_batch": 1, "accumulate": 2}, 1),
-        ({}, 1),
+        ({}, 2), ({"sharding": "hybrid_shard"}, 2), ({}, 3), ({"precision": "bf16"}, 2),
+        ({"micro_batch": 1, "accumulate": 2}, 1), ({}, 1),
     ]  # fmt: skip
     fsdp2 = follow(pool, *((spec("llama tied", 4, **s), n) for s, n in turns))
     ours: list[tuple[dict[str, Any], int]] = [
-        ({"backend": "lab"}, 1), ({"backend": "fsdp2"}, 1), ({"backend": "lab", "sharding": "hybrid_shard", "wrap": "every:2"}, 2),
+        ({"backend": "lab"}, 1), ({"backend": "fsdp2"}, 1),
+        ({"backend": "lab", "sharding": "hybrid_shard", "wrap": "every:2"}, 2),
         ({"backend": "ddp"}, 1), ({"backend": "fsdp1"}, 1), ({"backend": "lab", "offload": "all"}, 1),
         ({"backend": "lab", "precision": "bf16", "sharding": "zero1"}, 2),
         ({"backend": "lab", "micro_batch": 1, "accumulate": 2}, 1), ({"backend": "lab"}, 1),

@@ -1,7 +1,8 @@
 """A run that goes from ours to every other backend and back has the same bits as one that never left.
 
 Where not, and why: hybrid sharding sums in another order, and steps in low precision are other steps; a run that passes
-through them is compared with one of FSDP2's that does. BatchNorm's statistics lose bits where a strategy has buffers in bf16.
+through them is compared with one of FSDP2's that does.
+Where a strategy has buffers in bf16, BatchNorm's statistics lose bits.
 """
 
 from __future__ import annotations
