@@ -34,12 +34,12 @@ class Form:
 
 # In the order in which they take turns. The control stands far from the form that it repeats.
 _ALL = (
-    Form(name=LAB, peer="lab"),
+    Form(name=LAB, peer="lab", forward_prefetch=1),
     Form(name=REFERENCE, peer="fsdp2", on="raw"),
     Form(name="ddp-raw", peer="ddp", on="raw"),
     Form(name="fsdp2-wire-native", peer="fsdp2", reduction="native"),
     Form(name="fsdp2-wire", peer="fsdp2"),
-    Form(name=CONTROL, peer="lab"),
+    Form(name=CONTROL, peer="lab", forward_prefetch=1),
     Form(name="fsdp2-raw-prefetch", peer="fsdp2", on="raw", forward_prefetch=1),
     Form(name="ddp-wire", peer="ddp"),
     Form(name="fsdp2-wire-prefetch", peer="fsdp2", forward_prefetch=1),
