@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import traceback
@@ -56,12 +57,19 @@ def _serve(pipe: Any) -> None:
             world = open_groups(seat, store, hub, 0) if joined else None
             try:
                 answer = ("ok", function(Place(seat, hub, world, store), *args))
+            except BaseException as e:
+                hub.abort(str(e))  # others may wait in a collective that this rank left
+                raise
             finally:
                 if joined:
                     close_groups(hub)
         except BaseException:
             answer = ("error", traceback.format_exc())
         pipe.send(answer)
+        del task, function, args, answer
+        world = hub = store = None
+        gc.collect()  # a mesh and its groups are a cycle, and each group has threads
+        gc.freeze()  # what is left stays: the next collection need not walk it
 
 
 class Pool:

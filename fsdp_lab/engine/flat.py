@@ -81,7 +81,7 @@ class FlatBuffer:
         own = values[0].dtype
         self.grid, self.policy, self.names, self.uses = grid, policy, list(names), tuple(map(tuple, uses))
         self.originals, self._norm = tuple(values), norm  # what the modules held before
-        self.has_values = [not v.is_meta and not _is_absent(v) for v in values]
+        self.has_values = [not v.is_meta and not is_absent(v) for v in values]
         self.trainable = values[0].requires_grad
         self.dtype = policy.gathered(own, norm=norm)
         self.layout = Layout.of([tuple(v.shape) for v in values], groups, grid.factor, self.dtype.itemsize)
@@ -334,6 +334,6 @@ def _absent(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((_MARK + 1,), value, dtype=dtype, device=device)[_MARK]
 
 
-def _is_absent(t: Tensor) -> bool:
+def is_absent(t: Tensor) -> bool:
     """Whether a buffer took its values already, as of a parameter to which two units are tied."""
     return t.storage_offset() == _MARK and t.untyped_storage().nbytes() == (_MARK + 1) * t.itemsize

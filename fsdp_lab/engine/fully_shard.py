@@ -52,7 +52,9 @@ def fully_shard(
       is in, such as "decay" and "no decay". Weight decay, momenta and step counts are then those of the flat tensors.
     - An unused parameter has a gradient of zero, not None, as soon as any other of its buffer has one.
     - `module.state_dict()` raises outside `unshard`: use `full_state` or `local_state`.
-    - Parameters that the module held before are emptied; make optimizers and other references to them after sharding.
+    - Parameters that the module held before are emptied; make optimizers, hooks on parameters and other references to them
+      after sharding. An optimizer over `module.parameters()` is refused at its first step; `module.zero_grad()` is void.
+    - The module cannot be copied, pickled, moved or cast afterwards: that is refused, the latter two at the next forward.
     - Outputs of two forwards before one backward are refused; accumulate with `backward` after each.
 
     Args:

@@ -2,6 +2,7 @@
 
 No rank ever holds the whole model: parameters are made whole one at a time at most. `load_full_state(model, values)` with a
 function from names to values is one way (`fsdp_lab.models.Initializer` draws them by seed and name); here are two more.
+What was never given a value reads as NaN. Buffers are not sharded, and are the caller's to fill.
 """
 
 from __future__ import annotations

@@ -12,16 +12,18 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_lab.engine.errors import ShardError
-from fsdp_lab.engine.flat import OriginalParameter
+from fsdp_lab.engine.flat import OriginalParameter, is_absent
 
 
 def refuse_originals(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before a step. Raises ShardError where the optimizer was given a trainable parameter that is sharded."""
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if isinstance(p, OriginalParameter) and p.requires_grad:
+            if p.requires_grad and (isinstance(p, OriginalParameter) or is_absent(p)):
+                early = "a parameter from before the model was sharded"
+                name = p.flat.names[p.number] if isinstance(p, OriginalParameter) else early
                 raise ShardError(
-                    f"the optimizer was given {p.flat.names[p.number]}, whose gradient lives in flat shards; make it with "
+                    f"the optimizer was given {name}, whose gradient lives in flat shards; make it with "
                     "sharded_parameters(model), or parameter_groups(model), in place of model.parameters()"
                 )
 

@@ -105,8 +105,9 @@ class Wire(dist.ProcessGroup):
             self._nccl.abort()
 
     def shutdown(self) -> None:
-        """Put the inner groups where an operation without end can do no harm."""
-        self.hub.bury([self._gloo, self._nccl])
+        """After an abort: put the inner groups where an operation without end can do no harm. Else they go with this one."""
+        if self.hub.aborted is not None:
+            self.hub.bury([self._gloo, self._nccl])
 
     # -- reductions -----------------------------------------------------------------------------------------------
 

@@ -524,6 +524,11 @@ def optimizer_over_parameters(place: Place) -> None:
             wrong.step()
     torch.optim.SGD(make().parameters(), lr=0.1).step()  # others are left alone
     trains_on(model, place)
+    model = make()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(by_block(model), place)
+    with refused("the optimizer was given a parameter from before the model was sharded, whose gradient lives in flat sh"):
+        early.step()
 
 
 def impossible_norms(place: Place) -> None:

@@ -67,6 +67,14 @@ def test_every_model_at_every_world_size(outcomes: Outcomes, model: str, world_s
         assert_equal(ddp, fsdp2)
 
 
+def test_on_the_wire_as_users_have_it(outcomes: Outcomes) -> None:
+    """By itself the wire orders what is scattered and leaves all-reduce to Gloo: so sharded runs are equal there too."""
+    plans = [steady("llama tied", 3, backend=b, sharding=s) for b in ("fsdp2", "lab") for s in ("full_shard", "shard_grad_op")]
+    wanted, *found = outcomes.of(*plans, reduction="auto")
+    for got in found:
+        assert_equal(got, wanted)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_training_changes_every_parameter(outcomes: Outcomes, model: str) -> None:
     before, *after = outcomes.of(
