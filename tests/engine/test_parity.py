@@ -69,7 +69,8 @@ def test_every_model_at_every_world_size(outcomes: Outcomes, model: str, world_s
 
 def test_on_the_wire_as_users_have_it(outcomes: Outcomes) -> None:
     """By itself the wire orders what is scattered and leaves all-reduce to Gloo: so sharded runs are equal there too."""
-    plans = [steady("llama tied", 3, backend=b, sharding=s) for b in ("fsdp2", "lab") for s in ("full_shard", "shard_grad_op")]
+    shardings = ("full_shard", "shard_grad_op")
+    plans = [steady("llama tied", 3, backend=b, sharding=s) for b in ("fsdp2", "lab") for s in shardings]
     wanted, *found = outcomes.of(*plans, reduction="auto")
     for got in found:
         assert_equal(got, wanted)
