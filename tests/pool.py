@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import resource
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ def _serve(pipe: Any) -> None:
     from fsdp_lab.wire import Hub, Reduction
 
     torch.set_num_threads(1)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # groups of many runs: torch keeps some of them for a while
     while True:
         task = pipe.recv()
         if task is None:
