@@ -71,6 +71,8 @@ def _serve(pipe: Any) -> None:
         pipe.send(answer)
         del task, function, args, answer
         world = hub = store = None
+        if torch.distributed.is_initialized():  # by a function that raised before it gave its groups up
+            torch.distributed.destroy_process_group()
         gc.collect()  # a mesh and its groups are a cycle, and each group has threads
         gc.freeze()  # what is left stays: the next collection need not walk it
 

@@ -8,6 +8,7 @@ import pytest
 
 from fsdp_lab.events import StepEvent
 from fsdp_lab.frame import Frame
+from fsdp_lab.rank import Session
 from tests.pool import Place, Pool, RankError
 from tests.rank.test_session import DDP, session, spec
 
@@ -15,6 +16,13 @@ from tests.rank.test_session import DDP, session, spec
 def _slowly(place: Place, given: dict[str, Any], plan: list[str]) -> list[Any]:
     """Do what the plan says, one after the other; the answers."""
     s = session(place, reduction="rank_ordered")
+    try:
+        return _answers(s, given, plan)
+    finally:
+        s.close()
+
+
+def _answers(s: Session, given: dict[str, Any], plan: list[str]) -> list[Any]:
     s.apply("run", given)
     answers: list[Any] = []
     for what in plan:
@@ -31,7 +39,6 @@ def _slowly(place: Place, given: dict[str, Any], plan: list[str]) -> list[Any]:
             answers.append({"frames": frames, "event": told["event"]})
         else:
             answers.append(s.apply("run", {**given, "strategy": {**given["strategy"], "sharding": what}}))
-    s.close()
     return answers
 
 
