@@ -1,18 +1,25 @@
 """Rank processes that stay: importing torch takes seconds, joining a rendezvous milliseconds.
 
 `pool.run(function, world_size, *args)` calls `function(place, *args)` on that many processes, each with its `Place`
-(seat, hub, open wire), and returns the results by rank; an exception of a rank is raised here, with its traceback.
+(seat, hub, open wire), and returns the results by rank; an exception of a rank is raised here, with its traceback. Where
+a rank does not answer in time, what its threads do is in the error, and all ranks are replaced: the next run finds
+none that is still busy with this one.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
 import resource
+import signal
+import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -38,7 +45,8 @@ class RankError(AssertionError):
     """A rank raised; the text is its traceback."""
 
 
-def _serve(pipe: Any) -> None:
+def _serve(pipe: Any, stacks: Path) -> None:
+    faulthandler.register(signal.SIGUSR1, file=stacks.open("w"), all_threads=True)
     import torch
 
     from fsdp_lab.rank.rendezvous import Seat, close_groups, find_store, open_groups
@@ -77,6 +85,22 @@ def _serve(pipe: Any) -> None:
         gc.freeze()  # what is left stays: the next collection need not walk it
 
 
+@dataclass
+class Worker:
+    """One process, the pipe to it, and the file into which it writes its stacks on SIGUSR1."""
+
+    process: Any
+    pipe: Any
+    stacks: Path
+
+    def read_stacks(self) -> str:
+        os.kill(self.process.pid, signal.SIGUSR1)
+        end = time.monotonic() + 5
+        while not self.stacks.stat().st_size and time.monotonic() < end:
+            time.sleep(0.05)
+        return self.stacks.read_text()
+
+
 class Pool:
     def __init__(self, size: int) -> None:
         from fsdp_lab.rank.rendezvous import host_store
@@ -85,13 +109,22 @@ class Pool:
         os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         self._store = host_store()
         self._runs = 0
-        self._workers = []
+        self._folder = tempfile.TemporaryDirectory(prefix="fsdp_lab_pool_")
+        self._workers = [self._start(rank) for rank in range(size)]
+
+    def _start(self, rank: int) -> Worker:
         context = multiprocessing.get_context("spawn")
-        for _ in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there,), daemon=True)
-            process.start()
-            self._workers.append((process, here))
+        here, there = context.Pipe()
+        stacks = Path(self._folder.name) / f"rank{rank}_run{self._runs}"
+        process = context.Process(target=_serve, args=(there, stacks), daemon=True)
+        process.start()
+        return Worker(process, here, stacks)
+
+    def _replace(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+            worker.process.join()
+        self._workers = [self._start(rank) for rank in range(len(self._workers))]
 
     def run(
         self,
@@ -104,25 +137,30 @@ class Pool:
         """With `reduction` None no process group is opened: the function does that."""
         self._runs += 1
         chosen = self._workers[:world_size]
-        for rank, (_, pipe) in enumerate(chosen):
-            pipe.send((function, rank, world_size, self._store.port, self._runs, reduction, args))
-        answers = []
-        for rank, (process, pipe) in enumerate(chosen):
-            if not pipe.poll(timeout_s):
-                raise RankError(f"rank {rank} (pid {process.pid}) did not answer in {timeout_s} s")
-            answers.append(pipe.recv())
+        for rank, worker in enumerate(chosen):
+            worker.pipe.send((function, rank, world_size, self._store.port, self._runs, reduction, args))
+        end = time.monotonic() + timeout_s
+        late = [rank for rank, worker in enumerate(chosen) if not worker.pipe.poll(max(0.0, end - time.monotonic()))]
+        if late:
+            stacks = "\n".join(f"rank {rank}:\n{chosen[rank].read_stacks()}" for rank in late)
+            self._replace()
+            raise RankError(f"ranks {late} did not answer in {timeout_s} s\n{stacks}")
+        try:
+            answers = [worker.pipe.recv() for worker in chosen]
+        except EOFError:
+            codes = [worker.process.exitcode for worker in self._workers]
+            self._replace()
+            raise RankError(f"a rank's process ended while it worked; exit codes by rank: {codes}") from None
         errors = [f"rank {rank}: {text}" for rank, (state, text) in enumerate(answers) if state == "error"]
         if errors:
             raise RankError("\n".join(errors))
         return [value for _, value in answers]
 
-    def pid(self, rank: int) -> int:
-        return int(self._workers[rank][0].pid)
-
     def close(self) -> None:
-        for process, pipe in self._workers:
-            if process.is_alive():
-                pipe.send(None)
-            process.join(5)
-            if process.is_alive():
-                process.kill()
+        for worker in self._workers:
+            if worker.process.is_alive():
+                worker.pipe.send(None)
+            worker.process.join(5)
+            if worker.process.is_alive():
+                worker.process.kill()
+        self._folder.cleanup()
