@@ -86,7 +86,7 @@ class Precision:
     reduce: str = "fp32"  # gradients while they are reduced
     output: str | None = None  # what the root module returns
     buffer: str | None = None  # floating-point buffers
-    norm: str | None = None  # normalisation layers; None: as the other parameters
+    norm: str | None = None  # normalisation layers but BatchNorm, which stays fp32; None: as the other parameters
     keep_low_precision_gradients: bool = False  # gradient shards stay in the reduce dtype until the optimizer's step
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Piece, TorchBackend
 from fsdp_lab.backends.wrapping import prepare
 from fsdp_lab.engine import units
+from fsdp_lab.engine.policy import Kind, kind_of
 from fsdp_lab.spec import Precision, Spec, Strategy
 
 
@@ -58,6 +59,9 @@ def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if strategy.offload == "all" else OffloadPolicy()
     reshard: bool | int = strategy.reshard_size or strategy.sharding in ("full_shard", "hybrid_shard")
     options = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload, "reshard_after_forward": reshard}
+    for module in _batch_norms(model) if policy.param_dtype else []:
+        full = dataclasses.replace(policy, param_dtype=torch.float32, output_dtype=policy.param_dtype)
+        fully_shard(module, **{**options, "mp_policy": full})  # type: ignore[call-overload]
     for group in groups:
         fully_shard(group if len(group) > 1 else group[0], **options)  # type: ignore[call-overload]
     output = None if strategy.dtypes.output is None else DTYPES[strategy.dtypes.output]
@@ -71,6 +75,11 @@ def _precision(dtypes: Precision) -> MixedPrecisionPolicy:
     """Of a unit below the root: `output` is what the root alone returns."""
     param = None if dtypes.param == "fp32" else DTYPES[dtypes.param]
     return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=DTYPES[dtypes.reduce])
+
+
+def _batch_norms(model: nn.Module) -> list[nn.Module]:
+    """They compute in the dtype of their running statistics only, so each is a unit of its own, as FSDP1 makes it too."""
+    return [m for m in model.modules() if kind_of(m) is Kind.BATCH_NORM]
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:

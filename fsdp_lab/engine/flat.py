@@ -76,14 +76,14 @@ class FlatBuffer:
         *,
         grid: Grid,
         policy: Policy,
-        norm: bool,
+        dtype: torch.dtype,
     ) -> None:
         own = values[0].dtype
         self.grid, self.policy, self.names, self.uses = grid, policy, list(names), tuple(map(tuple, uses))
-        self.originals, self._norm = tuple(values), norm  # what the modules held before
+        self.originals = tuple(values)  # what the modules held before
         self.has_values = [not v.is_meta and not is_absent(v) for v in values]
         self.trainable = values[0].requires_grad
-        self.dtype = policy.gathered(own, norm=norm)
+        self.dtype = dtype  # gathered
         self.layout = Layout.of([tuple(v.shape) for v in values], groups, grid.factor, self.dtype.itemsize)
         self.master = self._make_master(own)
         self.is_view_of_master = grid.factor == 1 and self.dtype == own and self.master.device == grid.device
@@ -148,7 +148,7 @@ class FlatBuffer:
             [self.layout.slots[i].group for i in kept],
             grid=self.grid,
             policy=self.policy,
-            norm=self._norm,
+            dtype=self.dtype,
         )
 
     # -- parameters: gather and free --------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from fsdp_lab.engine.flat import FlatBuffer, OriginalParameter, Use
 from fsdp_lab.engine.grid import Grid, build_mesh, same_everywhere
 from fsdp_lab.engine.hooks import UnitHooks, unit_hooks
 from fsdp_lab.engine.optimizers import watch_optimizers
-from fsdp_lab.engine.policy import Policy, is_norm
+from fsdp_lab.engine.policy import Kind, Policy, kind_of
 from fsdp_lab.engine.runtime import Runtime, guess_calls
 from fsdp_lab.engine.ties import find_ties, give_up, has_ties
 from fsdp_lab.engine.unit import Unit
@@ -190,8 +190,9 @@ class _Taken:
         self.uses: list[Use] = []
 
     @property
-    def is_norm(self) -> bool:
-        return all(is_norm(module) for module, _ in self.uses)
+    def kind(self) -> Kind:
+        kinds = {kind_of(module) for module, _ in self.uses}
+        return kinds.pop() if len(kinds) == 1 else Kind.PLAIN
 
 
 def _take(modules: Sequence[nn.Module], ignored: set[int]) -> list[_Taken]:
@@ -247,10 +248,10 @@ def _untie(tied: set[int], inside: dict[Unit, UnitHooks]) -> None:
 
 def _flats(taken: Sequence[_Taken], grid: Grid, policy: Policy, group_of: GroupOf) -> list[FlatBuffer]:
     """One buffer for each dtype, own and gathered, and each trainability."""
-    alike: dict[Hashable, list[_Taken]] = {}
+    alike: dict[tuple[torch.dtype, torch.dtype, bool], list[_Taken]] = {}
     for t in taken:
         dtype = t.value.dtype
-        key = (dtype, policy.gathered(dtype, norm=t.is_norm), t.value.requires_grad)
+        key = (dtype, policy.gathered(dtype, t.kind), t.value.requires_grad)
         alike.setdefault(key, []).append(t)
     return [
         FlatBuffer(
@@ -260,19 +261,19 @@ def _flats(taken: Sequence[_Taken], grid: Grid, policy: Policy, group_of: GroupO
             [group_of(t.name, t.value) for t in some],
             grid=grid,
             policy=policy,
-            norm=all(t.is_norm for t in some),
+            dtype=dtype,
         )
-        for some in alike.values()
+        for (_, dtype, _), some in alike.items()
     ]
 
 
 def _place_buffers(modules: Sequence[nn.Module], grid: Grid, policy: Policy) -> None:
     """Buffers stay whole on every rank, on its device."""
-    for module in modules:
-        for b in module.buffers():
+    for module in {m: None for root in modules for m in root.modules()}:
+        dtype = None if kind_of(module) is Kind.BATCH_NORM else policy.buffer
+        for b in module.buffers(recurse=False):
             if not b.is_meta:
-                dtype = policy.buffer if b.is_floating_point() else None
-                b.data = b.data.to(device=grid.device, dtype=dtype)
+                b.data = b.data.to(device=grid.device, dtype=dtype if b.is_floating_point() else None)
 
 
 def _adopt(hooks: UnitHooks) -> Runtime:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.flat import OriginalParameter
-from fsdp_lab.engine.policy import is_norm
+from fsdp_lab.engine.policy import Kind, kind_of
 from fsdp_lab.engine.runtime import Pass, Runtime
 from fsdp_lab.engine.tensors import hiding_in, map_tensors, tensors_in
 from fsdp_lab.engine.unit import Unit
@@ -141,16 +141,13 @@ def _uncompiled(function: Callable[..., Any]) -> Any:
 
 def _cast_around_norms(unit: Unit) -> list[Any]:
     """Normalisation layers that compute in a dtype of their own take their inputs in it and give back the unit's."""
-    policy = unit.policy
-    if policy.norm is policy.param:
-        return []
-    inside = torch.float32 if policy.norm is None else policy.norm
-    outside = torch.float32 if policy.param is None else policy.param
+    plain = unit.policy.gathered(torch.float32, Kind.PLAIN)
     handles: list[Any] = []
     for module in {use[0]: None for flat in unit.flats for uses in flat.uses for use in uses}:
-        if is_norm(module):
-            handles.append(module.register_forward_pre_hook(lambda _, args: _cast(args, inside)))
-            handles.append(module.register_forward_hook(lambda _, __, output: _cast(output, outside)))
+        own = unit.policy.gathered(torch.float32, kind_of(module))
+        if own is not plain:
+            handles.append(module.register_forward_pre_hook(lambda _, args, inside=own: _cast(args, inside)))
+            handles.append(module.register_forward_hook(lambda _, __, output: _cast(output, plain)))
     return handles
 
 

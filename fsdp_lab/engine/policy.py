@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import nn
@@ -12,6 +13,14 @@ from fsdp_lab.schedule import Rules
 from fsdp_lab.spec import Strategy
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Kind(Enum):
+    """What precision asks of a module before it says the dtype of its parameters."""
+
+    PLAIN = "plain"
+    NORM = "norm"
+    BATCH_NORM = "batch norm"  # torch wants its parameters in the dtype of its running statistics: both stay as they are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +58,9 @@ class Policy:
             rules=Rules.of(strategy),
         )
 
-    def gathered(self, own: torch.dtype, *, norm: bool) -> torch.dtype:
-        """The dtype in which a parameter of dtype `own` is gathered."""
-        wanted = self.norm if norm else self.param
+    def gathered(self, own: torch.dtype, kind: Kind) -> torch.dtype:
+        """The dtype in which a parameter of dtype `own`, of a module of that kind, is gathered."""
+        wanted = {Kind.PLAIN: self.param, Kind.NORM: self.norm, Kind.BATCH_NORM: None}[kind]
         return wanted if wanted is not None and own.is_floating_point else own
 
     def reduced(self, own: torch.dtype) -> torch.dtype:
@@ -59,6 +68,8 @@ class Policy:
         return self.reduce if self.reduce is not None and own.is_floating_point else own
 
 
-def is_norm(module: nn.Module) -> bool:
-    """Whether a module normalises: torch's own classes, and those that say so by their name."""
-    return "Norm" in type(module).__name__ and next(module.children(), None) is None
+def kind_of(module: nn.Module) -> Kind:
+    """Norms are torch's own classes, and those that say so by their name."""
+    if "Norm" not in type(module).__name__ or next(module.children(), None) is not None:
+        return Kind.PLAIN
+    return Kind.NORM if getattr(module, "running_mean", None) is None else Kind.BATCH_NORM
