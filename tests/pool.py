@@ -48,13 +48,18 @@ class RankError(AssertionError):
 def _serve(pipe: Any, stacks: Path) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks.open("w"), all_threads=True)
     import torch
+    import torch.distributed.fsdp
+    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
+    import fsdp_lab.rank  # noqa: F401
     from fsdp_lab.rank.rendezvous import Seat, close_groups, find_store, open_groups
     from fsdp_lab.wire import Hub, Reduction
 
     torch.set_num_threads(1)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # groups of many runs: torch keeps some of them for a while
+    gc.collect()
+    gc.freeze()  # modules stay, and are most of what the collections below would walk
     while True:
         task = pipe.recv()
         if task is None:
@@ -82,7 +87,6 @@ def _serve(pipe: Any, stacks: Path) -> None:
         if torch.distributed.is_initialized():  # by a function that raised before it gave its groups up
             torch.distributed.destroy_process_group()
         gc.collect()  # a mesh and its groups are a cycle, and each group has threads
-        gc.freeze()  # what is left stays: the next collection need not walk it
 
 
 @dataclass

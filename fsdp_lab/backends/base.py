@@ -8,13 +8,15 @@ name where torch keeps the master shard in every state of a module, so that a st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab.spec import Spec, Workload
@@ -46,6 +48,7 @@ class Backend(Protocol):
     optimizer: torch.optim.Optimizer
     mesh: DeviceMesh
     replicas: int  # ranks that hold the same gradient shard
+    groups: list[dist.ProcessGroup]  # made for it: `release` ends them
 
     def pieces(self) -> list[Piece]:
         """By original name, in the order of the model's parameters; the same names on every rank."""
@@ -67,8 +70,11 @@ class Backend(Protocol):
         """On the device between steps, beside shards and optimizer state: DDP's buckets, ZeRO-1's gathered parameters."""
         ...
 
-    def release(self) -> None:
-        """Give up all storage now; torch's wrappers may outlive their last reference (see `free`)."""
+    def release(self, busy: Collection[int] = ()) -> None:
+        """Give up all storage, and its groups, now; torch's wrappers may outlive their last reference (see `free`).
+
+        `busy`: addresses of storage that a given-up operation may still use; those go with their last reference.
+        """
         ...
 
 
@@ -81,6 +87,7 @@ class TorchBackend:
         self.module, self.mesh, self.device = module, mesh, device
         self.replicas = spec.world_size // spec.shard_factor
         self.optimizer = make_optimizer(pieces, spec.workload)
+        self.groups: list[dist.ProcessGroup] = []
         self._pieces = pieces
 
     def pieces(self) -> list[Piece]:
@@ -98,8 +105,9 @@ class TorchBackend:
     def standing_bytes(self) -> int:
         return 0
 
-    def release(self) -> None:
-        free_backend(self)
+    def release(self, busy: Collection[int] = ()) -> None:
+        free_backend(self, busy)
+        end_groups(self.groups)
 
 
 # -- what they share -------------------------------------------------------------------------------------------------
@@ -195,18 +203,18 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
         b.data = b.data.to(device)
 
 
-def free(tensors: list[Tensor]) -> None:
-    """Return storage to the allocator at once, whoever still refers to it.
+def free(tensors: list[Tensor], busy: Collection[int]) -> None:
+    """Return storage to the allocator at once, whoever still refers to it, unless its address is in `busy`.
 
     Dropping a wrapped model does not free it: FSDP1 keeps about 18 MiB for each build of a 3.3M-parameter GPT-2.
     """
     for t in tensors:
         inner = getattr(t, "_local_tensor", t)
-        if not inner.is_meta and inner.untyped_storage().size():
+        if not inner.is_meta and inner.untyped_storage().size() and inner.untyped_storage().data_ptr() not in busy:
             inner.untyped_storage().resize_(0)
 
 
-def free_backend(backend: TorchBackend) -> None:
+def free_backend(backend: TorchBackend, busy: Collection[int]) -> None:
     """What every `release` does: parameters, gradients, buffers, optimizer state."""
     held: list[Tensor] = []
     for p in backend.module.parameters():
@@ -218,7 +226,7 @@ def free_backend(backend: TorchBackend) -> None:
     backend.optimizer.zero_grad(set_to_none=True)
     backend.optimizer.state.clear()
     backend.optimizer.param_groups.clear()
-    free(held)
+    free(held, busy)
 
 
 def original_name(name: str) -> str:
@@ -228,12 +236,13 @@ def original_name(name: str) -> str:
     return name
 
 
-def build_mesh(spec: Spec, device: torch.device) -> DeviceMesh:
-    """1-D ("shard",), or 2-D ("replicate", "shard") for hybrid sharding; collective."""
-    from torch.distributed.device_mesh import init_device_mesh
+def known_groups() -> list[dist.ProcessGroup]:
+    """All groups that torch knows in this process, but the default one."""
+    return [group for group in c10d._world.pg_map if group is not dist.group.WORLD]
 
-    factor = spec.shard_factor
-    if spec.strategy.sharding.startswith("hybrid"):
-        shape: tuple[int, ...] = (spec.world_size // factor, factor)
-        return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh(device.type, (spec.world_size,), mesh_dim_names=("shard",))
+
+def end_groups(groups: list[dist.ProcessGroup]) -> None:
+    """Give groups up, each with its threads and connections; those that an abort ended already are passed over."""
+    for group in groups:
+        if group in c10d._world.pg_map:
+            dist.destroy_process_group(group)

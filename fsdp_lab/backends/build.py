@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_lab.backends.base import Backend, build_mesh
-from fsdp_lab.engine import units
+from fsdp_lab.backends.base import Backend, known_groups
+from fsdp_lab.engine import build_mesh, units
 from fsdp_lab.spec import Spec, SpecError
 
 
@@ -29,7 +29,13 @@ def build(skeleton: nn.Module, spec: Spec, device: torch.device, *, mesh: Device
     if not all(p.is_meta for p in skeleton.parameters()):
         raise ValueError("a backend is built from a skeleton: fsdp_lab.models.build_skeleton")
     check(skeleton, spec, device)
-    mesh = mesh or build_mesh(spec, device)
+    before = known_groups()
+    backend = _make(skeleton, spec, device, mesh or build_mesh(spec.strategy, device.type))
+    backend.groups = [group for group in known_groups() if group not in before]
+    return backend
+
+
+def _make(skeleton: nn.Module, spec: Spec, device: torch.device, mesh: DeviceMesh) -> Backend:
     match spec.strategy.backend:
         case "lab":
             from fsdp_lab.backends.lab import Lab

@@ -5,7 +5,7 @@ It reads torch's private FlatParameter: where a parameter's shard lies is said n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -54,14 +54,14 @@ class FSDP1(TorchBackend):
         with nullcontext() if communicate else self.module.no_sync():
             yield
 
-    def release(self) -> None:
+    def release(self, busy: Collection[int] = ()) -> None:
         flat = []
         for handle in _handles(self.module):
             p: Any = handle.flat_param
             held = [getattr(p, n, None) for n in ("_full_param_padded", "_local_shard", "_mp_shard", "_cpu_grad")]
             flat += [t for t in held if isinstance(t, Tensor)]
-        super().release()
-        base.free(flat)
+        super().release(busy)
+        base.free(flat, busy)
 
 
 def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -22,7 +22,8 @@ class Lab(TorchBackend):
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         inside = engine.units(skeleton, spec.strategy.wrap)
         outer = prepare(skeleton, spec.strategy)
-        options: dict[str, Any] = {"mesh": mesh, "strategy": spec.strategy, "group_of": _decays}
+        grid = engine.Grid.of(mesh, spec.strategy)
+        options: dict[str, Any] = {"mesh": grid, "strategy": spec.strategy, "group_of": _decays}
         for group in inside:
             engine.fully_shard([outer(m) for m in group], **options)
         engine.fully_shard(skeleton, **options)
@@ -46,9 +47,9 @@ class Lab(TorchBackend):
         with nullcontext() if communicate else engine.no_sync(self.module):
             yield
 
-    def release(self) -> None:
-        super().release()
-        engine.free(self.module)
+    def release(self, busy: Collection[int] = ()) -> None:
+        super().release(busy)
+        engine.free(self.module, busy=busy)
 
 
 def _piece(s: engine.Shard) -> Piece:

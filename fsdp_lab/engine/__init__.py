@@ -27,7 +27,7 @@ from fsdp_lab.engine.fully_shard import (
     units_of,
     unshard,
 )
-from fsdp_lab.engine.grid import build_mesh
+from fsdp_lab.engine.grid import Grid, build_mesh
 from fsdp_lab.engine.initialise import broadcast_full_state, load_ranges
 from fsdp_lab.engine.norms import clip_gradients, gradient_norm
 from fsdp_lab.engine.scaler import Scaler
@@ -46,6 +46,7 @@ from fsdp_lab.engine.wrapping import blocks, shard_model, units
 
 __all__ = [
     "Account",
+    "Grid",
     "Holding",
     "Scaler",
     "Shard",

@@ -32,7 +32,7 @@ def one_group(name: str, parameter: nn.Parameter) -> Hashable:
 def fully_shard(
     module: nn.Module | Sequence[nn.Module],
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Grid | None = None,
     strategy: Strategy | None = None,
     group_of: GroupOf = one_group,
     ignored: Collection[nn.Parameter] = (),
@@ -59,7 +59,8 @@ def fully_shard(
 
     Args:
         module: a module, or several that form one unit; on meta, or with the same values on all ranks.
-        mesh: ("shard",), or ("replicate", "shard") for hybrid sharding; None: all ranks, on the GPU if there is one.
+        mesh: ("shard",), or ("replicate", "shard") for hybrid sharding; None: all ranks, on the GPU if there is one. A
+            `Grid` made of a mesh lets units share the smaller groups of `reshard_size`, which each makes for itself else.
         strategy: how; None: full sharding in fp32.
         group_of: the optimizer group of a parameter, by its name in `module`.
         ignored: parameters to leave alone; the caller keeps them equal on all ranks.
@@ -78,7 +79,9 @@ def fully_shard(
     leave = set(map(id, ignored))
     if mesh is None:
         mesh = build_mesh(strategy, "cuda" if torch.cuda.is_available() else "cpu")
-    grid, policy = Grid.of(mesh, strategy), Policy.of(strategy)
+    grid = mesh if isinstance(mesh, Grid) else Grid.of(mesh, strategy)
+    grid.check(strategy)
+    policy = Policy.of(strategy)
     told = [*_told(_take(modules, leave), group_of), *_told_of_ties(tied, inside)]
     same_everywhere(grid, [*(f"{one} in {type(modules[0]).__name__}" for one in told), str(strategy)])
     _untie(tied, inside)
@@ -168,14 +171,17 @@ def raise_gradients(module: nn.Module) -> None:
             flat.raise_gradient()
 
 
-def free(module: nn.Module) -> None:
-    """Take the hooks off and give all storage back at once, whoever still refers to it. The model is of no use then."""
+def free(module: nn.Module, *, busy: Collection[int] = ()) -> None:
+    """Take the hooks off and give all storage back at once, whoever still refers to it. The model is of no use then.
+
+    `busy`: addresses of storage that a collective may still use, as after an abort; it goes with its last reference.
+    """
     hooks = {h.unit: h for h in map(unit_hooks, module.modules()) if h is not None}
     for unit, h in hooks.items():
         h.remove()
         for flat in unit.flats:
             for t in flat.held():
-                if t.untyped_storage().size():
+                if t.untyped_storage().size() and t.untyped_storage().data_ptr() not in busy:
                     t.untyped_storage().resize_(0)
 
 

@@ -29,6 +29,7 @@ class Grid:
     across: Group | None  # the same shard in all replicas
     few: Group | None = None  # the smaller group that parameters are resharded to after the forward
     few_rank: int = 0
+    asked: tuple[str, int | None, int | None] = ("full_shard", None, None)  # of a strategy: see `_asked`
 
     @property
     def world_size(self) -> int:
@@ -42,7 +43,7 @@ class Grid:
             SpecError: the mesh does not fit the strategy.
         """
         shard, replicate = _dimensions(mesh, strategy)
-        few = _smaller(mesh, strategy.reshard_size) if strategy.reshard_size else None
+        few = _smaller_group(mesh, strategy.reshard_size) if strategy.reshard_size else None
         device = torch.device("cpu")
         if mesh.device_type != "cpu":
             device = torch.device(mesh.device_type, torch.cuda.current_device())
@@ -53,9 +54,16 @@ class Grid:
             replicas=1 if replicate is None else mesh.size(replicate),
             shards=_group(mesh, shard),
             across=_group(mesh, replicate),
-            few=None if few is None else few.get_group(),
-            few_rank=0 if few is None else few.get_local_rank(),
+            few=few,
+            few_rank=0 if few is None else few.rank(),
+            asked=_asked(strategy),
         )
+
+    def check(self, strategy: Strategy) -> None:
+        """Raises SpecError unless this grid is what the strategy asks for."""
+        if self.asked != _asked(strategy):
+            reason = f"the grid was made for {self.asked}, and {_asked(strategy)} is asked for"
+            raise SpecError("strategy.sharding", reason, "make it with Grid.of(mesh, strategy)")
 
 
 def build_mesh(strategy: Strategy, device_type: str) -> DeviceMesh:
@@ -117,13 +125,18 @@ def _dimensions(mesh: DeviceMesh, strategy: Strategy) -> tuple[int | None, int |
     return dimensions
 
 
-def _smaller(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    """Neighbouring ranks of the shard group, `size` of them."""
+def _asked(strategy: Strategy) -> tuple[str, int | None, int | None]:
+    return strategy.sharding, strategy.shard_size, strategy.reshard_size
+
+
+def _smaller_group(mesh: DeviceMesh, size: int) -> Group:
+    """Neighbouring ranks of the shard group, `size` of them; collective."""
     if mesh.ndim != 1 or mesh.size() % size:
         raise SpecError("strategy.reshard_size", f"{mesh.size()} shards cannot be parted into groups of {size}",
                         "use a divisor of the world size, with full_shard")  # fmt: skip
-    parted = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("group", "few"))
-    return parted["few"]
+    groups = [dist.new_group(ranks) for ranks in mesh.mesh.view(-1, size).tolist()]
+    mine: Group = groups[mesh.get_local_rank() // size]
+    return mine
 
 
 def _group(mesh: DeviceMesh, dimension: int | None) -> Group | None:

@@ -188,7 +188,7 @@ class Session:
         self._leave_slow_motion()
         before = self._held_bytes()
         if self._trainer is not None:
-            self._trainer.backend.release()
+            self._trainer.backend.release(self._hub.busy())
             self._trainer = None
         gc.collect()
         _give_back(self.seat.device)
@@ -288,7 +288,7 @@ class Session:
     def _rebuilt(self, old: Trainer, skeleton: nn.Module, spec: Spec) -> Backend:
         backend = build(skeleton, spec, self.seat.device)
         carry(old.backend, backend)
-        old.backend.release()
+        old.backend.release(self._hub.busy())
         gc.collect()
         _give_back(self.seat.device)
         return backend

@@ -291,6 +291,8 @@ class Wire(dist.ProcessGroup):
         issued = self.hub.number(kind, self._name_, self._size, bytes_)
         group, ins, outs, unstage = self._route(inputs, outputs)
         inner = call(group, ins, outs)
+        if group is self._gloo and inner is not None:
+            self.hub.begin(issued, [*ins, *outs], inner)
 
         def finish() -> None:
             if unstage is not None:

@@ -5,8 +5,10 @@ future at the end of the backward. So nothing here waits in C++ for longer than 
 future that C++ may wait for is our own, so that `abort`, called from any thread, can complete it. What the future then
 holds is void: the step that sees it must be raised and discarded, which `check` does at the next call to the wire.
 Gloo's own operation cannot be called back, and to destroy its group waits for it: so the group is put aside (`bury`)
-until its timeout ends it, and the session goes on with new groups. What Gloo's threads call back holds no group, since
-one that they drop last would be destroyed, and joined, by its own thread.
+until its timeout ends it, and the session goes on with new groups. Until then it may still read and write its tensors,
+or only begin to (Gloo's threads take operations from a queue): their storage must not be freed by force (`busy`), and
+what an abort completes is finished by nobody afterwards (`Voidable.void`). What Gloo's threads call back holds no group,
+since one that they drop last would be destroyed, and joined, by its own thread.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Protocol
+
+import torch
 
 from fsdp_lab.wire.meter import Meter
 
@@ -49,7 +53,8 @@ class WireTimeout(RuntimeError):
 class Voidable(Protocol):
     """What an abort completes: a `WireWork`."""
 
-    def void(self) -> None: ...
+    def void(self) -> None:
+        """Afterwards nothing is written on behalf of it, but by Gloo."""
 
 
 class Buriable(Protocol):
@@ -69,6 +74,14 @@ class Issued:
     link_bytes: int
 
 
+@dataclass(frozen=True)
+class Running:
+    """An operation of Gloo."""
+
+    storages: tuple[torch.UntypedStorage, ...]
+    inner: Any  # its `Work`
+
+
 class Hub:
     """One a rank. Groups report to it; the session reads its meter and calls its abort."""
 
@@ -81,6 +94,7 @@ class Hub:
         self._why: str | None = None
         self._lock = threading.Lock()
         self._clocks: list[tuple[str, Any]] = []
+        self._running: dict[int, Running] = {}  # by sequence number
         self._open: weakref.WeakSet[Voidable] = weakref.WeakSet()  # those whose future C++ may be waiting for
         self._groups: weakref.WeakSet[Buriable] = weakref.WeakSet()
 
@@ -107,6 +121,19 @@ class Hub:
         self._sequence += 1
         self.meter.issued(kind, bytes_)
         return self.last
+
+    def begin(self, issued: Issued, tensors: Sequence[torch.Tensor], inner: Any) -> None:
+        """Gloo has an operation of these tensors."""
+        self._running[issued.sequence] = Running(tuple(t.untyped_storage() for t in tensors), inner)
+
+    def end(self, issued: Issued) -> None:
+        """It is over, well or not. Once more does no harm."""
+        self._running.pop(issued.sequence, None)
+
+    def busy(self) -> set[int]:
+        """Addresses of the storage that operations of Gloo may still read or write."""
+        self._running = {n: r for n, r in list(self._running.items()) if not r.inner.is_completed()}
+        return {storage.data_ptr() for r in self._running.values() for storage in r.storages}
 
     def expose(self, work: Voidable) -> None:
         """Remember a work whose future is in other hands, so that an abort can complete it."""

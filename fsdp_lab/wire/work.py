@@ -96,8 +96,9 @@ class WireWork(dist.Work):
     # -- completion -----------------------------------------------------------------------------------------------
 
     def void(self) -> None:
-        """Complete the future without its bytes."""
-        self._finish = None
+        """Complete the future without its bytes. One that finishes just now does so first."""
+        with self._once:
+            self._finish = None
         self._settle()
 
     def _watch(self) -> None:
@@ -108,9 +109,10 @@ class WireWork(dist.Work):
             self._stamped = True
             self._hub.clock(self._issued.kind, self._inner)
             return
-        weak = weakref.ref(self)
+        weak, hub, issued = weakref.ref(self), self._hub, self._issued
 
         def stamp(_: torch.futures.Future[Any]) -> None:
+            hub.end(issued)
             if (work := weak()) is not None:
                 work._stamp()
 
@@ -166,9 +168,10 @@ class WireWork(dist.Work):
             raise RankAborted(f"{self._name()} failed: {_first_line(e)}") from None
 
     def _land(self) -> None:
+        self._hub.end(self._issued)
         with self._once:
             if not self._finished:
-                finish, self._finish = self._finish, None  # `void` may take it away at any moment
+                finish, self._finish = self._finish, None
                 if finish is not None and self._hub.aborted is None:
                     finish()
                 self._finished = True

@@ -203,7 +203,10 @@ def test_no_rank_outlives_its_launcher(number: signal.Signals) -> None:
         assert len(ranks) == 2 and launcher.poll() is None
     finally:
         launcher.send_signal(number)
-        _, said = launcher.communicate(timeout=20)
+        try:
+            _, said = launcher.communicate(timeout=20)
+        finally:
+            launcher.kill()
     assert psutil.wait_procs(ranks, timeout=10)[1] == []
     if number == signal.SIGINT:
         assert launcher.returncode == 130 and said == "fsdp-lab: interrupted; what was started has been ended\n"

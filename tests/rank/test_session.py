@@ -262,3 +262,28 @@ def test_forget_gives_memory_back(pool: Pool) -> None:
         assert names == ["device", "mesh", "model", "optimizer", "rank", "session", "world_size"]
         assert freed > 10e6 and after is None
         assert status["step"] is None and status["last_collective"]
+
+
+def _switches_groups(place: Place, plans: list[dict[str, Any]], rounds: int) -> list[tuple[int, int]]:
+    """Groups and threads of this process after each round of switches, once the session is at rest."""
+    from fsdp_lab.backends.base import known_groups
+
+    s = session(place)
+    found = []
+    for _ in range(rounds):
+        for given in plans:
+            s.apply("run", given)
+            s.train(1)
+        found.append((len(known_groups()), len(os.listdir("/proc/self/task"))))
+    s.close()
+    return found
+
+
+def test_switches_leave_no_group_open(pool: Pool) -> None:
+    """Each group has threads and connections of its own."""
+    hybrid = {"sharding": "hybrid_shard", "shard_size": 2}
+    plans = [{"backend": b, **hybrid} for b in ("lab", "fsdp2", "fsdp1")]
+    plans += [{"backend": b, "reshard_size": 2} for b in ("lab", "fsdp2")] + [{"backend": "lab"}]
+    for by_round in pool.run(_switches_groups, 4, [spec(4, **p).to_dict() for p in plans], 3, reduction=None):
+        assert [groups for groups, _ in by_round] == [0] * 3
+        assert by_round[-1][1] < by_round[0][1] + 20, by_round  # a round makes 22 groups; torch's own threads come and go
