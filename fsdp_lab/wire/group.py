@@ -53,7 +53,7 @@ class Wire(dist.ProcessGroup):
         self.hub = hub
         self._rank, self._size = int(rank), int(size)
         self._name_, self._desc = str(options.group_id), ""
-        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", options.store), rank, size, hub.timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", options.store), rank, size, hub.timeout)
         self._nccl: Any = None
         if nccl:
             os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # for Hub.read_clocks
@@ -105,9 +105,15 @@ class Wire(dist.ProcessGroup):
             self._nccl.abort()
 
     def shutdown(self) -> None:
-        """After an abort: put the inner groups where an operation without end can do no harm. Else they go with this one."""
+        """Let go of the inner groups, with their threads and connections: torch's caches may keep this one for good.
+
+        After an abort they are put where an operation without end can do no harm.
+        """
         if self.hub.aborted is not None:
             self.hub.bury([self._gloo, self._nccl])
+        elif self._nccl is not None:
+            self._nccl.shutdown()
+        self._gloo = self._nccl = None
 
     # -- reductions -----------------------------------------------------------------------------------------------
 

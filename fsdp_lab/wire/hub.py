@@ -4,8 +4,10 @@ Note: abort. A Python exception does not reach a rank that sits in C++: Gloo's `
 future at the end of the backward. So nothing here waits in C++ for longer than a slice (`WireWork.wait`), and each
 future that C++ may wait for is our own, so that `abort`, called from any thread, can complete it. What the future then
 holds is void: the step that sees it must be raised and discarded, which `check` does at the next call to the wire.
-Gloo's own operation cannot be called back, and to destroy its group waits for it: so the group is put aside (`bury`)
-until its timeout ends it, and the session goes on with new groups. Until then it may still read and write its tensors,
+Gloo's own operation cannot be called back, and to destroy its group waits for it: so the group is dropped in a thread of
+its own (`bury`), and the session goes on with new groups. The rank that did not join the operation has nothing to wait
+for: its end of the connections closes, which ends the operation of the others; else its timeout does (with torch 2.13
+a process in which several had timed out died seconds later, in the destructor of Gloo's exception). Until then it may still read and write its tensors,
 or only begin to (Gloo's threads take operations from a queue): their storage must not be freed by force (`busy`), and
 what an abort completes is finished by nobody afterwards (`Voidable.void`). What Gloo's threads call back holds no group,
 since one that they drop last would be destroyed, and joined, by its own thread.
@@ -25,9 +27,6 @@ from typing import Any, Protocol
 import torch
 
 from fsdp_lab.wire.meter import Meter
-
-_GRAVE_S = 5.0  # beyond the timeout of the operations
-
 
 class Reduction(Enum):
     """In which order the ranks' summands are added.
@@ -181,10 +180,8 @@ class Hub:
             self._open = weakref.WeakSet()
 
     def bury(self, groups: Sequence[Any]) -> None:
-        """Keep groups that may hold an operation until it has timed out, then drop them; see the note on abort.
+        """Drop groups that may hold an operation; see the note on abort.
 
-        In a thread of its own: the last to drop a group must not be one of its threads, which it joins.
+        In a thread of its own, as it waits for the operation, and as none of a group's threads may be the last to drop it.
         """
-        thread = threading.Timer(self.timeout_s + _GRAVE_S, list(groups).clear)
-        thread.daemon = True
-        thread.start()
+        threading.Thread(target=list(groups).clear, daemon=True).start()

@@ -128,6 +128,8 @@ class WireWork(dist.Work):
 
     def _land_in_callback(self, done: torch.futures.Future[Any]) -> None:
         """In Gloo's thread, where the inner future is complete but its work is not yet: so ask the future alone."""
+        if self._settled:
+            return  # void: what became of it is nobody's business any more
         try:
             done.value()
             self._land()
@@ -139,7 +141,8 @@ class WireWork(dist.Work):
             self._wait_inner(None)
             self._land()
         except RuntimeError as e:
-            self._hub.abort(str(e))
+            if not self._settled:
+                self._hub.abort(str(e))
 
     def _wait_inner(self, timeout: timedelta | None) -> None:
         if self._inner is None:

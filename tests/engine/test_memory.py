@@ -409,5 +409,5 @@ def test_no_rank_ever_holds_the_whole_model(pool: Pool) -> None:
         assert found["building"] >= found["shards"]
         assert one <= found["load_full_state"] <= one + SLACK_BYTES
         assert found["load_ranges"] <= one + SLACK_BYTES
-        assert one <= found["broadcast"] <= one + SLACK_BYTES
+        assert one <= found["broadcast"] <= 2 * one + SLACK_BYTES < found["psi"]  # Gloo's thread may let go of one late
         assert one <= found["full_state"] <= 2 * one + SLACK_BYTES  # the caller's, until it takes the next
