@@ -6,11 +6,11 @@ future that C++ may wait for is our own, so that `abort`, called from any thread
 holds is void: the step that sees it must be raised and discarded, which `check` does at the next call to the wire.
 Gloo's own operation cannot be called back, and to destroy its group waits for it: so the group is dropped in a thread of
 its own (`bury`), and the session goes on with new groups. The rank that did not join the operation has nothing to wait
-for: its end of the connections closes, which ends the operation of the others; else its timeout does (with torch 2.13
-a process in which several had timed out died seconds later, in the destructor of Gloo's exception). Until then it may still read and write its tensors,
-or only begin to (Gloo's threads take operations from a queue): their storage must not be freed by force (`busy`), and
-what an abort completes is finished by nobody afterwards (`Voidable.void`). What Gloo's threads call back holds no group,
-since one that they drop last would be destroyed, and joined, by its own thread.
+for: its end of the connections closes, which ends the operation of the others; else its timeout does (with torch 2.13 a
+process in which several had timed out died seconds later, in the destructor of Gloo's exception). Until then it may
+still read and write its tensors, or only begin to (Gloo's threads take operations from a queue): their storage must not
+be freed by force (`busy`), and what an abort completes is finished by nobody afterwards (`Voidable.void`). What Gloo's
+threads call back holds no group, since one that they drop last would be destroyed, and joined, by its own thread.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch
 
 from fsdp_lab.wire.meter import Meter
+
 
 class Reduction(Enum):
     """In which order the ranks' summands are added.
