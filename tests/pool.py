@@ -12,7 +12,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
-import resource
+import pickle
 import signal
 import tempfile
 import time
@@ -56,8 +56,6 @@ def _serve(pipe: Any, stacks: Path) -> None:
     from fsdp_lab.wire import Hub, Reduction
 
     torch.set_num_threads(1)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # groups of many runs: torch keeps some of them for a while
     gc.collect()
     gc.freeze()  # modules stay, and are most of what the collections below would walk
     while True:
@@ -81,7 +79,7 @@ def _serve(pipe: Any, stacks: Path) -> None:
                     close_groups(hub)
         except BaseException:
             answer = ("error", traceback.format_exc())
-        pipe.send(answer)
+        pipe.send(pickle.dumps(answer))  # by value: torch would send tensors as files that the other side keeps open
         del task, function, args, answer
         world = hub = store = None
         if torch.distributed.is_initialized():  # by a function that raised before it gave its groups up
@@ -150,8 +148,8 @@ class Pool:
             self._replace()
             raise RankError(f"ranks {late} did not answer in {timeout_s} s\n{stacks}")
         try:
-            answers = [worker.pipe.recv() for worker in chosen]
-        except EOFError:
+            answers = [pickle.loads(worker.pipe.recv()) for worker in chosen]
+        except (EOFError, ConnectionResetError):
             codes = [worker.process.exitcode for worker in self._workers]
             self._replace()
             raise RankError(f"a rank's process ended while it worked; exit codes by rank: {codes}") from None
