@@ -59,7 +59,7 @@ def _serve(pipe: Any, stacks: Path) -> None:
     gc.collect()
     gc.freeze()  # modules stay, and are most of what the collections below would walk
     while True:
-        task = pipe.recv()
+        task = pickle.loads(pipe.recv())
         if task is None:
             os._exit(0)
         function, rank, world_size, port, run, reduction, args = task
@@ -79,7 +79,7 @@ def _serve(pipe: Any, stacks: Path) -> None:
                     close_groups(hub)
         except BaseException:
             answer = ("error", traceback.format_exc())
-        pipe.send(pickle.dumps(answer))  # by value: torch would send tensors as files that the other side keeps open
+        pipe.send(pickle.dumps(answer))
         del task, function, args, answer
         world = hub = store = None
         if torch.distributed.is_initialized():  # by a function that raised before it gave its groups up
@@ -94,6 +94,14 @@ class Worker:
     process: Any
     pipe: Any
     stacks: Path
+
+    def give(self, value: Any) -> None:
+        """By value: torch would send each tensor as a file, which stays open, and there may be no more than 1,024."""
+        self.pipe.send(pickle.dumps(value))
+
+    def take(self) -> Any:
+        """By value as well."""
+        return pickle.loads(self.pipe.recv())
 
     def read_stacks(self) -> str:
         os.kill(self.process.pid, signal.SIGUSR1)
@@ -134,13 +142,13 @@ class Pool:
         world_size: int,
         *args: Any,
         reduction: str | None = "auto",
-        timeout_s: float = 60,
+        timeout_s: float = 120,
     ) -> list[Any]:
         """With `reduction` None no process group is opened: the function does that."""
         self._runs += 1
         chosen = self._workers[:world_size]
         for rank, worker in enumerate(chosen):
-            worker.pipe.send((function, rank, world_size, self._store.port, self._runs, reduction, args))
+            worker.give((function, rank, world_size, self._store.port, self._runs, reduction, args))
         end = time.monotonic() + timeout_s
         late = [rank for rank, worker in enumerate(chosen) if not worker.pipe.poll(max(0.0, end - time.monotonic()))]
         if late:
@@ -148,7 +156,7 @@ class Pool:
             self._replace()
             raise RankError(f"ranks {late} did not answer in {timeout_s} s\n{stacks}")
         try:
-            answers = [pickle.loads(worker.pipe.recv()) for worker in chosen]
+            answers = [worker.take() for worker in chosen]
         except (EOFError, ConnectionResetError):
             codes = [worker.process.exitcode for worker in self._workers]
             self._replace()
@@ -161,7 +169,7 @@ class Pool:
     def close(self) -> None:
         for worker in self._workers:
             if worker.process.is_alive():
-                worker.pipe.send(None)
+                worker.give(None)
             worker.process.join(5)
             if worker.process.is_alive():
                 worker.process.kill()
