@@ -16,25 +16,21 @@ class Traffic:
     """Collectives of one kind in one step of one rank.
 
     `link_bytes` is what this rank sends over its link: (W-1)/W of the payload, twice that for an all-reduce.
-    `seconds` is issue to completion, summed; collectives that overlap count each.
+    `seconds` is issue to completion, summed; collectives that overlap count each. `exposed_seconds` is what computing
+    waited for them, every instant once (`fsdp_lab.wire.meter.exposed`).
     """
 
     calls: int = 0
     link_bytes: int = 0
     seconds: float = 0.0
+    exposed_seconds: float = 0.0
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
             calls=self.calls + other.calls,
             link_bytes=self.link_bytes + other.link_bytes,
             seconds=self.seconds + other.seconds,
-        )
-
-    def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            calls=self.calls - other.calls,
-            link_bytes=self.link_bytes - other.link_bytes,
-            seconds=self.seconds - other.seconds,
+            exposed_seconds=self.exposed_seconds + other.exposed_seconds,
         )
 
 
@@ -88,6 +84,11 @@ class StepEvent:
     def tokens_per_s(self) -> float:
         """Of this rank; a run's throughput is the sum over ranks."""
         return self.tokens / self.step_time_s
+
+    @property
+    def exposed_comm_s(self) -> float:
+        """Exposed communication of this rank in this step, all kinds."""
+        return sum(t.exposed_seconds for t in self.comm.values())
 
     @property
     def tflops(self) -> float:

@@ -27,7 +27,7 @@ from fsdp_lab.rank.probes import MemoryProbe
 from fsdp_lab.rank.rendezvous import Seat
 from fsdp_lab.schedule import Phase
 from fsdp_lab.spec import Spec
-from fsdp_lab.wire import Wire, between
+from fsdp_lab.wire import Wire, traffic
 
 _LEDGER_STEP = 2  # the third: the first makes optimizer state, in the second DDP lays its buckets anew
 
@@ -81,7 +81,7 @@ class Trainer:
         Raises RankAborted or WireTimeout when it is given up.
         """
         ledger = self._ledger_due and self._steps_here >= _LEDGER_STEP and not slow
-        before = self.world.hub.meter.totals()
+        self.world.hub.meter.take()  # what a switch sent
         start_s = time.perf_counter()
         with self.memory.ledger() if ledger else nullcontext():
             loss = self._accumulate()
@@ -110,7 +110,7 @@ class Trainer:
             peak_flops_per_s=self.cost.peak_flops_per_s,
             peak_source=self.cost.peak_source,
             memory=self.memory.read(),
-            comm=between(before, self.world.hub.meter.totals()),
+            comm=traffic(self.world.hub.meter.take()),
             first_after_switch=first,
             ledger=ledger,
             slow=slow,
@@ -130,6 +130,7 @@ class Trainer:
             with self.backend.micro_batch(communicate=every or micro == count - 1):
                 loss = self.backend.loss(batch).float()
                 torch.autograd.backward(loss * (self.scaler.scale / count))
+            self.world.hub.meter.end_backward()
             total += loss.detach()
         return float(total) / count
 

@@ -37,6 +37,7 @@ def summarize(spec: Spec, events: Sequence[StepEvent]) -> dict[str, Any]:
         "rss_bytes": [steps[-1][r].memory.rss_bytes for r in ranks],
         "comm_s_per_step": {k: median([statistics.fmean(seconds(e, k) for e in s) for s in counted]) for k in kinds},
         "comm_bytes_per_step": {k: rounded(median([link_bytes(s[0], k) for s in counted])) for k in kinds},
+        "exposed_comm_s_per_step": {k: median([statistics.fmean(exposed(e, k) for e in s) for s in counted]) for k in kinds},
     }
 
 
@@ -63,6 +64,10 @@ def slowest(step: Step) -> float:
 
 def seconds(event: StepEvent, kind: str) -> float:
     return event.comm[kind].seconds if kind in event.comm else 0.0
+
+
+def exposed(event: StepEvent, kind: str) -> float:
+    return event.comm[kind].exposed_seconds if kind in event.comm else 0.0
 
 
 def link_bytes(event: StepEvent, kind: str) -> float:

@@ -4,20 +4,21 @@ Read hub.py, work.py, group.py, in this order.
 """
 
 from fsdp_lab.wire.group import Wire, register
-from fsdp_lab.wire.hub import Hub, Issued, RankAborted, Reduction, WireTimeout
-from fsdp_lab.wire.meter import Meter, between, link_bytes
+from fsdp_lab.wire.hub import Hub, RankAborted, Reduction, WireTimeout
+from fsdp_lab.wire.meter import Collective, Meter, exposed, link_bytes, traffic
 from fsdp_lab.wire.work import WireWork
 
 __all__ = [
+    "Collective",
     "Hub",
-    "Issued",
     "Meter",
     "RankAborted",
     "Reduction",
     "Wire",
     "WireTimeout",
     "WireWork",
-    "between",
+    "exposed",
     "link_bytes",
     "register",
+    "traffic",
 ]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fsdp_lab.wire.meter import Meter
+from fsdp_lab.wire.meter import Collective, Meter
 
 
 class Reduction(Enum):
@@ -63,17 +64,6 @@ class Buriable(Protocol):
     def shutdown(self) -> None: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Issued:
-    """One collective as this rank issued it."""
-
-    sequence: int  # over all groups of this rank, from 0
-    kind: str
-    group: str
-    size: int
-    link_bytes: int
-
-
 @dataclass(frozen=True)
 class Running:
     """An operation of Gloo."""
@@ -89,11 +79,11 @@ class Hub:
         self.meter = Meter()
         self.reduction = reduction
         self.timeout_s = timeout_s
-        self.last: Issued | None = None
+        self.last: Collective | None = None
         self._sequence = 0
         self._why: str | None = None
         self._lock = threading.Lock()
-        self._clocks: list[tuple[str, Any]] = []
+        self._clocks: list[tuple[Collective, Any]] = []
         self._running: dict[int, Running] = {}  # by sequence number
         self._open: weakref.WeakSet[Voidable] = weakref.WeakSet()  # those whose future C++ may be waiting for
         self._groups: weakref.WeakSet[Buriable] = weakref.WeakSet()
@@ -114,19 +104,21 @@ class Hub:
 
     # -- one collective -------------------------------------------------------------------------------------------
 
-    def number(self, kind: str, group: str, size: int, bytes_: int) -> Issued:
+    def number(self, kind: str, group: str, size: int, bytes_: int) -> Collective:
         """Count a collective at its issue. Raises RankAborted after an abort."""
         self.check()
-        self.last = Issued(sequence=self._sequence, kind=kind, group=group, size=size, link_bytes=bytes_)
+        issued = Collective(sequence=self._sequence, kind=kind, group=group, size=size, link_bytes=bytes_,
+                            issue_s=time.perf_counter())  # fmt: skip
         self._sequence += 1
-        self.meter.issued(kind, bytes_)
-        return self.last
+        self.last = issued
+        self.meter.issued(issued)
+        return issued
 
-    def begin(self, issued: Issued, tensors: Sequence[torch.Tensor], inner: Any) -> None:
+    def begin(self, issued: Collective, tensors: Sequence[torch.Tensor], inner: Any) -> None:
         """Gloo has an operation of these tensors."""
         self._running[issued.sequence] = Running(tuple(t.untyped_storage() for t in tensors), inner)
 
-    def end(self, issued: Issued) -> None:
+    def end(self, issued: Collective) -> None:
         """It is over, well or not. Once more does no harm."""
         self._running.pop(issued.sequence, None)
 
@@ -142,16 +134,16 @@ class Hub:
         if self._why is not None:
             work.void()
 
-    def clock(self, kind: str, work: Any) -> None:
+    def clock(self, issued: Collective, work: Any) -> None:
         """Remember a work of NCCL, whose time only NCCL knows."""
-        self._clocks.append((kind, work))
+        self._clocks.append((issued, work))
 
     def read_clocks(self) -> None:
         """Take the durations of NCCL's works; call it when the device has been synchronised, at the end of a step."""
         clocks, self._clocks = self._clocks, []
-        for kind, work in clocks:
+        for issued, work in clocks:
             with contextlib.suppress(RuntimeError):  # timing is off in this build
-                self.meter.landed(kind, work._get_duration() / 1e3)
+                issued.end_s = issued.issue_s + work._get_duration() / 1e3
 
     # -- abort and after ------------------------------------------------------------------------------------------
 

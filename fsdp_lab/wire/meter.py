@@ -1,10 +1,15 @@
-"""`Meter`: what crossed the wire, by kind of collective."""
+"""`Meter`: what crossed the wire, collective by collective, and how long computing waited for it."""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from fsdp_lab.events import Traffic
+
+_MOST = 20_000  # collectives kept where nobody takes them
 
 
 def link_bytes(kind: str, payload_bytes: int, size: int) -> int:
@@ -22,34 +27,78 @@ def link_bytes(kind: str, payload_bytes: int, size: int) -> int:
     return times * payload_bytes * (size - 1) // size
 
 
+@dataclass(kw_only=True, slots=True)
+class Collective:
+    """One collective as this rank saw it. Times are of its `time.perf_counter`, in seconds."""
+
+    sequence: int  # over all groups of this rank, from 0
+    kind: str
+    group: str
+    size: int
+    link_bytes: int
+    issue_s: float
+    backward: int = 0  # how many backwards had ended when it was issued
+    end_s: float | None = None  # its results are there; None where nobody was told
+    waits: list[tuple[float, float]] = field(default_factory=list)  # from and to: somebody computed nothing meanwhile
+    by_future: bool = False  # it is waited for in C++, where nobody sees the wait: DDP's reducer
+
+
 class Meter:
-    """Counts collectives as they are issued and their seconds as they land; any thread may call it."""
+    """Keeps collectives until they are taken, once a step; any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls: dict[str, int] = {}
-        self._bytes: dict[str, int] = {}
-        self._seconds: dict[str, float] = {}
+        self._kept: deque[Collective] = deque(maxlen=_MOST)
+        self._backwards = 0
 
-    def issued(self, kind: str, bytes_: int) -> None:
+    def issued(self, collective: Collective) -> None:
         with self._lock:
-            self._calls[kind] = self._calls.get(kind, 0) + 1
-            self._bytes[kind] = self._bytes.get(kind, 0) + bytes_
+            collective.backward = self._backwards
+            self._kept.append(collective)
 
-    def landed(self, kind: str, seconds: float) -> None:
+    def end_backward(self) -> None:
+        """Collectives issued from now on belong to another backward: see `exposed`."""
         with self._lock:
-            self._seconds[kind] = self._seconds.get(kind, 0.0) + seconds
+            self._backwards += 1
 
-    def totals(self) -> dict[str, Traffic]:
-        """Since the start of the session; subtract two readings for what lies between."""
+    def take(self) -> list[Collective]:
+        """What was issued since the last time, in that order."""
         with self._lock:
-            return {
-                kind: Traffic(calls=calls, link_bytes=self._bytes[kind], seconds=self._seconds.get(kind, 0.0))
-                for kind, calls in self._calls.items()
-            }
+            taken = list(self._kept)
+            self._kept.clear()
+        return taken
 
 
-def between(before: dict[str, Traffic], after: dict[str, Traffic]) -> dict[str, Traffic]:
-    """What two readings of `Meter.totals` differ by; kinds without a call are left out."""
-    gone = {kind: after[kind] - before.get(kind, Traffic()) for kind in after}
-    return {kind: t for kind, t in gone.items() if t.calls}
+def traffic(collectives: Sequence[Collective]) -> dict[str, Traffic]:
+    """By kind. One that has not ended counts no seconds."""
+    shown = exposed(collectives)
+    found: dict[str, Traffic] = {}
+    for c in collectives:
+        seconds = 0.0 if c.end_s is None else c.end_s - c.issue_s
+        found[c.kind] = found.get(c.kind, Traffic()) + Traffic(calls=1, link_bytes=c.link_bytes, seconds=seconds)
+    return {kind: t + Traffic(exposed_seconds=shown.get(kind, 0.0)) for kind, t in found.items()}
+
+
+def exposed(collectives: Sequence[Collective]) -> dict[str, float]:
+    """Exposed communication by kind, in seconds: the time during which computing waits for a collective.
+
+    Where this side waits, it is the wait, with what is left to do when the bytes have come (the sum in the order of ranks).
+    DDP's reducer waits in C++ for all its buckets at the end of a backward: there it is the time from the last gradient,
+    with which the last bucket is issued, to each bucket's landing. An instant in which several are waited for counts once,
+    for the one whose wait began first. Waits for ranks that come late are part of it.
+    """
+    ready: dict[int, float] = {}  # by backward: when its last bucket was issued
+    for c in collectives:
+        if c.by_future:
+            ready[c.backward] = max(c.issue_s, ready.get(c.backward, 0.0))
+    waits = [(start, end, c.kind) for c in collectives for start, end in c.waits]
+    for c in collectives:
+        if c.by_future and not c.waits and c.end_s is not None:
+            waits.append((max(c.issue_s, ready[c.backward]), c.end_s, c.kind))
+    found: dict[str, float] = {}
+    covered = float("-inf")
+    for start, end, kind in sorted(waits):
+        if end > max(start, covered):
+            found[kind] = found.get(kind, 0.0) + end - max(start, covered)
+            covered = end
+    return found

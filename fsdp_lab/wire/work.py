@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.autograd.profiler import record_function
 
-from fsdp_lab.wire.hub import Hub, Issued, RankAborted, WireTimeout
+from fsdp_lab.wire.hub import Hub, RankAborted, WireTimeout
+from fsdp_lab.wire.meter import Collective
 
 _SLICE = timedelta(seconds=0.1)  # the longest wait in C++, hence how late an abort is seen
 
@@ -28,7 +29,7 @@ class WireWork(dist.Work):
     def __init__(
         self,
         hub: Hub,
-        issued: Issued,
+        issued: Collective,
         inner: dist.Work | None,
         results: list[torch.Tensor],
         *,
@@ -38,9 +39,8 @@ class WireWork(dist.Work):
         super().__init__()
         self._hub, self._issued, self._inner, self._results = hub, issued, inner, results
         self._finish, self._blocking = finish, blocking
-        self._issue_s = time.perf_counter()
         self._once = threading.Lock()
-        self._finished = self._stamped = self._settled = False
+        self._finished = self._settled = False
         self._future: torch.futures.Future[Any] | None = None
         self._watch()
 
@@ -49,8 +49,10 @@ class WireWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises RankAborted, WireTimeout, or RankAborted naming a connection that broke."""
         if not self._finished:
+            start_s = time.perf_counter()
             self._wait_inner(timeout)
             self._land()
+            self._issued.waits.append((start_s, time.perf_counter()))
         self._hub.check()
         return True
 
@@ -71,6 +73,7 @@ class WireWork(dist.Work):
         if self._future is None:
             devices: list[int | str | torch.device] = [t.device for t in self._results[:1] if t.is_cuda]
             self._future = torch.futures.Future(devices=devices)
+            self._issued.by_future = True
             self._hub.expose(self)
             if self._inner is None:
                 self._land()
@@ -106,15 +109,13 @@ class WireWork(dist.Work):
         if self._inner is None:
             return
         if not self._blocking:
-            self._stamped = True
-            self._hub.clock(self._issued.kind, self._inner)
+            self._hub.clock(self._issued, self._inner)
             return
-        weak, hub, issued = weakref.ref(self), self._hub, self._issued
+        hub, issued = self._hub, self._issued
 
         def stamp(_: torch.futures.Future[Any]) -> None:
+            issued.end_s = time.perf_counter()
             hub.end(issued)
-            if (work := weak()) is not None:
-                work._stamp()
 
         with contextlib.suppress(RuntimeError):  # Gloo's own reduce-scatter has no future
             self._inner.get_future().add_done_callback(stamp)
@@ -160,7 +161,7 @@ class WireWork(dist.Work):
                 if self._inner.is_completed():
                     self._raise_what_broke()
                     return
-            if time.perf_counter() - self._issue_s > limit_s:
+            if time.perf_counter() - self._issued.issue_s > limit_s:
                 raise WireTimeout(f"{self._name()} did not complete in {limit_s:.0f} s: a rank did not join it")
 
     def _raise_what_broke(self) -> None:
@@ -176,15 +177,12 @@ class WireWork(dist.Work):
             if not self._finished:
                 finish, self._finish = self._finish, None
                 if finish is not None and self._hub.aborted is None:
-                    finish()
+                    with record_function("wire"):  # a part of the collective, whose operators are not the model's
+                        finish()
                 self._finished = True
-        self._stamp()
+        if self._blocking and (self._issued.end_s is None or self._issued.by_future):  # a future gives what is finished
+            self._issued.end_s = time.perf_counter()
         self._settle()
-
-    def _stamp(self) -> None:
-        if not self._stamped:
-            self._stamped = True
-            self._hub.meter.landed(self._issued.kind, time.perf_counter() - self._issue_s)
 
     def _settle(self) -> None:
         with self._once:

@@ -21,7 +21,7 @@ from fsdp_lab.spec import Spec
 TINY = ["--model", "gpt2-1m", "--seq-len", "16", "--micro-batch", "1"]
 KEYS = {
     *("spec", "losses", "step_time_s", "tokens_per_s", "tflops_per_rank"),
-    *("peak_memory_bytes", "rss_bytes", "comm_s_per_step", "comm_bytes_per_step"),
+    *("peak_memory_bytes", "rss_bytes", "comm_s_per_step", "comm_bytes_per_step", "exposed_comm_s_per_step"),
 }
 
 
@@ -132,6 +132,7 @@ def test_compare_on_real_ranks(tmp_path: Path):
         assert 0 < run["step_time_s"]["p10"] <= run["step_time_s"]["median"] <= run["step_time_s"]["p90"]
         assert [len(run[k]) for k in ("tflops_per_rank", "peak_memory_bytes", "rss_bytes")] == [2, 2, 2]
         assert run["comm_bytes_per_step"].keys() == run["comm_s_per_step"].keys()
+        assert 0 < sum(run["exposed_comm_s_per_step"].values()) < run["step_time_s"]["p90"]
         assert Spec.from_dict(run["spec"])
 
 

@@ -56,7 +56,8 @@ def event(spec: Spec, run: str, rank: int, step: int, *, first: bool = False, se
         )
         comm["reduce_scatter"] = Traffic(calls=6, link_bytes=int(ring * payload), seconds=ring * payload / per_s)
     noise = 1 + 0.12 * chance.random() + (0.05 if rank % 2 else 0)
-    comm = {k: Traffic(calls=t.calls, link_bytes=t.link_bytes, seconds=t.seconds * noise) for k, t in comm.items()}
+    comm = {k: Traffic(calls=t.calls, link_bytes=t.link_bytes, seconds=t.seconds * noise,
+                       exposed_seconds=0.3 * t.seconds * noise) for k, t in comm.items()}  # fmt: skip
     step_time = (flops / speed + 0.3 * sum(t.seconds for t in comm.values())) * noise
     step_time *= 1.5 if s.offload != "none" else 1.0
     if first:

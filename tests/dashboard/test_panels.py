@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import random
+import statistics
 
 import pytest
 from bokeh.document import Document
@@ -237,7 +238,19 @@ def test_communication_is_by_kind_and_rank_with_link_bytes():
     seconds = sorted(e.comm["all_gather"].seconds for s in told[-20:] for e in s.events if e.rank == 1 and s.counts)
     assert now["all_gather"][1] == pytest.approx(1e3 * seconds[len(seconds) // 2], rel=0.05)
     assert now["all_gather_mb"][1] == pytest.approx(told[-1].events[1].comm["all_gather"].link_bytes / 1e6)
-    assert [k.label for k in panel.captions().legend] == ["all-gather", "reduce-scatter", "control"]
+    labels = [k.label for k in panel.captions().legend]
+    assert labels == ["all-gather", "reduce-scatter", "control", "exposed: computing waits"]
+
+
+def test_exposed_communication_is_drawn_and_said():
+    panel = CommunicationPanel(Frame(), 2)
+    told = steps(25)
+    panel.update(told)
+    exposed = [statistics.fmean(e.exposed_comm_s for e in s.events) for s in told]
+    assert list(columns(panel, 1)["exposed"]) == pytest.approx([1e3 * x for x in exposed])
+    middle = statistics.median(x / s.step_time_s for x, s in zip(exposed[-20:], told[-20:], strict=True))
+    said = panel.captions().reading
+    assert abs(float(said.split("(")[1].split(" %")[0]) - 100 * middle) <= 3 and "exposed" in said
 
 
 def test_a_change_begins_new_medians():

@@ -12,7 +12,7 @@ from fsdp_lab.runs.table import Table, duration, size
 from tests.lab.events import SPEC, event, steps
 
 KEYS = ["spec", "losses", "step_time_s", "tokens_per_s", "tflops_per_rank", "peak_memory_bytes", "rss_bytes",
-        "comm_s_per_step", "comm_bytes_per_step"]  # fmt: skip
+        "comm_s_per_step", "comm_bytes_per_step", "exposed_comm_s_per_step"]  # fmt: skip
 
 
 def test_the_entry_has_the_keys_of_the_contract_and_is_json():

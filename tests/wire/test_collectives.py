@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from fsdp_lab.wire import traffic
 from tests.pool import Place, Pool
 
 
@@ -80,7 +81,7 @@ def _every_kind(place: Place) -> dict[str, object]:
         "objects": objects,
         "biggest": biggest.item(),
         "ones": ones.tolist(),
-        "totals": {k: (t.calls, t.link_bytes, t.seconds > 0) for k, t in place.hub.meter.totals().items()},
+        "totals": {k: (t.calls, t.link_bytes, t.seconds > 0) for k, t in traffic(place.hub.meter.take()).items()},
         "sequence": place.hub.last.sequence,
     }
 

@@ -14,7 +14,7 @@ from bokeh.plotting import figure
 from ...events import Traffic
 from .. import theme
 from ..columns import Columns
-from .base import Captions, Frame, Key, Patches, Step, hover, notes_of, rank_bars, sign_bars, twin
+from .base import LINE_PX, Captions, Frame, Key, Patches, Step, hover, notes_of, rank_bars, sign_bars, tint, twin
 from .memory import BAR, paint_fill
 from .ranges import ZeroRange
 from .units import duration, traffic
@@ -28,7 +28,7 @@ class CommunicationPanel:
     """On the left a bar a rank, stacked by kind, median of the last steps; on the right the mean of ranks over steps.
 
     Times are issue to completion: collectives that overlap with computing or with each other count in full, so a bar may
-    be longer than the step.
+    be longer than the step. The line is what of it is exposed: the time that computing waited.
     """
 
     name = "communication"
@@ -38,9 +38,9 @@ class CommunicationPanel:
     def __init__(self, frame: Frame, world_size: int) -> None:
         self.world_size = world_size
         link = [f"{k}_mb" for k in KINDS]
-        self._now = Columns("communication.now", ["rank", *KINDS, *link, "total", "zero"], texts=["label", "color"],
-                            limit=world_size)  # fmt: skip
-        self._over = Columns("communication.steps", ["step", *KINDS, "total", "step_ms"], limit=frame.limit)
+        now = ["rank", *KINDS, *link, "exposed", "total", "zero"]
+        self._now = Columns("communication.now", now, texts=["label", "color"], limit=world_size)
+        self._over = Columns("communication.steps", ["step", *KINDS, "exposed", "total", "step_ms"], limit=frame.limit)
         self._now_range, self._over_range = ZeroRange(headroom=1.5, slack=0.5), ZeroRange()
         self._recent: deque[Step] = deque(maxlen=RECENT_STEPS)
         self._ordinary: deque[float] = deque(maxlen=frame.limit)  # ms per step, of the steps that count
@@ -60,7 +60,7 @@ class CommunicationPanel:
             sign_bars(fig, source, y="rank", end="total", height=BAR + 0.06)
         whole = fig.hbar(y="rank", left="zero", right="total", height=0.9, source=source, fill_alpha=0, line_alpha=0)
         rows = [(theme.COMMUNICATION[k].label, f"@{k}{{0,0.00}} ms, @{k}_mb{{0,0.00}} MB") for k in KINDS]
-        hover(fig, whole, [("rank", "@rank"), *rows], mode="mouse")
+        hover(fig, whole, [("rank", "@rank"), *rows, ("exposed", "@exposed{0,0.00} ms")], mode="mouse")
         return fig
 
     def _draw_over(self, frame: Frame) -> figure:
@@ -68,10 +68,13 @@ class CommunicationPanel:
         source = twin(self._over)
         for name, area in zip(KINDS, fig.varea_stack(list(KINDS), x="step", source=source), strict=True):
             paint_fill(area.glyph, f"communication.{name}", theme.COMMUNICATION[name], line=False)
+        exposed = fig.line("step", "exposed", source=source, line_width=LINE_PX)
+        tint(exposed.glyph, line_color="ink.mean")
         total = fig.line("step", "total", source=source, line_alpha=0)
         frame.label_markers(fig)
         rows = [(theme.COMMUNICATION[k].label, f"@{k}{{0,0.00}} ms") for k in KINDS]
-        hover(fig, total, [("step", "@step"), *rows, ("all", "@total{0,0.00} ms"), ("step time", "@step_ms{0,0.0} ms")])
+        times = [("all", "@total{0,0.00} ms"), ("exposed", "@exposed{0,0.00} ms"), ("step time", "@step_ms{0,0.0} ms")]
+        hover(fig, total, [("step", "@step"), *rows, *times])
         return fig
 
     @property
@@ -105,7 +108,7 @@ class CommunicationPanel:
 
     def _row(self, s: Step) -> list[float]:
         kinds = [fmean(_of(e.comm, k).seconds for e in s.events) * 1e3 for k in KINDS]
-        return [s.number, *kinds, sum(kinds), s.step_time_s * 1e3]
+        return [s.number, *kinds, fmean(e.exposed_comm_s for e in s.events) * 1e3, sum(kinds), s.step_time_s * 1e3]
 
     def _write_now(self) -> int:
         rows, labels, colors = [], [], []
@@ -113,7 +116,7 @@ class CommunicationPanel:
             mine = [x for s in self._recent for x in s.events if x.rank == e.rank]
             ms = [median(_of(x.comm, k).seconds for x in mine) * 1e3 for k in KINDS]
             mb = [median(_of(x.comm, k).link_bytes for x in mine) / 1e6 for k in KINDS]
-            rows.append([e.rank, *ms, *mb, sum(ms), 0.0])
+            rows.append([e.rank, *ms, *mb, median(x.exposed_comm_s for x in mine) * 1e3, sum(ms), 0.0])
             labels.append(f"{duration(sum(ms) / 1e3)}")
             colors.append(theme.rank_color(e.rank))
         return self._now.replace(rows, {"label": labels, "color": colors})
@@ -122,15 +125,18 @@ class CommunicationPanel:
         recent = list(self._recent)
         seconds = median(fmean(sum(t.seconds for t in e.comm.values()) for e in s.events) for s in recent)
         link = median(fmean(sum(t.link_bytes for t in e.comm.values()) for e in s.events) for s in recent)
-        share = 100 * seconds / median(s.step_time_s for s in recent)
+        exposed = median(fmean(e.exposed_comm_s for e in s.events) for s in recent)
+        share = 100 * exposed / median(s.step_time_s for s in recent)
         legend = tuple(
             Key(label=f.label, token=f"communication.{k}", hatch=f.hatch)
             for k, f in theme.COMMUNICATION.items() if k in self._seen
         )  # fmt: skip
+        waited = Key(label="exposed: computing waits", token="ink.mean", hatch="line")
         return Captions(
-            reading=f"{duration(seconds)} per step ({share:.0f} % of it), {traffic(link)} over each rank's link",
-            legend=legend,
-            note=f"Issue to completion, overlapped time included. {notes_of(steps)}".strip(),
+            reading=f"{duration(exposed)} per step exposed ({share:.0f} % of it) of {duration(seconds)}, "
+            f"{traffic(link)} over each rank's link",
+            legend=(*legend, waited),
+            note=f"Areas: issue to completion, overlapped time included. {notes_of(steps)}".strip(),
         )
 
     def patches(self) -> Patches:
