@@ -17,6 +17,7 @@ own thread when the bytes land, and autograd would take the views that it saved 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -78,6 +79,15 @@ class Pending:
         then, self._then = self._then, None
         if then is not None:
             then()
+
+
+def settle() -> None:
+    """After the last collective of what a program may end with: let Gloo's threads let go of its tensors.
+
+    They take the interpreter's lock for that, a moment after the wait is over; where the interpreter ends just then, the
+    process is aborted ("terminate called without an active exception").
+    """
+    time.sleep(0.002)
 
 
 def all_gather(full: Tensor, shard: Tensor, group: Group) -> dist.Work | None:

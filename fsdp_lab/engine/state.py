@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from fsdp_lab.engine.collectives import settle
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.flat import FlatBuffer, OriginalParameter
 
@@ -50,6 +51,7 @@ def full_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, the whole parameter in the master's dtype), one at a time; collective, so go through all of it."""
     for shard in shards_of(module):
         yield shard.name, _whole(shard, shard.flat.master)
+    settle()
 
 
 def load_full_state(module: nn.Module, values: Mapping[str, Tensor] | Callable[[str], Tensor]) -> None:
@@ -80,6 +82,7 @@ def full_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) ->
     """(name, slot -> the whole tensor in the parameter's shape), one parameter at a time; collective."""
     for shard in shards_of(module):
         yield shard.name, {slot: _whole_slot(shard, v) for slot, v in _slots(shard, optimizer).items()}
+    settle()
 
 
 def load_full_optimizer_state(

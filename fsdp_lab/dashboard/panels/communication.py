@@ -68,8 +68,8 @@ class CommunicationPanel:
         source = twin(self._over)
         for name, area in zip(KINDS, fig.varea_stack(list(KINDS), x="step", source=source), strict=True):
             paint_fill(area.glyph, f"communication.{name}", theme.COMMUNICATION[name], line=False)
-        exposed = fig.line("step", "exposed", source=source, line_width=LINE_PX)
-        tint(exposed.glyph, line_color="ink.mean")
+        for width, token in ((LINE_PX + 3, "ink.gap"), (LINE_PX, "ink.mean")):  # a seam, or it drowns in the areas
+            tint(fig.line("step", "exposed", source=source, line_width=width).glyph, line_color=token)
         total = fig.line("step", "total", source=source, line_alpha=0)
         frame.label_markers(fig)
         rows = [(theme.COMMUNICATION[k].label, f"@{k}{{0,0.00}} ms") for k in KINDS]
