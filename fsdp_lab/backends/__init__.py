@@ -1,4 +1,4 @@
-"""Four ways to train one model, behind one Protocol: our engine (to come), FSDP2, FSDP1, DDP. Read base.py first."""
+"""Four ways to train one model, behind one Protocol: our engine, FSDP2, FSDP1, DDP. Read base.py first."""
 
 from fsdp_lab.backends.base import Backend, Piece
 from fsdp_lab.backends.build import build
