@@ -109,11 +109,12 @@ class Wire(dist.ProcessGroup):
 
         After an abort they are put where an operation without end can do no harm.
         """
-        if self.hub.aborted is not None:
-            self.hub.bury([self._gloo, self._nccl])
-        elif self._nccl is not None:
-            self._nccl.shutdown()
+        inner = [self._gloo, self._nccl]
         self._gloo = self._nccl = None
+        if self.hub.aborted is not None:
+            self.hub.bury(inner)
+        elif inner[1] is not None:
+            inner[1].shutdown()
 
     # -- reductions -----------------------------------------------------------------------------------------------
 

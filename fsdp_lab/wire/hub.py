@@ -172,9 +172,9 @@ class Hub:
             self._why = None
             self._open = weakref.WeakSet()
 
-    def bury(self, groups: Sequence[Any]) -> None:
-        """Drop groups that may hold an operation; see the note on abort.
+    def bury(self, groups: list[Any]) -> None:
+        """Empty a list of groups that may hold an operation, the last to refer to them; see the note on abort.
 
         In a thread of its own, as it waits for the operation, and as none of a group's threads may be the last to drop it.
         """
-        threading.Thread(target=list(groups).clear, daemon=True).start()
+        threading.Thread(target=groups.clear, daemon=True).start()
