@@ -124,8 +124,10 @@ class Hub:
 
     def busy(self) -> set[int]:
         """Addresses of the storage that operations of Gloo may still read or write."""
-        self._running = {n: r for n, r in list(self._running.items()) if not r.inner.is_completed()}
-        return {storage.data_ptr() for r in self._running.values() for storage in r.storages}
+        for sequence, running in list(self._running.items()):
+            if running.inner.is_completed():
+                self._running.pop(sequence, None)  # Gloo's threads take out of it too
+        return {storage.data_ptr() for running in list(self._running.values()) for storage in running.storages}
 
     def expose(self, work: Voidable) -> None:
         """Remember a work whose future is in other hands, so that an abort can complete it."""
