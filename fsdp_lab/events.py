@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_lab.spans import Span
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
@@ -78,6 +80,9 @@ class StepEvent:
     ledger: bool = False  # slowed by measuring; left out of medians
     slow: bool = False  # halted at its phases (slow motion): its times say nothing
     skipped: bool = False  # fp16: gradients overflowed, the optimizer did not step
+    begin_s: float = 0.0  # of the step, on the clock that rank 0's `time.perf_counter` is; see `clock_error_s`
+    clock_error_s: float | None = None  # how far `begin_s` may be off beside rank 0's; None: the clocks were not compared
+    spans: tuple[Span, ...] = ()  # of a traced step (the last of a chunk); empty in all others
     notes: tuple[str, ...] = ()  # what the times are worth, in words
 
     @property
@@ -110,6 +115,7 @@ class StepEvent:
         d["memory"] = dataclasses.asdict(self.memory)
         d["comm"] = {kind: dataclasses.asdict(t) for kind, t in self.comm.items()}
         d["notes"] = list(self.notes)
+        d["spans"] = [span.to_row() for span in self.spans]
         return d
 
     @classmethod
@@ -118,4 +124,5 @@ class StepEvent:
         fields["memory"] = Memory(**fields["memory"])
         fields["comm"] = {kind: Traffic(**t) for kind, t in fields["comm"].items()}
         fields["notes"] = tuple(fields["notes"])
+        fields["spans"] = tuple(Span.from_row(row) for row in fields.get("spans", ()))
         return cls(**fields)

@@ -29,6 +29,7 @@ KERNEL = RANKS | {"psutil", "ipyparallel", "zmq", "IPython", "ipykernel", "torna
 SCREEN = KERNEL | {"bokeh", "ipywidgets", "anywidget", "rich", "jupyter_core", "packaging"}
 FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (0, "spec", frozenset()),
+    (0, "spans", frozenset()),
     (0, "events", frozenset()),
     (0, "schedule", frozenset()),
     (0, "frame", frozenset()),
