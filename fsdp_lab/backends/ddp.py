@@ -55,6 +55,10 @@ class DDP(TorchBackend):
         with torch.autocast(self.device.type, dtype=self._autocast, enabled=self._autocast is not None):
             return super().loss(batch)
 
+    def unit_modules(self) -> list[tuple[str, nn.Module]]:
+        assert isinstance(self.module, DistributedDataParallel)
+        return [(name.removeprefix("module."), m) for name, m in super().unit_modules()]
+
     def standing_bytes(self) -> int:
         """The buckets."""
         return sum(p.local.nbytes for p in self.pieces())

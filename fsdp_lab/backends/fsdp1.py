@@ -23,9 +23,10 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import DTYPES, Piece, TorchBackend
+from fsdp_lab.backends.base import DTYPES, Held, Piece, TorchBackend
 from fsdp_lab.backends.wrapping import prepare
 from fsdp_lab.engine import units
+from fsdp_lab.events import Role
 from fsdp_lab.spec import Spec
 
 _SHARDING = {
@@ -37,6 +38,11 @@ _SHARDING = {
 }
 
 
+_PASSING = {  # attributes of a FlatParameter
+    Role.UNSHARDED: ("_full_param_padded", "_full_prec_full_param_padded"),
+    Role.GRADIENTS: ("grad", "_saved_grad_shard"),
+    Role.COMMUNICATION: ("_mp_shard",),
+}
 _PREFETCH = {"before": BackwardPrefetch.BACKWARD_PRE, "after": BackwardPrefetch.BACKWARD_POST}
 
 
@@ -47,6 +53,22 @@ class FSDP1(TorchBackend):
         shapes = {n: p.shape for n, p in skeleton.named_parameters()}
         module = _wrap(skeleton, spec, mesh, device)
         super().__init__(module, _pieces(module, shapes), spec, mesh, device)
+
+    def passing(self) -> Iterator[Held]:
+        for flat in (handle.flat_param for handle in _handles(self.module)):
+            for role, names in _PASSING.items():
+                yield from ((role, t) for name in names if isinstance(t := getattr(flat, name, None), Tensor))
+
+    def leaves(self) -> Iterator[Tensor]:
+        """The flat parameters, and the views of them of the last forward: autograd joins their gradients to a flat one."""
+        for flat in (handle.flat_param for handle in _handles(self.module)):
+            if flat.requires_grad:
+                yield flat
+                yield from (t for t in flat._tensors or () if t is not None)
+
+    def unit_modules(self) -> list[tuple[str, nn.Module]]:
+        inner = ((n, m) for n, m in self.module.named_modules() if isinstance(m, FullyShardedDataParallel))
+        return [(base.original_name(name), m.module) for name, m in inner if m is not self.module]
 
     @contextmanager
     def micro_batch(self, *, communicate: bool) -> Iterator[None]:

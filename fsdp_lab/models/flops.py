@@ -3,9 +3,9 @@
 Definition: the matrix products, attention products and convolutions of one forward and one backward pass, 2
 FLOPs a multiply-add, as `torch.utils.flop_counter` counts them on a model without memory. Not counted:
 embedding look-ups, norms, activations, softmax, the optimizer. What is computed again in the backward
-(`Strategy.recompute`) is no model FLOPs and is counted apart: it is the forward of the recomputed modules up to the last
-tensor that their backward needs, where torch's checkpoints stop. Causal attention counts its whole square, masked half included. For a decoder this is
-the published rule
+(`Strategy.recompute`) is no model FLOPs and is counted apart: it is the forward of the recomputed modules up to
+the last tensor that their backward needs, where torch's checkpoints stop. Causal attention counts its whole
+square, masked half included. For a decoder this is the published rule
 
     FLOPs per token = 6 N + 12 L H S
 

@@ -296,6 +296,8 @@ class Wire(dist.ProcessGroup):
         if bytes_ is None:
             bytes_ = link_bytes(kind, payload_bytes, self._size)
         issued = self.hub.number(kind, self._name_, self._size, bytes_)
+        if self.hub.watch is not None:
+            self.hub.watch([*inputs, *outputs, *(results or ())])
         group, ins, outs, unstage = self._route(inputs, outputs)
         inner = call(group, ins, outs)
         if group is self._gloo and inner is not None:

@@ -19,7 +19,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -80,6 +80,7 @@ class Hub:
         self.reduction = reduction
         self.timeout_s = timeout_s
         self.last: Collective | None = None
+        self.watch: Callable[[Sequence[torch.Tensor]], None] | None = None  # told what a collective is about to move
         self._sequence = 0
         self._why: str | None = None
         self._lock = threading.Lock()

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
