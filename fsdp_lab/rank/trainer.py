@@ -84,7 +84,8 @@ class Trainer:
         Raises RankAborted or WireTimeout when it is given up.
         """
         self._ledger_due = self._ledger_due or ledger
-        ledger = self._ledger_due and self._steps_here >= _LEDGER_STEP and not slow
+        busy = slow or torch.autograd._profiler_enabled()  # there can be one profiler
+        ledger = self._ledger_due and self._steps_here >= _LEDGER_STEP and not busy
         self.world.hub.meter.take()  # what a switch sent
         self.memory.begin()
         start_s = time.perf_counter()
