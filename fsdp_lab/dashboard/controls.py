@@ -206,10 +206,11 @@ class Controls:
         self._start = self._button("Start", "play", "Begin at step 0", self.start)
         self._pause = self._button("Pause", "pause", "Hold after the running chunk", self.pause)
         self._stop = self._button("Stop", "stop", "End the run; the ranks stay", self.stop)
+        self._ledger = self._button("Memory", "microscope", "Measure memory in the next step, which that slows", self.ledger)
         self._start.button_style = "primary"
         self._state = widgets.HTML()
         self._state.add_class("fsdp-state-line")
-        bar = widgets.Box([self._start, self._pause, self._stop, self._state])
+        bar = widgets.Box([self._start, self._pause, self._stop, self._ledger, self._state])
         bar.add_class("fsdp-bar")
         groups = widgets.Box([g.box for g in self._groups])
         groups.add_class("fsdp-groups")
@@ -221,7 +222,7 @@ class Controls:
     @property
     def answering(self) -> list[widgets.Widget]:
         """The widgets that must answer while a cell runs."""
-        return [self._start, self._pause, self._stop, *(g.button for g in self._groups),
+        return [self._start, self._pause, self._stop, self._ledger, *(g.button for g in self._groups),
                 *(c.input for c in self._controls.values())]  # fmt: skip
 
     def _button(self, word: str, icon: str, tooltip: str, press: Callable[[], None]) -> widgets.Button:
@@ -251,6 +252,12 @@ class Controls:
         run = self._alive()
         if run is not None:
             run.stop(0)
+
+    def ledger(self) -> None:
+        """Makes the next step a ledger step."""
+        run = self._alive()
+        if run is not None:
+            run.ledger()
 
     def for_a_step(self) -> Spec | None:
         """What a step in slow motion is to be trained with; None: what the ranks hold, which code may have changed."""
@@ -344,7 +351,7 @@ class Controls:
     def retire(self, why: str) -> None:
         """Nothing can be done any more."""
         with self._lock:
-            for control in (self._start, self._pause, self._stop, *(c.input for c in self._controls.values())):
+            for control in (self._start, self._pause, self._stop, self._ledger, *(c.input for c in self._controls.values())):
                 control.disabled = True
             self._state.value = f'<span class="fsdp-state fsdp-state-stopped" role="status">closed</span> {escape(why)}'
 
@@ -399,6 +406,7 @@ class Controls:
         _set(self._pause, "description", "Resume" if paused else "Pause")
         _set(self._pause, "icon", "play" if paused else "pause")
         _set(self._stop, "disabled", not alive or stopping)
+        _set(self._ledger, "disabled", not alive or stopping)
         word = run.state.value if run is not None else "ready"
         reason = self._complaint or (run.reason if run is not None else "Press Start to train.")
         css = f"fsdp-state fsdp-state-{word}"

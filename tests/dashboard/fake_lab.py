@@ -110,6 +110,7 @@ class FakeRun:
         self.events = EventStore()
         self.switches: list[Switch] = []
         self.applies: list[dict[str, Any]] = []
+        self.asked_ledgers = 0
         self.refuses = ""  # the name of a field that these ranks refuse to change
         self._tickets: list[Ticket] = []
         self._steps = steps
@@ -127,6 +128,9 @@ class FakeRun:
         self._tickets.append(ticket)
         self.pending = wanted
         return ticket
+
+    def ledger(self) -> None:
+        self.asked_ledgers += 1
 
     def pause(self) -> None:
         self._go.clear()

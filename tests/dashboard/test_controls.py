@@ -146,6 +146,20 @@ def test_an_image_model_finds_its_data_through_the_way_out(desk):
     assert desk.controls.choices.wanted.workload.model == "vit-1m"
 
 
+def test_memory_is_measured_on_demand(desk):
+    c = desk.controls
+    assert c._ledger.disabled
+    c._start.click()
+    desk.until(lambda: desk.lab.current.state is RunState.RUNNING)
+    desk.tick()
+    assert not c._ledger.disabled
+    c._ledger.click()
+    assert desk.lab.current.asked_ledgers == 1
+    c._stop.click()
+    desk.until(lambda: desk.lab.current.state is RunState.STOPPED)
+    desk.until(lambda: c._ledger.disabled)
+
+
 def test_pause_resume_and_stop(desk):
     c = desk.controls
     assert (c._start.disabled, c._pause.disabled, c._stop.disabled) == (False, True, True)

@@ -270,6 +270,21 @@ def test_ledger_steps_come_when_they_are_asked_for(pool: Pool) -> None:
         assert is_clean
 
 
+def _losses(place: Place, changes: dict[str, Any], ledgers: list[int]) -> list[tuple[float, float]]:
+    s = session(place, reduction="rank_ordered")
+    s.apply("run", spec(optimizer="sgd", lr=0.1, **changes).to_dict())
+    events = s.train(7, ledgers=ledgers)["events"]
+    assert [e["step"] for e in events if e["ledger"]] == sorted({2, *ledgers})
+    s.close()
+    return [(e["mean_loss"], e["grad_norm"]) for e in events]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_ledger_step_changes_no_bit(pool: Pool, name: str) -> None:
+    watched, plain = (pool.run(_losses, 2, BACKENDS[name], ledgers, reduction=None) for ledgers in ([3, 4, 5, 6], []))
+    assert watched == plain
+
+
 # -- by hand ---------------------------------------------------------------------------------------------------------
 
 
