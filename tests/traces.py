@@ -78,7 +78,8 @@ class Traced:
 
 @lru_cache(maxsize=64)
 def traced(world_size: int, *, blocks: int = 4, forward_s: float = 0.010, per_s: float = 0.6e9, begin_s: float = 5.0,
-           skew_s: float = 0.0004, ordinal: int = 0, seed: int = 0) -> tuple[Traced, ...]:  # fmt: skip
+           skew_s: float = 0.0004, ordinal: int = 0, seed: int = 0,
+           step_time_s: float | None = None) -> tuple[Traced, ...]:  # fmt: skip
     """A step of each rank: gathers one block ahead, reduce-scatters that are waited for one block later, vote, update.
 
     Args:
@@ -86,7 +87,12 @@ def traced(world_size: int, *, blocks: int = 4, forward_s: float = 0.010, per_s:
         per_s: bytes per second of the link.
         skew_s: how much later each rank begins than the one before it.
         ordinal: of the first collective.
+        step_time_s: about how long the step takes; None: as it comes of the above.
     """
+    if step_time_s is not None:  # the same step, stretched
+        usual = traced(world_size, blocks=blocks, forward_s=forward_s, per_s=per_s, skew_s=skew_s, seed=seed)
+        times = step_time_s / usual[0].step_time_s
+        forward_s, per_s, skew_s = forward_s * times, per_s / times, skew_s * times
     ranks = [
         _Rank(pace=1 + 0.05 * ((r * 7 + seed) % 5) / 4, now_s=begin_s + skew_s * r, begin_s=begin_s + skew_s * r)
         for r in range(world_size)

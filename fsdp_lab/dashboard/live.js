@@ -98,6 +98,9 @@ function setVisual(m, property, value) {
   m.setv({ [property]: isSpec ? { value } : value });
 }
 
+/** A mapping whose keys are no strings comes as Bokeh itself writes it. */
+const revived = (value) => (value?.type === "map" ? new Map(value.entries) : value);
+
 // -- data ----------------------------------------------------------------------------------------------------------
 
 const doubles = (view) => new Float64Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
@@ -446,7 +449,7 @@ class View {
       const m = this.byName.get(name);
       if (!m) continue;
       if (m.type === "Range1d") this.setRange(name, m, values);
-      else m.setv(values);
+      else m.setv(Object.fromEntries(Object.entries(values).map(([property, value]) => [property, revived(value)])));
     }
   }
 

@@ -68,7 +68,9 @@ def event(spec: Spec, run: str, rank: int, step: int, *, first: bool = False, se
         comm = {k: Traffic(calls=t.calls, link_bytes=t.link_bytes, seconds=t.seconds * 4) for k, t in comm.items()}
     spans, begin_s = (), 0.0
     if step % TRACED_EVERY == TRACED_EVERY - 1:
-        trace = traced(world, blocks=BLOCKS.get(name, 12), seed=step // TRACED_EVERY, ordinal=1000 * step)[rank]
+        about_s = flops / 45e9 + 0.3 * sum(t.seconds / noise for t in comm.values())  # the same for all ranks
+        about_s = round(about_s * (1 + 0.05 * math.sin(step)), 6)
+        trace = traced(world, blocks=BLOCKS.get(name, 12), ordinal=1000 * step, step_time_s=about_s)[rank]
         step_time, spans, begin_s = trace.step_time_s, trace.spans, trace.begin_s + step
     loss = 2.1 + 3.9 * math.exp(-step / 160) + 0.05 * chance.random()
     return StepEvent(

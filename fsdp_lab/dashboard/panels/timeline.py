@@ -21,7 +21,7 @@ from .. import theme
 from ..columns import Columns
 from .base import Captions, Frame, Key, Patches, Pin, Step, notes_of, plain_figure, twin
 from .memory import paint_fill
-from .ranges import ZeroRange
+from .ranges import FINE, ZeroRange
 from .units import duration, figures, traffic
 
 LANE_PX = ((2, 104), (4, 84), (theme.MOST_LINES, 58))  # up to so many lanes, each so high
@@ -77,7 +77,7 @@ class TimelinePanel:
         self._tracks: dict[Track, None] = {}  # met so far, as an ordered set
         self._fills: dict[str, None] = {}
         self._lengths: deque[float] = deque(maxlen=RANGE_STEPS)  # ms
-        self._range = ZeroRange(headroom=1.02, slack=0.5)
+        self._range = ZeroRange(headroom=1.02, slack=0.5, steps=FINE)
         self._timeline: Timeline | None = None  # of the step that is shown
         self._chosen: dict[int, Lane] = {}
         self._captions = Captions(reading="The last step of each half second is drawn here.")
@@ -89,7 +89,7 @@ class TimelinePanel:
         x_range = Range1d(start=0, end=1, name="timeline.x")
         fig = plain_figure("timeline", "rank", x_range=x_range, y_range=Range1d(start=self.lanes - 0.5, end=-0.5))
         fig.height = AXIS_PX + self.lanes * next(px for most, px in LANE_PX if self.lanes <= most)
-        fig.xaxis.axis_label = "ms from the beginning of the step on the first rank"
+        fig.xaxis.axis_label = "ms since the first rank began the step"
         fig.yaxis.name = "timeline.ranks"
         fig.yaxis.ticker = FixedTicker(ticks=list(range(self.lanes)))
         fig.ygrid.visible = False
@@ -106,7 +106,7 @@ class TimelinePanel:
             paint_fill(bars.glyph, token, fill, outline=token)  # a short span is seen by its outline
             drawn.append(bars)
         rows = [("rank", "@rank"), ("what", "@what"), ("unit", "@unit"), ("time", "@ms{0,0.00} ms, from @left{0,0.00} ms"),
-                ("link", "@link"), ("bandwidth", "@bandwidth"), ("of", "@group")]  # fmt: skip
+                ("link", "@link"), ("bandwidth", "@bandwidth"), ("group", "@group")]  # fmt: skip
         fig.add_tools(HoverTool(renderers=drawn, tooltips=rows, mode="mouse", attachment="horizontal"))
         return fig
 
@@ -123,8 +123,8 @@ class TimelinePanel:
     def patches(self) -> Patches:
         patches: dict[str, dict[str, Any]] = {"timeline.x": {"start": 0.0, "end": self._range.end}}
         if not self._all:
-            names = {str(place): str(lane.rank) for place, lane in self._chosen.items()}
-            patches["timeline.ranks"] = {"major_label_overrides": names}
+            names = [[place, str(lane.rank)] for place, lane in self._chosen.items()]
+            patches["timeline.ranks"] = {"major_label_overrides": {"type": "map", "entries": names}}
         return patches
 
     def captions(self) -> Captions:
@@ -136,7 +136,7 @@ class TimelinePanel:
             self._asked.append((step, by))
 
     def update(self, steps: Sequence[Step]) -> int:
-        changed = self._keep(steps) + self._answer()
+        changed = self._answer() + self._keep(steps)  # what was asked for was asked of what was there
         wanted = self._pinned or (self._kept[-1] if self._kept else None)
         if wanted is None:
             return 0
