@@ -19,6 +19,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_lab.backends.naming import Units
 from fsdp_lab.spec import Spec, Workload
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -49,6 +50,7 @@ class Backend(Protocol):
     mesh: DeviceMesh
     replicas: int  # ranks that hold the same gradient shard
     groups: list[dist.ProcessGroup]  # made for it: `release` ends them
+    units: Units  # the modules whose computing is told apart, by the name that the wire knows them by
 
     def pieces(self) -> list[Piece]:
         """By original name, in the order of the model's parameters; the same names on every rank."""
@@ -82,9 +84,9 @@ class TorchBackend:
     """What torch's own three have in common: the original parameters, as the optimizer sees them, hold the gradients."""
 
     def __init__(
-        self, module: nn.Module, pieces: list[Piece], spec: Spec, mesh: DeviceMesh, device: torch.device
+        self, module: nn.Module, pieces: list[Piece], units: Units, spec: Spec, mesh: DeviceMesh, device: torch.device
     ) -> None:
-        self.module, self.mesh, self.device = module, mesh, device
+        self.module, self.units, self.mesh, self.device = module, units, mesh, device
         self.replicas = spec.world_size // spec.shard_factor
         self.optimizer = make_optimizer(pieces, spec.workload)
         self.groups: list[dist.ProcessGroup] = []

@@ -21,7 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Piece, TorchBackend
+from fsdp_lab.backends.naming import named_units
 from fsdp_lab.backends.wrapping import prepare
+from fsdp_lab.engine import blocks
 from fsdp_lab.spec import Spec
 from fsdp_lab.wire import Wire
 
@@ -32,7 +34,8 @@ class DDP(TorchBackend):
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         dtypes = spec.strategy.dtypes
         self._autocast = None if dtypes.param == "fp32" else DTYPES[dtypes.param]
-        prepare(skeleton, spec.strategy)
+        units = named_units(skeleton, [[block] for block in blocks(skeleton)])
+        outer = prepare(skeleton, spec.strategy)
         skeleton.apply(base.materialiser(device))
         base.move_buffers(skeleton, device)
         pieces = [_whole(base.original_name(n), p) for n, p in skeleton.named_parameters()]
@@ -49,7 +52,8 @@ class DDP(TorchBackend):
             reduce = None if dtypes.reduce == "fp32" else DTYPES[dtypes.reduce]
             # a lambda: DDP compares a hook's annotations with types, and ours are strings
             module.register_comm_hook((group, reduce), lambda state, bucket: _sum_then_divide(state, bucket))
-        super().__init__(module, pieces, spec, mesh, device)
+        units = {name: [outer(m) for m in group] for name, group in units.items()}
+        super().__init__(module, pieces, units, spec, mesh, device)
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         with torch.autocast(self.device.type, dtype=self._autocast, enabled=self._autocast is not None):
@@ -76,7 +80,8 @@ def _sum_then_divide(state: tuple[Any, torch.dtype | None], bucket: Any) -> torc
     group, dtype = state
     buffer: Tensor = bucket.buffer()
     sent = buffer if dtype is None else buffer.to(dtype)
-    work = dist.all_reduce(sent, op=dist.ReduceOp.AVG, group=group, async_op=True)
+    with group.hub.naming(f"bucket {bucket.index()}"):
+        work = dist.all_reduce(sent, op=dist.ReduceOp.AVG, group=group, async_op=True)
     assert work is not None
 
     def result(done: torch.futures.Future[list[Tensor]]) -> Tensor:

@@ -24,8 +24,10 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Piece, TorchBackend
+from fsdp_lab.backends.naming import Units, hub_of, name_fsdp1, named_units
 from fsdp_lab.backends.wrapping import prepare
 from fsdp_lab.engine import units
+from fsdp_lab.frame import ROOT
 from fsdp_lab.spec import Spec
 
 _SHARDING = {
@@ -45,8 +47,8 @@ class FSDP1(TorchBackend):
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         shapes = {n: p.shape for n, p in skeleton.named_parameters()}
-        module = _wrap(skeleton, spec, mesh, device)
-        super().__init__(module, _pieces(module, shapes), spec, mesh, device)
+        module, units = _wrap(skeleton, spec, mesh, device)
+        super().__init__(module, _pieces(module, shapes), units, spec, mesh, device)
 
     @contextmanager
     def micro_batch(self, *, communicate: bool) -> Iterator[None]:
@@ -64,11 +66,13 @@ class FSDP1(TorchBackend):
         base.free(flat, busy)
 
 
-def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> tuple[nn.Module, Units]:
     s, dtypes = spec.strategy, spec.strategy.dtypes
-    inside = units(model, s.wrap)
+    inside = named_units(model, units(model, s.wrap))
     outer = prepare(model, s)
-    chosen = {id(outer(group[0])) for group in inside}
+    names = {id(module): name or ROOT for name, module in model.named_modules()}  # batch norms become units of themselves
+    groups = {name: [outer(group[0])] for name, group in inside.items()}
+    chosen = {id(group[0]): name for name, group in groups.items()}
     precision = None
     if s.precision != "fp32":
         precision = MixedPrecision(
@@ -92,7 +96,10 @@ def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) 
     )
     _divide_after_the_sum(wrapped, spec.world_size)
     _lazy_init(wrapped, wrapped)  # now, not in the first forward: it is what names the local shards
-    return wrapped
+    for module in FullyShardedDataParallel.fsdp_modules(wrapped):
+        if module._handle is not None:
+            name_fsdp1((names | chosen)[id(module.module)], module._handle, hub_of(mesh))
+    return wrapped, groups
 
 
 def _divide_after_the_sum(root: FullyShardedDataParallel, world_size: int) -> None:

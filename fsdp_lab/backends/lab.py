@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab import engine
 from fsdp_lab.backends.base import Piece, TorchBackend
+from fsdp_lab.backends.naming import hub_of, name_lab, named_units
 from fsdp_lab.backends.wrapping import prepare
 from fsdp_lab.spec import Spec
 
@@ -21,13 +22,16 @@ class Lab(TorchBackend):
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         inside = engine.units(skeleton, spec.strategy.wrap)
+        units = named_units(skeleton, inside)
         outer = prepare(skeleton, spec.strategy)
         grid = engine.Grid.of(mesh, spec.strategy)
         options: dict[str, Any] = {"mesh": grid, "strategy": spec.strategy, "group_of": _decays}
-        for group in inside:
-            engine.fully_shard([outer(m) for m in group], **options)
+        units = {name: [outer(m) for m in group] for name, group in units.items()}
+        for group in units.values():
+            engine.fully_shard(group, **options)
         engine.fully_shard(skeleton, **options)
-        super().__init__(skeleton, list(map(_piece, engine.shards_of(skeleton))), spec, mesh, device)
+        name_lab(skeleton, hub_of(mesh))
+        super().__init__(skeleton, list(map(_piece, engine.shards_of(skeleton))), units, spec, mesh, device)
         if spec.strategy.dtypes.keep_low_precision_gradients:  # torch's optimizers want them in the dtype of the shards
             self.optimizer.register_step_pre_hook(lambda *_: engine.raise_gradients(skeleton))
 

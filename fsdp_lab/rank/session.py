@@ -33,6 +33,7 @@ from fsdp_lab.backends.base import retune
 from fsdp_lab.engine.scaler import Scaler
 from fsdp_lab.frame import Frame
 from fsdp_lab.models import Initializer, build_skeleton, resolve
+from fsdp_lab.rank.clocks import Clock, compare_clocks
 from fsdp_lab.rank.guard import INTERRUPTED, Guard
 from fsdp_lab.rank.prepare import Preparation, Prepared
 from fsdp_lab.rank.rendezvous import Seat, close_groups, find_store, open_groups
@@ -100,6 +101,7 @@ class Session:
         self._guard = Guard(self._hub, _own_connection(self._store), rank)
         self._epoch = 0
         self._world: Wire = self._open()
+        self._clock = Clock()
         self._trainer: Trainer | None = None
         self._slow: SlowStep | None = None
         self._notes = _fidelity(self.seat, shared_gpu_ranks)
@@ -122,6 +124,7 @@ class Session:
         self._leave_slow_motion()
         with self._working_together():
             self._renew()
+            self._clock = compare_clocks(self._world)
             old = self._trainer
             prepared = self._preparation.prepare(wanted, (old.spec, old.batches) if old else None)
             if old is not None and not fresh and _same_training(old.spec, wanted):
@@ -138,7 +141,8 @@ class Session:
         }
 
     def train(self, steps: int) -> dict[str, Any]:
-        """Train so many steps; collective. SIGINT on any rank ends the step in progress on all of them.
+        """Train so many steps, of which the last is traced; collective. SIGINT on any rank ends the step in progress on all
+        of them.
 
         Returns: {"events", "stopped", "step"}; "stopped" says that the chunk was interrupted, "step" is the next one.
 
@@ -154,8 +158,8 @@ class Session:
             self._renew()
             trainer = self._needed()
             try:
-                for _ in range(steps):
-                    event = trainer.step().to_dict()
+                for i in range(steps):
+                    event = trainer.step(traced=i == steps - 1).to_dict()
                     events.append(event)
                     self._say(event)
             except BaseException as e:
@@ -305,6 +309,7 @@ class Session:
             progress=progress,
             scaler=scaler,
             notes=self._notes,
+            clock=self._clock,
         )
 
     def _needed(self) -> Trainer:

@@ -96,7 +96,8 @@ def quantile(values: Sequence[float], q: float) -> float | None:
 
 
 def step_table(steps: Sequence[Step], specs: dict[str, Spec], caption: str = "", notes: Sequence[str] = ()) -> Table:
-    """One row a step over all ranks: slowest time, summed throughput, mean TFLOPS and communication, highest peak."""
+    """One row a step over all ranks: slowest time, summed throughput, mean TFLOPS, communication and what of it
+    is exposed, highest peak."""
     marked = any(e[0].first_after_switch or e[0].ledger for e in steps)
     legend = ("* first step after a switch, or slowed by measuring: not counted in medians",) if marked else ()
     return Table(
@@ -110,6 +111,7 @@ def step_table(steps: Sequence[Step], specs: dict[str, Spec], caption: str = "",
             "MFU",
             "peak/rank",
             "comm/rank",
+            "exposed",
             "how",
         ),
         rows=tuple(row(step, specs.get(step[0].spec_id)) for step in steps),
@@ -132,6 +134,7 @@ def row(step: Step, spec: Spec | None) -> tuple[str, ...]:
         f"{statistics.fmean(mfu):.1%}" if mfu else "–",
         size(max(e.memory.peak_bytes for e in step)),
         duration(statistics.fmean(sum(t.seconds for t in e.comm.values()) for e in step)),
+        duration(statistics.fmean(e.exposed_comm_s for e in step)),
         how(spec),
     )
 

@@ -5,7 +5,7 @@ Read hub.py, work.py, group.py, in this order.
 
 from fsdp_lab.wire.group import Wire, register
 from fsdp_lab.wire.hub import Hub, RankAborted, Reduction, WireTimeout
-from fsdp_lab.wire.meter import Collective, Meter, exposed, link_bytes, traffic
+from fsdp_lab.wire.meter import Collective, Meter, exposed, link_bytes, spans, traffic, waits
 from fsdp_lab.wire.work import WireWork
 
 __all__ = [
@@ -20,5 +20,7 @@ __all__ = [
     "exposed",
     "link_bytes",
     "register",
+    "spans",
     "traffic",
+    "waits",
 ]

@@ -235,7 +235,8 @@ class Wire(dist.ProcessGroup):
         """
         if self._size > 1:
             opts = c10d.AllreduceOptions()
-            self._send("control", values.nbytes, [values], [values], _in_place("allreduce", opts)).wait()
+            with self.hub.naming(""):
+                self._send("control", values.nbytes, [values], [values], _in_place("allreduce", opts)).wait()
 
     # -- sums in the order of ranks -------------------------------------------------------------------------------
 
@@ -295,7 +296,9 @@ class Wire(dist.ProcessGroup):
         """Number, meter and issue one collective. `then` runs when its outputs have landed."""
         if bytes_ is None:
             bytes_ = link_bytes(kind, payload_bytes, self._size)
-        issued = self.hub.number(kind, self._name_, self._size, bytes_)
+        tensor = next(iter([*inputs, *outputs]), None)
+        issued = self.hub.number(kind, self._name_, self._size, link_bytes=bytes_, payload_bytes=payload_bytes,
+                                 dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."))  # fmt: skip
         group, ins, outs, unstage = self._route(inputs, outputs)
         inner = call(group, ins, outs)
         if group is self._gloo and inner is not None:

@@ -52,7 +52,8 @@ class WireWork(dist.Work):
             start_s = time.perf_counter()
             self._wait_inner(timeout)
             self._land()
-            self._issued.waits.append((start_s, time.perf_counter()))
+            if self._blocking:  # else a stream waits, and not this thread
+                self._issued.waits.append((start_s, time.perf_counter()))
         self._hub.check()
         return True
 
@@ -80,7 +81,7 @@ class WireWork(dist.Work):
             elif self._blocking:
                 self._land_when_inner_completes()
             else:
-                self._inner.wait()  # NCCL: orders the current stream, does not block
+                self._wait_stream()
                 self._land()
         return self._future
 
@@ -109,8 +110,7 @@ class WireWork(dist.Work):
         if self._inner is None:
             return
         if not self._blocking:
-            self._hub.clock(self._issued, self._inner)
-            return
+            return  # the stream that waits for it is asked (`_wait_stream`)
         hub, issued = self._hub, self._issued
 
         def stamp(_: torch.futures.Future[Any]) -> None:
@@ -149,7 +149,7 @@ class WireWork(dist.Work):
         if self._inner is None:
             return
         if not self._blocking:
-            self._inner.wait()
+            self._wait_stream()
             return
         limit_s = timeout.total_seconds() if timeout and timeout.total_seconds() > 0 else self._hub.timeout_s
         while True:
@@ -163,6 +163,12 @@ class WireWork(dist.Work):
                     return
             if time.perf_counter() - self._issued.issue_s > limit_s:
                 raise WireTimeout(f"{self._name()} did not complete in {limit_s:.0f} s: a rank did not join it")
+
+    def _wait_stream(self) -> None:
+        """NCCL: orders the current stream behind it, and does not block."""
+        assert self._inner is not None
+        self._inner.wait()
+        self._hub.clock(self._issued, self._inner)
 
     def _raise_what_broke(self) -> None:
         assert self._inner is not None
@@ -193,7 +199,8 @@ class WireWork(dist.Work):
 
     def _name(self) -> str:
         i = self._issued
-        return f"collective {i.sequence} ({i.kind} in group {i.group} of {i.size})"
+        whose = f" of {i.unit}" if i.unit else ""
+        return f"collective {i.sequence} ({i.kind}{whose} in group {i.group} of {i.size})"
 
 
 def _first_line(e: Exception) -> str:
