@@ -220,10 +220,12 @@ class Wire(dist.ProcessGroup):
         return self._send("other", inputs[0].nbytes * self._size, inputs, outputs[0] if outputs else [], call)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> WireWork:
-        return self._send("other", tensors[0].nbytes, tensors, tensors, lambda g, i, o: g.send(i, dst, tag))
+        return self._send("other", tensors[0].nbytes, tensors, tensors, lambda g, i, o: g.send(i, dst, tag),
+                          together=False)  # fmt: skip
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> WireWork:
-        return self._send("other", tensors[0].nbytes, [], tensors, lambda g, i, o: g.recv(o, src, tag))
+        return self._send("other", tensors[0].nbytes, [], tensors, lambda g, i, o: g.recv(o, src, tag),
+                          together=False)  # fmt: skip
 
     def barrier(self, opts: Any = None) -> WireWork:
         return self._send("barrier", 0, [], [], lambda g, i, o: g.barrier(c10d.BarrierOptions()))
@@ -292,13 +294,15 @@ class Wire(dist.ProcessGroup):
         then: Callable[[], None] | None = None,
         results: list[Tensor] | None = None,
         bytes_: int | None = None,
+        together: bool = True,
     ) -> WireWork:
-        """Number, meter and issue one collective. `then` runs when its outputs have landed."""
+        """Number, meter and issue one collective. `then` runs when its outputs have landed; `together`: see `Hub.number`."""
         if bytes_ is None:
             bytes_ = link_bytes(kind, payload_bytes, self._size)
         tensor = next(iter([*inputs, *outputs]), None)
         issued = self.hub.number(kind, self._name_, self._size, link_bytes=bytes_, payload_bytes=payload_bytes,
-                                 dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."))  # fmt: skip
+                                 dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),
+                                 together=together)  # fmt: skip
         group, ins, outs, unstage = self._route(inputs, outputs)
         inner = call(group, ins, outs)
         if group is self._gloo and inner is not None:
