@@ -175,6 +175,30 @@ def test_the_axis_holds_still_while_steps_differ_a_little():
     assert watched.end > end  # what is longer fits at once
 
 
+def test_a_step_that_does_not_count_leaves_no_room_behind():
+    watched = Watched()
+    watched.show(traced(0))
+    end = watched.end
+    slow = traced(1, forward_s=0.050)
+    watched.show(Step(number=1, events=tuple(dataclasses.replace(e, first_after_switch=True) for e in slow.events)))
+    assert watched.end > 3 * end
+    watched.show(traced(2))
+    assert watched.end == end
+
+
+def test_another_spec_has_rows_of_its_own():
+    watched = Watched()
+    watched.show(traced(0))
+    labels = {k.label for k in watched.panel.captions().legend}
+    span = Span(track=Track.ALL_REDUCE, name="all_reduce", unit="bucket 0", start_s=0.0, end_s=0.01)
+    watched.show(Step(number=1, events=tuple(event(r, 1, spec_id="ddp", spans=(span,)) for r in range(2))))
+    assert [k.label for k in watched.panel.captions().legend] == ["all-reduce"]
+    assert watched.rows()[0]["bottom"] - watched.rows()[0]["top"] == pytest.approx(0.9 * 0.88)
+    watched.panel.pin(0)
+    watched.show()
+    assert {k.label for k in watched.panel.captions().legend} == labels
+
+
 # -- which step ------------------------------------------------------------------------------------------------------
 
 

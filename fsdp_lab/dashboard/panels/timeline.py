@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from bokeh.models import CDSView, FixedTicker, GroupFilter, HoverTool, PanTool, Range1d, WheelZoomTool
+from bokeh.models.renderers import DataRenderer
 from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
@@ -74,10 +75,11 @@ class TimelinePanel:
         self._pinned: Step | None = None
         self._shown: Step | None = None
         self._drawn_s = float("-inf")
-        self._tracks: dict[Track, None] = {}  # met so far, as an ordered set
+        self._spec_id = ""  # of the step that is shown
+        self._tracks: dict[Track, None] = {}  # met with this Spec, as an ordered set
         self._fills: dict[str, None] = {}
         self._lengths: deque[float] = deque(maxlen=RANGE_STEPS)  # ms
-        self._range = ZeroRange(headroom=1.02, slack=0.5, steps=FINE)
+        self._range = ZeroRange(headroom=1.02, slack=0.6, steps=FINE)
         self._timeline: Timeline | None = None  # of the step that is shown
         self._chosen: dict[int, Lane] = {}
         self._captions = Captions(reading="The last step of each half second is drawn here.")
@@ -99,11 +101,12 @@ class TimelinePanel:
                  line_alpha=0)  # fmt: skip
         fig.segment(x0="left", x1="left", y0="top", y1="bottom", source=lanes, line_color="color", line_width=3)
         spans = twin(self._spans)
-        drawn = []
+        drawn: list[DataRenderer] = []
         for token, fill in _fills().items():
             view = CDSView(filter=GroupFilter(column_name="fill", group=token))
             bars = fig.quad(left="left", right="right", top="top", bottom="bottom", source=spans, view=view, line_width=0.5)
-            paint_fill(bars.glyph, token, fill, outline=token)  # a short span is seen by its outline
+            # A short span is seen by its outline.
+            paint_fill(bars.glyph, token, fill, outline=token if fill.hatch == " " else "ink.faint")
             drawn.append(bars)
         rows = [("rank", "@rank"), ("what", "@what"), ("unit", "@unit"), ("time", "@ms{0,0.00} ms, from @left{0,0.00} ms"),
                 ("link", "@link"), ("bandwidth", "@bandwidth"), ("group", "@group")]  # fmt: skip
@@ -157,7 +160,10 @@ class TimelinePanel:
                 continue  # told twice, or too late
             self._kept.append(s)
             self._kept_spans += _count(s)
-            self._lengths.append(1e3 * s.step_time_s)
+            if s.counts:
+                self._lengths.append(1e3 * s.step_time_s)
+            elif s.events[0].first_after_switch:
+                self._lengths.clear()
         while len(self._kept) > TRACED_STEPS or (self._kept_spans > SPAN_CAP and len(self._kept) > 1):
             self._kept_spans -= _count(self._kept.popleft())
         return len(traced)
@@ -185,6 +191,9 @@ class TimelinePanel:
 
     def _draw(self, timeline: Timeline) -> int:
         self._chosen = chosen = self._choose(timeline)
+        spec_id = timeline.lanes[0].event.spec_id
+        if spec_id != self._spec_id:  # another strategy has other rows
+            self._spec_id, self._tracks, self._fills = spec_id, {}, {}
         for lane in chosen.values():
             self._tracks.update(dict.fromkeys(s.track for s in lane.spans))
         self._range.cover(np.array([*self._lengths, 1e3 * timeline.seconds]))
