@@ -19,7 +19,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -140,9 +140,11 @@ class Session:
             "notes": list(self._notes),
         }
 
-    def train(self, steps: int) -> dict[str, Any]:
+    def train(self, steps: int, ledgers: Collection[int] = ()) -> dict[str, Any]:
         """Train so many steps, of which the last is traced; collective. SIGINT on any rank ends the step in progress on all
         of them.
+
+        `ledgers`: numbers of steps that are to be ledger steps, beside the third after a switch (see rank/ledger.py).
 
         Returns: {"events", "stopped", "step"}; "stopped" says that the chunk was interrupted, "step" is the next one.
 
@@ -159,7 +161,7 @@ class Session:
             trainer = self._needed()
             try:
                 for i in range(steps):
-                    event = trainer.step(traced=i == steps - 1).to_dict()
+                    event = trainer.step(ledger=trainer.progress.step in ledgers, traced=i == steps - 1).to_dict()
                     events.append(event)
                     self._say(event)
             except BaseException as e:

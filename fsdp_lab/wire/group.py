@@ -299,6 +299,8 @@ class Wire(dist.ProcessGroup):
         tensor = next(iter([*inputs, *outputs]), None)
         issued = self.hub.number(kind, self._name_, self._size, link_bytes=bytes_, payload_bytes=payload_bytes,
                                  dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."))  # fmt: skip
+        if self.hub.watch is not None:
+            self.hub.watch([*inputs, *outputs, *(results or ())])
         group, ins, outs, unstage = self._route(inputs, outputs)
         inner = call(group, ins, outs)
         if group is self._gloo and inner is not None:

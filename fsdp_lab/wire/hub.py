@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -82,6 +82,7 @@ class Hub:
         self.reduction = reduction
         self.timeout_s = timeout_s
         self.last: Collective | None = None
+        self.watch: Callable[[Sequence[torch.Tensor]], None] | None = None  # told what a collective is about to move
         self._unit = ""  # whose collectives are issued now
         self._sequence = 0
         self._ordinals: Counter[str] = Counter()  # by group

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from .base import Assembler, Captions, Frame, Key, Panel, Step
 from .communication import CommunicationPanel
+from .ledger import LedgerPanel
 from .loss import LossPanel
 from .memory import MemoryPanel
 from .steps import StepsPanel
@@ -21,5 +22,6 @@ PANELS: tuple[Callable[[Frame, int], Panel], ...] = (
     TflopsPanel,
     ThroughputPanel,
     LossPanel,
+    LedgerPanel,
     StepsPanel,
 )
