@@ -85,15 +85,17 @@ class MemorySample:
     at_s: float  # from the step's begin; measuring makes a ledger step longer than others
     phase: str  # "begin" (before the forward), "forward", "backward", "update": what was under way
     unit: str  # the unit that began or ended last, by the name of its module; "root" outside units
+    moment: str  # "begin" or "end" of it in this phase, or "highest": the highest point since
     classes: Classes
 
     def to_row(self) -> list[Any]:
-        return [self.at_s, self.phase, self.unit, *(self.classes.of_role(role) for role in Role)]
+        return [self.at_s, self.phase, self.unit, self.moment, *(self.classes.of_role(role) for role in Role)]
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> MemorySample:
-        at_s, phase, unit, *sizes = row
-        return cls(at_s=at_s, phase=phase, unit=unit, classes=Classes.of(dict(zip(Role, sizes, strict=True))))
+        at_s, phase, unit, moment, *sizes = row
+        classes = Classes.of(dict(zip(Role, sizes, strict=True)))
+        return cls(at_s=at_s, phase=phase, unit=unit, moment=moment, classes=classes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -124,11 +124,13 @@ def ranks(latest: Sequence[StepEvent]) -> Table:
 
     kinds = sorted({kind for event in latest for kind, traffic in event.comm.items() if traffic.calls})
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("rank", "step", "step time", "tokens/s", "TFLOPS", "MFU", "peak", "RSS", *kinds):
+    recomputes = any(e.recompute_flops for e in latest)
+    shares = ("MFU", "HFU") if recomputes else ("MFU",)
+    for name in ("rank", "step", "step time", "tokens/s", "TFLOPS", *shares, "peak", "RSS", *kinds):
         drawn.add_column(name.replace("_", " "), justify="right")
     for e in latest:
         comm = [duration(e.comm[kind].seconds) if kind in e.comm else "" for kind in kinds]
-        mfu = f"{e.mfu:.1%}" if e.mfu is not None else "–"
-        numbers = [duration(e.step_time_s), count(e.tokens_per_s), f"{e.tflops:.3g}", mfu]
+        used = [f"{share:.1%}" if share is not None else "–" for share in ((e.mfu, e.hfu) if recomputes else (e.mfu,))]
+        numbers = [duration(e.step_time_s), count(e.tokens_per_s), f"{e.tflops:.3g}", *used]
         drawn.add_row(str(e.rank), str(e.step), *numbers, size(e.memory.peak_bytes), size(e.memory.rss_bytes), *comm)
     return drawn

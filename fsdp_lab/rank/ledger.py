@@ -68,7 +68,7 @@ class _Mark:
 
     phase: str
     unit: str
-    told: bool  # a point of the curve
+    moment: str  # "begin" or "end" of the unit; "" for what is no point of the curve
     names: list[_Name] = field(default_factory=list)
     gone: list[_Seen] = field(default_factory=list)  # what was followed and is no more
 
@@ -110,9 +110,9 @@ class Ledger:
         self._install()
         try:
             with profile(profile_memory=True, use_kineto=True) as profiler:
-                self._mark(_BEGIN, ROOT, kept=True)
+                self._mark(_BEGIN, ROOT, "begin", kept=True)
                 yield
-                self._mark(Direction.UPDATE, ROOT, kept=True)
+                self._mark(Direction.UPDATE, ROOT, "end", kept=True)
         finally:
             self._remove()
         self.found = self._find(profiler.kineto_results.experimental_event_tree())
@@ -120,7 +120,7 @@ class Ledger:
 
     def before_update(self) -> None:
         """While the reduced gradients are there."""
-        self._mark(Direction.UPDATE, ROOT, kept=True)
+        self._mark(Direction.UPDATE, ROOT, "begin", kept=True)
 
     # -- seeing -----------------------------------------------------------------------------------------------------
 
@@ -141,14 +141,14 @@ class Ledger:
         """Its hooks run inside the backend's own: after the gather, before what was gathered is freed."""
 
         def before(*_: Any) -> None:
-            self._mark(_direction(), unit)
+            self._mark(_direction(), unit, "begin")
             self._watch_gradients()
 
         def back(_: Tensor) -> None:
-            self._mark(Direction.BACKWARD, unit)
+            self._mark(Direction.BACKWARD, unit, "begin")
 
         def after(_: nn.Module, __: Any, output: Any) -> None:
-            self._mark(_direction(), unit)
+            self._mark(_direction(), unit, "end")
             watched = [t for t in tensors_in(output) if t.requires_grad]
             self._handles += [t.register_hook(back) for t in watched]  # type: ignore[no-untyped-call]
 
@@ -165,16 +165,16 @@ class Ledger:
                 self._handles.append(t.register_hook(self._see_gradient))  # type: ignore[no-untyped-call]
 
     def _see_gradient(self, gradient: Tensor) -> None:
-        self._mark(*self._at, told=False).names += self._named([(Role.GRADIENTS, gradient)], _BY_BACKEND)
+        self._mark(*self._at).names += self._named([(Role.GRADIENTS, gradient)], _BY_BACKEND)
 
     def _see_moved(self, tensors: Sequence[Tensor]) -> None:
         """A collective is being issued."""
-        mark = self._mark(*self._at, told=False)
+        mark = self._mark(*self._at)
         mark.names += self._named(((Role.COMMUNICATION, t) for t in tensors), _BY_WIRE, follow=True)
 
-    def _mark(self, phase: str, unit: str, *, told: bool = True, kept: bool = False) -> _Mark:
+    def _mark(self, phase: str, unit: str, moment: str = "", *, kept: bool = False) -> _Mark:
         with record_function(f"{_MARK}{len(self._marks)}"):
-            mark = _Mark(str(phase), unit, told)
+            mark = _Mark(str(phase), unit, moment)
             self._marks.append(mark)
         self._at = (mark.phase, unit)
         first = len(self._marks) == 1
@@ -302,7 +302,7 @@ class _Curve:
     """Takes samples of sums that change: at marks, and at the highest moment between two of them."""
 
     def __init__(self, begin: float, marks: Sequence[tuple[float, _Mark]], now: dict[Role, int]) -> None:
-        told = [(at, mark) for at, mark in marks if mark.told]
+        told = [(at, mark) for at, mark in marks if mark.moment]
         each = math.ceil(2 * len(told) / MOST_SAMPLES)
         self._left = [*told[:-1][::each], told[-1]][::-1]
         self._begin, self._now = begin, now
@@ -316,9 +316,9 @@ class _Curve:
         while self._left and self._left[-1][0] <= at:
             when, mark = self._left.pop()
             if self._top is not None and sum(self._top[1].values()) > sum(self._now.values()):
-                self._take(*self._top)
+                self._take(*self._top, "highest")
             self._label, self._top = (mark.phase, mark.unit), None
-            self._take(when, self._now)
+            self._take(when, self._now, mark.moment)
 
     def look(self, at: float) -> None:
         """The sums have changed."""
@@ -328,10 +328,10 @@ class _Curve:
         if self._left and total > (sum(self._top[1].values()) if self._top else self.samples[-1].classes.total_bytes):
             self._top = at, dict(self._now)
 
-    def _take(self, at: float, sums: dict[Role, int]) -> None:
+    def _take(self, at: float, sums: dict[Role, int], moment: str) -> None:
         phase, unit = self._label
-        sample = MemorySample(at_s=(at - self._begin) / 1e9, phase=phase, unit=unit, classes=Classes.of(sums))
-        self.samples.append(sample)
+        at_s, classes = (at - self._begin) / 1e9, Classes.of(sums)
+        self.samples.append(MemorySample(at_s=at_s, phase=phase, unit=unit, moment=moment, classes=classes))
 
 
 def _direction() -> Direction:

@@ -90,7 +90,7 @@ def curve(peak: Classes, seconds: float) -> tuple[MemorySample, ...]:
     way = [("begin", "root", 0.0), *(("forward", u, i / 6) for i, u in enumerate(units)),
            *(("backward", u, 1 - i / 6) for i, u in enumerate(units[::-1])), ("update", "root", 0.0)]  # fmt: skip
     return tuple(
-        MemorySample(at_s=seconds * i / len(way), phase=phase, unit=unit, classes=dataclasses.replace(
+        MemorySample(at_s=seconds * i / len(way), phase=phase, unit=unit, moment="begin", classes=dataclasses.replace(
             peak, activations_bytes=int(share * peak.activations_bytes),
             gradients_bytes=int((1 - share) * peak.gradients_bytes) if phase == "backward" else 0))
         for i, (phase, unit, share) in enumerate(way)

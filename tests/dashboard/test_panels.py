@@ -169,6 +169,20 @@ def test_mfu_says_what_it_is_relative_to():
     assert panel.patches()["tflops.mfu"]["end"] == pytest.approx(scale)
 
 
+def test_hfu_is_named_where_something_is_recomputed():
+    plain, again = TflopsPanel(Frame(), 2), TflopsPanel(Frame(), 2)
+    told = steps(4)
+    plain.update(told)
+    more = [Step(number=s.number, events=tuple(dataclasses.replace(e, recompute_flops=e.flops // 4) for e in s.events))
+            for s in told]  # fmt: skip
+    again.update(more)
+    assert "HFU" not in plain.captions().reading and "% HFU" in again.captions().reading
+    assert "HFU counts recompute; both are relative to 0.110 TFLOPS" in again.captions().note
+    mfu, hfu = columns(again)["mfu_percent"], columns(again)["hfu_percent"]
+    assert hfu == pytest.approx([1.25 * share for share in mfu])
+    assert columns(plain)["hfu_percent"] == columns(plain)["mfu_percent"]
+
+
 def test_no_peak_no_mfu():
     panel = TflopsPanel(Frame(), 2)
     told = [

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_lab.backends.wrapping import prepare, recomputed
-from fsdp_lab.models import build_skeleton, count_flops, device_peak, flops_per_sample, resolve
+from fsdp_lab.models import build_skeleton, count_flops, device_peak, flops_per_sample, peaks, resolve
 from fsdp_lab.models.facts import facts_of
 from fsdp_lab.models.flops import _batch
 from fsdp_lab.models.peaks import _from_table, measured_peak
@@ -114,6 +114,15 @@ def test_a_cpu_is_measured_and_says_so() -> None:
     peak = device_peak("cpu", torch.float32)
     assert peak.flops_per_s is not None and math.isfinite(peak.flops_per_s) and peak.flops_per_s > 1e8
     assert "measured" in peak.source and "float32" in peak.source
+
+
+def test_a_gpu_that_is_not_in_the_table_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce GTX 1080")
+    monkeypatch.setattr(peaks, "measured_peak", lambda *given: asked.append(given) or peaks.Peak(1e12, "measured: here"))
+    assert device_peak("cuda:0", torch.float32).source == "measured: here" and len(asked) == 1
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert device_peak("cuda:0", torch.bfloat16) == (989.4e12, "NVIDIA H200 data sheet, dense bf16") and len(asked) == 1
 
 
 def test_a_dtype_without_matrix_products_has_no_peak() -> None:
