@@ -27,7 +27,7 @@ _TIMES: Mapping[str, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _NAMED = ("nvlink", "pcie4")
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf)"
 _LATENCY = rf"({_NUMBER})\s*(s|ms|us|µs|μs|ns)"
-_FORM = '"0.25 GB/s", "0.25 GB/s, 50 us", "nvlink of h100", "pcie4 of a100", "100 Gb/s of h100", or nothing for the real wire'
+_FORM = '"0.25 GB/s", "0.25 GB/s, 50 us", "nvlink of h100", "pcie4 of a100", "100 Gb/s of h100", or none for the real wire'
 
 # What a person is offered to choose from: unscaled ones that CPUs' links can emulate, and named ones.
 OFFERED = ("0.5 GB/s", "0.25 GB/s", "0.1 GB/s", "0.05 GB/s", "nvlink of h100", "pcie4 of h100",
@@ -65,7 +65,8 @@ class LinkSpec:
         else:
             what, bytes_per_s = _rate(what)
         name = gpu_name.lower() if of else None
-        return cls(text=what + (f" of {name}" if name else "") + told, bytes_per_s=bytes_per_s, latency_s=latency_s, gpu=name)
+        spelt = what + (f" of {name}" if name else "") + told
+        return cls(text=spelt, bytes_per_s=bytes_per_s, latency_s=latency_s, gpu=name)
 
     def scale(self, flops_per_s: float | None, dtype: str) -> float:
         """What the bandwidth is multiplied by on a device that computes so much in `dtype` ("fp32", "bf16", "fp16").
@@ -137,7 +138,7 @@ def _rate(word: str) -> tuple[str, float]:
                         f"give bytes ({', '.join(_BYTES)}) or bits ({', '.join(_BITS)})")  # fmt: skip
     bytes_per_s = number * _RATES[unit]
     if not math.isfinite(bytes_per_s) or bytes_per_s <= 0:
-        raise LinkError(f"a bandwidth of {word} is refused", "give a finite one above 0, or nothing for the real wire")
+        raise LinkError(f"a bandwidth of {word} is refused", "give a finite one above 0, or none for the real wire")
     return f"{number:.12g} {unit}", bytes_per_s
 
 
@@ -153,5 +154,5 @@ def _named(what: str, gpu_name: str, gpu: Gpu | None) -> float:
     if what == "pcie4":
         return PCIE4_BYTES_PER_S
     if gpu.nvlink_bytes_per_s is None:
-        raise LinkError(f"{gpu_name} has no NVLink", f'use "pcie4 of {gpu_name}", or a network such as "25 Gb/s of {gpu_name}"')
+        raise LinkError(f"{gpu_name} has no NVLink", f'use "pcie4 of {gpu_name}", or "25 Gb/s of {gpu_name}"')
     return gpu.nvlink_bytes_per_s
