@@ -33,6 +33,7 @@ from fsdp_lab.backends.base import retune
 from fsdp_lab.engine.scaler import Scaler
 from fsdp_lab.frame import Frame
 from fsdp_lab.models import Initializer, build_skeleton, resolve
+from fsdp_lab.rank.emulation import Emulated, Emulation
 from fsdp_lab.rank.guard import INTERRUPTED, Guard
 from fsdp_lab.rank.prepare import Preparation, Prepared
 from fsdp_lab.rank.rendezvous import Seat, close_groups, find_store, open_groups
@@ -52,6 +53,7 @@ _LIGHT = (
     "seq_len",
     "data",
     "sync",
+    "link",
 )  # nothing is rebuilt
 
 
@@ -104,6 +106,7 @@ class Session:
         self._slow: SlowStep | None = None
         self._notes = _fidelity(self.seat, shared_gpu_ranks)
         self._preparation = Preparation(self.seat)
+        self._emulation, self._emulated = Emulation(self.seat), Emulated()
         self._joined_unix_s = time.time()
         gc.freeze()  # what imports made stays anyway: a collection at each switch need not walk it
 
@@ -124,6 +127,7 @@ class Session:
             self._renew()
             old = self._trainer
             prepared = self._preparation.prepare(wanted, (old.spec, old.batches) if old else None)
+            self._emulated = self._emulation.of(prepared.spec, prepared.cost.peak_flops_per_s, self._world)
             if old is not None and not fresh and _same_training(old.spec, wanted):
                 carried, self._trainer = True, self._switch(run, prepared, old)
             else:
@@ -134,7 +138,7 @@ class Session:
             "seconds": time.perf_counter() - start_s,
             "carried": carried,
             "parameters": sum(p.shape.numel() for p in self._trainer.backend.pieces()),
-            "notes": list(self._notes),
+            "notes": [*self._notes, *self._emulated.notes],
         }
 
     def train(self, steps: int) -> dict[str, Any]:
@@ -154,10 +158,11 @@ class Session:
             self._renew()
             trainer = self._needed()
             try:
-                for _ in range(steps):
-                    event = trainer.step().to_dict()
-                    events.append(event)
-                    self._say(event)
+                with self._hub.linked(self._emulated.link):
+                    for _ in range(steps):
+                        event = trainer.step().to_dict()
+                        events.append(event)
+                        self._say(event)
             except BaseException as e:
                 self._give_up(trainer, e)
                 return {"events": events, "stopped": True, "step": trainer.progress.step}
@@ -245,7 +250,8 @@ class Session:
                 self._slow = SlowStep(trainer, self.seat)
             slow = self._slow
             try:
-                frame = move(slow)
+                with self._hub.linked(self._emulated.link):
+                    frame = move(slow)
             except BaseException as e:
                 self._slow = None
                 slow.leave()
@@ -304,7 +310,7 @@ class Session:
             cost=p.cost,
             progress=progress,
             scaler=scaler,
-            notes=self._notes,
+            notes=(*self._notes, *self._emulated.notes),
         )
 
     def _needed(self) -> Trainer:

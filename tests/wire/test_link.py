@@ -148,8 +148,9 @@ def test_times_follow_the_formula(pool: Pool, kind: str, link: tuple[float, floa
         wanted_s = link[1] + link_bytes(kind, payload_bytes, 2) / link[0]
 
         found: list[float] = []
-        for _ in range(10):
-            found += sum(pool.run(_single, 2, link, kind, payload_bytes), [])
+        for _ in range(6):
+            for took_s in pool.run(_single, 2, link, kind, payload_bytes):
+                found += took_s
             if _off(found, wanted_s) <= 0.05:
                 break
         median = statistics.median(found) / wanted_s - 1
@@ -161,10 +162,10 @@ KINDS = ["all_gather", "reduce_scatter", "all_gather", "all_reduce", "reduce_sca
 
 
 def _in_time(found: list[list[float]], by_rank: list[list[Ends]], wanted_s: list[float]) -> None:
-    """Collect the ends, by collective, of those whose bytes, and those of all before them, came in time over the wire."""
+    """Collect the ends, by collective, where its bytes and those of all before it came over the wire in good time."""
     for ends in (e for repeats in by_rank for e in repeats):
         for i, (ended, landed) in enumerate(ends):
-            if landed > 0.95 * wanted_s[i]:
+            if landed > 0.8 * wanted_s[i]:
                 break
             found[i].append(ended)
 
@@ -173,12 +174,12 @@ def _in_time(found: list[list[float]], by_rank: list[list[Ends]], wanted_s: list
 @pytest.mark.parametrize("link", [(0.5e9, 0.0), (0.25e9, 1e-3), (0.1e9, 0.0)], ids=lambda link: f"{link[0] / 1e9}GB/s")
 def test_several_in_flight_share_the_link(pool: Pool, link: tuple[float, float], by_future: bool) -> None:
     """Where the wire itself keeps up: with several at once on a busy machine it may not, and then its end counts."""
-    payload_bytes = 4 * MIB
+    payload_bytes = (8 if link[0] > 0.3e9 else 4) * MIB
     each_s = [link[1] + link_bytes(kind, payload_bytes, 2) / link[0] for kind in KINDS]
     wanted_s = [sum(each_s[: i + 1]) for i in range(len(KINDS))]
     found: list[list[float]] = [[] for _ in KINDS]
     off = [1.0]
-    for _ in range(10):
+    for _ in range(6):
         _in_time(found, pool.run(_several, 2, link, KINDS, payload_bytes, by_future), wanted_s)
         off = [_off(ends, w) for ends, w in zip(found, wanted_s, strict=True) if len(ends) >= 5]
         if len(off) == len(KINDS) and max(off) <= 0.05:
