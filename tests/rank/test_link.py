@@ -102,8 +102,8 @@ def test_a_link_faster_than_the_wire_is_refused_on_all_ranks(pool: Pool) -> None
     zero, one = pool.run(_refused, 2, bad, reduction=None)
     assert zero == one
     (plain, scaled), fixes, steps = zero
-    assert re.fullmatch(r"link: 900 GB/s is faster than the wire of these ranks, which moves [\d.]+ [GM]B/s; use a slower one, "
-                        r"or one of a GPU, .* such as \"100 Gb/s of h100\"", plain)  # fmt: skip
+    assert re.fullmatch(r"link: 900 GB/s is faster than the wire of these ranks, which moves [\d.]+ [GM]B/s; "
+                        r"use a slower one, or one of a GPU, .* such as \"100 Gb/s of h100\"", plain)  # fmt: skip
     assert re.search(r"1000 TB/s of t4 comes to .* here, faster than the wire", scaled)
     assert fixes == [{"link": "100 Gb/s of h100"}, {"link": None}] and steps == [1]
 
@@ -112,8 +112,8 @@ def test_a_scaled_link_says_what_it_comes_to(pool: Pool) -> None:
     (mine, theirs), (answer,) = follow(pool, [(spec(link="100 Gb/s of h100"), 2)])
     (label,) = [n for n in mine[0].notes if n.startswith("Emulated link")]
     assert label == answer["notes"][-1] and label in theirs[0].notes
-    found = re.fullmatch(r"Emulated link: ([\d.]+) ([kM])B/s \(100 Gb/s of h100, scaled by ([\d.e-]+): computing here in fp32 "
-                         r"to its in fp32\)\.", label)  # fmt: skip
+    found = re.fullmatch(r"Emulated link: ([\d.]+) ([kM])B/s \(100 Gb/s of h100, scaled by ([\d.e-]+): "
+                         r"computing here in fp32 to its in fp32\)\.", label)  # fmt: skip
     assert found is not None
     rate, scale = float(found[1]) * {"k": 1e3, "M": 1e6}[found[2]], float(found[3])
     assert rate == pytest.approx(12.5e9 * scale, rel=0.05)
