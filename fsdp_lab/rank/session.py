@@ -356,6 +356,7 @@ class Session:
         self._guard.follow(self._epoch)
         close_groups(self._hub)
         self._world = self._open()
+        self._emulation = Emulation(self.seat)  # what only some ranks had measured by then would divide them
         if self._trainer is not None:
             old = self._trainer
             skeleton = build_skeleton(resolve(old.spec.workload.model))

@@ -215,7 +215,7 @@ class WireWork(dist.Work):
             if self._future is None or self._settled:
                 return
             self._settled = True
-        with torch.cuda.stream(self._stream):  # no stream, no change
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self._future.set_result(self._results)
 
     def _name(self) -> str:

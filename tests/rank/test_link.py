@@ -125,6 +125,22 @@ def test_one_rank_has_no_link_to_wait_for(pool: Pool) -> None:
     assert "Emulated link: 1 kB/s." in one[1].notes and one[1].step_time_s < 5
 
 
+def _slowly(place: Place) -> tuple[int, dict[str, Any]]:
+    s = session(place)
+    s.apply("run", spec(link="4 MB/s", backend="lab").to_dict())
+    frames = 0
+    while (told := s.slow_next())["frame"] is not None:
+        frames += 1
+    s.close()
+    return frames, told["event"]
+
+
+def test_slow_motion_takes_it_too(pool: Pool) -> None:
+    for frames, event in pool.run(_slowly, 2, reduction=None):
+        assert frames > 5 and "Emulated link: 4 MB/s." in event["notes"]
+        assert event["comm"]["all_gather"]["seconds"] > 0.999 * event["comm"]["all_gather"]["link_bytes"] / 4e6
+
+
 def _stopped(place: Place, given: dict[str, Any]) -> tuple[float, bool, list[int]]:
     """SIGINT on rank 0, within a transfer of a minute; seconds until `train` returns. Then on without the link."""
     s = session(place)

@@ -136,9 +136,9 @@ def _several(place: Place, link: tuple[float, float], kinds: list[str], payload_
 
 
 def _off(measured: list[float], wanted: float) -> float:
-    """Relative error of what other work on the machine does not disturb, which is never early: the lower fifth."""
+    """Relative error of what other work on the machine does not disturb, which is never early: the lower tenth."""
     assert min(measured) > wanted * 0.999, f"{min(measured)} s is earlier than the {wanted} s of the formula"
-    return sorted(measured)[len(measured) // 5] / wanted - 1
+    return sorted(measured)[len(measured) // 10] / wanted - 1
 
 
 @pytest.mark.parametrize("link", LINKS, ids=lambda link: f"{link[0] / 1e9}GB/s")
