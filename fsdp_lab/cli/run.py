@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_lab.cli import compare
+from fsdp_lab.cli import compare, fields
 from fsdp_lab.cli.console import Failed, Refused
 from fsdp_lab.cli.results import Results
 from fsdp_lab.spec import Spec
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("spec", type=Path, help='a file with {"workload": {...}, "strategy": {...}, "world_size": 2}')
     parser.add_argument("--steps", type=int, help="end after this many steps (default: train until Ctrl-C)")
     parser.add_argument("--ranks", type=int, help="instead of the file's world_size")
+    parser.add_argument("--link", metavar="LINK", help=f"instead of the file's: {fields.LINK}; none: the real wire")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary there, as compare does")
 
 
@@ -38,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     spec = read_spec(args.spec)
     if args.ranks is not None:
         spec = spec.replace(world_size=args.ranks)
+    if args.link is not None:
+        spec = spec.replace(link=fields.link_of(args.link))
 
     from fsdp_lab.models.check import check
 

@@ -3,7 +3,7 @@
 A few all-gathers of the ranks' own times bound it from both sides: nobody has the result before rank 0 gave its part, and
 rank 0 not before this rank gave its own. What lies between the closest two bounds is the offset, as in Marzullo's
 intersection of intervals (1984); half their distance is how far it may be off. All ranks are compared at once, however many
-they are. Processes of one machine share `time.perf_counter` on Linux, and then the offset is only what the exchange is worth.
+they are. Processes of one machine share `time.perf_counter` on Linux: there the offset is only what an exchange is worth.
 """
 
 from __future__ import annotations

@@ -154,4 +154,5 @@ def how(spec: Spec | None) -> str:
         return ""
     s = spec.strategy
     precision = s.precision if isinstance(s.precision, str) else f"{s.precision.param}/{s.precision.reduce}"
-    return " ".join([s.backend, s.sharding, precision, *([f"offload {s.offload}"] if s.offload != "none" else [])])
+    words = [s.backend, s.sharding, precision, *([f"offload {s.offload}"] if s.offload != "none" else [])]
+    return " ".join([*words, *([f"link {spec.link}"] if spec.link else [])])

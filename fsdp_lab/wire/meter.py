@@ -50,6 +50,7 @@ class Collective:
     start_s: float | None = None  # when the device began with it; None on a CPU
     end_s: float | None = None  # its results are there; None where nobody was told
     waits: list[tuple[float, float]] = field(default_factory=list)  # from and to: somebody computed nothing meanwhile
+    link_end_s: float | None = None  # when the emulated link has carried it; None: there is none
     by_future: bool = False  # it is waited for in C++, where nobody sees the wait: DDP's reducer
 
     @property
