@@ -7,7 +7,7 @@ from typing import Any
 
 from ..events import StepEvent
 from .live import LiveView, Scene
-from .panels import PANELS, Assembler, Frame, Panel, Step
+from .panels import PANELS, Assembler, Frame, Panel, Pinnable, Step
 from .panels.units import duration
 from .ports import LabLike, RunLike, SwitchLike
 
@@ -44,6 +44,9 @@ class Feed:
                 self._show(self._assembler.add(part))
             if run.state.over:
                 self._show(self._assembler.flush())
+        for panel in self._panels:
+            if isinstance(panel, Pinnable):
+                panel.update(())  # another step may have been asked for
         self._live.flush([e.end_unix_s for e in events])
         return events
 

@@ -134,7 +134,7 @@ class Trainer:
             ledger=ledger,
             slow=slow,
             skipped=skipped,
-            begin_s=start_s + self.clock.offset_s,
+            begin_s=(trace.begin_s if trace else start_s) + self.clock.offset_s,  # what spans count from
             clock_error_s=self.clock.error_s,
             spans=trace.spans(collectives, copies) if trace else (),
             notes=self.notes,

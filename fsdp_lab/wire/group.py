@@ -297,14 +297,17 @@ class Wire(dist.ProcessGroup):
         bytes_: int | None = None,
         way: Way = Way.BOTH,
     ) -> WireWork:
-        """Number, meter and issue one collective. `then` runs when its outputs have landed."""
+        """Number, meter and issue one collective. `then` runs when its outputs have landed; `way`: a part of `Way.BOTH`
+        where it is between two ranks alone."""
+        together = way is Way.BOTH
         if self.hub.link is not None:
             self._catch_up([*inputs, *outputs])
         if bytes_ is None:
             bytes_ = link_bytes(kind, payload_bytes, self._size)
         tensor = next(iter([*inputs, *outputs]), None)
         issued = self.hub.number(kind, self._name_, self._size, link_bytes=bytes_, payload_bytes=payload_bytes,
-                                 dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."))  # fmt: skip
+                                 dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),
+                                 together=together)  # fmt: skip
         self.hub.book(issued, way)
         if self.hub.watch is not None:
             self.hub.watch([*inputs, *outputs, *(results or ())])
@@ -319,7 +322,8 @@ class Wire(dist.ProcessGroup):
             if then is not None:
                 then()
 
-        return WireWork(self.hub, issued, inner, results or outputs, finish=finish, blocking=group is self._gloo)
+        return WireWork(self.hub, issued, inner, results or outputs, finish=finish, blocking=group is self._gloo,
+                        sliced=together)  # fmt: skip
 
     def _catch_up(self, tensors: list[Tensor]) -> None:
         """Where NCCL is to take an emulated link: the host runs ahead of the device, and what it issues now would begin

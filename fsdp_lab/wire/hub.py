@@ -127,22 +127,23 @@ class Hub:
         """The same, until another is named: where nobody tells when its collectives are all issued."""
         self._unit = unit
 
-    def number(self, kind: str, group: str, size: int, *, link_bytes: int, payload_bytes: int, dtype: str) -> Collective:
-        """Count a collective at its issue. Raises RankAborted after an abort."""
+    def number(self, kind: str, group: str, size: int, *, link_bytes: int, payload_bytes: int, dtype: str,
+               together: bool = True) -> Collective:  # fmt: skip
+        """Count a collective at its issue; `together`: all its ranks issue it. Raises RankAborted after an abort."""
         self.check()
         issued = Collective(
             sequence=self._sequence,
             kind=kind,
             group=group,
             size=size,
-            ordinal=self._ordinals[group],
+            ordinal=self._ordinals[group] if together else -1,
             unit=self._unit,
             dtype=dtype,
             payload_bytes=payload_bytes,
             link_bytes=link_bytes,
             issue_s=time.perf_counter(),
         )
-        self._ordinals[group] += 1
+        self._ordinals[group] += together
         self._sequence += 1
         self.last = issued
         self.meter.issued(issued)

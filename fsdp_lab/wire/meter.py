@@ -42,7 +42,7 @@ class Collective:
     size: int
     link_bytes: int
     issue_s: float
-    ordinal: int = 0  # within its group, from 0: on all its ranks the same number is the same collective
+    ordinal: int = 0  # within its group: on all its ranks the same number is the same collective; -1: from rank to rank
     unit: str = ""  # whose parameters or gradients it moves; "" where it belongs to none
     dtype: str = ""
     payload_bytes: int = 0

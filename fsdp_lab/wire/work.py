@@ -22,6 +22,9 @@ _SLICE = timedelta(seconds=0.1)  # the longest wait in C++, hence how late an ab
 class WireWork(dist.Work):
     """Wraps the works of Gloo or NCCL that make up one collective.
 
+    Not `sliced`: it is waited for in one piece, and no abort is heard meanwhile. Between two ranks it must be so: where a
+    wait for that times out, Gloo closes their connection.
+
     `finish` is what remains to be done when the bytes have landed (a sum in the order of ranks, a division, a copy to
     the device); it runs once, in the thread that waits or, where a future is out, in the thread that completes it.
     """
@@ -35,10 +38,11 @@ class WireWork(dist.Work):
         *,
         finish: Callable[[], None] | None = None,
         blocking: bool = True,
+        sliced: bool = True,
     ) -> None:
         super().__init__()
         self._hub, self._issued, self._inner, self._results = hub, issued, inner, results
-        self._finish, self._blocking = finish, blocking
+        self._finish, self._blocking, self._sliced = finish, blocking, sliced
         self._once = threading.Lock()
         self._finished = self._completed = self._settled = False  # its last writing, the link too, its future too
         self._future: torch.futures.Future[Any] | None = None
@@ -160,7 +164,7 @@ class WireWork(dist.Work):
         while True:
             self._hub.check()
             try:
-                self._inner.wait(_SLICE)
+                self._inner.wait(_SLICE if self._sliced else timedelta(seconds=limit_s))
                 return
             except RuntimeError:  # the slice is over, or something broke, or it completed just now
                 if self._inner.is_completed():

@@ -87,6 +87,8 @@ def test_combinations_that_cannot_be_are_listed_with_their_reason():
         (["run", "{short}"], "workload.data"),
         (["run", "{good}", "--steps", "0"], "--steps"),
         (["run", "{good}", "--ranks", "0"], "world_size"),
+        (["run", "{good}", "--trace", "/no/such/folder/trace.json"], "--trace: /no/such/folder/trace.json cannot be"),
+        (["run", "{good}", "--trace", "trace.txt"], "--trace: trace.txt does not end in .json or .json.gz"),
     ],
 )
 def test_bad_input_is_a_sentence_and_starts_nothing(

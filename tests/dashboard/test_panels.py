@@ -98,8 +98,7 @@ def test_a_panel_draws_what_it_writes(make, ranks):
         assert twins[source.name] == {*source.numbers, *source.texts}
         assert len(source)
     names = {m.name for m in models}
-    over_steps = models and panel.name != "ledger"
-    assert set(panel.patches()) | (set(frame.patches()) if over_steps else set()) <= names
+    assert set(panel.patches()) | (set(frame.patches()) if "frame.markers" in twins else set()) <= names
     words = panel.captions()
     assert words.reading or words.table
     assert "times are not a GPU's" in words.note
