@@ -21,7 +21,7 @@ from torch.autograd.profiler import record_function
 
 from fsdp_lab.backends import Backend
 from fsdp_lab.engine.scaler import Scaler
-from fsdp_lab.events import StepEvent
+from fsdp_lab.events import StepEvent, Traffic
 from fsdp_lab.models import Batches
 from fsdp_lab.rank.clocks import Clock
 from fsdp_lab.rank.probes import MemoryProbe
@@ -29,7 +29,7 @@ from fsdp_lab.rank.rendezvous import Seat
 from fsdp_lab.rank.tracing import StepTrace
 from fsdp_lab.schedule import Phase
 from fsdp_lab.spec import Spec
-from fsdp_lab.wire import Wire, traffic
+from fsdp_lab.wire import Collective, Wire, traffic
 
 _LEDGER_STEP = 2  # the third: the first makes optimizer state, in the second DDP lays its buckets anew
 
@@ -129,7 +129,7 @@ class Trainer:
             peak_source=self.cost.peak_source,
             memory=self.memory.read(),
             memory_curve=self.memory.curve if ledger else (),
-            comm=traffic(collectives),
+            comm=self._traffic(collectives),
             first_after_switch=first,
             ledger=ledger,
             slow=slow,
@@ -139,6 +139,13 @@ class Trainer:
             spans=trace.spans(collectives, copies) if trace else (),
             notes=self.notes,
         )
+
+    def _traffic(self, collectives: Sequence[Collective]) -> dict[str, Traffic]:
+        """Over NCCL exposed communication is what the last ledger step found, repeated; not known before the first."""
+        if self.seat.device.type == "cpu" or self.seat.shares_gpu:
+            return traffic(collectives)
+        unknown = dict.fromkeys((c.kind for c in collectives), math.nan)
+        return traffic(collectives, unknown if self.memory.exposed is None else self.memory.exposed)
 
     def _now_at(self, part: str) -> None:
         if self._trace is not None:

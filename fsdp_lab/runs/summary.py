@@ -41,7 +41,9 @@ def summarize(spec: Spec, events: Sequence[StepEvent]) -> dict[str, Any]:
         "rss_bytes": [steps[-1][r].memory.rss_bytes for r in ranks],
         "comm_s_per_step": {k: median([statistics.fmean(seconds(e, k) for e in s) for s in counted]) for k in kinds},
         "comm_bytes_per_step": {k: rounded(median([link_bytes(s[0], k) for s in counted])) for k in kinds},
-        "exposed_comm_s_per_step": {k: median([statistics.fmean(exposed(e, k) for e in s) for s in counted]) for k in kinds},
+        "exposed_comm_s_per_step": {
+            k: median(known([statistics.fmean(exposed(e, k) for e in s) for s in counted])) for k in kinds
+        },
     }
 
 
@@ -76,6 +78,11 @@ def exposed(event: StepEvent, kind: str) -> float:
 
 def link_bytes(event: StepEvent, kind: str) -> float:
     return event.comm[kind].link_bytes if kind in event.comm else 0.0
+
+
+def known(values: Sequence[float]) -> list[float]:
+    """Without what was not measured."""
+    return [v for v in values if math.isfinite(v)]
 
 
 def median(values: Sequence[float]) -> float | None:
