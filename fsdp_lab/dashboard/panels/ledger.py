@@ -88,7 +88,7 @@ class LedgerPanel:
     def _write(self, curve: Sequence[MemorySample]) -> int:
         totals = [s.classes.total_bytes for s in curve]
         self._unit = unit_for(max(totals), self._unit)
-        self._end_ms = round_up(max(1e3 * curve[-1].at_s, 1e-3))
+        self._end_ms = round_up(max(1.07e3 * curve[-1].at_s, 1e-3))  # with room for the last label
         rows = [[1e3 * s.at_s, *(s.classes.of_role(Role(c)) / self._unit for c in ON_DEVICE), t / self._unit]
                 for s, t in zip(curve, totals, strict=True)]  # fmt: skip
         texts = {"phase": [s.phase for s in curve], "unit": [s.unit for s in curve]}
