@@ -116,6 +116,7 @@ class Lab:
         *,
         steps: int | None = None,
         fresh: bool = True,
+        ledger_every: int | None = None,
         **changes: Any,
     ) -> Run:
         """Starts a run and returns it at once: `await` it, `wait()` for it, or go on and look at `table()`.
@@ -127,6 +128,8 @@ class Lab:
             spec: a Spec or its dict; None: the default one for this lab's ranks.
             steps: None trains until it is stopped.
             fresh: begin at step 0 with initial values; False goes on with what the ranks hold, where that fits.
+            ledger_every: make each n-th step a ledger step, which measures memory and is left out of medians; None: only
+                those that `Run.ledger` asks for, and the third after a switch.
             changes: flat field names, as in `Spec.replace`.
 
         Raises:
@@ -136,7 +139,7 @@ class Lab:
         with self._lock:
             self._must_be_open()
             prepare = self._preparation("another run was started")
-            run = Run(_Link(self), wanted, steps=steps, fresh=fresh, prepare=prepare)
+            run = Run(_Link(self), wanted, steps=steps, fresh=fresh, ledger_every=ledger_every, prepare=prepare)
             self._current = self._newest = run
         return run
 

@@ -8,7 +8,7 @@ name where torch keeps the master shard in every state of a module, so that a st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,10 +19,12 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_lab.backends.naming import Units
-from fsdp_lab.spec import Spec, Workload
+from fsdp_lab.engine import units
+from fsdp_lab.events import Role
+from fsdp_lab.spec import Spec, SpecError, Workload
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Held = tuple[Role, Tensor]  # a tensor, and what its storage is for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,6 @@ class Backend(Protocol):
     mesh: DeviceMesh
     replicas: int  # ranks that hold the same gradient shard
     groups: list[dist.ProcessGroup]  # made for it: `release` ends them
-    units: Units  # the modules whose computing is told apart, by the name that the wire knows them by
 
     def pieces(self) -> list[Piece]:
         """By original name, in the order of the model's parameters; the same names on every rank."""
@@ -72,6 +73,26 @@ class Backend(Protocol):
         """On the device between steps, beside shards and optimizer state: DDP's buckets, ZeRO-1's gathered parameters."""
         ...
 
+    def kept(self) -> Iterator[Held]:
+        """What stays between steps, or under offload lies on the host: shards, their gradients, optimizer state."""
+        ...
+
+    def passing(self) -> Iterator[Held]:
+        """What is held on the device just now to compute with: gathered parameters, gradients not yet reduced.
+
+        A storage may be named more than once, and by `kept` too, which then is right.
+        """
+        ...
+
+    def leaves(self) -> Iterator[Tensor]:
+        """What autograd gives the gradients of parameters to, as of now."""
+        ...
+
+    def unit_modules(self) -> list[tuple[str, nn.Module]]:
+        """The modules that are gathered by themselves, by original name, where the backend's own hooks are around them;
+        under DDP those that `Strategy.wrap` names. The root is not among them."""
+        ...
+
     def release(self, busy: Collection[int] = ()) -> None:
         """Give up all storage, and its groups, now; torch's wrappers may outlive their last reference (see `free`).
 
@@ -84,13 +105,14 @@ class TorchBackend:
     """What torch's own three have in common: the original parameters, as the optimizer sees them, hold the gradients."""
 
     def __init__(
-        self, module: nn.Module, pieces: list[Piece], units: Units, spec: Spec, mesh: DeviceMesh, device: torch.device
+        self, module: nn.Module, pieces: list[Piece], spec: Spec, mesh: DeviceMesh, device: torch.device
     ) -> None:
-        self.module, self.units, self.mesh, self.device = module, units, mesh, device
+        self.module, self.mesh, self.device = module, mesh, device
         self.replicas = spec.world_size // spec.shard_factor
         self.optimizer = make_optimizer(pieces, spec.workload)
         self.groups: list[dist.ProcessGroup] = []
         self._pieces = pieces
+        self._wrap = spec.strategy.wrap
 
     def pieces(self) -> list[Piece]:
         return self._pieces
@@ -106,6 +128,28 @@ class TorchBackend:
 
     def standing_bytes(self) -> int:
         return 0
+
+    def kept(self) -> Iterator[Held]:
+        for piece in self.pieces():
+            yield Role.PARAMETERS, piece.local
+        for p in (p for group in self.optimizer.param_groups for p in group["params"]):
+            if p.grad is not None:
+                yield Role.GRADIENTS, p.grad
+        for state in self.optimizer.state.values():
+            yield from ((Role.OPTIMIZER, t) for t in state.values() if isinstance(t, Tensor) and t.dim())
+
+    def passing(self) -> Iterator[Held]:
+        return iter(())
+
+    def leaves(self) -> Iterator[Tensor]:
+        return self.module.parameters()
+
+    def unit_modules(self) -> list[tuple[str, nn.Module]]:
+        try:
+            found = {id(m) for group in units(self.module, self._wrap) for m in group}
+        except SpecError:  # what names no module of this model means nothing to DDP
+            return []
+        return [(original_name(name), m) for name, m in self.module.named_modules() if id(m) in found]
 
     def release(self, busy: Collection[int] = ()) -> None:
         free_backend(self, busy)
@@ -232,9 +276,9 @@ def free_backend(backend: TorchBackend, busy: Collection[int]) -> None:
 
 
 def original_name(name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
-    for part in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."):
-        name = name.replace(part, "")
+    """A parameter's or a module's name without what wrappers put into it."""
+    for part in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"):
+        name = name.removesuffix(f".{part}").replace(f"{part}.", "")
     return name
 
 

@@ -21,9 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Piece, TorchBackend
-from fsdp_lab.backends.naming import named_units
 from fsdp_lab.backends.wrapping import prepare
-from fsdp_lab.engine import blocks
 from fsdp_lab.spec import Spec
 from fsdp_lab.wire import Wire
 
@@ -34,8 +32,7 @@ class DDP(TorchBackend):
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         dtypes = spec.strategy.dtypes
         self._autocast = None if dtypes.param == "fp32" else DTYPES[dtypes.param]
-        units = named_units(skeleton, [[block] for block in blocks(skeleton)])
-        outer = prepare(skeleton, spec.strategy)
+        prepare(skeleton, spec.strategy)
         skeleton.apply(base.materialiser(device))
         base.move_buffers(skeleton, device)
         pieces = [_whole(base.original_name(n), p) for n, p in skeleton.named_parameters()]
@@ -52,12 +49,15 @@ class DDP(TorchBackend):
             reduce = None if dtypes.reduce == "fp32" else DTYPES[dtypes.reduce]
             # a lambda: DDP compares a hook's annotations with types, and ours are strings
             module.register_comm_hook((group, reduce), lambda state, bucket: _sum_then_divide(state, bucket))
-        units = {name: [outer(m) for m in group] for name, group in units.items()}
-        super().__init__(module, pieces, units, spec, mesh, device)
+        super().__init__(module, pieces, spec, mesh, device)
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         with torch.autocast(self.device.type, dtype=self._autocast, enabled=self._autocast is not None):
             return super().loss(batch)
+
+    def unit_modules(self) -> list[tuple[str, nn.Module]]:
+        assert isinstance(self.module, DistributedDataParallel)
+        return [(name.removeprefix("module."), m) for name, m in super().unit_modules()]
 
     def standing_bytes(self) -> int:
         """The buckets."""

@@ -23,10 +23,11 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import DTYPES, Piece, TorchBackend
-from fsdp_lab.backends.naming import Units, hub_of, name_fsdp1, named_units
+from fsdp_lab.backends.base import DTYPES, Held, Piece, TorchBackend
+from fsdp_lab.backends.naming import hub_of, name_fsdp1
 from fsdp_lab.backends.wrapping import prepare
 from fsdp_lab.engine import units
+from fsdp_lab.events import Role
 from fsdp_lab.frame import ROOT
 from fsdp_lab.spec import Spec
 
@@ -39,6 +40,11 @@ _SHARDING = {
 }
 
 
+_PASSING = {  # attributes of a FlatParameter
+    Role.UNSHARDED: ("_full_param_padded", "_full_prec_full_param_padded"),
+    Role.GRADIENTS: ("grad", "_saved_grad_shard"),
+    Role.COMMUNICATION: ("_mp_shard",),
+}
 _PREFETCH = {"before": BackwardPrefetch.BACKWARD_PRE, "after": BackwardPrefetch.BACKWARD_POST}
 
 
@@ -47,8 +53,24 @@ class FSDP1(TorchBackend):
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         shapes = {n: p.shape for n, p in skeleton.named_parameters()}
-        module, units = _wrap(skeleton, spec, mesh, device)
-        super().__init__(module, _pieces(module, shapes), units, spec, mesh, device)
+        module = _wrap(skeleton, spec, mesh, device)
+        super().__init__(module, _pieces(module, shapes), spec, mesh, device)
+
+    def passing(self) -> Iterator[Held]:
+        for flat in (handle.flat_param for handle in _handles(self.module)):
+            for role, names in _PASSING.items():
+                yield from ((role, t) for name in names if isinstance(t := getattr(flat, name, None), Tensor))
+
+    def leaves(self) -> Iterator[Tensor]:
+        """The flat parameters, and the views of them of the last forward: autograd joins their gradients to a flat one."""
+        for flat in (handle.flat_param for handle in _handles(self.module)):
+            if flat.requires_grad:
+                yield flat
+                yield from (t for t in flat._tensors or () if t is not None)
+
+    def unit_modules(self) -> list[tuple[str, nn.Module]]:
+        inner = ((n, m) for n, m in self.module.named_modules() if isinstance(m, FullyShardedDataParallel))
+        return [(base.original_name(name), m.module) for name, m in inner if m is not self.module]
 
     @contextmanager
     def micro_batch(self, *, communicate: bool) -> Iterator[None]:
@@ -66,13 +88,11 @@ class FSDP1(TorchBackend):
         base.free(flat, busy)
 
 
-def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> tuple[nn.Module, Units]:
+def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     s, dtypes = spec.strategy, spec.strategy.dtypes
-    inside = named_units(model, units(model, s.wrap))
+    inside = units(model, s.wrap)
     outer = prepare(model, s)
-    names = {id(module): name or ROOT for name, module in model.named_modules()}  # batch norms become units of themselves
-    groups = {name: [outer(group[0])] for name, group in inside.items()}
-    chosen = {id(group[0]): name for name, group in groups.items()}
+    chosen = {id(outer(group[0])) for group in inside}
     precision = None
     if s.precision != "fp32":
         precision = MixedPrecision(
@@ -96,10 +116,10 @@ def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) 
     )
     _divide_after_the_sum(wrapped, spec.world_size)
     _lazy_init(wrapped, wrapped)  # now, not in the first forward: it is what names the local shards
-    for module in FullyShardedDataParallel.fsdp_modules(wrapped):
-        if module._handle is not None:
-            name_fsdp1((names | chosen)[id(module.module)], module._handle, hub_of(mesh))
-    return wrapped, groups
+    for name, module in wrapped.named_modules():
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            name_fsdp1(base.original_name(name) or ROOT, module._handle, hub_of(mesh))
+    return wrapped
 
 
 def _divide_after_the_sum(root: FullyShardedDataParallel, world_size: int) -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import DTYPES, Piece, TorchBackend
-from fsdp_lab.backends.naming import Units, hub_of, name_fsdp2, named_units
+from fsdp_lab.backends.base import DTYPES, Held, Piece, TorchBackend
+from fsdp_lab.backends.naming import hub_of, name_fsdp2, named_units
 from fsdp_lab.backends.wrapping import prepare
 from fsdp_lab.engine import units
 from fsdp_lab.engine.policy import Kind, kind_of
+from fsdp_lab.events import Role
 from fsdp_lab.frame import ROOT
 from fsdp_lab.spec import Precision, Spec, Strategy
 
@@ -25,17 +27,50 @@ class FSDP2(TorchBackend):
     """Each parameter is a DTensor sharded in its first dimension; a unit's are gathered together and copied out."""
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
-        module, units = _shard(skeleton, spec.strategy, mesh)
+        module = _shard(skeleton, spec.strategy, mesh)
         _materialise(module, torch.device("cpu") if spec.strategy.offload == "all" else device)
         base.move_buffers(module, device)
         pieces = [_piece(base.original_name(n), p, mesh["shard"]) for n, p in module.named_parameters()]
-        super().__init__(module, pieces, units, spec, mesh, device)
+        super().__init__(module, pieces, spec, mesh, device)
+
+    def passing(self) -> Iterator[Held]:
+        for group in _param_groups(self.module):
+            yield from ((Role.GRADIENTS, t) for t in (group._partial_reduce_output,) if t is not None)
+            for p in group.fsdp_params:
+                yield from ((Role.UNSHARDED, t) for t in p.all_gather_outputs)
+                full: Any = getattr(p, "_unsharded_param", None)  # from its first gather on
+                gradients = (p.unsharded_accumulated_grad, None if full is None else full.grad)
+                yield from ((Role.GRADIENTS, t) for t in gradients if t is not None)
+                kept = getattr(p, "_sharded_post_forward_param_data", None)
+                yield from ((Role.UNSHARDED, t) for t in (kept,) if t is not None)
+
+    def leaves(self) -> Iterator[Tensor]:
+        for p in (p for group in _param_groups(self.module) for p in group.fsdp_params):
+            if hasattr(p, "_unsharded_param"):
+                yield p._unsharded_param
+
+    def unit_modules(self) -> list[tuple[str, nn.Module]]:
+        wrapped: list[tuple[str, nn.Module]] = [(n, m) for n, m in self.module.named_modules() if _is_unit(m)]
+        return [(base.original_name(name), m) for name, m in wrapped if m is not self.module]
 
     @contextmanager
     def micro_batch(self, *, communicate: bool) -> Iterator[None]:
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(communicate)
         yield
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
+def _param_groups(root: nn.Module) -> Iterator[Any]:
+    """torch's private groups of parameters, of all units: where unsharded tensors lie is said nowhere else."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # one, and in the singular, before torch 2.13
+            yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
 
 
 def _piece(name: str, param: nn.Parameter, shards: DeviceMesh) -> Piece:
@@ -50,7 +85,7 @@ def _rows_before(rows: int, shards: DeviceMesh) -> int:
     return min(rows, each * shards.get_local_rank())
 
 
-def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> tuple[nn.Module, Units]:
+def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
     """Wrap bottom-up, then the root, which is not resharded after forward: that is FSDP2's own default, as the backward
     begins with its parameters and would gather them again at once."""
     inside = named_units(model, units(model, strategy.wrap))
@@ -74,7 +109,7 @@ def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> tuple[nn.M
     fully_shard(model, **whole)  # type: ignore[call-overload]
     name_fsdp2(ROOT, model, hub)
     _order_prefetch([g[0] for g in groups.values()], model, strategy)
-    return model, groups
+    return model
 
 
 def _precision(dtypes: Precision) -> MixedPrecisionPolicy:

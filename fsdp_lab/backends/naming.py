@@ -8,7 +8,7 @@ torch; where a release names it otherwise, units stay nameless and nothing else 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -20,8 +20,6 @@ from fsdp_lab.engine import runtime_of
 from fsdp_lab.frame import ROOT
 from fsdp_lab.schedule import Phase
 from fsdp_lab.wire import Hub, Wire
-
-Units = Mapping[str, Sequence[nn.Module]]  # below the root, in the order of the model; a unit may be several modules
 
 
 def named_units(model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> dict[str, Sequence[nn.Module]]:

@@ -20,10 +20,16 @@ def prepare(model: nn.Module, strategy: Strategy) -> Callable[[nn.Module], nn.Mo
         for block in blocks(model):
             block.compile()
     wrappers: dict[int, nn.Module] = {}
-    if strategy.recompute != "none":
-        each = int(strategy.recompute.partition(":")[2] or 1)
-        _replace(model, {id(b) for i, b in enumerate(blocks(model)) if i % each == 0}, wrappers)
+    _replace(model, {id(b) for b in recomputed(model, strategy)}, wrappers)
     return lambda module: wrappers.get(id(module), module)
+
+
+def recomputed(model: nn.Module, strategy: Strategy) -> list[nn.Module]:
+    """The blocks whose activations are computed again in the backward, in the order of the forward."""
+    if strategy.recompute == "none":
+        return []
+    each = int(strategy.recompute.partition(":")[2] or 1)
+    return [b for i, b in enumerate(blocks(model)) if i % each == 0]
 
 
 def _replace(module: nn.Module, chosen: set[int], wrappers: dict[int, nn.Module]) -> None:

@@ -31,7 +31,7 @@ class Metered:
 
     def __init__(self, plan: Plan, seat: Seat, world: Wire, backend: Backend, tell: Tell) -> None:
         self._plan, self._seat, self._world, self._backend, self._tell = plan, seat, world, backend, tell
-        self._memory = MemoryProbe(backend, seat.device, offload="none")
+        self._memory = MemoryProbe(backend, world.hub, seat.device, offload="none")
         self._waiting: list[dict[str, Any]] = []
         self._steps = 0
         self._told_s = self._traced_s = float("-inf")
@@ -42,10 +42,11 @@ class Metered:
         """Around forward, backward and update."""
         self._begun_s = time.perf_counter()
         traced = self._begun_s - self._traced_s >= TRACE_EVERY_S
-        self._trace = StepTrace(self._backend.units, self._seat.device) if traced else None
+        self._trace = StepTrace(self._backend.unit_modules(), self._seat.device) if traced else None
         if traced:
             self._traced_s = self._begun_s
         self._world.hub.meter.take()
+        self._memory.begin()
         return self._trace or nullcontext()
 
     def mark(self, part: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_lab.cli import compare
+from fsdp_lab.cli import compare, fields
 from fsdp_lab.cli.console import Failed, Refused
 from fsdp_lab.cli.results import Results
 from fsdp_lab.spec import Spec, SpecError
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("spec", type=Path, help='a file with {"workload": {...}, "strategy": {...}, "world_size": 2}')
     parser.add_argument("--steps", type=int, help="end after this many steps (default: train until Ctrl-C)")
     parser.add_argument("--ranks", type=int, help="instead of the file's world_size")
+    parser.add_argument("--link", metavar="LINK", help=f"instead of the file's: {fields.LINK}; none: the real wire")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary there, as compare does")
     parser.add_argument(
         "--trace", type=Path, metavar="FILE",
@@ -46,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     spec = read_spec(args.spec)
     if args.ranks is not None:
         spec = spec.replace(world_size=args.ranks)
+    if args.link is not None:
+        spec = spec.replace(link=fields.link_of(args.link))
 
     from fsdp_lab.models.check import check
 
@@ -144,11 +147,13 @@ def ranks(latest: Sequence[StepEvent]) -> Table:
 
     kinds = sorted({kind for event in latest for kind, traffic in event.comm.items() if traffic.calls})
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("rank", "step", "step time", "tokens/s", "TFLOPS", "MFU", "peak", "RSS", *kinds):
+    recomputes = any(e.recompute_flops for e in latest)
+    shares = ("MFU", "HFU") if recomputes else ("MFU",)
+    for name in ("rank", "step", "step time", "tokens/s", "TFLOPS", *shares, "peak", "RSS", *kinds):
         drawn.add_column(name.replace("_", " "), justify="right")
     for e in latest:
         comm = [duration(e.comm[kind].seconds) if kind in e.comm else "" for kind in kinds]
-        mfu = f"{e.mfu:.1%}" if e.mfu is not None else "–"
-        numbers = [duration(e.step_time_s), count(e.tokens_per_s), f"{e.tflops:.3g}", mfu]
+        used = [f"{share:.1%}" if share is not None else "–" for share in ((e.mfu, e.hfu) if recomputes else (e.mfu,))]
+        numbers = [duration(e.step_time_s), count(e.tokens_per_s), f"{e.tflops:.3g}", *used]
         drawn.add_row(str(e.rank), str(e.step), *numbers, size(e.memory.peak_bytes), size(e.memory.rss_bytes), *comm)
     return drawn

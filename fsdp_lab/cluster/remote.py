@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 KEY = "_fsdp_lab"
@@ -236,10 +236,10 @@ def apply(run: str, spec: dict[str, Any], fresh: bool) -> dict[str, Any]:
         here.push()
 
 
-def train(steps: int) -> dict[str, Any]:
+def train(steps: int, ledgers: Collection[int] = ()) -> dict[str, Any]:
     """See `Session.train`. Events are said while it runs and returned too, so that a lost message heals."""
     try:
-        return dict(session().train(steps))
+        return dict(session().train(steps, ledgers))
     finally:
         resident().publisher.flush()
 

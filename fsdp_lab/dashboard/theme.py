@@ -31,11 +31,15 @@ class Fill:
     hatch: str = " "
 
 
+# In the order in which they are stacked: what stays between steps at the bottom.
 MEMORY: Mapping[str, Fill] = {
-    "parameters": Fill(label="parameters", light="#3B3670", dark="#D6D0F2"),
-    "gradients": Fill(label="gradients", light="#6D66A6", dark="#A79DD9"),
-    "optimizer": Fill(label="optimizer state", light="#A29CCB", dark="#786EB8"),
-    "working": Fill(label="working", light="#DAD7EA", dark="#4B4480", hatch="/"),
+    "parameters": Fill(label="sharded parameters", light="#343061", dark="#D9D9FF"),
+    "optimizer": Fill(label="optimizer state", light="#504D86", dark="#B5B6E0"),
+    "unsharded": Fill(label="unsharded parameters", light="#6E6DA8", dark="#9291CB"),
+    "gradients": Fill(label="gradients", light="#8F8EC7", dark="#7170A8"),
+    "activations": Fill(label="activations", light="#B4B4D1", dark="#535186"),
+    "communication": Fill(label="communication buffers", light="#D9DAE3", dark="#363365", hatch="/"),
+    "other": Fill(label="other", light="#F1F0F6", dark="#2C2A3A", hatch="."),
     "host": Fill(label="on the host", light="#F1F0F6", dark="#2C2A3A", hatch="x"),
 }
 

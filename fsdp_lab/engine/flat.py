@@ -310,6 +310,16 @@ class FlatBuffer:
         near = 0 if self._near is None else self._near.nbytes
         return near + (self.full.nbytes if self.is_gathered else 0)
 
+    @property
+    def near(self) -> Tensor | None:
+        """[n] on the device: under offload, what gathers send."""
+        return self._near
+
+    @property
+    def few(self) -> Tensor | None:
+        """What a smaller group keeps between forward and backward."""
+        return self._few
+
     def copies(self) -> list[Tensor]:
         """Parts of the gathered buffer that are kept beside it."""
         return [t for t in (self._near, self._few) if t is not None]

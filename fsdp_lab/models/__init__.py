@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from fsdp_lab.models.build import build_skeleton as build_skeleton
     from fsdp_lab.models.configs import resolve as resolve
     from fsdp_lab.models.facts import facts_of as facts_of
+    from fsdp_lab.models.flops import Flops as Flops
+    from fsdp_lab.models.flops import count_flops as count_flops
     from fsdp_lab.models.flops import flops_per_sample as flops_per_sample
     from fsdp_lab.models.initial import Initializer as Initializer
     from fsdp_lab.models.peaks import device_peak as device_peak
@@ -22,11 +24,13 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Batches": "batches",
+    "Flops": "flops",
     "Initializer": "initial",
     "PRESETS": "presets",
     "Preset": "presets",
     "Weights": "weights",
     "build_skeleton": "build",
+    "count_flops": "flops",
     "device_peak": "peaks",
     "facts_of": "facts",
     "flops_per_sample": "flops",

@@ -12,7 +12,8 @@ from torch import nn
 
 from fsdp_lab.backends.base import DTYPES
 from fsdp_lab.backends.build import check
-from fsdp_lab.models import Batches, build_skeleton, device_peak, flops_per_sample, resolve
+from fsdp_lab.backends.wrapping import recomputed
+from fsdp_lab.models import Batches, Flops, build_skeleton, count_flops, device_peak, resolve
 from fsdp_lab.models.facts import facts_of
 from fsdp_lab.rank.rendezvous import Seat
 from fsdp_lab.rank.trainer import Cost
@@ -37,7 +38,7 @@ class Preparation:
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
         self._peaks: dict[torch.dtype, Peak] = {}
-        self._flops: dict[str, int] = {}
+        self._flops: dict[str, Flops] = {}
 
     def prepare(self, spec: Spec, before: tuple[Spec, Batches] | None) -> Prepared:
         """Collective. `before` is what was trained until now: its data is not read again when it is the same.
@@ -82,16 +83,22 @@ class Preparation:
 
     def _cost(self, spec: Spec, peak: Peak, config: Any) -> Cost:
         w = spec.workload
-        shape = json.dumps([spec.to_dict()["workload"]["model"], w.seq_len], sort_keys=True)
-        if shape not in self._flops:
-            self._flops[shape] = flops_per_sample(config, w.seq_len)
         samples = w.micro_batch * w.accumulate
+        flops = self._sample(spec, config)
         return Cost(
-            flops=samples * self._flops[shape],
+            flops=samples * flops.model,
+            recompute_flops=samples * flops.recompute,
             tokens=samples * facts_of(config).tokens_per_sample(w.seq_len),
             peak_flops_per_s=peak[0],
             peak_source=peak[1],
         )
+
+    def _sample(self, spec: Spec, config: Any) -> Flops:
+        w, s = spec.workload, spec.strategy
+        key = json.dumps([spec.to_dict()["workload"]["model"], w.seq_len, s.recompute], sort_keys=True)
+        if key not in self._flops:
+            self._flops[key] = count_flops(config, w.seq_len, lambda model: recomputed(model, s))
+        return self._flops[key]
 
     def _common(self, peaks: list[Peak | None], mine: Peak) -> Peak:
         """What CPUs measured is taken at the best that any rank saw, so that MFU has one scale."""

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.backends.naming import Units
 from fsdp_lab.engine.tensors import tensors_in
 from fsdp_lab.frame import ROOT
 from fsdp_lab.spans import Span, Track
@@ -32,7 +31,7 @@ Interval = tuple[float, float]
 class StepTrace:
     """Around one step. `mark` says what is computed from then on; afterwards `spans` are the step's."""
 
-    def __init__(self, units: Units, device: torch.device) -> None:
+    def __init__(self, units: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:
         self._units, self._on_gpu = units, device.type == "cuda"
         self._handles: list[Any] = []
         self._marks: list[tuple[Any, str, str]] = []  # when (seconds, or a CUDA event), what, of which unit
@@ -40,9 +39,8 @@ class StepTrace:
         self.begin_s = 0.0
 
     def __enter__(self) -> StepTrace:
-        for name, modules in self._units.items():
-            for module in modules:
-                self._watch(name, module)
+        for name, module in self._units:
+            self._watch(name, module)
         self.begin_s = time.perf_counter()
         self.mark("forward")
         return self
@@ -78,12 +76,16 @@ class StepTrace:
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def _before_forward(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if _is_recomputing():
+            return
         for t in tensors_in((args, kwargs)):
             if t.requires_grad and torch.is_grad_enabled():
                 self._handles.append(_on_gradient(t, partial(self._end, "backward", name)))
         self._begin("forward", name)
 
     def _after_forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if _is_recomputing():
+            return
         for t in tensors_in(output):
             if t.requires_grad:
                 self._handles.append(_on_gradient(t, partial(self._begin, "backward", name)))
@@ -124,6 +126,11 @@ class StepTrace:
     def _seconds(self, stamp: Any) -> float:
         """Since the step's beginning."""
         return float(self._marks[0][0].elapsed_time(stamp) / 1e3 if self._on_gpu else stamp - self.begin_s)
+
+
+def _is_recomputing() -> bool:
+    """A forward inside a backward is a checkpoint's."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _on_gradient(t: Tensor, call: Callable[..., None]) -> Any:

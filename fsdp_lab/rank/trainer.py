@@ -21,7 +21,7 @@ from torch.autograd.profiler import record_function
 
 from fsdp_lab.backends import Backend
 from fsdp_lab.engine.scaler import Scaler
-from fsdp_lab.events import StepEvent
+from fsdp_lab.events import StepEvent, Traffic
 from fsdp_lab.models import Batches
 from fsdp_lab.rank.clocks import Clock
 from fsdp_lab.rank.probes import MemoryProbe
@@ -29,7 +29,7 @@ from fsdp_lab.rank.rendezvous import Seat
 from fsdp_lab.rank.tracing import StepTrace
 from fsdp_lab.schedule import Phase
 from fsdp_lab.spec import Spec
-from fsdp_lab.wire import Wire, traffic
+from fsdp_lab.wire import Collective, Wire, traffic
 
 _LEDGER_STEP = 2  # the third: the first makes optimizer state, in the second DDP lays its buckets anew
 
@@ -39,6 +39,7 @@ class Cost:
     """What a step amounts to, for the event."""
 
     flops: int  # model FLOPs of this rank
+    recompute_flops: int  # beside them, what recompute makes it do again
     tokens: int
     peak_flops_per_s: float | None
     peak_source: str
@@ -74,23 +75,28 @@ class Trainer:
         self.run, self.spec, self.seat, self.backend, self.batches = run, spec, seat, backend, batches
         self.world, self.cost, self.progress, self.scaler, self.notes = world, cost, progress, scaler, notes
         self.clock = clock
-        self.memory = MemoryProbe(backend, seat.device, offload=spec.strategy.offload)
+        self.memory = MemoryProbe(backend, world.hub, seat.device, offload=spec.strategy.offload)
         self.voting = False  # between giving the vote and having its result
         self._steps_here = 0
         self._trace: StepTrace | None = None  # of the step in progress
-        self._ledger_due = seat.device.type == "cpu"
+        self._ledger_due = True
 
-    def step(self, *, slow: bool = False, traced: bool = False) -> StepEvent:
-        """Forward, backward, vote, update; `slow`: somebody halts it on its way; `traced`: its event carries spans.
+    def step(self, *, slow: bool = False, ledger: bool = False, traced: bool = False) -> StepEvent:
+        """Forward, backward, vote, update; `slow`: somebody halts it on its way; `ledger`: make it a ledger step; `traced`:
+        its event carries spans.
+
+        The third step after a switch is a ledger step anyway; one that is asked for earlier is put off until then.
 
         Raises RankAborted or WireTimeout when it is given up.
         """
+        self._ledger_due = self._ledger_due or ledger
         ledger = self._ledger_due and self._steps_here >= _LEDGER_STEP and not slow
-        trace = StepTrace(self.backend.units, self.seat.device) if traced and not slow else None
+        trace = StepTrace(self.backend.unit_modules(), self.seat.device) if traced and not slow else None
         meter = self.world.hub.meter
         meter.take(), meter.take_copies()  # what a switch sent
         if self.seat.device.type == "cuda":
             self.world.hub.start_clocks()
+        self.memory.begin()
         start_s = time.perf_counter()
         with self.memory.ledger() if ledger else nullcontext(), trace or nullcontext():
             self._trace = trace
@@ -118,10 +124,12 @@ class Trainer:
             mean_loss=mean_loss,
             grad_norm=norm,
             flops=self.cost.flops,
+            recompute_flops=self.cost.recompute_flops,
             peak_flops_per_s=self.cost.peak_flops_per_s,
             peak_source=self.cost.peak_source,
             memory=self.memory.read(),
-            comm=traffic(collectives),
+            memory_curve=self.memory.curve if ledger else (),
+            comm=self._traffic(collectives),
             first_after_switch=first,
             ledger=ledger,
             slow=slow,
@@ -131,6 +139,13 @@ class Trainer:
             spans=trace.spans(collectives, copies) if trace else (),
             notes=self.notes,
         )
+
+    def _traffic(self, collectives: Sequence[Collective]) -> dict[str, Traffic]:
+        """Over NCCL exposed communication is what the last ledger step found, repeated; not known before the first."""
+        if self.seat.device.type == "cpu" or self.seat.shares_gpu:
+            return traffic(collectives)
+        unknown = dict.fromkeys((c.kind for c in collectives), math.nan)
+        return traffic(collectives, unknown if self.memory.exposed is None else self.memory.exposed)
 
     def _now_at(self, part: str) -> None:
         if self._trace is not None:

@@ -181,15 +181,17 @@ class Run(Awaited["Run"]):
         *,
         steps: int | None = None,
         fresh: bool = True,
+        ledger_every: int | None = None,
         prepare: Callable[[Spec], None] = lambda spec: None,
         run_id: str | None = None,
     ) -> None:
         """`prepare(spec)` is called on the driver before anything is sent: it sees to the right ranks."""
         super().__init__()
-        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-            raise SpecError("steps", f"{steps!r} is refused", "give a whole number of 1 or more, or None for no end")
+        _whole_number("steps", steps, "no end")
+        _whole_number("ledger_every", ledger_every, "only those that are asked for")
         self.id = run_id or secrets.token_hex(4)
         self.steps = steps
+        self.ledger_every = ledger_every
         self.events = EventStore()
         self.switches: list[Switch] = []
         self.refused: SpecError | None = None
@@ -204,6 +206,7 @@ class Run(Awaited["Run"]):
         self._pending: Spec | None = None
         self._tickets: list[Ticket] = []
         self._paused = False
+        self._ledger = False  # asked for and not yet sent
         self._stop_s: float | None = None  # when a stop was asked for, on the monotonic clock
         self._stop_reason = ""
         self._step = 0
@@ -321,6 +324,19 @@ class Run(Awaited["Run"]):
             self._changed.notify_all()
         return ticket
 
+    def ledger(self) -> None:
+        """Make the next step a ledger step: it measures memory by class and over time, and is left out of medians.
+
+        Its events have `ledger` set and a `memory_curve`. The third step after each switch is one anyway.
+
+        Raises:
+            ClusterError: the run is over.
+        """
+        with self._changed:
+            if self._state.over or self._stop_s is not None:
+                raise ClusterError(f"run {self.id} is {self._state.value}; start another one with lab.run")
+            self._ledger = True
+
     def pause(self) -> None:
         """Holds after the running chunk; parameters and optimizer state stay on the ranks."""
         with self._changed:
@@ -394,9 +410,12 @@ class Run(Awaited["Run"]):
     def _chunk_of_steps(self) -> bool:
         """One chunk on all ranks. Returns whether it was interrupted."""
         left = self._chunk if self.steps is None else min(self._chunk, self.steps - self._done_steps)
+        ledgers = self._ledgers(left)
         told = threading.Event()  # after that, what still arrives was in the return values
         results = self._await(
-            self._ranks.submit("train", take=lambda data: None if told.is_set() else self._take(data), steps=left)
+            self._ranks.submit(
+                "train", take=lambda data: None if told.is_set() else self._take(data), steps=left, ledgers=ledgers
+            )
         )
         for result in results:
             self._keep(result["events"])
@@ -408,6 +427,14 @@ class Run(Awaited["Run"]):
             fits = round(CHUNK_S / max(max(times), 1e-6))
             self._chunk = max(1, min(fits, self._chunk * GROWTH, CHUNK_STEPS))
         return any(r["stopped"] for r in results)
+
+    def _ledgers(self, count: int) -> list[int]:
+        """Which of the next steps are to be ledger steps."""
+        with self._changed:
+            asked, self._ledger = self._ledger, False
+        numbers = range(self._step, self._step + count)
+        every = self.ledger_every
+        return [n for n in numbers if (asked and n == self._step) or (every is not None and (n + 1) % every == 0)]
 
     def _await(self, call: Call) -> list[Any]:
         """The results of a call; while it lasts, a stop is heard and becomes an interrupt."""
@@ -491,3 +518,9 @@ class Run(Awaited["Run"]):
         for ticket in tickets:
             ticket.settle(None, None)
         self._end()
+
+
+def _whole_number(name: str, value: int | None, none: str) -> None:
+    """Raises SpecError for what is no count of steps; `none` says what None stands for."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise SpecError(name, f"{value!r} is refused", f"give a whole number of 1 or more, or None for {none}")

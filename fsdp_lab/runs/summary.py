@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp_lab.events import StepEvent
+from fsdp_lab.events import Role, StepEvent
 from fsdp_lab.runs.table import Table, count, duration, size
 from fsdp_lab.spec import Spec
 
@@ -33,11 +33,17 @@ def summarize(spec: Spec, events: Sequence[StepEvent]) -> dict[str, Any]:
         "step_time_s": {"median": quantile(times, 0.5), "p10": quantile(times, 0.1), "p90": quantile(times, 0.9)},
         "tokens_per_s": median([sum(e.tokens for e in s) / slowest(s) for s in counted]),
         "tflops_per_rank": [median([s[r].tflops for s in counted]) for r in ranks],
+        "mfu_per_rank": [median([share for s in counted if (share := s[r].mfu) is not None]) for r in ranks],
+        "hfu_per_rank": [median([share for s in counted if (share := s[r].hfu) is not None]) for r in ranks],
+        "peak_flops_source": steps[-1][0].peak_source if steps else "",
         "peak_memory_bytes": [max(s[r].memory.peak_bytes for s in steps) for r in ranks],
+        "memory_at_peak_bytes": {k.value: [steps[-1][r].memory.at_peak.of_role(k) for r in ranks] for k in Role},
         "rss_bytes": [steps[-1][r].memory.rss_bytes for r in ranks],
         "comm_s_per_step": {k: median([statistics.fmean(seconds(e, k) for e in s) for s in counted]) for k in kinds},
         "comm_bytes_per_step": {k: rounded(median([link_bytes(s[0], k) for s in counted])) for k in kinds},
-        "exposed_comm_s_per_step": {k: median([statistics.fmean(exposed(e, k) for e in s) for s in counted]) for k in kinds},
+        "exposed_comm_s_per_step": {
+            k: median(known([statistics.fmean(exposed(e, k) for e in s) for s in counted])) for k in kinds
+        },
     }
 
 
@@ -74,6 +80,11 @@ def link_bytes(event: StepEvent, kind: str) -> float:
     return event.comm[kind].link_bytes if kind in event.comm else 0.0
 
 
+def known(values: Sequence[float]) -> list[float]:
+    """Without what was not measured."""
+    return [v for v in values if math.isfinite(v)]
+
+
 def median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
@@ -100,30 +111,34 @@ def step_table(steps: Sequence[Step], specs: dict[str, Spec], caption: str = "",
     is exposed, highest peak."""
     marked = any(e[0].first_after_switch or e[0].ledger for e in steps)
     legend = ("* first step after a switch, or slowed by measuring: not counted in medians",) if marked else ()
+    recomputes = any(e.recompute_flops for step in steps for e in step)
+    shares = ("MFU", "HFU") if recomputes else ("MFU",)
+    figures = ("step", "loss", "grad norm", "step time", "tokens/s", "TFLOPS/rank", *shares, "peak/rank", "comm/rank")
     return Table(
-        columns=(
-            "step",
-            "loss",
-            "grad norm",
-            "step time",
-            "tokens/s",
-            "TFLOPS/rank",
-            "MFU",
-            "peak/rank",
-            "comm/rank",
-            "exposed",
-            "how",
-        ),
-        rows=tuple(row(step, specs.get(step[0].spec_id)) for step in steps),
+        columns=(*figures, "exposed", "how"),
+        rows=tuple(row(step, specs.get(step[0].spec_id), hfu=recomputes) for step in steps),
         caption=caption,
-        notes=(*legend, *notes),
+        notes=(*legend, *relation(steps, shares), *notes),
         left=frozenset({"how"}),
     )
 
 
-def row(step: Step, spec: Spec | None) -> tuple[str, ...]:
+def relation(steps: Sequence[Step], shares: Sequence[str]) -> tuple[str, ...]:
+    """What utilisation is relative to, in words: the best of the device, and where that figure is from."""
+    peaks = {e.peak_source: e.peak_flops_per_s for step in steps for e in step if e.peak_flops_per_s}
+    said = "; ".join(f"{peak / 1e12:.3g} TFLOPS a rank ({source})" for source, peak in peaks.items())
+    counted = " (HFU counts recompute)" if "HFU" in shares else ""
+    return (f"{' and '.join(shares)}{counted} relative to {said}",) if peaks else ()
+
+
+def percent(shares: Sequence[float | None]) -> str:
+    """The mean of those that are known."""
+    known = [share for share in shares if share is not None]
+    return f"{statistics.fmean(known):.1%}" if known else "–"
+
+
+def row(step: Step, spec: Spec | None, *, hfu: bool = False) -> tuple[str, ...]:
     first, time_s = step[0], slowest(step)
-    mfu = [e.mfu for e in step if e.mfu is not None]
     return (
         f"{first.step}{'' if first.counts else '*'}",
         f"{first.mean_loss:.4f}",
@@ -131,7 +146,8 @@ def row(step: Step, spec: Spec | None) -> tuple[str, ...]:
         duration(time_s),
         count(sum(e.tokens for e in step) / time_s),
         f"{statistics.fmean(e.tflops for e in step):.3g}",
-        f"{statistics.fmean(mfu):.1%}" if mfu else "–",
+        percent([e.mfu for e in step]),
+        *([percent([e.hfu for e in step])] if hfu else []),
         size(max(e.memory.peak_bytes for e in step)),
         duration(statistics.fmean(sum(t.seconds for t in e.comm.values()) for e in step)),
         duration(statistics.fmean(e.exposed_comm_s for e in step)),
@@ -145,4 +161,5 @@ def how(spec: Spec | None) -> str:
         return ""
     s = spec.strategy
     precision = s.precision if isinstance(s.precision, str) else f"{s.precision.param}/{s.precision.reduce}"
-    return " ".join([s.backend, s.sharding, precision, *([f"offload {s.offload}"] if s.offload != "none" else [])])
+    words = [s.backend, s.sharding, precision, *([f"offload {s.offload}"] if s.offload != "none" else [])]
+    return " ".join([*words, *([f"link {spec.link}"] if spec.link else [])])

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fsdp_lab.wire.link import Alarm, Link, Way, pause_until
 from fsdp_lab.wire.meter import Collective, Meter
 
 
@@ -82,7 +83,11 @@ class Hub:
         self.reduction = reduction
         self.timeout_s = timeout_s
         self.last: Collective | None = None
+        self.watch: Callable[[Sequence[torch.Tensor]], None] | None = None  # told what a collective is about to move
         self._unit = ""  # whose collectives are issued now
+        self.link: Link | None = None  # emulated; None: what is real is enough
+        self.alarm = Alarm()
+        self._given_up = threading.Event()  # set while `aborted`: wakes who waits for the link
         self._sequence = 0
         self._ordinals: Counter[str] = Counter()  # by group
         self._why: str | None = None
@@ -187,6 +192,32 @@ class Hub:
             issued.end_s = issued.start_s = began[1] + began[0].elapsed_time(event) / 1e3
             with contextlib.suppress(RuntimeError):  # timing is off in this build
                 issued.start_s = issued.end_s - work._get_duration() / 1e3
+            issued.end_s = max(issued.end_s, issued.link_end_s or 0.0)
+
+    # -- the emulated link: see link.py ---------------------------------------------------------------------------
+
+    @contextmanager
+    def linked(self, link: Link | None) -> Iterator[None]:
+        """Inside, collectives take this link, which has nothing on it at first."""
+        if link is not None:
+            link.clear()
+        self.link = link
+        try:
+            yield
+        finally:
+            self.link = None
+
+    def book(self, issued: Collective, way: Way = Way.BOTH) -> None:
+        """Queue a collective on the link. The lab's own vote is not queued, nor what stays in one rank; a barrier is,
+        with its latency alone."""
+        if self.link is not None and issued.size > 1 and issued.kind != "control":
+            issued.link_end_s = self.link.book(issued.issue_s, issued.link_bytes, way)
+
+    def await_link(self, issued: Collective) -> None:
+        """Wait until the link has carried it. Raises RankAborted at once after an abort."""
+        if issued.link_end_s is not None:
+            pause_until(issued.link_end_s, self._given_up)
+            self.check()
 
     # -- abort and after ------------------------------------------------------------------------------------------
 
@@ -206,6 +237,8 @@ class Hub:
             if self._why is None:
                 self._why = why
             waiting = list(self._open)
+        self._given_up.set()
+        self.alarm.clear()
         for work in waiting:
             work.void()
 
@@ -213,6 +246,7 @@ class Hub:
         """After an abort, once its groups are buried: collectives may be issued again."""
         with self._lock:
             self._why = None
+            self._given_up.clear()
             self._open = weakref.WeakSet()
         self._unit = ""
         self._ordinals.clear()  # a step that was given up may have been so at another collective on each rank

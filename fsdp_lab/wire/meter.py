@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_lab.events import Traffic
@@ -50,6 +50,7 @@ class Collective:
     start_s: float | None = None  # when the device began with it; None on a CPU
     end_s: float | None = None  # its results are there; None where nobody was told
     waits: list[tuple[float, float]] = field(default_factory=list)  # from and to: somebody computed nothing meanwhile
+    link_end_s: float | None = None  # when the emulated link has carried it; None: there is none
     by_future: bool = False  # it is waited for in C++, where nobody sees the wait: DDP's reducer
 
     @property
@@ -97,9 +98,9 @@ class Meter:
         return taken
 
 
-def traffic(collectives: Sequence[Collective]) -> dict[str, Traffic]:
-    """By kind. One that has not ended counts no seconds."""
-    shown = exposed(collectives)
+def traffic(collectives: Sequence[Collective], shown: Mapping[str, float] | None = None) -> dict[str, Traffic]:
+    """By kind. One that has not ended counts no seconds. `shown`: what is exposed, where another knows it better."""
+    shown = exposed(collectives) if shown is None else shown
     found: dict[str, Traffic] = {}
     for c in collectives:
         seconds = 0.0 if c.end_s is None else c.end_s - c.began_s

@@ -20,8 +20,9 @@ from fsdp_lab.spec import Spec
 
 TINY = ["--model", "gpt2-1m", "--seq-len", "16", "--micro-batch", "1"]
 KEYS = {
-    *("spec", "losses", "step_time_s", "tokens_per_s", "tflops_per_rank"),
-    *("peak_memory_bytes", "rss_bytes", "comm_s_per_step", "comm_bytes_per_step", "exposed_comm_s_per_step"),
+    *("spec", "losses", "step_time_s", "tokens_per_s", "tflops_per_rank", "mfu_per_rank", "hfu_per_rank"),
+    *("peak_flops_source", "peak_memory_bytes", "memory_at_peak_bytes", "rss_bytes"),
+    *("comm_s_per_step", "comm_bytes_per_step", "exposed_comm_s_per_step"),
 }
 
 
@@ -43,6 +44,12 @@ def test_values_are_read_as_their_fields_types():
     assert made["strategy"]["compile"] is True
     assert made["strategy"]["shard_size"] is None
     assert made["strategy"]["offload"] == "none"
+
+
+def test_links_are_a_list_whose_latencies_have_commas_too():
+    made = dicts("--link", "none, 0.25GB/s, 50us,nvlink of h100", "--backend", "lab,fsdp2")
+    links = [None, "0.25 GB/s, 50 us", "nvlink of h100"]
+    assert [(d["strategy"]["backend"], d["link"]) for d in made] == [(b, link) for b in ("lab", "fsdp2") for link in links]
 
 
 def test_one_device_serves_all_ranks():
@@ -72,6 +79,8 @@ def test_combinations_that_cannot_be_are_listed_with_their_reason():
         (["compare", "--json", "/no/such/folder/file.json"], "--json"),
         (["compare", "--backend", "ddp", "--sharding", "full_shard"], "every combination is refused"),
         (["compare", "--model", "gpt9-1m"], "every combination is refused"),
+        (["compare", "--link", "0 GB/s"], "link: a bandwidth of 0 GB/s"),
+        (["run", "{good}", "--link", "0.25 GB/s, soon"], "link: 'soon' is no latency"),
         (["run", "/no/such/spec.json"], "cannot read"),
         (["run", "{broken}"], "is not JSON"),
         (["run", "{unknown}"], "workload.modle"),

@@ -111,7 +111,7 @@ class Session:
         self.spec, self.run, self.fresh = spec, run, True
         return {"step": self.step, "seconds": time.perf_counter() - began, "carried": carried, "parameters": 10, "notes": []}
 
-    def train(self, steps):
+    def train(self, steps, ledgers=()):
         events, stopped, self.flag = [], False, b"\0"
         before = signal.signal(signal.SIGINT, self.interrupted)
         try:

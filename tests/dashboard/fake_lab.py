@@ -5,6 +5,7 @@ It has the members of `fsdp_lab.lab.Lab` and `Run` that the dashboard uses, and 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -13,7 +14,7 @@ import time
 import weakref
 from typing import Any
 
-from fsdp_lab.events import Memory, StepEvent, Traffic
+from fsdp_lab.events import Classes, Memory, MemorySample, StepEvent, Traffic
 from fsdp_lab.runs import EventStore, RunState, SlowMotion, Switch, Ticket
 from fsdp_lab.runs.slow_motion import SlowStep
 from fsdp_lab.spec import Spec, SpecError
@@ -66,6 +67,10 @@ def event(spec: Spec, run: str, rank: int, step: int, *, first: bool = False, se
     if first:
         step_time *= 6
         comm = {k: Traffic(calls=t.calls, link_bytes=t.link_bytes, seconds=t.seconds * 4) for k, t in comm.items()}
+    peak = Classes(
+        parameters_bytes=parameters, optimizer_bytes=optimizer, gradients_bytes=gradients // 2,
+        unsharded_bytes=working // 4, activations_bytes=working // 2, communication_bytes=working // 8, other_bytes=MIB // 8,
+    )  # fmt: skip
     spans, begin_s = (), 0.0
     if step % TRACED_EVERY == TRACED_EVERY - 1:
         about_s = flops / 45e9 + 0.3 * sum(t.seconds / noise for t in comm.values())  # the same for all ranks
@@ -79,10 +84,25 @@ def event(spec: Spec, run: str, rank: int, step: int, *, first: bool = False, se
         grad_norm=0.4 + chance.random() / 5, flops=flops, peak_flops_per_s=110e9, peak_source="measured, 512 x 512 fp32",
         memory=Memory(
             parameters_bytes=parameters, gradients_bytes=gradients, optimizer_bytes=optimizer, host_bytes=host,
-            working_bytes=working, peak_bytes=parameters + gradients + optimizer + working, rss_bytes=900 * MIB,
+            at_peak=peak, peak_bytes=peak.total_bytes, allocated_bytes=parameters + optimizer,
+            outside_bytes=900 * MIB, limit_bytes=64 << 30, rss_bytes=900 * MIB,
         ),
+        memory_curve=curve(peak, step_time) if step % 50 == 10 else (),
         begin_s=begin_s, clock_error_s=0.00012, spans=spans, comm=comm, first_after_switch=first, ledger=step % 50 == 10,
         notes=("CPU and Gloo: the shapes are right, the times are not a GPU's.",),
+    )  # fmt: skip
+
+
+def curve(peak: Classes, seconds: float) -> tuple[MemorySample, ...]:
+    """Six units, there and back; activations come and go, gradients come."""
+    units = ["root", *(f"h.{i}" for i in range(6))]
+    way = [("begin", "root", 0.0), *(("forward", u, i / 6) for i, u in enumerate(units)),
+           *(("backward", u, 1 - i / 6) for i, u in enumerate(units[::-1])), ("update", "root", 0.0)]  # fmt: skip
+    return tuple(
+        MemorySample(at_s=seconds * i / len(way), phase=phase, unit=unit, moment="begin", classes=dataclasses.replace(
+            peak, activations_bytes=int(share * peak.activations_bytes),
+            gradients_bytes=int((1 - share) * peak.gradients_bytes) if phase == "backward" else 0))
+        for i, (phase, unit, share) in enumerate(way)
     )  # fmt: skip
 
 

@@ -15,8 +15,9 @@ from bokeh.models import ColumnDataSource, HoverTool
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels import PANELS, Assembler, Frame, Step
 from fsdp_lab.dashboard.panels.communication import CommunicationPanel
+from fsdp_lab.dashboard.panels.ledger import LedgerPanel
 from fsdp_lab.dashboard.panels.loss import LossPanel
-from fsdp_lab.dashboard.panels.memory import MemoryPanel
+from fsdp_lab.dashboard.panels.memory import ON_DEVICE, MemoryPanel
 from fsdp_lab.dashboard.panels.steps import StepsPanel
 from fsdp_lab.dashboard.panels.tflops import TflopsPanel
 from fsdp_lab.dashboard.panels.throughput import ThroughputPanel
@@ -167,6 +168,20 @@ def test_mfu_says_what_it_is_relative_to():
     assert panel.patches()["tflops.mfu"]["end"] == pytest.approx(scale)
 
 
+def test_hfu_is_named_where_something_is_recomputed():
+    plain, again = TflopsPanel(Frame(), 2), TflopsPanel(Frame(), 2)
+    told = steps(4)
+    plain.update(told)
+    more = [Step(number=s.number, events=tuple(dataclasses.replace(e, recompute_flops=e.flops // 4) for e in s.events))
+            for s in told]  # fmt: skip
+    again.update(more)
+    assert "HFU" not in plain.captions().reading and "% HFU" in again.captions().reading
+    assert "HFU counts recompute; both are relative to 0.110 TFLOPS" in again.captions().note
+    mfu, hfu = columns(again)["mfu_percent"], columns(again)["hfu_percent"]
+    assert hfu == pytest.approx([1.25 * share for share in mfu])
+    assert columns(plain)["hfu_percent"] == columns(plain)["mfu_percent"]
+
+
 def test_no_peak_no_mfu():
     panel = TflopsPanel(Frame(), 2)
     told = [
@@ -183,7 +198,7 @@ def test_memory_stacks_classes_up_to_the_peak_and_keeps_the_host_apart():
     panel.update(steps(3, offload="all"))
     now = columns(panel, 0)
     for i in range(2):
-        stack = sum(now[c][i] for c in ("parameters", "gradients", "optimizer", "working"))
+        stack = sum(now[c][i] for c in ON_DEVICE)
         assert stack == pytest.approx(now["peak"][i])
     assert now["host"][0] > 0
     assert "on the host" in panel.captions().reading
@@ -229,6 +244,44 @@ def test_memory_that_stands_still_is_not_painted_again():
     generation = panel.sources[0].generation
     panel.update([Step(number=1, events=step.events)])
     assert panel.sources[0].generation == generation
+
+
+def test_the_limit_is_drawn_within_reach_and_said_always():
+    panel = MemoryPanel(Frame(), 2)
+    told = steps(2)
+    panel.update(told[:1])
+    assert panel.patches()["memory.now.limit"]["visible"] is False
+    assert "limit 64.0 GiB" in panel.captions().reading
+    near = 2 * told[1].events[0].memory.peak_bytes
+    panel.update([
+        Step(number=1, events=tuple(
+            dataclasses.replace(e, memory=dataclasses.replace(e.memory, limit_bytes=near)) for e in told[1].events))
+    ])  # fmt: skip
+    line = panel.patches()["memory.over.limit"]
+    assert line["visible"] and line["location"] == pytest.approx(near / (1 << 20))
+    assert panel.patches()["memory.over.y"]["end"] > line["location"]
+    assert panel.captions().legend[-1].label == "limit"
+    assert "outside the allocator 900 MiB more" in panel.captions().note
+
+
+def test_memory_within_a_step_is_of_the_fullest_rank_of_the_last_ledger_step():
+    panel = LedgerPanel(Frame(), 2)
+    told = steps(80)
+    assert panel.update(told[:10]) == 0
+    panel.update(told[10:])
+    step = told[60]
+    fullest = max(step.events, key=lambda e: e.memory.peak_bytes)
+    curve = columns(panel, 0)
+    assert len(curve["ms"]) == len(fullest.memory_curve)
+    for i, sample in enumerate(fullest.memory_curve):
+        assert curve["ms"][i] == pytest.approx(1e3 * sample.at_s)
+        assert sum(curve[c][i] for c in ON_DEVICE) == pytest.approx(curve["total"][i])
+        assert curve["activations"][i] == pytest.approx(sample.classes.activations_bytes / (1 << 20))
+    assert panel.sources[1].all().texts["label"] == ["begin", "forward", "backward", "update"]
+    assert columns(panel, 2)["total"] == [max(curve["total"])]
+    assert f"rank {fullest.rank} in step 60" in panel.captions().reading
+    assert panel.patches()["ledger.x"]["end"] >= curve["ms"][-1]
+    assert panel.update(told[61:]) == 0  # nothing new to draw
 
 
 def test_communication_is_by_kind_and_rank_with_link_bytes():

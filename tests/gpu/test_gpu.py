@@ -38,7 +38,7 @@ def _train(place: Place, plan: list[dict[str, Any]], shared: int) -> list[dict[s
 
 
 def plan(world_size: int, **changes: Any) -> list[dict[str, Any]]:
-    base = Spec(world_size=world_size).replace(model=SMALL, seq_len=32, micro_batch=2, lr=0.01, **changes)
+    base = Spec(world_size=world_size).replace(model=SMALL, seq_len=32, micro_batch=2, lr=0.01).replace(**changes)
     return [base.replace(**one).to_dict() for one in EACH]
 
 
@@ -49,8 +49,25 @@ def test_one_rank_over_nccl(pool: Pool, precision: str) -> None:
     assert all(math.isfinite(e.mean_loss) for e in events)
     assert events[-1].mean_loss < events[0].mean_loss
     for e in events:
-        assert e.memory.peak_bytes > 0 and e.memory.reserved_bytes and not e.ledger and not e.notes
+        assert e.memory.peak_bytes > 0 and e.memory.reserved_bytes and not e.notes
         assert e.peak_flops_per_s and e.mfu
+    assert [e.ledger for e in events] == [False, False, True] * len(EACH)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_ledger_s_sum_is_what_the_allocator_says(pool: Pool, precision: str) -> None:
+    """At the peak and between steps, within 1%, and little of it is of no class."""
+    (said,) = pool.run(_train, 1, plan(1, precision=precision, model="gpt2-10m"), 1, reduction=None)
+    events = [StepEvent.from_dict(e) for e in said if e["ledger"]]
+    assert len(events) == len(EACH)
+    for e, changes in zip(events, EACH, strict=True):
+        found = max((s.classes for s in e.memory_curve), key=lambda c: c.total_bytes)
+        assert found.total_bytes == pytest.approx(e.memory.peak_bytes, rel=0.01), changes
+        assert e.memory_curve[-1].classes.total_bytes == pytest.approx(e.memory.allocated_bytes, rel=0.01, abs=1e6), changes
+        assert e.memory.at_peak.total_bytes == pytest.approx(e.memory.peak_bytes, rel=0.01), changes
+        assert e.memory.limit_bytes is not None and e.memory.reserved_bytes is not None
+        assert e.memory.peak_bytes <= e.memory.reserved_bytes <= e.memory.limit_bytes
+        assert e.memory.outside_bytes > 0
 
 
 def test_two_ranks_share_one_gpu_over_gloo(pool: Pool) -> None:

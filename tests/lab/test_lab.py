@@ -115,6 +115,9 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(lab: Lab):
         run.apply(world_size=3)
     with pytest.raises(SpecError, match="steps"):
         lab.run(steps=0)
+    for wrong in (0, -3, 2.5, True):
+        with pytest.raises(SpecError, match="ledger_every: .* is refused; give a whole number of 1 or more, or None"):
+            lab.run(ledger_every=wrong)  # type: ignore[arg-type]
     assert run.state is RunState.RUNNING and run.pending is None
 
 

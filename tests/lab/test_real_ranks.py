@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fsdp_lab.cluster import RankError, RankLost
+from fsdp_lab.cluster import ClusterError, RankError, RankLost
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
 from fsdp_lab.spec import SpecError
@@ -53,6 +53,24 @@ def test_a_run_trains_and_tells_all(lab: Lab):
     assert entry["comm_bytes_per_step"]["all_gather"] > 0 and all(p > 0 for p in entry["peak_memory_bytes"])
     assert all("CPU" in note for e in run.events.latest().values() for note in e.notes)
     assert [s.step for s in lab.rank_status()] == [12, 12]
+
+
+def test_ledger_steps_every_n_steps_and_on_demand(lab: Lab):
+    run = lab.run(**SMALL, steps=12, ledger_every=5).wait(90)
+    told = run.events.since()[0]
+    assert sorted({e.step for e in told if e.ledger}) == [2, 4, 9]  # the third after a switch is one anyway
+    assert all(bool(e.memory_curve) == e.ledger for e in told)
+    assert sum(run.summary()["memory_at_peak_bytes"]["activations"]) > 0
+    with pytest.raises(ClusterError, match="finished"):
+        run.ledger()
+    run = going(lab)
+    until(lambda: any(e.ledger for e in run.events.since()[0]), 60)
+    asked_at = run.step
+    run.ledger()
+    until(lambda: any(e.ledger and e.step >= asked_at for e in run.events.since()[0]), 60)
+    run.stop(10)
+    late = {e.step for e in run.events.since()[0] if e.ledger and e.step > 2}
+    assert len(late) == 1  # once, on all ranks alike
 
 
 def test_strategies_change_under_way_and_the_losses_are_those_of_a_run_that_never_changed(lab: Lab):

@@ -11,7 +11,8 @@ from fsdp_lab.runs.summary import quantile, step_table, summarize
 from fsdp_lab.runs.table import Table, duration, size
 from tests.lab.events import SPEC, event, steps
 
-KEYS = ["spec", "losses", "step_time_s", "tokens_per_s", "tflops_per_rank", "peak_memory_bytes", "rss_bytes",
+KEYS = ["spec", "losses", "step_time_s", "tokens_per_s", "tflops_per_rank", "mfu_per_rank", "hfu_per_rank",
+        "peak_flops_source", "peak_memory_bytes", "memory_at_peak_bytes", "rss_bytes",
         "comm_s_per_step", "comm_bytes_per_step", "exposed_comm_s_per_step"]  # fmt: skip
 
 
@@ -72,6 +73,21 @@ def test_the_table_reads_as_text_and_as_html():
     html = table._repr_html_()
     assert "a &lt;run&gt;" in html and html.count("<tr>") == 3 and "tabular-nums" in html
     assert len(table) == 2
+
+
+def test_utilisation_is_relative_to_a_peak_with_its_source_and_recompute_makes_it_two():
+    known = {"flops": 10**9, "peak_flops_per_s": 2e11, "peak_source": "a data sheet"}
+    plain, again = steps(0, **known), steps(1, **known, recompute_flops=10**9 // 4)
+    entry = summarize(SPEC, again)
+    assert entry["mfu_per_rank"] == [0.05, 0.05] and entry["hfu_per_rank"] == [0.0625, 0.0625]
+    assert entry["peak_flops_source"] == "a data sheet"
+    table = step_table([plain], {})
+    assert "HFU" not in table.columns and "note: MFU relative to 0.2 TFLOPS a rank (a data sheet)" in repr(table)
+    table = step_table([plain, again], {})
+    at = table.columns.index("HFU")
+    assert [r[at - 1 : at + 1] for r in table.rows] == [("5.0%", "5.0%"), ("5.0%", "6.2%")]
+    assert "MFU and HFU (HFU counts recompute) relative to" in repr(table)
+    assert summarize(SPEC, steps(0, peak_flops_per_s=None))["hfu_per_rank"] == [None, None]
 
 
 def test_an_empty_table_is_a_table():

@@ -6,10 +6,16 @@ import math
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_lab.models import build_skeleton, device_peak, flops_per_sample, resolve
+from fsdp_lab.backends.wrapping import prepare, recomputed
+from fsdp_lab.models import build_skeleton, count_flops, device_peak, flops_per_sample, peaks, resolve
+from fsdp_lab.models.facts import facts_of
+from fsdp_lab.models.flops import _batch
 from fsdp_lab.models.peaks import _from_table, measured_peak
-from fsdp_lab.spec import SpecError
+from fsdp_lab.spec import SpecError, Strategy
+from tests.models.small import filled
 
 
 @pytest.mark.parametrize("name", ["gpt2-1m", "gpt2-10m", "gpt2-124m", "llama-1m", "llama-10m", "llama-1b"])
@@ -24,6 +30,58 @@ def test_a_decoder_costs_6n_and_12lhs_a_token(name: str, seq_len: int) -> None:
         matrices += config.vocab_size * config.hidden_size
     per_token = 6 * matrices + 12 * config.num_hidden_layers * config.hidden_size * seq_len
     assert flops_per_sample(config, seq_len) == per_token * seq_len
+
+
+@pytest.mark.parametrize(("name", "seq_len"), [("gpt2-124m", 1024), ("llama-1b", 2048), ("llama-7b", 4096)])
+def test_the_published_rule_is_met_within_two_percent(name: str, seq_len: int) -> None:
+    """6 N + 12 L H S a token, at the lengths that people train at, with N as papers count it: all parameters but
+    embedding tables that are not the output head too, norms and biases among them."""
+    config = resolve(name)
+    model = build_skeleton(config)
+    counted = sum(p.numel() for n, p in model.named_parameters() if n.split(".")[-2] not in ("wte", "wpe", "embed_tokens"))
+    counted += config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
+    rule = 6 * counted + 12 * config.num_hidden_layers * config.hidden_size * seq_len
+    assert flops_per_sample(config, seq_len) / seq_len == pytest.approx(rule, rel=0.02)
+
+
+# -- recompute -------------------------------------------------------------------------------------------------------
+
+RECOMPUTED = ["gpt2-1m", "llama-1m", "bert-1m", "t5-1m", "vit-1m", "resnet-1m"]
+
+
+def counted_while_training(name: str, seq_len: int, recompute: str) -> int:
+    """FLOPs of a real forward and backward of one sample on the CPU, under the checkpoints that backends put in."""
+    model = filled(name)
+    prepare(model, Strategy(recompute=recompute))
+    batch = {n: torch.zeros(t.shape, dtype=t.dtype) for n, t in _batch(facts_of(resolve(name)), seq_len).items()}
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the counter knows no CPU attention
+        model(**batch)["loss"].backward()
+    return int(counter.get_total_flops()) // len(batch["labels"])
+
+
+@pytest.mark.parametrize(("name", "recompute"), [*((name, "full") for name in RECOMPUTED), ("llama-1m", "every:2")])
+def test_recompute_is_counted_as_a_device_does_it(name: str, recompute: str) -> None:
+    strategy = Strategy(recompute=recompute)
+    found = count_flops(resolve(name), 32, lambda model: recomputed(model, strategy))
+    plain = counted_while_training(name, 32, "none")
+    assert counted_while_training(name, 32, recompute) - plain == found.recompute > 0
+    assert found.model == flops_per_sample(resolve(name), 32) == plain
+
+
+def test_recompute_of_a_block_stops_before_its_last_product() -> None:
+    """In closed form: the weights of all blocks but each one's last, and both products of attention."""
+    config, tokens = resolve("gpt2-124m"), 1024
+    width, layers = config.hidden_size, config.num_hidden_layers
+    weights = 12 * width**2 - 4 * width**2  # of a block; its last is [4 H, H]
+    by_hand = layers * (2 * weights * tokens + 4 * width * tokens**2)
+    strategy = Strategy(recompute="full")
+    found = count_flops(config, tokens, lambda model: recomputed(model, strategy))
+    assert found.recompute == by_hand
+    assert 0.15 < found.recompute / found.model < 1 / 3
+
+
+def test_nothing_is_recomputed_where_nothing_is_asked_for() -> None:
+    assert count_flops(resolve("gpt2-1m"), 32).recompute == 0
 
 
 def test_resnet_50_costs_what_is_published() -> None:
@@ -56,6 +114,15 @@ def test_a_cpu_is_measured_and_says_so() -> None:
     peak = device_peak("cpu", torch.float32)
     assert peak.flops_per_s is not None and math.isfinite(peak.flops_per_s) and peak.flops_per_s > 1e8
     assert "measured" in peak.source and "float32" in peak.source
+
+
+def test_a_gpu_that_is_not_in_the_table_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce GTX 1080")
+    monkeypatch.setattr(peaks, "measured_peak", lambda *given: asked.append(given) or peaks.Peak(1e12, "measured: here"))
+    assert device_peak("cuda:0", torch.float32).source == "measured: here" and len(asked) == 1
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert device_peak("cuda:0", torch.bfloat16) == (989.4e12, "NVIDIA H200 data sheet, dense bf16") and len(asked) == 1
 
 
 def test_a_dtype_without_matrix_products_has_no_peak() -> None:

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.profiler import DeviceType
 
 from fsdp_lab.events import StepEvent
 from fsdp_lab.rank import clocks
+from fsdp_lab.rank.profiled import exposed_on_device
 from fsdp_lab.spans import Span, Track, exposed_by_unit
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, session, spec
@@ -119,3 +121,31 @@ def test_clocks_are_compared_over_the_wire(pool: Pool) -> None:
         for clock, wanted in ((true, 0.0), (apart, -AHEAD_S if rank == 1 else 0.0)):
             assert clock.error_s is not None and clock.error_s < 0.1
             assert abs(clock.offset_s - wanted) <= clock.error_s + 1e-6
+
+
+# -- a GPU's kernels -------------------------------------------------------------------------------------------------
+
+
+def kernel(name: str, start: int, end: int, *, on_gpu: bool = True) -> SimpleNamespace:
+    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    return SimpleNamespace(
+        name=lambda: name, device_type=lambda: kind, start_ns=lambda: start * 10**9, end_ns=lambda: end * 10**9
+    )
+
+
+def test_what_a_gpu_waits_for_is_read_from_its_kernels() -> None:
+    gather, scatter = "ncclDevKernel_AllGather_RING_LL(...)", "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(...)"
+    kernels = [
+        kernel("gemm", 0, 4),
+        kernel(gather, 2, 7),  # 4 to 7 by itself
+        kernel("gemm", 7, 12),
+        kernel("gemm", 8, 10),
+        kernel(scatter, 9, 16),  # 12 to 16 by itself
+        kernel(gather, 14, 19),  # 16 to 19; before that the other one counts
+        kernel("Memcpy DtoH (Device -> Pinned)", 12, 16),
+        kernel("aten::mm", 4, 19, on_gpu=False),
+        kernel("ncclDevKernel_SendRecv(...)", 30, 31),
+    ]
+    assert exposed_on_device(kernels) == {"all_gather": 6.0, "reduce_scatter": 4.0, "other": 1.0}
+    assert exposed_on_device(kernels[::-1]) == exposed_on_device(kernels)
+    assert exposed_on_device([]) == {}

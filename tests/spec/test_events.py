@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fsdp_lab.events import Memory, StepEvent, Traffic
+from fsdp_lab.events import Classes, Memory, MemorySample, Role, StepEvent, Traffic
 
 
 def event(**changes: object) -> StepEvent:
@@ -21,12 +21,26 @@ def event(**changes: object) -> StepEvent:
 
 def test_json_both_ways() -> None:
     assert StepEvent.from_dict(json.loads(json.dumps(event().to_dict()))) == event()
+    classes = Classes(parameters_bytes=3, activations_bytes=4)
+    sample = MemorySample(at_s=0.25, phase="backward", unit="h.0", moment="highest", classes=classes)
+    whole = event(memory=Memory(at_peak=classes, peak_bytes=7), memory_curve=(sample,), ledger=True)
+    assert StepEvent.from_dict(json.loads(json.dumps(whole.to_dict()))) == whole
+
+
+def test_classes_are_the_roles_and_add_up() -> None:
+    sizes = {role: 2**i for i, role in enumerate(Role)}
+    classes = Classes.of(sizes)
+    assert {role: classes.of_role(role) for role in Role} == sizes
+    assert classes.total_bytes == 2 ** len(Role) - 1
 
 
 def test_what_is_derived() -> None:
     e = event()
     assert (e.tokens_per_s, e.tflops, e.mfu) == (200, 2, 0.25)
-    assert event(peak_flops_per_s=None).mfu is None
+    assert event(peak_flops_per_s=None).mfu is None and event(peak_flops_per_s=None).hfu is None
+    assert e.hfu == e.mfu and e.hardware_flops == e.flops
+    again = event(recompute_flops=10**12 // 4)
+    assert (again.hardware_flops, again.hfu, again.mfu, again.tflops) == (1.25e12, 0.3125, 0.25, 2)
     assert e.counts and not event(ledger=True).counts and not event(first_after_switch=True).counts
 
 

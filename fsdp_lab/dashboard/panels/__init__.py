@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from .base import Assembler, Captions, Frame, Key, Panel, Pinnable, Step
 from .communication import CommunicationPanel
+from .ledger import LedgerPanel
 from .loss import LossPanel
 from .memory import MemoryPanel
 from .steps import StepsPanel
@@ -23,5 +24,6 @@ PANELS: tuple[Callable[[Frame, int], Panel], ...] = (
     TflopsPanel,
     ThroughputPanel,
     LossPanel,
+    LedgerPanel,
     StepsPanel,
 )

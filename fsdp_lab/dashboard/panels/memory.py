@@ -1,23 +1,25 @@
-"""Memory of every rank by what it holds: parameters, gradients, optimizer state, working; what offload moved to the host
-apart; and the peak."""
+"""Memory of every rank by what it was for at its peak; what offload moved to the host apart; the peak, and the limit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from bokeh.layouts import row
+from bokeh.models.annotations import Span
 from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
-from ...events import Memory
+from ...events import Memory, Role
 from .. import theme
 from ..columns import Columns
 from .base import LINE_PX, Captions, Frame, Key, Patches, Step, hover, notes_of, rank_bars, sign_bars, tint, twin
 from .ranges import ZeroRange
 from .units import GIB, MIB, memory
 
-ON_DEVICE = ("parameters", "gradients", "optimizer", "working")
+ON_DEVICE = tuple(name for name in theme.MEMORY if name in tuple(Role))
+REACH = 3.0  # a limit within so many times the peak is drawn; one further off is said in words alone
 BAR, HOST_BAR = 0.5, 0.14  # heights, in ranks
 
 
@@ -33,7 +35,7 @@ class MemoryPanel:
         classes = [*ON_DEVICE, "host", "peak"]
         self._now = Columns(
             "memory.now",
-            ["rank", "bar", "host_bar", "top", "bottom", *classes, "rss", "reserved"],
+            ["rank", "bar", "host_bar", "top", "bottom", *classes, "allocated", "reserved", "outside"],
             texts=["label", "color"],
             limit=world_size,
         )
@@ -42,6 +44,7 @@ class MemoryPanel:
         self._unit = MIB
         self._bytes = np.empty((0, len(classes) + 2))  # the history in bytes, for when the unit changes
         self._captions = Captions()
+        self._limit: int | None = None
         self._drawn: object = None
         bars, history = self._draw_now(), self._draw_over(frame)
         self._root = row(bars, history, sizing_mode="stretch_width", spacing=16)
@@ -61,8 +64,10 @@ class MemoryPanel:
             sign_bars(fig, source, y="bar", end="peak", height=BAR + 0.06)
         whole = fig.hbar(y="rank", left=0, right="peak", height=0.9, source=source, fill_alpha=0, line_alpha=0)
         rows = [(theme.MEMORY[c].label, f"@{c}{{0,0.0}}") for c in (*ON_DEVICE, "host")]
-        hover(fig, whole, [("rank", "@rank"), *rows, ("peak", "@peak{0,0.0}"), ("reserved", "@reserved{0,0.0}"),
-                           ("process (RSS)", "@rss{0,0.0}")], mode="mouse")  # fmt: skip
+        hover(fig, whole, [("rank", "@rank"), *rows, ("peak", "@peak{0,0.0}"), ("between steps", "@allocated{0,0.0}"),
+                           ("reserved", "@reserved{0,0.0}"), ("outside the allocator", "@outside{0,0.0}")],
+              mode="mouse")  # fmt: skip
+        fig.add_layout(limit_line("memory.now.limit", "height"))
         return fig
 
     def _draw_over(self, frame: Frame) -> figure:
@@ -76,6 +81,7 @@ class MemoryPanel:
         peak = fig.line("step", "peak", source=source, line_width=LINE_PX)
         tint(peak.glyph, line_color="ink.peak")
         rows = [(theme.MEMORY[c].label, f"@{c}{{0,0.0}}") for c in (*ON_DEVICE, "host")]
+        fig.add_layout(limit_line("memory.over.limit", "width"))
         frame.label_markers(fig)
         hover(fig, peak, [("step", "@step"), ("fullest rank", "@rank"), *rows, ("peak", "@peak{0,0.0}")])
         return fig
@@ -95,15 +101,17 @@ class MemoryPanel:
         last = steps[-1]
         new = np.array([_fullest(s) for s in steps], dtype=np.float64)
         self._bytes = np.vstack([self._bytes, new])[-self._over.limit :]
-        unit = _unit(self._bytes[:, -1].max(), self._unit)
+        unit = unit_for(self._bytes[:, -1].max(), self._unit)
         if unit != self._unit:
             self._unit = unit
             written = self._over.replace(self._scaled(self._bytes))
         else:
             written = self._over.append(self._scaled(new))
         written += self._write_now(last)
-        self._now_range.cover(np.concatenate([self._now.column("peak"), self._now.column("host")]))
-        self._over_range.cover(np.concatenate([self._over.column("peak"), self._over.column("host")]))
+        self._limit = _drawn_limit(last)
+        line = [] if self._limit is None else [self._limit / self._unit]
+        self._now_range.cover(np.concatenate([self._now.column("peak"), self._now.column("host"), line]))
+        self._over_range.cover(np.concatenate([self._over.column("peak"), self._over.column("host"), line]))
         self._captions = self._words(steps)
         return written
 
@@ -121,7 +129,8 @@ class MemoryPanel:
         rows, labels, colors = [], [], []
         for e in step.events:
             m = e.memory
-            sizes = [b / self._unit for b in (*_classes(m), m.rss_bytes, m.reserved_bytes or 0)]
+            apart = (m.allocated_bytes, m.reserved_bytes or 0, m.outside_bytes)
+            sizes = [b / self._unit for b in (*_classes(m), *apart)]
             bar = e.rank - shift
             rows.append([e.rank, bar, e.rank + BAR / 2 + shift, bar - BAR / 2 - 0.05, bar + BAR / 2 + 0.05, *sizes])
             labels.append(memory(m.peak_bytes))
@@ -136,15 +145,23 @@ class MemoryPanel:
         memories = [e.memory for e in steps[-1].events]
         peak = max(m.peak_bytes for m in memories)
         host = max(m.host_bytes for m in memories)
-        shown = [c for c in (*ON_DEVICE, "host") if c != "host" or host]
-        legend = [Key(label=theme.MEMORY[c].label, token=f"memory.{c}", hatch=theme.MEMORY[c].hatch) for c in shown]
+        legend = class_keys((*ON_DEVICE, "host") if host else ON_DEVICE)
         legend.append(Key(label="peak", token="ink.peak", hatch="line"))
         reading = f"peak {memory(peak)} on the fullest rank" + (f", {memory(host)} on the host" if host else "")
-        return Captions(reading=reading, legend=tuple(legend), note=notes_of(steps))
+        limit = min((m.limit_bytes for m in memories if m.limit_bytes), default=None)
+        reading += f"; limit {memory(limit)}" if limit else ""
+        if self._limit is not None:
+            legend.append(Key(label="limit", token="ink.marker", hatch="dashes"))
+        outside = max(m.outside_bytes for m in memories)
+        note = f"At the peak of a step; outside the allocator {memory(outside)} more."
+        return Captions(reading=reading, legend=tuple(legend), note=f"{note} {notes_of(steps)}".strip())
 
     def patches(self) -> Patches:
         unit = "GiB" if self._unit == GIB else "MiB"
+        limit = {"visible": self._limit is not None, "location": (self._limit or 0) / self._unit}
         return {
+            "memory.now.limit": limit,
+            "memory.over.limit": limit,
             "memory.now.x": {"start": 0.0, "end": self._now_range.end},
             "memory.over.y": {"start": 0.0, "end": self._over_range.end},
             "memory.now.axis": {"axis_label": f"{unit} per rank, last step"},
@@ -153,6 +170,24 @@ class MemoryPanel:
 
     def captions(self) -> Captions:
         return self._captions
+
+
+def class_keys(names: Sequence[str]) -> list[Key]:
+    """The legend of classes."""
+    return [Key(label=theme.MEMORY[c].label, token=f"memory.{c}", hatch=theme.MEMORY[c].hatch) for c in names]
+
+
+def limit_line(name: str, dimension: Literal["height", "width"]) -> Span:
+    """A line across a plot where the device's memory ends; not visible until a patch says where."""
+    line = Span(name=name, location=0, dimension=dimension, line_dash="6 4", line_width=LINE_PX, visible=False)
+    tint(line, line_color="ink.marker")
+    return line
+
+
+def _drawn_limit(step: Step) -> int | None:
+    limits = [e.memory.limit_bytes for e in step.events if e.memory.limit_bytes]
+    peak = max(e.memory.peak_bytes for e in step.events)
+    return min(limits) if limits and min(limits) <= REACH * peak else None
 
 
 def paint_fill(glyph: object, token: str, fill: theme.Fill, *, line: bool = True, outline: str = "ink.gap") -> None:
@@ -168,8 +203,8 @@ def paint_fill(glyph: object, token: str, fill: theme.Fill, *, line: bool = True
     tint(glyph, **colors)
 
 
-def _classes(m: Memory) -> tuple[int, int, int, int, int, int]:
-    return (m.parameters_bytes, m.gradients_bytes, m.optimizer_bytes, m.working_bytes, m.host_bytes, m.peak_bytes)
+def _classes(m: Memory) -> tuple[int, ...]:
+    return (*(m.at_peak.of_role(Role(c)) for c in ON_DEVICE), m.host_bytes, m.peak_bytes)
 
 
 def _fullest(step: Step) -> list[float]:
@@ -177,7 +212,7 @@ def _fullest(step: Step) -> list[float]:
     return [step.number, e.rank, *_classes(e.memory)]
 
 
-def _unit(peak_bytes: float, unit: int) -> int:
+def unit_for(peak_bytes: float, unit: int) -> int:
     """MiB below 1 GiB, GiB above 4: between them what it was, so that the axis does not change back and forth."""
     if peak_bytes > 4 * GIB:
         return GIB

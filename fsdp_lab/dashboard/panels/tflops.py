@@ -1,4 +1,5 @@
-"""Model TFLOPS of every rank, and beside it the model FLOPs utilisation of the device's peak."""
+"""Model TFLOPS of every rank; beside it the model FLOPs utilisation (MFU) of the device's peak, and the hardware FLOPs
+utilisation (HFU), which counts recompute too."""
 
 from __future__ import annotations
 
@@ -30,11 +31,12 @@ class TflopsPanel:
         self._lines = world_size <= theme.MOST_LINES
         self._ranks = [f"rank_{r}" for r in range(world_size)] if self._lines else []
         self._table = Columns(
-            "tflops.steps", ["step", "mean", "least", "most", "mfu_percent", *self._ranks], limit=frame.limit
+            "tflops.steps", ["step", "mean", "least", "most", "mfu_percent", "hfu_percent", *self._ranks], limit=frame.limit
         )
         self._range = ZeroRange()
         self._recent: deque[float] = deque(maxlen=SMOOTH_STEPS)
         self._peak: tuple[float, str] | None = None
+        self._hardware = 1.0  # hardware FLOPs over model FLOPs, of the last step
         self._captions = Captions()
         fig = frame.plot("tflops", "model TFLOPS per rank")
         source = twin(self._table)
@@ -55,7 +57,8 @@ class TflopsPanel:
                 ("least", "@least{0.0000}"),
                 ("most", "@most{0.0000}"),
             ]
-        hover(fig, over, [*rows, ("MFU, mean", "@mfu_percent{0.0} %")])
+        shares = [("MFU, mean", "@mfu_percent{0.0} %"), ("HFU, mean", "@hfu_percent{0.0} %")]
+        hover(fig, over, [*rows, *shares])
         fig.extra_y_ranges = {"mfu": Range1d(start=0, end=1, name="tflops.mfu")}
         fig.add_layout(self._mfu_axis(), "right")
         frame.label_markers(fig)
@@ -81,6 +84,8 @@ class TflopsPanel:
         if not steps:
             return 0
         self._peak = _common_peak(steps[-1])
+        last = steps[-1].events[0]
+        self._hardware = last.hardware_flops / last.flops if last.flops else 1.0
         written = self._table.append([self._row(s) for s in steps])
         self._range.cover(self._table.column("mean" if not self._lines else "most")[-300:])
         if self._recent:
@@ -94,10 +99,9 @@ class TflopsPanel:
             self._recent.clear()
         if s.counts:
             self._recent.append(mean)
-        shares = [e.mfu for e in s.events if e.mfu is not None]
-        mfu_percent = 100 * fmean(shares) if shares else math.nan
+        shares = _percent([e.mfu for e in s.events]), _percent([e.hfu for e in s.events])
         ranks = s.by_rank(by_rank) if self._lines else []
-        return [s.number, mean, min(by_rank.values()), max(by_rank.values()), mfu_percent, *ranks]
+        return [s.number, mean, min(by_rank.values()), max(by_rank.values()), *shares, *ranks]
 
     def _words(self, steps: Sequence[Step]) -> Captions:
         tflops = median(self._recent)
@@ -105,8 +109,13 @@ class TflopsPanel:
         note = notes_of(steps)
         if self._peak is not None:
             peak, source = self._peak
-            reading += f", {100 * tflops * 1e12 / peak:.0f} % MFU"
-            note = f"MFU is relative to {figures(peak / 1e12)} TFLOPS a rank{f' ({source})' if source else ''}. {note}"
+            mfu = 100 * tflops * 1e12 / peak
+            reading += f", {mfu:.0f} % MFU"
+            if self._hardware > 1:
+                reading += f", {self._hardware * mfu:.0f} % HFU"
+            what = "HFU counts recompute; both are" if self._hardware > 1 else "MFU is"
+            said = f" ({source})" if source else ""
+            note = f"{what} relative to {figures(peak / 1e12)} TFLOPS a rank{said}. {note}"
         mean = Key(label="mean of ranks", token="ink.mean", hatch="line")
         legend = rank_keys(self.world_size) if self._lines else (mean, Key(label="least to most", token="ink.band"))
         return Captions(reading=reading, legend=legend, note=note.strip())
@@ -124,6 +133,12 @@ class TflopsPanel:
 
     def captions(self) -> Captions:
         return self._captions
+
+
+def _percent(shares: Sequence[float | None]) -> float:
+    """The mean of those that are known, in percent; NaN of none."""
+    known = [share for share in shares if share is not None]
+    return 100 * fmean(known) if known else math.nan
 
 
 def _common_peak(step: Step) -> tuple[float, str] | None:

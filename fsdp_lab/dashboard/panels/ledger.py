@@ -1,0 +1,120 @@
+"""Memory within a step: what the fullest rank held at every unit of the last ledger step, by class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from bokeh.models import Range1d
+from bokeh.models.ui import UIElement
+
+from ...events import MemorySample, Role, StepEvent
+from .. import theme
+from ..columns import Columns
+from .base import Captions, Frame, Key, Patches, Step, hover, notes_of, plain_figure, tint, twin
+from .memory import ON_DEVICE, class_keys, paint_fill, unit_for
+from .ranges import ZeroRange, round_up
+from .units import GIB, MIB, duration, memory
+
+
+class LedgerPanel:
+    """Stacked by class over the time of the step, with a line where each phase begins and a mark at the peak.
+
+    The step is slowed by being measured: its shape is right, its length is not.
+    """
+
+    name = "ledger"
+    title = "Memory within a step"
+    wide = True
+
+    def __init__(self, frame: Frame, world_size: int) -> None:
+        self._curve = Columns("ledger.curve", ["ms", *ON_DEVICE, "total"], texts=["phase", "unit"], limit=1000)
+        self._phases = Columns("ledger.phases", ["ms"], texts=["label"], limit=8)
+        self._peak = Columns("ledger.peak", ["ms", "total"], texts=["label"], limit=1)
+        self._range = ZeroRange(headroom=1.25)
+        self._unit, self._end_ms = MIB, 1.0
+        self._captions = Captions(reading="none measured yet: the third step after a change is")
+        self._fig = self._draw()
+
+    def _draw(self) -> UIElement:
+        x_range, y_range = (Range1d(start=0, end=1, name=f"ledger.{axis}") for axis in "xy")
+        fig = plain_figure("ledger", "MiB", x_range=x_range, y_range=y_range)
+        fig.xaxis.axis_label = "ms of the step, slowed by measuring"
+        fig.yaxis.name = "ledger.axis"
+        source = twin(self._curve)
+        for name, area in zip(ON_DEVICE, fig.varea_stack(list(ON_DEVICE), x="ms", source=source), strict=True):
+            paint_fill(area.glyph, f"memory.{name}", theme.MEMORY[name], line=False)
+        total = fig.line("ms", "total", source=source, line_width=1)
+        tint(total.glyph, line_color="ink.peak")
+        begins = twin(self._phases)
+        lines = fig.vspan(x="ms", source=begins, line_width=1, line_dash="4 3", line_color="#6B7280")
+        tint(lines.glyph, line_color="ink.marker")
+        fig.extra_y_ranges = {"phase": Range1d(start=0, end=1)}
+        words = fig.text(
+            x="ms", y=0.99, text="label", y_range_name="phase", source=begins, text_baseline="top", x_offset=4,
+            text_font_size="11px",
+        )  # fmt: skip
+        tint(words.glyph, text_color="ink.mean")
+        top = twin(self._peak)
+        mark = fig.scatter("ms", "total", source=top, size=8, marker="triangle", line_alpha=0)
+        tint(mark.glyph, fill_color="ink.peak")
+        label = fig.text(
+            x="ms", y="total", text="label", source=top, text_baseline="bottom", text_align="center", y_offset=-6,
+            text_font_size="11px",
+        )  # fmt: skip
+        tint(label.glyph, text_color="ink.peak")
+        rows = [(theme.MEMORY[c].label, f"@{c}{{0,0.00}}") for c in ON_DEVICE]
+        hover(fig, total, [("at", "@ms{0.0} ms"), ("in", "@phase @unit"), *rows, ("in all", "@total{0,0.00}")])
+        return fig
+
+    @property
+    def sources(self) -> Sequence[Columns]:
+        return (self._curve, self._phases, self._peak)
+
+    @property
+    def root(self) -> UIElement:
+        return self._fig
+
+    def update(self, steps: Sequence[Step]) -> int:
+        found = [(s, e) for s in steps for e in s.events if e.memory_curve]
+        if not found:
+            return 0
+        step = found[-1][0]
+        fullest = max((e for e in step.events if e.memory_curve), key=lambda e: e.memory.peak_bytes)
+        written = self._write(fullest.memory_curve)
+        self._captions = self._words(step, fullest)
+        return written
+
+    def _write(self, curve: Sequence[MemorySample]) -> int:
+        totals = [s.classes.total_bytes for s in curve]
+        self._unit = unit_for(max(totals), self._unit)
+        self._end_ms = round_up(max(1.07e3 * curve[-1].at_s, 1e-3))  # with room for the last label
+        rows = [[1e3 * s.at_s, *(s.classes.of_role(Role(c)) / self._unit for c in ON_DEVICE), t / self._unit]
+                for s, t in zip(curve, totals, strict=True)]  # fmt: skip
+        texts = {"phase": [s.phase for s in curve], "unit": [s.unit for s in curve]}
+        begins = [(s.at_s, s.phase) for before, s in zip([None, *curve], curve, strict=False)
+                  if before is None or before.phase != s.phase]  # fmt: skip
+        begins = begins[:8]  # micro-batches repeat them
+        top = totals.index(max(totals))
+        written = self._curve.replace(rows, texts)
+        written += self._phases.replace([[1e3 * at] for at, _ in begins], {"label": [phase for _, phase in begins]})
+        written += self._peak.replace([[rows[top][0], rows[top][-1]]], {"label": [memory(totals[top])]})
+        self._range.cover(np.array([totals[top] / self._unit]))
+        return written
+
+    def _words(self, step: Step, e: StepEvent) -> Captions:
+        top = max(e.memory_curve, key=lambda s: s.classes.total_bytes)
+        reading = f"rank {e.rank} in step {step.number}: peak {memory(top.classes.total_bytes)} in {top.phase}, {top.unit}"
+        legend = (*class_keys(ON_DEVICE), Key(label="in all", token="ink.peak", hatch="line"))
+        note = f"Measuring made this step {duration(e.step_time_s)} long; what is allocated when is as in others."
+        return Captions(reading=reading, legend=legend, note=f"{note} {notes_of([step])}".strip())
+
+    def patches(self) -> Patches:
+        return {
+            "ledger.x": {"start": 0.0, "end": self._end_ms},
+            "ledger.y": {"start": 0.0, "end": self._range.end},
+            "ledger.axis": {"axis_label": "GiB" if self._unit == GIB else "MiB"},
+        }
+
+    def captions(self) -> Captions:
+        return self._captions

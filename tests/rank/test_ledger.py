@@ -1,0 +1,301 @@
+"""The memory ledger: known bytes of known models, in all four backends, at every unit of a step."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_lab.events import Classes, MemorySample, Role, StepEvent
+from fsdp_lab.models import Initializer, build_skeleton, resolve
+from fsdp_lab.rank.ledger import MOST_SAMPLES, Block, _follow, _Mark
+from fsdp_lab.spec import Spec
+from tests.pool import Place, Pool
+from tests.rank.test_session import DDP, session
+
+# Every size is a multiple of 4 elements for each of two ranks: no shard and no slot of a flat buffer is padded.
+WIDTH, HEADS, LAYERS, VOCABULARY, SEQ, BATCH = 32, 4, 3, 384, 16, 2
+MODEL = {"model_type": "gpt2", "n_layer": LAYERS, "n_embd": WIDTH, "n_head": HEADS, "vocab_size": VOCABULARY,
+         "n_positions": SEQ, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+         "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+BLOCK = 12 * WIDTH**2 + 13 * WIDTH  # parameters
+ROOT = (VOCABULARY + SEQ) * WIDTH + 2 * WIDTH
+ALL = LAYERS * BLOCK + ROOT
+BACKENDS: dict[str, dict[str, Any]] = {"lab": {}, "fsdp2": {"backend": "fsdp2"}, "fsdp1": {"backend": "fsdp1"}, "ddp": DDP}
+
+
+def spec(world_size: int = 2, **changes: Any) -> Spec:
+    return Spec(world_size=world_size).replace(model=MODEL, seq_len=SEQ, micro_batch=BATCH, **changes)
+
+
+def _ledgers(place: Place, plan: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The ledger step of each."""
+    s = session(place)
+    found = []
+    for given in plan:
+        s.apply("run", given, fresh=True)
+        (event,) = [e for e in s.train(3)["events"] if e["ledger"]]
+        found.append(event)
+    s.close()
+    return found
+
+
+def ledgers(pool: Pool, *plan: Spec) -> list[StepEvent]:
+    """Of rank 0, one for each."""
+    mine, *_ = pool.run(_ledgers, plan[0].world_size, [s.to_dict() for s in plan], reduction=None)
+    return [StepEvent.from_dict(e) for e in mine]
+
+
+def at(event: StepEvent, phase: str, unit: str, moment: str = "end") -> Classes:
+    (found,) = [s.classes for s in event.memory_curve if (s.phase, s.unit, s.moment) == (phase, unit, moment)]
+    return found
+
+
+# -- known bytes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def events(pool: Pool) -> dict[str, StepEvent]:
+    return dict(zip(BACKENDS, ledgers(pool, *(spec(**changes) for changes in BACKENDS.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_what_stays_is_exact(events: dict[str, StepEvent], name: str) -> None:
+    event = events[name]
+    mine = 4 * ALL // (1 if name == "ddp" else 2)
+    for sample in event.memory_curve:
+        assert (sample.classes.parameters_bytes, sample.classes.other_bytes < 4096) == (mine, True)
+    begin, reduced, end = (at(event, *where) for where in (
+        ("begin", "root", "begin"), ("update", "root", "begin"), ("update", "root", "end")))  # fmt: skip
+    assert begin.optimizer_bytes == reduced.optimizer_bytes == end.optimizer_bytes == 2 * mine  # AdamW
+    assert reduced.gradients_bytes == mine
+    assert reduced.unsharded_bytes == 0
+    kept = mine if name in ("fsdp1", "ddp") else 0  # FSDP1 keeps them until the next forward, DDP its buckets
+    assert begin.gradients_bytes == end.gradients_bytes == kept
+    assert event.memory.allocated_bytes == pytest.approx(3 * mine + kept, abs=64)  # the vote's 16 bytes may still be there
+    m = event.memory
+    assert (m.parameters_bytes, m.gradients_bytes, m.optimizer_bytes) == (mine, mine, 2 * mine)
+
+
+@pytest.mark.parametrize("name", ["lab", "fsdp2", "fsdp1"])
+def test_what_is_gathered_is_exact(events: dict[str, StepEvent], name: str) -> None:
+    """In a block's forward: the block and the root; in the backward another block too, which is gathered ahead. Our own
+    engine keeps the last two, with which the backward begins."""
+    for i in range(LAYERS):
+        blocks = 2 if name == "lab" and i == LAYERS - 1 else 1
+        for moment in ("begin", "end"):
+            held = at(events[name], "forward", f"transformer.h.{i}", moment)
+            assert held.unsharded_bytes == 4 * (ROOT + blocks * BLOCK)
+    assert max(s.classes.unsharded_bytes for s in events[name].memory_curve) <= 4 * (ROOT + 2 * BLOCK)
+
+
+def test_ddp_gathers_nothing(events: dict[str, StepEvent]) -> None:
+    curve = events["ddp"].memory_curve
+    assert all(s.classes.unsharded_bytes == 0 for s in curve)
+
+
+def saved_bytes() -> int:
+    """What autograd saves in a forward of the plain model, each storage once, without parameters: an independent count."""
+    skeleton = build_skeleton(resolve(MODEL))
+    initial = Initializer(skeleton, 0)
+    values = {id(p): nn.Parameter(initial(name)) for name, p in skeleton.named_parameters()}
+    for module in skeleton.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            setattr(module, name, values[id(parameter)])
+    own = {p.untyped_storage().data_ptr() for p in skeleton.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage()
+        return t
+
+    ids = torch.zeros(BATCH, SEQ, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        skeleton(input_ids=ids, labels=ids)["loss"]
+    own.add(ids.untyped_storage().data_ptr())
+    return sum(storage.nbytes() for address, storage in saved.items() if address not in own)
+
+
+def test_activations_are_what_autograd_saved_and_alike_in_all_backends(events: dict[str, StepEvent]) -> None:
+    """When the root's forward ends: beside what is saved there are the logits that the model gives back."""
+    for unit, moment in [(f"transformer.h.{i}", m) for i in range(LAYERS) for m in ("begin", "end")] + [("root", "end")]:
+        found = {name: at(e, "forward", unit, moment).activations_bytes for name, e in events.items()}
+        assert len(set(found.values())) == 1, (unit, found)
+    logits, scalars = 4 * BATCH * SEQ * VOCABULARY, 128
+    assert 0 <= found["lab"] - saved_bytes() - logits <= scalars
+
+
+def test_a_block_adds_what_its_operators_save(events: dict[str, StepEvent]) -> None:
+    """In closed form. By token, in widths: both norms' inputs and outputs 4, queries, keys and values 3, attention's
+    result 1, and of the MLP's width of 4: before GELU, its half, tanh, 1 + tanh, and after it, 5. By token, in elements: two
+    norms' means and deviations 4, and one log-sum-exp a head."""
+    ends = [at(events["lab"], "forward", f"transformer.h.{i}").activations_bytes for i in range(LAYERS)]
+    by_hand = 4 * BATCH * SEQ * ((4 + 3 + 1 + 5 * 4) * WIDTH + 4 + HEADS)
+    assert [b - a for a, b in itertools.pairwise(ends)] == [pytest.approx(by_hand, abs=64)] * (LAYERS - 1)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_classes_at_the_peak_are_the_peak(events: dict[str, StepEvent], name: str) -> None:
+    m = events[name].memory
+    assert m.at_peak.total_bytes == m.peak_bytes == max(s.classes.total_bytes for s in events[name].memory_curve)
+    assert m.at_peak.other_bytes < 0.01 * m.peak_bytes
+    assert m.limit_bytes is not None and m.peak_bytes < m.limit_bytes
+    assert 0 < m.outside_bytes < m.rss_bytes
+    assert m.reserved_bytes is None
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_curve_goes_through_the_units_in_order(events: dict[str, StepEvent], name: str) -> None:
+    curve = events[name].memory_curve
+    assert [s.at_s for s in curve] == sorted(s.at_s for s in curve) and curve[0].at_s == 0
+    passed = list(dict.fromkeys((s.phase, s.unit) for s in curve if s.unit != "root"))
+    blocks = [f"transformer.h.{i}" for i in range(LAYERS)]
+    assert passed == [*(("forward", b) for b in blocks), *(("backward", b) for b in blocks[::-1])]
+    assert [s.phase for s in curve] == sorted((s.phase for s in curve), key=["begin", "forward", "backward", "update"].index)
+
+
+# -- strategies ------------------------------------------------------------------------------------------------------
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "recompute": {"recompute": "full"},
+    "offload of the optimizer": {"offload": "optimizer"},
+    "offload of all": {"offload": "all"},
+    "fsdp2, offload of all": {"backend": "fsdp2", "offload": "all"},
+    "bf16": {"precision": "bf16"},
+    "fsdp2, bf16": {"backend": "fsdp2", "precision": "bf16"},
+    "fsdp1, bf16": {"backend": "fsdp1", "precision": "bf16"},
+    "ddp, bf16": {**DDP, "precision": "bf16"},
+    "two micro-batches": {"accumulate": 2, "sync": "last"},
+    "zero1": {"sharding": "zero1"},
+}
+
+
+@pytest.fixture(scope="module")
+def by_strategy(pool: Pool) -> dict[str, StepEvent]:
+    return dict(zip(STRATEGIES, ledgers(pool, *(spec(**changes) for changes in STRATEGIES.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_byte_has_a_class_under_every_strategy(by_strategy: dict[str, StepEvent], name: str) -> None:
+    event = by_strategy[name]
+    m = event.memory
+    assert m.at_peak.total_bytes == m.peak_bytes > 0
+    assert m.at_peak.other_bytes < 0.01 * m.peak_bytes
+    assert event.memory_curve[-1].classes.activations_bytes == 0
+    assert event.memory_curve[-1].classes.unsharded_bytes == (4 * ALL if name == "zero1" else 0)
+
+
+@pytest.mark.parametrize("name", ["offload of all", "fsdp2, offload of all"])
+def test_what_is_offloaded_is_not_the_device_s(by_strategy: dict[str, StepEvent], name: str) -> None:
+    event = by_strategy[name]
+    assert event.memory.host_bytes == 4 * (4 * ALL // 2)  # parameters, gradients, twice that of state
+    assert all(s.classes.parameters_bytes == 0 for s in event.memory_curve)
+    begin, end = event.memory_curve[0].classes, event.memory_curve[-1].classes
+    assert begin.total_bytes == 0 and end.total_bytes < 4096
+    assert event.memory.allocated_bytes == pytest.approx(3 * (4 * ALL // 2), abs=4096)  # of the process, between steps
+    assert event.memory.peak_bytes < by_strategy["plain"].memory.peak_bytes
+
+
+def test_offload_of_the_optimizer_leaves_a_copy_to_gather_from(by_strategy: dict[str, StepEvent]) -> None:
+    event = by_strategy["offload of the optimizer"]
+    assert {s.classes.parameters_bytes for s in event.memory_curve} == {4 * ALL // 2}
+    assert event.memory_curve[-1].classes.optimizer_bytes == event.memory_curve[-1].classes.gradients_bytes == 0
+    assert event.memory.parameters_bytes == 4 * ALL // 2
+
+
+def test_recompute_keeps_the_inputs_of_blocks_alone(by_strategy: dict[str, StepEvent]) -> None:
+    plain, again = (by_strategy[name] for name in ("plain", "recompute"))
+    kept = 4 * BATCH * SEQ * WIDTH + torch.get_rng_state().nbytes  # so that dropout repeats itself
+    ends = [at(again, "forward", f"transformer.h.{i}").activations_bytes for i in range(LAYERS)]
+    assert [b - a for a, b in itertools.pairwise(ends)] == [pytest.approx(kept, abs=64)] * (LAYERS - 1)
+    assert again.memory.peak_bytes < plain.memory.peak_bytes
+    assert again.recompute_flops > 0 == plain.recompute_flops
+    assert again.hardware_flops == again.flops + again.recompute_flops and again.flops == plain.flops
+    assert again.hfu is not None and again.mfu is not None
+    assert again.hfu / again.mfu == pytest.approx(again.hardware_flops / again.flops)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fsdp2, bf16", "fsdp1, bf16"])
+def test_bf16_gathers_half(by_strategy: dict[str, StepEvent], name: str) -> None:
+    assert at(by_strategy[name], "forward", "transformer.h.0").unsharded_bytes == 2 * (ROOT + BLOCK)
+    assert by_strategy[name].memory_curve[0].classes.parameters_bytes == 4 * ALL // 2  # the masters stay fp32
+
+
+def test_gradients_that_are_not_reduced_yet_are_whole(by_strategy: dict[str, StepEvent]) -> None:
+    """Between two micro-batches of which only the last communicates; the second forward finds them."""
+    curve = by_strategy["two micro-batches"].memory_curve
+    second = [s for s in curve if (s.phase, s.unit, s.moment) == ("forward", "transformer.h.0", "begin")][1]
+    assert second.classes.gradients_bytes == 4 * ALL
+
+
+# -- when ------------------------------------------------------------------------------------------------------------
+
+
+def _asked(place: Place) -> list[list[Any]]:
+    s = session(place)
+    s.apply("run", spec(recompute="full").to_dict())
+    told = s.train(1, ledgers=[0])["events"]  # too early: put off to the third
+    told += s.train(4)["events"]
+    told += s.train(5, ledgers=[6, 8])["events"]
+    module, hub = s.namespace()["model"], s._hub
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
+    bare = engine_hooks(module)
+    s.close()
+    return [told, hooks == bare and hub.watch is None]
+
+
+def engine_hooks(module: nn.Module) -> int:
+    """Hooks of the engine: two for each module of a unit."""
+    from fsdp_lab.engine import units_of
+
+    return 2 * sum(len(unit.modules) for unit in units_of(module))
+
+
+def test_ledger_steps_come_when_they_are_asked_for(pool: Pool) -> None:
+    for told, is_clean in pool.run(_asked, 2, reduction=None):
+        events = [StepEvent.from_dict(e) for e in told]
+        assert [e.step for e in events if e.ledger] == [2, 6, 8]
+        assert [e.step for e in events if e.memory_curve] == [2, 6, 8]
+        assert not any(e.counts for e in events if e.ledger)
+        assert [e.memory.peak_bytes > 0 for e in events] == [False, False, *[True] * 8]
+        assert events[3].memory.at_peak == events[2].memory.at_peak  # repeated until the next
+        assert all(e.memory.parameters_bytes == 4 * ALL // 2 for e in events)
+        assert is_clean
+
+
+# -- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_highest_moment_between_two_marks_is_in_the_curve() -> None:
+    marks = [(0.0, _Mark("begin", "root", "begin")), (10.0, _Mark("forward", "a", "begin")),
+             (15.0, _Mark("forward", "a", "")), (20.0, _Mark("update", "root", "end"))]  # fmt: skip
+    blocks = [Block(100, Role.PARAMETERS), Block(7, None), Block(30, Role.ACTIVATIONS, 11.0, 13.0),
+              Block(20, Role.ACTIVATIONS, 12.0, 17.0), Block(5, Role.OTHER, 25.0, 30.0)]  # fmt: skip
+    found = _follow(blocks, marks)
+    assert [(s.at_s, s.phase, s.unit, s.moment, s.classes.total_bytes) for s in found.curve] == [
+        (0, "begin", "root", "begin", 100),
+        (1e-8, "forward", "a", "begin", 100),
+        (1.2e-8, "forward", "a", "highest", 150),
+        (2e-8, "update", "root", "end", 100),
+    ]
+    assert found.peak == Classes(parameters_bytes=100, activations_bytes=50)
+    assert found.end_bytes == 107  # what is on the host too
+
+
+def test_a_curve_of_many_units_is_thinned_and_keeps_its_peak() -> None:
+    marks = [(float(i), _Mark("forward", f"h.{i}", "begin")) for i in range(5000)]
+    blocks = [Block(10, Role.PARAMETERS), Block(90, Role.ACTIVATIONS, 1234.5, 1234.7)]
+    found = _follow(blocks, marks)
+    assert len(found.curve) <= MOST_SAMPLES + 2
+    assert max(s.classes.total_bytes for s in found.curve) == found.peak.total_bytes == 100
+    assert (found.curve[0].at_s, found.curve[-1].at_s) == (0, 4999 / 1e9)
+
+
+def test_samples_cross_processes_as_rows() -> None:
+    classes = Classes(gradients_bytes=3, other_bytes=4)
+    sample = MemorySample(at_s=0.5, phase="forward", unit="h.0", moment="end", classes=classes)
+    assert MemorySample.from_row(sample.to_row()) == sample
