@@ -14,6 +14,7 @@ from fsdp_lab.dashboard.live import LiveView, Scene
 from fsdp_lab.dashboard.panels import Assembler, Frame, Step
 from fsdp_lab.dashboard.panels import timeline as module
 from fsdp_lab.dashboard.panels.timeline import TimelinePanel
+from fsdp_lab.events import Traffic
 from fsdp_lab.runs.store import TRACED_STEPS
 from fsdp_lab.spans import Span, Track
 from tests.lab.events import event
@@ -103,6 +104,18 @@ def test_the_words_of_a_span():
     assert said["loss"]["fill"] == "timeline.compute"
     reading = watched.panel.captions().reading
     assert reading == "step 3: 4.00 ms, 1.00 ms exposed on rank 0, most for transformer.h.3 (1.00 ms)"
+
+
+@pytest.mark.parametrize(
+    ("exposed_s", "said"), [(0.040, "step 3: 100 ms, 40.0 ms of it exposed"), (math.nan, "step 3: 100 ms")]
+)
+def test_waits_that_nobody_saw_are_not_put_down_to_a_unit(exposed_s, said):
+    vote = Span(track=Track.WAIT, name="control", unit="", start_s=0.08, end_s=0.0805)
+    comm = {"all_gather": Traffic(calls=1, exposed_seconds=exposed_s)}
+    watched = Watched()
+    watched.show(Step(number=3, events=tuple(event(r, 3, spans=(vote,), comm=comm) for r in range(2))))
+    assert watched.panel.captions().reading == said
+    assert "Over NCCL streams wait" in watched.panel.captions().note
 
 
 def test_every_fill_has_a_token():

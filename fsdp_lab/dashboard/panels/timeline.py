@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -260,6 +261,9 @@ class TimelinePanel:
     def _reading(self, timeline: Timeline) -> str:
         """The step in a sentence: how long, and who waited longest, for what."""
         said = f"step {timeline.step:,}: {duration(timeline.seconds)}"
+        if timeline.waits_unseen:
+            whole_s = max(lane.event.exposed_comm_s for lane in timeline.lanes)
+            return f"{said}, {duration(whole_s)} of it exposed" if math.isfinite(whole_s) else said
         rank, exposed = max(timeline.exposed().items(), key=lambda item: sum(item[1].values()))
         total_s = sum(exposed.values())
         if not total_s:
