@@ -184,7 +184,7 @@ def test_step_measures_every_form_and_writes_what_it_prints(tmp_path: Path, caps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp1", "ddp", "lab"])
 def test_metering_is_measured_beside_nothing_of_ours(
     backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,6 +195,7 @@ def test_metering_is_measured_beside_nothing_of_ours(
     assert metered["n"] == 20 and metered["p10"] <= metered["median"] <= metered["p90"]
     assert metered["interval_95"][0] <= metered["median"] <= metered["interval_95"][1]
     assert f"metered/bare: {metered['median']:.3f}" in printed and "control bare/bare: " in printed
+    assert "largest difference of losses and gradient norms to bare: 0.0e+00" in printed, "measuring changes no bit"
     assert set(written["control"]) == {"bare/bare"} and len(written["step_time_s"]) == 3
     came = int(printed.split(" events came live")[0].rsplit("\n", 1)[1])
     assert came > 20, "of two ranks, in 23 rounds, but for those of the last moment"

@@ -68,6 +68,8 @@ def _report(measured: Measured, backend: str, told: list[int]) -> None:
         print(f"{name}: {1e3 * spread.median:.1f} ms, p10 {1e3 * spread.p10:.1f}, p90 {1e3 * spread.p90:.1f}")
     print(f"metered/bare: {words(metered)}; the median lies in {low:.4f} to {high:.4f} with 95 % confidence")
     print(f"control bare/bare: {words(control)}")
+    difference, form = measured.difference()
+    print(f"largest difference of losses and gradient norms to bare: {difference:.1e} ({form})")
     traced = [spans for spans in told if spans]
     print(f"{len(told)} events came live, {len(traced)} of them with spans, {max(traced, default=0)} at most")
 
