@@ -20,7 +20,7 @@ class Traffic:
 
     `link_bytes` is what this rank sends over its link: (W-1)/W of the payload, twice that for an all-reduce.
     `seconds` is issue to completion, summed; collectives that overlap count each. `exposed_seconds` is what computing
-    waited for them, every instant once (`fsdp_lab.wire.meter.exposed`).
+    waited for them, every instant once (`fsdp_lab.wire.meter.exposed`); NaN where it has not been measured.
     """
 
     calls: int = 0

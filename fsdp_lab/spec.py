@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from fsdp_lab.link_spec import LinkError, LinkSpec
+
 BACKENDS = ("lab", "fsdp2", "fsdp1", "ddp")
 SHARDINGS = ("full_shard", "shard_grad_op", "zero1", "hybrid_shard", "hybrid_shard_zero2", "no_shard")
 HYBRIDS = ("hybrid_shard", "hybrid_shard_zero2")
@@ -194,11 +196,14 @@ class Spec:
     strategy: Strategy = field(default_factory=Strategy)
     world_size: int = 2
     devices: tuple[str, ...] | None = None  # one a rank: "cpu", "cuda:0"; None: one GPU a rank where there are any
+    link: str | None = None  # an emulated link, see link_spec.py: "0.25 GB/s, 50 us", "nvlink of h100"; None: the real wire
 
     def __post_init__(self) -> None:
         _whole("world_size", self.world_size, 1)
         if self.devices is not None:
             object.__setattr__(self, "devices", _check_devices(self.devices, self.world_size))
+        if self.link is not None:
+            object.__setattr__(self, "link", _check_link(self.link))
         for rule in _RULES:
             rule(self)
 
@@ -253,7 +258,7 @@ class Spec:
         return Spec(
             workload=parts[""].pop("workload", None) or dataclasses.replace(self.workload, **parts["workload"]),
             strategy=parts[""].pop("strategy", None) or dataclasses.replace(self.strategy, **parts["strategy"]),
-            **{"world_size": self.world_size, "devices": self.devices, **parts[""]},
+            **{"world_size": self.world_size, "devices": self.devices, "link": self.link, **parts[""]},
         )
 
     def refusal(self, **changes: Any) -> SpecError | None:
@@ -457,6 +462,14 @@ def _check_devices(devices: Any, world_size: int) -> tuple[str, ...]:
         raise SpecError("devices", "ranks on CPUs and on GPUs cannot share one model", "choose one kind",
                         {"devices": None})  # fmt: skip
     return tuple(devices)
+
+
+def _check_link(text: Any) -> str:
+    """In one spelling, so that equal links make equal Specs."""
+    try:
+        return LinkSpec.parse(text).text
+    except LinkError as e:
+        raise SpecError("link", e.reason, e.way_out, {"link": None}) from None
 
 
 def _known(prefix: str, given: Mapping[str, Any], kind: type) -> dict[str, Any]:

@@ -28,6 +28,8 @@ RANKS = TORCH | {"transformers"}
 KERNEL = RANKS | {"psutil", "ipyparallel", "zmq", "IPython", "ipykernel", "tornado", "traitlets", "jupyter_client"}
 SCREEN = KERNEL | {"bokeh", "ipywidgets", "anywidget", "rich", "jupyter_core", "packaging"}
 FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
+    (0, "hardware", frozenset()),
+    (0, "link_spec", frozenset()),
     (0, "spec", frozenset()),
     (0, "spans", frozenset()),
     (0, "events", frozenset()),

@@ -87,7 +87,8 @@ def _sum_then_divide(state: tuple[Any, torch.dtype | None], bucket: Any) -> torc
     group, dtype = state
     buffer: Tensor = bucket.buffer()
     sent = buffer if dtype is None else buffer.to(dtype)
-    work = dist.all_reduce(sent, op=dist.ReduceOp.AVG, group=group, async_op=True)
+    with group.hub.naming(f"bucket {bucket.index()}"):
+        work = dist.all_reduce(sent, op=dist.ReduceOp.AVG, group=group, async_op=True)
     assert work is not None
 
     def result(done: torch.futures.Future[list[Tensor]]) -> Tensor:

@@ -24,9 +24,11 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Held, Piece, TorchBackend
+from fsdp_lab.backends.naming import hub_of, name_fsdp1
 from fsdp_lab.backends.wrapping import prepare
 from fsdp_lab.engine import units
 from fsdp_lab.events import Role
+from fsdp_lab.frame import ROOT
 from fsdp_lab.spec import Spec
 
 _SHARDING = {
@@ -114,6 +116,9 @@ def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) 
     )
     _divide_after_the_sum(wrapped, spec.world_size)
     _lazy_init(wrapped, wrapped)  # now, not in the first forward: it is what names the local shards
+    for name, module in wrapped.named_modules():
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            name_fsdp1(base.original_name(name) or ROOT, module._handle, hub_of(mesh))
     return wrapped
 
 

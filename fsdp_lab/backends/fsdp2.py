@@ -14,10 +14,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Held, Piece, TorchBackend
+from fsdp_lab.backends.naming import hub_of, name_fsdp2, named_units
 from fsdp_lab.backends.wrapping import prepare
 from fsdp_lab.engine import units
 from fsdp_lab.engine.policy import Kind, kind_of
 from fsdp_lab.events import Role
+from fsdp_lab.frame import ROOT
 from fsdp_lab.spec import Precision, Spec, Strategy
 
 
@@ -86,23 +88,27 @@ def _rows_before(rows: int, shards: DeviceMesh) -> int:
 def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
     """Wrap bottom-up, then the root, which is not resharded after forward: that is FSDP2's own default, as the backward
     begins with its parameters and would gather them again at once."""
-    inside = units(model, strategy.wrap)
+    inside = named_units(model, units(model, strategy.wrap))
     outer = prepare(model, strategy)
-    groups = [[outer(m) for m in group] for group in inside]
+    groups = {name: [outer(m) for m in group] for name, group in inside.items()}
+    hub = hub_of(mesh)
     policy = _precision(strategy.dtypes)
     on_gpu = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if strategy.offload == "all" else OffloadPolicy()
     reshard: bool | int = strategy.reshard_size or strategy.sharding in ("full_shard", "hybrid_shard")
     options = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload, "reshard_after_forward": reshard}
-    for module in _batch_norms(model) if policy.param_dtype else []:
+    for name, module in _batch_norms(model) if policy.param_dtype else []:
         full = dataclasses.replace(policy, param_dtype=torch.float32, output_dtype=policy.param_dtype)
         fully_shard(module, **{**options, "mp_policy": full})  # type: ignore[call-overload]
-    for group in groups:
+        name_fsdp2(name, module, hub)
+    for name, group in groups.items():
         fully_shard(group if len(group) > 1 else group[0], **options)  # type: ignore[call-overload]
+        name_fsdp2(name, group[0], hub)
     output = None if strategy.dtypes.output is None else DTYPES[strategy.dtypes.output]
     whole = {**options, "reshard_after_forward": False, "mp_policy": dataclasses.replace(policy, output_dtype=output)}
     fully_shard(model, **whole)  # type: ignore[call-overload]
-    _order_prefetch([g[0] for g in groups], model, strategy)
+    name_fsdp2(ROOT, model, hub)
+    _order_prefetch([g[0] for g in groups.values()], model, strategy)
     return model
 
 
@@ -112,9 +118,9 @@ def _precision(dtypes: Precision) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=DTYPES[dtypes.reduce])
 
 
-def _batch_norms(model: nn.Module) -> list[nn.Module]:
+def _batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """They compute in the dtype of their running statistics only, so each is a unit of its own, as FSDP1 makes it too."""
-    return [m for m in model.modules() if kind_of(m) is Kind.BATCH_NORM]
+    return [(name, m) for name, m in model.named_modules() if kind_of(m) is Kind.BATCH_NORM]
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:

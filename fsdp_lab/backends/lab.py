@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab import engine
 from fsdp_lab.backends.base import Held, Piece, TorchBackend
+from fsdp_lab.backends.naming import hub_of, name_lab
 from fsdp_lab.backends.wrapping import prepare
 from fsdp_lab.engine.flat import FlatBuffer
 from fsdp_lab.events import Role
@@ -29,6 +30,7 @@ class Lab(TorchBackend):
         for group in inside:
             engine.fully_shard([outer(m) for m in group], **options)
         engine.fully_shard(skeleton, **options)
+        name_lab(skeleton, hub_of(mesh))
         self._offload = spec.strategy.offload
         super().__init__(skeleton, list(map(_piece, engine.shards_of(skeleton))), spec, mesh, device)
         if spec.strategy.dtypes.keep_low_precision_gradients:  # torch's optimizers want them in the dtype of the shards

@@ -49,7 +49,13 @@ def _measure(job: dict[str, Any], say: Say) -> None:
     device = torch.device(plan.devices[rank])
     seat = Seat(rank=rank, world_size=plan.ranks, device=device, shares_gpu=plan.shares_gpu)
     world = open_groups(seat, store, hub, 0)
-    result = interleave(plan, seat, world, lambda done: say("round", done) if rank == 0 else None)
+    result = interleave(
+        plan,
+        seat,
+        world,
+        lambda done: say("round", done) if rank == 0 else None,
+        lambda events: say("events", events),
+    )
     say("result", result)
     world.control(torch.zeros(1, dtype=torch.float64))  # nobody closes while another still trains
     close_groups(hub)

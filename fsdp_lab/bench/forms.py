@@ -20,6 +20,7 @@ class Form:
     reduction: str = "auto"  # of the Wire
     forward_prefetch: int = 0
     keep_last: int = 0  # blocks at the end of the model that are not resharded between forward and backward
+    metered: bool = False  # each step is measured and told as the lab does it
 
     def strategy(self, sharding: str, precision: str) -> dict[str, Any]:
         """Fields of Strategy."""
@@ -45,8 +46,22 @@ _ALL = (
     Form(name="fsdp2-wire-prefetch", peer="fsdp2", forward_prefetch=1),
     Form(name="fsdp2-wire-tuned", peer="fsdp2", forward_prefetch=1, keep_last=2),  # as a careful user would have it
 )
-FORMS: Mapping[str, Form] = {form.name: form for form in _ALL}
 PEERS = ("fsdp2", "ddp")
+STEP = tuple(form.name for form in _ALL)
+
+
+def _metering(peer: str) -> tuple[Form, ...]:
+    """What measuring costs a backend: the whole of it, beside torch's own group with nothing of ours, and that again."""
+    return (
+        Form(name=f"{peer}-bare", peer=peer, on="raw"),
+        Form(name=f"{peer}-metered", peer=peer, reduction="native", metered=True),
+        Form(name=f"{peer}-bare-again", peer=peer, on="raw"),
+    )
+
+
+METERED_PEERS = ("fsdp2", "fsdp1", "ddp", "lab")
+METERING: Mapping[str, tuple[str, ...]] = {peer: tuple(f.name for f in _metering(peer)) for peer in METERED_PEERS}
+FORMS: Mapping[str, Form] = {form.name: form for form in (*_ALL, *(f for p in METERED_PEERS for f in _metering(p)))}
 
 
 def named(words: str) -> tuple[str, ...]:
@@ -57,4 +72,4 @@ def named(words: str) -> tuple[str, ...]:
         if not found:
             raise KeyError(word)
         chosen.update(found)
-    return tuple(name for name in FORMS if name in chosen)
+    return tuple(name for name in STEP if name in chosen)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_lab.backends import Backend, build, fill
 from fsdp_lab.backends.base import state_slots
 from fsdp_lab.bench.forms import FORMS, Form
+from fsdp_lab.bench.metering import Metered, Tell
 from fsdp_lab.bench.plan import Plan
 from fsdp_lab.engine import blocks
 from fsdp_lab.models import Initializer, build_skeleton, resolve
@@ -39,21 +41,25 @@ class Standing:
     loss: Tensor = field(default_factory=lambda: torch.zeros(()))  # of the newest step
     squared_norm: float = 0.0  # this rank's share of the first step's squared gradient norm
     peak_bytes: int = 0  # of this form alone, on a GPU; 0 on a CPU, where no allocator counts
+    metered: Metered | None = None
 
     def said(self) -> dict[str, Any]:
         loss = float(self.loss)
         return {"seconds": self.seconds, "loss": loss, "squared_norm": self.squared_norm, "peak_bytes": self.peak_bytes}
 
 
-def interleave(plan: Plan, seat: Seat, world: Wire, tell: Callable[[int], None]) -> dict[str, dict[str, Any]]:
-    """Collective. Calls `tell` with each round that is over, warm-up counted too; returns what `Measured` is made of."""
-    forms = list(_raise_forms(plan, seat, world))
+def interleave(
+    plan: Plan, seat: Seat, world: Wire, tell: Callable[[int], None], tell_events: Tell = lambda events: None
+) -> dict[str, dict[str, Any]]:
+    """Collective. Calls `tell` with each round that is over, warm-up counted too, and `tell_events` with the step events of
+    metered forms; returns what `Measured` is made of."""
+    forms = list(_raise_forms(plan, seat, world, tell_events))
     batches = list(_batches(plan, seat))
     for i, batch in enumerate(batches):
         if i == plan.warmup:
             gc.collect()
             gc.freeze()  # what stands by now is many models: searching it would be counted as some form's time
-        for standing in forms:
+        for standing in forms if i % 2 else forms[::-1]:  # there and back: nobody always follows the same one
             seconds = _step(standing, batch, seat.device, world, first=i == 0)
             if i >= plan.warmup:
                 standing.seconds.append(seconds)
@@ -73,7 +79,7 @@ def _batches(plan: Plan, seat: Seat) -> Iterator[Batch]:
 # -- building --------------------------------------------------------------------------------------------------------
 
 
-def _raise_forms(plan: Plan, seat: Seat, world: Wire) -> Iterator[Standing]:
+def _raise_forms(plan: Plan, seat: Seat, world: Wire, tell_events: Tell) -> Iterator[Standing]:
     """Build every form of the plan, with equal initial values; collective."""
     raw = _raw_mesh(seat, world) if any(FORMS[name].on == "raw" for name in plan.forms) else None
     config = resolve(plan.model)
@@ -84,7 +90,8 @@ def _raise_forms(plan: Plan, seat: Seat, world: Wire) -> Iterator[Standing]:
         backend = build(skeleton, plan.spec(form), seat.device, mesh=raw if form.on == "raw" else None)
         fill(backend, initial)
         _keep_last(backend.module, form.keep_last)
-        yield Standing(form=form, backend=backend)
+        metered = Metered(plan, seat, world, backend, tell_events) if form.metered else None
+        yield Standing(form=form, backend=backend, metered=metered)
 
 
 def _raw_mesh(seat: Seat, world: Wire) -> DeviceMesh:
@@ -105,21 +112,28 @@ def _keep_last(model: nn.Module, count: int) -> None:
 
 def _step(standing: Standing, batch: Batch, device: torch.device, world: Wire, *, first: bool) -> float:
     """Train one step; returns its seconds on this rank. In the first, which is not counted, the gradients are looked at."""
-    backend = standing.backend
+    backend, metered = standing.backend, standing.metered
     world.hub.reduction = Reduction(standing.form.reduction)
     world.control(torch.zeros(1, dtype=torch.float64))  # a barrier
     _synchronize(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     begun_s = time.perf_counter()
-    with backend.micro_batch(communicate=True):
-        loss = backend.loss(batch)
-        torch.autograd.backward(loss)
-    if first:
-        standing.squared_norm = _squared_norm(backend)
-    backend.optimizer.step()
-    backend.optimizer.zero_grad(set_to_none=True)
+    with metered.step() if metered else nullcontext():
+        with backend.micro_batch(communicate=True):
+            loss = backend.loss(batch)
+            if metered:
+                metered.mark("backward")
+            torch.autograd.backward(loss)
+        if first:
+            standing.squared_norm = _squared_norm(backend)
+        if metered:
+            metered.before_update()
+        backend.optimizer.step()
+        backend.optimizer.zero_grad(set_to_none=True)
     _synchronize(device)
+    if metered:
+        metered.tell()
     seconds = time.perf_counter() - begun_s
     standing.loss = loss.detach()
     world.hub.read_clocks()

@@ -48,8 +48,11 @@ def place(ranks: int, device: str | None) -> tuple[str, ...]:
     return tuple(f"cuda:{rank % gpus}" for rank in range(ranks))
 
 
-def measure(plan: Plan, tell: Callable[[int], None]) -> Measured:
-    """Runs the plan on processes of its own; `tell` is called with the number of each round that is over.
+def measure(
+    plan: Plan, tell: Callable[[int], None], take: Callable[[list[dict[str, Any]]], None] = lambda events: None
+) -> Measured:
+    """Runs the plan on processes of its own; `tell` is called with the number of each round that is over, `take` with the
+    step events of metered forms, as dicts.
 
     Raises BenchError with the first reason that a rank gave, or with how it ended.
     """
@@ -63,6 +66,8 @@ def measure(plan: Plan, tell: Callable[[int], None]) -> Measured:
                     other.give(value)
             elif kind == "round":
                 tell(value)
+            elif kind == "events":
+                take(value)
             elif kind == "result":
                 results[rank] = value
             elif kind == "error":

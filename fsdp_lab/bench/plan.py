@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_lab.bench.forms import FORMS, PEERS, Form
+from fsdp_lab.bench.forms import FORMS, PEERS, STEP, Form
 from fsdp_lab.spec import Spec, SpecError, Strategy, Workload
 
 _LEAST = {"seq_len": 2, "vocab": 2}  # of the numbers; 1 of those not named here
@@ -33,7 +33,7 @@ class Plan:
     micro_batch: int = 2
     precision: str = "fp32"
     sharding: str = "full_shard"  # of lab and fsdp2
-    forms: tuple[str, ...] = tuple(FORMS)
+    forms: tuple[str, ...] = STEP
     devices: tuple[str, ...] = ()  # one a rank; see launch.place
     seed: int = 0
 
@@ -47,7 +47,7 @@ class Plan:
                 f"--heads {self.heads} does not divide --width {self.width}; give a number of heads that does"
             )
         if not self.forms:
-            raise PlanError(f"--only names no form; choose from {', '.join(FORMS)}")
+            raise PlanError(f"--only names no form; choose from {', '.join(STEP)}")
         for name in self.forms:
             self._check(FORMS[name])
 

@@ -191,6 +191,7 @@ def refusals(refused: Sequence[Mapping[str, Any]]) -> Table:
         words = [
             entry["spec"]["workload"]["model"],
             *(strategy[n] for n in ("backend", "sharding", "precision", "offload")),
+            *([f"link {link}"] if (link := entry["spec"].get("link")) else []),
         ]
         by_reason.setdefault(entry["reason"], []).append(" ".join(fields.shown(word) for word in words))
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="not run", title_justify="left")

@@ -9,11 +9,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from fsdp_lab import link_spec
 from fsdp_lab import spec as spec_module
 from fsdp_lab.cli.console import Refused
 from fsdp_lab.spec import Spec, Strategy, Workload
 
 PARTS: tuple[tuple[str, type], ...] = (("workload", Workload), ("strategy", Strategy))
+LINK = ("emulate a slower interconnect: \"0.25 GB/s\", \"0.25 GB/s, 50 us\", or scaled to what is computed here: "
+        "\"nvlink of h100\", \"pcie4 of a100\", \"100 Gb/s of h100\"")  # fmt: skip
 TOKENS: Mapping[str, Sequence[str]] = {
     "backend": spec_module.BACKENDS,
     "sharding": spec_module.SHARDINGS,
@@ -25,13 +28,14 @@ TOKENS: Mapping[str, Sequence[str]] = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """An option for each field of Workload and Strategy; each takes a value, or a list with commas."""
+    """An option for each field of Workload and Strategy, and the link; each takes a value, or a list with commas."""
     for part, kind in PARTS:
         group = parser.add_argument_group(f"{part} (a value, or a comma-separated list)")
         for field in dataclasses.fields(kind):
             tokens = ", ".join(TOKENS.get(field.name, ()))
             words = f"{tokens + '; ' if tokens else ''}default: {shown(field.default)}"
             group.add_argument(option(field.name), metavar="V,V", help=words)
+    parser.add_argument("--link", metavar="V,V", help=f"{LINK}; none: the real wire. A value, or a comma-separated list")
 
 
 def option(name: str) -> str:
@@ -59,7 +63,14 @@ def chosen(args: argparse.Namespace) -> dict[str, list[Any]]:
             lists[field.name] = [value_of(field, word.strip()) for word in text.split(",")]
             for value in lists[field.name]:
                 kind(**{field.name: value})
+    if args.link is not None:
+        lists["link"] = [link_of(word) for word in link_spec.split_list(args.link)]
     return lists
+
+
+def link_of(word: str) -> str | None:
+    """Of the option --link. Raises SpecError."""
+    return None if word.lower() in ("none", "null") else Spec(link=word).link
 
 
 def value_of(field: dataclasses.Field[Any], word: str) -> Any:
@@ -86,7 +97,7 @@ def product(base: Spec, lists: Mapping[str, Sequence[Any]], ranks: Sequence[int]
     for world_size, *values in itertools.product(ranks, *lists.values()):
         made = base.to_dict() | {"world_size": world_size}
         for name, value in zip(lists, values, strict=True):
-            made[part_of[name]][name] = value
+            (made[part_of[name]] if name in part_of else made)[name] = value
         if made not in seen:
             seen.append(made)
             yield made

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_lab.cli import compare
+from fsdp_lab.cli import compare, fields
 from fsdp_lab.cli.console import Failed, Refused
 from fsdp_lab.cli.results import Results
-from fsdp_lab.spec import Spec
+from fsdp_lab.spec import Spec, SpecError
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -27,7 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("spec", type=Path, help='a file with {"workload": {...}, "strategy": {...}, "world_size": 2}')
     parser.add_argument("--steps", type=int, help="end after this many steps (default: train until Ctrl-C)")
     parser.add_argument("--ranks", type=int, help="instead of the file's world_size")
+    parser.add_argument("--link", metavar="LINK", help=f"instead of the file's: {fields.LINK}; none: the real wire")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary there, as compare does")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE",
+        help="write the traced steps there (.json or .json.gz), for ui.perfetto.dev or chrome://tracing",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,9 +40,15 @@ def run(args: argparse.Namespace) -> int:
         raise Refused(f"--steps {args.steps} is refused; give a whole number of 1 or more, or leave it out")
     results = Results(file=args.json)
     results.check()
+    if args.trace is not None:
+        from fsdp_lab.runs.trace import check_path
+
+        check_path(args.trace, field="--trace")
     spec = read_spec(args.spec)
     if args.ranks is not None:
         spec = spec.replace(world_size=args.ranks)
+    if args.link is not None:
+        spec = spec.replace(link=fields.link_of(args.link))
 
     from fsdp_lab.models.check import check
 
@@ -45,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
     from fsdp_lab.cli import session
 
-    train(session.console(), spec, args.steps, results)
+    train(session.console(), spec, args.steps, results, args.trace)
     return 0
 
 
@@ -59,8 +70,8 @@ def read_spec(path: Path) -> Spec:
         raise Refused(f"{path} is not text; give the path of a JSON file") from e
 
 
-def train(console: Console, spec: Spec, steps: int | None, results: Results) -> None:
-    """Trains and draws; at the end, Ctrl-C's included, says and writes the summary."""
+def train(console: Console, spec: Spec, steps: int | None, results: Results, trace: Path | None = None) -> None:
+    """Trains and draws; at the end, Ctrl-C's included, says and writes the summary, and the trace."""
     from fsdp_lab.cli import session
 
     with session.lab(console, spec.world_size, spec.devices) as lab:
@@ -84,6 +95,18 @@ def train(console: Console, spec: Spec, steps: int | None, results: Results) -> 
             if len(run.events):
                 console.print(view(run))
                 results.add_run(run.summary())
+            if trace is not None:
+                console.print(write_trace(run, trace), markup=False, highlight=False)
+
+
+def write_trace(run: Run, file: Path) -> str:
+    """Writes the traced steps and says so; or why not, since what was trained is not to end in an error."""
+    try:
+        run.export_trace(file)
+    except SpecError as e:
+        return f"no trace was written: {e.reason}"
+    steps = len(run.events.traced())
+    return f"{steps} traced step{'s' * (steps != 1)} in {file}: open it at ui.perfetto.dev or chrome://tracing"
 
 
 # -- what is shown ---------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 import ipywidgets as widgets
 
 from ..events import StepEvent
+from ..link_spec import OFFERED
 from ..models.check import check
 from ..models.presets import PRESETS
 from ..spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, SYNCS, Spec, SpecError, Workload
@@ -23,6 +24,7 @@ from .choices import Choices, Standing
 from .ports import LabLike, RunLike, TicketLike
 
 AUTO = "auto"
+OTHER = "other…"
 NEEDS_NEW_RUN = ("world_size", "devices")
 
 
@@ -31,7 +33,8 @@ class Field:
     """A field of the Spec and how it is chosen.
 
     `tokens` are the values offered, in order, given the present Spec; a value that is none of them is added, so that
-    what was set by code can be seen. None: a whole number between `least` and `most`, or text.
+    what was set by code can be seen. None: a whole number between `least` and `most`, or text. `typed` is an example of
+    what may be written where none of the tokens is wanted; empty: nothing else may be. `none` is the word for None.
     """
 
     name: str
@@ -40,6 +43,8 @@ class Field:
     tokens: Callable[[Spec], Sequence[Any]] | None = None
     least: int | None = None
     most: int = 4096
+    typed: str = ""
+    none: str = AUTO
 
 
 def _fixed(*tokens: Any) -> Callable[[Spec], Sequence[Any]]:
@@ -67,6 +72,8 @@ GROUPS: tuple[tuple[str, tuple[Field, ...]], ...] = (
               tokens=_fixed("none", "every:2", "full")),
         Field(name="accumulate", label="accumulate", help="Micro-batches in a step", least=1),
         Field(name="sync", label="sync", help="Micro-batches that communicate", tokens=_fixed(*SYNCS)),
+        Field(name="link", label="link", help="A slower interconnect, emulated; of a GPU: scaled to what is computed here",
+              tokens=_fixed(None, *OFFERED), typed="0.25 GB/s, 50 us", none="off"),
     )),
     ("Workload", (
         Field(name="model", label="model", help="A change begins at step 0", tokens=_fixed(*PRESETS)),
@@ -90,7 +97,9 @@ class Control:
         self.input.add_class("fsdp-input")
         self.note = widgets.HTML()
         self.note.add_class("fsdp-note-line")
-        self.box = widgets.VBox([self.input, self.note])
+        self.typed = self._make_typed() if field.typed else None
+        self.inputs = [self.input, *([self.typed] if self.typed is not None else [])]  # what a person can change
+        self.box = widgets.VBox([*self.inputs, self.note])
         self.box.add_class("fsdp-field")
         self.input.observe(self._changed, "value")
 
@@ -108,10 +117,26 @@ class Control:
         tokens = [*self.field.tokens(spec)]
         if value not in tokens:
             tokens.append(value)
-        return [(_label(t), _key(t)) for t in tokens]
+        named = [(self.field.none if t is None else _label(t), _key(t)) for t in tokens]
+        return [*named, (OTHER, OTHER)] if self.field.typed else named
+
+    def _make_typed(self) -> widgets.Text:
+        """Where a value is written that is not among the tokens; out of sight until it is asked for."""
+        hidden = widgets.Layout(display="none")
+        typed = widgets.Text(placeholder=self.field.typed, tooltip=self.field.help, continuous_update=False, layout=hidden)
+        typed.add_class("fsdp-input")
+        typed.observe(self._written, "value")
+        return typed
+
+    @property
+    def _asks(self) -> bool:
+        """Whether something is to be written that is not among the tokens."""
+        return self.typed is not None and self.input.value == OTHER
 
     def show(self, spec: Spec, value: Any) -> None:
-        """Shows a value without taking it for a choice."""
+        """Shows a value without taking it for a choice; not while a person is about to write another."""
+        if self._asks:
+            return
         self._quiet = True
         try:
             if self.field.tokens is not None:
@@ -136,11 +161,30 @@ class Control:
         if self._quiet:
             return
         value = change["new"]
+        if self.typed is not None:
+            _set(self.typed.layout, "display", "" if self._asks else "none")
+        if self._asks:
+            return
         if self.field.name == "devices":
             value = _devices(value)
         elif self.field.tokens is not None:
             value = _unkey(value)
         self._chosen(self.field.name, value)
+
+
+    def _written(self, change: Mapping[str, Any]) -> None:
+        text, typed = change["new"].strip(), change["owner"]
+        if not text:
+            return
+        self._quiet = True
+        try:
+            self.input.options = [*self.input.options, (text, text)]
+            self.input.value = text
+            typed.value = ""
+        finally:
+            self._quiet = False
+        _set(typed.layout, "display", "none")
+        self._chosen(self.field.name, text)
 
 
 class Group:
@@ -171,8 +215,9 @@ class Group:
         for name, note in refused:
             if note.fix:
                 self._fix = {name: choices.held[name], **note.fix}
-        more = {n: v for n, v in self._fix.items() if n not in choices.held}
-        label = "Also set " + ", ".join(f"{_words(n)} {_label(v)}" for n, v in more.items()) if more else ""
+        more = {n: v for n, v in self._fix.items() if n not in choices.held or v != choices.held[n]}
+        also = "" if any(n in choices.held for n in more) else "Also "
+        label = f"{also}set ".capitalize() + ", ".join(_said(n, v) for n, v in more.items()) if more else ""
         _set(self._words, "value", text)
         _set(self.button, "description", label)
         _set(self.button.layout, "display", "" if label else "none")
@@ -223,7 +268,7 @@ class Controls:
     def answering(self) -> list[widgets.Widget]:
         """The widgets that must answer while a cell runs."""
         return [self._start, self._pause, self._stop, self._ledger, *(g.button for g in self._groups),
-                *(c.input for c in self._controls.values())]  # fmt: skip
+                *(i for c in self._controls.values() for i in c.inputs)]  # fmt: skip
 
     def _button(self, word: str, icon: str, tooltip: str, press: Callable[[], None]) -> widgets.Button:
         button = widgets.Button(description=word, icon=icon, tooltip=tooltip)
@@ -351,7 +396,8 @@ class Controls:
     def retire(self, why: str) -> None:
         """Nothing can be done any more."""
         with self._lock:
-            for control in (self._start, self._pause, self._stop, self._ledger, *(c.input for c in self._controls.values())):
+            buttons = (self._start, self._pause, self._stop, self._ledger)
+            for control in (*buttons, *(i for c in self._controls.values() for i in c.inputs)):
                 control.disabled = True
             self._state.value = f'<span class="fsdp-state fsdp-state-stopped" role="status">closed</span> {escape(why)}'
 
@@ -461,8 +507,11 @@ def _label(value: Any) -> str:
     return str(value)
 
 
-def _words(name: str) -> str:
-    return next((f.label for _, fields in GROUPS for f in fields if f.name == name), name.replace("_", " "))
+def _said(name: str, value: Any) -> str:
+    """A field and a value of it, in words."""
+    field = next((f for _, fields in GROUPS for f in fields if f.name == name), None)
+    label = field.label if field is not None else name.replace("_", " ")
+    return f"{label} {field.none if field is not None and value is None else _label(value)}"
 
 
 def _sentence(text: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..events import StepEvent
 from .live import LiveView, Scene
-from .panels import PANELS, Assembler, Frame, Panel, Step
+from .panels import PANELS, Assembler, Frame, Panel, Pinnable, Step
 from .panels.units import duration
 from .ports import LabLike, RunLike, SwitchLike
 
@@ -44,6 +44,8 @@ class Feed:
                 self._show(self._assembler.add(part))
             if run.state.over:
                 self._show(self._assembler.flush())
+        for panel in self._pinnable:
+            panel.update(())  # another step may have been asked for
         self._live.flush([e.end_unix_s for e in events])
         return events
 
@@ -80,6 +82,7 @@ class Feed:
         self._last = None
         self._frame = Frame()
         self._panels: list[Panel] = [make(self._frame, world_size) for make in PANELS]
+        self._pinnable = [panel for panel in self._panels if isinstance(panel, Pinnable)]
         self._live.show(
             Scene(
                 cards=self._panels,
@@ -106,19 +109,21 @@ def describe(switch: SwitchLike) -> tuple[str, str]:
     assert switch.before is not None
     changes = switch.before.difference(switch.after)
     label = ", ".join(
-        _token(new) if name in SPEAKING else f"{name.replace('_', ' ')} {_token(new)}"
+        _token(new) if name in SPEAKING else f"{name.replace('_', ' ')} {_token(new, name)}"
         for name, (_, new) in changes.items()
     )
-    told = ", ".join(f"{name.replace('_', ' ')} {_token(old)} → {_token(new)}" for name, (old, new) in changes.items())
+    told = ", ".join(
+        f"{name.replace('_', ' ')} {_token(old, name)} → {_token(new, name)}" for name, (old, new) in changes.items()
+    )
     how = "parameters and optimizer carried over" if switch.carried else "started afresh"
     return label or "no change", f"step {switch.step:,}: {told} ({how}, {switch.seconds:.2f} s)"
 
 
-def _token(value: Any) -> str:
+def _token(value: Any, name: str = "") -> str:
     if isinstance(value, dict):
         return str(value.get("model_type") or "/".join(str(v) for v in value.values() if v))
     if isinstance(value, (list, tuple)):
         return " ".join(str(v) for v in value)
     if value is None:
-        return "auto"
+        return "off" if name == "link" else "auto"
     return str(getattr(value, "param", value))

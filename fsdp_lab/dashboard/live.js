@@ -98,6 +98,9 @@ function setVisual(m, property, value) {
   m.setv({ [property]: isSpec ? { value } : value });
 }
 
+/** A mapping whose keys are no strings comes as Bokeh itself writes it. */
+const revived = (value) => (value?.type === "map" ? new Map(value.entries) : value);
+
 // -- data ----------------------------------------------------------------------------------------------------------
 
 const doubles = (view) => new Float64Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
@@ -195,6 +198,53 @@ function figureTable([heads, ...rows]) {
     for (const text of row) line.insertCell().textContent = text;
   }
   return table;
+}
+
+/** Which step a card shows: one before, one after, a number, held or not. `ask(step, by)` tells the kernel. */
+class PinBar {
+  constructor(title, ask) {
+    this.root = element("span", "fsdp-pin");
+    this.root.setAttribute("role", "group");
+    this.root.setAttribute("aria-label", `${title}: which step`);
+    this.root.dataset.lmSuppressShortcuts = "true"; // what is typed here is not for the notebook
+    this.root.hidden = true;
+    this.before = this.button("‹", "The traced step before this one", () => ask(null, -1));
+    this.after = this.button("›", "The traced step after this one", () => ask(null, 1));
+    this.hold = this.button("Pin", "", () => ask(this.held ? null : this.step, 0));
+    this.hold.classList.add("fsdp-hold");
+    this.number = element("input");
+    this.number.type = "number";
+    this.number.setAttribute("aria-label", "step");
+    this.number.addEventListener("change", () => {
+      const step = Number.parseInt(this.number.value, 10);
+      if (Number.isFinite(step)) ask(step, 0);
+      else this.number.value = String(this.step);
+    });
+    this.number.addEventListener("keydown", (event) => event.key === "Enter" && this.number.blur());
+    this.root.append(element("span", "", "step"), this.before, this.number, this.after, this.hold);
+  }
+
+  button(text, title, press) {
+    const button = element("button", "", text);
+    button.type = "button";
+    button.title = title;
+    if (title) button.setAttribute("aria-label", title);
+    button.addEventListener("click", press);
+    return button;
+  }
+
+  show({ step, held, oldest, newest, kept }) {
+    Object.assign(this, { step, held });
+    this.root.hidden = false;
+    this.root.classList.toggle("fsdp-held", held);
+    if (document.activeElement !== this.number) this.number.value = String(step);
+    this.number.title = `${kept.toLocaleString("en")} traced steps are kept, from ${oldest} to ${newest}`;
+    this.before.disabled = step <= oldest;
+    this.after.disabled = step >= newest;
+    this.hold.textContent = held ? "Let go" : "Pin";
+    this.hold.title = held ? "Show the newest step again" : "Hold this step while training goes on";
+    this.hold.setAttribute("aria-pressed", String(held));
+  }
 }
 
 // -- one mounted view ----------------------------------------------------------------------------------------------
@@ -298,7 +348,8 @@ class View {
       section.dataset.card = card.name;
       const head = element("header");
       const reading = element("span", "fsdp-reading");
-      head.append(element("h3", "", card.title), reading);
+      const pin = new PinBar(card.title, (step, by) => this.tell("pin", { card: card.name, step, by }));
+      head.append(element("h3", "", card.title), reading, pin.root);
       const legend = element("div", "fsdp-legend");
       const plot = element("div", "fsdp-plot");
       plot.title = "";
@@ -311,7 +362,7 @@ class View {
       const shown = { section, seen: true, waiting: new Map() };
       cards.set(card.name, shown);
       for (const source of card.sources) this.cardOf.set(source, shown);
-      this.words.set(card.name, { reading, legend, note, plot });
+      this.words.set(card.name, { reading, legend, note, plot, pin });
     }
     this.body.append(top, grid);
     this.watchCards(cards);
@@ -398,7 +449,7 @@ class View {
       const m = this.byName.get(name);
       if (!m) continue;
       if (m.type === "Range1d") this.setRange(name, m, values);
-      else m.setv(values);
+      else m.setv(Object.fromEntries(Object.entries(values).map(([property, value]) => [property, revived(value)])));
     }
   }
 
@@ -424,6 +475,7 @@ class View {
       if (!at) continue;
       if ("reading" in words) at.reading.textContent = words.reading;
       if ("note" in words) at.note.textContent = words.note;
+      if (words.pin) at.pin.show(words.pin);
       if (words.table?.length) at.plot.replaceChildren(figureTable(words.table));
       if ("legend" in words) {
         at.legend.replaceChildren(...words.legend.map(legendEntry));

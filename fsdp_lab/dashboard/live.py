@@ -6,8 +6,8 @@ when it mounts, and then what is new, at most two messages unacknowledged. It ac
 gets fewer and larger messages, and the time from a step's end to its pixels is measured by the way.
 
 `live.js` is the other half. The protocol, page to kernel: `bokehjs` (send it), `mount` (send a snapshot to this view),
-`ack` (painted up to seq), `ping`, `leave`. Kernel to page: `bokehjs`, `snapshot`, `tick`, `remount` (another scene: ask
-for a snapshot), `pong`.
+`ack` (painted up to seq), `pin` (a card shall hold another step), `ping`, `leave`. Kernel to page: `bokehjs`, `snapshot`,
+`tick`, `remount` (another scene: ask for a snapshot), `pong`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from bokeh.models.ui import UIElement
 from . import theme
 from .columns import Block, Columns, Numbers
 from .latency import Latency, Stamps
+from .panels.base import Pinnable
 
 HERE = Path(__file__).parent
 BOKEH_JS = Path(bokeh.__file__).parent / "server/static/js/bokeh.min.js"
@@ -210,6 +211,8 @@ class LiveView(anywidget.AnyWidget):
                     self._mount(view)
                 case "ack":
                     self._acknowledge(view, int(content["seq"]), float(content["painted_unix_s"]))
+                case "pin":
+                    self._pin(content)
                 case "ping":
                     self.send({"kind": "pong", "view": view})
                 case "leave":
@@ -242,6 +245,12 @@ class LiveView(anywidget.AnyWidget):
         known = self._views.setdefault(view, _View(acked=seq, heard_s=time.monotonic()))
         known.acked = max(known.acked, seq)
         self._stamps.painted(seq, painted_unix_s)
+
+    def _pin(self, content: Mapping[str, Any]) -> None:
+        step = content.get("step")
+        for card in self._scene.cards:
+            if card.name == content.get("card") and isinstance(card, Pinnable):
+                card.pin(None if step is None else int(step), int(content.get("by", 0)))
 
     # -- what is new ----------------------------------------------------------------------------------------------
 

@@ -54,6 +54,16 @@ COMMUNICATION: Mapping[str, Fill] = {
     "control": Fill(label="control", light="#EFE7DC", dark="#463A2D", hatch="-"),
 }
 
+# What a rank does beside sending: the timeline's rows.
+COMPUTE: Mapping[str, Fill] = {
+    "forward": Fill(label="forward", light="#B5CCC6", dark="#3C544E"),
+    "backward": Fill(label="backward", light="#7C9E96", dark="#64857D"),
+    "optimizer": Fill(label="optimizer", light="#48665F", dark="#93B3AB"),
+    "compute": Fill(label="other computing", light="#D9E6E2", dark="#2A3B37", hatch="/"),
+    "waiting": Fill(label="waiting: exposed communication", light="#1F2A37", dark="#E5E7EB"),
+    "host_copy": Fill(label="host copy", light="#7D98A3", dark="#6F8A95", hatch="x"),
+}
+
 # Ink of what is neither a rank nor a class: means, bands, peaks, markers.
 INK: Mapping[str, Fill] = {
     "mean": Fill(label="all ranks", light="#1F2A37", dark="#E5E7EB"),
@@ -67,7 +77,7 @@ INK: Mapping[str, Fill] = {
 
 def tokens() -> dict[str, dict[str, str]]:
     """Theme -> token -> colour, for the page: `memory.parameters`, `communication.all_gather`, `ink.mean`."""
-    groups = {"memory": MEMORY, "communication": COMMUNICATION, "ink": INK}
+    groups = {"memory": MEMORY, "communication": COMMUNICATION, "timeline": COMPUTE, "ink": INK}
     named = {f"{group}.{name}": fill for group, fills in groups.items() for name, fill in fills.items()}
     return {
         "light": {name: fill.light for name, fill in named.items()},

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from fsdp_lab.engine.unit import Unit, UnitState
 from fsdp_lab.schedule import Action, Call, Direction, Moment, Phase, Point, Rules, Schedule
 
 Watcher = Callable[[Phase, str, Direction], None]
+Around = Callable[[Phase, str], AbstractContextManager[None]]  # within it a phase of a unit is issued
 
 
 class Pass:
@@ -66,6 +67,7 @@ class Runtime:
         self.gathers, self.reductions = Lane(root.grid.device), Lane(root.grid.device)
         self.communicate = True  # whether backwards reduce
         self.watch: Watcher | None = None
+        self.around: Around = _nothing_around
         self.peak_alive = 0  # units gathered at once, since it was last set to 0
         self.last: weakref.ref[Pass] | None = None  # the last pass with gradients, while its graph is alive
         self.current: Pass | None = None  # whose forward is running
@@ -242,10 +244,17 @@ class Runtime:
         """Wait for the reduction in flight; under offload its shard then is on the host."""
         if not self._reducing or self._reduced is None:
             return
-        on_host = self.rules.offload != "none"
-        with self.span(Phase.HOST_COPY, self._reduced, Direction.BACKWARD) if on_host else nullcontext():
-            for reduction in self._reducing:
-                reduction.finish()
+        unit = self._reduced
+        if self.rules.offload == "none":
+            with self.around(Phase.REDUCE, unit.name):
+                self._finish_each()
+            return
+        with self.span(Phase.HOST_COPY, unit, Direction.BACKWARD):
+            self._finish_each()
+
+    def _finish_each(self) -> None:
+        for reduction in self._reducing:
+            reduction.finish()
         self._reducing = []
 
     # -- spans ------------------------------------------------------------------------------------------------------
@@ -254,10 +263,8 @@ class Runtime:
     def span(self, phase: Phase, unit: Unit, direction: Direction) -> Iterator[None]:
         """A phase under its name, for the watcher and for profiler traces."""
         self._say(phase, unit, direction)
-        if not torch.autograd._profiler_enabled():
-            yield
-            return
-        with record_function(_label(phase, unit)):
+        named = record_function(_label(phase, unit)) if torch.autograd._profiler_enabled() else nullcontext()
+        with named, self.around(phase, unit.name):
             yield
 
     def _begin_computing(self, unit: Unit, current: Pass, direction: Direction, k: int) -> None:
@@ -313,6 +320,10 @@ class Runtime:
         if backward not in self._schedules:
             self._schedules[backward] = Schedule(self._calls[backward], self.rules, backward=backward)
         return self._schedules[backward]
+
+
+def _nothing_around(phase: Phase, unit: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 _ALIVE = (UnitState.GATHERING, UnitState.UNSHARDED)

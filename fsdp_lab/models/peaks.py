@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
+from fsdp_lab.hardware import gpu_of_device
 
 _MEASURE_S = 0.2  # for all sizes of matrix together
 _EDGES: Mapping[str, tuple[int, ...]] = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192)}
@@ -18,42 +19,6 @@ class Peak(NamedTuple):
 
     flops_per_s: float | None
     source: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Gpu:
-    """Dense TFLOP/s of the vendor's data sheet: with tensor cores for half and tf32, without for fp32."""
-
-    bf16: float | None
-    fp16: float | None
-    tf32: float | None
-    fp32: float | None
-    source: str
-
-
-def _gpu(bf16: float | None, tf32: float | None, fp32: float, source: str, fp16: float | None = None) -> _Gpu:
-    return _Gpu(bf16=bf16, fp16=fp16 or bf16, tf32=tf32, fp32=fp32, source=source)
-
-
-# By a part of torch.cuda.get_device_name, in lower case; the first that fits counts. Data sheets often print
-# figures with 2:4 sparsity, which are twice these. The bf16 column agrees with stas00/ml-engineering
-# (compute/accelerator), with MosaicML Composer's speed_monitor.py and with Lightning Fabric's throughput.py
-# where those have the device.
-_GPUS: Mapping[str, _Gpu] = {
-    "gb200": _gpu(2500, 1250, 80, "NVIDIA GB200 NVL72 data sheet"),
-    "b300": _gpu(2250, 1125, 75, "NVIDIA HGX data sheet"),
-    "b200": _gpu(2250, 1125, 75, "NVIDIA HGX data sheet"),
-    "h200": _gpu(989.4, 494.7, 66.9, "NVIDIA H200 data sheet"),
-    "h100 pcie": _gpu(756, 378, 51, "NVIDIA H100 data sheet"),
-    "h100 80gb hbm3": _gpu(989.4, 494.7, 66.9, "NVIDIA H100 data sheet"),
-    "a100": _gpu(312, 156, 19.5, "NVIDIA A100 data sheet"),
-    "l40s": _gpu(362, 183, 91.6, "NVIDIA L40S data sheet"),
-    "a10g": _gpu(125, 62.5, 31.2, "NVIDIA A10 data sheet, taken for the A10G as Lightning does"),
-    "nvidia a10": _gpu(125, 62.5, 31.2, "NVIDIA A10 data sheet"),
-    "v100-sxm": _gpu(None, None, 15.7, "NVIDIA V100 data sheet", fp16=125),
-    "v100-pcie": _gpu(None, None, 14, "NVIDIA V100 data sheet", fp16=112),
-    "tesla t4": _gpu(None, None, 8.1, "NVIDIA T4 data sheet", fp16=65),
-}
 
 
 def device_peak(device: torch.device | str, dtype: torch.dtype) -> Peak:
@@ -121,9 +86,6 @@ def _column(dtype: torch.dtype) -> str:
 
 
 def _from_table(name: str, column: str) -> Peak | None:
-    low = name.lower()
-    if "mig" in low.split():
-        return None
-    gpu = next((g for part, g in _GPUS.items() if part in low), None)
-    tflops = getattr(gpu, column, None) if column else None
-    return None if gpu is None or tflops is None else Peak(tflops * 1e12, f"{gpu.source}, dense {column}")
+    gpu = gpu_of_device(name)
+    rate = gpu.flops_per_s(column) if gpu is not None else None
+    return None if gpu is None or rate is None else Peak(rate, f"{gpu.source}, dense {column}")

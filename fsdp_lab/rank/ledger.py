@@ -18,6 +18,7 @@ dataset's, are outside.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +35,7 @@ from fsdp_lab.backends import Backend
 from fsdp_lab.backends.base import Held, local_tensor
 from fsdp_lab.engine.tensors import tensors_in
 from fsdp_lab.events import Classes, MemorySample, Role
+from fsdp_lab.rank.profiled import exposed_on_device
 from fsdp_lab.schedule import Direction
 from fsdp_lab.wire import Hub
 
@@ -56,6 +58,7 @@ class Found:
     peak: Classes
     end_bytes: int
     curve: tuple[MemorySample, ...]
+    exposed: dict[str, float] | None = None  # on a GPU: see profiled.py
 
 
 _Seen = tuple[int, int]  # the number of a mark, and the address of what was alive then
@@ -109,13 +112,17 @@ class Ledger:
             self._before_bytes = torch.cuda.memory_allocated(self._device)
         self._install()
         try:
-            with profile(profile_memory=True, use_kineto=True) as profiler:
+            kind = self._device.type if self._device.type != "cpu" else None
+            with profile(profile_memory=True, use_kineto=True, use_device=kind) as profiler:
                 self._mark(_BEGIN, ROOT, "begin", kept=True)
                 yield
                 self._mark(Direction.UPDATE, ROOT, "end", kept=True)
         finally:
             self._remove()
         self.found = self._find(profiler.kineto_results.experimental_event_tree())
+        if kind is not None:
+            exposed = exposed_on_device(profiler.kineto_results.events())
+            self.found = dataclasses.replace(self.found, exposed=exposed)
         self._hooked, self._followed = {}, []
 
     def before_update(self) -> None:

@@ -58,6 +58,11 @@ class MemoryProbe:
         """Of the last ledger step."""
         return self._found.curve if self._found is not None else ()
 
+    @property
+    def exposed(self) -> dict[str, float] | None:
+        """Exposed communication by kind of the last ledger step on a GPU."""
+        return self._found.exposed if self._found is not None else None
+
     def before_update(self) -> None:
         """While the gradients are there."""
         if not self._gradients:

@@ -33,6 +33,8 @@ from fsdp_lab.backends.base import retune
 from fsdp_lab.engine.scaler import Scaler
 from fsdp_lab.frame import Frame
 from fsdp_lab.models import Initializer, build_skeleton, resolve
+from fsdp_lab.rank.clocks import Clock, compare_clocks
+from fsdp_lab.rank.emulation import Emulated, Emulation
 from fsdp_lab.rank.guard import INTERRUPTED, Guard
 from fsdp_lab.rank.prepare import Preparation, Prepared
 from fsdp_lab.rank.rendezvous import Seat, close_groups, find_store, open_groups
@@ -52,6 +54,7 @@ _LIGHT = (
     "seq_len",
     "data",
     "sync",
+    "link",
 )  # nothing is rebuilt
 
 
@@ -100,10 +103,12 @@ class Session:
         self._guard = Guard(self._hub, _own_connection(self._store), rank)
         self._epoch = 0
         self._world: Wire = self._open()
+        self._clock = Clock()
         self._trainer: Trainer | None = None
         self._slow: SlowStep | None = None
         self._notes = _fidelity(self.seat, shared_gpu_ranks)
         self._preparation = Preparation(self.seat)
+        self._emulation, self._emulated = Emulation(self.seat), Emulated()
         self._joined_unix_s = time.time()
         gc.freeze()  # what imports made stays anyway: a collection at each switch need not walk it
 
@@ -122,8 +127,10 @@ class Session:
         self._leave_slow_motion()
         with self._working_together():
             self._renew()
+            self._clock = compare_clocks(self._world)
             old = self._trainer
             prepared = self._preparation.prepare(wanted, (old.spec, old.batches) if old else None)
+            self._emulated = self._emulation.of(prepared.spec, prepared.cost.peak_flops_per_s, self._world)
             if old is not None and not fresh and _same_training(old.spec, wanted):
                 carried, self._trainer = True, self._switch(run, prepared, old)
             else:
@@ -134,11 +141,12 @@ class Session:
             "seconds": time.perf_counter() - start_s,
             "carried": carried,
             "parameters": sum(p.shape.numel() for p in self._trainer.backend.pieces()),
-            "notes": list(self._notes),
+            "notes": [*self._notes, *self._emulated.notes],
         }
 
     def train(self, steps: int, ledgers: Collection[int] = ()) -> dict[str, Any]:
-        """Train so many steps; collective. SIGINT on any rank ends the step in progress on all of them.
+        """Train so many steps, of which the last is traced; collective. SIGINT on any rank ends the step in progress on all
+        of them.
 
         `ledgers`: numbers of steps that are to be ledger steps, beside the third after a switch (see rank/ledger.py).
 
@@ -156,10 +164,11 @@ class Session:
             self._renew()
             trainer = self._needed()
             try:
-                for _ in range(steps):
-                    event = trainer.step(ledger=trainer.progress.step in ledgers).to_dict()
-                    events.append(event)
-                    self._say(event)
+                with self._hub.linked(self._emulated.link):
+                    for i in range(steps):
+                        event = trainer.step(ledger=trainer.progress.step in ledgers, traced=i == steps - 1).to_dict()
+                        events.append(event)
+                        self._say(event)
             except BaseException as e:
                 self._give_up(trainer, e)
                 return {"events": events, "stopped": True, "step": trainer.progress.step}
@@ -247,7 +256,8 @@ class Session:
                 self._slow = SlowStep(trainer, self.seat)
             slow = self._slow
             try:
-                frame = move(slow)
+                with self._hub.linked(self._emulated.link):
+                    frame = move(slow)
             except BaseException as e:
                 self._slow = None
                 slow.leave()
@@ -306,7 +316,8 @@ class Session:
             cost=p.cost,
             progress=progress,
             scaler=scaler,
-            notes=self._notes,
+            notes=(*self._notes, *self._emulated.notes),
+            clock=self._clock,
         )
 
     def _needed(self) -> Trainer:
@@ -352,6 +363,7 @@ class Session:
         self._guard.follow(self._epoch)
         close_groups(self._hub)
         self._world = self._open()
+        self._emulation = Emulation(self.seat)  # what only some ranks had measured by then would divide them
         if self._trainer is not None:
             old = self._trainer
             skeleton = build_skeleton(resolve(old.spec.workload.model))
@@ -429,6 +441,8 @@ def _fidelity(seat: Seat, shared_gpu_ranks: int) -> tuple[str, ...]:
         return ("CPU and Gloo: the shapes are right, the times are not a GPU's.",)
     if shared_gpu_ranks > 1:
         return (f"One GPU shared by {shared_gpu_ranks} ranks over Gloo: memory is right, times are not.",)
+    if seat.world_size > 1:
+        return ("Over NCCL exposed communication is measured in ledger steps and repeated; the timeline shows no waits.",)
     return ()
 
 

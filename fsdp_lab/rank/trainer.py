@@ -21,13 +21,15 @@ from torch.autograd.profiler import record_function
 
 from fsdp_lab.backends import Backend
 from fsdp_lab.engine.scaler import Scaler
-from fsdp_lab.events import StepEvent
+from fsdp_lab.events import StepEvent, Traffic
 from fsdp_lab.models import Batches
+from fsdp_lab.rank.clocks import Clock
 from fsdp_lab.rank.probes import MemoryProbe
 from fsdp_lab.rank.rendezvous import Seat
+from fsdp_lab.rank.tracing import StepTrace
 from fsdp_lab.schedule import Phase
 from fsdp_lab.spec import Spec
-from fsdp_lab.wire import Wire, traffic
+from fsdp_lab.wire import Collective, Wire, traffic
 
 _LEDGER_STEP = 2  # the third: the first makes optimizer state, in the second DDP lays its buckets anew
 
@@ -68,34 +70,44 @@ class Trainer:
         progress: Progress,
         scaler: Scaler,
         notes: tuple[str, ...],
+        clock: Clock,
     ) -> None:
         self.run, self.spec, self.seat, self.backend, self.batches = run, spec, seat, backend, batches
         self.world, self.cost, self.progress, self.scaler, self.notes = world, cost, progress, scaler, notes
+        self.clock = clock
         self.memory = MemoryProbe(backend, world.hub, seat.device, offload=spec.strategy.offload)
         self.voting = False  # between giving the vote and having its result
         self._steps_here = 0
+        self._trace: StepTrace | None = None  # of the step in progress
         self._ledger_due = True
 
-    def step(self, *, slow: bool = False, ledger: bool = False) -> StepEvent:
-        """Forward, backward, vote, update; `slow`: somebody halts it on its way; `ledger`: make it a ledger step.
+    def step(self, *, slow: bool = False, ledger: bool = False, traced: bool = False) -> StepEvent:
+        """Forward, backward, vote, update; `slow`: somebody halts it on its way; `ledger`: make it a ledger step; `traced`:
+        its event carries spans.
 
-        The third step after a switch is one anyway; one that is asked for earlier is put off until then.
+        The third step after a switch is a ledger step anyway; one that is asked for earlier is put off until then.
 
         Raises RankAborted or WireTimeout when it is given up.
         """
         self._ledger_due = self._ledger_due or ledger
         busy = slow or torch.autograd._profiler_enabled()  # there can be one profiler
         ledger = self._ledger_due and self._steps_here >= _LEDGER_STEP and not busy
-        self.world.hub.meter.take()  # what a switch sent
+        trace = StepTrace(self.backend.unit_modules(), self.seat.device) if traced and not slow else None
+        meter = self.world.hub.meter
+        meter.take(), meter.take_copies()  # what a switch sent
+        if self.seat.device.type == "cuda":
+            self.world.hub.start_clocks()
         self.memory.begin()
         start_s = time.perf_counter()
-        with self.memory.ledger() if ledger else nullcontext():
+        with self.memory.ledger() if ledger else nullcontext(), trace or nullcontext():
+            self._trace = trace
             loss = self._accumulate()
             mean_loss, norm, skipped = self._vote_and_update(loss)
         if self.seat.device.type == "cuda":
             torch.cuda.synchronize(self.seat.device)
             self.world.hub.read_clocks()
         seconds = time.perf_counter() - start_s
+        collectives, copies = meter.take(), meter.take_copies()
         first = self._steps_here == 0
         self._steps_here += 1
         self._ledger_due = self._ledger_due and not ledger
@@ -118,13 +130,27 @@ class Trainer:
             peak_source=self.cost.peak_source,
             memory=self.memory.read(),
             memory_curve=self.memory.curve if ledger else (),
-            comm=traffic(self.world.hub.meter.take()),
+            comm=self._traffic(collectives),
             first_after_switch=first,
             ledger=ledger,
             slow=slow,
             skipped=skipped,
+            begin_s=(trace.begin_s if trace else start_s) + self.clock.offset_s,  # what spans count from
+            clock_error_s=self.clock.error_s,
+            spans=trace.spans(collectives, copies) if trace else (),
             notes=self.notes,
         )
+
+    def _traffic(self, collectives: Sequence[Collective]) -> dict[str, Traffic]:
+        """Over NCCL exposed communication is what the last ledger step found, repeated; not known before the first."""
+        if self.seat.device.type == "cpu" or self.seat.shares_gpu:
+            return traffic(collectives)
+        unknown = dict.fromkeys((c.kind for c in collectives), math.nan)
+        return traffic(collectives, unknown if self.memory.exposed is None else self.memory.exposed)
+
+    def _now_at(self, part: str) -> None:
+        if self._trace is not None:
+            self._trace.begin(part)
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
@@ -134,16 +160,20 @@ class Trainer:
         every = self.spec.strategy.sync == "every"
         total = torch.zeros((), dtype=torch.float32, device=self.seat.device)
         for micro in range(count):
+            self._now_at("forward")
             batch = self.batches.batch(self.progress.samples, micro)
             with self.backend.micro_batch(communicate=every or micro == count - 1):
                 loss = self.backend.loss(batch).float()
+                self._now_at("backward")
                 torch.autograd.backward(loss * (self.scaler.scale / count))
             self.world.hub.meter.end_backward()
+            self.world.hub.name("")
             total += loss.detach()
         return float(total) / count
 
     def _vote_and_update(self, loss: float) -> tuple[float, float, bool]:
         """Returns the mean loss over ranks, the gradient norm, and whether fp16 overflow skipped the update."""
+        self._now_at("optimizer")
         gradients = self._gradients()
         vote = torch.tensor([loss, _squared_norm(gradients)], dtype=torch.float64)
         self.world.hub.check()

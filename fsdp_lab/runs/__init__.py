@@ -5,6 +5,7 @@ from fsdp_lab.runs.slow_motion import Moment, SlowMotion
 from fsdp_lab.runs.store import EventStore
 from fsdp_lab.runs.summary import step_table, summarize
 from fsdp_lab.runs.table import Table
+from fsdp_lab.runs.timeline import Timeline
 
 __all__ = [
     "EventStore",
@@ -15,6 +16,7 @@ __all__ = [
     "Switch",
     "Table",
     "Ticket",
+    "Timeline",
     "step_table",
     "summarize",
 ]

@@ -11,17 +11,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from fsdp_lab.cluster import Call, ClusterError, Interrupted
+from fsdp_lab.events import StepEvent
 from fsdp_lab.runs.store import EventStore
 from fsdp_lab.runs.summary import step_table, summarize
 from fsdp_lab.runs.table import Table
+from fsdp_lab.runs.timeline import Timeline
+from fsdp_lab.runs.trace import check_path, write_trace
 from fsdp_lab.spec import Spec, SpecError
 
 CHUNK_S = 0.5  # between two looks at what was asked for
@@ -249,6 +254,45 @@ class Run(Awaited["Run"]):
     def summary(self) -> dict[str, Any]:
         """The `runs` entry of `fsdp-lab compare`'s JSON, for the Spec applied last; the rule is in `runs.summary`."""
         return summarize(self.spec, self.events.since(0)[0])
+
+    def timeline(self, step: int | None = None) -> Timeline:
+        """What every rank did in a traced step (the last of each half second), on one clock; by default in the newest
+        that all ranks have told.
+
+        Raises:
+            SpecError: that step was not traced, or its spans are no longer kept.
+        """
+        steps = self._traced([step] if step is not None else None)
+        whole = [events for events in steps if len(events) == events[0].world_size]
+        return Timeline.of((whole or steps)[-1])
+
+    def export_trace(self, path: str | os.PathLike[str], steps: Iterable[int] | None = None) -> Path:
+        """Writes traced steps, by default all that are kept, as one Chrome trace (.json or .json.gz), for ui.perfetto.dev
+        or chrome://tracing; returns where.
+
+        Raises:
+            SpecError: the path cannot be written, or one of the steps was not traced.
+        """
+        check_path(path)
+        return write_trace(path, [Timeline.of(events) for events in self._traced(steps)])
+
+    def _traced(self, wanted: Iterable[int] | None) -> list[list[StepEvent]]:
+        """The events of traced steps that are kept, or of the wanted among them."""
+        kept = self.events.traced()
+        if not kept:
+            raise SpecError("step", "no step of this run has been traced yet", "train on: the last of each half second is")
+        if wanted is None:
+            return kept
+        newest = {events[0].step: events for events in kept}  # of a number told twice, after beginning again, the newer
+        numbers = list(wanted)
+        if not numbers:
+            raise SpecError("steps", "none is named", "name traced steps, or leave it out for all that are kept")
+        for step in numbers:
+            if step not in newest:
+                near = min(newest, key=lambda number: (abs(number - step), number))
+                reason = f"step {step} was not traced, or its spans are no longer kept"
+                raise SpecError("step", reason, f"the nearest of {len(newest)} that are kept is {near}")
+        return [events for events in kept if events[0].step in numbers and newest[events[0].step] is events]
 
     def __repr__(self) -> str:
         reason = f" ({self._reason})" if self._reason else ""

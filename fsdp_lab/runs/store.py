@@ -1,12 +1,15 @@
 """`EventStore`: the step events of one run, in the order in which they arrived.
 
 Append-only and thread-safe: ipyparallel's IO thread appends, everyone else reads. Bounded: it keeps the newest `CAP`
-events (about 0.7 kB each, so 70 MB; at two ranks 50,000 steps) and says how many it let go.
+events (about 0.7 kB each, so 70 MB; at two ranks 50,000 steps) and says how many it let go. Spans are kept for the
+newest `TRACED_STEPS` traced steps and `SPAN_CAP` spans (about 0.3 kB each); events older than these lose theirs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
@@ -14,6 +17,17 @@ from typing import Any
 from fsdp_lab.events import StepEvent
 
 CAP = 100_000  # events, over all ranks
+TRACED_STEPS = 200
+SPAN_CAP = 250_000  # over all ranks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Traced:
+    """An event that carries spans."""
+
+    cursor: int
+    spans: int
+    life: int  # how many times the ranks had begun again
 
 
 class _Seen:
@@ -41,13 +55,16 @@ class EventStore:
     second telling is dropped.
     """
 
-    def __init__(self, cap: int = CAP) -> None:
-        self._cap = cap
+    def __init__(self, cap: int = CAP, *, traced_steps: int = TRACED_STEPS, span_cap: int = SPAN_CAP) -> None:
+        self._cap, self._traced_steps, self._span_cap = cap, traced_steps, span_cap
         self._events: list[StepEvent] = []
         self._first = 0  # cursor of _events[0]
         self._seen: dict[int, _Seen] = {}
         self._start = 0  # the step that a rank not heard of yet begins with
         self._notes: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._traced: deque[_Traced] = deque()
+        self._spans = 0
+        self._life = 0
         self._lock = threading.Lock()
 
     def add(self, events: Iterable[Mapping[str, Any] | StepEvent], notes: tuple[str, ...] = ()) -> int:
@@ -58,6 +75,7 @@ class EventStore:
             with self._lock:
                 if self._seen.setdefault(rank, _Seen(self._start)).add(step):
                     self._events.append(self._made(given, notes))
+                    self._note_spans(self._events[-1])
                     added += 1
         with self._lock:
             surplus = len(self._events) - self._cap
@@ -65,6 +83,20 @@ class EventStore:
                 del self._events[:surplus]
                 self._first += surplus
         return added
+
+    def _note_spans(self, event: StepEvent) -> None:
+        """Called with the lock held, after `event` was appended: the oldest spans make room."""
+        if not event.spans:
+            return
+        cursor = self._first + len(self._events) - 1
+        self._traced.append(_Traced(cursor=cursor, spans=len(event.spans), life=self._life))
+        self._spans += len(event.spans)
+        while len(self._traced) > self._traced_steps * len(self._seen) or self._spans > self._span_cap:
+            oldest = self._traced.popleft()
+            self._spans -= oldest.spans
+            at = oldest.cursor - self._first
+            if at >= 0:
+                self._events[at] = dataclasses.replace(self._events[at], spans=())
 
     def _made(self, given: Mapping[str, Any] | StepEvent, notes: tuple[str, ...]) -> StepEvent:
         if isinstance(given, StepEvent):
@@ -77,6 +109,7 @@ class EventStore:
         """The ranks begin again at `step`: what they say from there on is new. The events of before stay."""
         with self._lock:
             self._start = step
+            self._life += 1
             for seen in self._seen.values():
                 seen.floor, seen.above = step, set()
 
@@ -122,6 +155,15 @@ class EventStore:
             by_step.setdefault((event.spec_id, event.step), []).append(event)
         whole = [sorted(events, key=lambda e: e.rank) for events in by_step.values() if len(events) == ranks]
         return whole[:n][::-1]
+
+    def traced(self) -> list[list[StepEvent]]:
+        """The traced steps whose spans are kept, oldest first: of each the events that have spans, in rank order."""
+        with self._lock:
+            kept = [(t, self._events[t.cursor - self._first]) for t in self._traced if t.cursor >= self._first]
+        found: dict[tuple[int, int], list[StepEvent]] = {}
+        for traced, event in kept:
+            found.setdefault((traced.life, event.step), []).append(event)
+        return [sorted(found[key], key=lambda e: e.rank) for key in sorted(found)]
 
     @property
     def dropped(self) -> int:

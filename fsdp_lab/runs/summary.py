@@ -41,7 +41,9 @@ def summarize(spec: Spec, events: Sequence[StepEvent]) -> dict[str, Any]:
         "rss_bytes": [steps[-1][r].memory.rss_bytes for r in ranks],
         "comm_s_per_step": {k: median([statistics.fmean(seconds(e, k) for e in s) for s in counted]) for k in kinds},
         "comm_bytes_per_step": {k: rounded(median([link_bytes(s[0], k) for s in counted])) for k in kinds},
-        "exposed_comm_s_per_step": {k: median([statistics.fmean(exposed(e, k) for e in s) for s in counted]) for k in kinds},
+        "exposed_comm_s_per_step": {
+            k: median(known([statistics.fmean(exposed(e, k) for e in s) for s in counted])) for k in kinds
+        },
     }
 
 
@@ -78,6 +80,11 @@ def link_bytes(event: StepEvent, kind: str) -> float:
     return event.comm[kind].link_bytes if kind in event.comm else 0.0
 
 
+def known(values: Sequence[float]) -> list[float]:
+    """Without what was not measured."""
+    return [v for v in values if math.isfinite(v)]
+
+
 def median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
@@ -100,14 +107,15 @@ def quantile(values: Sequence[float], q: float) -> float | None:
 
 
 def step_table(steps: Sequence[Step], specs: dict[str, Spec], caption: str = "", notes: Sequence[str] = ()) -> Table:
-    """One row a step over all ranks: slowest time, summed throughput, mean TFLOPS and communication, highest peak."""
+    """One row a step over all ranks: slowest time, summed throughput, mean TFLOPS, communication and what of it
+    is exposed, highest peak."""
     marked = any(e[0].first_after_switch or e[0].ledger for e in steps)
     legend = ("* first step after a switch, or slowed by measuring: not counted in medians",) if marked else ()
     recomputes = any(e.recompute_flops for step in steps for e in step)
     shares = ("MFU", "HFU") if recomputes else ("MFU",)
-    head = ("step", "loss", "grad norm", "step time", "tokens/s", "TFLOPS/rank", *shares, "peak/rank", "comm/rank", "how")
+    figures = ("step", "loss", "grad norm", "step time", "tokens/s", "TFLOPS/rank", *shares, "peak/rank", "comm/rank")
     return Table(
-        columns=head,
+        columns=(*figures, "exposed", "how"),
         rows=tuple(row(step, specs.get(step[0].spec_id), hfu=recomputes) for step in steps),
         caption=caption,
         notes=(*legend, *relation(steps, shares), *notes),
@@ -142,6 +150,7 @@ def row(step: Step, spec: Spec | None, *, hfu: bool = False) -> tuple[str, ...]:
         *([percent([e.hfu for e in step])] if hfu else []),
         size(max(e.memory.peak_bytes for e in step)),
         duration(statistics.fmean(sum(t.seconds for t in e.comm.values()) for e in step)),
+        duration(statistics.fmean(e.exposed_comm_s for e in step)),
         how(spec),
     )
 
@@ -152,4 +161,5 @@ def how(spec: Spec | None) -> str:
         return ""
     s = spec.strategy
     precision = s.precision if isinstance(s.precision, str) else f"{s.precision.param}/{s.precision.reduce}"
-    return " ".join([s.backend, s.sharding, precision, *([f"offload {s.offload}"] if s.offload != "none" else [])])
+    words = [s.backend, s.sharding, precision, *([f"offload {s.offload}"] if s.offload != "none" else [])]
+    return " ".join([*words, *([f"link {spec.link}"] if spec.link else [])])

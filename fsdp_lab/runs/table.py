@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -58,7 +59,9 @@ def size(number_bytes: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for a person: 3.2 ms, 1.25 s."""
+    """Seconds for a person: 3.2 ms, 1.25 s; a dash for what was not measured."""
+    if not math.isfinite(seconds):
+        return "–"
     return f"{seconds * 1e3:.{0 if seconds >= 0.1 else 1}f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 

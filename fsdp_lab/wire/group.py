@@ -22,6 +22,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp_lab.wire.hub import Hub, Reduction
+from fsdp_lab.wire.link import Way
 from fsdp_lab.wire.meter import link_bytes
 from fsdp_lab.wire.work import WireWork
 
@@ -220,10 +221,12 @@ class Wire(dist.ProcessGroup):
         return self._send("other", inputs[0].nbytes * self._size, inputs, outputs[0] if outputs else [], call)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> WireWork:
-        return self._send("other", tensors[0].nbytes, tensors, tensors, lambda g, i, o: g.send(i, dst, tag))
+        bytes_ = tensors[0].nbytes
+        return self._send("other", bytes_, tensors, tensors, lambda g, i, o: g.send(i, dst, tag), bytes_=bytes_, way=Way.OUT)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> WireWork:
-        return self._send("other", tensors[0].nbytes, [], tensors, lambda g, i, o: g.recv(o, src, tag))
+        bytes_ = tensors[0].nbytes
+        return self._send("other", bytes_, [], tensors, lambda g, i, o: g.recv(o, src, tag), bytes_=bytes_, way=Way.IN)
 
     def barrier(self, opts: Any = None) -> WireWork:
         return self._send("barrier", 0, [], [], lambda g, i, o: g.barrier(c10d.BarrierOptions()))
@@ -235,7 +238,8 @@ class Wire(dist.ProcessGroup):
         """
         if self._size > 1:
             opts = c10d.AllreduceOptions()
-            self._send("control", values.nbytes, [values], [values], _in_place("allreduce", opts)).wait()
+            with self.hub.naming(""):
+                self._send("control", values.nbytes, [values], [values], _in_place("allreduce", opts)).wait()
 
     # -- sums in the order of ranks -------------------------------------------------------------------------------
 
@@ -291,11 +295,20 @@ class Wire(dist.ProcessGroup):
         then: Callable[[], None] | None = None,
         results: list[Tensor] | None = None,
         bytes_: int | None = None,
+        way: Way = Way.BOTH,
     ) -> WireWork:
-        """Number, meter and issue one collective. `then` runs when its outputs have landed."""
+        """Number, meter and issue one collective. `then` runs when its outputs have landed; `way`: a part of `Way.BOTH`
+        where it is between two ranks alone."""
+        together = way is Way.BOTH
+        if self.hub.link is not None:
+            self._catch_up([*inputs, *outputs])
         if bytes_ is None:
             bytes_ = link_bytes(kind, payload_bytes, self._size)
-        issued = self.hub.number(kind, self._name_, self._size, bytes_)
+        tensor = next(iter([*inputs, *outputs]), None)
+        issued = self.hub.number(kind, self._name_, self._size, link_bytes=bytes_, payload_bytes=payload_bytes,
+                                 dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),
+                                 together=together)  # fmt: skip
+        self.hub.book(issued, way)
         if self.hub.watch is not None:
             self.hub.watch([*inputs, *outputs, *(results or ())])
         group, ins, outs, unstage = self._route(inputs, outputs)
@@ -309,7 +322,15 @@ class Wire(dist.ProcessGroup):
             if then is not None:
                 then()
 
-        return WireWork(self.hub, issued, inner, results or outputs, finish=finish, blocking=group is self._gloo)
+        return WireWork(self.hub, issued, inner, results or outputs, finish=finish, blocking=group is self._gloo,
+                        sliced=together)  # fmt: skip
+
+    def _catch_up(self, tensors: list[Tensor]) -> None:
+        """Where NCCL is to take an emulated link: the host runs ahead of the device, and what it issues now would begin
+        later; so it waits for the device here, and an issue is what it says."""
+        device = next((t.device for t in tensors if t.is_cuda), None)
+        if device is not None and self._nccl is not None:
+            torch.cuda.current_stream(device).synchronize()
 
     def _route(
         self, inputs: list[Tensor], outputs: list[Tensor]

@@ -19,7 +19,9 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -27,6 +29,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fsdp_lab.wire.link import Alarm, Link, Way, pause_until
 from fsdp_lab.wire.meter import Collective, Meter
 
 
@@ -81,10 +84,16 @@ class Hub:
         self.timeout_s = timeout_s
         self.last: Collective | None = None
         self.watch: Callable[[Sequence[torch.Tensor]], None] | None = None  # told what a collective is about to move
+        self._unit = ""  # whose collectives are issued now
+        self.link: Link | None = None  # emulated; None: what is real is enough
+        self.alarm = Alarm()
+        self._given_up = threading.Event()  # set while `aborted`: wakes who waits for the link
         self._sequence = 0
+        self._ordinals: Counter[str] = Counter()  # by group
         self._why: str | None = None
         self._lock = threading.Lock()
-        self._clocks: list[tuple[Collective, Any]] = []
+        self._clocks: list[tuple[Collective, Any, Any]] = []  # with NCCL's work and the event of its end
+        self._began: tuple[Any, float] | None = None  # an event at the beginning of the step, and when it was
         self._running: dict[int, Running] = {}  # by sequence number
         self._open: weakref.WeakSet[Voidable] = weakref.WeakSet()  # those whose future C++ may be waiting for
         self._groups: weakref.WeakSet[Buriable] = weakref.WeakSet()
@@ -105,11 +114,36 @@ class Hub:
 
     # -- one collective -------------------------------------------------------------------------------------------
 
-    def number(self, kind: str, group: str, size: int, bytes_: int) -> Collective:
-        """Count a collective at its issue. Raises RankAborted after an abort."""
+    @contextmanager
+    def naming(self, unit: str) -> Iterator[None]:
+        """Within it collectives are issued on behalf of a unit."""
+        before, self._unit = self._unit, unit
+        try:
+            yield
+        finally:
+            self._unit = before
+
+    def name(self, unit: str) -> None:
+        """The same, until another is named: where nobody tells when its collectives are all issued."""
+        self._unit = unit
+
+    def number(self, kind: str, group: str, size: int, *, link_bytes: int, payload_bytes: int, dtype: str,
+               together: bool = True) -> Collective:  # fmt: skip
+        """Count a collective at its issue; `together`: all its ranks issue it. Raises RankAborted after an abort."""
         self.check()
-        issued = Collective(sequence=self._sequence, kind=kind, group=group, size=size, link_bytes=bytes_,
-                            issue_s=time.perf_counter())  # fmt: skip
+        issued = Collective(
+            sequence=self._sequence,
+            kind=kind,
+            group=group,
+            size=size,
+            ordinal=self._ordinals[group] if together else -1,
+            unit=self._unit,
+            dtype=dtype,
+            payload_bytes=payload_bytes,
+            link_bytes=link_bytes,
+            issue_s=time.perf_counter(),
+        )
+        self._ordinals[group] += together
         self._sequence += 1
         self.last = issued
         self.meter.issued(issued)
@@ -137,16 +171,53 @@ class Hub:
         if self._why is not None:
             work.void()
 
+    def start_clocks(self) -> None:
+        """On a GPU, at the beginning of a step, when the device has been synchronised: its times count from here."""
+        self._clocks = []
+        self._began = (_cuda_event(), time.perf_counter())
+
     def clock(self, issued: Collective, work: Any) -> None:
-        """Remember a work of NCCL, whose time only NCCL knows."""
-        self._clocks.append((issued, work))
+        """A work of NCCL has just been waited for by the current stream, which goes on when it has ended."""
+        if self._began is not None:
+            self._clocks.append((issued, work, _cuda_event()))
 
     def read_clocks(self) -> None:
-        """Take the durations of NCCL's works; call it when the device has been synchronised, at the end of a step."""
-        clocks, self._clocks = self._clocks, []
-        for issued, work in clocks:
+        """Take the times of NCCL's works; call it when the device has been synchronised, at the end of a step.
+
+        The end is of an event on the stream that waited, the duration NCCL's own.
+        """
+        clocks, began, self._clocks, self._began = self._clocks, self._began, [], None
+        for issued, work, event in clocks:
+            assert began is not None
+            issued.end_s = issued.start_s = began[1] + began[0].elapsed_time(event) / 1e3
             with contextlib.suppress(RuntimeError):  # timing is off in this build
-                issued.end_s = issued.issue_s + work._get_duration() / 1e3
+                issued.start_s = issued.end_s - work._get_duration() / 1e3
+            issued.end_s = max(issued.end_s, issued.link_end_s or 0.0)
+
+    # -- the emulated link: see link.py ---------------------------------------------------------------------------
+
+    @contextmanager
+    def linked(self, link: Link | None) -> Iterator[None]:
+        """Inside, collectives take this link, which has nothing on it at first."""
+        if link is not None:
+            link.clear()
+        self.link = link
+        try:
+            yield
+        finally:
+            self.link = None
+
+    def book(self, issued: Collective, way: Way = Way.BOTH) -> None:
+        """Queue a collective on the link. The lab's own vote is not queued, nor what stays in one rank; a barrier is,
+        with its latency alone."""
+        if self.link is not None and issued.size > 1 and issued.kind != "control":
+            issued.link_end_s = self.link.book(issued.issue_s, issued.link_bytes, way)
+
+    def await_link(self, issued: Collective) -> None:
+        """Wait until the link has carried it. Raises RankAborted at once after an abort."""
+        if issued.link_end_s is not None:
+            pause_until(issued.link_end_s, self._given_up)
+            self.check()
 
     # -- abort and after ------------------------------------------------------------------------------------------
 
@@ -166,6 +237,8 @@ class Hub:
             if self._why is None:
                 self._why = why
             waiting = list(self._open)
+        self._given_up.set()
+        self.alarm.clear()
         for work in waiting:
             work.void()
 
@@ -173,7 +246,10 @@ class Hub:
         """After an abort, once its groups are buried: collectives may be issued again."""
         with self._lock:
             self._why = None
+            self._given_up.clear()
             self._open = weakref.WeakSet()
+        self._unit = ""
+        self._ordinals.clear()  # a step that was given up may have been so at another collective on each rank
 
     def bury(self, groups: list[Any]) -> None:
         """Empty a list of groups that may hold an operation, the last to refer to them; see the note on abort.
@@ -181,3 +257,9 @@ class Hub:
         In a thread of its own, as it waits for the operation, and as none of a group's threads may be the last to drop it.
         """
         threading.Thread(target=groups.clear, daemon=True).start()
+
+
+def _cuda_event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event

@@ -22,6 +22,9 @@ _SLICE = timedelta(seconds=0.1)  # the longest wait in C++, hence how late an ab
 class WireWork(dist.Work):
     """Wraps the works of Gloo or NCCL that make up one collective.
 
+    Not `sliced`: it is waited for in one piece, and no abort is heard meanwhile. Between two ranks it must be so: where a
+    wait for that times out, Gloo closes their connection.
+
     `finish` is what remains to be done when the bytes have landed (a sum in the order of ranks, a division, a copy to
     the device); it runs once, in the thread that waits or, where a future is out, in the thread that completes it.
     """
@@ -35,24 +38,29 @@ class WireWork(dist.Work):
         *,
         finish: Callable[[], None] | None = None,
         blocking: bool = True,
+        sliced: bool = True,
     ) -> None:
         super().__init__()
         self._hub, self._issued, self._inner, self._results = hub, issued, inner, results
-        self._finish, self._blocking = finish, blocking
+        self._finish, self._blocking, self._sliced = finish, blocking, sliced
         self._once = threading.Lock()
-        self._finished = self._settled = False
+        self._finished = self._completed = self._settled = False  # its last writing, the link too, its future too
         self._future: torch.futures.Future[Any] | None = None
+        self._stream: Any = None  # on which a GPU's results are ready, whichever thread completes the future
         self._watch()
 
     # -- torch's interface ----------------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises RankAborted, WireTimeout, or RankAborted naming a connection that broke."""
-        if not self._finished:
+        if not self._completed:
             start_s = time.perf_counter()
             self._wait_inner(timeout)
-            self._land()
-            self._issued.waits.append((start_s, time.perf_counter()))
+            self._finish_up()
+            self._hub.await_link(self._issued)
+            self._complete()
+            if self._blocking or self._issued.link_end_s is not None:  # else a stream waits, and not this thread
+                self._issued.waits.append((start_s, time.perf_counter()))
         self._hub.check()
         return True
 
@@ -60,7 +68,8 @@ class WireWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._finished or self._inner is None or self._inner.is_completed()
+        landed = self._finished or self._inner is None or self._inner.is_completed()
+        return self._completed or (landed and time.perf_counter() >= (self._issued.link_end_s or 0.0))
 
     def is_success(self) -> bool:
         return self.is_completed() and self._hub.aborted is None
@@ -73,6 +82,7 @@ class WireWork(dist.Work):
         if self._future is None:
             devices: list[int | str | torch.device] = [t.device for t in self._results[:1] if t.is_cuda]
             self._future = torch.futures.Future(devices=devices)
+            self._stream = torch.cuda.current_stream(self._results[0].device) if devices else None
             self._issued.by_future = True
             self._hub.expose(self)
             if self._inner is None:
@@ -80,7 +90,7 @@ class WireWork(dist.Work):
             elif self._blocking:
                 self._land_when_inner_completes()
             else:
-                self._inner.wait()  # NCCL: orders the current stream, does not block
+                self._wait_stream()
                 self._land()
         return self._future
 
@@ -109,12 +119,11 @@ class WireWork(dist.Work):
         if self._inner is None:
             return
         if not self._blocking:
-            self._hub.clock(self._issued, self._inner)
-            return
+            return  # the stream that waits for it is asked (`_wait_stream`)
         hub, issued = self._hub, self._issued
 
         def stamp(_: torch.futures.Future[Any]) -> None:
-            issued.end_s = time.perf_counter()
+            issued.end_s = max(time.perf_counter(), issued.link_end_s or 0.0)
             hub.end(issued)
 
         with contextlib.suppress(RuntimeError):  # Gloo's own reduce-scatter has no future
@@ -149,13 +158,13 @@ class WireWork(dist.Work):
         if self._inner is None:
             return
         if not self._blocking:
-            self._inner.wait()
+            self._wait_stream()
             return
         limit_s = timeout.total_seconds() if timeout and timeout.total_seconds() > 0 else self._hub.timeout_s
         while True:
             self._hub.check()
             try:
-                self._inner.wait(_SLICE)
+                self._inner.wait(_SLICE if self._sliced else timedelta(seconds=limit_s))
                 return
             except RuntimeError:  # the slice is over, or something broke, or it completed just now
                 if self._inner.is_completed():
@@ -163,6 +172,12 @@ class WireWork(dist.Work):
                     return
             if time.perf_counter() - self._issued.issue_s > limit_s:
                 raise WireTimeout(f"{self._name()} did not complete in {limit_s:.0f} s: a rank did not join it")
+
+    def _wait_stream(self) -> None:
+        """NCCL: orders the current stream behind it, and does not block."""
+        assert self._inner is not None
+        self._inner.wait()
+        self._hub.clock(self._issued, self._inner)
 
     def _raise_what_broke(self) -> None:
         assert self._inner is not None
@@ -172,6 +187,16 @@ class WireWork(dist.Work):
             raise RankAborted(f"{self._name()} failed: {_first_line(e)}") from None
 
     def _land(self) -> None:
+        """Where a future is out and the bytes have come: complete it, when the emulated link has carried them too."""
+        self._finish_up()
+        due_s = self._issued.link_end_s
+        if due_s is None or time.perf_counter() >= due_s:
+            self._complete()
+        else:
+            self._hub.alarm.at(due_s, self._complete_aside)
+
+    def _finish_up(self) -> None:
+        """What is to be done with the bytes that have come, once."""
         self._hub.end(self._issued)
         with self._once:
             if not self._finished:
@@ -180,20 +205,33 @@ class WireWork(dist.Work):
                     with record_function("wire"):  # a part of the collective, whose operators are not the model's
                         finish()
                 self._finished = True
-        if self._blocking and (self._issued.end_s is None or self._issued.by_future):  # a future gives what is finished
-            self._issued.end_s = time.perf_counter()
+
+    def _complete(self) -> None:
+        with self._once:
+            first, self._completed = not self._completed, True
+        if first and self._blocking and (self._issued.end_s is None or self._issued.by_future):
+            self._issued.end_s = time.perf_counter()  # a future gives what is finished
         self._settle()
+
+    def _complete_aside(self) -> None:
+        """In the alarm's thread."""
+        try:
+            self._complete()
+        except RuntimeError as e:
+            self._hub.abort(f"{self._name()} failed: {_first_line(e)}")
 
     def _settle(self) -> None:
         with self._once:
             if self._future is None or self._settled:
                 return
             self._settled = True
-        self._future.set_result(self._results)
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            self._future.set_result(self._results)
 
     def _name(self) -> str:
         i = self._issued
-        return f"collective {i.sequence} ({i.kind} in group {i.group} of {i.size})"
+        whose = f" of {i.unit}" if i.unit else ""
+        return f"collective {i.sequence} ({i.kind}{whose} in group {i.group} of {i.size})"
 
 
 def _first_line(e: Exception) -> str:

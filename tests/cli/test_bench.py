@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -12,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdp_lab.bench.forms import FORMS, named
+from fsdp_lab.bench.forms import STEP, named
 from fsdp_lab.bench.launch import BenchError, measure, place
 from fsdp_lab.bench.plan import Plan, PlanError
-from fsdp_lab.bench.ratios import Measured, Spread
+from fsdp_lab.bench.ratios import Measured, Spread, median_interval
 from fsdp_lab.cli.bench.step import check_same_work, report
 from fsdp_lab.cli.console import Failed
 from fsdp_lab.cli.main import main
@@ -37,7 +38,7 @@ def test_live_measures_start_switches_and_stops(tmp_path: Path, capsys: pytest.C
     assert all(name in printed for name in seconds)
 
 
-@pytest.mark.parametrize("what", ["live", "step"])
+@pytest.mark.parametrize("what", ["live", "step", "metering"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(
     what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,7 +91,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_peers_name_stands_for_its_forms() -> None:
     assert named("ddp") == ("ddp-raw", "ddp-wire")
     assert named("ddp-wire, lab") == ("lab", "lab-again", "ddp-wire"), "in the order of turns"
-    assert named("fsdp2,ddp,lab") == tuple(FORMS)
+    assert named("fsdp2,ddp,lab") == STEP
 
 
 # -- bench step: the figures -----------------------------------------------------------------------------------------
@@ -175,11 +176,39 @@ def test_step_measures_every_form_and_writes_what_it_prints(tmp_path: Path, caps
     printed, written = capsys.readouterr().out, json.loads(file.read_text())
     assert list(written) == ["ratios", "control", "environment", "step_time_s", "fastest", "peak_bytes", "memory_ratios"]
     assert set(written["ratios"]) == {"lab/fsdp2", "lab/ddp"} and set(written["control"]) == {"lab/lab"}
-    assert set(written["step_time_s"]) == set(FORMS) and all(form in printed for form in FORMS)
+    assert set(written["step_time_s"]) == set(STEP) and all(form in printed for form in STEP)
     assert all(time_s["n"] == 2 and 0 < time_s["p10"] <= time_s["p90"] for time_s in written["step_time_s"].values())
     assert f"{written['ratios']['lab/ddp']['median']:.3f}" in printed
     assert written["environment"]["width"] == 32 and written["environment"]["devices"] == ["cpu", "cpu"]
     assert not ranks_of(psutil.Process())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp1", "ddp", "lab"])
+def test_metering_is_measured_beside_nothing_of_ours(
+    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "metering.json"
+    assert main(["bench", "metering", *TINY, "--backend", backend, "--steps", "20", "--json", str(file)]) == 0
+    printed, written = capsys.readouterr().out, json.loads(file.read_text())
+    metered = written["ratios"]["metered/bare"]
+    assert metered["n"] == 20 and metered["p10"] <= metered["median"] <= metered["p90"]
+    assert metered["interval_95"][0] <= metered["median"] <= metered["interval_95"][1]
+    assert f"metered/bare: {metered['median']:.3f}" in printed and "control bare/bare: " in printed
+    assert "largest difference of losses and gradient norms to bare: 0.0e+00" in printed, "measuring changes no bit"
+    assert set(written["control"]) == {"bare/bare"} and len(written["step_time_s"]) == 3
+    came = int(printed.split(" events came live")[0].rsplit("\n", 1)[1])
+    assert came > 20, "of two ranks, in 23 rounds, but for those of the last moment"
+    assert ", 0 of them with spans" not in printed
+
+
+def test_the_interval_of_a_median_holds_what_it_promises() -> None:
+    chance = random.Random(3)
+    held = 0
+    for _ in range(400):
+        low, high = median_interval([chance.lognormvariate(0, 1) for _ in range(101)])
+        held += low <= 1 <= high  # the median of that distribution
+    assert 0.92 < held / 400 <= 1
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -46,6 +47,12 @@ def test_values_are_read_as_their_fields_types():
     assert made["strategy"]["offload"] == "none"
 
 
+def test_links_are_a_list_whose_latencies_have_commas_too():
+    made = dicts("--link", "none, 0.25GB/s, 50us,nvlink of h100", "--backend", "lab,fsdp2")
+    links = [None, "0.25 GB/s, 50 us", "nvlink of h100"]
+    assert [(d["strategy"]["backend"], d["link"]) for d in made] == [(b, link) for b in ("lab", "fsdp2") for link in links]
+
+
 def test_one_device_serves_all_ranks():
     assert dicts("--devices", "cpu", "--ranks", "3")[0]["devices"] == ["cpu"] * 3
     assert dicts("--devices", "cuda:0,cuda:2")[0]["devices"] == ["cuda:0", "cuda:2"]
@@ -73,12 +80,16 @@ def test_combinations_that_cannot_be_are_listed_with_their_reason():
         (["compare", "--json", "/no/such/folder/file.json"], "--json"),
         (["compare", "--backend", "ddp", "--sharding", "full_shard"], "every combination is refused"),
         (["compare", "--model", "gpt9-1m"], "every combination is refused"),
+        (["compare", "--link", "0 GB/s"], "link: a bandwidth of 0 GB/s"),
+        (["run", "{good}", "--link", "0.25 GB/s, soon"], "link: 'soon' is no latency"),
         (["run", "/no/such/spec.json"], "cannot read"),
         (["run", "{broken}"], "is not JSON"),
         (["run", "{unknown}"], "workload.modle"),
         (["run", "{short}"], "workload.data"),
         (["run", "{good}", "--steps", "0"], "--steps"),
         (["run", "{good}", "--ranks", "0"], "world_size"),
+        (["run", "{good}", "--trace", "/no/such/folder/trace.json"], "--trace: /no/such/folder/trace.json cannot be"),
+        (["run", "{good}", "--trace", "trace.txt"], "--trace: trace.txt does not end in .json or .json.gz"),
     ],
 )
 def test_bad_input_is_a_sentence_and_starts_nothing(
@@ -141,7 +152,7 @@ def test_compare_on_real_ranks(tmp_path: Path):
 def test_ctrl_c_ends_a_run_its_ranks_and_keeps_what_was_measured(tmp_path: Path):
     spec = Spec().replace(model="gpt2-1m", seq_len=16, micro_batch=1)
     (tmp_path / "spec.json").write_text(spec.to_json())
-    command = [sys.executable, "-m", "fsdp_lab", "run", "spec.json", "--json", "out.json"]
+    command = [sys.executable, "-m", "fsdp_lab", "run", "spec.json", "--json", "out.json", "--trace", "trace.json.gz"]
     log = tmp_path / "log"
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=tmp_path)
@@ -156,6 +167,8 @@ def test_ctrl_c_ends_a_run_its_ranks_and_keeps_what_was_measured(tmp_path: Path)
         assert process.wait(30) == 130, log.read_text()
         assert not psutil.wait_procs(family, timeout=10)[1]
         assert json.loads((tmp_path / "out.json").read_text())["runs"][0]["losses"]
+        trace = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
+        assert {e["pid"] for e in trace["traceEvents"] if e.get("cat") == "all_gather"} == {0, 1}
     finally:
         for p in family:
             if p.is_running():

@@ -17,11 +17,15 @@ from typing import Any
 from fsdp_lab.events import Classes, Memory, MemorySample, StepEvent, Traffic
 from fsdp_lab.runs import EventStore, RunState, SlowMotion, Switch, Ticket
 from fsdp_lab.runs.slow_motion import SlowStep
+from fsdp_lab.spans import Track
 from fsdp_lab.spec import Spec, SpecError
 from tests.frames import Model, Step
+from tests.traces import traced
 
 PARAMETERS = {"gpt2-1m": 1_100_000, "gpt2-10m": 10_600_000, "gpt2-124m": 124_000_000}
 MIB = 1 << 20
+TRACED_EVERY = 5  # steps
+BLOCKS = {"gpt2-1m": 4, "gpt2-10m": 12, "gpt2-124m": 12}
 
 
 def event(spec: Spec, run: str, rank: int, step: int, *, first: bool = False, seed: int = 0) -> StepEvent:
@@ -68,6 +72,14 @@ def event(spec: Spec, run: str, rank: int, step: int, *, first: bool = False, se
         parameters_bytes=parameters, optimizer_bytes=optimizer, gradients_bytes=gradients // 2,
         unsharded_bytes=working // 4, activations_bytes=working // 2, communication_bytes=working // 8, other_bytes=MIB // 8,
     )  # fmt: skip
+    spans, begin_s = (), 0.0
+    if step % TRACED_EVERY == TRACED_EVERY - 1:
+        about_s = flops / 45e9 + 0.3 * sum(t.seconds / noise for t in comm.values())  # the same for all ranks
+        about_s = round(about_s * (1 + 0.05 * math.sin(step)), 6)
+        trace = traced(world, blocks=BLOCKS.get(name, 12), ordinal=1000 * step, step_time_s=about_s)[rank]
+        step_time, spans, begin_s = trace.step_time_s, trace.spans, trace.begin_s + step
+        waits = {k: sum(s.seconds for s in spans if s.track is Track.WAIT and s.name == k) for k in comm}
+        comm = {k: dataclasses.replace(t, exposed_seconds=waits[k]) for k, t in comm.items()}
     loss = 2.1 + 3.9 * math.exp(-step / 160) + 0.05 * chance.random()
     return StepEvent(
         run=run, spec_id=spec.id, rank=rank, world_size=world, step=step, samples=(step + 1) * spec.global_batch,
@@ -79,7 +91,7 @@ def event(spec: Spec, run: str, rank: int, step: int, *, first: bool = False, se
             outside_bytes=900 * MIB, limit_bytes=64 << 30, rss_bytes=900 * MIB,
         ),
         memory_curve=curve(peak, step_time) if step % 50 == 10 else (),
-        comm=comm, first_after_switch=first, ledger=step % 50 == 10,
+        begin_s=begin_s, clock_error_s=0.00012, spans=spans, comm=comm, first_after_switch=first, ledger=step % 50 == 10,
         notes=("CPU and Gloo: the shapes are right, the times are not a GPU's.",),
     )  # fmt: skip
 

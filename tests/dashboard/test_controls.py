@@ -12,7 +12,7 @@ import pytest
 from fsdp_lab.dashboard.choices import Standing
 from fsdp_lab.dashboard.controls import GROUPS, Controls
 from fsdp_lab.runs import RunState
-from fsdp_lab.spec import Spec
+from fsdp_lab.spec import Spec, SpecError
 from tests.dashboard.fake_lab import FakeLab
 
 FIELDS = [f.name for _, fields in GROUPS for f in fields]
@@ -64,6 +64,7 @@ def test_there_is_a_control_for_every_field_that_the_dashboard_promises():
     assert set(FIELDS) == {
         "backend", "sharding", "shard_size", "precision", "offload", "wrap", "forward_prefetch", "backward_prefetch",
         "recompute", "accumulate", "sync", "model", "micro_batch", "seq_len", "world_size", "devices",
+        "link",
     }  # fmt: skip
     assert set(FIELDS) <= set(Spec().flat())
 
@@ -221,6 +222,39 @@ def test_values_that_only_code_can_give_are_shown(desk):
 def test_devices_are_text(desk, text, devices):
     desk.choose("devices", text)
     assert desk.controls.choices.value("devices") == devices
+
+
+def test_a_link_is_chosen_or_written(desk):
+    link = desk.controls._controls["link"]
+    assert link.input.options[0][0] == "off" and link.typed.layout.display == "none"
+    desk.choose("link", "0.1 GB/s")
+    assert desk.controls.choices.wanted.link == "0.1 GB/s"
+    desk.choose("link", "other…")
+    assert link.typed.layout.display == "" and desk.controls.choices.wanted.link == "0.1 GB/s"
+    desk.choose("micro_batch", 2)  # what is shown anew does not take the pen away
+    assert link.input.value == "other…"
+    link.typed.value = "0.2GB/s, 50us"
+    assert (link.input.value, link.typed.value, link.typed.layout.display) == ("0.2 GB/s, 50 us", "", "none")
+    desk.controls.start()
+    desk.until(lambda: desk.note("link") == "applied at step 0")
+    desk.choose("link", "other…")
+    link.typed.value = "fast"
+    assert desk.note("link") == "refused, see below" and "is no link" in desk.refusal(1)
+    desk.choose("link", "auto")  # its key for none
+    assert desk.controls.choices.wanted.link is None and desk.refusal(1) == "" and link.input.label == "off"
+
+
+def test_the_ranks_way_out_of_a_link_is_a_button(desk):
+    desk.controls.start()
+    desk.until(lambda: desk.lab.current.state is RunState.RUNNING)
+    refusal = SpecError("link", "it is faster than the wire", "use another", {"link": "100 Gb/s of h100"})
+    desk.choose("link", "0.5 GB/s")
+    desk.controls.choices.revert({"link": "0.5 GB/s"}, Spec(), refusal)
+    desk.controls._show()
+    button = desk.controls._groups[1].button
+    assert button.description == "Set link 100 Gb/s of h100" and "faster than the wire" in desk.refusal(1)
+    button.click()
+    assert desk.controls.choices.wanted.link == "100 Gb/s of h100" and desk.refusal(1) == ""
 
 
 def test_devices_that_do_not_fit_are_refused_in_words(desk):

@@ -67,7 +67,9 @@ def test_ranks_stand_out_from_both_backgrounds(background):
     assert all(contrast(color, background) > 2 for color in theme.RANKS)
 
 
-@pytest.mark.parametrize("fills", [theme.MEMORY, theme.COMMUNICATION], ids=["memory", "communication"])
+@pytest.mark.parametrize(
+    "fills", [theme.MEMORY, theme.COMMUNICATION, theme.COMPUTE], ids=["memory", "communication", "compute"]
+)
 @pytest.mark.parametrize("mode", ["light", "dark"])
 @pytest.mark.parametrize("eyes", EYES)
 def test_classes_differ_in_lightness_or_in_hatch(fills, mode, eyes):
@@ -83,14 +85,14 @@ def test_classes_are_muted_and_ranks_are_not():
         return 100 * float(np.hypot(*oklab(linear(color))[1:]))
 
     softest_rank = min(chroma(c) for c in theme.RANKS[:7])
-    fills = [*theme.MEMORY.values(), *theme.COMMUNICATION.values()]
+    fills = [*theme.MEMORY.values(), *theme.COMMUNICATION.values(), *theme.COMPUTE.values()]
     assert max(chroma(c) for f in fills for c in (f.light, f.dark)) < softest_rank + 2
 
 
 def test_every_token_has_a_colour_in_both_themes():
     tokens = theme.tokens()
     assert tokens["light"].keys() == tokens["dark"].keys()
-    assert {"memory.parameters", "communication.all_gather", "ink.mean"} <= tokens["light"].keys()
+    assert {"memory.parameters", "communication.all_gather", "timeline.forward", "ink.mean"} <= tokens["light"].keys()
 
 
 def test_a_rank_has_one_colour():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 
 import pytest
 import torch
@@ -101,3 +102,20 @@ def test_every_kind_arrives_and_is_counted(pool: Pool) -> None:
         assert totals["control"] == (1, 2 * 16 * 2 // 3, True)
         assert totals["barrier"][1] == 0
         assert got["sequence"] == sum(calls for calls, _, _ in totals.values()) - 1
+
+
+def _passes_on(place: Place, late_s: float) -> list[float]:
+    """From rank to rank; the last one comes late."""
+    t = torch.full((3,), float(place.rank))
+    if place.rank == place.world_size - 1:
+        time.sleep(late_s)
+        place.world.send([t], 0, 0).wait()
+    elif place.rank == 0:
+        place.world.recv([t], place.world_size - 1, 0).wait()
+    place.world.barrier().wait()
+    return t.tolist()
+
+
+def test_a_rank_that_sends_late_is_waited_for(pool: Pool) -> None:
+    """Gloo closes the connection where a wait for it times out, so it must not be waited for in slices."""
+    assert pool.run(_passes_on, 3, 0.4) == [[2.0] * 3, [1.0] * 3, [2.0] * 3]

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.bench.forms import CONTROL, FORMS, LAB, PEERS, named
+from fsdp_lab.bench.forms import CONTROL, LAB, PEERS, STEP, named
 from fsdp_lab.bench.launch import BenchError, measure, place
 from fsdp_lab.bench.plan import PRECISIONS, SHARDINGS, Plan, PlanError, option
 from fsdp_lab.bench.ratios import TOLERANCES, Measured, Spread
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], help="(default: cuda where there is one for each rank)")
     parser.add_argument(
-        "--only", metavar="FORM,FORM", help=f"these forms alone, or all of {LAB}, fsdp2 or ddp: {', '.join(FORMS)}"
+        "--only", metavar="FORM,FORM", help=f"these forms alone, or all of {LAB}, fsdp2 or ddp: {', '.join(STEP)}"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
 
@@ -64,14 +64,14 @@ def run(args: argparse.Namespace) -> int:
 def planned(args: argparse.Namespace) -> Plan:
     """Raises Refused, in the words of the command line."""
     try:
-        forms = tuple(FORMS) if args.only is None else named(args.only)
+        forms = STEP if args.only is None else named(args.only)
         numbers = {name: getattr(args, name) for name in NUMBERS}
         plan = Plan(**numbers, precision=args.precision, sharding=args.sharding, forms=forms)
         return Plan.from_dict({**plan.to_dict(), "devices": place(plan.ranks, args.device)})
     except PlanError as e:
         raise Refused(str(e)) from e
     except KeyError as e:
-        raise Refused(f"--only: there is no form {e.args[0]}; choose from {', '.join((*FORMS, *PEERS))}") from e
+        raise Refused(f"--only: there is no form {e.args[0]}; choose from {', '.join((*STEP, *PEERS))}") from e
 
 
 def progress(rounds: int) -> Callable[[int], None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .base import Assembler, Captions, Frame, Key, Panel, Step
+from .base import Assembler, Captions, Frame, Key, Panel, Pinnable, Step
 from .communication import CommunicationPanel
 from .ledger import LedgerPanel
 from .loss import LossPanel
@@ -12,13 +12,15 @@ from .memory import MemoryPanel
 from .steps import StepsPanel
 from .tflops import TflopsPanel
 from .throughput import ThroughputPanel
+from .timeline import TimelinePanel
 
-__all__ = ["PANELS", "Assembler", "Captions", "Frame", "Key", "Panel", "Step"]
+__all__ = ["PANELS", "Assembler", "Captions", "Frame", "Key", "Panel", "Pinnable", "Step"]
 
 # In the order in which cards are laid out. Each is made with the shared frame and the world size.
 PANELS: tuple[Callable[[Frame, int], Panel], ...] = (
     MemoryPanel,
     CommunicationPanel,
+    TimelinePanel,
     TflopsPanel,
     ThroughputPanel,
     LossPanel,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from bokeh.models import (
     AdaptiveTicker,
@@ -111,6 +111,17 @@ class Key:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pin:
+    """Which step a card shows of those that it keeps, and whether it holds it while others come."""
+
+    step: int
+    held: bool
+    oldest: int
+    newest: int
+    kept: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Captions:
     """The words of a card: the reading of the moment, the legend, and what the numbers are worth."""
 
@@ -118,6 +129,7 @@ class Captions:
     legend: tuple[Key, ...] = ()
     note: str = ""
     table: tuple[tuple[str, ...], ...] = ()  # heads, then rows: for a card of figures to read
+    pin: Pin | None = None  # for a card whose step can be chosen: its class is `Pinnable`
 
 
 class Panel(Protocol):
@@ -148,6 +160,17 @@ class Panel(Protocol):
         """The present values of properties that change: ranges, axes that come and go."""
 
     def captions(self) -> Captions: ...
+
+
+@runtime_checkable
+class Pinnable(Protocol):
+    """A panel of one step, which a reader may choose and hold."""
+
+    def pin(self, step: int | None, by: int = 0) -> None:
+        """Hold the kept step nearest to `step`, or the one `by` places after what is shown; without either, let go. From
+        any thread: it only leaves a word, which the next `update`, with steps or without, sees to."""
+
+    def update(self, steps: Sequence[Step]) -> int: ...
 
 
 class Frame:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from ..columns import Numbers
 
 ROUND = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0)
+FINE = tuple(1.0 + 0.1 * i for i in range(40)) + tuple(5.0 + 0.25 * i for i in range(21))  # where room is dear
 
 
-def round_up(value: float) -> float:
-    """The next round number: one of `ROUND` times a power of ten. `value` > 0."""
+def round_up(value: float, steps: Sequence[float] = ROUND) -> float:
+    """The next round number: one of `steps` (from 1 to 10) times a power of ten. `value` > 0."""
     magnitude = 10.0 ** math.floor(math.log10(value))
-    return next(r * magnitude for r in ROUND if value <= r * magnitude * (1 + 1e-12))
+    return next(r * magnitude for r in steps if value <= r * magnitude * (1 + 1e-12))
 
 
 class StepWindow:
@@ -38,8 +40,9 @@ class StepWindow:
 class ZeroRange:
     """From zero to a round number above the data. Shrinks only when the data would fill less than `slack` of it."""
 
-    def __init__(self, *, slack: float = 0.45, headroom: float = 1.12) -> None:
+    def __init__(self, *, slack: float = 0.45, headroom: float = 1.12, steps: Sequence[float] = ROUND) -> None:
         self.slack = slack
+        self.steps = steps
         self.headroom = headroom
         self.end = 1.0
         self._fresh = True
@@ -49,7 +52,7 @@ class ZeroRange:
         finite = values[np.isfinite(values)]
         if finite.size == 0 or finite.max() <= 0:
             return self.end
-        wanted = round_up(float(finite.max()) * self.headroom)
+        wanted = round_up(float(finite.max()) * self.headroom, self.steps)
         if self._fresh or wanted > self.end or wanted < self.slack * self.end:
             self.end = wanted
             self._fresh = False

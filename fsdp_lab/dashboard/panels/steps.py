@@ -7,11 +7,21 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from ..columns import Columns
-from .base import Captions, Frame, Patches, Step
+from .base import Captions, Frame, Patches, Step, notes_of
 from .units import duration, figures, memory, rate
 
 ROWS = 8
-HEADS = ("step", "loss", "step time", "tokens/s", "TFLOPS per rank", "communication", "peak memory", "remark")
+HEADS = (
+    "step",
+    "loss",
+    "step time",
+    "tokens/s",
+    "TFLOPS per rank",
+    "communication",
+    "exposed",
+    "peak memory",
+    "remark",
+)
 
 
 class StepsPanel:
@@ -37,7 +47,8 @@ class StepsPanel:
         return {}
 
     def captions(self) -> Captions:
-        return Captions(table=(HEADS, *(_row(s) for s in reversed(self._recent))))
+        note = notes_of(list(self._recent)) if self._recent else ""
+        return Captions(table=(HEADS, *(_row(s) for s in reversed(self._recent))), note=note)
 
 
 def _row(s: Step) -> tuple[str, ...]:
@@ -48,6 +59,7 @@ def _row(s: Step) -> tuple[str, ...]:
         rate(sum(e.tokens for e in s.events) / s.step_time_s),
         figures(fmean(e.tflops for e in s.events)),
         duration(fmean(sum(t.seconds for t in e.comm.values()) for e in s.events)),
+        duration(fmean(e.exposed_comm_s for e in s.events)),
         memory(peak) if (peak := max(e.memory.peak_bytes for e in s.events)) else "–",
         _remark(s),
     )

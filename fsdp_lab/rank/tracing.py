@@ -1,0 +1,155 @@
+"""`StepTrace`: what a rank computed when, in one step, unit by unit; the same for every backend.
+
+Note: marks. The rank's thread is always at one thing, so its computing is told by marks: from here on, this. A unit's
+forward is marked by hooks before and after its modules, its backward by hooks on the tensors that leave them (their
+gradients are there: it begins) and on those that enter them (it is over). The hooks are there for the traced step alone;
+they change no value and add nothing to the graph. What a checkpoint computes again is part of the unit's backward. On a GPU
+the thread only hands out work, so marks are CUDA events on the stream that computes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_lab.engine.tensors import tensors_in
+from fsdp_lab.frame import ROOT
+from fsdp_lab.spans import Span, Track
+from fsdp_lab.wire import Collective, spans, waits
+
+_SHORTEST_S = 5e-6  # what is shorter is not worth its place in an event
+Interval = tuple[float, float]
+
+
+class StepTrace:
+    """Around one step. `mark` says what is computed from then on; afterwards `spans` are the step's."""
+
+    def __init__(self, units: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:
+        self._units, self._on_gpu = units, device.type == "cuda"
+        self._handles: list[Any] = []
+        self._marks: list[tuple[Any, str, str]] = []  # when (seconds, or a CUDA event), what, of which unit
+        self._open: list[str] = []  # units whose forward, or backward, is under way, outermost first
+        self.begin_s = 0.0
+
+    def __enter__(self) -> StepTrace:
+        for name, module in self._units:
+            self._watch(name, module)
+        self.begin_s = time.perf_counter()
+        self.mark("forward")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.mark("")
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def mark(self, name: str, unit: str = ROOT) -> None:
+        """From here on the thread is at `name` of `unit`; "" is nothing."""
+        self._marks.append((self._now(), name, unit))
+
+    def begin(self, name: str) -> None:
+        """Another part of the step: no unit is at work."""
+        self._open = []
+        self.mark(name)
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    # -- hooks ------------------------------------------------------------------------------------------------------
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        before = torch.compiler.disable(partial(self._before_forward, name))  # type: ignore[no-untyped-call]
+        after = torch.compiler.disable(partial(self._after_forward, name))  # type: ignore[no-untyped-call]
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _before_forward(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if _is_recomputing():
+            return
+        for t in tensors_in((args, kwargs)):
+            if t.requires_grad and torch.is_grad_enabled():
+                self._handles.append(_on_gradient(t, partial(self._end, "backward", name)))
+        self._begin("forward", name)
+
+    def _after_forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if _is_recomputing():
+            return
+        for t in tensors_in(output):
+            if t.requires_grad:
+                self._handles.append(_on_gradient(t, partial(self._begin, "backward", name)))
+        self._end("forward", name)
+
+    def _begin(self, what: str, unit: str, *_: Any) -> None:
+        if unit not in self._open:
+            self._open.append(unit)
+            self.mark(what, unit)
+
+    def _end(self, what: str, unit: str, *_: Any) -> None:
+        if unit in self._open:  # where two units meet in one tensor the next begins before this one ends
+            was_at_work = self._open[-1] == unit
+            self._open.remove(unit)
+            if was_at_work:
+                self.mark(what, self._open[-1] if self._open else ROOT)
+
+    # -- what has become of it ----------------------------------------------------------------------------------------
+
+    def spans(self, collectives: Sequence[Collective], copies: Sequence[tuple[str, float, float]]) -> tuple[Span, ...]:
+        """Of the whole step, when it is over and the device synchronised: computing without the waits, the waits, and what
+        was under way beside it."""
+        stalls = [(start - self.begin_s, end - self.begin_s) for start, end, _ in waits(collectives)]
+        moved = [(start - self.begin_s, end - self.begin_s) for _, start, end in copies]
+        found = self._computing([*stalls, *moved])
+        for (unit, _, _), interval in zip(copies, moved, strict=True):
+            found += [_span(Track.HOST_COPY, "host_copy", unit, part) for part in _without(interval, stalls)]
+        return tuple(sorted([*found, *spans(collectives, self.begin_s)], key=lambda s: (s.start_s, s.track)))
+
+    def _computing(self, others: Sequence[Interval]) -> list[Span]:
+        changes = [m for i, m in enumerate(self._marks) if not i or m[1:] != self._marks[i - 1][1:]]
+        found: list[Span] = []
+        for (start, name, unit), (stop, _, _) in pairwise(changes):
+            parts = _without((self._seconds(start), self._seconds(stop)), others) if name else ()
+            found += [_span(Track.COMPUTE, name, unit, p) for p in parts if p[1] - p[0] >= _SHORTEST_S]
+        return found
+
+    def _seconds(self, stamp: Any) -> float:
+        """Since the step's beginning."""
+        return float(self._marks[0][0].elapsed_time(stamp) / 1e3 if self._on_gpu else stamp - self.begin_s)
+
+
+def _is_recomputing() -> bool:
+    """A forward inside a backward is a checkpoint's."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _on_gradient(t: Tensor, call: Callable[..., None]) -> Any:
+    return t.register_hook(call)  # type: ignore[no-untyped-call]
+
+
+def _span(track: Track, name: str, unit: str, interval: Interval) -> Span:
+    return Span(track=track, name=name, unit=unit, start_s=interval[0], end_s=interval[1])
+
+
+def _without(interval: Interval, others: Sequence[Interval]) -> list[Interval]:
+    """What is left of an interval beside others."""
+    left, (at, end) = list[Interval](), interval
+    for start, stop in sorted(others):
+        if stop <= at or start >= end:
+            continue
+        if start > at:
+            left.append((at, start))
+        at = max(at, stop)
+    if at < end:
+        left.append((at, end))
+    return left

@@ -1,0 +1,306 @@
+"""A traced step of all ranks on one clock: aligned, or honest that it is not; and the trace file made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import itertools
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_lab.events import StepEvent, Traffic
+from fsdp_lab.runs.run import Run
+from fsdp_lab.runs.store import EventStore
+from fsdp_lab.runs.timeline import Timeline
+from fsdp_lab.runs.trace import stacked
+from fsdp_lab.spans import Span, Track
+from fsdp_lab.spec import Spec, SpecError
+from tests.lab.events import event
+from tests.traces import Traced, traced
+
+
+def told(ranks: int = 2, step: int = 7, *, error_s: float | None = 1e-4, **more: Any) -> list[StepEvent]:
+    """The events of a traced step."""
+    spec = Spec(world_size=ranks)
+    return [made(r, step, spec, t, error_s) for r, t in enumerate(traced(ranks, **more))]
+
+
+def made(rank: int, step: int, spec: Spec, t: Traced, error_s: float | None) -> StepEvent:
+    return event(rank, step, spec, begin_s=t.begin_s, step_time_s=t.step_time_s, spans=t.spans, clock_error_s=error_s)
+
+
+def off(e: StepEvent, seconds: float) -> StepEvent:
+    """The same event of a rank whose clock is wrong by so much."""
+    return dataclasses.replace(e, begin_s=e.begin_s + seconds)
+
+
+# -- one clock -------------------------------------------------------------------------------------------------------
+
+
+def test_lanes_stand_where_their_ranks_began():
+    timeline = Timeline.of(told(3, skew_s=0.002)[::-1])  # in whatever order they came
+    assert [lane.rank for lane in timeline.lanes] == [0, 1, 2]
+    assert [lane.begin_s for lane in timeline.lanes] == pytest.approx([0, 0.002, 0.004])
+    assert all(lane.aligned for lane in timeline.lanes)
+    assert timeline.remarks == ("Ranks aligned to ±0.1 ms.",)
+    ends = {lane.rank: lane.begin_s + lane.spans[0].end_s for lane in timeline.lanes}
+    assert max(ends.values()) - min(ends.values()) < 1e-9  # the first collective ends on all ranks together
+
+
+def test_one_rank_has_nothing_to_align():
+    timeline = Timeline.of(told(1, error_s=None))
+    assert timeline.remarks == () and timeline.lanes[0].begin_s == 0.0
+
+
+def test_clocks_that_were_not_compared_are_not_compared_here():
+    timeline = Timeline.of(told(2, error_s=None, skew_s=3600.0))
+    assert [lane.begin_s for lane in timeline.lanes] == [0.0, 0.0]
+    assert timeline.clock_error_s is None
+    (said,) = timeline.remarks
+    assert said == "The clocks of ranks 0 and 1 were not compared with others: drawn from their own beginning."
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, -0.05, 0.05, 3600.0])
+@pytest.mark.parametrize("who", [1, 3])
+def test_a_rank_whose_clock_jumps_is_found_out_and_drawn_from_its_own_beginning(jump_s, who):
+    events = told(4)
+    events[who] = off(events[who], jump_s)
+    timeline = Timeline.of(events)
+    assert timeline.contradicted == (who,)
+    begins = [lane.begin_s for lane in timeline.lanes]
+    assert begins == pytest.approx([0.0 if r == who else 0.0004 * r for r in range(4)])
+    assert [lane.aligned for lane in timeline.lanes] == [r != who for r in range(4)]
+    assert f"What rank {who} says of time contradicts the others" in timeline.remarks[0]
+    assert timeline.seconds < 0.5
+
+
+def test_of_two_that_disagree_rank_0_is_the_measure():
+    first, second = told(2)
+    timeline = Timeline.of([first, off(second, 0.5)])
+    assert timeline.contradicted == (1,) and timeline.clock_error_s is None
+    assert [lane.begin_s for lane in timeline.lanes] == [0.0, 0.0]
+    assert len(timeline.remarks) == 1
+
+
+def test_a_clock_within_its_stated_error_is_believed():
+    first, second = told(2, error_s=0.06)
+    assert Timeline.of([first, off(second, 0.05)]).contradicted == ()
+
+
+def test_begins_that_are_no_numbers_are_not_compared():
+    first, second = told(2)
+    timeline = Timeline.of([first, off(second, math.nan)])
+    assert [lane.begin_s for lane in timeline.lanes] == [0.0, 0.0]
+
+
+def test_a_missing_rank_is_a_gap_that_is_said():
+    timeline = Timeline.of(told(3)[:2])
+    assert timeline.missing == (2,)
+    assert "Nothing is known of rank 2 in this step." in timeline.remarks
+
+
+def test_spans_that_cannot_be_are_left_out_and_counted():
+    first, second = told(2)
+    wrong = [dataclasses.replace(first.spans[0], end_s=-1.0), dataclasses.replace(first.spans[1], start_s=math.nan)]
+    timeline = Timeline.of([dataclasses.replace(first, spans=(*first.spans, *wrong)), second])
+    assert len(timeline.lanes[0].spans) == len(first.spans)
+    assert "2 spans left out" in timeline.remarks[-1]
+
+
+def test_a_step_without_spans_makes_no_timeline():
+    with pytest.raises(ValueError, match="none of these has spans"):
+        Timeline.of([event(0, 1)])
+
+
+def test_the_table_says_what_each_unit_cost():
+    """Known answers: each rank waits 1 ms for h.0 and 2 ms for h.1."""
+    waits = [("transformer.h.0", 0.000, 0.001), ("transformer.h.1", 0.003, 0.005)]
+    spans = tuple(Span(track=Track.WAIT, name="all_gather", unit=u, start_s=a, end_s=b) for u, a, b in waits)
+    table = Timeline.of([event(r, 3, spans=spans, step_time_s=0.010) for r in range(2)]).table()
+    assert table.columns == ("exposed", "rank 0", "rank 1")
+    assert table.rows == (
+        ("transformer.h.1", "2.0 ms", "2.0 ms"),
+        ("transformer.h.0", "1.0 ms", "1.0 ms"),
+        ("all exposed", "3.0 ms", "3.0 ms"),
+        ("step", "10.0 ms", "10.0 ms"),
+    )
+    many = Timeline.of(told(16))
+    assert many.table().columns == ("exposed", "least", "mean", "most")
+    assert "<table>" in many._repr_html_() and "transformer.h.3" in repr(many)
+
+
+@pytest.mark.parametrize(("exposed_s", "shown"), [(0.040, "40.0 ms"), (math.nan, "–")])
+def test_what_streams_waited_unseen_is_told_of_the_step_as_a_whole(exposed_s, shown):
+    """Over NCCL spans tell of the vote's wait alone."""
+    vote = Span(track=Track.WAIT, name="control", unit="", start_s=0.08, end_s=0.0805)
+    comm = {"all_gather": Traffic(calls=1, exposed_seconds=exposed_s)}
+    timeline = Timeline.of([event(r, 3, spans=(vote,), comm=comm, clock_error_s=0.0) for r in range(2)])
+    assert timeline.waits_unseen and timeline.remarks[-1].startswith("Over NCCL streams wait")
+    assert {name: cells[0] for name, *cells in timeline.table().rows} == {
+        "no unit": "0.5 ms", "all exposed": shown, "step": "100 ms"}  # fmt: skip
+    assert not Timeline.of(told(2)).waits_unseen
+
+
+def test_what_overlaps_is_stacked_in_as_few_rows_as_can_be():
+    assert stacked([(0, 2), (1, 3), (2, 4), (2.5, 5), (3, 3.5)]) == [0, 1, 0, 2, 1]
+
+
+# -- what a run keeps ------------------------------------------------------------------------------------------------
+
+
+def test_the_store_keeps_the_spans_of_the_newest_traced_steps():
+    store = EventStore(traced_steps=3)
+    for step in range(10):
+        store.add(told(2, step, ordinal=100 * step))
+    assert [[(e.rank, e.step) for e in s] for s in store.traced()] == [[(0, n), (1, n)] for n in (7, 8, 9)]
+    assert len(store.since(0)[0]) == 20  # the events stay, without spans
+    few = EventStore(span_cap=3 * len(told(2)[0].spans))
+    few.add([e for step in range(4) for e in told(2, step)])
+    assert sum(len(e.spans) for s in few.traced() for e in s) <= 3 * len(told(2)[0].spans)
+    assert few.traced()[-1][-1].step == 3
+
+
+def test_steps_told_out_of_order_twice_or_again_are_each_once():
+    store = EventStore()
+    a, b, c = (told(2, step) for step in (1, 2, 3))
+    store.add([c[0], a[1], b[0], a[0], c[1], a[0], b[1], c[0]])
+    assert [(s[0].step, len(s)) for s in store.traced()] == [(1, 2), (2, 2), (3, 2)]
+    store.restart(0)
+    store.add(told(2, 2, blocks=2))
+    assert [s[0].step for s in store.traced()] == [1, 2, 3, 2]
+
+
+class _Ranks:
+    notes = ()
+
+    def submit(self, what: str, **arguments: Any) -> Any:
+        raise RuntimeError("no ranks")
+
+
+def run_with(*steps: list[StepEvent]) -> Run:
+    run = Run(_Ranks(), Spec(), prepare=lambda spec: None)
+    for events in steps:
+        run.events.add(events)
+    return run
+
+
+def test_a_run_gives_the_newest_whole_timeline_or_the_one_asked_for():
+    run = run_with(told(2, 4), told(2, 9), told(2, 12)[:1])
+    assert run.timeline().step == 9
+    assert run.timeline(4).step == 4 and run.timeline(12).missing == (1,)
+    with pytest.raises(SpecError, match=r"step 8 was not traced.*the nearest of 3 that are kept is 9"):
+        run.timeline(8)
+    with pytest.raises(SpecError, match="no step of this run has been traced yet"):
+        run_with().timeline()
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+
+def read(file: Path) -> dict[str, Any]:
+    raw = file.read_bytes()
+    return json.loads(gzip.decompress(raw) if file.name.endswith(".gz") else raw)
+
+
+def slices(content: dict[str, Any], rank: int | None = None) -> list[dict[str, Any]]:
+    return [e for e in content["traceEvents"] if e["ph"] == "X" and rank in (None, e["pid"])]
+
+
+def check_format(content: dict[str, Any]) -> None:
+    """What Perfetto asks of a trace: names for what is there, finite times, and no slices of a thread that overlap."""
+    named = {(e["pid"], e["tid"]) for e in content["traceEvents"] if e["ph"] == "M" and e["name"] == "thread_name"}
+    threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for e in slices(content):
+        assert math.isfinite(e["ts"]) and e["dur"] >= 0 and e["name"] and e["cat"]
+        threads.setdefault((e["pid"], e["tid"]), []).append((round(e["ts"] * 1e3), round((e["ts"] + e["dur"]) * 1e3)))
+    assert threads.keys() == named
+    for times in threads.values():
+        assert times == sorted(times)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(times))
+
+
+@pytest.mark.parametrize("name", ["step.json", "step.json.gz"])
+def test_a_trace_has_every_span_once_where_it_was(name, tmp_path):
+    events = told(2, skew_s=0.003)
+    file = Timeline.of(events).export(tmp_path / name)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+    content = read(file)
+    check_format(content)
+    for e in events:
+        mine = [s for s in slices(content, e.rank) if s["cat"] != "step"]
+        expected = sorted((round(1e9 * (0.003 * e.rank + s.start_s)), round(1e9 * s.seconds), s.track) for s in e.spans)
+        got = sorted((round(1e3 * s["ts"]), round(1e3 * s["dur"]), s["cat"]) for s in mine)
+        assert [c for *_, c in got] == [c for *_, c in expected]
+        assert all(abs(a - b) <= 2 for g, x in zip(got, expected, strict=True) for a, b in zip(g[:2], x[:2], strict=True))
+    (gather,) = [s for s in slices(content, 1) if s["name"] == "all-gather transformer.h.2" and s["args"]["ordinal"] < 5]
+    span = next(s for s in events[1].spans if s.unit == "transformer.h.2" and s.track is Track.ALL_GATHER)
+    assert gather["args"]["link_bytes"] == span.link_bytes == 3_000_000
+    assert gather["args"]["bus_bytes_per_s"] == pytest.approx(span.link_bytes / span.seconds)
+    names = {e["pid"]: e["args"]["name"] for e in content["traceEvents"] if e["name"] == "process_name"}
+    assert names == {0: "rank 0", 1: "rank 1"}
+
+
+def test_several_steps_are_one_trace_on_one_clock(tmp_path):
+    run = run_with(*(told(2, step, begin_s=5.0 + step, ordinal=50 * step) for step in range(3)))
+    content = read(run.export_trace(tmp_path / "all.json"))
+    check_format(content)
+    assert [s["ts"] for s in slices(content, 0) if s["cat"] == "step"] == pytest.approx([0, 1e6, 2e6])
+    some = read(run.export_trace(tmp_path / "some.json", steps=[2, 0]))
+    assert [s["name"] for s in slices(some, 0) if s["cat"] == "step"] == ["step 0", "step 2"]
+    with pytest.raises(SpecError, match="step 5 was not traced"):
+        run.export_trace(tmp_path / "none.json", steps=[5])
+    with pytest.raises(SpecError, match="none is named"):
+        run.export_trace(tmp_path / "none.json", steps=[])
+    assert not (tmp_path / "none.json").exists()
+
+
+def test_a_clock_that_jumps_back_between_steps_never_lays_one_over_another(tmp_path):
+    nowhere = [off(e, math.nan) for e in told(2, 3, error_s=None)]
+    run = run_with(told(2, 1, begin_s=100.0), told(2, 2, begin_s=3.0), nowhere)
+    content = read(run.export_trace(tmp_path / "jump.json"))
+    check_format(content)
+    assert len(slices(content)) == 3 * sum(len(e.spans) + 1 for e in told(2))
+    labels = [e["args"]["labels"] for e in content["traceEvents"] if e["name"] == "process_labels"]
+    assert labels == ["its own clock"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("trace.txt", "does not end in .json"),
+        ("", "does not end in .json"),
+        ("no/such/trace.json", "there is no folder"),
+        ("folder.json", "it is not a file"),
+        ("file.json/trace.json", "there is no folder"),
+        ("bad\0name.json", "null"),
+        ("long" * 99 + ".json", "too long"),
+        ("/proc/trace.json", "cannot be written"),
+    ],
+)
+def test_a_path_that_cannot_be_written_is_said_before_anything(name, why, tmp_path, monkeypatch):
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "file.json").write_text("{}")
+    path = name if name.startswith("/") or not name else tmp_path / name
+    monkeypatch.setattr("fsdp_lab.runs.trace.trace", None)  # nothing is built
+    with pytest.raises(SpecError, match=why) as refused:
+        run_with(told(2)).export_trace(path)
+    assert "name a .json or .json.gz file in a folder that exists and is yours" in str(refused.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file.json", "folder.json"]
+
+
+def test_a_disk_that_fails_leaves_the_former_file_whole(tmp_path, monkeypatch):
+    file = Timeline.of(told(2)).export(tmp_path / "trace.json")
+    before = file.read_bytes()
+
+    def full(*paths: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(SpecError, match="No space left on device; make room"):
+        Timeline.of(told(2, blocks=6)).export(file)
+    assert file.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["trace.json"]

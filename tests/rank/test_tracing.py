@@ -1,0 +1,151 @@
+"""A traced step: its spans cover it without overlap, name every unit, agree across ranks, and change nothing."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.profiler import DeviceType
+
+from fsdp_lab.events import StepEvent
+from fsdp_lab.rank import clocks
+from fsdp_lab.rank.profiled import exposed_on_device
+from fsdp_lab.spans import Span, Track, exposed_by_unit
+from tests.pool import Place, Pool
+from tests.rank.test_session import DDP, session, spec
+
+UNITS = ["transformer.h.0", "transformer.h.1"]
+BACKENDS: dict[str, dict[str, Any]] = {
+    "lab": {"backend": "lab"},
+    "fsdp2": {"backend": "fsdp2"},
+    "fsdp1": {"backend": "fsdp1"},
+    "ddp": DDP,
+}
+THREAD = (Track.COMPUTE, Track.WAIT, Track.HOST_COPY)  # what the rank's own thread does, one at a time
+
+
+def _train(place: Place, given: dict[str, Any], chunks: list[int]) -> list[dict[str, Any]]:
+    s = session(place)
+    s.apply("run", given)
+    events = [event for steps in chunks for event in s.train(steps)["events"]]
+    s.close()
+    return events
+
+
+def trained(pool: Pool, chunks: list[int], ranks: int = 2, **changes: Any) -> list[list[StepEvent]]:
+    by_rank = pool.run(_train, ranks, spec(world_size=ranks, **changes).to_dict(), chunks, reduction=None)
+    return [[StepEvent.from_dict(event) for event in events] for events in by_rank]
+
+
+def moved(spans: tuple[Span, ...], track: Track) -> Counter[str]:
+    return Counter(s.unit for s in spans if s.track is track)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_last_step_of_a_chunk_is_told_span_by_span(pool: Pool, backend: str) -> None:
+    by_rank = trained(pool, [3, 2], **BACKENDS[backend])
+    for events in by_rank:
+        assert [bool(e.spans) for e in events] == [False, False, True, False, True]
+        last = events[-1]
+        thread = sorted((s for s in last.spans if s.track in THREAD), key=lambda s: s.start_s)
+        assert all(a.end_s <= b.start_s + 1e-9 for a, b in pairwise(thread)), "one thing at a time"
+        assert sum(s.seconds for s in thread) == pytest.approx(last.step_time_s, rel=0.05, abs=1e-3)
+        assert sum(exposed_by_unit(last.spans).values()) == pytest.approx(last.exposed_comm_s, rel=1e-6)
+        computed = {(s.name, s.unit) for s in last.spans if s.track is Track.COMPUTE}
+        assert computed >= {(way, unit) for way in ("forward", "backward") for unit in [*UNITS, "root"]}
+        assert ("optimizer", "root") in computed
+
+
+@pytest.mark.parametrize("backend", ["lab", "fsdp2", "fsdp1"])
+def test_collectives_are_told_by_their_unit(pool: Pool, backend: str) -> None:
+    for events in trained(pool, [3], **BACKENDS[backend]):
+        gathers, reductions = (moved(events[-1].spans, t) for t in (Track.ALL_GATHER, Track.REDUCE_SCATTER))
+        assert set(gathers) == {*UNITS, "root"} and reductions == Counter([*UNITS, "root"])
+
+
+def test_hybrid_sharding_names_the_all_reduce_too(pool: Pool) -> None:
+    for backend in ("lab", "fsdp2", "fsdp1"):
+        for events in trained(pool, [3], 4, backend=backend, sharding="hybrid_shard", shard_size=2):
+            assert moved(events[-1].spans, Track.ALL_REDUCE) == Counter([*UNITS, "root"]), backend
+
+
+def test_a_bucket_of_ddp_is_a_unit(pool: Pool) -> None:
+    for events in trained(pool, [4], **DDP):
+        assert set(moved(events[-1].spans, Track.ALL_REDUCE)) == {"bucket 0"}
+
+
+def test_the_same_collective_has_the_same_number_on_all_ranks(pool: Pool) -> None:
+    one, other = (
+        {(s.group, s.ordinal): (s.name, s.unit, s.payload_bytes, s.dtype) for s in events[-1].spans if s.ordinal >= 0}
+        for events in trained(pool, [3], backend="lab")
+    )
+    assert one == other and len(one) > 4
+
+
+def test_host_copies_are_spans(pool: Pool) -> None:
+    for events in trained(pool, [3], backend="lab", offload="all"):
+        assert set(moved(events[-1].spans, Track.HOST_COPY)) == {*UNITS, "root"}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tracing_changes_no_bit(pool: Pool, backend: str) -> None:
+    traced = trained(pool, [1] * 5, **BACKENDS[backend])[0]
+    plain = trained(pool, [5], **BACKENDS[backend])[0]
+    assert [(e.loss, e.grad_norm) for e in traced] == [(e.loss, e.grad_norm) for e in plain]
+
+
+# -- clocks ----------------------------------------------------------------------------------------------------------
+
+AHEAD_S = 1234.5
+
+
+def _clocks_apart(place: Place) -> tuple[clocks.Clock, clocks.Clock]:
+    """The real clocks, which on one machine are one; then with rank 1's ahead."""
+    true = clocks.compare_clocks(place.world)
+    ahead_s = AHEAD_S if place.rank == 1 else 0.0
+    clocks.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead_s)
+    try:
+        return true, clocks.compare_clocks(place.world)
+    finally:
+        clocks.time = time
+
+
+def test_clocks_are_compared_over_the_wire(pool: Pool) -> None:
+    zero, one, two = pool.run(_clocks_apart, 3)
+    assert zero == ((0.0, 0.0), (0.0, 0.0))
+    for rank, (true, apart) in enumerate((one, two), start=1):
+        for clock, wanted in ((true, 0.0), (apart, -AHEAD_S if rank == 1 else 0.0)):
+            assert clock.error_s is not None and clock.error_s < 0.1
+            assert abs(clock.offset_s - wanted) <= clock.error_s + 1e-6
+
+
+# -- a GPU's kernels -------------------------------------------------------------------------------------------------
+
+
+def kernel(name: str, start: int, end: int, *, on_gpu: bool = True) -> SimpleNamespace:
+    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    return SimpleNamespace(
+        name=lambda: name, device_type=lambda: kind, start_ns=lambda: start * 10**9, end_ns=lambda: end * 10**9
+    )
+
+
+def test_what_a_gpu_waits_for_is_read_from_its_kernels() -> None:
+    gather, scatter = "ncclDevKernel_AllGather_RING_LL(...)", "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(...)"
+    kernels = [
+        kernel("gemm", 0, 4),
+        kernel(gather, 2, 7),  # 4 to 7 by itself
+        kernel("gemm", 7, 12),
+        kernel("gemm", 8, 10),
+        kernel(scatter, 9, 16),  # 12 to 16 by itself
+        kernel(gather, 14, 19),  # 16 to 19; before that the other one counts
+        kernel("Memcpy DtoH (Device -> Pinned)", 12, 16),
+        kernel("aten::mm", 4, 19, on_gpu=False),
+        kernel("ncclDevKernel_SendRecv(...)", 30, 31),
+    ]
+    assert exposed_on_device(kernels) == {"all_gather": 6.0, "reduce_scatter": 4.0, "other": 1.0}
+    assert exposed_on_device(kernels[::-1]) == exposed_on_device(kernels)
+    assert exposed_on_device([]) == {}

@@ -1,0 +1,92 @@
+"""An emulated link as it is asked for: one spelling, what is refused, and what a scaled one comes to."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from fsdp_lab.hardware import GPUS, gpu_of_device
+from fsdp_lab.link_spec import OFFERED, LinkError, LinkSpec, split_list, spoken_rate, spoken_time
+from fsdp_lab.spec import Spec, SpecError
+
+
+@pytest.mark.parametrize(
+    ("text", "spelt", "bytes_per_s", "latency_s"),
+    [
+        ("0.25 GB/s", "0.25 GB/s", 0.25e9, 0.0),
+        ("  250MB/s ", "250 MB/s", 0.25e9, 0.0),
+        ("0.25GB/s,50us", "0.25 GB/s, 50 us", 0.25e9, 50e-6),
+        ("0.25 GB/s, 0.05 µs", "0.25 GB/s, 0.05 us", 0.25e9, 0.05e-6),
+        ("100 Gbps of H100", "100 Gb/s of h100", 12.5e9, 0.0),
+        ("NVLink of A100", "nvlink of a100", 300e9, 0.0),
+        ("pcie4 of t4, 1 ms", "pcie4 of t4, 1 ms", 31.5e9, 1e-3),
+    ],
+)
+def test_what_it_takes(text: str, spelt: str, bytes_per_s: float, latency_s: float) -> None:
+    asked = LinkSpec.parse(text)
+    assert asked.text == spelt and LinkSpec.parse(spelt) == asked
+    assert asked.bytes_per_s == pytest.approx(bytes_per_s, rel=1e-3) and asked.latency_s == pytest.approx(latency_s)
+    assert Spec(link=text) == Spec(link=spelt) == Spec.from_json(Spec(link=text).to_json())
+    assert Spec(link=text).id == Spec(link=spelt).id != Spec().id
+    assert Spec(link=text).replace(lr=0.1).difference(Spec().replace(lr=0.1)) == {"link": (spelt, None)}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("0 GB/s", "above 0"),
+        ("-1 GB/s", "above 0"),
+        ("nan GB/s", "above 0"),
+        ("1e308 TB/s", "above 0"),
+        ("0.25", "no unit"),
+        ("0.25 GiB", "'GiB' is no unit"),
+        ("fast", "is no link"),
+        ("1 GB/s of rtx", "use one of gb200"),
+        ("nvlink", "nvlink of h100"),
+        ("nvlink of l40s", "pcie4 of l40s"),
+        ("0.25 GB/s, 50", "is no latency"),
+        ("0.25 GB/s, -1 us", "give 0 or more"),
+        ("0.25 GB/s, nan us", "give 0 or more"),
+        ("", "is refused"),
+        (0.25, "is refused"),
+        (True, "is refused"),
+    ],
+)
+def test_what_it_refuses(text: Any, says: str) -> None:
+    with pytest.raises(SpecError, match=says) as e:
+        Spec(link=text)
+    assert e.value.field == "link" and Spec().replace(**e.value.fix) == Spec()
+
+
+def test_a_list_keeps_each_latency_with_its_link() -> None:
+    assert split_list("none,0.25 GB/s, 50 us,nvlink of h100") == ["none", "0.25 GB/s, 50 us", "nvlink of h100"]
+
+
+def test_scaled_to_the_same_dtype_where_the_gpu_has_it() -> None:
+    h100, t4 = LinkSpec.parse("100 Gb/s of h100"), LinkSpec.parse("pcie4 of t4")
+    assert h100.scale(66.9e9, "fp32") == pytest.approx(1e-3)
+    assert h100.scale(989.4e9, "bf16") == pytest.approx(1e-3)
+    assert t4.reference("bf16") == (65e12, "fp16")  # it has no bf16
+    assert LinkSpec.parse("0.1 GB/s").scale(None, "fp32") == 1.0
+    for unknown in (None, 0.0, math.nan):
+        with pytest.raises(LinkError, match="not known"):
+            h100.scale(unknown, "fp32")
+
+
+def test_what_is_offered_can_be_had() -> None:
+    for text in OFFERED:
+        assert LinkSpec.parse(text).text == text
+
+
+def test_a_device_is_known_by_its_name() -> None:
+    names = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H100 PCIe": "h100-pcie", "NVIDIA A10G": "a10g", "NVIDIA A10": "a10"}
+    for device, name in names.items():
+        assert gpu_of_device(device) is GPUS[name]
+    assert gpu_of_device("NVIDIA A100-SXM4-80GB MIG 3g.40gb") is None
+
+
+def test_rates_and_times_for_people() -> None:
+    assert [spoken_rate(r) for r in (0.25e9, 31.94e6, 4.5e3)] == ["0.25 GB/s", "31.9 MB/s", "4.5 kB/s"]
+    assert [spoken_time(t) for t in (50e-6, 2e-3, 1.5)] == ["50 µs", "2 ms", "1.5 s"]
