@@ -19,9 +19,8 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_lab.engine import units
 from fsdp_lab.events import Role
-from fsdp_lab.spec import Spec, SpecError, Workload
+from fsdp_lab.spec import Spec, Workload
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Held = tuple[Role, Tensor]  # a tensor, and what its storage is for
@@ -112,7 +111,6 @@ class TorchBackend:
         self.optimizer = make_optimizer(pieces, spec.workload)
         self.groups: list[dist.ProcessGroup] = []
         self._pieces = pieces
-        self._wrap = spec.strategy.wrap
 
     def pieces(self) -> list[Piece]:
         return self._pieces
@@ -145,11 +143,7 @@ class TorchBackend:
         return self.module.parameters()
 
     def unit_modules(self) -> list[tuple[str, nn.Module]]:
-        try:
-            found = {id(m) for group in units(self.module, self._wrap) for m in group}
-        except SpecError:  # what names no module of this model means nothing to DDP
-            return []
-        return [(original_name(name), m) for name, m in self.module.named_modules() if id(m) in found]
+        raise NotImplementedError
 
     def release(self, busy: Collection[int] = ()) -> None:
         free_backend(self, busy)

@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Piece, TorchBackend
 from fsdp_lab.backends.wrapping import prepare
-from fsdp_lab.spec import Spec
+from fsdp_lab.engine import units
+from fsdp_lab.spec import Spec, SpecError
 from fsdp_lab.wire import Wire
 
 
@@ -49,6 +50,7 @@ class DDP(TorchBackend):
             reduce = None if dtypes.reduce == "fp32" else DTYPES[dtypes.reduce]
             # a lambda: DDP compares a hook's annotations with types, and ours are strings
             module.register_comm_hook((group, reduce), lambda state, bucket: _sum_then_divide(state, bucket))
+        self._wrap = spec.strategy.wrap
         super().__init__(module, pieces, spec, mesh, device)
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -57,7 +59,12 @@ class DDP(TorchBackend):
 
     def unit_modules(self) -> list[tuple[str, nn.Module]]:
         assert isinstance(self.module, DistributedDataParallel)
-        return [(name.removeprefix("module."), m) for name, m in super().unit_modules()]
+        model: nn.Module = self.module.module
+        try:
+            found = {id(m) for group in units(model, self._wrap) for m in group}
+        except SpecError:  # what names no module of this model means nothing to DDP
+            return []
+        return [(base.original_name(name), m) for name, m in model.named_modules() if id(m) in found]
 
     def standing_bytes(self) -> int:
         """The buckets."""

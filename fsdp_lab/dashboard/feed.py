@@ -44,9 +44,8 @@ class Feed:
                 self._show(self._assembler.add(part))
             if run.state.over:
                 self._show(self._assembler.flush())
-        for panel in self._panels:
-            if isinstance(panel, Pinnable):
-                panel.update(())  # another step may have been asked for
+        for panel in self._pinnable:
+            panel.update(())  # another step may have been asked for
         self._live.flush([e.end_unix_s for e in events])
         return events
 
@@ -83,6 +82,7 @@ class Feed:
         self._last = None
         self._frame = Frame()
         self._panels: list[Panel] = [make(self._frame, world_size) for make in PANELS]
+        self._pinnable = [panel for panel in self._panels if isinstance(panel, Pinnable)]
         self._live.show(
             Scene(
                 cards=self._panels,

@@ -61,7 +61,7 @@ COMPUTE: Mapping[str, Fill] = {
     "optimizer": Fill(label="optimizer", light="#48665F", dark="#93B3AB"),
     "compute": Fill(label="other computing", light="#D9E6E2", dark="#2A3B37", hatch="/"),
     "waiting": Fill(label="waiting: exposed communication", light="#1F2A37", dark="#E5E7EB"),
-    "host_copy": Fill(label="host copy", light="#D9E6E2", dark="#2A3B37", hatch="x"),
+    "host_copy": Fill(label="host copy", light="#7D98A3", dark="#6F8A95", hatch="x"),
 }
 
 # Ink of what is neither a rank nor a class: means, bands, peaks, markers.

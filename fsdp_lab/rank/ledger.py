@@ -245,12 +245,21 @@ class Ledger:
             elif size > 0:
                 if address in alive:
                     alive.pop(address).end = at  # its free was not reported
-                begin(address, Block(size, _unnamed(phase, communicating), at))
+                begin(address, Block(size, self._unnamed(phase, communicating), at))
             else:
                 if address not in alive:
                     begin(address, Block(-size, Role.OTHER))  # it was there before, and nobody named it
                 alive.pop(address).end = at
         return blocks, marks
+
+
+    def _unnamed(self, phase: str, communicating: bool) -> _Role:
+        """The role of what nobody names, by where it was allocated."""
+        if communicating:
+            return Role.COMMUNICATION
+        if phase == Direction.UPDATE:
+            return None if self._offloaded else Role.OPTIMIZER
+        return Role.OTHER if phase == _BEGIN else Role.ACTIVATIONS
 
 
 _Moment = tuple[float, int, int, bool, int | None]  # ns, address, bytes (freed: negative), in communication, or mark
@@ -271,12 +280,6 @@ def _read(tree: Sequence[Any], kind: str) -> Iterator[_Moment]:
                 yield event.start_time_ns, 0, 0, False, int(name.removeprefix(_MARK))
         inside = communicating or name.startswith(_COMMUNICATING)
         left += [(child, inside) for child in event.children]
-
-
-def _unnamed(phase: str, communicating: bool) -> Role:
-    if communicating:
-        return Role.COMMUNICATION
-    return {_BEGIN: Role.OTHER, Direction.UPDATE.value: Role.OPTIMIZER}.get(phase, Role.ACTIVATIONS)
 
 
 def _follow(blocks: Sequence[Block], marks: Sequence[tuple[float, _Mark]]) -> Found:

@@ -90,7 +90,8 @@ class Trainer:
         Raises RankAborted or WireTimeout when it is given up.
         """
         self._ledger_due = self._ledger_due or ledger
-        ledger = self._ledger_due and self._steps_here >= _LEDGER_STEP and not slow
+        busy = slow or torch.autograd._profiler_enabled()  # there can be one profiler
+        ledger = self._ledger_due and self._steps_here >= _LEDGER_STEP and not busy
         trace = StepTrace(self.backend.unit_modules(), self.seat.device) if traced and not slow else None
         meter = self.world.hub.meter
         meter.take(), meter.take_copies()  # what a switch sent

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 
@@ -67,7 +68,7 @@ class Timeline:
         traced = sorted((e for e in events if e.spans), key=lambda e: e.rank)
         if not traced:
             raise ValueError("a timeline needs the events of a traced step: none of these has spans")
-        sound = {e.rank: sorted(filter(_sound, e.spans), key=lambda s: (s.start_s, s.end_s)) for e in traced}
+        sound = {e.rank: sorted(filter(_sound, e.spans), key=attrgetter("start_s", "end_s")) for e in traced}
         compared = {e.rank: e for e in traced if _compared(e)}
         contradicted = disagreeing(compared, sound)
         agreed = [e for rank, e in compared.items() if rank not in contradicted]
@@ -110,9 +111,15 @@ class Timeline:
         return {lane.rank: exposed_by_unit(lane.spans) for lane in self.lanes}
 
     @property
+    def waits_unseen(self) -> bool:
+        """Whether more was waited than spans tell: over NCCL streams wait, where no clock of the wire sees it. Then
+        exposed communication is known of a step as a whole (`StepEvent.exposed_comm_s`, NaN before it was measured)."""
+        return any(_unseen(lane) for lane in self.lanes)
+
+    @property
     def remarks(self) -> tuple[str, ...]:
         """How exactly the lanes stand to each other, and what is not there; a sentence each."""
-        return tuple(filter(None, [self._contradiction(), self._alignment(), self._gaps()]))
+        return tuple(filter(None, [self._contradiction(), self._alignment(), self._gaps(), self._unseen()]))
 
     def _alignment(self) -> str:
         own = [lane.rank for lane in self.lanes if not lane.aligned and lane.rank not in self.contradicted]
@@ -138,6 +145,10 @@ class Timeline:
             said += f" {unsound} span{'s' * (unsound > 1)} left out: no end, or one before the beginning."
         return said.strip()
 
+    def _unseen(self) -> str:
+        said = "Over NCCL streams wait, where the wire does not see it: waits are not told by unit."
+        return said if self.waits_unseen else ""
+
     def table(self) -> Table:
         """Exposed communication of each unit, most first: a column for each rank, or least, mean and most of many."""
         by_rank = self.exposed()
@@ -145,13 +156,13 @@ class Timeline:
         of = {unit: [exposed.get(unit, 0.0) for exposed in by_rank.values()] for unit in units}
         ordered = sorted(units, key=lambda unit: (-fmean(of[unit]), unit))
         rows = [(unit or NO_UNIT, of[unit]) for unit in ordered]
-        sums = [sum(exposed.values()) for exposed in by_rank.values()]
+        sums = [lane.event.exposed_comm_s if _unseen(lane) else sum(by_rank[lane.rank].values()) for lane in self.lanes]
         rows += [("all exposed", sums), ("step", [lane.event.step_time_s for lane in self.lanes])]
         few = len(self.lanes) <= MOST_COLUMNS
         heads = [f"rank {rank}" for rank in by_rank] if few else ["least", "mean", "most"]
         return Table(
             columns=("exposed", *heads),
-            rows=tuple((name, *map(duration, values if few else _range(values))) for name, values in rows),
+            rows=tuple((name, *map(_shown, values if few else _range(values))) for name, values in rows),
             caption=f"step {self.step}: {duration(self.seconds)}, exposed communication by unit",
             notes=(*self.remarks, *dict.fromkeys(note for lane in self.lanes for note in lane.event.notes)),
             left=frozenset({"exposed"}),
@@ -221,7 +232,16 @@ def _meetings(
 
 
 def _sound(span: Span) -> bool:
-    return math.isfinite(span.start_s) and math.isfinite(span.end_s) and span.end_s >= span.start_s
+    return -math.inf < span.start_s <= span.end_s < math.inf  # of NaN nothing is true
+
+
+def _unseen(lane: Lane) -> bool:
+    told_s, all_s = sum(exposed_by_unit(lane.spans).values()), lane.event.exposed_comm_s
+    return not all_s <= 1.05 * told_s + TOLERANCE_S  # NaN is unseen too
+
+
+def _shown(seconds: float) -> str:
+    return duration(seconds) if math.isfinite(seconds) else "–"
 
 
 def _compared(event: StepEvent) -> bool:

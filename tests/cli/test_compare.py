@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -151,7 +152,7 @@ def test_compare_on_real_ranks(tmp_path: Path):
 def test_ctrl_c_ends_a_run_its_ranks_and_keeps_what_was_measured(tmp_path: Path):
     spec = Spec().replace(model="gpt2-1m", seq_len=16, micro_batch=1)
     (tmp_path / "spec.json").write_text(spec.to_json())
-    command = [sys.executable, "-m", "fsdp_lab", "run", "spec.json", "--json", "out.json"]
+    command = [sys.executable, "-m", "fsdp_lab", "run", "spec.json", "--json", "out.json", "--trace", "trace.json.gz"]
     log = tmp_path / "log"
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=tmp_path)
@@ -166,6 +167,8 @@ def test_ctrl_c_ends_a_run_its_ranks_and_keeps_what_was_measured(tmp_path: Path)
         assert process.wait(30) == 130, log.read_text()
         assert not psutil.wait_procs(family, timeout=10)[1]
         assert json.loads((tmp_path / "out.json").read_text())["runs"][0]["losses"]
+        trace = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
+        assert {e["pid"] for e in trace["traceEvents"] if e.get("cat") == "all_gather"} == {0, 1}
     finally:
         for p in family:
             if p.is_running():

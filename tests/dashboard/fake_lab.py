@@ -17,6 +17,7 @@ from typing import Any
 from fsdp_lab.events import Classes, Memory, MemorySample, StepEvent, Traffic
 from fsdp_lab.runs import EventStore, RunState, SlowMotion, Switch, Ticket
 from fsdp_lab.runs.slow_motion import SlowStep
+from fsdp_lab.spans import Track
 from fsdp_lab.spec import Spec, SpecError
 from tests.frames import Model, Step
 from tests.traces import traced
@@ -77,6 +78,8 @@ def event(spec: Spec, run: str, rank: int, step: int, *, first: bool = False, se
         about_s = round(about_s * (1 + 0.05 * math.sin(step)), 6)
         trace = traced(world, blocks=BLOCKS.get(name, 12), ordinal=1000 * step, step_time_s=about_s)[rank]
         step_time, spans, begin_s = trace.step_time_s, trace.spans, trace.begin_s + step
+        waits = {k: sum(s.seconds for s in spans if s.track is Track.WAIT and s.name == k) for k in comm}
+        comm = {k: dataclasses.replace(t, exposed_seconds=waits[k]) for k, t in comm.items()}
     loss = 2.1 + 3.9 * math.exp(-step / 160) + 0.05 * chance.random()
     return StepEvent(
         run=run, spec_id=spec.id, rank=rank, world_size=world, step=step, samples=(step + 1) * spec.global_batch,

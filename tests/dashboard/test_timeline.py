@@ -14,6 +14,7 @@ from fsdp_lab.dashboard.live import LiveView, Scene
 from fsdp_lab.dashboard.panels import Assembler, Frame, Step
 from fsdp_lab.dashboard.panels import timeline as module
 from fsdp_lab.dashboard.panels.timeline import TimelinePanel
+from fsdp_lab.events import Traffic
 from fsdp_lab.runs.store import TRACED_STEPS
 from fsdp_lab.spans import Span, Track
 from tests.lab.events import event
@@ -105,6 +106,18 @@ def test_the_words_of_a_span():
     assert reading == "step 3: 4.00 ms, 1.00 ms exposed on rank 0, most for transformer.h.3 (1.00 ms)"
 
 
+@pytest.mark.parametrize(
+    ("exposed_s", "said"), [(0.040, "step 3: 100 ms, 40.0 ms of it exposed"), (math.nan, "step 3: 100 ms")]
+)
+def test_waits_that_nobody_saw_are_not_put_down_to_a_unit(exposed_s, said):
+    vote = Span(track=Track.WAIT, name="control", unit="", start_s=0.08, end_s=0.0805)
+    comm = {"all_gather": Traffic(calls=1, exposed_seconds=exposed_s)}
+    watched = Watched()
+    watched.show(Step(number=3, events=tuple(event(r, 3, spans=(vote,), comm=comm) for r in range(2))))
+    assert watched.panel.captions().reading == said
+    assert "Over NCCL streams wait" in watched.panel.captions().note
+
+
 def test_every_fill_has_a_token():
     tokens = theme.tokens()["light"]
     assert set(module._fills()) <= set(tokens)
@@ -173,6 +186,30 @@ def test_the_axis_holds_still_while_steps_differ_a_little():
         assert watched.end == end
     watched.show(traced(50, forward_s=0.030))
     assert watched.end > end  # what is longer fits at once
+
+
+def test_a_step_that_does_not_count_leaves_no_room_behind():
+    watched = Watched()
+    watched.show(traced(0))
+    end = watched.end
+    slow = traced(1, forward_s=0.050)
+    watched.show(Step(number=1, events=tuple(dataclasses.replace(e, first_after_switch=True) for e in slow.events)))
+    assert watched.end > 3 * end
+    watched.show(traced(2))
+    assert watched.end == end
+
+
+def test_another_spec_has_rows_of_its_own():
+    watched = Watched()
+    watched.show(traced(0))
+    labels = {k.label for k in watched.panel.captions().legend}
+    span = Span(track=Track.ALL_REDUCE, name="all_reduce", unit="bucket 0", start_s=0.0, end_s=0.01)
+    watched.show(Step(number=1, events=tuple(event(r, 1, spec_id="ddp", spans=(span,)) for r in range(2))))
+    assert [k.label for k in watched.panel.captions().legend] == ["all-reduce"]
+    assert watched.rows()[0]["bottom"] - watched.rows()[0]["top"] == pytest.approx(0.9 * 0.88)
+    watched.panel.pin(0)
+    watched.show()
+    assert {k.label for k in watched.panel.captions().legend} == labels
 
 
 # -- which step ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.events import StepEvent
+from fsdp_lab.events import StepEvent, Traffic
 from fsdp_lab.runs.run import Run
 from fsdp_lab.runs.store import EventStore
 from fsdp_lab.runs.timeline import Timeline
@@ -132,6 +132,18 @@ def test_the_table_says_what_each_unit_cost():
     many = Timeline.of(told(16))
     assert many.table().columns == ("exposed", "least", "mean", "most")
     assert "<table>" in many._repr_html_() and "transformer.h.3" in repr(many)
+
+
+@pytest.mark.parametrize(("exposed_s", "shown"), [(0.040, "40.0 ms"), (math.nan, "–")])
+def test_what_streams_waited_unseen_is_told_of_the_step_as_a_whole(exposed_s, shown):
+    """Over NCCL spans tell of the vote's wait alone."""
+    vote = Span(track=Track.WAIT, name="control", unit="", start_s=0.08, end_s=0.0805)
+    comm = {"all_gather": Traffic(calls=1, exposed_seconds=exposed_s)}
+    timeline = Timeline.of([event(r, 3, spans=(vote,), comm=comm, clock_error_s=0.0) for r in range(2)])
+    assert timeline.waits_unseen and timeline.remarks[-1].startswith("Over NCCL streams wait")
+    assert {name: cells[0] for name, *cells in timeline.table().rows} == {
+        "no unit": "0.5 ms", "all exposed": shown, "step": "100 ms"}  # fmt: skip
+    assert not Timeline.of(told(2)).waits_unseen
 
 
 def test_what_overlaps_is_stacked_in_as_few_rows_as_can_be():

@@ -169,6 +169,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp2, bf16": {"backend": "fsdp2", "precision": "bf16"},
     "fsdp1, bf16": {"backend": "fsdp1", "precision": "bf16"},
     "ddp, bf16": {**DDP, "precision": "bf16"},
+    "ddp, half recomputed": {**DDP, "recompute": "every:2"},
     "two micro-batches": {"accumulate": 2, "sync": "last"},
     "zero1": {"sharding": "zero1"},
 }
@@ -186,6 +187,7 @@ def test_every_byte_has_a_class_under_every_strategy(by_strategy: dict[str, Step
     assert m.at_peak.total_bytes == m.peak_bytes > 0
     assert m.at_peak.other_bytes < 0.01 * m.peak_bytes
     assert event.memory_curve[-1].classes.activations_bytes == 0
+    assert {f"transformer.h.{i}" for i in range(LAYERS)} <= {s.unit for s in event.memory_curve}
     assert event.memory_curve[-1].classes.unsharded_bytes == (4 * ALL if name == "zero1" else 0)
 
 
@@ -198,6 +200,7 @@ def test_what_is_offloaded_is_not_the_device_s(by_strategy: dict[str, StepEvent]
     assert begin.total_bytes == 0 and end.total_bytes < 4096
     assert event.memory.allocated_bytes == pytest.approx(3 * (4 * ALL // 2), abs=4096)  # of the process, between steps
     assert event.memory.peak_bytes < by_strategy["plain"].memory.peak_bytes
+    assert all(s.classes.optimizer_bytes == 0 for s in event.memory_curve)  # its scratch is the host's too
 
 
 def test_offload_of_the_optimizer_leaves_a_copy_to_gather_from(by_strategy: dict[str, StepEvent]) -> None:

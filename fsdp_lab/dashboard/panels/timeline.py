@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -75,10 +76,11 @@ class TimelinePanel:
         self._pinned: Step | None = None
         self._shown: Step | None = None
         self._drawn_s = float("-inf")
-        self._tracks: dict[Track, None] = {}  # met so far, as an ordered set
+        self._spec_id = ""  # of the step that is shown
+        self._tracks: dict[Track, None] = {}  # met with this Spec, as an ordered set
         self._fills: dict[str, None] = {}
         self._lengths: deque[float] = deque(maxlen=RANGE_STEPS)  # ms
-        self._range = ZeroRange(headroom=1.02, slack=0.5, steps=FINE)
+        self._range = ZeroRange(headroom=1.02, slack=0.6, steps=FINE)
         self._timeline: Timeline | None = None  # of the step that is shown
         self._chosen: dict[int, Lane] = {}
         self._captions = Captions(reading="The last step of each half second is drawn here.")
@@ -104,7 +106,8 @@ class TimelinePanel:
         for token, fill in _fills().items():
             view = CDSView(filter=GroupFilter(column_name="fill", group=token))
             bars = fig.quad(left="left", right="right", top="top", bottom="bottom", source=spans, view=view, line_width=0.5)
-            paint_fill(bars.glyph, token, fill, outline=token)  # a short span is seen by its outline
+            # A short span is seen by its outline.
+            paint_fill(bars.glyph, token, fill, outline=token if fill.hatch == " " else "ink.faint")
             drawn.append(bars)
         rows = [("rank", "@rank"), ("what", "@what"), ("unit", "@unit"), ("time", "@ms{0,0.00} ms, from @left{0,0.00} ms"),
                 ("link", "@link"), ("bandwidth", "@bandwidth"), ("group", "@group")]  # fmt: skip
@@ -158,7 +161,10 @@ class TimelinePanel:
                 continue  # told twice, or too late
             self._kept.append(s)
             self._kept_spans += _count(s)
-            self._lengths.append(1e3 * s.step_time_s)
+            if s.counts:
+                self._lengths.append(1e3 * s.step_time_s)
+            elif s.events[0].first_after_switch:
+                self._lengths.clear()
         while len(self._kept) > TRACED_STEPS or (self._kept_spans > SPAN_CAP and len(self._kept) > 1):
             self._kept_spans -= _count(self._kept.popleft())
         return len(traced)
@@ -186,6 +192,9 @@ class TimelinePanel:
 
     def _draw(self, timeline: Timeline) -> int:
         self._chosen = chosen = self._choose(timeline)
+        spec_id = timeline.lanes[0].event.spec_id
+        if spec_id != self._spec_id:  # another strategy has other rows
+            self._spec_id, self._tracks, self._fills = spec_id, {}, {}
         for lane in chosen.values():
             self._tracks.update(dict.fromkeys(s.track for s in lane.spans))
         self._range.cover(np.array([*self._lengths, 1e3 * timeline.seconds]))
@@ -252,6 +261,9 @@ class TimelinePanel:
     def _reading(self, timeline: Timeline) -> str:
         """The step in a sentence: how long, and who waited longest, for what."""
         said = f"step {timeline.step:,}: {duration(timeline.seconds)}"
+        if timeline.waits_unseen:
+            whole_s = max(lane.event.exposed_comm_s for lane in timeline.lanes)
+            return f"{said}, {duration(whole_s)} of it exposed" if math.isfinite(whole_s) else said
         rank, exposed = max(timeline.exposed().items(), key=lambda item: sum(item[1].values()))
         total_s = sum(exposed.values())
         if not total_s:
