@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fsdp_lab.cluster import ClusterError, RankLost
+    from fsdp_lab.cluster import ClusterError, RankHung, RankLost
     from fsdp_lab.dashboard import Dashboard
     from fsdp_lab.events import Memory, StepEvent, Traffic
     from fsdp_lab.lab import Lab
@@ -27,6 +27,7 @@ __all__ = [
     "Lab",
     "Memory",
     "Precision",
+    "RankHung",
     "RankLost",
     "Run",
     "RunState",
@@ -45,6 +46,7 @@ _HOME = {
     "Memory": "fsdp_lab.events",
     "PRESETS": "fsdp_lab.models.presets",
     "Precision": "fsdp_lab.spec",
+    "RankHung": "fsdp_lab.cluster",
     "RankLost": "fsdp_lab.cluster",
     "Run": "fsdp_lab.runs",
     "RunState": "fsdp_lab.runs",

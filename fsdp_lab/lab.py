@@ -22,6 +22,8 @@ from fsdp_lab.spec import Spec, SpecError
 
 REPLACE_S = 15.0  # for a run to end that another one replaces; ranks that do not answer are ended before that
 
+WAITING_S = 2.0  # what a rank waits for is worth a word after so long
+
 KEY = "_fsdp_lab_open"  # in the notebook's namespace
 
 Say = Callable[[Progress], None]
@@ -47,6 +49,8 @@ class Lab:
         reduction: "auto", "rank_ordered" (equal bits for every backend) or "native".
         take_busy: use GPUs that somebody else is using, too.
         timeout_s: for starting, and for a collective whose peer is missing.
+        hang_s: how long a collective may wait for a rank; then the run fails with `RankHung`, which names the rank that does
+            not come and shows where it is. The first steps count too: compiling, for one. None: half of `timeout_s`.
         alongside: in a notebook, a new lab closes the one before it, because a cell that is run again would leave that
             one's ranks behind; True keeps both.
         options: for `fsdp_lab.cluster.Cluster`.
@@ -65,6 +69,7 @@ class Lab:
         reduction: str = "auto",
         take_busy: bool = False,
         timeout_s: float = 60,
+        hang_s: float | None = None,
         alongside: bool = False,
         **options: Any,
     ) -> None:
@@ -86,6 +91,7 @@ class Lab:
             reduction=reduction,
             take_busy=take_busy,
             timeout_s=timeout_s,
+            hang_s=hang_s,
             say=self._say,
             **options,
         )
@@ -300,13 +306,14 @@ class Lab:
         return self._cluster.status()
 
     def status(self) -> Table:
-        """Every rank: process, device, memory, step, what it is doing and since when. Never waits for a rank."""
+        """Every rank: process, device, memory, step, what it is doing and since when, and the collective that it waits for,
+        if it does. Never waits for a rank."""
         now = time.time()
         rows = [
             (
                 str(s.rank),
                 "alive" if s.alive else "gone",
-                s.state if s.alive else (s.reason or "gone"),
+                _doing(s),
                 f"{max(0.0, now - s.since_unix_s):.0f} s",
                 "–" if s.step is None else str(s.step),
                 s.device,
@@ -324,6 +331,11 @@ class Lab:
             notes=self.notes,
             left=frozenset({"process", "doing", "device", "host"}),
         )
+
+    @property
+    def waiting(self) -> str:
+        """Which rank has waited for some seconds, and in which collective, in a sentence; "" where none has."""
+        return self._cluster.waiting(WAITING_S)
 
     def dashboard(self, **options: Any) -> Any:
         """The dashboard widget for this lab, from the floor above.
@@ -421,6 +433,14 @@ def each_device(devices: Sequence[str] | str | None, ranks: int) -> tuple[str, .
     if devices is None:
         return None
     return (devices,) * ranks if isinstance(devices, str) else tuple(devices)
+
+
+def _doing(s: RankStatus) -> str:
+    """In words: what a rank does, and the collective that it waits for."""
+    if not s.alive:
+        return s.reason or "gone"
+    waits_s = s.heard.waits_s if s.heard is not None else None
+    return f"{s.state}, in {s.waits_for} for {waits_s:.0f} s" if s.waits_for and waits_s else s.state
 
 
 def _closer(lab: weakref.ref[Lab], owner: int) -> Callable[[], None]:

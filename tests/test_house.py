@@ -31,6 +31,8 @@ FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (0, "hardware", frozenset()),
     (0, "link_spec", frozenset()),
     (0, "spec", frozenset()),
+    (0, "beats", frozenset()),
+    (0, "hang", frozenset()),
     (0, "spans", frozenset()),
     (0, "events", frozenset()),
     (0, "schedule", frozenset()),

@@ -92,6 +92,8 @@ def train(console: Console, spec: Spec, steps: int | None, results: Results, tra
         except Exception as e:
             raise Failed(session.reason_of(e)) from e
         finally:
+            if run.details:
+                console.print(run.details, markup=False, highlight=False)
             if len(run.events):
                 console.print(view(run))
                 results.add_run(run.summary())

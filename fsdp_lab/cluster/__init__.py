@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fsdp_lab.cluster.calls import Call
     from fsdp_lab.cluster.cluster import Cluster, Progress, RankStatus
-    from fsdp_lab.cluster.errors import ClusterError, Interrupted, RankError, RankLost, RankStuck, StartError
+    from fsdp_lab.cluster.errors import ClusterError, Interrupted, RankError, RankHung, RankLost, RankStuck, StartError
     from fsdp_lab.cluster.placement import Placement, Seat
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Placement",
     "Progress",
     "RankError",
+    "RankHung",
     "RankLost",
     "RankStatus",
     "RankStuck",

@@ -3,6 +3,8 @@
 A collective joins its ranks: when one dies or raises, the others sit in it until its timeout. So a failure frees them,
 in rungs: an interrupt (SIGINT, which the rank's wire turns into an abort), another one with a ping beside it, and then,
 for engines that are ours, the end of the process. The caller gets one exception, of the rank that failed first.
+
+Where a rank is found to hang (doctor.py), patience has been had: it is interrupted once with all others, then ended.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from fsdp_lab.cluster.errors import ClusterError, Interrupted, RankError, RankLost, RankStuck
+from fsdp_lab.cluster.errors import ClusterError, Interrupted, RankError, RankHung, RankLost, RankStuck
 from fsdp_lab.spec import SpecError
 
 LOST_S = 1.0  # survivors of a lost rank settle by themselves; the news does not wait for all of that
+HUNG_S = 0.3  # for a rank that hangs to answer an interrupt after all
 GRACE_S = 0.3  # ranks that fail by themselves, with the same refusal, need no interrupt
 RUNG_S = 2.5  # between one rung of the ladder and the next
 DEATH_NOTICE_S = 1.0  # a lost peer is noticed by its neighbours' sockets before the kernel hears of it
@@ -60,7 +63,7 @@ class Ladder(Protocol):
 
     def ping(self, rank: int, answered: Callable[[], None]) -> None: ...
 
-    def end_rank(self, rank: int) -> bool: ...
+    def end_rank(self, rank: int, fate: str) -> bool: ...
 
     def may_be_dying(self) -> bool: ...
 
@@ -71,11 +74,13 @@ class Call:
     def __init__(self, what: str, ranks: Sequence[int], ladder: Ladder) -> None:
         self.what = what
         self.started_unix_s = time.time()
+        self.started_s = time.monotonic()
         self._ranks = tuple(ranks)
         self._ladder = ladder
         self._changed = threading.Condition()
         self._outcomes: dict[int, Outcome] = {}
         self._answered: set[int] = set()
+        self._hung: RankHung | None = None
 
     # -- from other threads ---------------------------------------------------------------------------------------
 
@@ -94,6 +99,13 @@ class Call:
                 self._outcomes[rank] = Outcome(lost=lost, unix_s=lost.unix_s)
             self._changed.notify_all()
 
+    def hang(self, hung: RankHung) -> None:
+        """The ranks wait for one that does not come: the call is over."""
+        with self._changed:
+            if len(self._outcomes) < len(self._ranks):
+                self._hung = self._hung or hung
+            self._changed.notify_all()
+
     # -- for the caller -------------------------------------------------------------------------------------------
 
     @property
@@ -104,13 +116,16 @@ class Call:
     @property
     def failed(self) -> bool:
         with self._changed:
-            return any(o.failed for o in self._outcomes.values())
+            return self._failed()
+
+    def _failed(self) -> bool:
+        return self._hung is not None or any(o.failed for o in self._outcomes.values())
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether every rank is done, or one has failed, within `timeout_s`. Ctrl-C gets through."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            while len(self._outcomes) < len(self._ranks) and not any(o.failed for o in self._outcomes.values()):
+            while len(self._outcomes) < len(self._ranks) and not self._failed():
                 left = 0.5 if deadline is None else min(0.5, deadline - time.monotonic())
                 if left <= 0:
                     return False
@@ -136,10 +151,14 @@ class Call:
         Raises:
             SpecError: the ranks refused a value.
             RankError, RankStuck: which rank, what and when; the others are freed by then.
-            RankLost: the same; the others are interrupted, and may take some seconds more to settle.
+            RankLost, RankHung: the same; the others are interrupted, and may take some seconds more to settle.
             Interrupted: a rank was interrupted before it had a result.
         """
-        if not self.wait(timeout_s) or (self.pending and not self._settle(GRACE_S)):
+        over = self.wait(timeout_s)
+        if self._hung is not None:
+            self._free_from(self._hung)
+            raise self._hung
+        if not over or (self.pending and not self._settle(GRACE_S)):
             self._free()
         with self._changed:
             outcomes = dict(self._outcomes)
@@ -175,10 +194,20 @@ class Call:
             if rank in self._answered:  # the interrupt fell between the work and the reply: only the reply is lost
                 self.finish(rank, Outcome(interrupted=True, unix_s=time.time()))
                 continue
-            ended = self._ladder.end_rank(rank)
+            ended = self._ladder.end_rank(rank, "did not answer an interrupt and was ended")
             outcome = "its process was ended" if ended else "it is not ours to end, and is left as it is"
             stuck = RankStuck(rank=rank, what=self.what, after_s=2 * RUNG_S, outcome=outcome)
             self.finish(rank, Outcome(stuck=stuck, unix_s=time.time()))
+
+    def _free_from(self, hung: RankHung) -> None:
+        """The news does not wait for the others, who settle by themselves once the one that hangs has gone."""
+        self.interrupt()
+        self._settle(HUNG_S)
+        ended = [rank for rank in set(self.pending) & set(hung.absent)
+                 if self._ladder.end_rank(rank, "did not come to a collective and was ended")]  # fmt: skip
+        with self._changed:  # the next call must find that they are gone
+            self._changed.wait_for(lambda: all(rank in self._outcomes and self._outcomes[rank].lost for rank in ended),
+                                   DEATH_NOTICE_S)  # fmt: skip
 
     def _lost(self) -> bool:
         with self._changed:

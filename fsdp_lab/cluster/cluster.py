@@ -11,7 +11,8 @@ Four kinds of thread meet here and in the floors above; each datum belongs to on
 - The *client's IO thread* of ipyparallel receives replies and step events. It appends to the event store, wakes
   waiters, and returns: what it calls never blocks, never calls ipyparallel, never touches a widget.
 - The *watcher*, one a cluster, learns of deaths from the client's IO thread and from the *launcher thread* by a queue,
-  puts them in words, ends the calls that wait for the dead, and tells the callbacks given to `on_lost`.
+  puts them in words, ends the calls that wait for the dead, and tells the callbacks given to `on_lost`. Meanwhile it looks
+  for ranks that hang (doctor.py), and ends the calls that wait for these.
 
 `Cluster._members` is read by all of them and replaced whole under `_lock`. `_sending` is held while a call is sent, so
 that two calls cannot arrive in different orders on two ranks, and because a client's message ids are not made
@@ -36,6 +37,7 @@ import psutil
 
 from fsdp_lab.cluster import remote
 from fsdp_lab.cluster.calls import Call, Outcome, Sink, read_reply
+from fsdp_lab.cluster.doctor import Channel, Doctor, Heard
 from fsdp_lab.cluster.engines import (
     Engines,
     GivenEngines,
@@ -44,15 +46,18 @@ from fsdp_lab.cluster.engines import (
     last_lines,
     still_there,
 )
-from fsdp_lab.cluster.errors import ClusterError, RankError, RankLost, RankStuck, StartError
+from fsdp_lab.cluster.errors import ClusterError, RankError, RankHung, RankLost, RankStuck, StartError
 from fsdp_lab.cluster.placement import Host, Placement, place, probe
 from fsdp_lab.cluster.processes import alive, describe_exit
 from fsdp_lab.cluster.rendezvous import meeting_place, rank_order
+from fsdp_lab.hang import limit
 
+LOOK_S = 0.25  # between two looks for ranks that hang
 SIGNAL_S = 1.0  # for the acknowledgement of a signal
 # For a rank to close its session in good order. One that still waits for a lost peer takes longer, and a new engine
 # beside the one that has to be started anyway takes less.
 LEAVE_S = 3.0
+INSIST_S = 1.2  # later than a rank takes two interrupts for one (rank/guard.py)
 NOTHING: Mapping[str, Any] = {}
 HISTORY = 200  # message ids that the client may remember; it would keep all of them
 
@@ -82,6 +87,13 @@ class RankStatus:
     step: int | None  # steps that it said it has done in its run; None before the first
     rss_bytes: int | None  # None where the process is gone, or on another machine
     reason: str = ""  # why it is gone
+    heard: Heard | None = None  # its last beat: where it stands, also while it is blocked
+
+    @property
+    def waits_for(self) -> str:
+        """The collective that it waits for, as in "all_gather 17 of transformer.h.3"; "" where it waits for none."""
+        pending = self.heard.beat.pending if self.heard is not None and self.state != "idle" else None
+        return pending.name if pending is not None else ""
 
 
 @dataclass(kw_only=True)
@@ -101,6 +113,7 @@ class Member:
     lost: RankLost | None = None
     fate: str = ""  # why it was ended by us, in words
     process: psutil.Process | None = None
+    channel: Channel | None = None  # from when it has joined
 
     def turn(self, doing: str) -> None:
         self.doing, self.since_unix_s = doing, time.time()
@@ -119,6 +132,7 @@ class Cluster:
         rank_module: where `Session` and `host_store` are found on the ranks.
         environment: for the engines that are started here.
         timeout_s: for a start, and for the ranks' collectives.
+        hang_s: how long a collective may wait for a rank, until that one is said to hang; None: half of `timeout_s`.
         say: told how far a start has come; called on the thread that starts.
 
     Nothing is started by the constructor.
@@ -135,8 +149,10 @@ class Cluster:
         rank_module: str = "fsdp_lab.rank",
         environment: Mapping[str, str] | None = None,
         timeout_s: float = 60,
+        hang_s: float | None = None,
         say: Callable[[Progress], None] | None = None,
     ) -> None:
+        self._doctor = Doctor(limit(hang_s, timeout_s))
         self._wanted, self._devices, self._given = ranks, devices, given
         self._reduction, self._take_busy, self._module = reduction, take_busy, rank_module
         self._environment, self._timeout_s = dict(environment or {}), timeout_s
@@ -251,6 +267,7 @@ class Cluster:
                 self._leaving |= {m.engine for m in self._members} | {m.pid for m in self._members}
             with contextlib.suppress(Exception):
                 self._dismiss([m for m in self._members if m.lost is None])
+            self._hang_up(self._members)
             with contextlib.suppress(ValueError, AttributeError):
                 self._engines.client._registration_callbacks.remove(self._hub_says)
             self._engines.close()
@@ -265,7 +282,10 @@ class Cluster:
         if busy:
             self.signal(busy)
         call = self._send("leave", {m.rank: NOTHING for m in members})
-        call.wait_all(LEAVE_S)
+        if not call.wait_all(INSIST_S):  # it may settle with a peer that is gone: the second interrupt ends that
+            before = {rank for other in self._live_calls() if other is not call for rank in other.pending}
+            self.signal([m.rank for m in members if m.rank in before])
+            call.wait_all(LEAVE_S - INSIST_S)
         return [m for m in members if m.rank in call.pending or call.failed_on(m.rank)]
 
     # -- from engines to ranks --------------------------------------------------------------------------------------
@@ -309,6 +329,7 @@ class Cluster:
             self._leaving |= {m.engine for m in gone} | {m.pid for m in gone}
             self._members = []
         self._engines.end([m.pid for m in gone], term_s=0.7)
+        self._hang_up([*kept, *gone])
         return [m.engine for m in kept]
 
     def _introduce(self, engines: Sequence[int]) -> dict[int, Mapping[str, Any]]:
@@ -367,9 +388,11 @@ class Cluster:
             "reduction": self._reduction,
             "timeout_s": self._timeout_s,
         }
+        self._listen_for_beats()
         each = {
             seat.rank: {
                 **common,
+                "beats": self._members[seat.rank].channel.header,  # type: ignore[union-attr]
                 "rank": seat.rank,
                 "device": seat.device,
                 "threads": seat.threads,
@@ -380,6 +403,18 @@ class Cluster:
         }
         self._send("join", each).results(self._timeout_s + 10)
         self._tell("ready", n, n)
+
+    def _listen_for_beats(self) -> None:
+        assert self._engines is not None
+        self._doctor.forget()
+        for m in self._members:
+            name = f"fsdp_lab-beats-{secrets.token_hex(8)}"
+            m.channel = Channel(self._engines.client, name, Sink(lambda data: self._doctor.hear(data["beat"])))
+            m.channel.open()
+
+    def _hang_up(self, members: Sequence[Member]) -> None:
+        for channel in [m.channel for m in members if m.channel is not None]:
+            channel.close()
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -422,6 +457,8 @@ class Cluster:
             for rank, arguments in each.items():
                 member = members[rank]
                 member.turn(what)
+                if member.channel is not None:
+                    member.channel.open()
                 try:
                     future = member.view.apply_async(remote.call, what, dict(arguments), self._token)
                 except Exception as e:  # the engine is unknown by now, or the connection is closed
@@ -494,12 +531,12 @@ class Cluster:
             future = self._members[rank].view.apply_async(remote.call, "ping", {}, self._token)
             future.add_done_callback(lambda f: answered() if f.exception() is None else None)
 
-    def end_rank(self, rank: int) -> bool:
+    def end_rank(self, rank: int, fate: str) -> bool:
         """Ends one rank's process, if it is ours. The watcher says that it is gone."""
         if self._engines is None or not self._engines.owned:
             return False
         member = self._members[rank]
-        member.fate = "did not answer an interrupt and was ended"
+        member.fate = fate
         self._engines.end([member.pid], term_s=0.2)
         return True
 
@@ -529,7 +566,14 @@ class Cluster:
             self._deaths.put(("engine", int(event["id"]), None))
 
     def _watch(self) -> None:
-        while (death := self._deaths.get()) is not None:
+        while True:
+            try:
+                death = self._deaths.get(timeout=LOOK_S)
+            except queue.Empty:
+                self._look_for_hangs()
+                continue
+            if death is None:
+                return
             by, number, code = death
             if self._engines is not None and by == "pid" and number == self._engines.controller_pid:
                 self._bury_all(f"is out of reach, because ipyparallel's controller {describe_exit(code)}")
@@ -539,6 +583,19 @@ class Cluster:
                 meant = number in self._leaving if by == "pid" else bool(found) and found[0].pid in self._leaving
             if found and not meant and not self._closed:
                 self._bury(found[0], code)
+
+    def _look_for_hangs(self) -> None:
+        """Ends the calls of ranks that wait for one which does not come."""
+        if not (calls := [call for call in self._live_calls() if not call.failed]):
+            return
+        with self._lock:
+            processes = {m.rank: m.process for m in self._members}
+        hang = self._doctor.look(processes, min(call.started_s for call in calls))
+        if hang is not None:
+            self._doctor.forget()
+            hung = RankHung(hang)
+            for call in calls:
+                call.hang(hung)
 
     def _bury_all(self, fate: str) -> None:
         """No rank can be reached any more."""
@@ -665,7 +722,18 @@ class Cluster:
             step=m.step,
             rss_bytes=rss,
             reason="" if m.lost is None else m.lost.reason,
+            heard=self._doctor.last(m.rank) if there else None,
         )
+
+    def waiting(self, after_s: float) -> str:
+        """Who waits for what, in a sentence, where a rank that works has waited for so long; "" else."""
+        heard = [(m.rank, self._doctor.last(m.rank)) for m in self._members if m.doing and m.lost is None]
+        late = [(h.waits_s, rank, h.beat.pending) for rank, h in heard if h is not None and (h.waits_s or 0.0) > after_s]
+        if not late:
+            return ""
+        waits_s, rank, pending = max(late, key=lambda one: one[0] or 0.0)
+        assert pending is not None
+        return f"rank {rank} has waited {waits_s:.0f} s in {pending.name}"
 
     def _must_run(self) -> None:
         if self._engines is None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 
+from fsdp_lab.hang import Hang
+
 
 def clock(unix_s: float) -> str:
     """Local wall time, as a person would look it up in a log."""
@@ -14,7 +16,14 @@ def clock(unix_s: float) -> str:
 
 
 class ClusterError(RuntimeError):
-    """Any failure of the cluster."""
+    """Any failure of the cluster. `details` has lines for who wants to know more, such as a rank's stack, or is empty."""
+
+    details: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """What happened, without the details."""
+        return str(self).partition("\n")[0]
 
 
 class StartError(ClusterError):
@@ -22,8 +31,7 @@ class StartError(ClusterError):
 
     def __init__(self, sentence: str, log: str = "") -> None:
         super().__init__(sentence + (f"\nIts last lines:\n{log}" if log else ""))
-        self.sentence = sentence
-        self.log = log
+        self.log = self.details = log
 
 
 class RankLost(ClusterError):
@@ -55,6 +63,25 @@ class RankStuck(ClusterError):
         super().__init__(f"rank {rank} did not answer an interrupt of {what} within {after_s:.0f} s: {outcome}")
 
 
+class RankHung(ClusterError):
+    """A collective did not finish within the limit (`hang_s`), for the sake of the ranks named.
+
+    Attributes:
+        rank, ranks: who did not come, or issued another collective than the others; None and () where the link stands still.
+        collective, unit, group: what the others wait in, in words; whose parameters it moves; its group.
+        waiting: ranks that wait in it. after_s: for how long.
+        stack: of the ranks named, as text, where it could be read. unix_s: when the kernel found out.
+    """
+
+    def __init__(self, hang: Hang) -> None:
+        self.ranks, self.absent, self.waiting, self.after_s = hang.ranks, hang.absent, hang.waiting, hang.waited_s
+        self.rank = hang.ranks[0] if hang.ranks else None
+        self.collective, self.unit, self.group = hang.collective.name, hang.collective.unit, hang.collective.group
+        self.stack = self.details = hang.text
+        self.unix_s = time.time()
+        super().__init__(hang.sentence + (f"\n{hang.text}" if hang.text else ""))
+
+
 class RankError(ClusterError):
     """A rank raised.
 
@@ -75,7 +102,7 @@ class RankError(ClusterError):
         others: dict[int, str] | None = None,
     ) -> None:
         self.rank, self.what, self.kind, self.reason, self.trace = rank, what, kind, reason, trace
-        self.unix_s, self.others = unix_s, dict(others or {})
+        self.unix_s, self.others, self.details = unix_s, dict(others or {}), trace
         super().__init__(f"rank {rank} failed in {what} at {clock(unix_s)}: {kind}: {reason}")
 
 

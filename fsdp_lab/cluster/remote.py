@@ -85,6 +85,22 @@ class Publisher:
             self._last_s = time.monotonic()
 
 
+class BeatPublisher:
+    """Beats on their way to the kernel, from the thread that makes them: see `fsdp_lab.cluster.doctor.Channel`."""
+
+    def __init__(self, header: Mapping[str, str]) -> None:
+        from ipyparallel.engine.datapub import ZMQDataPublisher
+        from IPython.core.getipython import get_ipython
+
+        events: Any = get_ipython().data_pub  # type: ignore[union-attr]
+        # The socket hands messages over to the thread that sends them, so any thread may write to it.
+        self._publisher = ZMQDataPublisher(session=events.session, pub_socket=events.pub_socket, topic=events.topic)
+        self._publisher.set_parent(dict(header))
+
+    def tell(self, beat: dict[str, Any]) -> None:
+        self._publisher.publish_data({"beat": beat})
+
+
 class Resident:
     """A rank's Session and the names that it has in the engine's namespace."""
 
@@ -206,10 +222,10 @@ def reach(address: str, port: int) -> None:
         ) from None
 
 
-def join(module: str, **arguments: Any) -> dict[str, Any]:
-    """Makes this rank's Session; returns when all ranks have joined."""
-    here = resident()
-    here.session = pkgutil.resolve_name(f"{module}:Session")(store=here.store, say=here.publisher.say, **arguments)
+def join(module: str, beats: Mapping[str, str], **arguments: Any) -> dict[str, Any]:
+    """Makes this rank's Session; returns when all ranks have joined. `beats` is where its beats go."""
+    here, make = resident(), pkgutil.resolve_name(f"{module}:Session")
+    here.session = make(store=here.store, say=here.publisher.say, beat=BeatPublisher(beats).tell, **arguments)
     here.push()
     return dict(here.session.status())
 

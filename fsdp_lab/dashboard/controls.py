@@ -455,15 +455,23 @@ class Controls:
         _set(self._ledger, "disabled", not alive or stopping)
         word = run.state.value if run is not None else "ready"
         reason = self._complaint or (run.reason if run is not None else "Press Start to train.")
+        more = run.details if run is not None and not self._complaint else ""
         css = f"fsdp-state fsdp-state-{word}"
-        _set(self._state, "value",
-             f'<span class="{css}" role="status">{escape(word)}</span> <span>{escape(reason)}</span>')  # fmt: skip
+        _set(self._state, "value", f'<span class="{css}" role="status">{escape(word)}</span> '
+             f"<span>{escape(reason or (self._lab.waiting if alive else ''))}</span>{_folded(more)}")  # fmt: skip
 
     def _check(self, spec: Spec) -> None:
         """What a Spec cannot know of its workload. The last one found good is remembered: most choices leave it."""
         if spec.workload != self._checked:
             check(spec.workload)
             self._checked = spec.workload
+
+
+def _folded(lines: str) -> str:
+    """Lines that are shown when they are asked for."""
+    if not lines:
+        return ""
+    return f'<details class="fsdp-details"><summary>Details</summary><pre>{escape(lines)}</pre></details>'
 
 
 def _set(widget: Any, name: str, value: Any) -> None:

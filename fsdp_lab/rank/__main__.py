@@ -22,10 +22,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fsdp_lab.rank", description=__doc__)
     parser.add_argument("spec", type=Path, help="a Spec as JSON")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--hang-s", type=float, help="how long a collective may wait for a rank (default: half a minute)")
     arguments = parser.parse_args()
     try:
         spec = Spec.from_json(arguments.spec.read_text())
-        session = _join(spec)
+        session = _join(spec, arguments.hang_s)
     except (SpecError, OSError, ConnectionError) as e:
         sys.stderr.write(f"{e}\n")
         return 2
@@ -40,7 +41,7 @@ def main() -> int:
     return 130 if stopped else 0
 
 
-def _join(spec: Spec) -> Session:
+def _join(spec: Spec, hang_s: float | None) -> Session:
     """This process's rank, as torchrun says in the environment; alone where it says nothing."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world_size != spec.world_size:
@@ -52,7 +53,7 @@ def _join(spec: Spec) -> Session:
         store, _ = host_store()
     else:  # the store that torchrun itself keeps
         store = find_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    return Session(rank=rank, world_size=world_size, device=device, store=store, say=_print)
+    return Session(rank=rank, world_size=world_size, device=device, store=store, say=_print, hang_s=hang_s)
 
 
 def _print(event: dict[str, object]) -> None:

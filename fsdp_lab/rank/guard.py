@@ -66,6 +66,11 @@ class Guard:
             signal.set_wakeup_fd(wakeup)
             signal.signal(signal.SIGINT, handler)
 
+    @property
+    def working(self) -> bool:
+        """Whether it guards: ranks work together."""
+        return self._epoch is not None
+
     def follow(self, epoch: int) -> None:
         """Go on guarding, under a new epoch; before the hub is cleared, so that no late word of the old one hits it."""
         with self._lock:

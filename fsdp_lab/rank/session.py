@@ -32,14 +32,17 @@ from fsdp_lab.backends import Backend, build, carry, fill
 from fsdp_lab.backends.base import retune
 from fsdp_lab.engine.scaler import Scaler
 from fsdp_lab.frame import Frame
+from fsdp_lab.hang import limit
 from fsdp_lab.models import Initializer, build_skeleton, resolve
 from fsdp_lab.rank.clocks import Clock, compare_clocks
 from fsdp_lab.rank.emulation import Emulated, Emulation
 from fsdp_lab.rank.guard import INTERRUPTED, Guard
 from fsdp_lab.rank.prepare import Preparation, Prepared
+from fsdp_lab.rank.pulse import Place, Pulse
 from fsdp_lab.rank.rendezvous import Seat, close_groups, find_store, open_groups
 from fsdp_lab.rank.slow_motion import SlowStep
 from fsdp_lab.rank.trainer import Progress, Trainer
+from fsdp_lab.rank.watch import Watch
 from fsdp_lab.spec import Spec, SpecError
 from fsdp_lab.wire import Hub, RankAborted, Reduction, Wire
 
@@ -70,8 +73,12 @@ class Session:
         memory_cap: the fraction of the GPU's memory that this rank may take, where ranks share one.
         shared_gpu_ranks: how many ranks sit on this rank's GPU.
         say: called with each step event, as a dict, when the step ends.
+        beat: called with each `fsdp_lab.beats.Beat` as a dict, from a thread of its own: somebody looks for ranks that hang.
+            None: the ranks do so themselves.
+        hang_s: in that case, how long a collective may wait for a rank; None: half of `timeout_s`.
 
     Raises:
+        SpecError: of `hang_s`.
         ConnectionError: rank 0 was not found.
         RuntimeError: not all ranks came in time.
     """
@@ -91,7 +98,10 @@ class Session:
         memory_cap: float | None = None,
         shared_gpu_ranks: int = 1,
         say: Callable[[dict[str, Any]], None] = lambda event: None,
+        beat: Callable[[dict[str, Any]], None] | None = None,
+        hang_s: float | None = None,
     ) -> None:
+        hang_s = limit(hang_s, timeout_s)
         if threads is not None:
             torch.set_num_threads(threads)
         self.seat = Seat(rank=rank, world_size=world_size, device=torch.device(device), shares_gpu=shared_gpu_ranks > 1)
@@ -109,6 +119,8 @@ class Session:
         self._notes = _fidelity(self.seat, shared_gpu_ranks)
         self._preparation = Preparation(self.seat)
         self._emulation, self._emulated = Emulation(self.seat), Emulated()
+        tell = beat or Watch(_own_connection(self._store), world_size, hang_s, self._guard.announce).hear
+        self._pulse = Pulse(self._hub, rank, self._place, tell)
         self._joined_unix_s = time.time()
         gc.freeze()  # what imports made stays anyway: a collection at each switch need not walk it
 
@@ -242,6 +254,7 @@ class Session:
                 self._slow.end()
             self._slow = None
         self.forget()
+        self._pulse.close()
         self._guard.close()
         close_groups(self._hub)
 
@@ -319,6 +332,11 @@ class Session:
             notes=(*self._notes, *self._emulated.notes),
             clock=self._clock,
         )
+
+    def _place(self) -> Place:
+        """For the pulse, from its thread."""
+        trainer = self._trainer
+        return Place(working=self._guard.working, step=trainer.progress.step if trainer else None)
 
     def _needed(self) -> Trainer:
         if self._trainer is None:

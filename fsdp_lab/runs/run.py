@@ -236,6 +236,11 @@ class Run(Awaited["Run"]):
         return self._reason
 
     @property
+    def details(self) -> str:
+        """What is known beyond the reason, in lines, such as a rank's stack; empty where that is all."""
+        return self.error.details if isinstance(self.error, ClusterError) else ""
+
+    @property
     def step(self) -> int:
         """Steps committed; the number of the next one."""
         latest = self.events.latest()
@@ -380,7 +385,7 @@ class Run(Awaited["Run"]):
         except Interrupted:
             state, reason = RunState.STOPPED, self._why_stopped
         except BaseException as e:
-            self.error, reason = e, str(e)
+            self.error, reason = e, e.sentence if isinstance(e, ClusterError) else str(e)
             if self._stop_s is not None and isinstance(e, ClusterError):
                 state = RunState.STOPPED  # as was asked, though not in good order: the reason says so
         finally:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_lab.cluster import Interrupted
+from fsdp_lab.cluster import ClusterError, Interrupted
 from fsdp_lab.events import StepEvent
 from fsdp_lab.frame import Frame, Holding
 from fsdp_lab.runs.run import Ranks
@@ -188,7 +188,7 @@ class SlowStep:
                 return None
             except Exception as e:
                 self.error = e
-                self._finish(str(e))
+                self._finish(e.sentence if isinstance(e, ClusterError) else str(e))
                 raise
 
     def end(self, why: str, limit_s: float = END_S) -> Exception | None:

@@ -60,7 +60,7 @@ class Wire(dist.ProcessGroup):
             os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # for Hub.read_clocks
             store = dist.PrefixStore("nccl", options.store)
             self._nccl = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
-        hub.join(self)
+        hub.join(self, self._name_, options.global_ranks_in_group or range(self._size))  # torch gives none for the world
 
     # -- what torch asks of a group -------------------------------------------------------------------------------
 
@@ -110,6 +110,7 @@ class Wire(dist.ProcessGroup):
 
         After an abort they are put where an operation without end can do no harm.
         """
+        self.hub.leave(self._name_)
         inner = [self._gloo, self._nccl]
         self._gloo = self._nccl = None
         if self.hub.aborted is not None:

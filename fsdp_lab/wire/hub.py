@@ -19,7 +19,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +31,8 @@ import torch
 
 from fsdp_lab.wire.link import Alarm, Link, Way, pause_until
 from fsdp_lab.wire.meter import Collective, Meter
+
+_RECENT = 64  # collectives remembered for a diagnosis: more than ranks run ahead of each other
 
 
 class Reduction(Enum):
@@ -71,6 +73,7 @@ class Buriable(Protocol):
 class Running:
     """An operation of Gloo."""
 
+    issued: Collective
     storages: tuple[torch.UntypedStorage, ...]
     inner: Any  # its `Work`
 
@@ -90,6 +93,8 @@ class Hub:
         self._given_up = threading.Event()  # set while `aborted`: wakes who waits for the link
         self._sequence = 0
         self._ordinals: Counter[str] = Counter()  # by group
+        self._recent: deque[Collective] = deque(maxlen=_RECENT)
+        self._void_before = 0  # what was issued before is no longer waited for
         self._why: str | None = None
         self._lock = threading.Lock()
         self._clocks: list[tuple[Collective, Any, Any]] = []  # with NCCL's work and the event of its end
@@ -97,6 +102,7 @@ class Hub:
         self._running: dict[int, Running] = {}  # by sequence number
         self._open: weakref.WeakSet[Voidable] = weakref.WeakSet()  # those whose future C++ may be waiting for
         self._groups: weakref.WeakSet[Buriable] = weakref.WeakSet()
+        self._members: dict[str, tuple[int, ...]] = {}  # ranks by group
 
     @property
     def timeout(self) -> timedelta:
@@ -104,9 +110,15 @@ class Hub:
 
     # -- groups ---------------------------------------------------------------------------------------------------
 
-    def join(self, group: Buriable) -> None:
-        """A group says that it is there."""
+    def join(self, group: Buriable, name: str, ranks: Sequence[int]) -> None:
+        """A group says that it is there, and of which ranks."""
         self._groups.add(group)
+        self._members[name] = tuple(ranks)
+
+    def leave(self, name: str) -> None:
+        """It is no longer used."""
+        self._members.pop(name, None)
+        self._ordinals.pop(name, None)
 
     def groups(self) -> list[Buriable]:
         """The groups alive."""
@@ -146,12 +158,13 @@ class Hub:
         self._ordinals[group] += together
         self._sequence += 1
         self.last = issued
+        self._recent.append(issued)
         self.meter.issued(issued)
         return issued
 
     def begin(self, issued: Collective, tensors: Sequence[torch.Tensor], inner: Any) -> None:
         """Gloo has an operation of these tensors."""
-        self._running[issued.sequence] = Running(tuple(t.untyped_storage() for t in tensors), inner)
+        self._running[issued.sequence] = Running(issued, tuple(t.untyped_storage() for t in tensors), inner)
 
     def end(self, issued: Collective) -> None:
         """It is over, well or not. Once more does no harm."""
@@ -219,6 +232,31 @@ class Hub:
             pause_until(issued.link_end_s, self._given_up)
             self.check()
 
+    # -- for who looks on, from a thread of its own: nothing here needs the one that may be blocked ---------------------
+
+    def pending(self) -> Collective | None:
+        """The oldest collective that has not finished; None also after an abort, when nobody waits any more."""
+        if self._why is not None:
+            return None
+        of_gloo = [(r.issued, r.inner) for r in list(self._running.values())]
+        of_nccl = [(clocked[0], clocked[1]) for clocked in list(self._clocks)]
+        for issued, work in sorted(of_gloo + of_nccl, key=lambda pair: pair[0].sequence):
+            if issued.sequence >= self._void_before and not work.is_completed():
+                return issued
+        return None
+
+    def members(self, group: str) -> tuple[int, ...]:
+        """The ranks of a group."""
+        return self._members.get(group, ())
+
+    def counts(self) -> dict[str, int]:
+        """How many collectives were issued in each group that is in use."""
+        return {name: self._ordinals[name] for name in list(self._members)}
+
+    def recent(self) -> list[Collective]:
+        """The last ones issued, oldest first."""
+        return list(self._recent)
+
     # -- abort and after ------------------------------------------------------------------------------------------
 
     @property
@@ -250,6 +288,8 @@ class Hub:
             self._open = weakref.WeakSet()
         self._unit = ""
         self._ordinals.clear()  # a step that was given up may have been so at another collective on each rank
+        self._recent.clear()
+        self._void_before = self._sequence
 
     def bury(self, groups: list[Any]) -> None:
         """Empty a list of groups that may hold an operation, the last to refer to them; see the note on abort.

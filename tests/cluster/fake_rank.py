@@ -68,7 +68,7 @@ def host_store(host="127.0.0.1"):
 
 class Session:
     def __init__(self, *, rank, world_size, device, host, port, store=None, reduction="auto", timeout_s=60, threads=None,
-                 memory_cap=None, shared_gpu_ranks=1, say=lambda event: None):  # fmt: skip
+                 memory_cap=None, shared_gpu_ranks=1, say=lambda event: None, beat=None, hang_s=None):  # fmt: skip
         self.rank, self.world_size, self.device, self.say, self.store = rank, world_size, device, say, store
         self.link = socket.create_connection((host, port), timeout=timeout_s)
         self.link.sendall(bytes([world_size]))

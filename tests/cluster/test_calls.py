@@ -32,7 +32,7 @@ class Ladder:
         if self.answers_ping:
             answered()
 
-    def end_rank(self, rank: int) -> bool:
+    def end_rank(self, rank: int, fate: str) -> bool:
         self.rungs.append(f"end {rank}")
         return self.owned
 

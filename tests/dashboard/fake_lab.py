@@ -119,6 +119,7 @@ class FakeRun:
         self.state = RunState.STARTING
         self.reason = ""
         self.error: BaseException | None = None
+        self.details = ""
         self.events = EventStore()
         self.switches: list[Switch] = []
         self.applies: list[dict[str, Any]] = []
@@ -280,6 +281,7 @@ class FakeLab:
         self.current: FakeRun | None = None
         self.step_s = step_s
         self.slow_ranks = SlowRanks()
+        self.waiting = ""
         self.closed = False
         self._slow: weakref.ref[SlowMotion] | None = None
         self._slow_step: SlowStep | None = None

@@ -279,3 +279,18 @@ def test_a_failed_run_says_why(desk):
 def test_notes_begin_empty(desk):
     assert all(n.standing is Standing.IDLE for n in desk.controls.choices.notes.values())
     assert all(desk.note(name) == "" for name in FIELDS)
+
+
+def test_a_hang_is_said_while_it_lasts_and_the_stack_is_there_to_be_unfolded(desk):
+    line = desk.controls._state
+    desk.controls.start()
+    run = desk.lab.current
+    desk.until(lambda: run.state is RunState.RUNNING)
+    desk.lab.waiting = "rank 0 has waited 3 s in all_gather 17 of h.3"
+    desk.tick()
+    assert "running" in line.value and desk.lab.waiting in line.value and "<details" not in line.value
+    run.stop()
+    run.state, run.reason, run.details = RunState.FAILED, "rank 1 did not come to all_gather 17", 'File "<cell>", line 3'
+    desk.tick()
+    assert "failed" in line.value and run.reason in line.value and desk.lab.waiting not in line.value
+    assert "<pre>File &quot;&lt;cell&gt;&quot;, line 3</pre></details>" in line.value

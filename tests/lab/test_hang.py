@@ -1,0 +1,134 @@
+"""A rank that hangs, on real engines: named with the collective, its unit and its stack; ended; and the lab goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from fsdp_lab import RankHung
+from fsdp_lab.cluster.processes import marked
+from fsdp_lab.lab import Lab
+from fsdp_lab.runs import Run, RunState
+from fsdp_lab.spec import SpecError
+from tests.lab.test_lab import until
+
+SMALL = {"model": "gpt2-1m", "micro_batch": 1, "seq_len": 64}
+LIMIT_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def resident() -> Iterator[Lab]:
+    with Lab(2, hang_s=LIMIT_S) as lab:
+        yield lab
+
+
+@pytest.fixture
+def run(resident: Lab) -> Iterator[Run]:
+    """One that goes on, on two healthy ranks."""
+    run = resident.run(**SMALL)
+    until(lambda: run.step > 1 or run.done, 90)
+    assert not run.done, run
+    yield run
+    run.stop(10)
+
+
+def on_rank_1(lab: Lab, code: str) -> None:
+    """A cell on rank 1, between two chunks of steps."""
+    lab.client[[lab.cluster.engine_ids[1]]].execute(code).get(20)
+
+
+def in_a_block(body: str) -> str:
+    return f"def hung(*_):\n{body}\nhook = model.transformer.h[1].register_forward_pre_hook(hung)"
+
+
+def hung(run: Run) -> RankHung:
+    """What the run fails with, no later than it should."""
+    with pytest.raises(RankHung) as caught:
+        run.wait(30)
+    assert run.ended_unix_s is not None
+    e = caught.value
+    assert LIMIT_S < e.after_s < LIMIT_S + 2, "found within 2 s of the limit"
+    assert run.ended_unix_s - e.unix_s < 2 and run.state is RunState.FAILED
+    assert run.reason == e.sentence and run.details == e.stack and "\n" not in run.reason
+    return e
+
+
+def works(lab: Lab) -> None:
+    assert lab.run(**SMALL, steps=2).wait(120).step == 2 and lab.lost == {}
+
+
+def test_a_rank_that_comes_before_the_limit_is_left_in_peace_and_what_the_others_wait_for_is_known(resident: Lab, run: Run):
+    late = "import time\ndef late(*_):\n    hook.remove()\n    time.sleep(1.6)\n"
+    on_rank_1(resident, late + "hook = model.transformer.h[1].register_forward_pre_hook(late)")
+    until(lambda: bool(resident.rank_status()[0].waits_for))
+    zero = resident.rank_status()[0]
+    assert zero.heard is not None and zero.heard.beat.working and zero.heard.beat.peers == (0, 1)
+    assert zero.waits_for.startswith("all_gather ") and " of transformer.h." in zero.waits_for
+    assert f"train, in {zero.waits_for} for " in repr(resident.status())
+    step = run.step
+    until(lambda: run.step > step + 3 or run.done, 20)
+    assert not run.done and not resident.lost
+    until(lambda: not resident.rank_status()[0].waits_for)
+
+
+def test_ranks_that_disagree_are_told_apart_and_none_is_ended(resident: Lab, run: Run):
+    """Rank 1 leaves the vote of one step out."""
+    pids = resident.cluster.pids
+    on_rank_1(resident, "world = session._world\ndef skip(values): del world.control\nworld.control = skip")
+    e = hung(run)
+    assert e.ranks == (1,) and "the ranks disagree about collective" in e.sentence
+    assert "rank 0 issued control" in e.sentence and "rank 1 issued all_gather of root" in e.sentence
+    works(resident)
+    assert resident.cluster.pids == pids
+
+
+SLEEPS = "    import time\n    time.sleep(1000)"
+LOOPS = "    while True:\n        pass"
+
+
+@pytest.mark.parametrize("body", [SLEEPS, LOOPS], ids=["sleeps", "loops"])
+def test_a_rank_that_does_not_come_is_named_shown_and_replaced(resident: Lab, run: Run, body: str):
+    culprit = resident.cluster.pids[1]
+    on_rank_1(resident, in_a_block(body))
+    until(lambda: "has waited" in resident.waiting, 20)
+    assert resident.waiting.startswith("rank 0 has waited 2 s in all_gather ")
+    e = hung(run)
+    assert e.rank == 1 and e.waiting == (0,) and e.unit.startswith("transformer.h.")
+    assert e.sentence.startswith(f"rank 1 did not come to {e.collective} (group {e.group}: ranks 0 and 1), for which rank 0")
+    assert e.collective.startswith("all_gather ") and e.collective.endswith(f" of {e.unit}")
+    assert "rank 1 is here:" in e.stack and ", in hung\n" in e.stack and "remote.py" in e.stack
+    assert any(line.strip() in e.stack for line in body.splitlines()) and "modeling_gpt2.py" in e.stack
+    works(resident)
+    assert culprit not in resident.cluster.pids and not psutil.pid_exists(culprit)
+
+
+def test_a_stopped_rank_is_named_also_where_the_store_stops_with_it(resident: Lab, run: Run):
+    """Rank 0 hosts the store: a side channel through it would be stopped as well."""
+    culprit = resident.cluster.pids[0]
+    os.kill(culprit, signal.SIGSTOP)
+    e = hung(run)
+    assert e.ranks == (0,) and e.waiting == (1,) and not e.stack
+    assert "its process is stopped, so its stack cannot be read" in e.sentence
+    works(resident)
+    assert not psutil.pid_exists(culprit)
+    ours = {p.pid for p in marked(resident.cluster._token)}
+    assert set(resident.cluster.pids) <= ours and culprit not in ours
+
+
+def test_a_busy_cell_that_keeps_a_rank_from_its_step_is_shown(resident: Lab, run: Run):
+    resident.client[[resident.cluster.engine_ids[1]]].execute("import time; time.sleep(1000)  # in a cell")
+    e = hung(run)
+    assert e.ranks == (1,) and "it is not in the step" in e.sentence and "# in a cell" in e.stack
+
+
+@pytest.mark.parametrize("hang_s", [0, -3, 60])
+def test_a_limit_that_cannot_be_is_refused_before_anything_starts(hang_s: float):
+    began, children = time.monotonic(), psutil.Process().children(recursive=True)
+    with pytest.raises(SpecError, match="hang_s: "):
+        Lab(2, hang_s=hang_s)
+    assert time.monotonic() - began < 2 and psutil.Process().children(recursive=True) == children

@@ -1,0 +1,144 @@
+"""Ranks that hang, without a kernel: who is missing is said on all ranks, they are freed and go on. And what beats tell."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fsdp_lab.beats import Beat
+from fsdp_lab.rank import Session
+from fsdp_lab.rank.pulse import PERIOD_S, STILL_S
+from tests.pool import Place, Pool
+from tests.rank.test_session import DDP, session, spec
+
+LIMIT_S = 1.5
+
+
+def _hangs(place: Place, changes: dict[str, Any], whom: int) -> Any:
+    """Rank `whom` stalls in its third step until it is told to give up. What each said, and when, and how they went on."""
+    s = session(place, hang_s=LIMIT_S)
+    s.apply("run", spec(place.world_size, **changes).to_dict())
+    s.train(2)
+    trainer = s._trainer
+    assert trainer is not None
+    inner = trainer.batches.batch
+    if place.rank == whom:
+        trainer.batches.batch = lambda *a: (_stall_here(s), inner(*a))[1]  # type: ignore[method-assign]
+    start_s, said = time.perf_counter(), "nothing"
+    try:
+        s.train(1)
+    except RuntimeError as e:
+        said = f"{type(e).__name__}: {e}"
+    seconds = time.perf_counter() - start_s
+    trainer.batches.batch = inner  # type: ignore[method-assign]
+    steps = [e["step"] for e in s.train(2)["events"]]
+    s.close()
+    return said, seconds, steps
+
+
+def _stall_here(s: Session) -> None:
+    while s._hub.aborted is None:
+        threading.Event().wait(0.02)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [({}, "all_gather"), (DDP, "all_reduce"), ({"backend": "fsdp1"}, "all_gather"), ({"backend": "fsdp2"}, "all_gather")],
+    ids=["lab", "ddp", "fsdp1", "fsdp2"],
+)
+def test_a_rank_that_does_not_come_is_named_on_all_ranks(pool: Pool, changes: dict[str, Any], what: str) -> None:
+    for said, seconds, steps in pool.run(_hangs, 2, changes, 1, reduction=None):
+        assert said.startswith(f"RankAborted: rank 1 did not come to {what} "), said
+        assert " of " in said.partition(" (group ")[0], "the unit is named"
+        assert "rank 1 is here:" in said and "in _stall_here" in said
+        assert LIMIT_S < seconds < LIMIT_S + 2.5, "found within 2 s; then the ranks settle"
+        assert steps == [2, 3], "no step is lost"
+
+
+def _is_slow(place: Place) -> list[int]:
+    """Rank 1 comes late to each step, but before the limit."""
+    s = session(place, hang_s=LIMIT_S)
+    s.apply("run", spec().to_dict())
+    trainer = s._trainer
+    assert trainer is not None
+    inner = trainer.batches.batch
+    if place.rank == 1:
+        trainer.batches.batch = lambda *a: (threading.Event().wait(0.6 * LIMIT_S), inner(*a))[1]  # type: ignore[method-assign]
+    steps = [e["step"] for e in s.train(3)["events"]]
+    s.close()
+    return steps
+
+
+def test_a_rank_that_is_only_slow_is_left_in_peace(pool: Pool) -> None:
+    assert pool.run(_is_slow, 2, reduction=None) == [[0, 1, 2]] * 2
+
+
+def _beats(place: Place) -> list[dict[str, Any]]:
+    """Rank 1 stalls in its third step until it has said so a few times; then both go on to the end."""
+    told: list[dict[str, Any]] = []
+    s = session(place, beat=told.append)
+    s.apply("run", spec().to_dict())
+    s.train(2)
+    trainer = s._trainer
+    assert trainer is not None
+    inner = trainer.batches.batch
+    if place.rank == 1:
+        trainer.batches.batch = lambda *a: (_stall_for_beats(told), inner(*a))[1]  # type: ignore[method-assign]
+    s.train(1)
+    trainer.batches.batch = inner  # type: ignore[method-assign]
+    s.train(2)
+    assert _comes(lambda: told[-1]["step"] == 5 and not told[-1]["working"])
+    s.close()
+    after = len(told)
+    threading.Event().wait(2.5 * PERIOD_S)
+    assert len(told) == after, "no beat comes after the end"
+    return told
+
+
+def _stall_for_beats(told: list[dict[str, Any]]) -> None:
+    before = len(told)
+    assert _comes(lambda: sum(bool(b["stack"]) for b in told[before:] if b["working"]) > 2)
+
+
+def _comes(true: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 20
+    while not true() and time.monotonic() < end:
+        threading.Event().wait(0.02)
+    return true()
+
+
+def test_beats_tell_what_a_blocked_rank_waits_for_and_where_the_other_is(pool: Pool) -> None:
+    zero, one = ([Beat.from_dict(b) for b in told] for told in pool.run(_beats, 2, reduction=None))
+    for rank, beats in enumerate((zero, one)):
+        assert [b.number for b in beats] == list(range(len(beats))) and {b.rank for b in beats} == {rank}
+        assert beats[-1].pending is None and beats[-1].last is not None and beats[-1].last.kind == "control"
+    blocked = [b for b in zero if b.pending is not None][-1]
+    pending, world = blocked.pending, blocked.pending.group if blocked.pending else ""
+    assert pending is not None and blocked.working and blocked.step == 2 and blocked.pending_s > STILL_S
+    assert (pending.kind, pending.unit, pending.size) == ("all_gather", "root", 2) and blocked.peers == (0, 1)
+    assert blocked.counts[world] == pending.ordinal + 1 and blocked.recent[-1] == pending
+    assert "in wait" in blocked.stack, "where it waits"
+    away = [b for b in one if b.working and b.stack][-1]
+    assert away.pending is None and away.counts[world] == pending.ordinal, "one behind"
+    assert "in _stall_for_beats" in away.stack and away.recent == blocked.recent[:-1][-len(away.recent) :]
+
+
+def test_a_beat_that_cannot_be_told_ends_nothing(pool: Pool) -> None:
+    assert pool.run(_bad_teller, 1, reduction=None) == [[0, 1, 2]]
+
+
+def _bad_teller(place: Place) -> list[int]:
+    told: list[int] = []
+
+    def tell(beat: dict[str, Any]) -> None:
+        told.append(beat["number"])
+        raise OSError("the kernel is gone")
+
+    s = session(place, beat=tell)
+    assert _comes(lambda: len(told) > 2)
+    s.close()
+    return told[:3]

@@ -1,0 +1,134 @@
+"""Who is missing, from beats with known answers; and limits that are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from fsdp_lab.beats import Beat, Issued
+from fsdp_lab.hang import Hang, diagnose, limit
+from fsdp_lab.spec import SpecError
+
+
+def issued(ordinal: int, kind: str = "all_gather", unit: str = "h.3", group: str = "world", **more: Any) -> Issued:
+    return Issued(**{"sequence": ordinal, "kind": kind, "group": group, "size": 4, "ordinal": ordinal, "unit": unit, **more})
+
+
+def beat(rank: int, pending: Issued | None = None, waited_s: float = 9.0, **more: Any) -> Beat:
+    """A rank that waits in `pending` with all four, or, without one, one that has issued 16 and is elsewhere."""
+    fields: dict[str, Any] = {"rank": rank, "number": 0, "working": True, "last": pending or issued(15), "stack": f"s{rank}"}
+    if pending is not None:
+        fields |= {"pending": pending, "pending_s": waited_s, "peers": (0, 1, 2, 3)}
+    return Beat(**{**fields, "counts": {"world": 16 if pending is None else pending.ordinal + 1}, **more})
+
+
+def diagnosed(*beats: Beat, limit_s: float = 5.0, **more: Any) -> Hang:
+    hang = diagnose({b.rank: b for b in beats}, limit_s, **more)
+    assert hang is not None
+    return hang
+
+
+def test_a_beat_crosses_processes_as_plain_values():
+    told = beat(1, issued(16), recent=(issued(15), issued(16)))
+    assert Beat.from_dict(json.loads(json.dumps(told.to_dict()))) == told
+
+
+def test_the_rank_that_did_not_come_is_named_with_the_collective_its_unit_and_its_stack():
+    hang = diagnosed(beat(0, issued(16), 8), beat(1), beat(2, issued(16), 9), beat(3, issued(16), 2))
+    assert hang.ranks == hang.absent == (1,) and hang.waiting == (0, 2, 3) and hang.waited_s == 9
+    assert hang.sentence.startswith(
+        "rank 1 did not come to all_gather 16 of h.3 (group world: ranks 0, 1, 2 and 3), for which ranks 0, 2 and 3 have "
+        "waited 9.0 s: the last that rank 1 came to is all_gather 15 of h.3"
+    )
+    assert hang.stacks == {1: "s1"} and "rank 1 is here:\ns1" in hang.text
+
+
+def test_before_the_limit_nothing_is_said():
+    late = {0: beat(0, issued(16), 4.9), 1: beat(1)}
+    assert diagnose(late, 5.0) is None and diagnose(late, 4.8) is not None
+    assert diagnose({}, 5.0) is None and diagnose({1: beat(1)}, 5.0) is None
+
+
+def test_a_rank_that_was_never_heard_of_is_missing():
+    hang = diagnosed(beat(0, issued(0)), beat(1, issued(0)), beat(3, issued(0)))
+    assert hang.ranks == (2,) and "nothing was heard of rank 2" in hang.sentence and not hang.text
+
+
+def test_what_a_silent_rank_said_before_is_not_taken_for_its_state():
+    """It said that it came, and waits; but its process is stopped, so its last word is old."""
+    ranks = [beat(r, issued(16)) for r in range(4)]
+    hang = diagnosed(*ranks, fates={3: "its process is stopped"})
+    assert hang.absent == (3,) and hang.waiting == (0, 1, 2) and not hang.stacks
+    assert "its process is stopped, so its stack cannot be read" in hang.sentence
+
+
+def test_the_root_is_found_through_other_groups():
+    """Rank 3 is away. Rank 2 waits for it in their shard group, and so misses the replicas' reduce that 0 waits in."""
+    shard = issued(7, "reduce_scatter", "h.1", "shard", size=2)
+    replicas = issued(3, "all_reduce", "h.1", "replicas", size=2)
+    hang = diagnosed(
+        beat(0, replicas, 9, peers=(0, 2), counts={"replicas": 4}),
+        beat(2, shard, 8, peers=(2, 3), counts={"replicas": 3, "shard": 8}),
+        beat(3, counts={"replicas": 3, "shard": 7}),
+    )
+    assert hang.ranks == (3,) and hang.collective == shard and hang.waiting == (2,)
+
+
+def test_a_wait_that_another_rank_has_only_begun_blames_nobody_else():
+    """All came to the collective that does not finish; that rank 3 computes has nothing to do with it."""
+    world = [beat(r, issued(16), peers=(0, 1)) for r in (0, 1)]
+    hang = diagnosed(*world, beat(2, issued(2, group="other"), 0.1, peers=(2, 3)), beat(3))
+    assert hang.ranks == () and "the connection between them stands still" in hang.sentence
+
+
+def test_ranks_that_wait_for_each_other_are_told_so_and_none_is_absent():
+    a, b = issued(4, group="a", size=2), issued(9, "all_reduce", "h.2", "b", size=2)
+    hang = diagnosed(
+        beat(0, a, 9, peers=(0, 1), counts={"a": 5, "b": 9}), beat(1, b, 8, peers=(0, 1), counts={"a": 4, "b": 10})
+    )
+    assert hang.ranks == (1,) and hang.absent == () and hang.collective == a
+    assert "rank 1 waits in all_reduce 9 of h.2 itself; the ranks wait for each other" in hang.sentence
+
+
+@pytest.mark.parametrize("other", [issued(15, unit="h.4"), issued(15, "all_reduce"), issued(15, payload_bytes=8)])
+def test_ranks_that_issued_something_else_are_told_from_the_first_difference_on(other: Issued):
+    same, now = [issued(13), issued(14)], issued(16)
+    hang = diagnosed(
+        beat(0, now, recent=(*same, issued(15), now)),
+        beat(1, now, 8, recent=(*same, other, now)),
+        beat(2, now, 7, recent=(*same, issued(15), now)),
+    )
+    assert hang.ranks == (1,) and hang.absent == () and set(hang.stacks) == {0, 1}
+    assert "disagree about collective 15 of group world: ranks 0 and 2 issued all_gather of h.3 and rank 1" in hang.sentence
+
+
+def test_payloads_may_differ_where_they_may():
+    """Of an all-to-all each rank sends what it has."""
+    now = issued(16)
+    ranks = [beat(r, now, recent=(issued(15, "all_to_all", payload_bytes=r), now)) for r in (0, 2, 3)]
+    assert diagnosed(*ranks, beat(1)).ranks == (1,)
+
+
+def test_of_many_ranks_a_few_are_written_out():
+    peers = tuple(range(64))
+    hang = diagnosed(beat(0, issued(16), peers=peers), *(beat(r) for r in range(1, 64)))
+    assert hang.ranks == peers[1:] and "ranks 1, 2, 3 and 60 more did not come" in hang.sentence and len(hang.stacks) == 3
+
+
+@pytest.mark.parametrize("hang_s", [0, -1, math.nan, math.inf, "3", True, 60, 61.5])
+def test_a_limit_that_cannot_be_is_refused(hang_s: Any):
+    with pytest.raises(SpecError, match=r"^hang_s: .*; give "):
+        limit(hang_s, 60)
+
+
+def test_the_limit_is_half_of_the_timeout_unless_it_is_given():
+    assert limit(None, 60) == 30 and limit(59, 60) == 59 and limit(0.5, 60) == 0.5
+
+
+def test_what_goes_between_two_ranks_has_no_number_to_compare():
+    one = issued(-1, "other", "")
+    hang = diagnosed(beat(0, one, peers=(0, 1), recent=(one,)), beat(1, recent=(issued(-1, "other", "", payload_bytes=4),)))
+    assert hang.ranks == (1,) and "did not come to other (group" in hang.sentence
