@@ -22,7 +22,8 @@ def test_a_ledger_step_is_drawn_by_unit_and_class(server: JupyterServer, open_no
     assert "none measured yet" in dashboard.reading("ledger")
     dashboard.start()
     dashboard.wait_reading("ledger", r"rank \d+ in step 10: peak [\d.]+ MiB in forward, h.5", timeout_s=60)
-    dashboard.show(1280, "Light")  # what is out of sight is not painted
+    card = dashboard.page.locator(".fsdp-card-ledger").first
+    card.scroll_into_view_if_needed()  # what is out of sight is not painted
     dashboard.wait_rows("ledger.curve", 16)
     dashboard.wait_rows("ledger.phases", 4)
     dashboard.wait_rows("memory.now", 2)
@@ -34,5 +35,5 @@ def test_a_ledger_step_is_drawn_by_unit_and_class(server: JupyterServer, open_no
     for width, theme in ((1280, "Light"), (1920, "Dark")):
         dashboard.show(width, theme)
         assert dashboard.clipped() == []
-        dashboard.photograph(picture(f"memory_{width}_{theme}"))
+        card.screenshot(path=picture(f"memory_{width}_{theme}"))
     server.end_kernels()
