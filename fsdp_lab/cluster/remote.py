@@ -11,6 +11,7 @@ hold the failed step's tensors. Errors travel as plain dicts and become exceptio
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pkgutil
 import platform
@@ -199,8 +200,14 @@ def take(owner: str) -> None:
 
 
 def load(module: str) -> None:
-    """Imports the rank's code, torch with it: seconds, so it is a stage of its own."""
+    """Imports the rank's code, torch with it: seconds, so it is a stage of its own.
+
+    What imports made stays anyway, so a collection at each switch need not walk it. Not later: what is frozen is kept, and
+    whatever it refers to, a session with its groups and connections.
+    """
     pkgutil.resolve_name(module)
+    gc.collect()
+    gc.freeze()
 
 
 def host(module: str, address: str, toward: str) -> tuple[str, int]:

@@ -122,7 +122,6 @@ class Session:
         tell = beat or Watch(_own_connection(self._store), world_size, hang_s, self._guard.announce).hear
         self._pulse = Pulse(self._hub, rank, self._place, tell)
         self._joined_unix_s = time.time()
-        gc.freeze()  # what imports made stays anyway: a collection at each switch need not walk it
 
     # -- what the kernel calls ------------------------------------------------------------------------------------
 

@@ -78,6 +78,8 @@ def test_it_runs_from_top_to_bottom(name: str, tmp_path: Path):
     else:
         assert told.index("forward · unshard root") < told.index("backward · reduce") < told.index("update · optim")
         assert "unshard 2 ahead" in told and "<Moment" in told
+        assert told.count("exposed communication by unit") == 2 and "all exposed" in told
+        assert "the same losses: True" in told and "Emulated link: " in told
 
 
 def test_binder_begins_with_the_smallest_model(tmp_path: Path):

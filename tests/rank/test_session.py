@@ -290,3 +290,17 @@ def test_switches_leave_no_group_open(pool: Pool) -> None:
     for by_round in pool.run(_switches_groups, 4, [spec(4, **p).to_dict() for p in plans], 3, reduction=None):
         assert [groups for groups, _ in by_round] == [0] * 3
         assert by_round[-1][1] < by_round[0][1] + 20, by_round  # a round makes 22 groups; torch's own threads come and go
+
+
+def _open_and_close(place: Place, given: dict[str, Any]) -> int:
+    s = session(place)
+    s.apply("run", given)
+    s.train(2)
+    s.close()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_session_that_is_closed_leaves_no_connection(pool: Pool) -> None:
+    """Each has three to the store, and a session that something keeps keeps them; rank 0 may have 1,024 in all."""
+    counts = [pool.run(_open_and_close, 2, spec().to_dict(), reduction=None) for _ in range(4)]
+    assert all(last <= second for last, second in zip(counts[-1], counts[1], strict=True)), counts
