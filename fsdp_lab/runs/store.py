@@ -2,7 +2,8 @@
 
 Append-only and thread-safe: ipyparallel's IO thread appends, everyone else reads. Bounded: it keeps the newest `CAP`
 events (about 0.7 kB each, so 70 MB; at two ranks 50,000 steps) and says how many it let go. Spans are kept for the
-newest `TRACED_STEPS` traced steps and `SPAN_CAP` spans (about 0.3 kB each); events older than these lose theirs.
+newest `TRACED_STEPS` traced steps and `SPAN_CAP` spans (about 0.3 kB each), memory curves for the newest `CURVE_STEPS` ledger
+steps; events older than these lose theirs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from fsdp_lab.events import StepEvent
 CAP = 100_000  # events, over all ranks
 TRACED_STEPS = 200
 SPAN_CAP = 250_000  # over all ranks
+CURVE_STEPS = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +66,7 @@ class EventStore:
         self._notes: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._traced: deque[_Traced] = deque()
         self._spans = 0
+        self._curves: deque[int] = deque()  # cursors of events that carry a memory curve
         self._life = 0
         self._lock = threading.Lock()
 
@@ -76,6 +79,7 @@ class EventStore:
                 if self._seen.setdefault(rank, _Seen(self._start)).add(step):
                     self._events.append(self._made(given, notes))
                     self._note_spans(self._events[-1])
+                    self._note_curve(self._events[-1])
                     added += 1
         with self._lock:
             surplus = len(self._events) - self._cap
@@ -97,6 +101,16 @@ class EventStore:
             at = oldest.cursor - self._first
             if at >= 0:
                 self._events[at] = dataclasses.replace(self._events[at], spans=())
+
+    def _note_curve(self, event: StepEvent) -> None:
+        """The same for memory curves."""
+        if not event.memory_curve:
+            return
+        self._curves.append(self._first + len(self._events) - 1)
+        while len(self._curves) > CURVE_STEPS * len(self._seen):
+            at = self._curves.popleft() - self._first
+            if at >= 0:
+                self._events[at] = dataclasses.replace(self._events[at], memory_curve=())
 
     def _made(self, given: Mapping[str, Any] | StepEvent, notes: tuple[str, ...]) -> StepEvent:
         if isinstance(given, StepEvent):

@@ -63,8 +63,7 @@ def test_the_kernel_keeps_up_with_64_ranks_and_nothing_grows(server: JupyterServ
     middle, last = samples[SAMPLES // 2], samples[-1]
     assert min(middle["p50_s"], last["p50_s"]) < 2.5, "the display falls behind"
     assert last["heap_bytes"] < 1.25 * middle["heap_bytes"] + 8 * MIB
-    grown = (last["rss_bytes"] - middle["rss_bytes"]) / max(1, last["events"] - middle["events"])
-    assert grown < 3000, "bytes for an event that is kept"
+    assert last["rss_bytes"] - samples[0]["rss_bytes"] < 300 * MIB, "events, spans and curves are all bounded"
     if SECONDS >= 500:  # the store is full by the middle
         assert last["rss_bytes"] < 1.1 * middle["rss_bytes"]
 

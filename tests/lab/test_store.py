@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from fsdp_lab.runs.store import EventStore
+from fsdp_lab.events import Classes, MemorySample
+from fsdp_lab.runs.store import CURVE_STEPS, EventStore
 from tests.lab.events import event, steps
 
 
@@ -94,3 +95,12 @@ def test_threads_lose_nothing():
         new, cursor = store.since(cursor)
         seen += new
     assert len({(e.rank, e.step) for e in seen}) == len(seen) == 1200
+
+
+def test_the_memory_curves_of_the_newest_ledger_steps_are_kept():
+    sample = MemorySample(at_s=0.1, phase="forward", unit="root", moment="begin", classes=Classes(parameters_bytes=8))
+    store = EventStore()
+    for step in range(CURVE_STEPS + 5):
+        store.add([event(rank, step, memory_curve=(sample,)) for rank in range(2)])
+    kept = [e.step for e in store.since(0)[0] if e.memory_curve]
+    assert kept == [step for step in range(5, CURVE_STEPS + 5) for _ in range(2)]
