@@ -2,8 +2,8 @@
 
 Append-only and thread-safe: ipyparallel's IO thread appends, everyone else reads. Bounded: it keeps the newest `CAP`
 events (about 0.7 kB each, so 70 MB; at two ranks 50,000 steps) and says how many it let go. Spans are kept for the
-newest `TRACED_STEPS` traced steps and `SPAN_CAP` spans (about 0.3 kB each), memory curves for the newest `CURVE_STEPS` ledger
-steps; events older than these lose theirs.
+newest `TRACED_STEPS` traced steps and `SPAN_CAP` spans (about 0.3 kB each), memory curves for the newest `CURVE_STEPS`
+ledger steps; events older than these lose theirs.
 """
 
 from __future__ import annotations
