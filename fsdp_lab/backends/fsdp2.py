@@ -66,11 +66,16 @@ def _is_unit(module: nn.Module) -> bool:
 
 def _param_groups(root: nn.Module) -> Iterator[Any]:
     """torch's private groups of parameters, of all units: where unsharded tensors lie is said nowhere else."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # one, and in the singular, before torch 2.13
-            yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
+    return (group for module in root.modules() for group in _own_groups(module))
+
+
+def _own_groups(module: nn.Module) -> list[Any]:
+    """Of one unit; none of a module that is not one."""
+    if not isinstance(module, FSDPModule):
+        return []
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # one, and in the singular, before torch 2.13
+    return list(groups if groups is not None else filter(None, [state._fsdp_param_group]))
 
 
 def _piece(name: str, param: nn.Parameter, shards: DeviceMesh) -> Piece:
@@ -100,14 +105,14 @@ def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
     for name, module in _batch_norms(model) if policy.param_dtype else []:
         full = dataclasses.replace(policy, param_dtype=torch.float32, output_dtype=policy.param_dtype)
         fully_shard(module, **{**options, "mp_policy": full})  # type: ignore[call-overload]
-        name_fsdp2(name, module, hub)
+        name_fsdp2(name, _own_groups(module), hub)
     for name, group in groups.items():
         fully_shard(group if len(group) > 1 else group[0], **options)  # type: ignore[call-overload]
-        name_fsdp2(name, group[0], hub)
+        name_fsdp2(name, _own_groups(group[0]), hub)
     output = None if strategy.dtypes.output is None else DTYPES[strategy.dtypes.output]
     whole = {**options, "reshard_after_forward": False, "mp_policy": dataclasses.replace(policy, output_dtype=output)}
     fully_shard(model, **whole)  # type: ignore[call-overload]
-    name_fsdp2(ROOT, model, hub)
+    name_fsdp2(ROOT, _own_groups(model), hub)
     _order_prefetch([g[0] for g in groups.values()], model, strategy)
     return model
 

@@ -8,7 +8,7 @@ torch; where a release names it otherwise, units stay nameless and nothing else 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -50,13 +50,11 @@ def name_lab(root: nn.Module, hub: Hub | None) -> None:
     runtime_of(root).around = around
 
 
-def name_fsdp2(name: str, module: Any, hub: Hub | None) -> None:
-    """A module that `fully_shard` was called on: its parameter groups gather in `unshard`, reduce in `post_backward`."""
-    if hub is None:
-        return
-    state = module._get_fsdp_state()
-    for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
-        _wrap(group, ("unshard", "post_backward"), lambda call: _within(call, hub, name))
+def name_fsdp2(name: str, groups: Iterable[Any], hub: Hub | None) -> None:
+    """A unit's parameter groups: they gather in `unshard`, and reduce in `post_backward`."""
+    if hub is not None:
+        for group in groups:
+            _wrap(group, ("unshard", "post_backward"), lambda call: _within(call, hub, name))
 
 
 def name_fsdp1(name: str, handle: Any, hub: Hub | None) -> None:

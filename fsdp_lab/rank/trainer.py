@@ -94,7 +94,8 @@ class Trainer:
         ledger = self._ledger_due and self._steps_here >= _LEDGER_STEP and not busy
         trace = StepTrace(self.backend.unit_modules(), self.seat.device) if traced and not slow else None
         meter = self.world.hub.meter
-        meter.take(), meter.take_copies()  # what a switch sent
+        meter.take()  # what a switch sent
+        meter.take_copies()
         if self.seat.device.type == "cuda":
             self.world.hub.start_clocks()
         self.memory.begin()
