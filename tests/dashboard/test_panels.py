@@ -14,10 +14,11 @@ from bokeh.models import ColumnDataSource, HoverTool
 
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels import PANELS, Assembler, Frame, Step
+from fsdp_lab.dashboard.panels.classes import ON_DEVICE
 from fsdp_lab.dashboard.panels.communication import CommunicationPanel
 from fsdp_lab.dashboard.panels.ledger import LedgerPanel
 from fsdp_lab.dashboard.panels.loss import LossPanel
-from fsdp_lab.dashboard.panels.memory import ON_DEVICE, MemoryPanel
+from fsdp_lab.dashboard.panels.memory import MemoryPanel
 from fsdp_lab.dashboard.panels.steps import StepsPanel
 from fsdp_lab.dashboard.panels.tflops import TflopsPanel
 from fsdp_lab.dashboard.panels.throughput import ThroughputPanel
@@ -205,13 +206,46 @@ def test_memory_stacks_classes_up_to_the_peak_and_keeps_the_host_apart():
     assert [k.label for k in panel.captions().legend][-2:] == ["on the host", "peak"]
 
 
-def test_memory_shows_the_fullest_rank_over_steps():
-    panel = MemoryPanel(Frame(), 2)
-    told = steps(3)
+def lane_of(panel: MemoryPanel, lane: int) -> tuple[float, float]:
+    """Where the foot and the top of its scale lie, in ranks from the top of the picture."""
+    fig = next(f for f in panel.root.references() if f.name == "memory.over")
+    first, last = fig.y_range.start, fig.y_range.end  # of the axis of ranks, at the bottom and at the top
+    patch = panel.patches()[f"memory.over.lane_{lane}"]
+    at = [first + (last - first) * (value - patch["start"]) / (patch["end"] - patch["start"])
+          for value in (0.0, panel._over._range.end)]  # fmt: skip
+    return at[0], at[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_memory_over_steps_is_a_stacked_area_for_each_rank_in_its_own_row(ranks):
+    panel = MemoryPanel(Frame(), ranks)
+    told = steps(3, ranks)
     panel.update(told)
-    fullest = max(told[-1].events, key=lambda e: e.memory.peak_bytes)
-    assert columns(panel, 1)["rank"][-1] == fullest.rank
-    assert columns(panel, 1)["peak"][-1] == pytest.approx(fullest.memory.peak_bytes / (1 << 20))
+    over = columns(panel, 1)
+    for e in told[-1].events:
+        assert over[f"rank_{e.rank}"][-1] == e.rank
+        assert over[f"peak_{e.rank}"][-1] == pytest.approx(e.memory.peak_bytes / (1 << 20))
+        assert sum(over[f"{c}_{e.rank}"][-1] for c in ON_DEVICE) == pytest.approx(over[f"peak_{e.rank}"][-1])
+        foot, top = lane_of(panel, e.rank)
+        assert e.rank - 0.5 < top < foot < e.rank + 0.5
+        assert foot - top == pytest.approx(0.84)
+    axis = panel.patches()["memory.over.axis"]
+    names = [text for _, text in axis["major_label_overrides"]["entries"]]
+    if ranks == 8:
+        assert names == [str(r) for r in range(8)] and axis["axis_label"].startswith("rank, each to ")
+    else:
+        assert names.count("0") == ranks and axis["axis_label"] == "MiB per rank"
+
+
+def test_of_more_ranks_than_colours_the_fullest_and_the_emptiest_are_shown_over_steps():
+    panel = MemoryPanel(Frame(), 9)
+    (step,) = steps(1, 9)
+    panel.update([step])
+    by_peak = sorted(step.events, key=lambda e: e.memory.peak_bytes)
+    over = columns(panel, 1)
+    assert [over["rank_0"][-1], over["rank_1"][-1]] == [by_peak[-1].rank, by_peak[0].rank]
+    assert "rank_2" not in over
+    assert panel.patches()["memory.over.axis"]["axis_label"] == "MiB: fullest, emptiest"
 
 
 def test_memory_changes_its_unit_with_the_history():
@@ -221,20 +255,35 @@ def test_memory_changes_its_unit_with_the_history():
     panel.update(steps(2, first=3, model="gpt2-124m", micro_batch=2048))
     assert panel.patches()["memory.over.axis"]["axis_label"].startswith("GiB")
     assert panel.sources[1].generation == generation + 1
-    peaks = columns(panel, 1)["peak"]
+    peaks = columns(panel, 1)["peak_0"]
     assert len(peaks) == 5
     assert peaks[0] < 0.2 < peaks[-1]
 
 
-def test_a_step_whose_memory_was_not_measured_leaves_no_hole():
+def test_a_step_whose_memory_was_not_measured_is_a_gap_and_no_slope():
     panel, table = MemoryPanel(Frame(), 2), StepsPanel(Frame(), 2)
-    told = steps(3)
-    blind = Step(number=1, events=tuple(dataclasses.replace(e, memory=Memory()) for e in told[1].events))
-    for p in (panel, table):
-        p.update([told[0], blind, told[2]])
-    assert columns(panel, 1)["step"] == [0, 2]
+    told = steps(4)
+    blind = [Step(number=s.number, events=tuple(dataclasses.replace(e, memory=Memory()) for e in s.events))
+             for s in (told[0], told[2])]  # fmt: skip
+    panel.update(blind[:1])
+    assert columns(panel, 1)["step"] == []  # nothing is known yet
+    panel.update([told[1], blind[1], told[3]])
+    table.update([told[1], blind[1], told[3]])
+    over = columns(panel, 1)
+    assert over["step"] == [0, 1, 2, 3]
+    for lane in range(2):
+        assert [math.isnan(peak) for peak in over[f"peak_{lane}"]] == [True, False, True, False]
+        assert over[f"activations_{lane}"][2] == 0 < over[f"activations_{lane}"][3]
     heads, rows = table.captions().table[0], table.captions().table[1:]
     assert rows[1][heads.index("peak memory")] == "–"
+
+
+def test_a_rank_that_says_nothing_leaves_its_lane_empty():
+    panel = MemoryPanel(Frame(), 2)
+    told = steps(2)
+    panel.update([told[0], Step(number=1, events=told[1].events[:1])])
+    over = columns(panel, 1)
+    assert not math.isnan(over["peak_0"][-1]) and math.isnan(over["peak_1"][-1])
 
 
 def test_memory_that_stands_still_is_not_painted_again():
@@ -257,9 +306,10 @@ def test_the_limit_is_drawn_within_reach_and_said_always():
         Step(number=1, events=tuple(
             dataclasses.replace(e, memory=dataclasses.replace(e.memory, limit_bytes=near)) for e in told[1].events))
     ])  # fmt: skip
-    line = panel.patches()["memory.over.limit"]
-    assert line["visible"] and line["location"] == pytest.approx(near / (1 << 20))
-    assert panel.patches()["memory.over.y"]["end"] > line["location"]
+    for lane in range(2):
+        line = panel.patches()[f"memory.over.limit_{lane}"]
+        assert line["visible"] and line["location"] == pytest.approx(near / (1 << 20))
+        assert panel._over._range.end > line["location"]
     assert panel.captions().legend[-1].label == "limit"
     assert "outside the allocator 900 MiB more" in panel.captions().note
 

@@ -32,6 +32,7 @@ SMOOTH_STEPS = 9  # the ordinary steps that a median on a card is of
 
 HEIGHT_PX = 204
 LINE_PX = 2
+BAR = 0.5  # the height of a bar, in ranks
 LABEL_ROOM = 0.045  # of the axis of steps, that a marker's label needs
 STEP_LIMIT = 1000  # steps that a time plot keeps
 
@@ -251,6 +252,19 @@ def twin(columns: Columns) -> ColumnDataSource:
 def tint(model: Any, **tokens: str) -> None:
     """Says which theme token colours which property: the page paints it, and again when the theme changes."""
     model.tags = [*model.tags, {"tint": tokens}]
+
+
+def paint_fill(glyph: object, token: str, fill: theme.Fill, *, line: bool = True, outline: str = "ink.gap") -> None:
+    """Fills a glyph by token, with the hatch of `fill`, and parts it from its neighbours by a line of the background."""
+    colors = {"fill_color": token}
+    if line:
+        colors["line_color"] = outline
+    if fill.hatch != " ":
+        glyph.hatch_pattern = fill.hatch  # type: ignore[attr-defined]
+        glyph.hatch_scale = 7  # type: ignore[attr-defined]
+        glyph.hatch_weight = 1  # type: ignore[attr-defined]
+        colors["hatch_color"] = "ink.faint"
+    tint(glyph, **colors)
 
 
 def plain_figure(name: str, y_label: str, **kwargs: Any) -> figure:

@@ -15,8 +15,22 @@ from bokeh.plotting import figure
 from ...events import Traffic
 from .. import theme
 from ..columns import Columns
-from .base import LINE_PX, Captions, Frame, Key, Patches, Step, hover, notes_of, rank_bars, sign_bars, tint, twin
-from .memory import BAR, paint_fill
+from .base import (
+    BAR,
+    LINE_PX,
+    Captions,
+    Frame,
+    Key,
+    Patches,
+    Step,
+    hover,
+    notes_of,
+    paint_fill,
+    rank_bars,
+    sign_bars,
+    tint,
+    twin,
+)
 from .ranges import ZeroRange
 from .units import duration, traffic
 

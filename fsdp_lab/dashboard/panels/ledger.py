@@ -11,8 +11,8 @@ from bokeh.models.ui import UIElement
 from ...events import MemorySample, Role, StepEvent
 from .. import theme
 from ..columns import Columns
-from .base import Captions, Frame, Key, Patches, Step, hover, notes_of, plain_figure, tint, twin
-from .memory import ON_DEVICE, class_keys, paint_fill, unit_for
+from .base import Captions, Frame, Key, Patches, Step, hover, notes_of, paint_fill, plain_figure, tint, twin
+from .classes import ON_DEVICE, class_keys, unit_for
 from .ranges import ZeroRange, round_up
 from .units import GIB, MIB, duration, memory
 

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 from bokeh.layouts import row
-from bokeh.models.annotations import Span
 from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
-from ...events import Memory, Role
 from .. import theme
 from ..columns import Columns
-from .base import LINE_PX, Captions, Frame, Key, Patches, Step, hover, notes_of, rank_bars, sign_bars, tint, twin
+from .base import (
+    BAR,
+    LINE_PX,
+    Captions,
+    Frame,
+    Key,
+    Patches,
+    Step,
+    hover,
+    notes_of,
+    paint_fill,
+    rank_bars,
+    sign_bars,
+    tint,
+    twin,
+)
+from .classes import ON_DEVICE, class_keys, limit_line, sizes
+from .lanes import MemoryLanes
 from .ranges import ZeroRange
-from .units import GIB, MIB, memory
+from .units import GIB, memory
 
-ON_DEVICE = tuple(name for name in theme.MEMORY if name in tuple(Role))
 REACH = 3.0  # a limit within so many times the peak is drawn; one further off is said in words alone
-BAR, HOST_BAR = 0.5, 0.14  # heights, in ranks
+HOST_BAR = 0.14  # its height, in ranks
 
 
 class MemoryPanel:
-    """On the left a bar a rank, stacked by class, at the last step; on the right the fullest rank over steps."""
+    """On the left a bar a rank, stacked by class, at the last step; on the right, in the same row, that rank over steps."""
 
     name = "memory"
     title = "Memory"
@@ -39,15 +52,12 @@ class MemoryPanel:
             texts=["label", "color"],
             limit=world_size,
         )
-        self._over = Columns("memory.steps", ["step", "rank", *classes], limit=frame.limit)
-        self._now_range, self._over_range = ZeroRange(headroom=1.5, slack=0.5), ZeroRange()
-        self._unit = MIB
-        self._bytes = np.empty((0, len(classes) + 2))  # the history in bytes, for when the unit changes
+        self._over = MemoryLanes("memory", frame, world_size)
+        self._range = ZeroRange(headroom=1.5, slack=0.5)
         self._captions = Captions()
         self._limit: int | None = None
         self._drawn: object = None
-        bars, history = self._draw_now(), self._draw_over(frame)
-        self._root = row(bars, history, sizing_mode="stretch_width", spacing=16)
+        self._root = row(self._draw_now(), self._over.figure, sizing_mode="stretch_width", spacing=16)
 
     def _draw_now(self) -> figure:
         fig = rank_bars("memory.now", "MiB per rank, last step", self.world_size)
@@ -70,58 +80,25 @@ class MemoryPanel:
         fig.add_layout(limit_line("memory.now.limit", "height"))
         return fig
 
-    def _draw_over(self, frame: Frame) -> figure:
-        fig = frame.plot("memory.over", "MiB, fullest rank")
-        fig.yaxis.name = "memory.over.axis"
-        source = twin(self._over)
-        for name, area in zip(ON_DEVICE, fig.varea_stack(list(ON_DEVICE), x="step", source=source), strict=True):
-            paint_fill(area.glyph, f"memory.{name}", theme.MEMORY[name], line=False)
-        host = fig.line("step", "host", source=source, line_width=LINE_PX, line_dash="2 2")
-        tint(host.glyph, line_color="memory.gradients")
-        peak = fig.line("step", "peak", source=source, line_width=LINE_PX)
-        tint(peak.glyph, line_color="ink.peak")
-        rows = [(theme.MEMORY[c].label, f"@{c}{{0,0.0}}") for c in (*ON_DEVICE, "host")]
-        fig.add_layout(limit_line("memory.over.limit", "width"))
-        frame.label_markers(fig)
-        hover(fig, peak, [("step", "@step"), ("fullest rank", "@rank"), *rows, ("peak", "@peak{0,0.0}")])
-        return fig
-
     @property
     def sources(self) -> Sequence[Columns]:
-        return (self._now, self._over)
+        return (self._now, self._over.columns)
 
     @property
     def root(self) -> UIElement:
         return self._root
 
     def update(self, steps: Sequence[Step]) -> int:
-        steps = [s for s in steps if any(e.memory.peak_bytes for e in s.events)]  # none before the first ledger step
-        if not steps:
-            return 0
-        last = steps[-1]
-        new = np.array([_fullest(s) for s in steps], dtype=np.float64)
-        self._bytes = np.vstack([self._bytes, new])[-self._over.limit :]
-        unit = unit_for(self._bytes[:, -1].max(), self._unit)
-        if unit != self._unit:
-            self._unit = unit
-            written = self._over.replace(self._scaled(self._bytes))
-        else:
-            written = self._over.append(self._scaled(new))
-        written += self._write_now(last)
-        self._limit = _drawn_limit(last)
-        line = [] if self._limit is None else [self._limit / self._unit]
-        self._now_range.cover(np.concatenate([self._now.column("peak"), self._now.column("host"), line]))
-        self._over_range.cover(np.concatenate([self._over.column("peak"), self._over.column("host"), line]))
-        self._captions = self._words(steps)
+        known = [s for s in steps if any(e.memory.peak_bytes for e in s.events)]  # none before the first ledger step
+        if known:
+            self._limit = _drawn_limit(known[-1])
+        written = self._over.write(steps, self._limit) if steps else 0
+        if known:
+            written += self._write_now(known[-1])
+            line = [] if self._limit is None else [self._limit / self._over.unit]
+            self._range.cover(np.concatenate([self._now.column("peak"), self._now.column("host"), line]))
+            self._captions = self._words(known)
         return written
-
-    def _scaled(self, history: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> list[list[float]]:
-        scale = np.full(history.shape[1], 1 / self._unit)
-        scale[:2] = 1.0  # step and rank are no bytes
-        scaled = history * scale
-        host = scaled[:, 2 + len(ON_DEVICE)]
-        host[host == 0] = np.nan  # no line where nothing is offloaded
-        return [list(r) for r in scaled]
 
     def _write_now(self, step: Step) -> int:
         hosted = any(e.memory.host_bytes for e in step.events)
@@ -130,12 +107,12 @@ class MemoryPanel:
         for e in step.events:
             m = e.memory
             apart = (m.allocated_bytes, m.reserved_bytes or 0, m.outside_bytes)
-            sizes = [b / self._unit for b in (*_classes(m), *apart)]
+            scaled = [b / self._over.unit for b in (*sizes(m), *apart)]
             bar = e.rank - shift
-            rows.append([e.rank, bar, e.rank + BAR / 2 + shift, bar - BAR / 2 - 0.05, bar + BAR / 2 + 0.05, *sizes])
+            rows.append([e.rank, bar, e.rank + BAR / 2 + shift, bar - BAR / 2 - 0.05, bar + BAR / 2 + 0.05, *scaled])
             labels.append(memory(m.peak_bytes))
             colors.append(theme.rank_color(e.rank))
-        drawn = (self._unit, [_classes(e.memory) for e in step.events])
+        drawn = (self._over.unit, [sizes(e.memory) for e in step.events])
         if drawn == self._drawn:
             return 0  # between two measurements memory stands still: nothing to paint
         self._drawn = drawn
@@ -157,63 +134,19 @@ class MemoryPanel:
         return Captions(reading=reading, legend=tuple(legend), note=f"{note} {notes_of(steps)}".strip())
 
     def patches(self) -> Patches:
-        unit = "GiB" if self._unit == GIB else "MiB"
-        limit = {"visible": self._limit is not None, "location": (self._limit or 0) / self._unit}
+        unit = "GiB" if self._over.unit == GIB else "MiB"
         return {
-            "memory.now.limit": limit,
-            "memory.over.limit": limit,
-            "memory.now.x": {"start": 0.0, "end": self._now_range.end},
-            "memory.over.y": {"start": 0.0, "end": self._over_range.end},
+            "memory.now.limit": {"visible": self._limit is not None, "location": (self._limit or 0) / self._over.unit},
+            "memory.now.x": {"start": 0.0, "end": self._range.end},
             "memory.now.axis": {"axis_label": f"{unit} per rank, last step"},
-            "memory.over.axis": {"axis_label": f"{unit}, fullest rank"},
+            **self._over.patches(),
         }
 
     def captions(self) -> Captions:
         return self._captions
 
 
-def class_keys(names: Sequence[str]) -> list[Key]:
-    """The legend of classes."""
-    return [Key(label=theme.MEMORY[c].label, token=f"memory.{c}", hatch=theme.MEMORY[c].hatch) for c in names]
-
-
-def limit_line(name: str, dimension: Literal["height", "width"]) -> Span:
-    """A line across a plot where the device's memory ends; not visible until a patch says where."""
-    line = Span(name=name, location=0, dimension=dimension, line_dash="6 4", line_width=LINE_PX, visible=False)
-    tint(line, line_color="ink.marker")
-    return line
-
-
 def _drawn_limit(step: Step) -> int | None:
     limits = [e.memory.limit_bytes for e in step.events if e.memory.limit_bytes]
     peak = max(e.memory.peak_bytes for e in step.events)
     return min(limits) if limits and min(limits) <= REACH * peak else None
-
-
-def paint_fill(glyph: object, token: str, fill: theme.Fill, *, line: bool = True, outline: str = "ink.gap") -> None:
-    """Fills a glyph by token, with the hatch of `fill`, and parts it from its neighbours by a line of the background."""
-    colors = {"fill_color": token}
-    if line:
-        colors["line_color"] = outline
-    if fill.hatch != " ":
-        glyph.hatch_pattern = fill.hatch  # type: ignore[attr-defined]
-        glyph.hatch_scale = 7  # type: ignore[attr-defined]
-        glyph.hatch_weight = 1  # type: ignore[attr-defined]
-        colors["hatch_color"] = "ink.faint"
-    tint(glyph, **colors)
-
-
-def _classes(m: Memory) -> tuple[int, ...]:
-    return (*(m.at_peak.of_role(Role(c)) for c in ON_DEVICE), m.host_bytes, m.peak_bytes)
-
-
-def _fullest(step: Step) -> list[float]:
-    e = max(step.events, key=lambda e: e.memory.peak_bytes)
-    return [step.number, e.rank, *_classes(e.memory)]
-
-
-def unit_for(peak_bytes: float, unit: int) -> int:
-    """MiB below 1 GiB, GiB above 4: between them what it was, so that the axis does not change back and forth."""
-    if peak_bytes > 4 * GIB:
-        return GIB
-    return MIB if peak_bytes < GIB else unit

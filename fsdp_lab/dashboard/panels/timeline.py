@@ -21,8 +21,7 @@ from ...runs.trace import NAMES, stacked
 from ...spans import Span, Track, exposed_by_unit
 from .. import theme
 from ..columns import Columns
-from .base import Captions, Frame, Key, Patches, Pin, Step, notes_of, plain_figure, twin
-from .memory import paint_fill
+from .base import Captions, Frame, Key, Patches, Pin, Step, notes_of, paint_fill, plain_figure, twin
 from .ranges import FINE, ZeroRange
 from .units import duration, figures, traffic
 
