@@ -123,20 +123,22 @@ def _step(standing: Standing, batch: Batch, device: torch.device, world: Wire, *
         with backend.micro_batch(communicate=True):
             loss = backend.loss(batch)
             if metered:
-                metered.mark("backward")
+                metered.measure.part("backward")
             torch.autograd.backward(loss)
         if first:
             standing.squared_norm = _squared_norm(backend)
         if metered:
-            metered.before_update()
+            metered.measure.before_update()
+            metered.measure.part("optimizer")
         backend.optimizer.step()
+        if metered:
+            metered.measure.after_update()
         backend.optimizer.zero_grad(set_to_none=True)
     _synchronize(device)
     if metered:
         metered.tell()
     seconds = time.perf_counter() - begun_s
     standing.loss = loss.detach()
-    world.hub.read_clocks()
     return seconds
 
 

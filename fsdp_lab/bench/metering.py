@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from fsdp_lab.backends import Backend
 from fsdp_lab.bench.plan import Plan
 from fsdp_lab.events import StepEvent
-from fsdp_lab.rank.probes import MemoryProbe
+from fsdp_lab.rank.measure import Measure
 from fsdp_lab.rank.rendezvous import Seat
-from fsdp_lab.rank.tracing import StepTrace
-from fsdp_lab.wire import Wire, traffic
+from fsdp_lab.wire import Wire
 
 TRACE_EVERY_S = 0.5  # a lab traces the last step of a chunk, which lasts so long
 TELL_EVERY_S = 0.04  # as a lab's ranks do, however fast the steps are
@@ -30,39 +29,23 @@ class Metered:
     """One for a form. Around each step: `step`; then `tell`, still in the step's time."""
 
     def __init__(self, plan: Plan, seat: Seat, world: Wire, backend: Backend, tell: Tell) -> None:
-        self._plan, self._seat, self._world, self._backend, self._tell = plan, seat, world, backend, tell
-        self._memory = MemoryProbe(backend, world.hub, seat.device, offload="none")
+        self._plan, self._seat, self._tell = plan, seat, tell
+        self.measure = Measure(backend, world.hub, seat, offload="none")
         self._waiting: list[dict[str, Any]] = []
         self._steps = 0
         self._told_s = self._traced_s = float("-inf")
-        self._begun_s = 0.0
-        self._trace: StepTrace | None = None
 
-    def step(self) -> AbstractContextManager[Any]:
+    def step(self) -> AbstractContextManager[None]:
         """Around forward, backward and update."""
-        self._begun_s = time.perf_counter()
-        traced = self._begun_s - self._traced_s >= TRACE_EVERY_S
-        self._trace = StepTrace(self._backend.unit_modules(), self._seat.device) if traced else None
+        now_s = time.perf_counter()
+        traced = now_s - self._traced_s >= TRACE_EVERY_S
         if traced:
-            self._traced_s = self._begun_s
-        self._world.hub.meter.take()
-        self._memory.begin()
-        return self._trace or nullcontext()
-
-    def mark(self, part: str) -> None:
-        if self._trace is not None:
-            self._trace.begin(part)
-
-    def before_update(self) -> None:
-        self._memory.before_update()
-        self.mark("optimizer")
+            self._traced_s = now_s
+        return self.measure.step(traced=traced)
 
     def tell(self) -> None:
-        """When the step is over, on the device too: its event, and what waits is sent."""
-        self._memory.after_update()
-        meter = self._world.hub.meter
-        collectives, copies = meter.take(), meter.take_copies()
-        now_s = time.perf_counter()
+        """When the step is over: its event, and what waits is sent."""
+        measured = self.measure.read()
         self._waiting.append(
             StepEvent(
                 run="bench",
@@ -71,20 +54,21 @@ class Metered:
                 world_size=self._seat.world_size,
                 step=self._steps,
                 samples=self._steps * self._plan.micro_batch * self._plan.ranks,
-                end_unix_s=time.time(),
-                step_time_s=now_s - self._begun_s,
+                end_unix_s=measured.end_unix_s,
+                step_time_s=measured.step_time_s,
                 tokens=self._plan.micro_batch * self._plan.seq_len,
                 loss=0.0,  # reading it would be a synchronisation that is the trainer's
                 mean_loss=0.0,
                 grad_norm=0.0,
                 flops=0,
-                memory=self._memory.read(),
-                comm=traffic(collectives),
-                begin_s=self._begun_s,
-                spans=self._trace.spans(collectives, copies) if self._trace else (),
+                memory=measured.memory,
+                comm=measured.comm,
+                begin_s=measured.begin_s,
+                spans=measured.spans,
             ).to_dict()
         )
         self._steps += 1
+        now_s = time.perf_counter()
         if now_s - self._told_s >= TELL_EVERY_S:
             waiting, self._waiting = self._waiting, []
             self._tell(waiting)

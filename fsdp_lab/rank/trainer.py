@@ -10,9 +10,7 @@ which waits for the result is decided by the others: who has the result has upda
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,15 +19,14 @@ from torch.autograd.profiler import record_function
 
 from fsdp_lab.backends import Backend
 from fsdp_lab.engine.scaler import Scaler
-from fsdp_lab.events import StepEvent, Traffic
+from fsdp_lab.events import StepEvent
 from fsdp_lab.models import Batches
 from fsdp_lab.rank.clocks import Clock
-from fsdp_lab.rank.probes import MemoryProbe
+from fsdp_lab.rank.measure import Measure
 from fsdp_lab.rank.rendezvous import Seat
-from fsdp_lab.rank.tracing import StepTrace
 from fsdp_lab.schedule import Phase
 from fsdp_lab.spec import Spec
-from fsdp_lab.wire import Collective, Wire, traffic
+from fsdp_lab.wire import Wire
 
 _LEDGER_STEP = 2  # the third: the first makes optimizer state, in the second DDP lays its buckets anew
 
@@ -75,10 +72,9 @@ class Trainer:
         self.run, self.spec, self.seat, self.backend, self.batches = run, spec, seat, backend, batches
         self.world, self.cost, self.progress, self.scaler, self.notes = world, cost, progress, scaler, notes
         self.clock = clock
-        self.memory = MemoryProbe(backend, world.hub, seat.device, offload=spec.strategy.offload)
+        self.measure = Measure(backend, world.hub, seat, offload=spec.strategy.offload)
         self.voting = False  # between giving the vote and having its result
         self._steps_here = 0
-        self._trace: StepTrace | None = None  # of the step in progress
         self._ledger_due = True
 
     def step(self, *, slow: bool = False, ledger: bool = False, traced: bool = False) -> StepEvent:
@@ -92,23 +88,10 @@ class Trainer:
         self._ledger_due = self._ledger_due or ledger
         busy = slow or torch.autograd._profiler_enabled()  # there can be one profiler
         ledger = self._ledger_due and self._steps_here >= _LEDGER_STEP and not busy
-        trace = StepTrace(self.backend.unit_modules(), self.seat.device) if traced and not slow else None
-        meter = self.world.hub.meter
-        meter.take()  # what a switch sent
-        meter.take_copies()
-        if self.seat.device.type == "cuda":
-            self.world.hub.start_clocks()
-        self.memory.begin()
-        start_s = time.perf_counter()
-        with self.memory.ledger() if ledger else nullcontext(), trace or nullcontext():
-            self._trace = trace
+        with self.measure.step(ledger=ledger, traced=traced and not slow):
             loss = self._accumulate()
             mean_loss, norm, skipped = self._vote_and_update(loss)
-        if self.seat.device.type == "cuda":
-            torch.cuda.synchronize(self.seat.device)
-            self.world.hub.read_clocks()
-        seconds = time.perf_counter() - start_s
-        collectives, copies = meter.take(), meter.take_copies()
+        measured = self.measure.read()
         first = self._steps_here == 0
         self._steps_here += 1
         self._ledger_due = self._ledger_due and not ledger
@@ -119,8 +102,8 @@ class Trainer:
             world_size=self.seat.world_size,
             step=self.progress.step - 1,
             samples=self.progress.samples,
-            end_unix_s=time.time(),
-            step_time_s=seconds,
+            end_unix_s=measured.end_unix_s,
+            step_time_s=measured.step_time_s,
             tokens=self.cost.tokens,
             loss=loss,
             mean_loss=mean_loss,
@@ -129,29 +112,18 @@ class Trainer:
             recompute_flops=self.cost.recompute_flops,
             peak_flops_per_s=self.cost.peak_flops_per_s,
             peak_source=self.cost.peak_source,
-            memory=self.memory.read(),
-            memory_curve=self.memory.curve if ledger else (),
-            comm=self._traffic(collectives),
+            memory=measured.memory,
+            memory_curve=measured.memory_curve,
+            comm=measured.comm,
             first_after_switch=first,
             ledger=ledger,
             slow=slow,
             skipped=skipped,
-            begin_s=(trace.begin_s if trace else start_s) + self.clock.offset_s,  # what spans count from
+            begin_s=measured.begin_s + self.clock.offset_s,
             clock_error_s=self.clock.error_s,
-            spans=trace.spans(collectives, copies) if trace else (),
+            spans=measured.spans,
             notes=self.notes,
         )
-
-    def _traffic(self, collectives: Sequence[Collective]) -> dict[str, Traffic]:
-        """Over NCCL exposed communication is what the last ledger step found, repeated; not known before the first."""
-        if self.seat.device.type == "cpu" or self.seat.shares_gpu:
-            return traffic(collectives)
-        unknown = dict.fromkeys((c.kind for c in collectives), math.nan)
-        return traffic(collectives, unknown if self.memory.exposed is None else self.memory.exposed)
-
-    def _now_at(self, part: str) -> None:
-        if self._trace is not None:
-            self._trace.begin(part)
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
@@ -161,11 +133,11 @@ class Trainer:
         every = self.spec.strategy.sync == "every"
         total = torch.zeros((), dtype=torch.float32, device=self.seat.device)
         for micro in range(count):
-            self._now_at("forward")
+            self.measure.part("forward")
             batch = self.batches.batch(self.progress.samples, micro)
             with self.backend.micro_batch(communicate=every or micro == count - 1):
                 loss = self.backend.loss(batch).float()
-                self._now_at("backward")
+                self.measure.part("backward")
                 torch.autograd.backward(loss * (self.scaler.scale / count))
             self.world.hub.meter.end_backward()
             self.world.hub.name("")
@@ -174,7 +146,7 @@ class Trainer:
 
     def _vote_and_update(self, loss: float) -> tuple[float, float, bool]:
         """Returns the mean loss over ranks, the gradient norm, and whether fp16 overflow skipped the update."""
-        self._now_at("optimizer")
+        self.measure.part("optimizer")
         gradients = self._gradients()
         vote = torch.tensor([loss, _squared_norm(gradients)], dtype=torch.float64)
         self.world.hub.check()
@@ -189,12 +161,12 @@ class Trainer:
             math.sqrt(max(0.0, vote[1] / self.backend.replicas)) / self.scaler.scale if math.isfinite(vote[1]) else math.inf
         )
         skipped = self.scaler.enabled and not math.isfinite(norm)
-        self.memory.before_update()
+        self.measure.before_update()
         if not skipped:
             self._scale_gradients(norm)
             with record_function(Phase.OPTIM.value):
                 self.backend.optimizer.step()
-            self.memory.after_update()
+            self.measure.after_update()
         self.backend.optimizer.zero_grad(set_to_none=True)
         self.scaler.update(overflowed=skipped)
         self.progress.step += 1
