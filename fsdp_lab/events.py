@@ -155,6 +155,8 @@ class StepEvent:
     begin_s: float = 0.0  # of the step, on the clock that rank 0's `time.perf_counter` is; see `clock_error_s`
     clock_error_s: float | None = None  # how far `begin_s` may be off beside rank 0's; None: the clocks were not compared
     spans: tuple[Span, ...] = ()  # of a traced step (the last of a chunk); empty in all others
+    checksum: int | None = None  # this rank's part of that of the parameters after this step; see `fsdp_lab.rank.checksum`
+    replica: int = 0  # which copy of the parameters this rank's shards belong to
     notes: tuple[str, ...] = ()  # what the times are worth, in words
 
     @property

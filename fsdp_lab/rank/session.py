@@ -155,11 +155,12 @@ class Session:
             "notes": [*self._notes, *self._emulated.notes],
         }
 
-    def train(self, steps: int, ledgers: Collection[int] = ()) -> dict[str, Any]:
+    def train(self, steps: int, ledgers: Collection[int] = (), checks: Collection[int] = ()) -> dict[str, Any]:
         """Train so many steps, of which the last is traced; collective. SIGINT on any rank ends the step in progress on all
         of them.
 
         `ledgers`: numbers of steps that are to be ledger steps, beside the third after a switch (see rank/ledger.py).
+        `checks`: numbers of steps whose events carry a checksum of the parameters, made when the step's time is over.
 
         Returns: {"events", "stopped", "step"}; "stopped" says that the chunk was interrupted, "step" is the next one.
 
@@ -177,9 +178,13 @@ class Session:
             try:
                 with self._hub.linked(self._emulated.link):
                     for i in range(steps):
-                        event = trainer.step(ledger=trainer.progress.step in ledgers, traced=i == steps - 1).to_dict()
-                        events.append(event)
-                        self._say(event)
+                        at = trainer.progress.step
+                        event = trainer.step(ledger=at in ledgers, traced=i == steps - 1)
+                        if at in checks:
+                            event = trainer.checked(event)
+                        told = event.to_dict()
+                        events.append(told)
+                        self._say(told)
             except BaseException as e:
                 self._give_up(trainer, e)
                 return {"events": events, "stopped": True, "step": trainer.progress.step}

@@ -9,6 +9,7 @@ which waits for the result is decided by the others: who has the result has upda
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from fsdp_lab.backends import Backend
 from fsdp_lab.engine.scaler import Scaler
 from fsdp_lab.events import StepEvent
 from fsdp_lab.models import Batches
+from fsdp_lab.rank.checksum import checksum
 from fsdp_lab.rank.clocks import Clock
 from fsdp_lab.rank.measure import Measure
 from fsdp_lab.rank.rendezvous import Seat
@@ -124,6 +126,11 @@ class Trainer:
             spans=measured.spans,
             notes=self.notes,
         )
+
+    def checked(self, event: StepEvent) -> StepEvent:
+        """The event of the step that has just ended, with a checksum of what it left."""
+        replica = self.seat.rank // self.spec.shard_factor  # a shard group is so many ranks that follow each other
+        return dataclasses.replace(event, checksum=checksum(self.backend), replica=replica)
 
     # -- phases ---------------------------------------------------------------------------------------------------
 

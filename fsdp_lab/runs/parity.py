@@ -1,0 +1,150 @@
+"""`parity`: whether two runs computed the same thing, from their losses, gradient norms and checksums.
+
+The rule. Two runs are held against each other at the steps that both have told, when they train the same: model, data,
+seed, optimizer and its values, and the same samples a step. What is compared of a step is what all ranks agreed on: the mean
+loss, the global gradient norm, and where both have one the checksum of the parameters after it.
+
+- *equal*: every one of these is equal bit for bit.
+- *within*: they differ by no more than rounding explains in the coarser of the two precisions (`bound`).
+- *different*: they do not; or replicas that should hold the same parameters do not. The first such step is named.
+- *unknown*: there is nothing to compare, and why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+
+from fsdp_lab.events import StepEvent
+from fsdp_lab.runs.kept import Kept
+from fsdp_lab.spec import Spec
+
+TRAINED = ("model", "data", "seq_len", "optimizer", "lr", "weight_decay", "clip_norm", "seed")
+
+# Unit roundoff of a significand of p bits, 2^-p.
+ROUNDOFF: Mapping[str, float] = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+LOSS_UNITS, NORM_UNITS = 32.0, 256.0  # how many roundings a step may differ by
+GROWTH_STEPS = 8.0  # differences are trained on: after so many steps they may be twice as large, and so on linearly
+
+
+class Verdict(StrEnum):
+    EQUAL = "equal bit for bit"
+    WITHIN = "equal within rounding"
+    DIFFERENT = "different"
+    UNKNOWN = "not comparable"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """What was found: over `steps` common steps, `checksums` of them with the parameters themselves."""
+
+    verdict: Verdict
+    steps: int = 0
+    checksums: int = 0
+    first_step: int | None = None  # the first that is not equal bit for bit; where different: the first beyond the bound
+    what: str = ""  # what differed there
+    sentence: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What all ranks agreed on of one step."""
+
+    loss: float
+    norm: float
+    checksum: int | None
+    torn: bool  # replicas hold different parameters
+
+
+def parity(baseline: Kept, other: Kept) -> Parity:
+    """`other` held against `baseline`; the rule is in the module's docstring."""
+    for spec in (s.after for s in other.switches):
+        if reason := _incomparable(baseline.spec, spec):
+            return Parity(verdict=Verdict.UNKNOWN, sentence=reason)
+    mine, theirs = agreed(baseline.events.since()[0]), agreed(other.events.since()[0])
+    torn = next((n for n, told in sorted(theirs.items()) if told.torn), None)
+    if torn is not None:
+        return Parity(verdict=Verdict.DIFFERENT, first_step=torn, what="replicas",
+                      sentence=f"different: from step {torn} on its replicas hold different parameters")  # fmt: skip
+    common = sorted(mine.keys() & theirs.keys())
+    if not common:
+        return Parity(verdict=Verdict.UNKNOWN, sentence="no step in common yet")
+    return _judge([(n, mine[n], theirs[n]) for n in common], _roundoff(baseline, other))
+
+
+def agreed(events: list[StepEvent]) -> dict[int, Told]:
+    """Step -> what its ranks told, of steps that all of them have told; of a step told twice the newer."""
+    steps: dict[int, dict[int, StepEvent]] = {}
+    for e in events:
+        by_rank = steps.setdefault(e.step, {})
+        if e.rank in by_rank:  # begun again
+            by_rank.clear()
+        by_rank[e.rank] = e
+    return {n: _told(list(by_rank.values())) for n, by_rank in steps.items()
+            if len(by_rank) == next(iter(by_rank.values())).world_size}  # fmt: skip
+
+
+def _told(events: list[StepEvent]) -> Told:
+    copies: dict[int, int] = {}
+    for e in events:
+        if e.checksum is not None:
+            copies[e.replica] = (copies.get(e.replica, 0) + e.checksum) % (1 << 64)
+    one = next(iter(copies.values()), None)
+    return Told(loss=events[0].mean_loss, norm=events[0].grad_norm, checksum=one, torn=len(set(copies.values())) > 1)
+
+
+def _incomparable(one: Spec, other: Spec) -> str:
+    """Why two runs are not the same training, in words; empty where they are."""
+    differing = [name for name in TRAINED if getattr(one.workload, name) != getattr(other.workload, name)]
+    if one.global_batch != other.global_batch:
+        differing.append(f"samples a step ({one.global_batch} and {other.global_batch})")
+    return f"another training: {', '.join(differing)} differ{'s' if len(differing) == 1 else ''}" if differing else ""
+
+
+def _roundoff(one: Kept, other: Kept) -> float:
+    """Of the coarsest dtype that either computed or reduced in."""
+    specs = [one.spec, *(s.after for s in one.switches), other.spec, *(s.after for s in other.switches)]
+    return max(ROUNDOFF[dtype] for spec in specs for dtype in (spec.strategy.dtypes.param, spec.strategy.dtypes.reduce))
+
+
+def bound(units: float, roundoff: float, step: int) -> float:
+    """The relative difference that rounding may have made by this step."""
+    return units * roundoff * (1 + step / GROWTH_STEPS)
+
+
+def _judge(common: list[tuple[int, Told, Told]], roundoff: float) -> Parity:
+    checksums = sum(a.checksum is not None and b.checksum is not None for _, a, b in common)
+    found = partial(Parity, steps=len(common), checksums=checksums)
+    over = f"over {len(common)} step{'s' if len(common) != 1 else ''}"
+    first, what = next(((n, w) for n, a, b in common if (w := _unequal(a, b))), (None, ""))
+    if first is None:
+        parts = f"losses and gradient norms{f', and {checksums} checksums of the parameters' if checksums else ''}"
+        return found(verdict=Verdict.EQUAL, sentence=f"equal bit for bit {over}: {parts}")
+    for n, a, b in common:
+        for what_, x, y, units in (("gradient norm", a.norm, b.norm, NORM_UNITS), ("loss", a.loss, b.loss, LOSS_UNITS)):
+            if _beyond(x, y, limit := bound(units, roundoff, n)):
+                sentence = f"different from step {n} on: {what_} {y:.9g} instead of {x:.9g}"
+                sentence += f", more than rounding explains ({limit:.1e})" if math.isfinite(x) and math.isfinite(y) else ""
+                return found(verdict=Verdict.DIFFERENT, first_step=n, what=what_, sentence=sentence)
+    sentence = f"equal within rounding {over}; the {what} first differs at step {first}"
+    return found(verdict=Verdict.WITHIN, first_step=first, what=what, sentence=sentence)
+
+
+def _unequal(a: Told, b: Told) -> str:
+    """Which part of a step differs by a bit; empty where none does."""
+    if a.loss != b.loss and not (math.isnan(a.loss) and math.isnan(b.loss)):
+        return "loss"
+    if a.norm != b.norm and not (math.isnan(a.norm) and math.isnan(b.norm)):
+        return "gradient norm"
+    if a.checksum is not None and b.checksum is not None and a.checksum != b.checksum:
+        return "parameters"
+    return ""
+
+
+def _beyond(x: float, y: float, limit: float) -> bool:
+    if not (math.isfinite(x) and math.isfinite(y)):
+        return not (x == y or (math.isnan(x) and math.isnan(y)))
+    return abs(x - y) > limit * max(abs(x), abs(y), 1e-12)
