@@ -124,16 +124,18 @@ class Comparison:
     # -- tables ---------------------------------------------------------------------------------------------------
 
     def table(self) -> Table:
-        """A row each; figures that nobody has are left out. Medians, in brackets p10 to p90."""
+        """A row each; figures that nobody has are left out. Medians, in brackets p10 to p90; TFLOPS, MFU, exposed and all
+        communication are means over ranks, link is what a rank sends in a step, peak that of the fullest rank."""
         base = self.baseline
         heads = {
             "": [r.label for r in self.rows],
             "what": [r.name for r in self.rows],
             "state": [r.state for r in self.rows],
+            f"parity with {base}": [self.badge(r) for r in self.rows],
             "step time": [_of(r.figures.step_time_s, duration, spread=True) for r in self.rows],
             f"time / {base}": [ratio_words(r.time_ratio) for r in self.rows],
             "tokens/s": [_of(r.figures.tokens_per_s, count) for r in self.rows],
-            "TFLOPS/rank": [_of(r.figures.tflops_per_rank, "{:.3g}".format) for r in self.rows],
+            "TFLOPS": [_of(r.figures.tflops_per_rank, "{:.3g}".format) for r in self.rows],
             "MFU": [_of(r.figures.mfu, "{:.1%}".format) for r in self.rows],
             "exposed": [_of(r.figures.exposed_comm_s, duration) for r in self.rows],
             "comm": [_of(r.figures.comm_s, duration) for r in self.rows],
@@ -141,7 +143,6 @@ class Comparison:
             "peak/rank": [size(r.figures.peak_memory_bytes) for r in self.rows],
             f"peak / {base}": [NONE if r.memory_ratio is None else f"{r.memory_ratio:.2f}" for r in self.rows],
             "loss": [NONE if r.figures.last_loss is None else f"{r.figures.last_loss:.4f}" for r in self.rows],
-            f"parity with {base}": [self.badge(r) for r in self.rows],
         }
         kept = {head: cells for head, cells in heads.items() if any(c not in (NONE, "") for c in cells)}
         return _table(kept, ("", "what", "state", f"parity with {base}"), notes=self.notes())
@@ -246,7 +247,7 @@ class Comparison:
 
 
 def _row(run: Kept | Refusal, label: str, flat: Mapping[str, Any], differing: Sequence[str]) -> Row:
-    name = " ".join(word(field, flat[field]) for field in differing or SHOWN)
+    name = words(flat, differing or SHOWN)
     if isinstance(run, Refusal):
         spec = run.spec if isinstance(run.spec, Spec) else None
         return Row(label=label, name=name, run="", spec=spec, flat=flat, state=REFUSED, reason=run.reason)
@@ -337,6 +338,12 @@ def varying(flats: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(name for name in (flats[0] if flats else ()) if len({_text(flat[name]) for flat in flats}) > 1)
 
 
+def words(flat: Mapping[str, Any], fields: Sequence[str]) -> str:
+    """A row's name. What a run does without is not said, unless there is nothing else to say."""
+    said = [word(field, flat[field]) for field in fields if flat[field] not in (None, False, "none")]
+    return " ".join(said or [word(field, flat[field]) for field in fields])
+
+
 def word(field: str, value: Any) -> str:
     """A field's value for a row's name: `full_shard`, `offload all`, `seq len 128`, `no link`."""
     named = field.replace("_", " ")
@@ -361,7 +368,11 @@ def _table(heads: Mapping[str, Sequence[str]], left: Sequence[str], **more: Any)
 def _of(found: Spread | None, shown: Callable[[float], str], *, spread: bool = False) -> str:
     if found is None:
         return NONE
-    return f"{shown(found.median)} ({shown(found.p10)} to {shown(found.p90)})" if spread else shown(found.median)
+    if not spread:
+        return shown(found.median)
+    low, high = shown(found.p10), shown(found.p90)
+    (number, _, unit), high_unit = low.partition(" "), high.partition(" ")[2]
+    return f"{shown(found.median)} ({number if unit == high_unit else low} to {high})"
 
 
 def ratio_words(found: Ratio | None) -> str:
