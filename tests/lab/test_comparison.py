@@ -14,7 +14,7 @@ from fsdp_lab.runs.ratio import Pairing, ratio
 from fsdp_lab.runs.summary import summarize
 from fsdp_lab.spec import SpecError
 from tests.lab.events import SPEC, steps
-from tests.lab.kept import MIB, Past, past
+from tests.lab.past import MIB, Past, past
 
 GRAD_OP = SPEC.replace(sharding="shard_grad_op")
 

@@ -7,7 +7,7 @@ import pytest
 from fsdp_lab.runs import Comparison, Refusal, recommend
 from fsdp_lab.spec import SpecError
 from tests.lab.events import SPEC
-from tests.lab.kept import MIB, Past, past
+from tests.lab.past import MIB, Past, past
 
 GRAD_OP = {"sharding": "shard_grad_op"}
 BF16 = {"precision": "bf16"}
