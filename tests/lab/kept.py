@@ -1,0 +1,34 @@
+"""A run as far as what is computed from runs needs one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp_lab.events import StepEvent
+from fsdp_lab.runs import EventStore, RunState, Switch
+from fsdp_lab.spec import Spec
+
+
+@dataclass(kw_only=True)
+class Told:
+    """A `Kept`."""
+
+    spec: Spec
+    events: EventStore
+    id: str = "told"
+    started_unix_s: float = 1.7e9
+    ended_unix_s: float | None = 1.7e9 + 60
+    state: RunState = RunState.FINISHED
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    switches: list[Switch] = field(default_factory=list)
+
+
+def told(spec: Spec, events: Iterable[Mapping[str, Any] | StepEvent], **more: Any) -> Told:
+    store = EventStore()
+    store.add(events)
+    return Told(spec=spec, events=store, switches=[Switch(step=0, before=None, after=spec, seconds=0.1, carried=False)],
+                **more)  # fmt: skip
