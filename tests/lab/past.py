@@ -3,47 +3,33 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_lab.events import Classes, Memory, StepEvent, Traffic
-from fsdp_lab.runs import EventStore, RunState, Switch
 from fsdp_lab.spec import Spec
 from tests.lab.events import SPEC, event
+from tests.lab.kept import Told, told
 
 MIB = 1 << 20
 
 
-@dataclass
-class Past:
-    id: str
-    spec: Spec
-    events: EventStore
-    state: RunState = RunState.FINISHED
-    reason: str = ""
-    notes: tuple[str, ...] = ()
-    started_unix_s: float = 1e9
-    ended_unix_s: float | None = 1e9 + 60
-    switches: Sequence[Switch] = ()
-    environment: Mapping[str, Any] = field(default_factory=lambda: {"torch": "2.13.0", "machine": {"cpus": 2}})
+ENVIRONMENT = {"torch": "2.13.0", "machine": {"cpus": 2}, "gpus": []}
 
 
 def past(run: str = "r", spec: Spec = SPEC, *, steps: int = 30, step_s: float = 0.1, noise: float = 0.04,
          peak_mib: int = 100, begin_unix_s: float = 1e9, rounds: int = 1, every_s: float = 100.0, loss_off: float = 0.0,
-         seed: int = 0, drift: float = 0.0, **more: Any) -> Past:  # fmt: skip
+         seed: int = 0, drift: float = 0.0, **more: Any) -> Told:  # fmt: skip
     """A run of `steps` steps of about `step_s`, in `rounds` turns that begin `every_s` apart, each `drift` slower than the
-    one before. The first step of a turn is six times as long. `more` are fields of `Past`."""
+    one before. The first step of a turn is six times as long. `more` are fields of `Told`."""
     chance = random.Random(f"{run} {seed}")
-    store = EventStore()
+    events: list[StepEvent] = []
     each = -(-steps // rounds)
     for step in range(steps):
         turn, place = divmod(step, each)
         took = step_s * (1 + noise * chance.uniform(-1, 1)) * (1 + drift * turn) * (6 if not place else 1)
         at = begin_unix_s + turn * every_s + (place + 1) * step_s
-        store.add(step_of(spec, run, step, took, at, peak_mib * MIB, first=not place, loss=5.0 - 0.05 * step + loss_off))
-    first = Switch(step=0, before=None, after=spec, seconds=0.4, carried=False)
-    return Past(run, spec, store, **{"switches": (first,), **more})
+        events += step_of(spec, run, step, took, at, peak_mib * MIB, first=not place, loss=5.0 - 0.05 * step + loss_off)
+    return told(spec, events, **{"id": run, "environment": ENVIRONMENT, **more})
 
 
 def step_of(

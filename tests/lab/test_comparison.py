@@ -14,13 +14,14 @@ from fsdp_lab.runs.ratio import Pairing, ratio
 from fsdp_lab.runs.summary import summarize
 from fsdp_lab.spec import SpecError
 from tests.lab.events import SPEC, steps
-from tests.lab.past import MIB, Past, past
+from tests.lab.kept import Told
+from tests.lab.past import MIB, past
 
 GRAD_OP = SPEC.replace(sharding="shard_grad_op")
 
 
 @pytest.fixture
-def three() -> list[Past | Refusal]:
+def three() -> list[Told | Refusal]:
     refused = Refusal({"strategy": {"backend": "fsdp2", "sharding": "zero1"}}, "FSDP2 always shards <gradients>")
     return [past("a"), past("b", GRAD_OP, step_s=0.08, peak_mib=150, begin_unix_s=1e9 + 50), refused]
 

@@ -7,13 +7,14 @@ import pytest
 from fsdp_lab.runs import Comparison, Refusal, recommend
 from fsdp_lab.spec import SpecError
 from tests.lab.events import SPEC
-from tests.lab.past import MIB, Past, past
+from tests.lab.kept import Told
+from tests.lab.past import MIB, past
 
 GRAD_OP = {"sharding": "shard_grad_op"}
 BF16 = {"precision": "bf16"}
 
 
-def turned(run: str, place: int, step_s: float, peak_mib: int, changes: dict[str, object], **more: object) -> Past:
+def turned(run: str, place: int, step_s: float, peak_mib: int, changes: dict[str, object], **more: object) -> Told:
     """The `place`-th of a sweep of five rounds."""
     spec = SPEC.replace(**changes)
     return past(run, spec, steps=50, rounds=5, step_s=step_s, peak_mib=peak_mib, begin_unix_s=1e9 + 10 * place,
@@ -21,7 +22,7 @@ def turned(run: str, place: int, step_s: float, peak_mib: int, changes: dict[str
 
 
 @pytest.fixture
-def four() -> list[Past]:
+def four() -> list[Told]:
     return [
         turned("a", 0, 0.100, 200, GRAD_OP),
         turned("b", 1, 0.112, 78, {}),
