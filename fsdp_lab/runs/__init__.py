@@ -6,6 +6,7 @@ from fsdp_lab.runs.run import Run, RunState, Switch, Ticket
 from fsdp_lab.runs.slow_motion import Moment, SlowMotion
 from fsdp_lab.runs.store import EventStore
 from fsdp_lab.runs.summary import step_table, summarize
+from fsdp_lab.runs.sweep import Sweep
 from fsdp_lab.runs.table import Table
 from fsdp_lab.runs.timeline import Timeline
 
@@ -18,6 +19,7 @@ __all__ = [
     "Run",
     "RunState",
     "SlowMotion",
+    "Sweep",
     "Switch",
     "Table",
     "Ticket",
