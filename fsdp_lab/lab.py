@@ -15,9 +15,10 @@ from html import escape
 from typing import Any
 
 from fsdp_lab.cluster import Call, Cluster, ClusterError, Progress, RankLost, RankStatus
+from fsdp_lab.runs.comparison import Refusal
 from fsdp_lab.runs.run import Run
 from fsdp_lab.runs.slow_motion import SlowMotion, SlowStep
-from fsdp_lab.runs.sweep import ROUNDS, Refusal, Sweep, combine
+from fsdp_lab.runs.sweep import ROUNDS, Sweep, combine
 from fsdp_lab.runs.table import Table, duration, size
 from fsdp_lab.spec import Spec, SpecError, part_of
 

@@ -18,19 +18,12 @@ from itertools import product
 from typing import Any
 
 from fsdp_lab.events import StepEvent
+from fsdp_lab.runs.comparison import Refusal
 from fsdp_lab.runs.run import STOP_S, Awaited, Run, RunState
 from fsdp_lab.runs.summary import slowest
 from fsdp_lab.spec import Spec, SpecError, part_of
 
 ROUNDS = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """A combination that cannot run, and why."""
-
-    spec: Mapping[str, Any]  # a Spec's dict
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
