@@ -154,7 +154,7 @@ class Lab:
 
     def compare(
         self,
-        spec: Spec | Mapping[str, Any] | None = None,
+        spec: Spec | Mapping[str, Any] | Sequence[Spec | Mapping[str, Any]] | None = None,
         *,
         steps: int = 50,
         rounds: int = ROUNDS,
@@ -167,7 +167,7 @@ class Lab:
         kept with its reason and ends nothing. Returns at once, like `run`, which ends it.
 
         Args:
-            spec: what the lists are changes of; None: the default one for this lab's ranks.
+            spec: what the lists are changes of, one or several; None: the default one for this lab's ranks.
             steps: of each run.
             rounds: 1 trains them one after the other, and needs no room on the host for those that wait.
             lists: flat field name, as in `Spec.replace`, with a list of values, or one for all.
@@ -178,13 +178,14 @@ class Lab:
         for name, value in (("steps", steps), ("rounds", rounds)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise SpecError(name, f"{value!r} is refused", "give a whole number of 1 or more")
-        base = self._wanted(spec, {})
-        combined = list(combine(base, _as_lists(base, lists), self._wanted))
+        several = spec if isinstance(spec, Sequence) else [spec]
+        bases = [self._wanted(one, {}) for one in several]
+        combined = [one for base in bases for one in combine(base, _as_lists(lists), self._wanted)]
         specs = [one for one in combined if isinstance(one, Spec)]
         refused = [one for one in combined if isinstance(one, Refusal)]
         if not specs:
-            raise SpecError("compare", f"every combination is refused, the first because of {refused[0].reason}",
-                            "change a list")  # fmt: skip
+            why = f"every combination is refused, the first because of {refused[0].reason}" if refused else "it has no Spec"
+            raise SpecError("compare", why, "change a list")
         with self._lock:
             self._must_be_open()
             clear = self._preparation("a comparison was started", seat=False)
@@ -505,7 +506,7 @@ def each_device(devices: Sequence[str] | str | None, ranks: int) -> tuple[str, .
     return (devices,) * ranks if isinstance(devices, str) else tuple(devices)
 
 
-def _as_lists(base: Spec, given: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _as_lists(given: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Flat field name -> its values. Raises SpecError."""
     lists: dict[str, list[Any]] = {}
     for name, values in given.items():

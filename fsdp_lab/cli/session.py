@@ -15,7 +15,7 @@ from fsdp_lab.spec import SpecError
 
 if TYPE_CHECKING:
     from fsdp_lab.lab import Lab
-    from fsdp_lab.runs import Run
+    from fsdp_lab.runs import Run, Sweep
 
 TICK_S = 0.2
 LOG_WIDTH = 150
@@ -64,10 +64,10 @@ def live(console: Console, *, transient: bool = False) -> Iterator[Callable[[Ren
         yield drawn.update
 
 
-def watch(run: Run, look: Callable[[], None]) -> None:
-    """Waits for the run's end and calls `look` about five times a second meanwhile, and once more at its end.
+def watch(run: Run | Sweep, look: Callable[[], None]) -> None:
+    """Waits for the end and calls `look` about five times a second meanwhile, and once more at its end.
 
-    Raises: what the run failed with. Ctrl-C stops the run and is passed on.
+    Raises: what it failed with. Ctrl-C stops it and is passed on.
     """
     try:
         while True:
