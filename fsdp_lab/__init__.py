@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fsdp_lab.events import Memory, StepEvent, Traffic
     from fsdp_lab.lab import Lab
     from fsdp_lab.models.presets import PRESETS
-    from fsdp_lab.runs import Run, RunState
+    from fsdp_lab.runs import History, Run, RunState
     from fsdp_lab.spec import Precision, Spec, SpecError, Strategy, Workload
 
 __version__ = "0.1.0"
@@ -24,6 +24,7 @@ __all__ = [
     "PRESETS",
     "ClusterError",
     "Dashboard",
+    "History",
     "Lab",
     "Memory",
     "Precision",
@@ -42,6 +43,7 @@ __all__ = [
 _HOME = {
     "ClusterError": "fsdp_lab.cluster",
     "Dashboard": "fsdp_lab.dashboard",
+    "History": "fsdp_lab.runs",
     "Lab": "fsdp_lab.lab",
     "Memory": "fsdp_lab.events",
     "PRESETS": "fsdp_lab.models.presets",
