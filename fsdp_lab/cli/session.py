@@ -28,8 +28,14 @@ def console() -> Console:
 
 
 @contextlib.contextmanager
-def lab(console: Console, ranks: int, devices: Sequence[str] | None) -> Iterator[Lab]:
-    """A lab that is closed whatever happens. Raises Refused or Failed where the ranks cannot start or join."""
+def lab(
+    console: Console, ranks: int, devices: Sequence[str] | None, *, history: bool = True
+) -> Iterator[Lab]:
+    """A lab that is closed whatever happens; `history`: its runs are kept.
+
+    Raises:
+        Refused, Failed: the ranks cannot start or join.
+    """
     from fsdp_lab.cluster import ClusterError, StartError
     from fsdp_lab.lab import Lab
 
@@ -39,6 +45,7 @@ def lab(console: Console, ranks: int, devices: Sequence[str] | None) -> Iterator
             opened = Lab(
                 ranks,
                 devices=devices,
+                history=history,
                 progress=lambda p: status.update(f"{p.stage} ({p.done} of {p.total}), {p.seconds:.0f} s"),
             )
         except StartError as e:
