@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from fsdp_lab.runs import Run, Sweep
     from fsdp_lab.runs.comparison import Comparison, Row
+    from fsdp_lab.runs.summary import Figures
 
 WAITING, FAILED = "waiting", "failed"
 
@@ -170,7 +171,7 @@ def table(sweep: Sweep, compared: Comparison, width: int) -> Table:
         run = begun.get(spec.id)
         row = rows[run.id] if run is not None else None
         state = state_of(run, sweep.steps)
-        cells = figures(row, compared) if row is not None else {}
+        cells = against(row, compared) if row is not None else {}
         style = "red" if state == FAILED or (row and row.differs) else "dim" if state == WAITING else ""
         label_ = row.label if row else ""
         drawn.add_row(label_, label(spec, shown), state, *(cells.get(name, "") for name in kept), style=style)
@@ -183,21 +184,25 @@ def state_of(run: Run | None, steps: int) -> str:
     return FAILED if run.state.value == FAILED else "done" if run.step >= steps else f"step {run.step} of {steps}"
 
 
-def figures(row: Row, compared: Comparison) -> dict[str, str]:
-    """The cells of FIGURES; none before the first step."""
+def against(row: Row, compared: Comparison) -> dict[str, str]:
+    """The cells of FIGURES."""
     from fsdp_lab.runs.comparison import ratio_words
+
+    badge = compared.badge(row) if row.parity is not None else ""
+    return {**figures(row.figures), "ratio": ratio_words(row.time_ratio), "parity": badge}
+
+
+def figures(f: Figures) -> dict[str, str]:
+    """In words, what was measured; nothing before the first step."""
     from fsdp_lab.runs.table import count, duration, size
 
-    f = row.figures
     cells: dict[str, tuple[Any, Callable[[Any], str]]] = {
         "loss": (f.last_loss, "{:.4f}".format),
         "step time": (f.step_time_s and f.step_time_s.median, duration),
-        "ratio": (row.time_ratio, ratio_words),
         "tokens/s": (f.tokens_per_s and f.tokens_per_s.median, count),
         "TFLOPS/rank": (f.tflops_per_rank and f.tflops_per_rank.median, "{:.3g}".format),
         "peak/rank": (f.peak_memory_bytes, size),
         "exposed": (f.exposed_comm_s and f.exposed_comm_s.median, duration),
-        "parity": (row.parity, lambda parity: compared.badge(row)),
     }
     return {name: show(value) for name, (value, show) in cells.items() if value is not None}
 

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     console = session.console()
     begun_s = time.perf_counter()
-    with session.lab(console, args.ranks, None) as lab:
+    with session.lab(console, args.ranks, None, history=False) as lab:
         ready_s = time.perf_counter() - begun_s
         started = lab.run(spec)
         await_step(started, spec.id)
