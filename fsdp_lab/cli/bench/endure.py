@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     found: dict[str, dict[str, Any]] = {}
     base = Spec(world_size=args.ranks).replace(model=args.model, micro_batch=1, seq_len=32)
     for backend in backends:
-        with session.lab(console, args.ranks, None, history=False) as lab:  # new ranks for each: what one keeps is not the next one's
+        # New ranks for each: what one keeps is not the next one's.
+        with session.lab(console, args.ranks, None, history=False) as lab:
             pair = [base.replace(backend=backend, **changes) for changes in PAIRS[backend]]
             found[backend] = endured(lab, pair, args.toggles)
         for line in lines(backend, found[backend], args.toggles):
