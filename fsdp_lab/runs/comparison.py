@@ -172,10 +172,12 @@ class Comparison:
     def notes(self) -> tuple[str, ...]:
         """Why rows are as they are, the rules, and what the times are worth."""
         reasons = gathered([(r.label, f"{r.state}: {r.reason}") for r in self.rows if r.reason])
+        since = gathered((r.label, f"figures of step {r.figures.first_step} on, under the Spec applied last")
+                         for r in self.rows if r.figures.first_step)  # fmt: skip
         apart = [(r.label, r.parity.sentence) for r in self.rows if r.parity and r.parity.verdict is not Verdict.EQUAL]
         return (
             *(f"{labels} {said}" for said, labels in reasons.items()),
-            *(f"{labels}: {said}" for said, labels in gathered(apart).items()),
+            *(f"{labels}: {said}" for said, labels in (since | gathered(apart)).items()),
             *(RULE, *self._pairings(), *self.fidelity()),
         )
 
@@ -423,6 +425,7 @@ def _measured(f: Figures) -> dict[str, Any]:
     return {
         "steps": f.steps,
         "counted_steps": f.counted,
+        "first_step": f.first_step,
         "last_step": f.last_step,
         "last_loss": f.last_loss,
         **{name: value for fields in spreads.values() for name, value in fields.items()},

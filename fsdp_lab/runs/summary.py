@@ -146,6 +146,7 @@ class Figures:
 
     steps: int = 0  # told by all ranks
     counted: int = 0  # of them, in medians
+    first_step: int | None = None
     step_time_s: Spread | None = None
     tokens_per_s: Spread | None = None  # of all ranks
     tflops_per_rank: Spread | None = None  # mean over ranks, as are the next four
@@ -188,6 +189,7 @@ def figures(steps: Sequence[Step]) -> Figures:
     return Figures(
         steps=len(steps),
         counted=len(counted),
+        first_step=steps[0][0].step,
         step_time_s=Spread.of([slowest(s) for s in counted]),
         tokens_per_s=Spread.of([throughput(s) for s in counted]),
         tflops_per_rank=spread(attrgetter("tflops")),
