@@ -14,11 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import product
 from typing import Any
 
 from fsdp_lab.events import StepEvent
-from fsdp_lab.runs.comparison import Refusal
+from fsdp_lab.runs.comparison import Comparison, Refusal
+from fsdp_lab.runs.recommend import Recommendation, recommend
 from fsdp_lab.runs.run import STOP_S, Awaited, Run, RunState
 from fsdp_lab.runs.summary import slowest
 from fsdp_lab.spec import Spec, SpecError, part_of
@@ -59,7 +61,7 @@ class Sweep(Awaited["Sweep"]):
     ) -> None:
         """`make(spec, steps, share)` starts a run; `clear` makes the ranks free, once; `drop` forgets what waits there."""
         super().__init__()
-        self.specs, self.refused = tuple(specs), tuple(refused)
+        self.specs, self.refused = tuple({spec.id: spec for spec in specs}.values()), tuple(refused)
         self.steps, self.rounds, self.reason = steps, rounds, ""
         self.runs: list[Run] = []
         self.error: BaseException | None = None
@@ -75,6 +77,29 @@ class Sweep(Awaited["Sweep"]):
     def current(self) -> Run | None:
         """Whose turn it is; None before the first and after the last."""
         return next((run for run in self.runs if not run.done and run.state is not RunState.PAUSED), None)
+
+    @property
+    def in_order(self) -> list[Run]:
+        """The runs that have begun, in the order of the Specs."""
+        place = {spec.id: i for i, spec in enumerate(self.specs)}
+        return sorted(self.runs, key=lambda run: place[run.spec.id])
+
+    def comparison(self, baseline: str | int | None = 0) -> Comparison:
+        """What is known of them now, side by side, in the order of the Specs; see `Comparison.of`."""
+        return Comparison.of([*self.in_order, *self.refused], baseline=baseline)
+
+    def recommend(self, limit_bytes: int | None = None) -> Recommendation:
+        """Which of them to take, and what each toggle bought; see `fsdp_lab.runs.recommend`."""
+        return recommend(self.comparison(), limit_bytes)
+
+    def _repr_html_(self) -> str:
+        return self.comparison()._repr_html_() if self.runs else escape(repr(self))
+
+    @property
+    def outside_share(self) -> float | None:
+        """Time outside of steps (switches, builds, the wait for a chunk's end) over time in them; None before the first."""
+        in_steps = sum(_seconds_of(run.events.since()[0]) for run in list(self.runs))
+        return self.progress.seconds / in_steps - 1 if in_steps else None
 
     @property
     def progress(self) -> Progress:
@@ -165,6 +190,14 @@ class Sweep(Awaited["Sweep"]):
         if self._stopped.is_set():
             run.stop(0, self.reason)  # it began just after the word was left
         run.wait_aside()
+
+
+def _seconds_of(events: Sequence[StepEvent]) -> float:
+    """In all steps, each as long as its slowest rank took."""
+    slowest_s: dict[int, float] = {}
+    for e in events:
+        slowest_s[e.step] = max(slowest_s.get(e.step, 0.0), e.step_time_s)
+    return sum(slowest_s.values())
 
 
 def _seconds_a_step(steps: Iterable[Sequence[StepEvent]]) -> float | None:
