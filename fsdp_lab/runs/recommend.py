@@ -1,8 +1,8 @@
 """`recommend`: which of the measured runs to take, and what each toggle bought, in sentences.
 
 The rule. Candidates do the same work as the baseline on the same link (model, data, sequence length), they are not
-*different* from it, and their peak has been measured and fits. Speed is throughput over all ranks, so that runs of other
-batches and world sizes compare. *Fastest*: the most tokens a second. *Smallest*: the least peak of the fullest rank among
+*different* from it, and the peak of their fullest rank has been measured and fits. Speed is throughput over all ranks, so
+that runs of other batches and world sizes compare. *Fastest*: the most tokens a second. *Smallest*: the least peak among
 those whose time a token is within `WITHIN` of the fastest's, as `fsdp_lab.runs.ratio` tells it. A *toggle* is a field of
 the Spec and two of its values; it is judged from every pair of runs that differ in this field alone.
 """
@@ -28,6 +28,7 @@ SAME_WORK = ("model", "data", "seq_len", "link")
 TOGGLES = ("backend", "sharding", "shard_size", "reshard_size", "precision", "offload", "wrap", "forward_prefetch",
            "backward_prefetch", "backward_prefetch_point", "limit_all_gathers", "recompute", "sync", "compile",
            "micro_batch", "accumulate", "world_size", "link")  # fmt: skip
+FITS = "What fits is judged by the allocator's peak; a device's context, libraries and fragmentation take some more."
 SAME_MEMORY = 0.01  # peaks that differ by less are alike
 
 
@@ -116,7 +117,7 @@ def recommend(runs: Comparison | Sequence[Kept | Refusal], limit_bytes: int | No
         sentences=_chosen(fastest, smallest, fit, limit_bytes),
         toggles=toggles(sound),
         excluded=excluded,
-        notes=compared.fidelity(),
+        notes=(FITS, *compared.fidelity()),
     )
 
 
@@ -132,7 +133,7 @@ def _excluded(compared: Comparison, row: Row, limit_bytes: int | None) -> str:
     base = compared[compared.baseline] if compared.baseline is not None else compared.rows[0]
     if other := [name.replace("_", " ") for name in SAME_WORK if row.flat[name] != base.flat[name]]:
         return f"its {' and '.join(other)} {'is' if len(other) == 1 else 'are'} not {base.label}'s"
-    need, limit = row.figures.needs_bytes, limit_bytes or row.figures.limit_bytes
+    need, limit = row.figures.peak_memory_bytes, limit_bytes or row.figures.limit_bytes
     if need is None:
         return "its peak memory has not been measured (a run's third step does)"
     if limit is not None and need > limit:
