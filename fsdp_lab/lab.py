@@ -169,8 +169,8 @@ class Lab:
     ) -> Sweep:
         """Trains every combination side by side: `sweep = await lab.compare(sharding=["full_shard", "no_shard"])`.
 
-        All begin with the same initial values and see the same batches. They take turns of `steps / rounds` steps, so that
-        drift meets all alike; between its turns a run waits on the host, bit for bit. What cannot be combined, or fails, is
+        All begin with the same initial values and see the same batches. They take turns of `steps / rounds` steps, three at
+        least, so that drift meets all alike; between its turns a run waits on the host, bit for bit. What cannot be combined, or fails, is
         kept with its reason and ends nothing. Returns at once, like `run`, which ends it.
 
         Args:

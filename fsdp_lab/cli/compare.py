@@ -7,6 +7,7 @@ its reason; a run that fails is listed there too, and the exit code is 1. Then: 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from fsdp_lab.runs.summary import Figures
 
 WAITING, FAILED = "waiting", "failed"
+REDRAW_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,8 +105,16 @@ def compare(console: Console, specs: Sequence[Spec], steps: int, rounds: int | N
 
     with session.lab(console, specs[0].world_size, specs[0].devices) as lab, session.live(console) as show:
         sweep = lab.compare(specs, steps=steps, **({"rounds": rounds} if rounds else {}))
+        drawn_s = float("-inf")
+
+        def look() -> None:
+            nonlocal drawn_s
+            if console.is_terminal and time.monotonic() - drawn_s > REDRAW_S:  # ratios and parity are of all steps
+                drawn_s = time.monotonic()
+                show(going(sweep, console.width))
+
         try:
-            session.watch(sweep, lambda: show(going(sweep, console.width)))
+            session.watch(sweep, look)
         finally:
             keep(sweep, results)
     console.print(going(sweep, console.width))
@@ -159,7 +169,6 @@ def table(sweep: Sweep, compared: Comparison, width: int) -> Table:
 
     shown = varying(sweep.specs)
     rows = {row.run: row for row in compared.rows}
-    begun = {run.spec.id: run for run in sweep.runs}
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("")
     drawn.add_column(", ".join(name.replace("_", " ") for name in shown), overflow="fold")
@@ -168,8 +177,8 @@ def table(sweep: Sweep, compared: Comparison, width: int) -> Table:
     for name in kept:
         drawn.add_column(name, justify="left" if name == "parity" else "right", no_wrap=name != "parity")
     for spec in sweep.specs:
-        run = begun.get(spec.id)
-        row = rows[run.id] if run is not None else None
+        run = sweep.run_of(spec)
+        row = rows.get(run.id) if run is not None else None  # one that began this very moment is in no row yet
         state = state_of(run, sweep.steps)
         cells = against(row, compared) if row is not None else {}
         style = "red" if state == FAILED or (row and row.differs) else "dim" if state == WAITING else ""

@@ -26,6 +26,7 @@ from fsdp_lab.runs.summary import slowest
 from fsdp_lab.spec import Spec, SpecError, part_of
 
 ROUNDS = 3
+LEAST_TURN = 3  # steps: in the third of them memory is measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,7 @@ class Sweep(Awaited["Sweep"]):
         self.specs, self.refused = tuple({spec.id: spec for spec in specs}.values()), tuple(refused)
         self.steps, self.rounds, self.reason = steps, rounds, ""
         self.runs: list[Run] = []
+        self._run_of: dict[str, Run] = {}  # by the id of its Spec
         self.error: BaseException | None = None
         self._make, self._clear, self._drop = make, clear, drop
         self._stopped = threading.Event()
@@ -81,8 +83,11 @@ class Sweep(Awaited["Sweep"]):
     @property
     def in_order(self) -> list[Run]:
         """The runs that have begun, in the order of the Specs."""
-        place = {spec.id: i for i, spec in enumerate(self.specs)}
-        return sorted(self.runs, key=lambda run: place[run.spec.id])
+        return [run for spec in self.specs if (run := self._run_of.get(spec.id)) is not None]
+
+    def run_of(self, spec: Spec) -> Run | None:
+        """The run that one of the Specs was for; None before its first turn."""
+        return self._run_of.get(spec.id)
 
     def comparison(self, baseline: str | int | None = 0) -> Comparison:
         """What is known of them now, side by side, in the order of the Specs; see `Comparison.of`."""
@@ -169,13 +174,14 @@ class Sweep(Awaited["Sweep"]):
             yield [spec for spec in self.specs if (spec.world_size, spec.devices) == kind]
 
     def _in_turns(self, specs: Sequence[Spec]) -> None:
-        share = -(-self.steps // self.rounds)
+        share = max(LEAST_TURN, -(-self.steps // self.rounds))
         begun: list[Run] = []
         for spec in specs:
             if self._stopped.is_set():
                 return
             run = self._make(spec, self.steps, share)
             begun.append(run)
+            self._run_of[spec.id] = run
             self.runs.append(run)
             self._await(run)
         while going := [run for run in begun if not run.done]:
