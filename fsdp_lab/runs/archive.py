@@ -28,7 +28,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             pinned INTEGER NOT NULL DEFAULT 0, spec TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
             started_unix_s REAL NOT NULL, ended_unix_s REAL, step INTEGER NOT NULL, notes TEXT NOT NULL,
             environment TEXT NOT NULL, restarts TEXT NOT NULL, tokens_per_s REAL, loss REAL,
-            host TEXT NOT NULL, pid INTEGER NOT NULL, born_unix_s REAL NOT NULL, seen_unix_s REAL NOT NULL)""",
+            host TEXT NOT NULL, pid INTEGER NOT NULL, born TEXT NOT NULL, seen_unix_s REAL NOT NULL)""",
         "CREATE INDEX runs_by_start ON runs (started_unix_s)",
         """CREATE TABLE switches (
             run INTEGER NOT NULL REFERENCES runs ON DELETE CASCADE, position INTEGER NOT NULL, step INTEGER NOT NULL,
