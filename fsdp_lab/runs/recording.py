@@ -1,7 +1,7 @@
 """`Recording`: one live run on its way to disk.
 
 What is kept of it, so that a day of training stays small: of the newest 100,000 events all; of those before one step in 16,
-of the same number of these; before them one in 256; and so on. About 110 bytes an event, so some 11 MB for each of these
+of the same number of these; before them one in 256; and so on. About 120 bytes an event, so some 12 MB for each of these
 rows of a long run. First steps after a switch and ledger steps stay longer. Spans are kept of one traced step each 5 s and
 of the run's last ones, the newest 20; memory curves of the newest 8 ledger steps.
 """

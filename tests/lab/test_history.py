@@ -296,25 +296,33 @@ def test_deleting_by_age_and_what_cannot_be_deleted(history: History):
 # -- what can go wrong -------------------------------------------------------------------------------------------------
 
 
-def test_a_disk_that_fills_up_stops_nothing_and_loses_nothing(history: History, monkeypatch: pytest.MonkeyPatch):
-    full = threading.Event()
+@pytest.mark.parametrize(
+    ("how_it_breaks", "words"),
+    [("max_page_count = 20", "full; make room"), ("query_only = ON", "readonly database; set FSDP_LAB_HISTORY")],
+)
+def test_a_disk_that_fills_up_or_cannot_be_written_stops_nothing_and_loses_nothing(
+    history: History, monkeypatch: pytest.MonkeyPatch, how_it_breaks: str, words: str
+):
+    """SQLite's own errors, in a file that is not allowed to grow, or to change."""
+    broken = threading.Event()
 
-    class Small(Archive):
+    class Breakable(Archive):
         def __init__(self, path: Path) -> None:
             super().__init__(path)
-            self._db.execute(f"PRAGMA max_page_count = {20 if full.is_set() else 1_000_000}")
+            if broken.is_set():
+                self._db.execute(f"PRAGMA {how_it_breaks}")
 
-    monkeypatch.setattr(recorder_module, "Archive", Small)
+    monkeypatch.setattr(recorder_module, "Archive", Breakable)
     monkeypatch.setattr(recorder_module, "RETRY_S", 0.05)
-    full.set()
+    broken.set()
     run = Told(Spec(world_size=8))
     history.record(run)
     run.tell(600)
-    assert not history.flush(LONG_S) and "full" in history.problem and "make room" in history.problem
+    assert not history.flush(LONG_S) and words in history.problem
     began = time.monotonic()
     run.tell(20)
     assert len(run.events) == 8 * 620 and time.monotonic() - began < 2
-    full.clear()
+    broken.clear()
     run.end()
     until(lambda: history.flush(LONG_S), LONG_S)
     assert history.problem == "" and plain(history.runs()[0].events.since()[0]) == plain(run.events.since()[0])
