@@ -68,7 +68,7 @@ class Archive:
             self._db.execute("PRAGMA foreign_keys = ON")
             self._db.execute("PRAGMA synchronous = NORMAL")  # a kernel's death loses nothing, a power cut the last moment
             self._settle(migrations)
-            self._inode = _inode(path)
+            self.inode = _inode(path)
         except BaseException:
             self._db.close()
             raise
@@ -123,7 +123,7 @@ class Archive:
     @property
     def stale(self) -> bool:
         """Whether the file was moved or deleted since it was opened: what is written now would be lost."""
-        return _inode(self.path) != self._inode
+        return _inode(self.path) != self.inode
 
     def close(self) -> None:
         with contextlib.suppress(sqlite3.Error):
