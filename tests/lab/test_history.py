@@ -134,6 +134,19 @@ def test_old_steps_are_thinned_and_the_newest_are_all_there(history: History):
     assert len([s for s in old if s % 16]) <= 7000 // 50, "beside one in 16 the ledger steps"
 
 
+def test_what_is_told_is_on_disk_within_the_second_without_being_asked_for(history: History):
+    run = Told()
+    history.record(run)
+    reader = History(history.path)
+    waits_s = []
+    for _ in range(5):
+        run.tell()
+        told_s, there = time.monotonic(), len(run.events)
+        until(lambda there=there: [len(r.events) for r in reader.runs()] == [there])
+        waits_s.append(time.monotonic() - told_s)
+    assert sorted(waits_s)[2] < 1.0, waits_s
+
+
 def test_a_run_that_is_listed_while_it_goes_on(history: History):
     run = Told()
     history.record(run)
