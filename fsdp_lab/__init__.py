@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from fsdp_lab.events import Memory, StepEvent, Traffic
     from fsdp_lab.lab import Lab
     from fsdp_lab.models.presets import PRESETS
-    from fsdp_lab.runs import History, Run, RunState
+    from fsdp_lab.report import write_report
+    from fsdp_lab.runs import Comparison, History, Recommendation, Run, RunState
     from fsdp_lab.spec import Precision, Spec, SpecError, Strategy, Workload
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "PRESETS",
     "ClusterError",
+    "Comparison",
     "Dashboard",
     "History",
     "Lab",
@@ -30,6 +32,7 @@ __all__ = [
     "Precision",
     "RankHung",
     "RankLost",
+    "Recommendation",
     "Run",
     "RunState",
     "Spec",
@@ -38,10 +41,12 @@ __all__ = [
     "Strategy",
     "Traffic",
     "Workload",
+    "write_report",
 ]
 
 _HOME = {
     "ClusterError": "fsdp_lab.cluster",
+    "Comparison": "fsdp_lab.runs",
     "Dashboard": "fsdp_lab.dashboard",
     "History": "fsdp_lab.runs",
     "Lab": "fsdp_lab.lab",
@@ -50,6 +55,7 @@ _HOME = {
     "Precision": "fsdp_lab.spec",
     "RankHung": "fsdp_lab.cluster",
     "RankLost": "fsdp_lab.cluster",
+    "Recommendation": "fsdp_lab.runs",
     "Run": "fsdp_lab.runs",
     "RunState": "fsdp_lab.runs",
     "Spec": "fsdp_lab.spec",
@@ -58,6 +64,7 @@ _HOME = {
     "Strategy": "fsdp_lab.spec",
     "Traffic": "fsdp_lab.events",
     "Workload": "fsdp_lab.spec",
+    "write_report": "fsdp_lab.report",
 }
 
 

@@ -15,12 +15,14 @@ from html import escape
 from typing import Any
 
 from fsdp_lab.cluster import Call, Cluster, ClusterError, Progress, RankLost, RankStatus
+from fsdp_lab.runs.comparison import Refusal
 from fsdp_lab.runs.history import History
 from fsdp_lab.runs.run import Run
 from fsdp_lab.runs.runs import Runs
 from fsdp_lab.runs.slow_motion import SlowMotion, SlowStep
+from fsdp_lab.runs.sweep import ROUNDS, Sweep, combine
 from fsdp_lab.runs.table import Table, duration, size
-from fsdp_lab.spec import Spec, SpecError
+from fsdp_lab.spec import Spec, SpecError, part_of
 
 REPLACE_S = 15.0  # for a run to end that another one replaces; ranks that do not answer are ended before that
 
@@ -83,6 +85,7 @@ class Lab:
         self._history = kept_in(history)
         self._current: Run | None = None
         self._slow_step: SlowStep | None = None
+        self._sweep: Sweep | None = None
         self._newest: Run | SlowStep | None = None
         self._slow: weakref.ref[SlowMotion] | None = None  # weak: one that is dropped lets its step end
         self._lock = threading.RLock()
@@ -156,6 +159,58 @@ class Lab:
             self._history.record(run)
         return run
 
+    def compare(
+        self,
+        spec: Spec | Mapping[str, Any] | Sequence[Spec | Mapping[str, Any]] | None = None,
+        *,
+        steps: int = 50,
+        rounds: int = ROUNDS,
+        **lists: Any,
+    ) -> Sweep:
+        """Trains every combination side by side: `sweep = await lab.compare(sharding=["full_shard", "no_shard"])`.
+
+        All begin with the same initial values and see the same batches. They take turns of `steps / rounds` steps, three at
+        least, so that drift meets all alike; between its turns a run waits on the host, bit for bit. What cannot be combined, or fails, is
+        kept with its reason and ends nothing. Returns at once, like `run`, which ends it.
+
+        Args:
+            spec: what the lists are changes of, one or several; None: the default one for this lab's ranks.
+            steps: of each run.
+            rounds: 1 trains them one after the other, and needs no room on the host for those that wait.
+            lists: flat field name, as in `Spec.replace`, with a list of values, or one for all.
+
+        Raises:
+            SpecError: a field that is none, a list without values, or nothing that could run.
+        """
+        for name, value in (("steps", steps), ("rounds", rounds)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise SpecError(name, f"{value!r} is refused", "give a whole number of 1 or more")
+        several = spec if isinstance(spec, Sequence) else [spec]
+        bases = [self._wanted(one, {}) for one in several]
+        combined = [one for base in bases for one in combine(base, _as_lists(lists), self._wanted)]
+        specs = [one for one in combined if isinstance(one, Spec)]
+        refused = [one for one in combined if isinstance(one, Refusal)]
+        if not specs:
+            why = f"every combination is refused, the first because of {refused[0].reason}" if refused else "it has no Spec"
+            raise SpecError("compare", why, "change a list")
+        with self._lock:
+            self._must_be_open()
+            clear = self._preparation("a comparison was started", seat=False)
+            self._sweep = Sweep(specs, refused, steps=steps, rounds=rounds, make=self._turn_of, drop=self._drop,
+                                clear=lambda: clear(specs[0]))  # fmt: skip
+            return self._sweep
+
+    def _turn_of(self, spec: Spec, steps: int, share: int) -> Run:
+        """One of a sweep's runs."""
+        run = Run(_Link(self), spec, steps=steps, share=share, prepare=self._seat)
+        self._current = self._newest = run
+        if self._history is not None:
+            self._history.record(run)
+        return run
+
+    def _drop(self, runs: list[str]) -> None:
+        self._cluster.call("drop", timeout_s=5.0, runs=runs)
+
     @property
     def history(self) -> History | None:
         """Where runs are kept; None: nowhere."""
@@ -216,20 +271,28 @@ class Lab:
             more.setdefault("devices", None)  # those of other ranks say nothing about these
         return base.replace(**more)
 
-    def _preparation(self, why: str) -> Callable[[Spec], None]:
+    def _preparation(self, why: str, *, seat: bool = True) -> Callable[[Spec], None]:
         """What is to be done before something new begins. Who came before is settled now, and under the lock: then
         everyone ends only those who came earlier, and no two wait for each other."""
-        former, slow = self._current, self._slow_step
-        return lambda spec: self._prepare(spec, former, slow, why)
+        former, slow, sweep = self._current, self._slow_step, self._sweep
 
-    def _prepare(self, spec: Spec, former: Run | None, slow: SlowStep | None, why: str) -> None:
-        """On the new run's driver: what was going on is over, and the ranks are as the Spec wants them."""
+        def prepare(spec: Spec) -> None:
+            """On the driver of what is new: what was going on is over, and the ranks are as the Spec wants them."""
+            self._end_former(sweep, former, slow, why)
+            if seat:
+                self._seat(spec)
+
+        return prepare
+
+    def _end_former(self, sweep: Sweep | None, former: Run | None, slow: SlowStep | None, why: str) -> None:
         if slow is not None:
             slow.end(why)
-        if former is not None and not former.done and not former.stop(REPLACE_S, why):
-            raise ClusterError(
-                f"run {former.id} did not end within {REPLACE_S:.0f} s; close the lab and make another one"
-            )
+        for one in (sweep, former):
+            if one is not None and not one.done and not one.stop(REPLACE_S, why):
+                raise ClusterError(f"{one!r} did not end within {REPLACE_S:.0f} s; close the lab and make another one")
+
+    def _seat(self, spec: Spec) -> None:
+        """The ranks are as the Spec wants them."""
         devices = spec.devices or (self._devices if self._fits(spec.world_size) else None)
         seats = self._cluster.placement.devices
         healthy = self._cluster.running and self._cluster.ranks == spec.world_size
@@ -250,6 +313,11 @@ class Lab:
         return self._slow() if self._slow is not None else None
 
     @property
+    def sweep(self) -> Sweep | None:
+        """The newest comparison, over or not."""
+        return self._sweep
+
+    @property
     def spec(self) -> Spec:
         """The Spec of the newest run; before the first, the default one."""
         return self._current.spec if self._current is not None else self._wanted(None, {})
@@ -259,7 +327,9 @@ class Lab:
 
         A step in slow motion that waits for its next phase runs to its end.
         """
-        if (run := self._current) is not None and not run.done:
+        if (sweep := self._sweep) is not None and not sweep.done:
+            sweep.stop(reason="interrupted")
+        elif (run := self._current) is not None and not run.done:
             run.stop(reason="interrupted")
         else:
             self._cluster.interrupt()
@@ -278,9 +348,11 @@ class Lab:
         too, so `lab.resize(lab.ranks)` is a repair.
         """
         self._must_be_open()
-        if (run := self._current) is not None and not run.done:
-            run.stop(REPLACE_S, f"the lab went to {ranks} ranks")
-        self._end_slow(f"the lab went to {ranks} ranks", REPLACE_S)
+        why = f"the lab went to {ranks} ranks"
+        for one in (self._sweep, self._current):
+            if one is not None and not one.done:
+                one.stop(REPLACE_S, why)
+        self._end_slow(why, REPLACE_S)
         self._devices = each_device(devices, ranks)
         self._resize(ranks, self._devices)
 
@@ -382,8 +454,9 @@ class Lab:
                 return
             self._closed = True
         atexit.unregister(self._at_exit)
-        if (run := self._current) is not None and not run.done:
-            run.stop(2.0, "the lab was closed")
+        for one in (self._sweep, self._current):
+            if one is not None and not one.done:
+                one.stop(2.0, "the lab was closed")
         self._end_slow("the lab was closed", 2.0)
         self._cluster.close()
         if self._history is not None:
@@ -461,6 +534,16 @@ def each_device(devices: Sequence[str] | str | None, ranks: int) -> tuple[str, .
     return (devices,) * ranks if isinstance(devices, str) else tuple(devices)
 
 
+def _as_lists(given: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Flat field name -> its values. Raises SpecError."""
+    lists: dict[str, list[Any]] = {}
+    for name, values in given.items():
+        part_of(name)
+        one = not isinstance(values, (list, tuple)) or (name == "devices" and all(isinstance(v, str) for v in values))
+        lists[name] = [values] if one else list(values)
+        if not lists[name]:
+            raise SpecError(name, "no value is given", "give a list of values, or leave it out")
+    return lists
 def kept_in(history: History | str | os.PathLike[str] | bool) -> History | None:
     """Raises SpecError for what is neither."""
     if isinstance(history, bool):

@@ -254,7 +254,7 @@ class Spec:
         """A new Spec with flat field names changed: `spec.replace(sharding="shard_grad_op", micro_batch=8)`."""
         parts: dict[str, dict[str, Any]] = {"workload": {}, "strategy": {}, "": {}}
         for name, value in changes.items():
-            parts[_owner(name)][name] = value
+            parts[part_of(name)][name] = value
         return Spec(
             workload=parts[""].pop("workload", None) or dataclasses.replace(self.workload, **parts["workload"]),
             strategy=parts[""].pop("strategy", None) or dataclasses.replace(self.strategy, **parts["strategy"]),
@@ -484,7 +484,8 @@ def _known(prefix: str, given: Mapping[str, Any], kind: type) -> dict[str, Any]:
     return fields
 
 
-def _owner(name: str) -> str:
+def part_of(name: str) -> str:
+    """Where a flat field name belongs: "workload", "strategy", or "" for the Spec itself. Raises SpecError."""
     if name in {f.name for f in dataclasses.fields(Workload)}:
         return "workload"
     if name in {f.name for f in dataclasses.fields(Strategy)}:

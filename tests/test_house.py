@@ -51,6 +51,7 @@ FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (5, "lab", KERNEL),
     (5, "export", KERNEL),
     (6, "dashboard", SCREEN),
+    (6, "report", SCREEN),
     (6, "cli", SCREEN),
     (6, "__main__", frozenset()),
 )

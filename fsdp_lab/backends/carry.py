@@ -1,4 +1,5 @@
-"""How values reach a backend: from an initialiser (`fill`), or from the backend before it (`carry`).
+"""How values reach a backend: from an initialiser (`fill`), from the backend before it (`carry`), or from one that was put
+aside on the host (`park`, `unpark`).
 
 A carry streams: a few parameters at a time are made whole on every rank, which keeps its part of them, so that no rank
 ever holds the whole model, whatever the two backends are. Values move as they are, bit for bit.
@@ -6,7 +7,8 @@ ever holds the whole model, whatever the two backends are. Values move as they a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -41,6 +43,45 @@ def carry(old: Backend, new: Backend) -> None:
         into = piece.local if slot == PARAM else state_slots(new.optimizer, piece)[slot]
         into.copy_(whole[piece.start : piece.stop])
     for (_, source), (_, target) in zip(_lasting(old.module), _lasting(new.module), strict=True):
+        target.copy_(source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parked:
+    """This rank's part of a training, on the host; it fits a backend of the same Spec and rank."""
+
+    values: Mapping[tuple[str, str], Tensor]  # (parameter, slot or PARAM) -> this rank's range of it, flat
+    slots: tuple[str, ...]
+    steps: int  # that the optimizer took
+    buffers: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.values.values(), *self.buffers))
+
+
+def park(backend: Backend) -> Parked:
+    """Parameters, optimizer state and buffers as they are; collective. The backend may be released afterwards."""
+    slots = _slots(backend)
+    kept = {(p.name, slot): _value(backend, p, slot) for p in backend.pieces() for slot in (PARAM, *slots)}
+    return Parked(
+        values={key: value.detach().to("cpu", copy=True) for key, value in kept.items()},
+        slots=slots,
+        steps=max(_everybodys(steps_taken(backend.optimizer))),
+        buffers=tuple(b.detach().to("cpu", copy=True) for _, b in _lasting(backend.module)),
+    )
+
+
+def unpark(parked: Parked, backend: Backend) -> None:
+    """Into a backend that was built anew from the same Spec. Not collective."""
+    if parked.slots:
+        seed_state(backend.optimizer, parked.slots, parked.steps)
+    for piece in backend.pieces():
+        for slot in (PARAM, *parked.slots):
+            value = parked.values[piece.name, slot]
+            if value.numel():
+                (piece.local if slot == PARAM else state_slots(backend.optimizer, piece)[slot]).copy_(value)
+    for (_, target), source in zip(_lasting(backend.module), parked.buffers, strict=True):
         target.copy_(source)
 
 

@@ -259,10 +259,35 @@ def apply(run: str, spec: dict[str, Any], fresh: bool) -> dict[str, Any]:
         here.push()
 
 
-def train(steps: int, ledgers: Collection[int] = ()) -> dict[str, Any]:
+def park() -> dict[str, Any]:
+    """See `Session.park`."""
+    here, s = resident(), session()
+    here.withdraw()
+    try:
+        return dict(s.park())
+    finally:
+        here.push()
+
+
+def unpark(run: str) -> dict[str, Any]:
+    """See `Session.unpark`."""
+    here, s = resident(), session()
+    here.withdraw()
+    try:
+        return dict(s.unpark(run))
+    finally:
+        here.push()
+
+
+def drop(runs: Collection[str]) -> dict[str, Any]:
+    """See `Session.drop`."""
+    return dict(session().drop(runs))
+
+
+def train(steps: int, ledgers: Collection[int] = (), checks: Collection[int] = ()) -> dict[str, Any]:
     """See `Session.train`. Events are said while it runs and returned too, so that a lost message heals."""
     try:
-        return dict(session().train(steps, ledgers))
+        return dict(session().train(steps, ledgers, checks))
     finally:
         resident().publisher.flush()
 
@@ -304,6 +329,9 @@ def ping() -> int:
 
 ACTIONS: Mapping[str, Callable[..., Any]] = {
     f.__name__: f
-    for f in (describe, take, load, host, reach, join, leave, apply, train, slow_next, slow_end, forget, status, ping)
-}
+    for f in (
+        describe, take, load, host, reach, join, leave, apply, train, park, unpark, drop, slow_next, slow_end, forget,
+        status, ping,
+    )
+}  # fmt: skip
 ANYBODYS = ("describe", "take", "ping")

@@ -17,6 +17,7 @@ import torch
 
 from fsdp_lab.backends import Backend
 from fsdp_lab.events import Memory, MemorySample, Traffic
+from fsdp_lab.rank.ledger import Found
 from fsdp_lab.rank.probes import MemoryProbe
 from fsdp_lab.rank.rendezvous import Seat
 from fsdp_lab.rank.tracing import StepTrace
@@ -41,13 +42,19 @@ class Measure:
     """One for each backend that is built. Around a step: `step`; in it `part`, `before_update` and `after_update`; then
     `read`, unless it was given up."""
 
-    def __init__(self, backend: Backend, hub: Hub, seat: Seat, *, offload: str) -> None:
+    def __init__(self, backend: Backend, hub: Hub, seat: Seat, *, offload: str, found: Found | None = None) -> None:
+        """`found`: by a ledger step of the same Spec, before it was parked."""
         self._backend, self._hub, self._seat = backend, hub, seat
-        self._memory = MemoryProbe(backend, hub, seat.device, offload=offload)
+        self._memory = MemoryProbe(backend, hub, seat.device, offload=offload, found=found)
         self._on_gpu = seat.device.type == "cuda"
         self._start_s = 0.0
         self._trace: StepTrace | None = None  # of the step in progress, or the last
         self._ledger = False
+
+    @property
+    def found(self) -> Found | None:
+        """What the last ledger step found; plain values."""
+        return self._memory.found
 
     @contextmanager
     def step(self, *, ledger: bool = False, traced: bool = False) -> Iterator[None]:

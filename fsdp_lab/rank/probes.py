@@ -27,14 +27,17 @@ _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_
 class MemoryProbe:
     """One for each backend that is built."""
 
-    def __init__(self, backend: Backend, hub: Hub, device: torch.device, *, offload: str) -> None:
+    def __init__(
+        self, backend: Backend, hub: Hub, device: torch.device, *, offload: str, found: Found | None = None
+    ) -> None:
+        """`found`: by a ledger step of the same Spec, before it was parked."""
         self._backend, self._hub, self._device, self._offload = backend, hub, device, offload
         self._process = psutil.Process()
         self._parameters = sum(p.local.nbytes for p in backend.pieces())
         self._gradients = 0
         self._optimizer = 0
         self._limit = limit_bytes(device)
-        self._found: Found | None = None  # of the last ledger step
+        self.found = found  # of the last ledger step
         self._recording: Ledger | None = None
 
     def begin(self) -> None:
@@ -49,19 +52,19 @@ class MemoryProbe:
         try:
             with self._recording.recording():
                 yield
-            self._found = self._recording.found
+            self.found = self._recording.found
         finally:
             self._recording = None
 
     @property
     def curve(self) -> tuple[MemorySample, ...]:
         """Of the last ledger step."""
-        return self._found.curve if self._found is not None else ()
+        return self.found.curve if self.found is not None else ()
 
     @property
     def exposed(self) -> dict[str, float] | None:
         """Exposed communication by kind of the last ledger step on a GPU."""
-        return self._found.exposed if self._found is not None else None
+        return self.found.exposed if self.found is not None else None
 
     def before_update(self) -> None:
         """While the gradients are there."""
@@ -95,8 +98,8 @@ class MemoryProbe:
 
     def _on_cpu(self, m: Memory) -> Memory:
         """Nothing counts all the time: the last ledger step is repeated, since every step does the same."""
-        if self._found is not None:
-            allocated, peak = self._found.end_bytes, self._found.peak
+        if self.found is not None:
+            allocated, peak = self.found.end_bytes, self.found.peak
         else:
             allocated, peak = self._parameters + self._optimizer + self._backend.standing_bytes(), Classes()
         outside = max(0, m.rss_bytes - allocated)
@@ -108,7 +111,7 @@ class MemoryProbe:
         """The allocator counts; what it tells beyond what the last ledger step found is other."""
         reserved, peak = torch.cuda.memory_reserved(self._device), torch.cuda.max_memory_allocated(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
-        known = self._found.peak if self._found is not None else _standing(m)
+        known = self.found.peak if self.found is not None else _standing(m)
         other = known.other_bytes + max(0, peak - known.total_bytes)
         return dataclasses.replace(
             m,

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from fsdp_lab.wire import Hub, Wire, register
 
@@ -45,12 +46,20 @@ def open_groups(seat: Seat, store: dist.Store, hub: Hub, epoch: int) -> Wire:
     backend = register(hub, nccl=nccl)
     # a store connection of its own: a rank that waits here must not block whoever watches the other one
     place = dist.PrefixStore(f"epoch{epoch}", store.clone())  # type: ignore[attr-defined]
+    _name_anew()
     dist.init_process_group(
         backend, store=place, rank=seat.rank, world_size=seat.world_size, timeout=timedelta(seconds=hub.timeout_s)
     )
     group = dist.group.WORLD
     assert isinstance(group, Wire)
     return group
+
+
+def _name_anew() -> None:
+    """torch names groups by counting them, and counts one that could not be opened, too: a rank that had such a one would
+    never meet the others again. There is no group now, so that all may begin at 0."""
+    if not dist.is_initialized():
+        c10d._world.group_count = 0
 
 
 def close_groups(hub: Hub) -> None:

@@ -30,13 +30,16 @@ from torch import nn
 
 from fsdp_lab.backends import Backend, build, carry, fill
 from fsdp_lab.backends.base import retune
+from fsdp_lab.backends.carry import park, unpark
 from fsdp_lab.engine.scaler import Scaler
 from fsdp_lab.frame import Frame
 from fsdp_lab.hang import limit
 from fsdp_lab.models import Initializer, build_skeleton, resolve
+from fsdp_lab.rank.aside import Aside
 from fsdp_lab.rank.clocks import Clock, compare_clocks
 from fsdp_lab.rank.emulation import Emulated, Emulation
 from fsdp_lab.rank.guard import INTERRUPTED, Guard
+from fsdp_lab.rank.ledger import Found
 from fsdp_lab.rank.prepare import Preparation, Prepared
 from fsdp_lab.rank.pulse import Place, Pulse
 from fsdp_lab.rank.rendezvous import Seat, close_groups, find_store, open_groups
@@ -116,6 +119,7 @@ class Session:
         self._world: Wire = self._open()
         self._clock = Clock()
         self._trainer: Trainer | None = None
+        self._aside: dict[str, Aside] = {}  # run -> what waits on the host
         self._slow: SlowStep | None = None
         self._notes = _fidelity(self.seat, shared_gpu_ranks)
         self._preparation = Preparation(self.seat)
@@ -192,6 +196,47 @@ class Session:
             self._record(trainer, settled=False)
         return {"events": events, "stopped": False, "step": trainer.progress.step}
 
+    def park(self) -> dict[str, Any]:
+        """Put the training aside on the host, so that another can have the device; collective. `unpark` goes on with it.
+
+        Returns: {"parked_bytes"}, of this rank.
+        """
+        self._leave_slow_motion()
+        with self._working_together():
+            self._renew()
+            t = self._needed()
+            aside = Aside(spec=t.spec, batches=t.batches, cost=t.cost, progress=t.progress, scaler=t.scaler,
+                          found=t.measure.found, values=park(t.backend))  # fmt: skip
+        self._aside[t.run] = aside
+        self._release()
+        return {"parked_bytes": aside.values.nbytes}
+
+    def unpark(self, run: str) -> dict[str, Any]:
+        """Go on with what was put aside under this name; collective. What is trained now is dropped.
+
+        Returns: {"step"}; None where nothing is kept under this name, as in ranks that are new.
+        """
+        aside = self._aside.pop(run, None)
+        if aside is None:
+            return {"step": None}
+        self._leave_slow_motion()
+        with self._working_together():
+            self._renew()
+            self._release()
+            self._clock = compare_clocks(self._world)
+            self._emulated = self._emulation.of(aside.spec, aside.cost.peak_flops_per_s, self._world)
+            skeleton = build_skeleton(resolve(aside.spec.workload.model))
+            p = Prepared(spec=aside.spec, skeleton=skeleton, batches=aside.batches, cost=aside.cost)
+            backend = build(skeleton, aside.spec, self.seat.device)
+            unpark(aside.values, backend)
+            self._trainer = self._trainer_for(run, p, backend, aside.progress, aside.scaler, aside.found)
+            self._world.barrier().wait()
+        return {"step": aside.progress.step}
+
+    def drop(self, runs: Collection[str]) -> dict[str, Any]:
+        """Forget what was put aside under these names. Returns {"dropped"}: how many there were."""
+        return {"dropped": sum(self._aside.pop(run, None) is not None for run in runs)}
+
     def slow_next(self) -> dict[str, Any]:
         """Go on to the next phase of a training step, which begins if none is under way; collective.
 
@@ -215,11 +260,7 @@ class Session:
         """Drop the model and its optimizer. Returns {"freed_bytes"}: what the process gave back."""
         self._leave_slow_motion()
         before = self._held_bytes()
-        if self._trainer is not None:
-            self._trainer.backend.release(self._hub.busy())
-            self._trainer = None
-        gc.collect()
-        _give_back(self.seat.device)
+        self._release()
         return {"freed_bytes": max(0, before - self._held_bytes())}
 
     def status(self) -> dict[str, Any]:
@@ -260,6 +301,7 @@ class Session:
                 self._slow.end()
             self._slow = None
         self.forget()
+        self._aside.clear()
         self._pulse.close()
         self._guard.close()
         close_groups(self._hub)
@@ -298,6 +340,14 @@ class Session:
 
     # -- starting and switching -----------------------------------------------------------------------------------
 
+    def _release(self) -> None:
+        """Drop the model and its optimizer."""
+        if self._trainer is not None:
+            self._trainer.backend.release(self._hub.busy())
+            self._trainer = None
+        gc.collect()
+        _give_back(self.seat.device)
+
     def _start(self, run: str, p: Prepared) -> Trainer:
         """From initial values. What was there before goes first, so that two models need not fit."""
         initial = Initializer(p.skeleton, p.spec.workload.seed)
@@ -324,7 +374,9 @@ class Session:
         _give_back(self.seat.device)
         return backend
 
-    def _trainer_for(self, run: str, p: Prepared, backend: Backend, progress: Progress, scaler: Scaler) -> Trainer:
+    def _trainer_for(
+        self, run: str, p: Prepared, backend: Backend, progress: Progress, scaler: Scaler, found: Found | None = None
+    ) -> Trainer:
         return Trainer(
             run=run,
             spec=p.spec,
@@ -337,6 +389,7 @@ class Session:
             scaler=scaler,
             notes=(*self._notes, *self._emulated.notes),
             clock=self._clock,
+            found=found,
         )
 
     def _place(self) -> Place:

@@ -24,6 +24,7 @@ from fsdp_lab.events import StepEvent
 from fsdp_lab.models import Batches
 from fsdp_lab.rank.checksum import checksum
 from fsdp_lab.rank.clocks import Clock
+from fsdp_lab.rank.ledger import Found
 from fsdp_lab.rank.measure import Measure
 from fsdp_lab.rank.rendezvous import Seat
 from fsdp_lab.schedule import Phase
@@ -70,14 +71,16 @@ class Trainer:
         scaler: Scaler,
         notes: tuple[str, ...],
         clock: Clock,
+        found: Found | None = None,
     ) -> None:
+        """`found`: by a ledger step of this very training before it was parked; it needs no other at once."""
         self.run, self.spec, self.seat, self.backend, self.batches = run, spec, seat, backend, batches
         self.world, self.cost, self.progress, self.scaler, self.notes = world, cost, progress, scaler, notes
         self.clock = clock
-        self.measure = Measure(backend, world.hub, seat, offload=spec.strategy.offload)
+        self.measure = Measure(backend, world.hub, seat, offload=spec.strategy.offload, found=found)
         self.voting = False  # between giving the vote and having its result
         self._steps_here = 0
-        self._ledger_due = True
+        self._ledger_due = found is None
 
     def step(self, *, slow: bool = False, ledger: bool = False, traced: bool = False) -> StepEvent:
         """Forward, backward, vote, update; `slow`: somebody halts it on its way; `ledger`: make it a ledger step; `traced`:

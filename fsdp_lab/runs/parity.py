@@ -4,9 +4,10 @@ The rule. Two runs are held against each other at the steps that both have told,
 seed, optimizer and its values, and the same samples a step. What is compared of a step is what all ranks agreed on: the mean
 loss, the global gradient norm, and where both have one the checksum of the parameters after it.
 
-- *equal*: every one of these is equal bit for bit.
-- *within*: they differ by no more than rounding explains in the coarser of the two precisions (`bound`).
-- *different*: they do not; or replicas that should hold the same parameters do not. The first such step is named.
+- *equal*: losses and checksums are equal bit for bit, in every one of these steps; gradient norms to `NORM_ROUNDING`, since
+  the order in which squares are summed follows the shards.
+- *within*: they differ by no more than rounding explains in the coarser of the two precisions (`BOUNDS`, `grown`).
+- *different*: they differ by more; or replicas that should hold the same parameters do not. The first such step is named.
 - *unknown*: there is nothing to compare, and why.
 """
 
@@ -24,10 +25,26 @@ from fsdp_lab.spec import Spec
 
 TRAINED = ("model", "data", "seq_len", "optimizer", "lr", "weight_decay", "clip_norm", "seed")
 
-# Unit roundoff of a significand of p bits, 2^-p.
-ROUNDOFF: Mapping[str, float] = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
-LOSS_UNITS, NORM_UNITS = 32.0, 256.0  # how many roundings a step may differ by
-GROWTH_STEPS = 8.0  # differences are trained on: after so many steps they may be twice as large, and so on linearly
+NORM_ROUNDING = 1e-5  # of a sum of fp32 squares in whatever order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """Relative differences that rounding may make in the first step.
+
+    In units of roundoff (2^-24, 2^-11, 2^-8): 4 and 64 in fp32, whose norm is summed over all of the model; 1 and 4 in the
+    half precisions, whose matrix products add in fp32. Each is about four times or more what was seen in 60 steps.
+    """
+
+    loss: float
+    norm: float
+
+
+BOUNDS: Mapping[str, Bound] = {
+    "fp32": Bound(loss=4 * 2.0**-24, norm=64 * 2.0**-24),
+    "fp16": Bound(loss=2.0**-11, norm=4 * 2.0**-11),
+    "bf16": Bound(loss=2.0**-8, norm=4 * 2.0**-8),
+}
 
 
 class Verdict(StrEnum):
@@ -45,7 +62,7 @@ class Parity:
     steps: int = 0
     checksums: int = 0
     first_step: int | None = None  # the first that is not equal bit for bit; where different: the first beyond the bound
-    what: str = ""  # what differed there
+    what: str = ""  # what differed there: "loss", "gradient norm", "parameters" or "replicas"
     sentence: str = ""
 
 
@@ -72,7 +89,7 @@ def parity(baseline: Kept, other: Kept) -> Parity:
     common = sorted(mine.keys() & theirs.keys())
     if not common:
         return Parity(verdict=Verdict.UNKNOWN, sentence="no step in common yet")
-    return _judge([(n, mine[n], theirs[n]) for n in common], _roundoff(baseline, other))
+    return _judge([(n, mine[n], theirs[n]) for n in common], _coarsest(baseline, other))
 
 
 def agreed(events: list[StepEvent]) -> dict[int, Told]:
@@ -104,40 +121,41 @@ def _incomparable(one: Spec, other: Spec) -> str:
     return f"another training: {', '.join(differing)} differ{'s' if len(differing) == 1 else ''}" if differing else ""
 
 
-def _roundoff(one: Kept, other: Kept) -> float:
-    """Of the coarsest dtype that either computed or reduced in."""
+def _coarsest(one: Kept, other: Kept) -> Bound:
+    """Of the dtypes that either computed or reduced in."""
     specs = [one.spec, *(s.after for s in one.switches), other.spec, *(s.after for s in other.switches)]
-    return max(ROUNDOFF[dtype] for spec in specs for dtype in (spec.strategy.dtypes.param, spec.strategy.dtypes.reduce))
+    dtypes = {d for spec in specs for d in (spec.strategy.dtypes.param, spec.strategy.dtypes.reduce)}
+    return max((BOUNDS[dtype] for dtype in dtypes), key=lambda bound: bound.loss)
 
 
-def bound(units: float, roundoff: float, step: int) -> float:
-    """The relative difference that rounding may have made by this step."""
-    return units * roundoff * (1 + step / GROWTH_STEPS)
+def grown(bound: float, step: int) -> float:
+    """What a relative difference may have become by this step: each adds one of its own, and they are trained on."""
+    return bound * math.sqrt(1 + step)
 
 
-def _judge(common: list[tuple[int, Told, Told]], roundoff: float) -> Parity:
+def _judge(common: list[tuple[int, Told, Told]], bound: Bound) -> Parity:
     checksums = sum(a.checksum is not None and b.checksum is not None for _, a, b in common)
     found = partial(Parity, steps=len(common), checksums=checksums)
     over = f"over {len(common)} step{'s' if len(common) != 1 else ''}"
     first, what = next(((n, w) for n, a, b in common if (w := _unequal(a, b))), (None, ""))
     if first is None:
-        parts = f"losses and gradient norms{f', and {checksums} checksums of the parameters' if checksums else ''}"
+        parts = f"losses{f' and {checksums} checksums of the parameters' if checksums else ''}"
         return found(verdict=Verdict.EQUAL, sentence=f"equal bit for bit {over}: {parts}")
     for n, a, b in common:
-        for what_, x, y, units in (("gradient norm", a.norm, b.norm, NORM_UNITS), ("loss", a.loss, b.loss, LOSS_UNITS)):
-            if _beyond(x, y, limit := bound(units, roundoff, n)):
+        for what_, x, y, one in (("gradient norm", a.norm, b.norm, bound.norm), ("loss", a.loss, b.loss, bound.loss)):
+            if _beyond(x, y, limit := grown(one, n)):
                 sentence = f"different from step {n} on: {what_} {y:.9g} instead of {x:.9g}"
                 sentence += f", more than rounding explains ({limit:.1e})" if math.isfinite(x) and math.isfinite(y) else ""
                 return found(verdict=Verdict.DIFFERENT, first_step=n, what=what_, sentence=sentence)
-    sentence = f"equal within rounding {over}; the {what} first differs at step {first}"
+    sentence = f"equal within rounding {over}; not bit for bit from step {first} on: {what}"
     return found(verdict=Verdict.WITHIN, first_step=first, what=what, sentence=sentence)
 
 
 def _unequal(a: Told, b: Told) -> str:
-    """Which part of a step differs by a bit; empty where none does."""
+    """Which part of a step is not equal; empty where none is."""
     if a.loss != b.loss and not (math.isnan(a.loss) and math.isnan(b.loss)):
         return "loss"
-    if a.norm != b.norm and not (math.isnan(a.norm) and math.isnan(b.norm)):
+    if _beyond(a.norm, b.norm, NORM_ROUNDING):
         return "gradient norm"
     if a.checksum is not None and b.checksum is not None and a.checksum != b.checksum:
         return "parameters"

@@ -179,10 +179,12 @@ class Run(Reading, Awaited["Run"]):
         steps: int | None = None,
         fresh: bool = True,
         ledger_every: int | None = None,
+        share: int | None = None,
         prepare: Callable[[Spec], None] = lambda spec: None,
         run_id: str | None = None,
     ) -> None:
-        """`prepare(spec)` is called on the driver before anything is sent: it sees to the right ranks."""
+        """`prepare(spec)` is called on the driver before anything is sent: it sees to the right ranks. `share`: steps of a
+        turn; after so many it is put aside until `take_turn`, and others may have the ranks."""
         super().__init__()
         _whole_number("steps", steps, "no end")
         _whole_number("ledger_every", ledger_every, "only those that are asked for")
@@ -204,6 +206,7 @@ class Run(Reading, Awaited["Run"]):
         self._tickets: list[Ticket] = []
         self._paused = False
         self._ledger = False  # asked for and not yet sent
+        self._share, self._turn_left, self._is_aside = share, share or 0, False
         self._stop_s: float | None = None  # when a stop was asked for, on the monotonic clock
         self._stop_reason = ""
         self._step = 0
@@ -292,6 +295,17 @@ class Run(Reading, Awaited["Run"]):
                 raise ClusterError(f"run {self.id} is {self._state.value}; start another one with lab.run")
             self._ledger = True
 
+    def take_turn(self) -> None:
+        """Go on after standing aside; the ranks must be free."""
+        with self._changed:
+            self._is_aside = False
+            self._changed.notify_all()
+
+    def wait_aside(self, timeout_s: float | None = None) -> bool:
+        """Blocks until its turn is over: it stands aside, or has ended. Returns whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_aside or self._state.over, timeout_s)
+
     def pause(self) -> None:
         """Holds after the running chunk; parameters and optimizer state stay on the ranks."""
         with self._changed:
@@ -357,6 +371,9 @@ class Run(Reading, Awaited["Run"]):
                 continue
             if self.steps is not None and self._done_steps >= self.steps:
                 return RunState.FINISHED, ""
+            if self._share is not None and self._turn_left == 0:
+                self._stand_aside(self._share)
+                continue
             with self._changed:
                 if self._stop_s is None:
                     self._set(RunState.RUNNING)
@@ -366,17 +383,24 @@ class Run(Reading, Awaited["Run"]):
     def _chunk_of_steps(self) -> bool:
         """One chunk on all ranks. Returns whether it was interrupted."""
         left = self._chunk if self.steps is None else min(self._chunk, self.steps - self._done_steps)
-        ledgers = self._ledgers(left)
+        left = left if self._share is None else min(left, self._turn_left)
+        ledgers, checks = self._ledgers(left), self._checks(left)
         told = threading.Event()  # after that, what still arrives was in the return values
         results = self._await(
             self._ranks.submit(
-                "train", take=lambda data: None if told.is_set() else self._take(data), steps=left, ledgers=ledgers
+                "train",
+                take=lambda data: None if told.is_set() else self._take(data),
+                steps=left,
+                ledgers=ledgers,
+                checks=checks,
             )
         )
         for result in results:
             self._keep(result["events"])
         told.set()
-        self._done_steps += len(results[0]["events"])
+        trained = len(results[0]["events"])
+        self._done_steps += trained
+        self._turn_left -= trained
         self._step = int(results[0]["step"])
         times = [r["events"][-1]["step_time_s"] for r in results if r["events"]]
         if times:
@@ -391,6 +415,29 @@ class Run(Reading, Awaited["Run"]):
         numbers = range(self._step, self._step + count)
         every = self.ledger_every
         return [n for n in numbers if (asked and n == self._step) or (every is not None and (n + 1) % every == 0)]
+
+    def _checks(self, count: int) -> list[int]:
+        """Which of the next steps are to tell a checksum of the parameters: after 1, 2, 4, 8, ... steps, and the last."""
+        numbers = range(self._step, self._step + count)
+        return [n for n in numbers if (n + 1).bit_count() == 1 or n + 1 == self._until]
+
+    def _stand_aside(self, share: int) -> None:
+        """What is trained waits on the host until `take_turn` or `stop`. Ranks that are new by then begin again."""
+        self._await(self._ranks.submit("park"))
+        with self._changed:
+            self._is_aside = True
+            if self._stop_s is None:
+                self._set(RunState.PAUSED, "waits for its turn")
+            while self._is_aside and self._stop_s is None:
+                self._changed.wait()
+            if self._stop_s is not None:
+                return
+            self._turn_left = share
+        self._prepare(self._spec)
+        told = self._await(self._ranks.submit("unpark", run=self.id))
+        if told[0]["step"] is None:
+            self._done_steps = 0
+            self._switch(self._spec, fresh=True)
 
     def _await(self, call: Call) -> list[Any]:
         """The results of a call; while it lasts, a stop is heard and becomes an interrupt."""

@@ -1,4 +1,4 @@
-"""What a run was, in figures: the entry of `fsdp-lab compare`'s JSON, and the table of its last steps.
+"""What a run was, in figures: the entry of `fsdp-lab compare`'s JSON, `Figures`, and the table of its last steps.
 
 The rule of what counts, everywhere: figures are of the steps trained with the Spec that was applied last. A step's
 time is that of its slowest rank. Medians and percentiles of time, throughput, TFLOPS and communication leave out
@@ -10,20 +10,26 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
-from fsdp_lab.events import Role, StepEvent
+from fsdp_lab.events import Classes, Role, StepEvent
 from fsdp_lab.runs.table import Table, count, duration, size
 from fsdp_lab.spec import Spec
 
 Step = Sequence[StepEvent]  # one step's events, in rank order
 
+# The rule of what counts, for whoever reads the figures.
+RULE = ("Medians (and p10 to p90) leave out the first step after a change and ledger steps; a step's time is that of its "
+        "slowest rank.")  # fmt: skip
+
 
 def summarize(spec: Spec, events: Sequence[StepEvent]) -> dict[str, Any]:
     """The `runs` entry of compare's JSON. Figures that nothing was measured for are None, lists are empty."""
     steps = whole_steps(spec, events)
-    counted = [s for s in steps if s[0].counts] or steps
+    counted = counting(steps)
     ranks = range(len(steps[0]) if steps else 0)
     times = [slowest(s) for s in counted]
     kinds = sorted({kind for s in counted for e in s for kind in e.comm})
@@ -31,7 +37,7 @@ def summarize(spec: Spec, events: Sequence[StepEvent]) -> dict[str, Any]:
         "spec": spec.to_dict(),
         "losses": [s[0].mean_loss for s in steps],
         "step_time_s": {"median": quantile(times, 0.5), "p10": quantile(times, 0.1), "p90": quantile(times, 0.9)},
-        "tokens_per_s": median([sum(e.tokens for e in s) / slowest(s) for s in counted]),
+        "tokens_per_s": median([throughput(s) for s in counted]),
         "tflops_per_rank": [median([s[r].tflops for s in counted]) for r in ranks],
         "mfu_per_rank": [median([share for s in counted if (share := s[r].mfu) is not None]) for r in ranks],
         "hfu_per_rank": [median([share for s in counted if (share := s[r].hfu) is not None]) for r in ranks],
@@ -62,6 +68,11 @@ def whole_steps(spec: Spec, events: Sequence[StepEvent]) -> list[Step]:
     return [
         [by_rank[r] for r in sorted(by_rank)] for _, by_rank in sorted(found.items()) if len(by_rank) == spec.world_size
     ]
+
+
+def counting(steps: Sequence[Step]) -> Sequence[Step]:
+    """Those whose times belong in a median; where there is none, all."""
+    return [s for s in steps if s[0].counts] or steps
 
 
 def slowest(step: Step) -> float:
@@ -101,6 +112,113 @@ def quantile(values: Sequence[float], q: float) -> float | None:
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+# -- figures of a whole run, one value each with its spread ---------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """A median of `n` values with the 10th and the 90th percentile."""
+
+    median: float
+    p10: float
+    p90: float
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        """Of the finite ones; None where there is none."""
+        finite = known(values)
+        m, low, high = quantile(finite, 0.5), quantile(finite, 0.1), quantile(finite, 0.9)
+        if m is None or low is None or high is None:
+            return None
+        return cls(median=m, p10=low, p90=high, n=len(finite))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """A run under the Spec applied last, by the rule of this module. None: not measured.
+
+    Memory is that of the fullest rank: `at_peak` says what its peak was made of. `outside_bytes`, `host_bytes`: the most of
+    any rank at the last step; `limit_bytes`: the least.
+    """
+
+    steps: int = 0  # told by all ranks
+    counted: int = 0  # of them, in medians
+    step_time_s: Spread | None = None
+    tokens_per_s: Spread | None = None  # of all ranks
+    tflops_per_rank: Spread | None = None  # mean over ranks, as are the next four
+    mfu: Spread | None = None
+    hfu: Spread | None = None
+    comm_s: Spread | None = None  # a step, issue to completion, all kinds
+    exposed_comm_s: Spread | None = None  # a step, all kinds
+    link_bytes: Spread | None = None  # that rank 0 sends in a step
+    comm_s_by_kind: Mapping[str, float] = field(default_factory=dict)  # medians
+    peak_memory_bytes: int | None = None
+    at_peak: Classes = field(default_factory=Classes)
+    host_bytes: int = 0
+    outside_bytes: int = 0
+    limit_bytes: int | None = None
+    on_gpu: bool = False  # a caching allocator told its memory
+    last_step: int | None = None
+    last_loss: float | None = None  # mean over ranks
+    peak_flops_source: str = ""
+    notes: tuple[str, ...] = ()  # what the times are worth
+
+    @property
+    def needs_bytes(self) -> int | None:
+        """Of a device, for the fullest rank: the peak, and on a GPU what others than the allocator take there."""
+        if self.peak_memory_bytes is None:
+            return None
+        return self.peak_memory_bytes + (self.outside_bytes if self.on_gpu else 0)
+
+
+def figures(steps: Sequence[Step]) -> Figures:
+    """Of the steps that `whole_steps` found."""
+    if not steps:
+        return Figures()
+    counted, last = counting(steps), steps[-1]
+    fullest = max((e.memory for s in steps for e in s), key=attrgetter("peak_bytes"))
+    kinds = sorted({kind for s in counted for e in s for kind in e.comm})
+
+    def spread(value: Callable[[StepEvent], float | None]) -> Spread | None:
+        return Spread.of([of_ranks(s, value) for s in counted])
+
+    return Figures(
+        steps=len(steps),
+        counted=len(counted),
+        step_time_s=Spread.of([slowest(s) for s in counted]),
+        tokens_per_s=Spread.of([throughput(s) for s in counted]),
+        tflops_per_rank=spread(attrgetter("tflops")),
+        mfu=spread(attrgetter("mfu")),
+        hfu=spread(attrgetter("hfu")),
+        comm_s=spread(lambda e: sum(t.seconds for t in e.comm.values())),
+        exposed_comm_s=spread(attrgetter("exposed_comm_s")),
+        link_bytes=Spread.of([sum(t.link_bytes for t in s[0].comm.values()) for s in counted]),
+        comm_s_by_kind={k: statistics.median(statistics.fmean(seconds(e, k) for e in s) for s in counted) for k in kinds},
+        peak_memory_bytes=fullest.peak_bytes or None,
+        at_peak=fullest.at_peak,
+        host_bytes=max(e.memory.host_bytes for e in last),
+        outside_bytes=max(e.memory.outside_bytes for e in last),
+        limit_bytes=min((e.memory.limit_bytes for e in last if e.memory.limit_bytes), default=None),
+        on_gpu=any(e.memory.reserved_bytes is not None for e in last),
+        last_step=last[0].step,
+        last_loss=last[0].mean_loss,
+        peak_flops_source=last[0].peak_source,
+        notes=tuple(dict.fromkeys(note for e in last for note in e.notes)),
+    )
+
+
+def throughput(step: Step) -> float:
+    """Tokens a second, of all ranks."""
+    return sum(e.tokens for e in step) / slowest(step)
+
+
+def of_ranks(step: Step, value: Callable[[StepEvent], float | None]) -> float:
+    """The mean over the ranks that know it; NaN where none does, or one knows that it does not."""
+    told = [v for e in step if (v := value(e)) is not None]
+    return statistics.fmean(told) if told else math.nan
 
 
 # -- the table of the last steps -----------------------------------------------------------------------------------

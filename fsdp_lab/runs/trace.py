@@ -6,18 +6,16 @@ because slices of one thread may only nest. The format: "Trace Event Format", a 
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_lab.runs.files import check_file, write_whole
 from fsdp_lab.spans import Span, Track
-from fsdp_lab.spec import SpecError
 
 if TYPE_CHECKING:
     from fsdp_lab.runs.timeline import Lane, Timeline
@@ -40,31 +38,8 @@ NAMES = {
 
 
 def check_path(path: str | os.PathLike[str], *, field: str = "path") -> Path:
-    """Where a trace is to go. Raises SpecError where it cannot: to be asked before anything is made.
-
-    Whether a folder takes a file is found out by making one: permissions alone do not say it.
-    """
-    way_out = "name a .json or .json.gz file in a folder that exists and is yours"
-    try:
-        file = Path(path).expanduser().absolute()
-        if not file.name.endswith(SUFFIXES):
-            raise SpecError(field, f"{path} does not end in .json or .json.gz", way_out)
-        if file.exists() and not file.is_file():
-            raise SpecError(field, f"{path} cannot be written: it is not a file", way_out)
-        if not file.parent.is_dir():
-            raise SpecError(field, f"{path} cannot be written: there is no folder {file.parent}", way_out)
-        with contextlib.suppress(FileNotFoundError):
-            os.lstat(file)  # a name that is too long, or none at all
-        if file.exists() and not os.access(file, os.W_OK):
-            raise SpecError(field, f"{path} cannot be written: it is there and read-only", way_out)
-        with tempfile.NamedTemporaryFile(dir=file.parent):
-            pass
-    except (OSError, ValueError, RuntimeError) as e:  # RuntimeError: a ~ that is nobody's home
-        if isinstance(e, SpecError):
-            raise
-        why = e.strerror if isinstance(e, OSError) else e
-        raise SpecError(field, f"{path} cannot be written: {why}", way_out) from e
-    return file
+    """Where a trace is to go. Raises SpecError where it cannot: to be asked before anything is made."""
+    return check_file(path, SUFFIXES, field=field)
 
 
 def write_trace(path: str | os.PathLike[str], timelines: Sequence[Timeline]) -> Path:
@@ -73,20 +48,7 @@ def write_trace(path: str | os.PathLike[str], timelines: Sequence[Timeline]) -> 
     content = json.dumps(trace(timelines), separators=(",", ":"), allow_nan=False).encode()
     if file.name.endswith(".gz"):
         content = gzip.compress(content, compresslevel=6, mtime=0)
-    mask = os.umask(0o022)  # there is no way to read it but to set it
-    os.umask(mask)
-    part = ""
-    try:
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as made:
-            part = made.name
-            made.write(content)
-        os.chmod(part, 0o666 & ~mask)
-        os.replace(part, file)
-    except OSError as e:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
-        raise SpecError("path", f"{path} could not be written: {e.strerror}", "make room, or name another place") from e
-    return file
+    return write_whole(file, content)
 
 
 def trace(timelines: Sequence[Timeline]) -> dict[str, Any]:

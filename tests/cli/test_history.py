@@ -11,17 +11,17 @@ import pytest
 from fsdp_lab.cli.main import main
 from fsdp_lab.runs import History
 from fsdp_lab.spec import Spec
-from tests.lab.kept import Told, ended
+from tests.lab.telling import Telling, ended
 
 
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Told]:
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Telling]:
     """An old one, one with a switch, and the newest."""
     monkeypatch.setenv("FSDP_LAB_HISTORY", str(tmp_path / "runs.sqlite3"))
     now_s = time.time()
     old = ended(started_unix_s=now_s - 40 * 86_400)
     old.ended_unix_s = now_s - 40 * 86_400
-    switched = Told(started_unix_s=now_s - 100)
+    switched = Telling(started_unix_s=now_s - 100)
     switched.tell(4)
     switched.switch(sharding="shard_grad_op")
     switched.tell(4)
@@ -40,7 +40,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
     return captured.err if code else captured.out
 
 
-def test_runs_are_listed(runs: list[Told], capsys: pytest.CaptureFixture[str]):
+def test_runs_are_listed(runs: list[Telling], capsys: pytest.CaptureFixture[str]):
     out = said(capsys)
     places = [out.index(run.id) for run in runs]
     assert out.startswith("3 runs in ") and places == sorted(places, reverse=True)
@@ -52,7 +52,7 @@ def test_runs_are_listed(runs: list[Told], capsys: pytest.CaptureFixture[str]):
     assert "--limit -1 is refused" in said(capsys, "--limit", "-1", code=2)
 
 
-def test_a_run_is_shown(runs: list[Told], capsys: pytest.CaptureFixture[str]):
+def test_a_run_is_shown(runs: list[Telling], capsys: pytest.CaptureFixture[str]):
     out = said(capsys, "show", runs[1].id[:6])
     assert f"run {runs[1].id}" in out and "from step 4: sharding full_shard -> shard_grad_op" in out
     assert "2 x CPU" in out and "tokens/s" in out and "finished" in out
@@ -61,7 +61,7 @@ def test_a_run_is_shown(runs: list[Told], capsys: pytest.CaptureFixture[str]):
     assert "none of these runs is called 'nothing'" in said(capsys, "show", "nothing", code=2)
 
 
-def test_a_run_is_named_and_pinned(runs: list[Told], capsys: pytest.CaptureFixture[str]):
+def test_a_run_is_named_and_pinned(runs: list[Telling], capsys: pytest.CaptureFixture[str]):
     said(capsys, "rename", runs[0].id, "baseline")
     said(capsys, "pin", "baseline")
     assert "baseline (pinned)" in said(capsys) and History().runs()["baseline"].id == runs[0].id
@@ -69,7 +69,7 @@ def test_a_run_is_named_and_pinned(runs: list[Told], capsys: pytest.CaptureFixtu
     assert "(pinned)" not in said(capsys)
 
 
-def test_runs_are_deleted(runs: list[Told], capsys: pytest.CaptureFixture[str]):
+def test_runs_are_deleted(runs: list[Telling], capsys: pytest.CaptureFixture[str]):
     assert "name the runs to delete, or give --older-than DAYS" in said(capsys, "delete", code=2)
     assert "--older-than -2.0 is refused" in said(capsys, "delete", "--older-than", "-2", code=2)
     assert "1 run deleted; 2 left" in said(capsys, "delete", "--older-than", "30")

@@ -25,7 +25,7 @@ from fsdp_lab.runs.recording import CURVES_KEPT, SPANS_KEPT, thin
 from fsdp_lab.runs.summary import how
 from fsdp_lab.spec import Spec, SpecError
 from tests.dashboard.fake_lab import event
-from tests.lab.kept import Told, ended, plain
+from tests.lab.telling import Telling, ended, plain
 from tests.lab.test_lab import until
 
 LONG_S = 20
@@ -34,7 +34,7 @@ LONG_S = 20
 @pytest.fixture
 def history(tmp_path: Path) -> Iterator[History]:
     made = History(tmp_path / "runs.sqlite3")
-    live: list[Told] = []
+    live: list[Telling] = []
     record = made.record
     made.record = lambda run: (live.append(run), record(run))[1]  # type: ignore[method-assign]
     yield made
@@ -44,7 +44,7 @@ def history(tmp_path: Path) -> Iterator[History]:
     made.flush(5)
 
 
-def kept(history: History, *runs: Told) -> None:
+def kept(history: History, *runs: Telling) -> None:
     for run in runs:
         history.record(run)
     assert history.flush(LONG_S), history.problem
@@ -54,7 +54,7 @@ def kept(history: History, *runs: Told) -> None:
 
 
 def test_a_past_run_is_the_run_that_was(history: History):
-    run = Told(Spec(world_size=2))
+    run = Telling(Spec(world_size=2))
     history.record(run)
     run.tell(7)
     history.flush(LONG_S)
@@ -81,7 +81,7 @@ def test_a_past_run_is_the_run_that_was(history: History):
 
 
 def test_the_newest_traced_and_ledger_steps_keep_their_spans_and_curves(history: History, tmp_path: Path):
-    run = Told()
+    run = Telling()
     history.record(run)
     for _ in range(12):
         run.tell(50, rich=True)
@@ -103,7 +103,7 @@ def test_the_newest_traced_and_ledger_steps_keep_their_spans_and_curves(history:
 
 def test_spans_and_curves_on_disk_are_bounded(history: History, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fsdp_lab.runs.recording.SPANS_S", 0.0)
-    run = Told()
+    run = Telling()
     history.record(run)
     for _ in range(60):
         run.tell(5, rich=True)
@@ -117,7 +117,7 @@ def test_spans_and_curves_on_disk_are_bounded(history: History, monkeypatch: pyt
 
 
 def test_old_steps_are_thinned_and_the_newest_are_all_there(history: History):
-    run = Told(Spec(world_size=1))
+    run = Telling(Spec(world_size=1))
     run.tell(9000)
     run.end()
     kept(history, run)
@@ -135,7 +135,7 @@ def test_old_steps_are_thinned_and_the_newest_are_all_there(history: History):
 
 
 def test_what_is_told_is_on_disk_within_the_second_without_being_asked_for(history: History):
-    run = Told()
+    run = Telling()
     history.record(run)
     reader = History(history.path)
     waits_s = []
@@ -148,7 +148,7 @@ def test_what_is_told_is_on_disk_within_the_second_without_being_asked_for(histo
 
 
 def test_a_run_that_is_listed_while_it_goes_on(history: History):
-    run = Told()
+    run = Telling()
     history.record(run)
     run.tell(5)
     [past] = history.runs()
@@ -172,7 +172,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> History:
          {"backend": "fsdp2", "model": "gpt2-1m"}, {"micro_batch": 8}]
     ):  # fmt: skip
         kept(history, ended(Spec().replace(**changes), started_unix_s=day_s + i * 86_400))
-    failed = Told(started_unix_s=day_s - 86_400)
+    failed = Telling(started_unix_s=day_s - 86_400)
     failed.end(RunState.FAILED, "rank 1 is gone")
     kept(history, failed)
     return history
@@ -269,7 +269,7 @@ def test_the_oldest_make_room_but_none_that_goes_on_or_is_pinned(tmp_path: Path)
     history = History(tmp_path / "runs.sqlite3", limit_bytes=1_000_000)
     now_s = time.time()
     wide = Spec(world_size=8)
-    going = Told(wide, started_unix_s=now_s - 1000)
+    going = Telling(wide, started_unix_s=now_s - 1000)
     going.tell(500)
     pinned = ended(wide, 500, started_unix_s=now_s - 900)
     kept(history, going, pinned)
@@ -294,7 +294,7 @@ def test_the_oldest_make_room_but_none_that_goes_on_or_is_pinned(tmp_path: Path)
 
 
 def test_deleting_by_age_and_what_cannot_be_deleted(history: History):
-    old, new, going = ended(started_unix_s=0.0), ended(), Told()
+    old, new, going = ended(started_unix_s=0.0), ended(), Telling()
     old.ended_unix_s = time.time() - 10 * 86_400
     kept(history, old, new, going)
     with pytest.raises(SpecError, match=rf"run {going.id} is running; stop it first"):
@@ -328,7 +328,7 @@ def test_a_disk_that_fills_up_or_cannot_be_written_stops_nothing_and_loses_nothi
     monkeypatch.setattr(recorder_module, "Archive", Breakable)
     monkeypatch.setattr(recorder_module, "RETRY_S", 0.05)
     broken.set()
-    run = Told(Spec(world_size=8))
+    run = Telling(Spec(world_size=8))
     history.record(run)
     run.tell(600)
     assert not history.flush(LONG_S) and words in history.problem
@@ -347,7 +347,7 @@ def test_a_lock_that_somebody_holds_is_waited_for(history: History, monkeypatch:
     kept(history, ended())
     other = sqlite3.connect(history.path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    run = Told()
+    run = Telling()
     history.record(run)
     run.tell(3)
     assert not history.flush(LONG_S) and "locked; another program holds it" in history.problem
@@ -409,7 +409,7 @@ def test_a_damaged_file_that_is_only_listed_is_moved_aside_too(history: History)
 
 
 def test_a_file_that_is_deleted_under_way_is_begun_again(history: History):
-    run = Told()
+    run = Telling()
     history.record(run)
     run.tell(5)
     history.flush(LONG_S)
@@ -453,10 +453,10 @@ WRITER = """
     import sys, time
     from fsdp_lab.runs import History
     from fsdp_lab.spec import Spec
-    from tests.lab.kept import Told
+    from tests.lab.telling import Telling
     history = History(sys.argv[1])
     for _ in range(4):
-        runs = [Told(Spec(world_size=4)) for _ in range(2)]
+        runs = [Telling(Spec(world_size=4)) for _ in range(2)]
         for run in runs:
             history.record(run)
         until = time.monotonic() + 0.8
@@ -494,7 +494,7 @@ def test_two_kernels_write_at_once(tmp_path: Path):
 
 
 def test_a_run_whose_kernel_is_gone_is_lost(history: History, monkeypatch: pytest.MonkeyPatch):
-    run = Told()
+    run = Telling()
     run.tell(3)
     kept(history, run)
     assert history.runs()[0].state is RunState.RUNNING

@@ -19,7 +19,7 @@ from fsdp_lab.lab import Lab
 from fsdp_lab.runs import History, RunState
 from fsdp_lab.runs.environment import fingerprint, in_words
 from fsdp_lab.spec import SpecError
-from tests.lab.kept import plain
+from tests.lab.telling import plain
 from tests.lab.test_lab import going, until
 
 

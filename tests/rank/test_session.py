@@ -191,11 +191,13 @@ def _interrupted(place: Place, changes: dict[str, Any], whom: str) -> Any:
     inner, release = trainer.batches.batch, threading.Event()
     if place.rank == 1:
         trainer.batches.batch = lambda *a: (_stall(release, s), inner(*a))[1]  # type: ignore[method-assign]
+    signals = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT))
     if whom in ("all", str(place.rank)):
-        threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT)).start()
+        signals.start()
     start_s = time.perf_counter()
     stopped = s.train(50)
     seconds = time.perf_counter() - start_s - 0.7
+    signals.cancel()  # another rank's may have ended it: ours would end whatever comes next
     trainer.batches.batch = inner  # type: ignore[method-assign]
     losses += [e["mean_loss"] for e in stopped["events"]]
     losses += [e["mean_loss"] for e in s.train(3)["events"]]

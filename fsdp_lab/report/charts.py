@@ -1,0 +1,326 @@
+"""The pictures of a report: curves over steps, and bars, a run each. Drawn as the dashboard draws, but whole and still."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from bokeh.models import BoxZoomTool, ColumnDataSource, FixedTicker, HoverTool, Range1d, ResetTool, SaveTool
+from bokeh.models.annotations import Span as Ruler
+from bokeh.models.renderers import DataRenderer
+from bokeh.models.ui import UIElement
+from bokeh.plotting import figure
+
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.panels.base import Key, hover, paint_fill, plain_figure, tint
+from fsdp_lab.dashboard.panels.classes import ON_DEVICE, class_keys
+from fsdp_lab.dashboard.panels.ranges import FINE, SpanRange, ZeroRange
+from fsdp_lab.dashboard.panels.units import GIB, MIB
+from fsdp_lab.events import Role
+from fsdp_lab.runs.comparison import Comparison, Row, ratio_words
+from fsdp_lab.runs.kept import Kept
+from fsdp_lab.runs.ratio import Pairing, Ratio
+from fsdp_lab.runs.summary import Step, slowest, throughput
+from fsdp_lab.runs.table import duration, size
+
+# Curves that lie on each other: each is seen in the gaps of the next, and the fifth to eighth as bands below the first four.
+DASHES = ("solid", "8 4", "2 3", "10 3 2 3")
+HATCHES = ("line", "dashes", "dots", "dashes")
+MOST_POINTS = 1500  # of a curve; above it a point is the median of some steps
+CURVE_PX, BAR_PX, FOOT_PX = 230, 38, 56
+LABEL_CHARS = 30
+REACH = 3.0  # a limit within so many times the peak is drawn
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier", "other", "control")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A picture and its words. `described` is for those who do not see it."""
+
+    name: str
+    title: str
+    root: UIElement
+    described: str
+    reading: str = ""
+    legend: tuple[Key, ...] = ()
+    note: str = ""
+    wide: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """A run over steps: its row in the comparison, the steps of its last life, and where it was switched."""
+
+    place: int
+    row: Row
+    steps: Sequence[Step] = field(repr=False)
+    switches: tuple[tuple[int, str], ...] = ()  # step, what changed
+
+    @classmethod
+    def of(cls, place: int, row: Row, run: Kept) -> Course:
+        found = tuple((s.step, changed(s.before.difference(s.after))) for s in run.switches if s.before and s.carried)
+        return cls(place=place, row=row, steps=last_life(run), switches=found)
+
+    @property
+    def color(self) -> str:
+        return theme.rank_color(self.place)
+
+    @property
+    def band(self) -> bool:
+        return self.place // len(DASHES) % 2 == 1
+
+
+def changed(difference: Mapping[str, tuple[object, object]]) -> str:
+    """sharding full_shard → shard_grad_op, precision fp32 → bf16."""
+    return ", ".join(f"{name.replace('_', ' ')} {was} → {now}" for name, (was, now) in difference.items())
+
+
+def last_life(run: Kept) -> list[Step]:
+    """Steps that all ranks told, under whatever Spec, since the ranks began at step 0 the last time."""
+    found: dict[int, dict[int, object]] = {}
+    for e in run.events.since()[0]:
+        if e.step == 0 and e.rank in found.get(0, {}):
+            found = {}
+        found.setdefault(e.step, {})[e.rank] = e
+    return [[by_rank[r] for r in sorted(by_rank)] for _, by_rank in sorted(found.items())  # type: ignore[misc]
+            if len(by_rank) == run.spec.world_size]  # fmt: skip
+
+
+# -- curves ------------------------------------------------------------------------------------------------------------
+
+
+def curves(courses: Sequence[Course], note: str) -> list[Chart]:
+    """Loss, step time, throughput and TFLOPS over steps; empty without a step."""
+    told = [c for c in courses if c.steps]
+    if not told:
+        return []
+    end = max(c.steps[-1][0].step for c in told)
+    x_range = Range1d(start=min(c.steps[0][0].step for c in told), end=max(end, 1))
+    kinds: tuple[tuple[str, str, str, Callable[[Step], float], bool], ...] = (
+        ("loss", "Loss", "loss, mean of all ranks", lambda s: s[0].mean_loss, False),
+        ("time", "Step time", "ms, slowest rank", lambda s: 1e3 * slowest(s), True),
+        ("throughput", "Throughput", "tokens/s, all ranks", throughput, True),
+        ("tflops", "TFLOPS", "TFLOPS a rank, mean", lambda s: statistics.fmean(e.tflops for e in s), True),
+    )
+    return [_curve(name, title, label, value, timed, told, x_range, note) for name, title, label, value, timed in kinds]
+
+
+def _curve(
+    name: str, title: str, y_label: str, value: Callable[[Step], float], timed: bool, courses: Sequence[Course],
+    x_range: Range1d, note: str,
+) -> Chart:  # fmt: skip
+    """Curves of times leave out what medians leave out, and begin at zero."""
+    series = [_points(c, value, timed) for c in courses]
+    every = np.array([y for _, ys, _ in series for y in ys] or [math.nan])
+    start, end = (0.0, ZeroRange(steps=FINE, headroom=1.06).cover(every)) if timed else SpanRange().cover(every)
+    fig = plain_figure(name, y_label, x_range=x_range, y_range=Range1d(start=start, end=end))
+    fig.height = CURVE_PX
+    fig.xaxis.axis_label = "optimizer step"
+    fig.xgrid.visible = False
+    _tools(fig)
+    lines: list[DataRenderer] = [
+        fig.line("step", "value", source=ColumnDataSource({"step": xs, "value": ys}), name=f"{c.row.label} {c.row.name}",
+                 line_color=c.color, line_width=6 if c.band else 2, line_alpha=0.55 if c.band else 1.0,
+                 line_dash="solid" if c.band else DASHES[c.place % len(DASHES)])
+        for c, (xs, ys, _) in sorted(zip(courses, series, strict=True), key=lambda drawn: not drawn[0].band)
+    ]  # fmt: skip
+    rows = [("run", "$name"), ("step", "@step"), (title, "@value{0,0.0000}")]
+    fig.add_tools(HoverTool(renderers=lines, tooltips=rows, mode="vline", attachment="horizontal"))
+    _mark_switches(fig, courses)
+    strides = {stride for _, _, stride in series if stride > 1}
+    coarse = f" Of long runs a point is the median of {' or '.join(map(str, sorted(strides)))} steps." if strides else ""
+    left_out = "Without first steps after a change and ledger steps." if timed else ""
+    last = ", ".join(f"{c.row.label} {ys[-1]:.4g}" for c, (_, ys, _) in zip(courses, series, strict=True) if ys)
+    return Chart(
+        name=name,
+        title=title,
+        root=fig,
+        described=f"{title} ({y_label}) over optimizer steps, a curve for each run. Last values: {last}.",
+        legend=run_keys(courses),
+        note=" ".join(filter(None, [(left_out + coarse).strip(), note])),
+    )
+
+
+def _points(c: Course, value: Callable[[Step], float], timed: bool) -> tuple[list[int], list[float], int]:
+    """Steps, values, and of how many steps each is the median."""
+    steps = [s for s in c.steps if s[0].counts] or c.steps if timed else c.steps
+    stride = -(-len(steps) // MOST_POINTS)
+    groups = [steps[i : i + stride] for i in range(0, len(steps), stride)] if steps else []
+    return [g[-1][0].step for g in groups], [statistics.median(map(value, g)) for g in groups], stride
+
+
+def _mark_switches(fig: figure, courses: Sequence[Course]) -> None:
+    rows = [(step, f"{c.row.label} from step {step} on: {what}") for c in courses for step, what in c.switches]
+    if not rows:
+        return
+    source = ColumnDataSource({"step": [step for step, _ in rows], "what": [what for _, what in rows]})
+    lines = fig.vspan(x="step", source=source, line_width=1, line_dash="4 3")
+    tint(lines.glyph, line_color="ink.marker")
+    fig.add_tools(HoverTool(renderers=[lines], tooltips="@what"))
+
+
+def _tools(fig: figure) -> None:
+    """A zoom into a box, the way back, and a picture; to be seen when the pointer is there."""
+    fig.add_tools(BoxZoomTool(), ResetTool(), SaveTool())
+    fig.toolbar_location, fig.toolbar_inner = "above", True
+    fig.toolbar.autohide, fig.toolbar.logo = True, None
+
+
+def run_keys(courses: Sequence[Course]) -> tuple[Key, ...]:
+    return tuple(
+        Key(label=f"{c.row.label} {c.row.name}", color=c.color,
+            hatch="band" if c.band else HATCHES[c.place % len(HATCHES)])
+        for c in courses
+    )  # fmt: skip
+
+
+# -- bars --------------------------------------------------------------------------------------------------------------
+
+
+def bars(compared: Comparison, note: str) -> list[Chart]:
+    """Ratios to the baseline, memory by class, communication; of those, what was measured."""
+    rows = [row for row in compared.rows if row.figures.steps]
+    times = {row.label: row.time_ratio for row in rows if row.time_ratio}
+    memories = {row.label: _exact(row.memory_ratio) for row in rows if row.memory_ratio is not None}
+    base = compared.baseline
+    charts = [
+        _ratios("time_ratio", f"Step time relative to {base}", compared, times, note) if times else None,
+        _ratios("memory_ratio", f"Peak memory relative to {base}", compared, memories, note) if memories else None,
+        _memory(compared, note) if any(row.figures.peak_memory_bytes for row in rows) else None,
+        _communication(compared, note) if any(row.figures.comm_s for row in rows) else None,
+    ]
+    return [chart for chart in charts if chart is not None]
+
+
+def _exact(value: float) -> Ratio:
+    """Of what does not scatter."""
+    return Ratio(median=value, p10=None, p90=None, n=1, pairing=Pairing.MEDIANS)
+
+
+def _ratios(name: str, title: str, compared: Comparison, found: Mapping[str, Ratio], note: str) -> Chart:
+    places = [i for i, row in enumerate(compared.rows) if row.label in found]
+    ratios = [found[compared.rows[i].label] for i in places]
+    spread = any(r.p10 is not None for r in ratios)
+    fig = _bar_figure(name, f"{compared.baseline} is 1", [compared.rows[i] for i in places])
+    source = ColumnDataSource({
+        "y": list(range(len(places))),
+        "top": [i - 0.12 for i in range(len(places))],
+        "bottom": [i + 0.12 for i in range(len(places))],
+        "ratio": [r.median for r in ratios],
+        "low": [r.p10 if r.p10 is not None else math.nan for r in ratios],
+        "high": [r.p90 if r.p90 is not None else math.nan for r in ratios],
+        "color": [theme.rank_color(i) for i in places],
+        "end": [max(r.median, r.p90 or 0) for r in ratios],
+        "label": [ratio_words(r) for r in ratios],
+    })  # fmt: skip
+    fig.hbar(y="y", left=0, right="ratio", height=0.5, fill_color="color", line_alpha=0, source=source)
+    for x0, x1, y0, y1 in (("low", "high", "y", "y"), ("low", "low", "top", "bottom"), ("high", "high", "top", "bottom")):
+        whisker = fig.segment(x0=x0, x1=x1, y0=y0, y1=y1, line_width=2, source=source)
+        tint(whisker.glyph, line_color="ink.peak")
+    _label_ends(fig, source)
+    one = Ruler(location=1, dimension="height", line_dash="6 4", line_width=1.5)
+    tint(one, line_color="ink.marker")
+    fig.add_layout(one)
+    fig.x_range = Range1d(start=0, end=ZeroRange(steps=FINE, headroom=1.45).cover(np.array([1.0, *source.data["end"]])))
+    words = "; ".join(f"{compared.rows[i].label} {ratio_words(r)}" for i, r in zip(places, ratios, strict=True))
+    legend = [Key(label=f"{compared.baseline}", token="ink.marker", hatch="dashes")]
+    legend += [Key(label="p10 to p90", token="ink.peak", hatch="line")] if spread else []
+    return Chart(name=name, title=title, root=fig, described=f"{title}: {words}.", legend=tuple(legend), note=note)
+
+
+def _memory(compared: Comparison, note: str) -> Chart:
+    rows = [row for row in compared.rows if row.figures.peak_memory_bytes]
+    peaks = [row.figures.peak_memory_bytes or 0 for row in rows]
+    unit, unit_name = (GIB, "GiB") if max(peaks) >= GIB else (MIB, "MiB")
+    fig = _bar_figure("memory", f"{unit_name} of the fullest rank, at its peak", rows)
+    data = {name: [row.figures.at_peak.of_role(Role(name)) / unit for row in rows] for name in ON_DEVICE}
+    host = [row.figures.host_bytes for row in rows]
+    source = ColumnDataSource({
+        **data,
+        "y": list(range(len(rows))),
+        "end": [peak / unit for peak in peaks],
+        "label": [size(peak) + (f" + {size(h)} on the host" if h else "") for peak, h in zip(peaks, host, strict=True)],
+    })  # fmt: skip
+    stacked = fig.hbar_stack(list(ON_DEVICE), y="y", height=0.6, source=source, line_width=1)
+    for name, bar in zip(ON_DEVICE, stacked, strict=True):
+        paint_fill(bar.glyph, f"memory.{name}", theme.MEMORY[name])
+    whole = fig.hbar(y="y", left=0, right="end", height=0.9, source=source, fill_alpha=0, line_alpha=0)
+    hover(fig, whole, [(theme.MEMORY[c].label, f"@{c}{{0,0.00}} {unit_name}") for c in ON_DEVICE], mode="mouse")
+    _label_ends(fig, source)
+    limit = min((row.figures.limit_bytes for row in rows if row.figures.limit_bytes), default=None)
+    legend = class_keys(ON_DEVICE)
+    ends = [*source.data["end"]]
+    if limit is not None and limit <= REACH * max(peaks):
+        line = Ruler(location=limit / unit, dimension="height", line_dash="6 4", line_width=1.5)
+        tint(line, line_color="ink.marker")
+        fig.add_layout(line)
+        legend.append(Key(label=f"limit {size(limit)}", token="ink.marker", hatch="dashes"))
+        ends.append(limit / unit)
+    room = 1.65 if any(host) else 1.3
+    fig.x_range = Range1d(start=0, end=ZeroRange(steps=FINE, headroom=room).cover(np.array(ends)))
+    each = "; ".join(f"{row.label} {size(peak)}" for row, peak in zip(rows, peaks, strict=True))
+    described = f"Peak memory of the fullest rank by class: {each}."
+    return Chart(name="memory", title="Memory", root=fig, described=described, legend=tuple(legend), note=note)
+
+
+def _communication(compared: Comparison, note: str) -> Chart:
+    rows = [row for row in compared.rows if row.figures.comm_s]
+    kinds = [k for k in KINDS if any(row.figures.comm_s_by_kind.get(k) for row in rows)]
+    fig = _bar_figure("communication", "ms a step, mean over ranks", rows)
+    exposed = [1e3 * row.figures.exposed_comm_s.median if row.figures.exposed_comm_s else math.nan for row in rows]
+    source = ColumnDataSource({
+        **{kind: [1e3 * row.figures.comm_s_by_kind.get(kind, 0.0) for row in rows] for kind in kinds},
+        "y": [i - 0.12 for i in range(len(rows))],
+        "y_exposed": [i + 0.26 for i in range(len(rows))],
+        "exposed": exposed,
+        "end": [1e3 * sum(row.figures.comm_s_by_kind.values()) for row in rows],
+        "label": [_comm_words(row) for row in rows],
+    })  # fmt: skip
+    for kind, bar in zip(kinds, fig.hbar_stack(kinds, y="y", height=0.42, source=source, line_width=1), strict=True):
+        paint_fill(bar.glyph, f"communication.{kind}", theme.COMMUNICATION[kind])
+    waited = fig.hbar(y="y_exposed", left=0, right="exposed", height=0.2, source=source, line_alpha=0)
+    tint(waited.glyph, fill_color="timeline.waiting")
+    whole = fig.hbar(y="y", left=0, right="end", height=0.42, source=source, fill_alpha=0, line_alpha=0)
+    rows_said = [(theme.COMMUNICATION[k].label, f"@{k}{{0,0.00}} ms") for k in kinds]
+    hover(fig, whole, [*rows_said, ("exposed", "@exposed{0,0.00} ms")], mode="mouse")
+    _label_ends(fig, source)
+    ends = np.array([*source.data["end"], *exposed])
+    fig.x_range = Range1d(start=0, end=ZeroRange(steps=FINE, headroom=1.7).cover(ends))
+    keys = [Key(label=theme.COMMUNICATION[k].label, token=f"communication.{k}", hatch=theme.COMMUNICATION[k].hatch)
+            for k in kinds]  # fmt: skip
+    keys.append(Key(label="exposed: computing waited", token="timeline.waiting"))
+    described = "; ".join(f"{row.label} {_comm_words(row)}" for row in rows)
+    apart = "Issue to completion, by kind; collectives that overlap count each."
+    return Chart(name="communication", title="Communication", root=fig, legend=tuple(keys), note=f"{apart} {note}".strip(),
+                 described=f"Communication a step by kind, and what of it is exposed: {described}.")  # fmt: skip
+
+
+def _comm_words(row: Row) -> str:
+    whole, exposed = sum(row.figures.comm_s_by_kind.values()), row.figures.exposed_comm_s
+    return f"{duration(whole)}, {duration(exposed.median)} exposed" if exposed else duration(whole)
+
+
+def _bar_figure(name: str, x_label: str, rows: Sequence[Row]) -> figure:
+    """A row for each run, the first on top, its label and name on the axis."""
+    fig = plain_figure(name, "", y_range=Range1d(start=len(rows) - 0.4, end=-0.6))
+    fig.height = FOOT_PX + BAR_PX * len(rows)
+    fig.xaxis.axis_label = x_label
+    fig.yaxis.axis_label = None
+    fig.yaxis.ticker = FixedTicker(ticks=list(range(len(rows))))
+    fig.yaxis.major_label_overrides = {i: _short(f"{row.label}  {row.name}") for i, row in enumerate(rows)}
+    fig.ygrid.visible = False
+    return fig
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LABEL_CHARS else text[: LABEL_CHARS - 1] + "…"
+
+
+def _label_ends(fig: figure, source: ColumnDataSource) -> None:
+    """The words of column `label` behind each bar."""
+    text = fig.text(x="end", y="y", text="label", x_offset=7, text_baseline="middle", text_font_size="11px", source=source)
+    text.glyph.background_fill_alpha = 0.7
+    tint(text.glyph, text_color="ink.peak", background_fill_color="ink.gap")

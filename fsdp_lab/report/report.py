@@ -1,0 +1,108 @@
+"""`write_report`: runs side by side in one HTML file, which asks nothing of the network when it is opened."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import bokeh
+from bokeh.document import Document
+
+from fsdp_lab import __version__
+from fsdp_lab.dashboard import theme
+from fsdp_lab.report import page
+from fsdp_lab.report.charts import Chart, Course, bars, curves
+from fsdp_lab.report.still import timeline
+from fsdp_lab.runs.comparison import Comparison, Refusal, word
+from fsdp_lab.runs.files import check_file, write_whole
+from fsdp_lab.runs.kept import Kept
+from fsdp_lab.runs.recommend import Recommendation, recommend
+from fsdp_lab.spec import SpecError
+
+SUFFIXES = (".html", ".htm")
+BOKEH_JS = Path(bokeh.__file__).parent / "server/static/js/bokeh.min.js"  # 1.3 MB, most of a report
+MOST_TIMELINES = 12
+
+
+def write_report(
+    path: str | os.PathLike[str],
+    runs: Sequence[Kept | Refusal],
+    *,
+    baseline: str | int | None = 0,
+    title: str = "",
+    names: Sequence[str] | None = None,
+    limit_bytes: int | None = None,
+) -> Path:
+    """Writes what was measured of these runs, live or past, as one HTML file of about 1.5 MB; returns where.
+
+    The table with ratios and parity, the recommendation, curves over steps, memory, communication, the newest traced step
+    of each run, its Spec, its switches and where it ran. The exact figures (`Comparison.records`) stand in it as JSON. The
+    file is written whole or not at all.
+
+    Args:
+        path: ends in .html or .htm.
+        baseline, names: as for `Comparison.of`.
+        limit_bytes: the memory of the device that is meant, as for `recommend`.
+
+    Raises:
+        SpecError: the path cannot be written, there are no runs, or there is no such baseline; before anything is made.
+    """
+    file = check_file(path, SUFFIXES)
+    if not runs:
+        raise SpecError("runs", "there are none", "give a report one run or more")
+    compared = Comparison.of(runs, baseline=baseline, names=names)
+    text = render(compared, runs, recommend(compared, limit_bytes), title or _title(compared), time.time())
+    return write_whole(file, text.encode())
+
+
+def render(
+    compared: Comparison, runs: Sequence[Kept | Refusal], recommended: Recommendation, title: str, written_unix_s: float
+) -> str:
+    """The file's content."""
+    note = " ".join(compared.fidelity())
+    places = enumerate(zip(compared.rows, runs, strict=True))
+    kept = [(i, row, run) for i, (row, run) in places if not isinstance(run, Refusal)]
+    drawn = [*curves([Course.of(i, row, run) for i, row, run in kept], note), *bars(compared, note)]
+    lanes = [found for i, row, run in kept if (found := timeline(i, row, run, note))][:MOST_TIMELINES]
+    body = [
+        page.header(title, compared, written_unix_s),
+        page.advice(recommended),
+        page.comparison(compared),
+        page.plots("plots", "Plots", drawn),
+        page.plots("timelines", "Step timelines: the newest traced step of each run", lanes),
+        page.specs(compared, runs),
+        page.environments(compared, runs),
+        page.footer(__version__),
+    ]
+    data = {
+        "fsdp-lab-records": {
+            "title": title,
+            "written_unix_s": written_unix_s,
+            "version": __version__,
+            "baseline": compared.baseline,
+            "records": compared.records(),
+            "fastest": recommended.fastest,
+            "smallest": recommended.smallest,
+            "sentences": list(recommended.lines()),
+        },
+        "fsdp-lab-theme": theme.tokens(),
+        "fsdp-lab-plots": _document([*drawn, *lanes]),
+    }
+    return page.page(title, body, bokeh_js=BOKEH_JS.read_text(encoding="utf-8"), data=data)
+
+
+def _document(charts: Sequence[Chart]) -> dict[str, Any]:
+    """The charts as one Bokeh document, so that axes of steps move together."""
+    document = Document()
+    with document.models.freeze():  # it would look for all models again at each root
+        for chart in charts:
+            document.add_root(chart.root)
+    return {"document": document.to_json(deferred=False), "roots": {chart.name: chart.root.id for chart in charts}}
+
+
+def _title(compared: Comparison) -> str:
+    models = dict.fromkeys(word("model", row.flat["model"]) for row in compared.rows)
+    return f"fsdp_lab: {', '.join(models)}, {len(compared)} run{'s' if len(compared) != 1 else ''}"

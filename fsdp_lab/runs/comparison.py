@@ -1,0 +1,446 @@
+"""`Comparison`: several runs side by side, live or past, each held against one of them, the baseline.
+
+What is compared is each run under the Spec that was applied last, by the rule in `fsdp_lab.runs.summary`; ratios by the
+rule in `fsdp_lab.runs.ratio`; whether two runs computed the same by that in `fsdp_lab.runs.parity`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any
+
+from fsdp_lab.events import Role
+from fsdp_lab.runs.files import check_file, write_whole
+from fsdp_lab.runs.kept import Kept
+from fsdp_lab.runs.parity import Parity, Verdict, parity
+from fsdp_lab.runs.ratio import Pairing, Ratio, Timed, ratio
+from fsdp_lab.runs.summary import RULE, Figures, Spread, counting, figures, slowest, throughput, whole_steps
+from fsdp_lab.runs.table import Table, count, duration, size
+from fsdp_lab.spec import Spec, SpecError
+
+SHOWN = ("backend", "sharding", "precision")  # of runs that do not differ
+PLAIN = ("model", "data", "backend", "sharding", "precision", "optimizer")  # fields whose value says what it is
+REFUSED = "refused"
+NONE = "–"
+
+SPREADS = ("step_time_s", "tokens_per_s", "tflops_per_rank", "mfu", "hfu", "exposed_comm_s", "comm_s")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What was asked for and not begun. `spec` is the dict of a Spec where it cannot even be one."""
+
+    spec: Spec | Mapping[str, Any]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One run, or one refusal. `name` is its Spec in few words: what not all runs have in common."""
+
+    label: str
+    name: str
+    run: str  # its id; empty for a refusal
+    spec: Spec | None  # None: it cannot be one
+    flat: Mapping[str, Any] = field(repr=False)  # the Spec's fields by their flat names
+    state: str
+    reason: str
+    started_unix_s: float | None = None
+    figures: Figures = field(default_factory=Figures)
+    notes: tuple[str, ...] = ()  # what its times are worth
+    step_times: Timed = field(default=(), repr=False)  # that count
+    throughputs: Timed = field(default=(), repr=False)
+    parity: Parity | None = None  # None: the baseline, a refusal, or no baseline
+    time_ratio: Ratio | None = None  # to the baseline, as are the next two
+    throughput_ratio: Ratio | None = None
+    memory_ratio: float | None = None
+
+    @property
+    def differs(self) -> bool:
+        return self.parity is not None and self.parity.verdict is Verdict.DIFFERENT
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Comparison:
+    """Runs side by side, as they were when it was made. In a notebook it shows its table.
+
+    Attributes:
+        rows: in the order given. baseline: the label of the run that others are held against; None: there is none.
+        differing: flat names of the Spec's fields in which rows differ.
+    """
+
+    rows: tuple[Row, ...]
+    baseline: str | None
+    differing: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        runs: Sequence[Kept | Refusal],
+        *,
+        baseline: str | int | None = 0,
+        names: Sequence[str] | None = None,
+    ) -> Comparison:
+        """Of runs that go on, are over, or were kept, and of what was refused.
+
+        Args:
+            baseline: a place among the runs (where that one was refused, the next that was not), a label, or a run's id;
+                None: no ratios, no parity.
+            names: labels of the rows; None: A, B, C, ...
+
+        Raises:
+            SpecError: there is no such baseline, or the names are not one for each run.
+        """
+        labels = _labels(len(runs), names)
+        at = _place(runs, labels, baseline)
+        flats = [_flat(r.spec) for r in runs]
+        differing = varying(flats)
+        base = runs[at] if at is not None else None
+        rows = [_row(r, label, flat, differing) for r, label, flat in zip(runs, labels, flats, strict=True)]
+        if at is None or isinstance(base, Refusal) or base is None:
+            return cls(rows=tuple(rows), baseline=None, differing=differing)
+        held = (_held(row, rows[at], r, base) for row, r in zip(rows, runs, strict=True))
+        return cls(rows=tuple(held), baseline=labels[at], differing=differing)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, label: str) -> Row:
+        """Raises KeyError, with the labels that there are."""
+        for row in self.rows:
+            if row.label == label:
+                return row
+        raise KeyError(f"there is no row {label!r}; there are {', '.join(row.label for row in self.rows)}")
+
+    # -- tables ---------------------------------------------------------------------------------------------------
+
+    def table(self) -> Table:
+        """A row each; figures that nobody has are left out. Medians, in brackets p10 to p90; TFLOPS, MFU, exposed and all
+        communication are means over ranks, link is what a rank sends in a step, peak that of the fullest rank."""
+        base = self.baseline
+        heads = {
+            "": [r.label for r in self.rows],
+            "what": [r.name for r in self.rows],
+            "state": [r.state for r in self.rows],
+            f"parity with {base}": [self.badge(r) for r in self.rows],
+            "step time": [_of(r.figures.step_time_s, duration, spread=True) for r in self.rows],
+            f"time / {base}": [ratio_words(r.time_ratio) for r in self.rows],
+            "tokens/s": [_of(r.figures.tokens_per_s, count) for r in self.rows],
+            "TFLOPS": [_of(r.figures.tflops_per_rank, "{:.3g}".format) for r in self.rows],
+            "MFU": [_of(r.figures.mfu, "{:.1%}".format) for r in self.rows],
+            "exposed": [_of(r.figures.exposed_comm_s, duration) for r in self.rows],
+            "comm": [_of(r.figures.comm_s, duration) for r in self.rows],
+            "link": [_of(r.figures.link_bytes, size) for r in self.rows],
+            "peak/rank": [size(r.figures.peak_memory_bytes) for r in self.rows],
+            f"peak / {base}": [NONE if r.memory_ratio is None else f"{r.memory_ratio:.2f}" for r in self.rows],
+            "loss": [NONE if r.figures.last_loss is None else f"{r.figures.last_loss:.4f}" for r in self.rows],
+        }
+        kept = {head: cells for head, cells in heads.items() if any(c not in (NONE, "") for c in cells)}
+        return _table(kept, ("", "what", "state", f"parity with {base}"), notes=self.notes())
+
+    def memory_table(self) -> Table:
+        """What the peak of the fullest rank was made of, and what lies beside it."""
+        told = [r for r in self.rows if r.figures.peak_memory_bytes]
+        heads = {"": [r.label for r in told], "what": [r.name for r in told]}
+        heads |= {role.value: [size(r.figures.at_peak.of_role(role)) for r in told] for role in Role}
+        heads |= {
+            "peak": [size(r.figures.peak_memory_bytes) for r in told],
+            "outside": [size(r.figures.outside_bytes) for r in told],
+            "host": [size(r.figures.host_bytes) for r in told],
+            "limit": [size(r.figures.limit_bytes) for r in told],
+        }
+        outside = "outside: not the allocator's (contexts, libraries, other processes); host: what offload moved there"
+        return _table(heads, ("", "what"), caption="memory of the fullest rank at its peak", notes=(outside,))
+
+    def badge(self, row: Row) -> str:
+        """Its parity in three words."""
+        if row.parity is None:
+            return "baseline" if row.label == self.baseline else ""
+        if row.parity.verdict is Verdict.DIFFERENT:
+            return f"✗ DIFFERENT from step {row.parity.first_step}"
+        return str(row.parity.verdict)
+
+    def notes(self) -> tuple[str, ...]:
+        """Why rows are as they are, the rules, and what the times are worth."""
+        reasons = [f"{r.label} {r.state}: {r.reason}" for r in self.rows if r.reason]
+        apart = [f"{r.label}: {r.parity.sentence}" for r in self.rows if r.parity and r.parity.first_step is not None]
+        unknown = [f"{r.label}: {r.parity.sentence}" for r in self.rows if r.parity and r.parity.verdict is Verdict.UNKNOWN]
+        return tuple(dict.fromkeys([*reasons, *apart, *unknown, RULE, *self._pairings(), *self.fidelity()]))
+
+    def fidelity(self) -> tuple[str, ...]:
+        """What the times are worth, each sentence once; with the labels it is true of, where that is not all."""
+        told = [r for r in self.rows if r.figures.steps]
+        said = dict.fromkeys(note for r in told for note in r.notes)
+        return tuple(note + _only([r.label for r in told if note in r.notes], len(told)) for note in said)
+
+    def _pairings(self) -> list[str]:
+        found = {r.time_ratio.pairing for r in self.rows if r.time_ratio and r.label != self.baseline}
+        said = []
+        if Pairing.ROUNDS in found:
+            said.append("Ratios of runs trained in turns: the median over rounds (p10 to p90 of rounds).")
+        if Pairing.MEDIANS in found:
+            said.append("Ratios of runs trained one after the other: of their medians (80% interval); "
+                        "drift of the machine is part of them.")  # fmt: skip
+        return said
+
+    def __repr__(self) -> str:
+        return "\n".join(filter(None, [self._alarm(), repr(self.table())]))
+
+    def _repr_html_(self) -> str:
+        alarm = self._alarm()
+        loud = "font-weight:bold;border-left:4px solid #c62828;padding:2px 8px"
+        head = f'<p role="alert" style="{loud}">{escape(alarm)}</p>' if alarm else ""
+        memory = self.memory_table()
+        return head + self.table()._repr_html_() + (memory._repr_html_() if len(memory) else "")
+
+    def _alarm(self) -> str:
+        wrong = [f"{r.label} is {r.parity.sentence}" for r in self.rows if r.differs and r.parity]
+        return f"NOT THE SAME COMPUTATION: {'; '.join(wrong)}" if wrong else ""
+
+    # -- figures to go on with --------------------------------------------------------------------------------------
+
+    def records(self) -> list[dict[str, Any]]:
+        """A flat dict of scalars for each row, for `pandas.DataFrame(records)`; None is what was not measured."""
+        return [{**_said(r), **_scalars(r.flat), **_measured(r.figures), **self._against(r)} for r in self.rows]
+
+    def _against(self, row: Row) -> dict[str, Any]:
+        found = row.parity
+        return {
+            "baseline": self.baseline,
+            **_ratio_fields("step_time_ratio", row.time_ratio),
+            **_ratio_fields("tokens_per_s_ratio", row.throughput_ratio),
+            "ratio_pairing": str(row.time_ratio.pairing) if row.time_ratio else None,
+            "peak_memory_ratio": row.memory_ratio,
+            "parity": str(found.verdict) if found else None,
+            "parity_first_step": found.first_step if found else None,
+            "parity_steps": found.steps if found else None,
+            "parity_checksums": found.checksums if found else None,
+            "parity_sentence": found.sentence if found else None,
+        }
+
+    def to_csv(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the records, a line each under a line of heads; returns where. Raises SpecError: the path cannot be."""
+        file = check_file(path, (".csv",))
+        records, text = self.records(), io.StringIO()
+        writer = csv.DictWriter(text, list(records[0]) if records else ["label"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+        return write_whole(file, text.getvalue().encode())
+
+    def to_json(self, path: str | os.PathLike[str]) -> Path:
+        """Writes {"baseline", "rules", "records"}; returns where. What is not finite is null. Raises SpecError."""
+        file = check_file(path, (".json",))
+        content = {"baseline": self.baseline, "rules": [RULE, *self._pairings()], "records": finite(self.records())}
+        return write_whole(file, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def _row(run: Kept | Refusal, label: str, flat: Mapping[str, Any], differing: Sequence[str]) -> Row:
+    name = words(flat, differing or SHOWN)
+    if isinstance(run, Refusal):
+        spec = run.spec if isinstance(run.spec, Spec) else None
+        return Row(label=label, name=name, run="", spec=spec, flat=flat, state=REFUSED, reason=run.reason)
+    steps = whole_steps(run.spec, run.events.since()[0])
+    counted, found = counting(steps), figures(steps)
+    return Row(
+        label=label,
+        name=name,
+        run=run.id,
+        spec=run.spec,
+        flat=flat,
+        state=run.state.value,
+        reason=run.reason,
+        started_unix_s=run.started_unix_s,
+        figures=found,
+        notes=tuple(dict.fromkeys([*run.notes, *found.notes])),
+        step_times=tuple((s[0].end_unix_s, slowest(s)) for s in counted),
+        throughputs=tuple((s[0].end_unix_s, throughput(s)) for s in counted),
+    )
+
+
+def _held(row: Row, base_row: Row, run: Kept | Refusal, base: Kept) -> Row:
+    """The row with what it is beside the baseline."""
+    if isinstance(run, Refusal) or row is base_row:
+        # Of the baseline's own replicas nobody else would tell.
+        torn = parity(base, base) if row is base_row else None
+        return replace(row, parity=torn if torn and torn.verdict is Verdict.DIFFERENT else None)
+    mine, its = row.figures.peak_memory_bytes, base_row.figures.peak_memory_bytes
+    return replace(
+        row,
+        parity=parity(base, run),
+        time_ratio=ratio(row.step_times, base_row.step_times),
+        throughput_ratio=ratio(row.throughputs, base_row.throughputs),
+        memory_ratio=mine / its if mine and its else None,
+    )
+
+
+def _labels(number: int, names: Sequence[str] | None) -> list[str]:
+    if names is None:
+        return [letters(i) for i in range(number)]
+    if isinstance(names, str) or len(names) != number or len(set(names)) != number or not all(names):
+        reason = f"{names!r} does not name {number} runs apart"
+        raise SpecError("names", reason, "give one name for each run, all different, or none at all")
+    return list(names)
+
+
+def letters(place: int) -> str:
+    """A to Z, then AA, AB, ..."""
+    before, here = divmod(place, len(ascii_uppercase))
+    return (letters(before - 1) if before else "") + ascii_uppercase[here]
+
+
+def _place(runs: Sequence[Kept | Refusal], labels: Sequence[str], baseline: str | int | None) -> int | None:
+    """Of the baseline among the runs."""
+    if baseline is None or (not runs and baseline == 0):
+        return None
+    way_out = f"name one of {', '.join(labels)}, a run's id, or a place from 0 on" if labels else "give it some runs"
+    if isinstance(baseline, str):
+        ids = [None if isinstance(r, Refusal) else r.id for r in runs]
+        if baseline not in labels and baseline not in ids:
+            raise SpecError("baseline", f"there is no run {baseline!r}", way_out)
+        at = labels.index(baseline) if baseline in labels else ids.index(baseline)
+        if isinstance(runs[at], Refusal):
+            raise SpecError("baseline", f"{baseline} was refused before it began", way_out)
+        return at
+    if not isinstance(baseline, int) or isinstance(baseline, bool) or not 0 <= baseline < len(runs):
+        raise SpecError("baseline", f"there is no run at place {baseline!r} of {len(runs)}", way_out)
+    order = [*range(baseline, len(runs)), *range(baseline)]
+    return next((i for i in order if not isinstance(runs[i], Refusal)), None)
+
+
+# -- a Spec in few words ---------------------------------------------------------------------------------------------
+
+
+def _flat(spec: Spec | Mapping[str, Any]) -> dict[str, Any]:
+    """Every field by its flat name, also of what cannot be a Spec; what its dict does not say is as by default."""
+    if isinstance(spec, Spec):
+        return spec.flat()
+    top = {**spec}
+    parts = [part for name in ("workload", "strategy") if isinstance(part := top.pop(name, {}), Mapping)]
+    given = {**{k: v for part in parts for k, v in part.items()}, **top}
+    default = Spec().flat()
+    return {name: given.get(name, value) for name, value in default.items()}
+
+
+def varying(flats: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The fields in which they are not all alike."""
+    return tuple(name for name in (flats[0] if flats else ()) if len({_text(flat[name]) for flat in flats}) > 1)
+
+
+def words(flat: Mapping[str, Any], fields: Sequence[str]) -> str:
+    """A row's name. What a run does without is not said, unless there is nothing else to say."""
+    said = [word(field, flat[field]) for field in fields if flat[field] not in (None, False, "none")]
+    return " ".join(said or [word(field, flat[field]) for field in fields])
+
+
+def word(field: str, value: Any) -> str:
+    """A field's value for a row's name: `full_shard`, `offload all`, `seq len 128`, `no link`."""
+    named = field.replace("_", " ")
+    if isinstance(value, bool):
+        return named if value else f"no {named}"
+    if value is None:
+        return "real link" if field == "link" else f"no {named}"
+    if isinstance(value, Mapping):
+        return f"{value['param']}/{value['reduce']}" if {"param", "reduce"} <= value.keys() else f"own {named}"
+    text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return text if field in PLAIN else f"{named} {text}"
+
+
+# -- cells and scalars -----------------------------------------------------------------------------------------------
+
+
+def _table(heads: Mapping[str, Sequence[str]], left: Sequence[str], **more: Any) -> Table:
+    rows = tuple(zip(*heads.values(), strict=True))
+    return Table(columns=tuple(heads), rows=rows, left=frozenset(left), **more)
+
+
+def _of(found: Spread | None, shown: Callable[[float], str], *, spread: bool = False) -> str:
+    if found is None:
+        return NONE
+    if not spread:
+        return shown(found.median)
+    low, high = shown(found.p10), shown(found.p90)
+    (number, _, unit), high_unit = low.partition(" "), high.partition(" ")[2]
+    return f"{shown(found.median)} ({number if unit == high_unit else low} to {high})"
+
+
+def ratio_words(found: Ratio | None) -> str:
+    """1.12 (1.08 to 1.15)."""
+    if found is None:
+        return NONE
+    return f"{found.median:.2f}" + (f" ({found.p10:.2f} to {found.p90:.2f})" if found.p10 and found.p90 else "")
+
+
+def _only(labels: Sequence[str], of: int) -> str:
+    return "" if len(labels) == of else f" ({', '.join(labels)})"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+
+
+def _scalars(flat: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: v if isinstance(v, str | int | float) or v is None else _text(v) for name, v in flat.items()}
+
+
+def _said(row: Row) -> dict[str, Any]:
+    return {
+        "label": row.label,
+        "run": row.run,
+        "name": row.name,
+        "state": row.state,
+        "reason": row.reason,
+        "started_unix_s": row.started_unix_s,
+        "spec_id": row.spec.id if row.spec else None,
+    }
+
+
+def _measured(f: Figures) -> dict[str, Any]:
+    spreads = {name: _spread_fields(name, getattr(f, name)) for name in SPREADS}
+    at_peak = {f"{role.value}_bytes_at_peak": f.at_peak.of_role(role) if f.peak_memory_bytes else None for role in Role}
+    return {
+        "steps": f.steps,
+        "counted_steps": f.counted,
+        "last_step": f.last_step,
+        "last_loss": f.last_loss,
+        **{name: value for fields in spreads.values() for name, value in fields.items()},
+        "link_bytes_per_step": f.link_bytes.median if f.link_bytes else None,
+        "peak_memory_bytes": f.peak_memory_bytes,
+        **at_peak,
+        "outside_bytes": f.outside_bytes if f.steps else None,
+        "host_bytes": f.host_bytes if f.steps else None,
+        "limit_bytes": f.limit_bytes,
+        "peak_flops_source": f.peak_flops_source,
+        "fidelity": " ".join(f.notes),
+    }
+
+
+def _spread_fields(name: str, found: Spread | None) -> dict[str, Any]:
+    """The median under the figure's own name, so that a column of it is what one plots first."""
+    values = (found.median, found.p10, found.p90) if found else (None, None, None)
+    return dict(zip((name, f"{name}_p10", f"{name}_p90"), values, strict=True))
+
+
+def _ratio_fields(name: str, found: Ratio | None) -> dict[str, Any]:
+    values = (found.median, found.p10, found.p90, found.n) if found else (None, None, None, None)
+    return dict(zip((name, f"{name}_p10", f"{name}_p90", f"{name}_n"), values, strict=True))
+
+
+def finite(value: Any) -> Any:
+    """The same with None in place of what JSON has no word for: NaN and the infinities."""
+    if isinstance(value, Mapping):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,58 @@
+"""Files that are asked for by name: refused before anything is made, and written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp_lab.spec import SpecError
+
+
+def check_file(path: str | os.PathLike[str], suffixes: Sequence[str], *, field: str = "path") -> Path:
+    """Where a file is to go, its name ending in one of `suffixes`. Raises SpecError where it cannot.
+
+    Whether a folder takes a file is found out by making one: permissions alone do not say it.
+    """
+    ends = " or ".join(suffixes)
+    way_out = f"name a {ends} file in a folder that exists and is yours"
+    try:
+        file = Path(path).expanduser().absolute()
+        if not file.name.endswith(tuple(suffixes)):
+            raise SpecError(field, f"{path} does not end in {ends}", way_out)
+        if file.exists() and not file.is_file():
+            raise SpecError(field, f"{path} cannot be written: it is not a file", way_out)
+        if not file.parent.is_dir():
+            raise SpecError(field, f"{path} cannot be written: there is no folder {file.parent}", way_out)
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(file)  # a name that is too long, or none at all
+        if file.exists() and not os.access(file, os.W_OK):
+            raise SpecError(field, f"{path} cannot be written: it is there and read-only", way_out)
+        with tempfile.NamedTemporaryFile(dir=file.parent):
+            pass
+    except (OSError, ValueError, RuntimeError, TypeError) as e:  # RuntimeError: a ~ that is nobody's home
+        if isinstance(e, SpecError):
+            raise
+        why = e.strerror if isinstance(e, OSError) else e
+        raise SpecError(field, f"{path} cannot be written: {why}", way_out) from e
+    return file
+
+
+def write_whole(file: Path, content: bytes, *, field: str = "path") -> Path:
+    """Writes the file whole or not at all: a former one stays until the new one is there. Raises SpecError."""
+    mask = os.umask(0o022)  # there is no way to read it but to set it
+    os.umask(mask)
+    part = ""
+    try:
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as made:
+            part = made.name
+            made.write(content)
+        os.chmod(part, 0o666 & ~mask)
+        os.replace(part, file)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise SpecError(field, f"{file} could not be written: {e.strerror}", "make room, or name another place") from e
+    return file

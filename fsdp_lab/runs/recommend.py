@@ -1,0 +1,254 @@
+"""`recommend`: which of the measured runs to take, and what each toggle bought, in sentences.
+
+The rule. Candidates do the same work as the baseline on the same link (model, data, sequence length), they are not
+*different* from it, and their peak has been measured and fits. Speed is throughput over all ranks, so that runs of other
+batches and world sizes compare. *Fastest*: the most tokens a second. *Smallest*: the least peak of the fullest rank among
+those whose time a token is within `WITHIN` of the fastest's. A *toggle* is a field of the Spec and two of its values; it is
+judged from every pair of runs that differ in this field alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import combinations
+from typing import Any
+
+from fsdp_lab.runs.comparison import Comparison, Refusal, Row, word
+from fsdp_lab.runs.kept import Kept
+from fsdp_lab.runs.ratio import Ratio, ratio
+from fsdp_lab.runs.table import count, size
+from fsdp_lab.spec import SpecError
+
+WITHIN = 0.10
+SAME_WORK = ("model", "data", "seq_len", "link")
+TOGGLES = ("backend", "sharding", "shard_size", "reshard_size", "precision", "offload", "wrap", "forward_prefetch",
+           "backward_prefetch", "backward_prefetch_point", "limit_all_gathers", "recompute", "sync", "compile",
+           "micro_batch", "accumulate", "world_size", "link")  # fmt: skip
+SAME_MEMORY = 0.01  # peaks that differ by less are alike
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two runs that differ in one field: `taken` beside `instead`."""
+
+    taken: str  # labels
+    instead: str
+    memory: float | None  # ratio of peaks
+    time: Ratio | None  # of time a token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toggle:
+    """What a field's value bought instead of another; the sentence says it."""
+
+    field: str
+    taken: Any
+    instead: Any
+    pairs: tuple[Pair, ...]
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Recommendation:
+    """Labels are those of the comparison's rows.
+
+    Attributes:
+        fastest, smallest: labels; None where no run can be recommended.
+        sentences: the recommendation in words. toggles: what each toggle bought.
+        excluded: label -> why it is not recommended. notes: what the figures are worth.
+    """
+
+    fastest: str | None
+    smallest: str | None
+    limit_bytes: int | None
+    sentences: tuple[str, ...]
+    toggles: tuple[Toggle, ...]
+    excluded: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    def lines(self) -> tuple[str, ...]:
+        """All that it says, a sentence each; the notes are apart."""
+        left_out = (f"{label} is not recommended: {why}." for label, why in self.excluded.items())
+        return (*self.sentences, *(t.sentence for t in self.toggles), *left_out)
+
+    def __str__(self) -> str:
+        return "\n".join([*self.lines(), *(f"note: {n}" for n in self.notes)])
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        def items(lines: Sequence[str]) -> str:
+            return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else ""
+
+        chosen = "".join(f"<p><b>{escape(s)}</b></p>" for s in self.sentences)
+        notes = "".join(f"<p><small>{escape(n)}</small></p>" for n in self.notes)
+        return chosen + items(self.lines()[len(self.sentences) :]) + notes
+
+
+def recommend(runs: Comparison | Sequence[Kept | Refusal], limit_bytes: int | None = None) -> Recommendation:
+    """By the rule of the module.
+
+    Args:
+        limit_bytes: the memory of the device that is meant, for each rank; None: that of the devices the runs had.
+
+    Raises:
+        SpecError: a limit that is no number of bytes.
+    """
+    if limit_bytes is not None and (not isinstance(limit_bytes, int) or isinstance(limit_bytes, bool) or limit_bytes < 1):
+        raise SpecError("limit_bytes", f"{limit_bytes!r} is refused", "give a whole number of bytes, or nothing")
+    compared = runs if isinstance(runs, Comparison) else Comparison.of(runs)
+    excluded = {row.label: why for row in compared.rows if (why := _excluded(compared, row, limit_bytes))}
+    fit = [row for row in compared.rows if row.label not in excluded]
+    fastest = max(fit, key=_speed, default=None)
+    near = [row for row in fit if fastest and _speed(fastest) <= (1 + WITHIN) * _speed(row)]
+    smallest = min(near, key=lambda row: (row.figures.peak_memory_bytes or 0, -_speed(row)), default=None)
+    sound = [row for row in compared.rows if row.figures.steps and not row.differs]
+    return Recommendation(
+        fastest=fastest.label if fastest else None,
+        smallest=smallest.label if smallest else None,
+        limit_bytes=limit_bytes,
+        sentences=_chosen(fastest, smallest, limit_bytes),
+        toggles=toggles(sound),
+        excluded=excluded,
+        notes=compared.fidelity(),
+    )
+
+
+# -- which can be taken ------------------------------------------------------------------------------------------------
+
+
+def _excluded(compared: Comparison, row: Row, limit_bytes: int | None) -> str:
+    """Why it is no candidate, in words; empty where it is one."""
+    if not row.figures.steps:
+        return f"{row.state} before a step was measured" + (f" ({row.reason})" if row.reason else "")
+    if row.differs and row.parity:
+        return f"it does not compute the same ({row.parity.sentence})"
+    base = compared[compared.baseline] if compared.baseline is not None else compared.rows[0]
+    if other := [name.replace("_", " ") for name in SAME_WORK if row.flat[name] != base.flat[name]]:
+        return f"its {' and '.join(other)} {'is' if len(other) == 1 else 'are'} not {base.label}'s"
+    need, limit = row.figures.needs_bytes, limit_bytes or row.figures.limit_bytes
+    if need is None:
+        return "its peak memory has not been measured (a run's third step does)"
+    if limit is not None and need > limit:
+        return f"it needs {size(need)} of {size(limit)} a rank"
+    return ""
+
+
+def _speed(row: Row) -> float:
+    found = row.figures.tokens_per_s
+    return found.median if found else 0.0
+
+
+def _chosen(fastest: Row | None, smallest: Row | None, limit_bytes: int | None) -> tuple[str, ...]:
+    if fastest is None or smallest is None:
+        return ("None of these runs can be recommended.",)
+    room = f"fits in {size(limit_bytes)} a rank" if limit_bytes else "fits"
+    said = f"The fastest that {room} is {_named(fastest)}: {_costs(fastest)}."
+    if smallest is fastest:
+        return (said, f"It is also the smallest within {WITHIN:.0%} of that time.")
+    return (said, f"The smallest within {WITHIN:.0%} of its time is {_named(smallest)}: {_costs(smallest)}.")
+
+
+def _named(row: Row) -> str:
+    return f"{row.label} ({row.name})"
+
+
+def _costs(row: Row) -> str:
+    return f"{count(_speed(row))} tokens/s, peak {size(row.figures.peak_memory_bytes)} a rank"
+
+
+# -- what each toggle bought -----------------------------------------------------------------------------------------
+
+
+def toggles(rows: Sequence[Row]) -> tuple[Toggle, ...]:
+    """From every pair of runs that differ in one field alone, in order of fields."""
+    found: dict[tuple[str, str, str], list[tuple[Row, Row]]] = {}
+    for a, b in combinations(rows, 2):
+        fields = [name for name in a.flat if a.flat[name] != b.flat[name]]
+        if len(fields) == 1 and fields[0] in TOGGLES:
+            # One order for all pairs of the two values, whichever came first.
+            first, second = sorted((a, b), key=lambda row: str(row.flat[fields[0]]))
+            key = (fields[0], str(first.flat[fields[0]]), str(second.flat[fields[0]]))
+            found.setdefault(key, []).append((first, second))
+    ordered = sorted(found.items(), key=lambda item: TOGGLES.index(item[0][0]))
+    return tuple(_toggle(name, pairs) for (name, _, _), pairs in ordered)
+
+
+def _toggle(name: str, rows: Sequence[tuple[Row, Row]]) -> Toggle:
+    """Turned so that the value taken saves: memory, else time."""
+    pairs = [_pair(a, b) for a, b in rows]
+    memory = _middle([p.memory for p in pairs if p.memory])
+    time = _middle([p.time.median for p in pairs if p.time])
+    alike = memory is None or abs(memory - 1) < SAME_MEMORY
+    if (alike and (time or 1) > 1) or (not alike and (memory or 1) > 1):
+        rows = [(b, a) for a, b in rows]
+        pairs = [_pair(a, b) for a, b in rows]
+    taken, instead = rows[0][0].flat[name], rows[0][1].flat[name]
+    said = f"{word(name, taken)} instead of {word(name, instead)} {_bought(pairs)}"
+    return Toggle(field=name, taken=taken, instead=instead, pairs=tuple(pairs), sentence=said)
+
+
+def _pair(taken: Row, instead: Row) -> Pair:
+    mine, its = taken.figures.peak_memory_bytes, instead.figures.peak_memory_bytes
+    return Pair(
+        taken=taken.label,
+        instead=instead.label,
+        memory=mine / its if mine and its else None,
+        time=ratio(instead.throughputs, taken.throughputs),  # tokens a second the other way round: time a token
+    )
+
+
+def _bought(pairs: Sequence[Pair]) -> str:
+    """The rest of the sentence: what was saved, and for what. It is turned so that memory is never what it costs."""
+    memory, time = _memory([p.memory for p in pairs if p.memory]), _time([p.time for p in pairs if p.time])
+    told = f"{pairs[0].taken} and {pairs[0].instead}" if len(pairs) == 1 else f"median and range of {len(pairs)} pairs"
+    if memory and time.startswith("cost"):
+        said = f"saved {memory} for {time.removeprefix('cost ')}"
+    elif memory and time.startswith("saved"):
+        said = f"saved {memory} and {time.removeprefix('saved ')}"
+    elif memory:
+        said = f"saved {memory}; {time}"
+    else:
+        measured = any(p.memory for p in pairs)
+        said = f"{'bought nothing: ' if time.startswith('within') else ''}{time}, " + (
+            "the same memory" if measured else "memory not measured"
+        )
+    return f"{said} ({told})."
+
+
+def _memory(ratios: Sequence[float]) -> str:
+    """What was saved of the peak; empty where that is nothing, or not known."""
+    middle = _middle(ratios)
+    return _percent(ratios, "memory") if middle is not None and abs(middle - 1) >= SAME_MEMORY else ""
+
+
+def _time(ratios: Sequence[Ratio]) -> str:
+    if not ratios:
+        return "time not measured"
+    medians = [r.median for r in ratios]
+    middle = statistics.median(medians)
+    if not _clear(ratios):
+        return f"within noise in time ({100 * (middle - 1):+.0f}%)"
+    return f"{'saved' if middle < 1 else 'cost'} {_percent(medians, 'time')}"
+
+
+def _clear(ratios: Sequence[Ratio]) -> bool:
+    """Whether most pairs tell a difference, all of these to the same side."""
+    told = [r for r in ratios if r.clear]
+    return 2 * len(told) > len(ratios) and len({r.median > 1 for r in told}) == 1
+
+
+def _middle(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _percent(ratios: Sequence[float], of: str) -> str:
+    """How far their median is from 1, to its own side, and of several the range: "55% memory (50 to 61%)"."""
+    away = 1 if statistics.median(ratios) >= 1 else -1
+    shares = sorted(100 * away * (r - 1) for r in ratios)
+    text = f"{statistics.median(shares):.0f}% {of}"
+    return text if len(shares) < 2 else f"{text} ({shares[0]:.0f} to {shares[-1]:.0f}%)"

@@ -1,0 +1,241 @@
+"""`Sweep`: several Specs trained side by side on the same ranks, in turns.
+
+Note: rounds. Each Spec is a run of its own, from the same initial values on the same batches. They take turns of equal
+numbers of steps, round after round, so that whatever drifts meanwhile (a clock, a neighbour, the temperature) meets all of
+them alike. Between two turns a run's state waits on the host, bit for bit, and the device is another's alone: what is
+measured of its memory is its own. The first step of each turn is left out of medians, as after any switch. With one round
+they are trained one after the other, and nothing waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import product
+from typing import Any
+
+from fsdp_lab.events import StepEvent
+from fsdp_lab.runs.comparison import Comparison, Refusal
+from fsdp_lab.runs.recommend import Recommendation, recommend
+from fsdp_lab.runs.run import STOP_S, Awaited, Run, RunState
+from fsdp_lab.runs.summary import slowest
+from fsdp_lab.spec import Spec, SpecError, part_of
+
+ROUNDS = 3
+LEAST_TURN = 3  # steps: in the third of them memory is measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a sweep is. `left_s` is None until a step has been measured of each run or the sweep is over."""
+
+    done_steps: int
+    all_steps: int
+    seconds: float
+    left_s: float | None
+
+
+class Sweep(Awaited["Sweep"]):
+    """Made by `Lab.compare`; starts at once. `await` it, `wait()` for it, or go on: `table()` says what is known so far.
+
+    A run that fails is over with its reason, and the others go on. `stop` keeps what is done.
+
+    Attributes:
+        runs: in the order of the Specs. refused: combinations that cannot be.
+        steps: of each run. rounds: turns of each run. reason: why it was stopped; empty where it was not.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[Spec],
+        refused: Sequence[Refusal],
+        *,
+        steps: int,
+        rounds: int,
+        make: Callable[[Spec, int, int], Run],
+        clear: Callable[[], None],
+        drop: Callable[[list[str]], None],
+    ) -> None:
+        """`make(spec, steps, share)` starts a run; `clear` makes the ranks free, once; `drop` forgets what waits there."""
+        super().__init__()
+        self.specs, self.refused = tuple({spec.id: spec for spec in specs}.values()), tuple(refused)
+        self.steps, self.rounds, self.reason = steps, rounds, ""
+        self.runs: list[Run] = []
+        self._run_of: dict[str, Run] = {}  # by the id of its Spec
+        self.error: BaseException | None = None
+        self._make, self._clear, self._drop = make, clear, drop
+        self._stopped = threading.Event()
+        self._began_s, self._ended_s = time.monotonic(), 0.0
+        self._driver = threading.Thread(target=self._drive, name="fsdp_lab-sweep", daemon=True)
+        self._driver.start()
+
+    # -- what the user sees -----------------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> Run | None:
+        """Whose turn it is; None before the first and after the last."""
+        return next((run for run in self.runs if not run.done and run.state is not RunState.PAUSED), None)
+
+    @property
+    def in_order(self) -> list[Run]:
+        """The runs that have begun, in the order of the Specs."""
+        return [run for spec in self.specs if (run := self._run_of.get(spec.id)) is not None]
+
+    def run_of(self, spec: Spec) -> Run | None:
+        """The run that one of the Specs was for; None before its first turn."""
+        return self._run_of.get(spec.id)
+
+    def comparison(self, baseline: str | int | None = 0) -> Comparison:
+        """What is known of them now, side by side, in the order of the Specs; see `Comparison.of`."""
+        return Comparison.of([*self.in_order, *self.refused], baseline=baseline)
+
+    def recommend(self, limit_bytes: int | None = None) -> Recommendation:
+        """Which of them to take, and what each toggle bought; see `fsdp_lab.runs.recommend`."""
+        return recommend(self.comparison(), limit_bytes)
+
+    def _repr_html_(self) -> str:
+        return self.comparison()._repr_html_() if self.runs else escape(repr(self))
+
+    @property
+    def outside_share(self) -> float | None:
+        """Time outside of steps (switches, builds, the wait for a chunk's end) over time in them; None before the first."""
+        in_steps = sum(_seconds_of(run.events.since()[0]) for run in list(self.runs))
+        return self.progress.seconds / in_steps - 1 if in_steps else None
+
+    @property
+    def progress(self) -> Progress:
+        runs = list(self.runs)
+        done = sum(self.steps if r.done else min(r.step, self.steps) for r in runs)
+        seconds = (self._ended_s or time.monotonic()) - self._began_s
+        left = 0.0 if self.done else self._left_s(runs)
+        return Progress(done_steps=done, all_steps=self.steps * len(self.specs), seconds=seconds, left_s=left)
+
+    def _left_s(self, runs: Sequence[Run]) -> float | None:
+        """By what the steps of each have taken; of those that have not begun, by the mean of the others."""
+        means = {r.id: mean for r in runs if (mean := _seconds_a_step(r.events.last_steps(20))) is not None}
+        if not means:
+            return None
+        usual = sum(means.values()) / len(means)
+        left = sum((self.steps - min(r.step, self.steps)) * means.get(r.id, usual) for r in runs if not r.done)
+        return left + (len(self.specs) - len(runs)) * self.steps * usual
+
+    def __repr__(self) -> str:
+        p = self.progress
+        state = "going on" if not self.done else f"stopped ({self.reason})" if self.reason else "done"
+        refused = f", {len(self.refused)} refused" if self.refused else ""
+        return f"<Sweep of {len(self.specs)} runs{refused}: {state}, {p.done_steps} of {p.all_steps} steps>"
+
+    # -- what the user asks for -------------------------------------------------------------------------------------
+
+    def stop(self, timeout_s: float = 5.0, reason: str = "stopped") -> bool:
+        """Ends the turn that is going on and lets no other begin; what was measured is kept. With 0 it only leaves the
+        word. Returns whether it is over."""
+        if not self._stopped.is_set() and not self.done:
+            self.reason = reason
+            self._stopped.set()
+            for run in list(self.runs):
+                run.stop(0, reason)
+        return self._over.wait(timeout_s) if timeout_s > 0 else self.done
+
+    def _given_up(self, blocking: bool) -> None:
+        self.stop(5.0 if blocking else 0, "interrupted")
+
+    def _outcome(self) -> Sweep:
+        if self.error is not None:
+            raise self.error
+        return self
+
+    # -- the driver -------------------------------------------------------------------------------------------------
+
+    def _drive(self) -> None:
+        try:
+            if self.specs:
+                self._clear()
+            for specs in self._by_ranks():
+                self._in_turns(specs)
+        except BaseException as e:
+            self.error = e
+        finally:
+            for run in self.runs:
+                run.stop(STOP_S, self.reason)
+            with contextlib.suppress(Exception):  # ranks that are gone keep nothing
+                self._drop([run.id for run in self.runs])
+            self._ended_s = time.monotonic()
+            self._end()
+
+    def _by_ranks(self) -> Iterator[list[Spec]]:
+        """Those of other ranks come after the last of these: ranks that are ended keep nothing that waits."""
+        kinds = dict.fromkeys((spec.world_size, spec.devices) for spec in self.specs)
+        for kind in kinds:
+            yield [spec for spec in self.specs if (spec.world_size, spec.devices) == kind]
+
+    def _in_turns(self, specs: Sequence[Spec]) -> None:
+        share = max(LEAST_TURN, -(-self.steps // self.rounds))
+        begun: list[Run] = []
+        for spec in specs:
+            if self._stopped.is_set():
+                return
+            run = self._make(spec, self.steps, share)
+            begun.append(run)
+            self._run_of[spec.id] = run
+            self.runs.append(run)
+            self._await(run)
+        while going := [run for run in begun if not run.done]:
+            for run in going:
+                if self._stopped.is_set():
+                    return
+                run.take_turn()
+                self._await(run)
+
+    def _await(self, run: Run) -> None:
+        """Until the run's turn is over."""
+        if self._stopped.is_set():
+            run.stop(0, self.reason)  # it began just after the word was left
+        run.wait_aside()
+
+
+def _seconds_of(events: Sequence[StepEvent]) -> float:
+    """In all steps, each as long as its slowest rank took."""
+    slowest_s: dict[int, float] = {}
+    for e in events:
+        slowest_s[e.step] = max(slowest_s.get(e.step, 0.0), e.step_time_s)
+    return sum(slowest_s.values())
+
+
+def _seconds_a_step(steps: Iterable[Sequence[StepEvent]]) -> float | None:
+    times = [slowest(step) for step in steps]
+    return sum(times) / len(times) if times else None
+
+
+def combine(
+    base: Spec, lists: Mapping[str, Sequence[Any]], replace: Callable[[Spec, Mapping[str, Any]], Spec]
+) -> Iterator[Spec | Refusal]:
+    """Every combination of the lists over the base, in their order, without repeats; those that cannot be with reasons.
+
+    Args:
+        lists: flat field name, as in `Spec.replace` -> values.
+        replace: makes the Spec with some fields changed. May raise SpecError.
+    """
+    seen: list[Any] = []
+    for values in product(*lists.values()):
+        changes = dict(zip(lists, values, strict=True))
+        if changes in seen:
+            continue
+        seen.append(changes)
+        try:
+            yield replace(base, changes)
+        except SpecError as e:
+            yield Refusal(spec=_wanted(base, changes), reason=str(e))
+
+
+def _wanted(base: Spec, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked for, as a Spec's dict would have it."""
+    made = base.to_dict()
+    for name, value in changes.items():
+        part = part_of(name)
+        (made[part] if part else made)[name] = value
+    return made

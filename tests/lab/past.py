@@ -1,0 +1,50 @@
+"""Runs that are over, made of events: what a comparison reads, without ranks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from fsdp_lab.events import Classes, Memory, StepEvent, Traffic
+from fsdp_lab.spec import Spec
+from tests.lab.events import SPEC, event
+from tests.lab.kept import Told, told
+
+MIB = 1 << 20
+
+
+ENVIRONMENT = {"torch": "2.13.0", "machine": {"cpus": 2}, "gpus": []}
+
+
+def past(run: str = "r", spec: Spec = SPEC, *, steps: int = 30, step_s: float = 0.1, noise: float = 0.04,
+         peak_mib: int = 100, begin_unix_s: float = 1e9, rounds: int = 1, every_s: float = 100.0, loss_off: float = 0.0,
+         seed: int = 0, drift: float = 0.0, **more: Any) -> Told:  # fmt: skip
+    """A run of `steps` steps of about `step_s`, in `rounds` turns that begin `every_s` apart, each `drift` slower than the
+    one before. The first step of a turn is six times as long. `more` are fields of `Told`."""
+    chance = random.Random(f"{run} {seed}")
+    events: list[StepEvent] = []
+    each = -(-steps // rounds)
+    for step in range(steps):
+        turn, place = divmod(step, each)
+        took = step_s * (1 + noise * chance.uniform(-1, 1)) * (1 + drift * turn) * (6 if not place else 1)
+        at = begin_unix_s + turn * every_s + (place + 1) * step_s
+        events += step_of(spec, run, step, took, at, peak_mib * MIB, first=not place, loss=5.0 - 0.05 * step + loss_off)
+    return told(spec, events, **{"id": run, "environment": ENVIRONMENT, **more})
+
+
+def step_of(
+    spec: Spec, run: str, step: int, took: float, at: float, peak: int, *, first: bool, loss: float
+) -> list[StepEvent]:
+    return [
+        event(
+            rank, step, spec, run=run, end_unix_s=at, step_time_s=took * (1 - 0.1 * rank), first_after_switch=first,
+            mean_loss=loss, loss=loss, peak_flops_per_s=1e11, peak_source="measured",
+            comm={"all_gather": Traffic(calls=4, link_bytes=1000, seconds=0.2 * took, exposed_seconds=0.05 * took)},
+            memory=Memory(
+                peak_bytes=peak + rank * MIB, outside_bytes=7 * MIB, limit_bytes=1000 * MIB,
+                at_peak=Classes(parameters_bytes=peak // 2, activations_bytes=peak // 2 + rank * MIB),
+            ),
+            notes=("CPU and Gloo: not a GPU's.",),
+        )
+        for rank in range(spec.world_size)
+    ]  # fmt: skip

@@ -1,0 +1,182 @@
+"""Runs side by side: figures, ratios, parity, what is refused, and the files that are written of it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+
+import pytest
+
+from fsdp_lab.events import Role
+from fsdp_lab.runs import Comparison, Refusal, RunState
+from fsdp_lab.runs.ratio import Pairing, ratio
+from fsdp_lab.runs.summary import summarize
+from fsdp_lab.spec import SpecError
+from tests.lab.events import SPEC, steps
+from tests.lab.kept import Told
+from tests.lab.past import MIB, past
+
+GRAD_OP = SPEC.replace(sharding="shard_grad_op")
+
+
+@pytest.fixture
+def three() -> list[Told | Refusal]:
+    refused = Refusal({"strategy": {"backend": "fsdp2", "sharding": "zero1"}}, "FSDP2 always shards <gradients>")
+    return [past("a"), past("b", GRAD_OP, step_s=0.08, peak_mib=150, begin_unix_s=1e9 + 50), refused]
+
+
+def test_rows_are_lettered_and_named_by_what_differs(three):
+    compared = Comparison.of(three)
+    assert [(r.label, r.name) for r in compared.rows] == [
+        ("A", "lab full_shard"), ("B", "lab shard_grad_op"), ("C", "fsdp2 zero1")]  # fmt: skip
+    assert compared.differing == ("backend", "sharding") and compared.baseline == "A"
+    alike = Comparison.of([past("a"), past("b")])
+    assert alike.rows[0].name == "lab full_shard fp32"
+    assert Comparison.of([past(str(i)) for i in range(28)]).rows[-1].label == "AB"
+    link = Comparison.of([past("a", SPEC.replace(link="0.25 GB/s, 50 us")), past("b")])
+    assert [r.name for r in link.rows] == ["link 0.25 GB/s, 50 us", "real link"]
+
+
+def test_figures_are_those_of_the_summary_with_a_spread():
+    run = past("a")
+    entry = summarize(SPEC, run.events.since()[0])
+    f = Comparison.of([run]).rows[0].figures
+    assert f.step_time_s is not None and f.tokens_per_s is not None and f.exposed_comm_s is not None
+    assert {"median": f.step_time_s.median, "p10": f.step_time_s.p10, "p90": f.step_time_s.p90} == entry["step_time_s"]
+    assert f.tokens_per_s.median == entry["tokens_per_s"]
+    assert f.step_time_s.n == f.counted == 29 and f.steps == 30, "the first step is six times as long and left out"
+    assert f.exposed_comm_s.median == pytest.approx(entry["exposed_comm_s_per_step"]["all_gather"])
+    assert f.peak_memory_bytes == max(entry["peak_memory_bytes"]) == 101 * MIB
+    assert f.at_peak.total_bytes == f.peak_memory_bytes, "classes are those of the fullest rank"
+    assert f.last_loss == entry["losses"][-1] and f.outside_bytes == 7 * MIB and f.mfu is not None
+
+
+def test_what_was_not_measured_is_none_and_shown_as_a_dash():
+    run = past("a", steps=0)
+    row = Comparison.of([past("z"), run]).rows[1]
+    assert row.figures.step_time_s is None and row.time_ratio is None and row.memory_ratio is None
+    run.events.add(steps(0, 1))  # before any ledger step: no peak; exposed communication not known
+    record = Comparison.of([run]).records()[0]
+    assert record["mfu"] is None and record["peak_memory_bytes"] == 1001
+    assert "–" in repr(Comparison.of([past("z"), past("y", steps=0)]))
+
+
+def test_runs_in_rounds_are_paired_and_drift_falls_out():
+    """Each turn is 30 % slower than the one before; the ratio of the two is 1.25 throughout."""
+    a = past("a", rounds=5, steps=50, drift=0.3)
+    b = past("b", GRAD_OP, rounds=5, steps=50, drift=0.3, step_s=0.125, begin_unix_s=1e9 + 50)
+    found = Comparison.of([a, b]).rows[1].time_ratio
+    assert found is not None and found.pairing is Pairing.ROUNDS and found.n == 5
+    assert found.p10 is not None and found.p90 is not None
+    assert 1.2 < found.p10 <= found.median <= found.p90 < 1.3 and found.clear
+
+
+def test_runs_one_after_the_other_have_the_ratio_of_their_medians():
+    a, b = past("a"), past("b", step_s=0.11, begin_unix_s=2e9)
+    found = Comparison.of([a, b]).rows[1].time_ratio
+    assert found is not None and found.pairing is Pairing.MEDIANS
+    assert found.median == pytest.approx(1.1, rel=0.03) and found.clear
+    assert found.p10 is not None and found.p90 is not None and found.p10 < found.median < found.p90
+
+
+def test_intervals_cover_the_truth_about_as_often_as_they_say():
+    inside = [
+        found.p10 <= 1 <= found.p90
+        for seed in range(200)
+        if (found := Comparison.of([past("a", seed=seed), past("b", seed=seed, begin_unix_s=2e9)]).rows[1].time_ratio)
+        and found.p10 and found.p90
+    ]
+    assert len(inside) == 200 and 0.7 < sum(inside) / 200 < 0.95
+
+
+def test_too_few_steps_have_no_interval_and_nothing_is_clear():
+    found = ratio([(1.0, 2.0)], [(2.0, 1.0)])
+    assert found is not None and found.median == 2 and found.p10 is None and not found.clear
+    assert ratio([], [(1.0, 1.0)]) is None and ratio([(0.0, 0.0)], [(1.0, 1.0)]) is None
+
+
+def test_a_baseline_is_chosen_by_place_label_or_id(three):
+    assert Comparison.of(three, baseline=1).baseline == "B" == Comparison.of(three, baseline="b").baseline
+    by_name = Comparison.of(three, names=["now", "then", "never"], baseline="then")
+    assert by_name.baseline == "then" and by_name["now"].memory_ratio == pytest.approx(101 / 151)
+    assert Comparison.of(three[::-1]).baseline == "B", "the first was refused: the next"
+    none = Comparison.of(three, baseline=None)
+    assert none.baseline is None and all(r.time_ratio is None and r.parity is None for r in none.rows)
+    assert Comparison.of([]).rows == () and repr(Comparison.of([])) and Comparison.of([])._repr_html_()
+
+
+@pytest.mark.parametrize("baseline", ["Z", 3, -1, True, "C"])
+def test_no_such_baseline_is_refused(three, baseline):
+    with pytest.raises(SpecError, match="baseline: .*; name one of A, B, C"):
+        Comparison.of(three, baseline=baseline)
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "a", "b"], "abc", ["a", "", "b"]])
+def test_names_that_do_not_tell_runs_apart_are_refused(three, names):
+    with pytest.raises(SpecError, match="names: .*; give one name for each run"):
+        Comparison.of(three, names=names)
+
+
+def test_another_result_is_loud_and_names_the_step(three):
+    wrong = past("w", GRAD_OP, loss_off=1.0)
+    compared = Comparison.of([*three, wrong])
+    assert compared["D"].differs and not compared["B"].differs
+    text, html = repr(compared), compared._repr_html_()
+    assert "NOT THE SAME COMPUTATION: D is different from step 0 on" in text and "✗ DIFFERENT from step 0" in text
+    assert 'role="alert"' in html and "NOT THE SAME COMPUTATION" in html
+    assert "equal bit for bit" in text and "NOT THE SAME" not in repr(Comparison.of(three))
+
+
+def test_a_row_that_was_refused_or_failed_says_why(three):
+    failed = past("f", steps=0, state=RunState.FAILED, reason="CUDA out of memory on rank 1")
+    text = repr(Comparison.of([*three, failed]))
+    assert "C refused: FSDP2 always shards <gradients>" in text and "D failed: CUDA out of memory on rank 1" in text
+    html = Comparison.of(three)._repr_html_()
+    assert "&lt;gradients&gt;" in html and "<gradients>" not in html
+
+
+def test_the_notes_state_the_rules_and_the_fidelity():
+    text = repr(Comparison.of([past("a"), past("b", notes=("link emulated",), begin_unix_s=2e9)]))
+    assert "leave out the first step after a change and ledger steps" in text
+    assert "one after the other" in text and "note: CPU and Gloo: not a GPU's.\n" in text + "\n"
+    assert "note: link emulated (B)" in text
+
+
+def test_records_are_flat_and_have_one_set_of_keys(three):
+    config = {"model_type": "gpt2", "n_layer": 1}
+    compared = Comparison.of([*three, past("d", SPEC.replace(model=config, precision="bf16"))])
+    records = compared.records()
+    assert all(list(r) == list(records[0]) for r in records)
+    assert all(isinstance(v, str | int | float | None) for r in records for v in r.values())
+    b = records[1]
+    assert b["label"] == "B" and b["sharding"] == "shard_grad_op" and b["parity"] == "equal bit for bit"
+    assert b["step_time_s_p10"] < b["step_time_s"] < b["step_time_s_p90"] and b["step_time_ratio"] < 0.85
+    assert sum(b[f"{role.value}_bytes_at_peak"] for role in Role) == b["peak_memory_bytes"]
+    assert records[2]["backend"] == "fsdp2" and records[2]["step_time_s"] is None and records[2]["model"] == "gpt2-10m"
+    assert json.loads(records[3]["model"]) == config
+
+
+def test_files_hold_the_records(three, tmp_path):
+    diverged = past("d", loss_off=math.nan)
+    compared = Comparison.of([*three, diverged])
+    records = compared.records()
+    with compared.to_csv(tmp_path / "c.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [r["label"] for r in rows] == ["A", "B", "C", "D"]
+    assert float(rows[1]["step_time_s"]) == records[1]["step_time_s"] and rows[2]["step_time_s"] == ""
+    content = json.loads(compared.to_json(tmp_path / "c.json").read_text(), parse_constant=pytest.fail)
+    assert content["records"][1] == records[1] and content["records"][3]["last_loss"] is None
+    assert content["baseline"] == "A" and "leave out" in content["rules"][0]
+    for write, name in ((compared.to_csv, "c.txt"), (compared.to_json, "none/c.json"), (compared.to_csv, "")):
+        with pytest.raises(SpecError, match="path: "):
+            write(tmp_path / name if name else "")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.csv", "c.json"]
+
+
+def test_a_run_of_several_specs_counts_under_the_last():
+    run = past("a", steps=10)
+    run.events.add(steps(*range(10, 20), spec=GRAD_OP, step_time_s=0.5))
+    run.spec = GRAD_OP
+    f = Comparison.of([run]).rows[0].figures
+    assert f.steps == 10 and f.step_time_s is not None and f.step_time_s.median == 0.5

@@ -1,0 +1,168 @@
+"""Whether two runs computed the same, from what real ranks told: equal bits, rounding, and faults that are found out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fsdp_lab.events import StepEvent
+from fsdp_lab.runs.parity import Parity, Verdict, parity
+from fsdp_lab.spec import Spec
+from tests.lab.kept import Told, told
+from tests.pool import Place, Pool
+from tests.rank.test_session import DDP, session, spec
+
+STEPS = 8
+CHECKS = [0, 1, 3, 7]
+
+KINDS: dict[str, dict[str, Any]] = {
+    "lab": {},
+    "fsdp2": {"backend": "fsdp2"},
+    "ddp": DDP,
+    "bf16": {"precision": "bf16"},
+    "fp16": {"backend": "fsdp2", "precision": "fp16"},
+}
+
+
+def _honest(place: Place, plan: list[dict[str, Any]]) -> list[list[Any]]:
+    s = session(place)
+    found = []
+    for given in plan:
+        s.apply("run", given, fresh=True)
+        found.append(s.train(STEPS, checks=CHECKS)["events"])
+    s.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def honest(pool: Pool) -> dict[str, Told]:
+    specs = {name: spec(**changes) for name, changes in KINDS.items()}
+    by_rank = pool.run(_honest, 2, [s.to_dict() for s in specs.values()], reduction=None)
+    return {name: told(s, [e for rank in by_rank for e in rank[i]]) for i, (name, s) in enumerate(specs.items())}
+
+
+@pytest.mark.parametrize("name", ["lab", "fsdp2", "ddp"])
+def test_backends_are_equal_bit_for_bit_in_fp32(honest: dict[str, Told], name: str) -> None:
+    found = parity(honest["lab"], honest[name])
+    assert (found.verdict, found.steps, found.checksums, found.first_step) == (Verdict.EQUAL, STEPS, len(CHECKS), None)
+    assert found.sentence == "equal bit for bit over 8 steps: losses and 4 checksums of the parameters"
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_another_precision_is_equal_within_its_rounding(honest: dict[str, Told], name: str) -> None:
+    found = parity(honest["lab"], honest[name])
+    assert found.verdict is Verdict.WITHIN and found.first_step == 0
+    assert parity(honest[name], honest["lab"]).verdict is Verdict.WITHIN
+    assert parity(honest[name], honest[name]).verdict is Verdict.EQUAL
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+def _no_division(s: Any, place: Place) -> None:
+    """Gradients are summed over ranks, not averaged. AdamW hides that from the losses."""
+    hub, inner = s._hub, s._world.__class__._ordered_reduce_scatter
+    del hub
+
+    def summed(self: Any, output: Any, input: Any, op: Any, opts: Any) -> Any:
+        work = inner(self, output, input, op, opts)
+        return work.followed_by(lambda: output.mul_(self.size()), [output])
+
+    s._world.__class__._ordered_reduce_scatter = summed
+
+
+def _one_rank_does_not_update(s: Any, place: Place) -> None:
+    if place.rank == 1:
+        s._trainer.backend.optimizer.step = lambda *a, **k: None
+
+
+FAULTS: dict[str, tuple[dict[str, Any], Callable[[Any, Place], None]]] = {
+    "no division": ({"backend": "fsdp2"}, _no_division),
+    "a replica stands still": (DDP, _one_rank_does_not_update),
+    "a shard stands still": ({}, _one_rank_does_not_update),
+}
+
+
+def _at_fault(place: Place, given: dict[str, Any], fault: str) -> list[Any]:
+    """Seeded before the fourth step."""
+    from fsdp_lab.wire import Wire
+
+    kept = Wire._ordered_reduce_scatter
+    s = session(place)
+    try:
+        s.apply("run", given)
+        events = s.train(3, checks=CHECKS)["events"]
+        FAULTS[fault][1](s, place)
+        return [*events, *s.train(STEPS - 3, checks=CHECKS)["events"]]
+    finally:
+        Wire._ordered_reduce_scatter = kept  # type: ignore[method-assign]
+        s.close()
+
+
+def judged(pool: Pool, honest: dict[str, Told], fault: str) -> Parity:
+    wrong = spec(**FAULTS[fault][0])
+    by_rank = pool.run(_at_fault, 2, wrong.to_dict(), fault, reduction=None)
+    return parity(honest["lab"], told(wrong, [e for events in by_rank for e in events]))
+
+
+def test_gradients_that_are_not_divided_are_found_at_once(pool: Pool, honest: dict[str, Told]) -> None:
+    found = judged(pool, honest, "no division")
+    assert found.verdict is Verdict.DIFFERENT
+    assert (found.first_step, found.what) == (3, "gradient norm")
+    assert found.sentence.startswith("different from step 3 on: gradient norm")
+
+
+def test_replicas_that_part_are_found_by_their_checksums(pool: Pool, honest: dict[str, Told]) -> None:
+    found = judged(pool, honest, "a replica stands still")
+    assert (found.verdict, found.first_step, found.what) == (Verdict.DIFFERENT, 3, "replicas")
+    assert "replicas hold different parameters" in found.sentence
+
+
+def test_a_shard_that_is_not_updated_is_found_in_the_next_loss(pool: Pool, honest: dict[str, Told]) -> None:
+    found = judged(pool, honest, "a shard stands still")
+    assert (found.verdict, found.first_step) == (Verdict.DIFFERENT, 4)
+
+
+# -- the rule, on changed copies -----------------------------------------------------------------------------------
+
+
+def changed(run: Told, step: int, **values: Any) -> Told:
+    events: list[StepEvent] = run.events.since()[0]
+    return told(run.spec, [dataclasses.replace(e, **values) if e.step == step else e for e in events])
+
+
+def test_one_bit_is_seen_and_called_rounding(honest: dict[str, Told]) -> None:
+    lab = honest["lab"]
+    loss = next(e.mean_loss for e in lab.events.since()[0] if e.step == 5)
+    found = parity(lab, changed(lab, 5, mean_loss=math.nextafter(loss, 9.0)))
+    assert (found.verdict, found.first_step, found.what) == (Verdict.WITHIN, 5, "loss")
+    found = parity(lab, changed(lab, 7, checksum=1))
+    assert (found.verdict, found.first_step, found.what) == (Verdict.WITHIN, 7, "parameters")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
+def test_a_loss_that_is_no_number_is_different(honest: dict[str, Told], value: float) -> None:
+    found = parity(honest["lab"], changed(honest["lab"], 6, mean_loss=value))
+    assert (found.verdict, found.first_step, found.what) == (Verdict.DIFFERENT, 6, "loss")
+
+
+def test_both_the_same_nan_is_equal(honest: dict[str, Told]) -> None:
+    nan = changed(honest["lab"], 6, mean_loss=math.nan, grad_norm=math.inf)
+    assert parity(nan, nan).verdict is Verdict.EQUAL
+
+
+def test_what_is_not_the_same_training_is_not_compared(honest: dict[str, Told]) -> None:
+    lab = honest["lab"]
+
+    def against(**changes: Any) -> Parity:
+        other: Spec = lab.spec.replace(**changes)
+        return parity(lab, told(other, lab.events.since()[0]))
+
+    assert against(lr=0.5, seed=3).sentence == "another training: lr, seed differ"
+    assert against(micro_batch=4).sentence == "another training: samples a step (4 and 8) differs"
+    assert against(micro_batch=1, accumulate=2).verdict is Verdict.EQUAL  # the same samples
+    assert parity(lab, told(lab.spec, [])).sentence == "no step in common yet"
