@@ -225,7 +225,7 @@ class Lab:
             SpecError: a field that there is not. HistoryError: the file cannot be read.
         """
         if self._history is None:
-            return Runs((), caption="no runs", notes=("this lab keeps none: it was made with history=False",))
+            return Runs((), of=0, where="this lab", notes=("this lab keeps none: it was made with history=False",))
         return self._history.runs(**filters)
 
     def slow_motion(self, spec: Spec | Mapping[str, Any] | None = None, **changes: Any) -> SlowMotion:

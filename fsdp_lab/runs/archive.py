@@ -28,7 +28,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             pinned INTEGER NOT NULL DEFAULT 0, spec TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
             started_unix_s REAL NOT NULL, ended_unix_s REAL, step INTEGER NOT NULL, notes TEXT NOT NULL,
             environment TEXT NOT NULL, restarts TEXT NOT NULL, tokens_per_s REAL, loss REAL,
-            host TEXT NOT NULL, pid INTEGER NOT NULL, born_unix_s REAL NOT NULL, seen_unix_s REAL NOT NULL)""",
+            host TEXT NOT NULL, pid INTEGER NOT NULL, born TEXT NOT NULL, seen_unix_s REAL NOT NULL)""",
         "CREATE INDEX runs_by_start ON runs (started_unix_s)",
         """CREATE TABLE switches (
             run INTEGER NOT NULL REFERENCES runs ON DELETE CASCADE, position INTEGER NOT NULL, step INTEGER NOT NULL,
@@ -68,7 +68,7 @@ class Archive:
             self._db.execute("PRAGMA foreign_keys = ON")
             self._db.execute("PRAGMA synchronous = NORMAL")  # a kernel's death loses nothing, a power cut the last moment
             self._settle(migrations)
-            self._inode = _inode(path)
+            self.inode = _inode(path)
         except BaseException:
             self._db.close()
             raise
@@ -123,7 +123,7 @@ class Archive:
     @property
     def stale(self) -> bool:
         """Whether the file was moved or deleted since it was opened: what is written now would be lost."""
-        return _inode(self.path) != self._inode
+        return _inode(self.path) != self.inode
 
     def close(self) -> None:
         with contextlib.suppress(sqlite3.Error):

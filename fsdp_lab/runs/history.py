@@ -162,9 +162,7 @@ class History:
             and (name is None or run.name == name)
             and _matches(run, wanted)
         ]  # fmt: skip
-        whole = "" if len(chosen) == len(found) else f" of {len(found)}"
-        caption = f"{len(chosen)}{whole} run{'s' * (len(found) != 1)} in {self.path}"
-        return Runs(chosen, caption=caption, notes=(self.problem,) if self.problem else ())
+        return Runs(chosen, of=len(found), where=str(self.path), notes=(self.problem,) if self.problem else ())
 
     @property
     def size_bytes(self) -> int:

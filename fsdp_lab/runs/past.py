@@ -35,7 +35,6 @@ class PastRun(Reading):
     def __init__(self, row: Mapping[str, Any], reach: Reach) -> None:
         self._reach = reach
         self.number = int(row["number"])
-        self._restarts = json.loads(row["restarts"])
         self.spec_fields: dict[str, Any] = json.loads(row["spec"])
         self.id, self.name, self.pinned = str(row["id"]), str(row["name"]), bool(row["pinned"])
         self.started_unix_s, self.ended_unix_s = float(row["started_unix_s"]), row["ended_unix_s"]
@@ -43,7 +42,7 @@ class PastRun(Reading):
         self.state, self.reason = RunState(row["state"]), str(row["reason"])
         self.environment: Mapping[str, Any] = json.loads(row["environment"])
         self._notes = tuple(json.loads(row["notes"]))
-        kernel = Kernel(host=row["host"], pid=row["pid"], born_unix_s=row["born_unix_s"])
+        kernel = Kernel(host=row["host"], pid=row["pid"], born=row["born"])
         if not self.state.over and not kernel.alive(row["seen_unix_s"]):
             self.reason = f"its kernel, process {kernel.pid} on {kernel.host}, ended without a word"
             self.state, self.ended_unix_s = RunState.LOST, row["seen_unix_s"]
@@ -79,9 +78,10 @@ class PastRun(Reading):
     def events(self) -> EventStore:
         """Raises HistoryError where it was deleted meanwhile."""
         with self._reach() as archive:
-            if not archive.rows("SELECT 1 FROM runs WHERE number = ?", self.number):
+            found = archive.rows("SELECT restarts FROM runs WHERE number = ?", self.number)
+            if not found:
                 raise HistoryError(f"run {self.id} was deleted from {archive.path}")
-            return read_events(archive, self.number, self._restarts)
+            return read_events(archive, self.number, json.loads(found[0]["restarts"]))
 
     def to_dict(self) -> dict[str, Any]:
         """All but its events, as plain values."""

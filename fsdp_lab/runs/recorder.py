@@ -34,6 +34,7 @@ class Recorder:
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()  # guards the two above, and the two below
         self._asked = self._answered = 0  # flushes
+        self._inode: tuple[int, int] | None = None  # of the file that was written to last
         self._tended_s = float("-inf")
 
     def record(self, run: Kept) -> None:
@@ -116,9 +117,13 @@ class Recorder:
             return archive
         if archive is not None:
             archive.close()
+            self._inode = None  # a new file may get the number of the one that is gone
+        opened = Archive(self._path)
+        if opened.inode != self._inode:
             for recording in recordings:
                 recording.again()
-        return Archive(self._path)
+        self._inode = opened.inode
+        return opened
 
     def _trouble(self, error: Exception) -> None:
         self.problem = said(error, self._path)
@@ -127,9 +132,6 @@ class Recorder:
         try:
             if (aside := set_aside(self._path)) is not None:
                 self.moved = f"the history was damaged: it is now {aside}, and a new one was begun"
-            with self._changed:
-                for recording in self._recordings:
-                    recording.again()
         except (OSError, sqlite3.Error) as e:
             self.problem = said(e, self._path)
 

@@ -1,7 +1,7 @@
 """`Recording`: one live run on its way to disk.
 
 What is kept of it, so that a day of training stays small: of the newest 100,000 events all; of those before one step in 16,
-of the same number of these; before them one in 256; and so on. About 110 bytes an event, so some 11 MB for each of these
+of the same number of these; before them one in 256; and so on. About 120 bytes an event, so some 12 MB for each of these
 rows of a long run. First steps after a switch and ledger steps stay longer. Spans are kept of one traced step each 5 s and
 of the run's last ones, the newest 20; memory curves of the newest 8 ledger steps.
 """
@@ -9,6 +9,7 @@ of the run's last ones, the newest 20; memory curves of the newest 8 ledger step
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -166,7 +167,7 @@ def _described(run: Kept) -> dict[str, Any]:
 
 def _whose() -> dict[str, Any]:
     kernel = Kernel.this()
-    return {"host": kernel.host, "pid": kernel.pid, "born_unix_s": kernel.born_unix_s}
+    return {"host": kernel.host, "pid": kernel.pid, "born": kernel.born}
 
 
 def _switch(switch: Switch) -> dict[str, Any]:
@@ -205,16 +206,8 @@ def thin(archive: Archive, number: int, cap: int = CAP) -> None:
     while (held := _held(archive, number, level)) is not None:
         surplus = held["events"] - cap
         if surplus > cap // 10:
-            packs = archive.rows(
-                "SELECT first, count, data FROM batches WHERE run = ? AND level = ? ORDER BY first", number, level
-            )
-            old: list[Mapping[str, Any]] = []
-            for row in packs:
-                if surplus <= 0:
-                    break
-                old.append(row)
-                surplus -= row["count"]
-            _move(archive, number, level, old)
+            query = "SELECT first, count, data FROM batches WHERE run = ? AND level = ? ORDER BY first LIMIT ?"
+            _move(archive, number, level, archive.rows(query, number, level, math.ceil(surplus / BATCH)))
         level += 1
 
 

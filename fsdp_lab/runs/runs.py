@@ -16,8 +16,9 @@ COLUMNS = ("id", "name", "when", "model", "how", "ranks", "steps", "state", "tok
 class Runs(Sequence[PastRun]):
     """Newest first. `runs[0]` is the newest, `runs["ab12"]` the one whose id begins so, or that has this name."""
 
-    def __init__(self, runs: Sequence[PastRun], *, caption: str = "", notes: tuple[str, ...] = ()) -> None:
-        self._runs, self._caption, self._notes = tuple(runs), caption, notes
+    def __init__(self, runs: Sequence[PastRun], *, of: int, where: str, notes: tuple[str, ...] = ()) -> None:
+        """`of` so many that are kept in `where`."""
+        self._runs, self._of, self._where, self._notes = tuple(runs), of, where, notes
 
     @overload
     def __getitem__(self, which: int | str) -> PastRun: ...
@@ -26,7 +27,7 @@ class Runs(Sequence[PastRun]):
     def __getitem__(self, which: int | str | slice) -> PastRun | Runs:
         """Raises SpecError for an id or a name that is none's or several's, IndexError for a position."""
         if isinstance(which, slice):
-            return Runs(self._runs[which], caption=self._caption, notes=self._notes)
+            return Runs(self._runs[which], of=self._of, where=self._where, notes=self._notes)
         return self._called(which) if isinstance(which, str) else self._runs[which]
 
     def _called(self, which: str) -> PastRun:
@@ -45,8 +46,10 @@ class Runs(Sequence[PastRun]):
 
     def table(self) -> Table:
         legend = ("tokens/s: the median of the newest 100 steps",) if self._runs else ()
+        few = f"{len(self)} of " if len(self) != self._of else ""
+        caption = f"{few}{self._of} run{'s' * (self._of != 1)} in {self._where}"
         figures = {"ranks", "steps", "tokens/s", "loss"}
-        return Table(columns=COLUMNS, rows=tuple(map(_row, self._runs)), caption=self._caption,
+        return Table(columns=COLUMNS, rows=tuple(map(_row, self._runs)), caption=caption,
                      notes=(*legend, *self._notes), left=frozenset(COLUMNS) - figures)  # fmt: skip
 
     def __repr__(self) -> str:

@@ -44,7 +44,8 @@ def test_runs_are_listed(runs: list[Telling], capsys: pytest.CaptureFixture[str]
     out = said(capsys)
     places = [out.index(run.id) for run in runs]
     assert out.startswith("3 runs in ") and places == sorted(places, reverse=True)
-    assert runs[0].id not in said(capsys, "--limit", "2")
+    few = said(capsys, "--limit", "2")
+    assert few.startswith("2 of 3 runs in ") and runs[0].id not in few and runs[1].id in few
     listed = json.loads(said(capsys, "--json"))
     assert [entry["id"] for entry in listed] == [run.id for run in runs[::-1]]
     assert listed[0]["spec"] == runs[2].spec.to_dict() and listed[0]["environment"]["torch"]
