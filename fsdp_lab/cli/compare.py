@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         check_file(args.report, SUFFIXES, field="--report")
     specs = split(wanted(args), results)
     results.write()
+    refused = list(results.refused)  # those that failed come after them
 
     from fsdp_lab.cli import session
 
@@ -64,8 +65,10 @@ def run(args: argparse.Namespace) -> int:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     if sweep is not None and args.report is not None:
         from fsdp_lab.report import write_report
+        from fsdp_lab.runs import Refusal
 
-        console.print(f"written: {write_report(args.report, sweep.in_order)}", markup=False, highlight=False)
+        rows = [*sweep.in_order, *(Refusal(r["spec"], r["reason"]) for r in refused)]
+        console.print(f"written: {write_report(args.report, rows)}", markup=False, highlight=False)
     if args.json is not None:
         console.print(f"written: {args.json}", markup=False, highlight=False)
     if sweep is None:
