@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from fsdp_lab.runs import Run, Sweep
     from fsdp_lab.runs.comparison import Comparison, Row
+    from fsdp_lab.runs.kept import Kept
     from fsdp_lab.runs.summary import Figures
 
 WAITING, FAILED = "waiting", "failed"
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         from fsdp_lab.report import write_report
         from fsdp_lab.runs import Refusal
 
-        rows = [*sweep.in_order, *(Refusal(r["spec"], r["reason"]) for r in refused)]
+        rows: list[Kept | Refusal] = [*sweep.in_order, *(Refusal(r["spec"], r["reason"]) for r in refused)]
         console.print(f"written: {write_report(args.report, rows)}", markup=False, highlight=False)
     if args.json is not None:
         console.print(f"written: {args.json}", markup=False, highlight=False)
