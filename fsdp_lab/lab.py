@@ -170,8 +170,8 @@ class Lab:
         """Trains every combination side by side: `sweep = await lab.compare(sharding=["full_shard", "no_shard"])`.
 
         All begin with the same initial values and see the same batches. They take turns of `steps / rounds` steps, three at
-        least, so that drift meets all alike; between its turns a run waits on the host, bit for bit. What cannot be combined, or fails, is
-        kept with its reason and ends nothing. Returns at once, like `run`, which ends it.
+        least, so that drift meets all alike; between its turns a run waits on the host, bit for bit. What cannot be
+        combined, or fails, is kept with its reason and ends nothing. Returns at once, like `run`, which ends it.
 
         Args:
             spec: what the lists are changes of, one or several; None: the default one for this lab's ranks.
@@ -274,22 +274,21 @@ class Lab:
     def _preparation(self, why: str, *, seat: bool = True) -> Callable[[Spec], None]:
         """What is to be done before something new begins. Who came before is settled now, and under the lock: then
         everyone ends only those who came earlier, and no two wait for each other."""
-        former, slow, sweep = self._current, self._slow_step, self._sweep
+        slow, former = [self._slow_step], [self._sweep, self._current]
 
         def prepare(spec: Spec) -> None:
             """On the driver of what is new: what was going on is over, and the ranks are as the Spec wants them."""
-            self._end_former(sweep, former, slow, why)
+            if (step := slow[0]) is not None:
+                step.end(why)
+            for one in former:
+                if one is not None and not one.done and not one.stop(REPLACE_S, why):
+                    raise ClusterError(f"{one!r} did not end within {REPLACE_S:.0f} s; close the lab and make another one")
+            slow[0] = None
+            former.clear()  # what is over is not kept by what comes after: each would keep the one before it
             if seat:
                 self._seat(spec)
 
         return prepare
-
-    def _end_former(self, sweep: Sweep | None, former: Run | None, slow: SlowStep | None, why: str) -> None:
-        if slow is not None:
-            slow.end(why)
-        for one in (sweep, former):
-            if one is not None and not one.done and not one.stop(REPLACE_S, why):
-                raise ClusterError(f"{one!r} did not end within {REPLACE_S:.0f} s; close the lab and make another one")
 
     def _seat(self, spec: Spec) -> None:
         """The ranks are as the Spec wants them."""

@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_lab import Comparison, write_report
 from fsdp_lab.lab import Lab
-from fsdp_lab.runs import recommend
+from fsdp_lab.runs import History, recommend
 from fsdp_lab.runs.parity import Verdict
 from fsdp_lab.runs.ratio import Pairing
 
@@ -20,9 +20,7 @@ def test_a_sweep_is_compared_recommended_and_reported(tmp_path: Path):
     with Lab(2, reduction="rank_ordered", progress=False) as lab:
         sweep = lab.compare(model="gpt2-1m", micro_batch=1, seq_len=64, sharding=["full_shard", "no_shard"],
                             backend=["lab", "fsdp2"], steps=18, rounds=3).wait(120)  # fmt: skip
-    for run in sweep.runs:
-        run.environment = {"machine": "the test's"}
-    rows = [*sweep.runs, *sweep.refused]
+    rows = [*sweep.in_order, *sweep.refused]
     compared = Comparison.of(rows)
     assert [(r.name, r.state) for r in compared.rows] == [
         ("lab full_shard", "finished"), ("fsdp2 full_shard", "finished"), ("lab no_shard", "finished"),
@@ -40,4 +38,9 @@ def test_a_sweep_is_compared_recommended_and_reported(tmp_path: Path):
     text = write_report(tmp_path / "sweep.html", rows).read_text(encoding="utf-8")
     kept = json.loads(text.split('id="fsdp-lab-records">')[1].split("</script>")[0])
     assert [r["step_time_s"] for r in kept["records"]] == [r["step_time_s"] for r in compared.records()]
-    assert 'id="plot-timeline0"' in text and "the test&#x27;s" in text
+    assert 'id="plot-timeline0"' in text and f"<dd>{sweep.runs[0].environment['torch']}</dd>" in text
+    past = History().runs()  # from disk, when the ranks are gone
+    again = Comparison.of([*(past[run.id] for run in sweep.in_order), *sweep.refused])
+    assert again.records() == compared.records() and repr(again) == repr(compared)
+    later = write_report(tmp_path / "later.html", [past[run.id] for run in sweep.in_order], title="later")
+    assert 'id="plot-timeline0"' in later.read_text(encoding="utf-8")

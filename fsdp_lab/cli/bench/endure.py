@@ -1,4 +1,8 @@
-"""`fsdp-lab bench endure`: what a thousand toggles leave behind in the kernel and in the ranks, for each backend."""
+"""`fsdp-lab bench endure`: what a thousand toggles leave behind in the kernel and in the ranks, for each backend.
+
+A run keeps its events as long as somebody holds it, which is its purpose and no leak: every `RUN_TOGGLES` toggles another
+run goes on with the same parameters, and the former is let go.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from fsdp_lab.runs import Run
 
 FROM = 100  # toggles until everything has been done once
+RUN_TOGGLES = 50
 WINDOW = 10  # readings around a mark, of which the median counts: memory of a process that works goes up and down
 
 # What is toggled between, so that each is built anew.
@@ -54,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     found: dict[str, dict[str, Any]] = {}
     base = Spec(world_size=args.ranks).replace(model=args.model, micro_batch=1, seq_len=32)
     for backend in backends:
-        with session.lab(console, args.ranks, None) as lab:  # new ranks for each: what one keeps is not the next one's
+        # New ranks for each: what one keeps is not the next one's.
+        with session.lab(console, args.ranks, None, history=False) as lab:
             pair = [base.replace(backend=backend, **changes) for changes in PAIRS[backend]]
             found[backend] = endured(lab, pair, args.toggles)
         for line in lines(backend, found[backend], args.toggles):
@@ -73,6 +79,9 @@ def endured(lab: Lab, pair: Sequence[Spec], toggles: int) -> dict[str, Any]:
     readings: dict[str, list[int]] = {name: [] for name in pids}
     marks = (range(FROM - WINDOW // 2, FROM + WINDOW // 2), range(toggles - WINDOW, toggles))
     for i in range(toggles):
+        if i % RUN_TOGGLES == RUN_TOGGLES - 1:
+            trained = lab.run(pair[i % 2], fresh=False)
+            await_step(trained, pair[i % 2].id)
         toggle(trained, pair[(i + 1) % 2])
         if any(i in mark for mark in marks):
             gc.collect()

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
     console = session.console()
     console.print(f"{len(stops) - 1} toggles of {args.model} on {args.ranks} ranks, {args.relaunches} relaunches")
-    with session.lab(console, args.ranks, None) as lab:
+    with session.lab(console, args.ranks, None, history=False) as lab:
         trained = lab.run(stops[0])
         await_step(trained, stops[0].id)
         toggles, relaunches = measure(trained, stops, args.relaunches)
