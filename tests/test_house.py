@@ -42,7 +42,6 @@ FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (1, "wire", frozenset({"torch"})),
     (1, "models", RANKS | {"PIL", "safetensors"}),
     (1, "planner", frozenset({"numpy"})),
-    (1, "history", frozenset({"numpy"})),
     (2, "backends", RANKS),
     (3, "rank", RANKS | {"psutil"}),
     (3, "bench", RANKS | {"psutil"}),
