@@ -26,7 +26,7 @@ def check_path(path: str | os.PathLike[str], *, force: bool = False, field: str 
         with contextlib.suppress(FileNotFoundError):
             os.lstat(file)  # a name that is too long, or none at all
         if file.is_file() and not force:
-            raise SpecError(field, f"{path} is there already", "name another file, or say that it may be replaced (force)")
+            raise SpecError(field, f"{path} is there already", "name another file, or give force (--force) to replace it")
         if file.exists() and not os.access(file, os.W_OK):
             raise SpecError(field, f"{path} cannot be written: it is there and read-only", way_out)
         if file.is_file() or not file.exists():  # a pipe or /dev/stdout takes text as it comes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 
 import torch
 import transformers
@@ -21,31 +22,29 @@ def script(spec: Spec) -> str:
     """Raises SpecError for what torch's own backends or the script cannot express."""
     found = peer(spec)
     model = model_of(found.spec)
-    parts = [
+    parts = (
         model_part(model, deferred=found.spec.strategy.backend == "fsdp2"),
         data_part(found.spec, model.facts),
-        training_part(found.spec),
         sharding_part(model, found.spec),
-    ]
-    model_, data, training, sharding = parts
-    return assemble(_head(model, found, spec), [model_, data, sharding, training])
+        training_part(found.spec),
+    )
+    return assemble(_head(model, found, spec), parts)
 
 
 def _head(model: Model, found: Peer, asked: Spec) -> str:
-    s, w = found.spec.strategy, found.spec.workload
+    s, world = found.spec.strategy, asked.world_size
+    remarks = [_remark(text) for text in (*found.remarks, *_of_script(found.spec))]
     lines = [
-        f"Train {model.name} under {TITLES[s.backend]}, {s.sharding}, on {asked.world_size} rank{'s' * (asked.world_size > 1)}.",
+        f"Train {model.name} under {TITLES[s.backend]}, {s.sharding}, on {world} rank{'s' * (world > 1)}.",
         "",
-        f"    torchrun --nproc-per-node {asked.world_size} THIS_FILE --steps 100",
+        f"    torchrun --nproc-per-node {world} THIS_FILE --steps 100",
         "",
-        paragraph(f"Each step prints its mean loss, unrounded. In fp32 on a CPU the losses are those of the run it was written "
-                  f"from, bit for bit, with the same number of ranks, torch, transformers and processor; elsewhere within "
-                  f"rounding. Written by fsdp_lab {__version__} with torch {torch.__version__}, transformers "
+        paragraph("Each step prints its mean loss, unrounded. In fp32 on a CPU the losses are those of the run it was "
+                  "written from, bit for bit, with the same number of ranks, torch, transformers and processor; elsewhere "
+                  f"within rounding. Written by fsdp_lab {__version__} with torch {torch.__version__}, transformers "
                   f"{transformers.__version__}, Python {platform.python_version()}."),
-        *(["", "Of that run:", *(_remark(r) for r in found.remarks + _of_script(found.spec))]
-          if found.remarks + _of_script(found.spec) else []),
+        *(["", "Of that run:", *remarks] if remarks else []),
     ]  # fmt: skip
-    assert w is not None
     return "\n".join(lines)
 
 
@@ -53,10 +52,12 @@ def _remark(text: str) -> str:
     return "- " + paragraph(text + ".", "  ").lstrip()
 
 
-def _of_script(spec: Spec) -> tuple[str, ...]:
-    """Where torch's own collectives may give other bits than the lab's wire, and no hook changes that."""
+def _of_script(spec: Spec) -> Iterator[str]:
+    """Where torch's own backend may give other bits than in the lab."""
     s = spec.strategy
     if s.backend == "fsdp1" and s.sharding in HYBRIDS and spec.shard_factor > 2:
-        return ("FSDP1 takes no hook under hybrid sharding: over Gloo the sums of its shard groups come in another order than "
-                "in the run, so that losses agree within rounding, not to the bit",)  # fmt: skip
-    return ()
+        yield ("sharding: FSDP1 takes no hook under hybrid sharding, so over Gloo the sums of its shard groups come in "
+               "another order than in the run, and losses agree within rounding, not to the bit")  # fmt: skip
+    if s.backend == "fsdp1" and s.dtypes.reduce == "fp16":
+        yield ("precision: FSDP1 divides by a part of the ranks before it adds up, and in the lab after, so that in fp16 "
+               "another step may overflow and be skipped")  # fmt: skip

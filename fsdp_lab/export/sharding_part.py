@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
-
 from fsdp_lab.engine import blocks, units
 from fsdp_lab.export.model_part import Model
 from fsdp_lab.export.source import Part, fill, literal
@@ -83,12 +81,12 @@ def _lists(spec: Spec, names: Names) -> str:
     same = [list(group) for group in names.units] == [[name] for name in names.blocks]
     lines = []
     if s.compile or s.recompute != "none" or (same and names.units):
-        lines.append(f"BLOCKS = {_sequence(names.blocks)}  # the layers that repeat")
+        lines += ["# The layers that repeat.", f"BLOCKS = {_sequence(names.blocks)}"]
     if names.units and not same:
         grouped = any(len(group) > 1 for group in names.units)
         found = [list(group) for group in names.units] if grouped else [group[0] for group in names.units]
-        what = "groups of modules" if grouped else "modules"
-        lines.append(f"UNITS = {_sequence(found)}  # {what} that are gathered by themselves")
+        what = "Groups of modules that are" if grouped else "Modules that are each"
+        lines += [f"# {what} gathered together, by themselves.", f"UNITS = {_sequence(found)}"]
     return "\n".join(lines)
 
 
@@ -140,7 +138,7 @@ def _fsdp2(spec: Spec, names: Names) -> Part:
     if names.units:
         what = "list(map(model.get_submodule, names))" if grouped else "model.get_submodule(name)"
         loop = f"for {'names' if grouped else 'name'} in {_units(spec, names)}:\n    fully_shard({what}, **options)"
-    strip = '.replace("_checkpoint_wrapped_module.", "")' if s.recompute != "none" else ""
+    strip = 'name = name.replace("_checkpoint_wrapped_module.", "")' if s.recompute != "none" else ""
     code = fill(
         _FSDP2,
         mesh=_mesh(spec),
@@ -190,7 +188,8 @@ def _fsdp2_root(spec: Spec) -> str:
     dtypes = spec.strategy.dtypes
     lines = ['options["reshard_after_forward"] = False  # the backward begins with what is left to the root']
     if dtypes.output is not None:
-        lines.append(f'options["mp_policy"] = dataclasses.replace(options["mp_policy"], output_dtype={DTYPES[dtypes.output]})')
+        output = f'dataclasses.replace(options["mp_policy"], output_dtype={DTYPES[dtypes.output]})'
+        lines.append(f'options["mp_policy"] = {output}')
     return "\n".join([*lines, "fully_shard(model, **options)"])
 
 
@@ -247,8 +246,9 @@ _FSDP2_VALUES = '''
     def load_values(model: nn.Module, seed: int) -> None:
         """Parameter by parameter, the rows of it that this rank keeps. A checkpoint would be read here."""
         for name, parameter in model.named_parameters():
-            rows = initial_value(name$strip, parameter.shape, seed).chunk(parameter.device_mesh["shard"].size())
-            rank = parameter.device_mesh.get_local_rank("shard")
+            @strip
+            mesh = parameter.device_mesh["shard"]
+            rows, rank = initial_value(name, parameter.shape, seed).chunk(mesh.size()), mesh.get_local_rank()
             if rank < len(rows):  # a small parameter has rows for the first ranks alone
                 parameter.to_local().copy_(rows[rank])
 '''

@@ -51,6 +51,15 @@ def refuse(field: str, reason: str, way_out: str, **fix: object) -> SpecError:
     return SpecError(f"strategy.{field}", reason, f"{way_out}, {CARRIES}", fix)
 
 
+def gpus(spec: Spec) -> list[str]:
+    """The GPUs that a Spec names, by rank; empty where it names none. Raises SpecError where torch could not take them."""
+    named = [name for name in spec.devices or () if name != "cpu"]
+    if len(set(named)) < len(named):
+        raise SpecError("devices", "two ranks share a GPU, and NCCL takes one rank a GPU",
+                        f"give each rank a GPU of its own, {CARRIES}", {"devices": None})  # fmt: skip
+    return named
+
+
 def _differs(spec: Spec, backend: str) -> Iterator[str]:
     """Where the lab's engine and its stand-in part ways, though the Spec is the same."""
     s, w = spec.strategy, spec.workload

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fsdp_lab.export.sharding_part import DTYPES
 from fsdp_lab.export.source import Part, fill, literal
-from fsdp_lab.spec import HYBRIDS, Spec, SpecError
+from fsdp_lab.export.target import gpus
+from fsdp_lab.spec import HYBRIDS, Spec
 
 DEFAULT_STEPS = 20
 
@@ -20,7 +21,7 @@ def training_part(spec: Spec) -> Part:
         f"LR = {w.lr}",
         f"WEIGHT_DECAY = {w.weight_decay}  # of matrices alone",
         *([f"CLIP_NORM = {w.clip_norm}"] if w.clip_norm is not None else []),
-        *([f"DEVICES = {literal(list(spec.devices))}  # by rank"] if _named_gpus(spec) else []),
+        *([f"DEVICES = {literal(gpus(spec))}  # by rank"] if gpus(spec) else []),
     ]
     return Part(imports=tuple(imports), constants="\n".join(constants), functions="\n\n\n".join(functions))
 
@@ -32,31 +33,23 @@ def votes(spec: Spec) -> bool:
 
 def scales(spec: Spec) -> bool:
     """Small fp16 gradients would vanish: the loss is scaled up."""
-    return spec.strategy.dtypes.param == "fp16"
+    return "fp16" in (spec.strategy.dtypes.param, spec.strategy.dtypes.reduce)
 
 
 # -- joining ---------------------------------------------------------------------------------------------------------
 
 
-def _named_gpus(spec: Spec) -> bool:
-    return spec.devices is not None and spec.devices[0] != "cpu"
-
-
 def _start(spec: Spec) -> str:
-    if not _named_gpus(spec):
-        return fill(_START_CPU if spec.devices is not None else _START, gpu='torch.device("cuda", int(os.environ["LOCAL_RANK"]))')
-    assert spec.devices is not None
-    if len(set(spec.devices)) < len(spec.devices):
-        raise SpecError("devices", "two ranks share a GPU, and NCCL takes one rank a GPU",
-                        "give each rank a GPU of its own, or export the Spec itself, which carries it", {"devices": None})  # fmt: skip
-    return fill(_START_GPU)
+    if spec.devices is None:
+        return fill(_START)
+    return fill(_START_GPU if gpus(spec) else _START_CPU)
 
 
 _START = '''
     def start() -> torch.device:
         """Join the other ranks: torchrun's environment says who this one is. Returns where it computes."""
         if torch.cuda.is_available():
-            device = $gpu
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
             dist.init_process_group("cpu:gloo,cuda:nccl")
             return device
@@ -215,7 +208,7 @@ def _voted_update(spec: Spec) -> str:
     else:
         lines.append(f"norm = math.sqrt({square})  # of all gradients together")
     if clips:
-        lines += [f"if norm > CLIP_NORM:  # torch.nn.utils.clip_grad_norm_ does it too, but for the last bit of the norm",
+        lines += ["if norm > CLIP_NORM:  # torch.nn.utils.clip_grad_norm_ does it too, but for the last bit of the norm",
                   "    factor *= CLIP_NORM / (norm + 1e-6)" if fp16 else
                   "    for gradient in gradients:\n        gradient.mul_(CLIP_NORM / (norm + 1e-6))"]  # fmt: skip
     if not fp16:

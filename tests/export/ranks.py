@@ -17,7 +17,8 @@ from fsdp_lab.spec import Spec
 from tests.pool import Place, Pool
 
 SEVERAL = Path(__file__).with_name("several.py")
-SMALL = {"model_type": "gpt2", "n_layer": 3, "n_embd": 36, "n_head": 4, "vocab_size": 384, "n_positions": 64, "bos_token_id": None, "eos_token_id": 1}
+SMALL = {"model_type": "gpt2", "n_layer": 3, "n_embd": 36, "n_head": 4, "vocab_size": 384, "n_positions": 64,
+         "bos_token_id": None, "eos_token_id": 1}  # fmt: skip
 
 
 def spec(world_size: int = 2, **changes: Any) -> Spec:

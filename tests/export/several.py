@@ -1,7 +1,8 @@
-"""`torchrun several.py STEPS a.py=PORT b.py=PORT ...`: exported scripts as they are, one after another, each in a process of its own.
+"""`torchrun several.py STEPS a.py=PORT b.py=PORT ...`: exported scripts as they are, one after another.
 
-Importing torch takes seconds, a script a fraction of one: so it is imported once a rank, and the process forked for each
-script. torchrun's own store outlives them and remembers the last, so each makes one at its port. Rank 0 prints the name of each script before what it prints.
+Importing torch takes seconds, a script a fraction of one: so it is imported once a rank, and a process forked for each
+script. torchrun's own store outlives them and remembers the last, so each makes one at its port. Rank 0 prints the name
+of each script before what it prints.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import runpy
 import sys
 
-import torch.distributed.fsdp
+import torch.distributed.fsdp  # noqa: F401
 import transformers.models.auto.modeling_auto
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
