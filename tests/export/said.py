@@ -13,13 +13,18 @@ from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 
-def main() -> None:
-    accelerator = Accelerator()
+def train(accelerator: Accelerator) -> None:
+    """By itself, so that DDP is gone before its group is: it would end the group holding Python's lock, which can hang."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.backward(model(torch.ones(2, 4, device=accelerator.device)).square().mean())
     optimizer.step()
+
+
+def main() -> None:
+    accelerator = Accelerator()
+    train(accelerator)
     plugin = FullyShardedDataParallelPlugin()
     if accelerator.is_main_process:
         said = {

@@ -69,7 +69,8 @@ def test_accelerate_makes_of_it_what_the_spec_says(tmp_path: Path, monkeypatch: 
     assert (plugin.fsdp_version, plugin.sharding_strategy) == (1, ShardingStrategy.SHARD_GRAD_OP)
     assert plugin.backward_prefetch == BackwardPrefetch.BACKWARD_POST and plugin.forward_prefetch
     assert plugin.transformer_cls_names_to_wrap == ["GPT2MLP"] and plugin.use_orig_params
-    assert args.fsdp_sync_module_states and plugin.cpu_offload.offload_params and plugin.mixed_precision_policy.reduce_dtype == torch.float16
+    assert args.fsdp_sync_module_states
+    assert plugin.cpu_offload.offload_params and plugin.mixed_precision_policy.reduce_dtype == torch.float16
 
     _, plugin = made("whole", spec(backend="fsdp1", wrap="whole", backward_prefetch=0))
     assert plugin.auto_wrap_policy is None and plugin.backward_prefetch is None
