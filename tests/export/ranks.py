@@ -50,7 +50,7 @@ def in_the_lab(pool: Pool, specs: Mapping[str, Spec], steps: int) -> dict[str, l
     return dict(zip(specs, losses, strict=True))
 
 
-def torchrun(world_size: int, *arguments: str | Path, timeout_s: float = 240) -> str:
+def torchrun(world_size: int, *arguments: str | Path, timeout_s: float = 480) -> str:
     """What the ranks printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
     done = subprocess.run(

@@ -16,7 +16,7 @@ import torch.distributed.fsdp  # noqa: F401
 import transformers.models.auto.modeling_auto
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
-LONGEST_S = 30  # one script: where it hangs, its stacks are printed
+LONGEST_S = 120  # one script: where it hangs, its stacks are printed
 
 
 def run(script: str, steps: str) -> None:

@@ -11,20 +11,21 @@ import pytest
 
 from fsdp_lab.export import export_script, text_of
 from fsdp_lab.spec import Precision, Spec, SpecError
-from tests.export.ranks import SEVERAL, exported, free_ports, in_the_lab, losses_of, spec, torchrun
+from tests.export.ranks import exported, in_the_lab, losses_of, spec, torchrun
 from tests.pool import Pool
 
-STEPS = 4
+STEPS = 3
 DDP = {"backend": "ddp", "sharding": "no_shard"}
 BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
         "vocab_size": 384, "max_position_embeddings": 64}  # fmt: skip
 
 
-def same(pool: Pool, folder: Path, cases: dict[str, dict[str, Any]], world_size: int) -> None:
+def same(pool: Pool, folder: Path, cases: dict[str, dict[str, Any]], world_size: int) -> dict[str, Any]:
     specs = {name: spec(world_size, **changes) for name, changes in cases.items()}
     lab = in_the_lab(pool, specs, STEPS)
     assert all(len(set(losses)) == STEPS for losses in lab.values())  # it learns
     assert exported(folder, specs, STEPS) == lab
+    return lab
 
 
 @pytest.mark.timeout(600)
@@ -46,7 +47,8 @@ def test_losses_are_the_labs_bit_for_bit_on_two_ranks(pool: Pool, tmp_path: Path
         "lab_no_shard": {"sharding": "no_shard"},
         "fsdp2_bf16": {"backend": "fsdp2", "precision": "bf16"},
     }  # fmt: skip
-    same(pool, tmp_path, cases, 2)
+    lab = same(pool, tmp_path, cases, 2)
+    assert len(set(map(tuple, lab.values()))) == len(cases)  # other work gives other losses: the comparison is not blind
 
 
 @pytest.mark.slow
@@ -68,16 +70,6 @@ def test_as_a_user_runs_it(pool: Pool, tmp_path: Path) -> None:
     printed = torchrun(2, script, "--steps", "3", "--seed", "5")
     assert [line.split()[:2] for line in printed.splitlines() if line] == [["step", str(i)] for i in range(3)]
     assert losses_of(printed) == in_the_lab(pool, {"it": asked}, 3)["it"]
-
-
-def test_a_seeded_fault_is_seen(pool: Pool, tmp_path: Path) -> None:
-    """The comparison is not blind: half a step's learning rate is another run."""
-    asked = spec(**DDP)
-    script = export_script(asked, tmp_path / "ddp.py")
-    script.write_text(script.read_text().replace("LR = 0.01", "LR = 0.005"))
-    printed = torchrun(2, SEVERAL, "3", f"{script}={free_ports(1)[0]}")
-    found, lab = losses_of(printed), in_the_lab(pool, {"it": asked}, 3)["it"]
-    assert found[0] == lab[0] and found[1] != lab[1]
 
 
 EVERY = [
