@@ -93,7 +93,3 @@ def paragraph(text: str, indent: str = "") -> str:
     """Wrapped to the width of a script."""
     return textwrap.fill(text, WIDTH - 8, initial_indent=indent, subsequent_indent=indent, break_long_words=False,
                          break_on_hyphens=False)  # fmt: skip
-
-
-def indented(lines: Iterable[str]) -> str:
-    return "\n".join(lines)
