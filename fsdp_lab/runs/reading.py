@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.events import StepEvent
+from fsdp_lab.export import export_accelerate, export_script, export_spec
 from fsdp_lab.runs.store import EventStore
 from fsdp_lab.runs.summary import step_table, summarize
 from fsdp_lab.runs.table import Table
@@ -53,6 +54,22 @@ class Reading:
         """
         check_path(path)
         return write_trace(path, [Timeline.of(events) for events in traced_steps(self.events, steps)])
+
+    def export_script(self: Kept, path: str | os.PathLike[str], *, force: bool = False) -> Path:
+        """Writes a torchrun script of torch alone that trains the Spec applied last; see `fsdp_lab.export`.
+
+        Raises:
+            SpecError: of the path, or of a field that torch's own backends or the script cannot express.
+        """
+        return export_script(self.spec, path, force=force)
+
+    def export_accelerate(self: Kept, path: str | os.PathLike[str], *, force: bool = False) -> Path:
+        """Writes a config for `accelerate launch`. As `export_script` otherwise."""
+        return export_accelerate(self.spec, path, force=force)
+
+    def export_spec(self: Kept, path: str | os.PathLike[str], *, force: bool = False) -> Path:
+        """Writes the Spec as JSON, which `fsdp-lab run` takes. As `export_script` otherwise."""
+        return export_spec(self.spec, path, force=force)
 
 
 def traced_steps(events: EventStore, wanted: Iterable[int] | None) -> list[list[StepEvent]]:

@@ -14,6 +14,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from fsdp_lab import History
+from fsdp_lab.runs import Runs
 from tests.browser.jupyter import REPO, JupyterServer, Notebook
 
 NAME = "04_compare_strategies.ipynb"
@@ -30,6 +31,11 @@ def gone_through(
     notebook.run_all(timeout_ms=300_000)
     assert notebook.wrong == []
     return notebook, server.root
+
+
+def kept(folder: Path) -> Runs:
+    """What the notebook's kernel kept."""
+    return History(folder.parent / "history.sqlite3").runs()
 
 
 @pytest.mark.slow
@@ -60,7 +66,7 @@ def test_the_report_holds_the_same_figures(gone_through: tuple[Notebook, Path], 
     told = json.loads(page.locator("#fsdp-lab-records").text_content() or "")
     shown = page.locator("#comparison tbody tr").all_inner_texts()
     context.close()
-    runs = {run.id: run for run in History().runs()}
+    runs = {run.id: run for run in kept(folder)}
     assert len(told["records"]) == len(shown) == 8
     for record, row in zip(told["records"], shown, strict=True):
         run = runs[record["run"]]
@@ -79,6 +85,6 @@ def test_the_exported_script_has_the_losses_of_the_run(gone_through: tuple[Noteb
     printed = [float(m[1]) for m in re.finditer(r"^step \d+ loss (\S+)$", done.stdout, re.M)]
     embedded = re.search(r'id="fsdp-lab-records"[^>]*>(.*?)</script>', (folder / "comparison.html").read_text(), re.S)
     assert embedded is not None
-    run = History().runs()[json.loads(embedded[1])["records"][0]["run"]]
+    run = kept(folder)[json.loads(embedded[1])["records"][0]["run"]]
     assert run.spec.strategy.backend == "lab" and run.spec.strategy.precision == "fp32"
     assert printed == run.summary()["losses"][:6], done.stderr[-2000:]
