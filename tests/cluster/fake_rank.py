@@ -73,7 +73,7 @@ class Session:
         self.link = socket.create_connection((host, port), timeout=timeout_s)
         self.link.sendall(bytes([world_size]))
         self.flag, self.step, self.samples, self.spec, self.run, self.model = b"\0", 0, 0, None, "", None
-        self.fresh, self.slow = True, None
+        self.fresh, self.slow, self.aside = True, None, {}
         self.meet(timeout_s)
 
     def meet(self, timeout_s=60):
@@ -111,7 +111,7 @@ class Session:
         self.spec, self.run, self.fresh = spec, run, True
         return {"step": self.step, "seconds": time.perf_counter() - began, "carried": carried, "parameters": 10, "notes": []}
 
-    def train(self, steps, ledgers=()):
+    def train(self, steps, ledgers=(), checks=()):
         events, stopped, self.flag = [], False, b"\0"
         before = signal.signal(signal.SIGINT, self.interrupted)
         try:
@@ -125,6 +125,21 @@ class Session:
             signal.signal(signal.SIGINT, before)
             self.flag = b"\0"
         return {"events": events, "stopped": stopped, "step": self.step}
+
+    def park(self):
+        self.aside[self.run] = (self.spec, self.step, self.samples, self.model)
+        self.spec = self.model = None
+        return {"parked_bytes": 10}
+
+    def unpark(self, run):
+        if run not in self.aside:
+            return {"step": None}
+        self.spec, self.step, self.samples, self.model = self.aside.pop(run)
+        self.run, self.fresh = run, True
+        return {"step": self.step}
+
+    def drop(self, runs):
+        return {"dropped": sum(self.aside.pop(run, None) is not None for run in runs)}
 
     def slow_next(self):
         if self.spec is None:

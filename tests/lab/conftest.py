@@ -22,5 +22,7 @@ def lab(resident: Lab) -> Iterator[Lab]:
     if resident.ranks != 2 or resident.lost:
         resident.resize(2)
     yield resident
+    if resident.sweep is not None:
+        resident.sweep.stop(10)
     if resident.current is not None:
         resident.current.stop(10)

@@ -1,0 +1,130 @@
+"""Comparisons on ranks without torch: turns, refusals, failures, stops; what goes on when a rank is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from fsdp_lab.lab import Lab
+from fsdp_lab.runs import RunState, Sweep
+from fsdp_lab.spec import SpecError
+from tests.lab.test_lab import until
+
+SHARDINGS = ["full_shard", "shard_grad_op", "zero1"]
+
+
+def order(sweep: Sweep) -> list[tuple[int, int]]:
+    """(which run, its step) as rank 0 did them."""
+    told = [(e.end_unix_s, i, e.step) for i, run in enumerate(sweep.runs) for e in run.events.since()[0] if e.rank == 0]
+    return [(i, step) for _, i, step in sorted(told)]
+
+
+def test_runs_take_turns_of_equal_steps(lab: Lab):
+    sweep = lab.compare(sharding=SHARDINGS, steps=10, rounds=3).wait(60)
+    assert [run.state for run in sweep.runs] == [RunState.FINISHED] * 3
+    assert [run.spec.strategy.sharding for run in sweep.runs] == SHARDINGS
+    turns = [range(0, 4), range(4, 8), range(8, 10)]
+    assert order(sweep) == [(i, step) for turn in turns for i in range(3) for step in turn]
+    begins = [e.step for e in sweep.runs[1].events.since()[0] if e.rank == 1 and e.first_after_switch]
+    assert begins == [0, 4, 8]  # left out of medians
+    assert sweep.progress.done_steps == sweep.progress.all_steps == 30 and sweep.progress.left_s == 0
+    assert "done, 30 of 30 steps" in repr(sweep) and lab.sweep is sweep
+    assert lab.cluster.call("drop", runs=[run.id for run in sweep.runs]) == [{"dropped": 0}] * 2
+
+
+def test_one_round_is_one_after_the_other(lab: Lab):
+    sweep = lab.compare(sharding=SHARDINGS[:2], steps=5, rounds=1).wait(60)
+    assert order(sweep) == [(i, step) for i in range(2) for step in range(5)]
+
+
+def test_it_is_awaited_and_says_how_long_it_will_take(lab: Lab):
+    async def cell() -> list[float | None]:
+        sweep = lab.compare(sharding=SHARDINGS, steps=40)
+        left = []
+        while not sweep.done:
+            await asyncio.sleep(0.05)
+            left.append(sweep.progress.left_s)
+        await sweep
+        return left
+
+    left = [s for s in asyncio.run(cell()) if s is not None]
+    assert max(left) > left[-1] == 0
+
+
+def test_what_cannot_be_is_kept_with_its_reason_and_ends_nothing(lab: Lab):
+    sweep = lab.compare(backend=["lab", "ddp"], sharding=["full_shard", "no_shard"], data=["stdlib", "refuse", "raise:1"],
+                        steps=4, rounds=2).wait(60)  # fmt: skip
+    refused = [r.spec["strategy"] for r in sweep.refused]
+    assert [(s["backend"], s["sharding"]) for s in refused] == [("ddp", "full_shard")] * 3
+    assert all("DDP keeps a whole replica" in r.reason for r in sweep.refused)
+    states = {(run.spec.strategy.backend, run.spec.strategy.sharding, run.spec.workload.data): run for run in sweep.runs}
+    assert len(states) == 9
+    for (_, _, data), run in states.items():
+        if data == "stdlib":
+            assert run.state is RunState.FINISHED and run.step == 4
+        else:
+            assert run.state is RunState.FAILED
+            assert ("it is refused here" if data == "refuse" else "was told to fail") in run.reason
+            assert run.step == (0 if data == "refuse" else 2)
+
+
+def test_stop_keeps_what_is_done(lab: Lab):
+    sweep = lab.compare(sharding=SHARDINGS, steps=2000, rounds=100)
+    until(lambda: len(sweep.runs) == 3 and sweep.runs[2].step > 0, 30)
+    assert sweep.stop(10) and sweep.done and sweep.wait() is sweep
+    assert {run.state for run in sweep.runs} == {RunState.STOPPED} and all(len(run.events) for run in sweep.runs)
+    assert "stopped" in repr(sweep)
+    assert lab.run(steps=3).wait(30).step == 3
+
+
+def test_ctrl_c_and_interrupt_stop_all_of_it(lab: Lab):
+    sweep = lab.compare(sharding=SHARDINGS, steps=2000, rounds=100)
+    until(lambda: len(sweep.runs) == 2, 30)
+    lab.interrupt()
+    until(lambda: sweep.done, 10)
+    assert all(run.state is RunState.STOPPED for run in sweep.runs) and sweep.reason == "interrupted"
+
+
+def test_another_run_ends_it_and_it_ends_another_run(lab: Lab):
+    run = lab.run()
+    until(lambda: run.step > 1, 20)
+    first = lab.compare(sharding=SHARDINGS, steps=2000)
+    until(lambda: bool(first.runs), 20)
+    assert run.state is RunState.STOPPED and run.reason == "a comparison was started"
+    second = lab.compare(sharding=SHARDINGS[:2], steps=2000)
+    until(lambda: bool(second.runs), 20)
+    assert first.done and first.reason == "a comparison was started" and len(first.runs) <= 3
+    last = lab.run(steps=3).wait(30)
+    assert last.state is RunState.FINISHED and second.done and second.reason == "another run was started"
+
+
+def test_a_lost_rank_costs_the_run_whose_turn_it_was_and_the_others_begin_again(lab: Lab):
+    sweep = lab.compare(sharding=SHARDINGS, steps=60, rounds=3)
+    until(lambda: len(sweep.runs) == 2 and sweep.runs[1].step > 1, 30)
+    os.kill(next(s.pid for s in lab.rank_status() if s.rank == 1), signal.SIGKILL)
+    sweep.wait(90)
+    assert [run.state for run in sweep.runs] == [RunState.FINISHED, RunState.FAILED, RunState.FINISHED]
+    assert "rank 1" in sweep.runs[1].reason
+    assert all(run.step == 60 for run in (sweep.runs[0], sweep.runs[2]))
+
+
+@pytest.mark.parametrize(
+    ("lists", "field"),
+    [
+        ({"shardings": ["full_shard"]}, "shardings"),
+        ({"sharding": []}, "sharding"),
+        ({"sharding": ["full"]}, "compare"),
+        ({"steps": 0}, "steps"),
+        ({"rounds": 1.5}, "rounds"),
+        ({"backend": "ddp", "sharding": "full_shard"}, "compare"),
+    ],
+)
+def test_bad_lists_are_refused_before_anything_starts(lab: Lab, lists: dict, field: str):
+    before = lab.sweep
+    with pytest.raises(SpecError) as e:
+        lab.compare(**lists)
+    assert e.value.field == field
+    assert lab.sweep is before
