@@ -1,12 +1,12 @@
 """One Spec being trained, as the kernel sees it: its events, its switches, its end, and what is said of it."""
 
-from fsdp_lab.runs.comparison import Comparison
+from fsdp_lab.runs.comparison import Comparison, Refusal
 from fsdp_lab.runs.recommend import Recommendation, recommend
 from fsdp_lab.runs.run import Run, RunState, Switch, Ticket
 from fsdp_lab.runs.slow_motion import Moment, SlowMotion
 from fsdp_lab.runs.store import EventStore
 from fsdp_lab.runs.summary import step_table, summarize
-from fsdp_lab.runs.sweep import Refusal, Sweep
+from fsdp_lab.runs.sweep import Sweep
 from fsdp_lab.runs.table import Table
 from fsdp_lab.runs.timeline import Timeline
 
