@@ -358,7 +358,7 @@ class View {
     if (this.gone || (message.view && message.view !== this.id)) return;
     this.heard = Date.now();
     this.banner.hidden = true;
-    if (message.kind === "tick") this.take(message, buffers);
+    if (message.kind === "tick" && this.Bokeh) this.take(message, buffers); // before that, the snapshot brings it
     else if (message.kind === "snapshot") this.draw(message, buffers).catch((error) => this.fail(error));
     else if (message.kind === "remount" && this.Bokeh) this.mount();
   }

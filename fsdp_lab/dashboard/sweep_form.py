@@ -16,7 +16,7 @@ from typing import Any, cast
 import ipywidgets as widgets
 
 from ..runs import Refusal
-from ..runs.comparison import varying, words
+from ..runs.comparison import words
 from ..runs.kept import Kept
 from ..runs.summary import how, slowest
 from ..runs.sweep import ROUNDS, combine
@@ -183,7 +183,7 @@ class SweepForm:
         self._start.disabled = not fine
         cannot = f", {len(refused)} cannot" if refused else ""
         said = f"<b>{_many(len(combined), 'combination')}</b>: {fine} can run{cannot}."
-        return f"{said} {self._estimate(fine)}{_why(refused)}"
+        return f"{said} {self._estimate(fine)}{_why(refused, self.lists(base))}"
 
     def _estimate(self, runs: int) -> str:
         run = running(self._lab)
@@ -230,12 +230,10 @@ def _wrong(text: str) -> str:
     return f'<span class="fsdp-refused">{escape(text)}</span>'
 
 
-def _why(refused: Sequence[Refusal]) -> str:
+def _why(refused: Sequence[Refusal], lists: Mapping[str, Sequence[Any]]) -> str:
     """Each reason once, with what it is the reason of."""
-    if not refused:
-        return ""
     flats = [{**r.spec["strategy"]} if isinstance(r.spec, Mapping) else r.spec.flat() for r in refused]
-    fields = [name for name in varying(flats) if name in COMBINED] or ["backend", "sharding"]
+    fields = [name for name, values in lists.items() if len(values) > 1] or ["backend", "sharding"]
     reasons: dict[str, list[str]] = {}
     for refusal, flat in zip(refused, flats, strict=True):
         reasons.setdefault(refusal.reason, []).append(words(flat, fields))

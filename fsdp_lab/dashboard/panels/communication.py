@@ -85,7 +85,7 @@ class CommunicationPanel:
         source = twin(self._over)
         for name, area in zip(KINDS, fig.varea_stack(list(KINDS), x="step", source=source), strict=True):
             paint_fill(area.glyph, f"communication.{name}", theme.COMMUNICATION[name], line=False)
-        frame.overlays.draw(fig, "exposed_ms")
+        frame.overlays.draw(fig, "exposed_ms", seam=True)
         for width, token in ((LINE_PX + 3, "ink.gap"), (LINE_PX, "ink.mean")):  # a seam, or it drowns in the areas
             tint(fig.line("step", "exposed", source=source, line_width=width).glyph, line_color=token)
         total = fig.line("step", "total", source=source, line_alpha=0)

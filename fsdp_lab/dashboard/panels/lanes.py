@@ -75,7 +75,8 @@ class MemoryLanes:
             paint_fill(area.glyph, f"memory.{name}", theme.MEMORY[name], line=False)
         host = fig.line("step", f"host_{lane}", line_width=LINE_PX, line_dash="2 2", **on)
         tint(host.glyph, line_color="memory.gradients")
-        self._frame.overlays.draw(fig, f"peak_{lane}", name=f"{self.name}.lane_{lane}", y_range_name=f"mib_{lane}")
+        self._frame.overlays.draw(fig, f"peak_{lane}", name=f"{self.name}.lane_{lane}", seam=self._lanes <= MOST_SCALED,
+                                  y_range_name=f"mib_{lane}")  # fmt: skip
         peak = fig.line("step", f"peak_{lane}", line_width=1 if self._lanes > MOST_SCALED else LINE_PX, **on)
         tint(peak.glyph, line_color="ink.peak")
         limit = limit_line(f"{self.name}.over.limit_{lane}", "width")

@@ -42,10 +42,15 @@ class Overlays:
         """Place -> label, of what is shown."""
         return {place: shown.label for place, shown in sorted(self._shown.items())}
 
-    def draw(self, fig: figure, column: str, *, name: str = "", **on: Any) -> None:
-        """A line for each place, over what is drawn already."""
+    def draw(self, fig: figure, column: str, *, name: str = "", seam: bool = False, **on: Any) -> None:
+        """A line for each place, over what is drawn already; with a seam where that may be as dark as the line."""
         for place, source in enumerate(self._sources):
             fill = list(theme.PINS.values())[place]
+            if seam:
+                under = f"{name or fig.name}.seam.{place}"
+                gap = fig.line("step", column, source=source, line_width=4, line_alpha=0.75, visible=False, name=under, **on)
+                gap.glyph.tags = [{"tint": {"line_color": "ink.gap"}}]
+                self._lines.append((place, under))
             named = f"{name or fig.name}.overlay.{place}"
             line = fig.line("step", column, source=source, line_width=1.5, line_dash=theme.PIN_DASHES[place],
                             line_color=fill.light, visible=False, name=named, **on)  # fmt: skip
