@@ -2,7 +2,7 @@
 
 Rows, from the top: pins (A, B, ...), the runs and refusals of the newest sweep (1, 2, ...), and the live run where it is
 none of these. A row is worked out anew only when its run, or the baseline, has told more; at most once a second, and
-never for more than a twentieth of the time. Pins are frozen when they are pinned, so they are worked out once.
+never for more than a thirtieth of the time. Pins are frozen when they are pinned, so they are worked out once.
 
 Presses come on any thread, `tick` from the dashboard's; one lock orders them.
 """
@@ -29,7 +29,7 @@ MOST_PINS = len(theme.PINS)
 LETTERS = tuple(fill.label for fill in theme.PINS.values())
 LIVE = "live"
 EVERY_S = 1.0
-SHARE = 0.05  # of the time, that comparing may take
+SHARE = 0.03  # of the time, that comparing may take
 LONGEST = 24  # characters of a label
 
 
@@ -56,7 +56,7 @@ class Entry:
         return not isinstance(self.source, Refusal)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Shown:
     """What was compared last. `entries` are in the order of the comparison's rows."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ..events import Role
 from ..runs.comparison import Comparison, Row, ratio_words
@@ -54,7 +55,7 @@ class ComparisonCard:
             self._captions = Captions(hidden=True)
             return
         drawn = _drawn_classes(compared)
-        said = recommend(compared).sentences if over else ()
+        said = _recommended(shown) if over else ()
         self._captions = Captions(
             reading=" ".join([f"{_reading(compared, shown.entries)}.", *said]),
             legend=tuple(class_keys(drawn)),
@@ -166,7 +167,10 @@ def _memory(row: Row, largest: int) -> Cell:
 def _state(row: Row, entry: Entry) -> Cell:
     tone = "bad" if row.state in ("failed", "refused") else ""
     text = f"▶ {row.state}" if entry.going and row.state == "running" else row.state
-    more = f": {row.reason}" if row.reason else f", {row.figures.steps} steps"
+    if entry.kind is Kind.PIN and row.state in ("running", "paused"):
+        text = "pinned"  # as it was then
+    steps = row.figures.steps
+    more = f": {row.reason}" if row.reason else f", {steps} step{'s' * (steps != 1)}"
     return Cell(text=text + more, tone=tone, title=row.reason)
 
 
@@ -185,6 +189,12 @@ def _reading(compared: Comparison, entries: Sequence[Entry]) -> str:
         return f"✗ NOT THE SAME COMPUTATION: {', '.join(wrong)}"
     count = sum(e.counts for e in entries)
     return f"{count} run{'s' * (count != 1)}, held against {compared.baseline}" if compared.baseline else "no run has begun"
+
+
+def _recommended(shown: Shown) -> tuple[str, ...]:
+    """Of the sweep's runs: they were trained in turns, and what is pinned was not."""
+    rows = tuple(r for r, e in zip(shown.comparison.rows, shown.entries, strict=True) if e.kind is Kind.SWEEP)
+    return recommend(replace(shown.comparison, rows=rows, baseline=None)).sentences
 
 
 def _reasons(compared: Comparison) -> list[str]:

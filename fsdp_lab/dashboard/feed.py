@@ -67,7 +67,7 @@ class Feed:
         self._board = board
         self._card = card
         self._run: RunLike | None = None
-        self._compared = board.shown
+        self._compared = (board.shown, False)
         self._stage = Stage(lab.spec.world_size)
         self._waiting: dict[str, Stage] = {}  # of a sweep's runs whose turn it is not
         self._put_up(calm=False)
@@ -94,8 +94,7 @@ class Feed:
                 stage.show(stage.assembler.flush())
         for panel in self._stage.pinnable:
             panel.update(())  # another step may have been asked for
-        if (shown := self._board.tick()) is not self._compared:
-            self._compare(shown)
+        self._compare(self._board.tick())
         self._live.flush([e.end_unix_s for e in events])
         return events
 
@@ -114,7 +113,7 @@ class Feed:
         elif self._run is not None and len(self._waiting) < MOST_WAITING:
             self._waiting[self._run.id] = self._stage
         shape = self._stage.world_size
-        self._stage = self._waiting.pop(run.id, None) or Stage(run.spec.world_size)
+        self._stage = self._waiting.pop(run.id) if run.id in self._waiting else Stage(run.spec.world_size)
         self._run = run
         self._put_up(calm=sweeping and self._stage.world_size == shape)
 
@@ -135,8 +134,11 @@ class Feed:
 
     def _compare(self, shown: Shown) -> None:
         """The card and the curves of other runs follow the board."""
-        self._compared, sweep = shown, self._lab.sweep
+        sweep = self._lab.sweep
         over = sweep is not None and sweep.done and any(e.kind is Kind.SWEEP for e in shown.entries)
+        if self._compared == (shown, over):
+            return
+        self._compared = (shown, over)
         self._card.show(shown, over=over)
         self._stage.overlay(self._board.overlays())
 

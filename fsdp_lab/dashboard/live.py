@@ -80,7 +80,20 @@ class Scene:
 
     def captions(self) -> dict[str, dict[str, Any]]:
         """Card -> what is written in it; the line above the cards goes by the name ""."""
-        return {"": {"reading": self.headline()}, **{card.name: asdict(card.captions()) for card in self.cards}}
+        return {"": {"reading": self.headline()}, **{card.name: self._said(card) for card in self.cards}}
+
+    def _said(self, card: Card) -> dict[str, Any]:
+        """A card's words as a dict, made once of what it says again: ten times a second, a table of cells is dear."""
+        words = card.captions()
+        known, said = self._made.get(card.name, (None, {}))
+        if known is not words:
+            said = asdict(words)
+            self._made[card.name] = (words, said)
+        return said
+
+    @cached_property
+    def _made(self) -> dict[str, tuple[Any, dict[str, Any]]]:
+        return {}
 
     @cached_property
     def layout(self) -> dict[str, Any]:
