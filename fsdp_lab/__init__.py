@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fsdp_lab.lab import Lab
     from fsdp_lab.models.presets import PRESETS
     from fsdp_lab.report import write_report
-    from fsdp_lab.runs import Comparison, Recommendation, Run, RunState
+    from fsdp_lab.runs import Comparison, History, Recommendation, Run, RunState
     from fsdp_lab.spec import Precision, Spec, SpecError, Strategy, Workload
 
 __version__ = "0.1.0"
@@ -26,6 +26,7 @@ __all__ = [
     "ClusterError",
     "Comparison",
     "Dashboard",
+    "History",
     "Lab",
     "Memory",
     "Precision",
@@ -47,6 +48,7 @@ _HOME = {
     "ClusterError": "fsdp_lab.cluster",
     "Comparison": "fsdp_lab.runs",
     "Dashboard": "fsdp_lab.dashboard",
+    "History": "fsdp_lab.runs",
     "Lab": "fsdp_lab.lab",
     "Memory": "fsdp_lab.events",
     "PRESETS": "fsdp_lab.models.presets",

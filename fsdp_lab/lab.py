@@ -16,7 +16,9 @@ from typing import Any
 
 from fsdp_lab.cluster import Call, Cluster, ClusterError, Progress, RankLost, RankStatus
 from fsdp_lab.runs.comparison import Refusal
+from fsdp_lab.runs.history import History
 from fsdp_lab.runs.run import Run
+from fsdp_lab.runs.runs import Runs
 from fsdp_lab.runs.slow_motion import SlowMotion, SlowStep
 from fsdp_lab.runs.sweep import ROUNDS, Sweep, combine
 from fsdp_lab.runs.table import Table, duration, size
@@ -55,6 +57,7 @@ class Lab:
             not come and shows where it is. The first steps count too: compiling, for one. None: half of `timeout_s`.
         alongside: in a notebook, a new lab closes the one before it, because a cell that is run again would leave that
             one's ranks behind; True keeps both.
+        history: where runs are kept (`fsdp_lab.History`): True in the usual place, a path in that file, False nowhere.
         options: for `fsdp_lab.cluster.Cluster`.
 
     Raises:
@@ -73,11 +76,13 @@ class Lab:
         timeout_s: float = 60,
         hang_s: float | None = None,
         alongside: bool = False,
+        history: History | str | os.PathLike[str] | bool = True,
         **options: Any,
     ) -> None:
         if ranks is not None and (not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1):
             raise SpecError("world_size", f"{ranks!r} ranks are refused", "give a whole number of 1 or more")
         self._devices = each_device(devices, ranks or 2)
+        self._history = kept_in(history)
         self._current: Run | None = None
         self._slow_step: SlowStep | None = None
         self._sweep: Sweep | None = None
@@ -150,11 +155,13 @@ class Lab:
             prepare = self._preparation("another run was started")
             run = Run(_Link(self), wanted, steps=steps, fresh=fresh, ledger_every=ledger_every, prepare=prepare)
             self._current = self._newest = run
+        if self._history is not None:
+            self._history.record(run)
         return run
 
     def compare(
         self,
-        spec: Spec | Mapping[str, Any] | None = None,
+        spec: Spec | Mapping[str, Any] | Sequence[Spec | Mapping[str, Any]] | None = None,
         *,
         steps: int = 50,
         rounds: int = ROUNDS,
@@ -162,12 +169,12 @@ class Lab:
     ) -> Sweep:
         """Trains every combination side by side: `sweep = await lab.compare(sharding=["full_shard", "no_shard"])`.
 
-        All begin with the same initial values and see the same batches. They take turns of `steps / rounds` steps, so that
-        drift meets all alike; between its turns a run waits on the host, bit for bit. What cannot be combined, or fails, is
-        kept with its reason and ends nothing. Returns at once, like `run`, which ends it.
+        All begin with the same initial values and see the same batches. They take turns of `steps / rounds` steps, three at
+        least, so that drift meets all alike; between its turns a run waits on the host, bit for bit. What cannot be
+        combined, or fails, is kept with its reason and ends nothing. Returns at once, like `run`, which ends it.
 
         Args:
-            spec: what the lists are changes of; None: the default one for this lab's ranks.
+            spec: what the lists are changes of, one or several; None: the default one for this lab's ranks.
             steps: of each run.
             rounds: 1 trains them one after the other, and needs no room on the host for those that wait.
             lists: flat field name, as in `Spec.replace`, with a list of values, or one for all.
@@ -178,13 +185,14 @@ class Lab:
         for name, value in (("steps", steps), ("rounds", rounds)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise SpecError(name, f"{value!r} is refused", "give a whole number of 1 or more")
-        base = self._wanted(spec, {})
-        combined = list(combine(base, _as_lists(base, lists), self._wanted))
+        several = spec if isinstance(spec, Sequence) else [spec]
+        bases = [self._wanted(one, {}) for one in several]
+        combined = [one for base in bases for one in combine(base, _as_lists(lists), self._wanted)]
         specs = [one for one in combined if isinstance(one, Spec)]
         refused = [one for one in combined if isinstance(one, Refusal)]
         if not specs:
-            raise SpecError("compare", f"every combination is refused, the first because of {refused[0].reason}",
-                            "change a list")  # fmt: skip
+            why = f"every combination is refused, the first because of {refused[0].reason}" if refused else "it has no Spec"
+            raise SpecError("compare", why, "change a list")
         with self._lock:
             self._must_be_open()
             clear = self._preparation("a comparison was started", seat=False)
@@ -196,10 +204,29 @@ class Lab:
         """One of a sweep's runs."""
         run = Run(_Link(self), spec, steps=steps, share=share, prepare=self._seat)
         self._current = self._newest = run
+        if self._history is not None:
+            self._history.record(run)
         return run
 
     def _drop(self, runs: list[str]) -> None:
         self._cluster.call("drop", timeout_s=5.0, runs=runs)
+
+    @property
+    def history(self) -> History | None:
+        """Where runs are kept; None: nowhere."""
+        return self._history
+
+    def runs(self, **filters: Any) -> Runs:
+        """The runs that are kept, newest first, those of other labs and of earlier kernels too; see `History.runs`.
+
+            lab.runs(backend="fsdp2", since="2026-11-20")[0].table()
+
+        Raises:
+            SpecError: a field that there is not. HistoryError: the file cannot be read.
+        """
+        if self._history is None:
+            return Runs((), of=0, where="this lab", notes=("this lab keeps none: it was made with history=False",))
+        return self._history.runs(**filters)
 
     def slow_motion(self, spec: Spec | Mapping[str, Any] | None = None, **changes: Any) -> SlowMotion:
         """One training step, phase by phase: `for moment in lab.slow_motion(): ...` (see `SlowMotion`).
@@ -247,22 +274,21 @@ class Lab:
     def _preparation(self, why: str, *, seat: bool = True) -> Callable[[Spec], None]:
         """What is to be done before something new begins. Who came before is settled now, and under the lock: then
         everyone ends only those who came earlier, and no two wait for each other."""
-        former, slow, sweep = self._current, self._slow_step, self._sweep
+        slow, former = [self._slow_step], [self._sweep, self._current]
 
         def prepare(spec: Spec) -> None:
             """On the driver of what is new: what was going on is over, and the ranks are as the Spec wants them."""
-            self._end_former(sweep, former, slow, why)
+            if (step := slow[0]) is not None:
+                step.end(why)
+            for one in former:
+                if one is not None and not one.done and not one.stop(REPLACE_S, why):
+                    raise ClusterError(f"{one!r} did not end within {REPLACE_S:.0f} s; close the lab and make another one")
+            slow[0] = None
+            former.clear()  # what is over is not kept by what comes after: each would keep the one before it
             if seat:
                 self._seat(spec)
 
         return prepare
-
-    def _end_former(self, sweep: Sweep | None, former: Run | None, slow: SlowStep | None, why: str) -> None:
-        if slow is not None:
-            slow.end(why)
-        for one in (sweep, former):
-            if one is not None and not one.done and not one.stop(REPLACE_S, why):
-                raise ClusterError(f"{one!r} did not end within {REPLACE_S:.0f} s; close the lab and make another one")
 
     def _seat(self, spec: Spec) -> None:
         """The ranks are as the Spec wants them."""
@@ -397,7 +423,7 @@ class Lab:
             columns=("rank", "process", "doing", "since", "step", "device", "RSS", "pid", "host"),
             rows=tuple(rows),
             caption=f"{self!r}" + (f" {run!r}" if run is not None else ""),
-            notes=self.notes,
+            notes=(*self.notes, *([self._history.problem] if self._history is not None and self._history.problem else [])),
             left=frozenset({"process", "doing", "device", "host"}),
         )
 
@@ -432,6 +458,8 @@ class Lab:
                 one.stop(2.0, "the lab was closed")
         self._end_slow("the lab was closed", 2.0)
         self._cluster.close()
+        if self._history is not None:
+            self._history.flush()
 
     def __enter__(self) -> Lab:
         return self
@@ -505,7 +533,7 @@ def each_device(devices: Sequence[str] | str | None, ranks: int) -> tuple[str, .
     return (devices,) * ranks if isinstance(devices, str) else tuple(devices)
 
 
-def _as_lists(base: Spec, given: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _as_lists(given: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Flat field name -> its values. Raises SpecError."""
     lists: dict[str, list[Any]] = {}
     for name, values in given.items():
@@ -515,6 +543,15 @@ def _as_lists(base: Spec, given: Mapping[str, Any]) -> dict[str, list[Any]]:
         if not lists[name]:
             raise SpecError(name, "no value is given", "give a list of values, or leave it out")
     return lists
+def kept_in(history: History | str | os.PathLike[str] | bool) -> History | None:
+    """Raises SpecError for what is neither."""
+    if isinstance(history, bool):
+        return History() if history else None
+    if isinstance(history, (str, os.PathLike)):
+        return History(history)
+    if not isinstance(history, History):
+        raise SpecError("history", f"{history!r} is refused", "give True, False, the path of a file, or a History")
+    return history
 
 
 def _doing(s: RankStatus) -> str:

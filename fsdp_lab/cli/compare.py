@@ -1,12 +1,13 @@
-"""`fsdp-lab compare`: the same work under every combination of the given lists, on the same resident ranks.
+"""`fsdp-lab compare`: the same work under every combination of the given lists, in turns on the same resident ranks.
 
-Options are the fields of Workload and Strategy, `--ranks` and `--steps`. What cannot be combined is listed with its
-reason; a run that fails is listed there too, and the exit code is 1.
+Options are the fields of Workload and Strategy, `--ranks`, `--steps` and `--rounds`. What cannot be combined is listed with
+its reason; a run that fails is listed there too, and the exit code is 1. Then: which to take, and what each toggle bought.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,41 +18,63 @@ from fsdp_lab.cli.results import Results
 from fsdp_lab.spec import Spec, SpecError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.table import Table
 
-    from fsdp_lab.lab import Lab
+    from fsdp_lab.runs import Run, Sweep
+    from fsdp_lab.runs.comparison import Comparison, Row
+    from fsdp_lab.runs.kept import Kept
+    from fsdp_lab.runs.summary import Figures
 
-WAITING = "waiting"
+WAITING, FAILED = "waiting", "failed"
+REDRAW_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", default="2", metavar="N,N", help="ranks of each run (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="steps of each run (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="turns of each run (default: 3; 1: one after the other)")
     parser.add_argument("--devices", metavar="D,D", help="one for each rank: cpu, or cuda:0,cuda:2 (default: chosen)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, after every run")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write a report there: one HTML file, to open offline")
     fields.add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.steps < 1:
-        raise Refused(f"--steps {args.steps} is refused; give a whole number of 1 or more")
+    for name in ("steps", "rounds"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise Refused(f"--{name} {getattr(args, name)} is refused; give a whole number of 1 or more")
     results = Results(file=args.json)
     results.check()
+    if args.report is not None:
+        from fsdp_lab.report import SUFFIXES
+        from fsdp_lab.runs.files import check_file
+
+        check_file(args.report, SUFFIXES, field="--report")
     specs = split(wanted(args), results)
     results.write()
+    refused = list(results.refused)  # those that failed come after them
 
     from fsdp_lab.cli import session
 
     console = session.console()
-    failed = compare(console, specs, args.steps, results) if specs else 0
+    sweep = compare(console, specs, args.steps, args.rounds, results) if specs else None
     if results.refused:
         console.print(refusals(results.refused))
+    if sweep is not None and len(results.runs) > 1:
+        for line in sweep.recommend().lines():
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if sweep is not None and args.report is not None:
+        from fsdp_lab.report import write_report
+        from fsdp_lab.runs import Refusal
+
+        rows: list[Kept | Refusal] = [*sweep.in_order, *(Refusal(r["spec"], r["reason"]) for r in refused)]
+        console.print(f"written: {write_report(args.report, rows)}", markup=False, highlight=False)
     if args.json is not None:
         console.print(f"written: {args.json}", markup=False, highlight=False)
-    if not specs:
+    if sweep is None:
         raise Refused("every combination is refused; nothing was started")
-    return 1 if failed else 0
+    return 1 if any(run.state.value == FAILED for run in sweep.runs) else 0
 
 
 def wanted(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -80,95 +103,126 @@ def split(dicts: Sequence[Mapping[str, Any]], results: Results) -> list[Spec]:
     return specs
 
 
-def compare(console: Console, specs: Sequence[Spec], steps: int, results: Results) -> int:
-    """Runs them one after the other and returns how many failed."""
+def compare(console: Console, specs: Sequence[Spec], steps: int, rounds: int | None, results: Results) -> Sweep:
+    """Trains them in turns, with a live table; what was measured is in the results, also after Ctrl-C."""
     from fsdp_lab.cli import session
 
-    varying = [name for name in specs[0].flat() if len({str(spec.flat()[name]) for spec in specs}) > 1]
-    shown = varying or ["backend", "sharding", "precision"]
-    rows = [[WAITING, *([""] * len(FIGURES))] for _ in specs]
-    failed = 0
     with session.lab(console, specs[0].world_size, specs[0].devices) as lab, session.live(console) as show:
-
-        def draw() -> None:
-            show(table(specs, shown, rows, console.width))
-
-        for spec, row in zip(specs, rows, strict=True):
-            failed += not one(lab, spec, steps, row, draw, results)
-            if not console.is_terminal:  # a log: a line for each run, and the table at the end
-                console.print(": ".join([label(spec, shown), row[0]]), markup=False, highlight=False)
-    if not console.is_terminal:
-        console.print(table(specs, shown, rows, console.width))
-    return failed
-
-
-def one(lab: Lab, spec: Spec, steps: int, row: list[str], draw: Callable[[], None], results: Results) -> bool:
-    """One run, its row of the table kept up to date. Returns whether it went well."""
-    from fsdp_lab.cli import session
-
-    try:
-        run = lab.run(spec, steps=steps)
+        sweep = lab.compare(specs, steps=steps, **({"rounds": rounds} if rounds else {}))
+        drawn_s = float("-inf")
 
         def look() -> None:
-            row[:] = [f"step {run.step} of {steps}" if run.step else run.state.value, *figures(session.recent(run))]
-            draw()
+            nonlocal drawn_s
+            if console.is_terminal and time.monotonic() - drawn_s > REDRAW_S:  # ratios and parity are of all steps
+                drawn_s = time.monotonic()
+                show(going(sweep, console.width))
 
-        session.watch(run, look)
-    except KeyboardInterrupt:
-        row[0] = "interrupted"
-        raise
-    except Exception as e:  # the next combination can still go well
-        row[0] = "failed"
-        results.add_refused(spec.to_dict(), session.reason_of(e))
-        results.write()
-        return False
-    finally:
-        draw()
-    summary = run.summary()
-    row[:] = ["done", *figures(summary)]
-    results.add_run(summary)
-    draw()
-    return True
+        try:
+            session.watch(sweep, look)
+        finally:
+            keep(sweep, results)
+    console.print(going(sweep, console.width))
+    return sweep
+
+
+def keep(sweep: Sweep, results: Results) -> None:
+    """Runs that were measured, and reasons of those that failed."""
+    for run in sweep.in_order:
+        if run.state.value == FAILED:
+            results.add_refused(run.spec.to_dict(), run.reason)
+        elif len(run.events):
+            results.add_run(run.summary())
+    if results.runs:
+        compared, advice = sweep.comparison(), sweep.recommend()
+        results.comparison = {"baseline": compared.baseline, "records": compared.records(), "recommendation": advice.lines()}
+    results.write()
 
 
 # -- what is shown ---------------------------------------------------------------------------------------------------
 
 WIDE = 110  # columns of a terminal
-FIGURES = ("loss", "step time", "tokens/s", "TFLOPS/rank", "peak/rank", "comm/step")
+FIGURES = ("loss", "step time", "ratio", "tokens/s", "TFLOPS/rank", "peak/rank", "exposed", "parity")
+NARROW = ("loss", "step time", "ratio", "peak/rank", "parity")
 
 
-def figures(summary: Mapping[str, Any]) -> list[str]:
-    """The cells of FIGURES; empty before the first step."""
-    from fsdp_lab.runs.table import count, duration, size
+def going(sweep: Sweep, width: int) -> Group:
+    """The table as it stands, and how long it will take."""
+    from rich.console import Group
+    from rich.text import Text
 
-    if not summary["losses"]:
-        return [""] * len(FIGURES)
-    return [
-        f"{summary['losses'][-1]:.4f}",
-        duration(summary["step_time_s"]["median"]),
-        count(summary["tokens_per_s"]),
-        f"{sum(summary['tflops_per_rank']) / len(summary['tflops_per_rank']):.3g}",
-        size(max(summary["peak_memory_bytes"])),
-        duration(sum(summary["comm_s_per_step"].values())),
-    ]
+    compared = sweep.comparison()
+    return Group(table(sweep, compared, width), Text(said(sweep), style="dim"))
 
 
-def table(specs: Sequence[Spec], shown: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Table:
-    """A row for each Spec; a narrow terminal does without some of the figures."""
+def said(sweep: Sweep) -> str:
+    """Progress in a line."""
+    from fsdp_lab.runs.table import duration
+
+    p = sweep.progress
+    if not sweep.done:
+        left = "" if p.left_s is None else f", about {duration(p.left_s)} left"
+        return f"{p.done_steps} of {p.all_steps} steps{left}"
+    outside = "" if sweep.outside_share is None else f", {sweep.outside_share:.0%} of it outside of steps"
+    return f"{p.done_steps} steps in {duration(p.seconds)}{outside}"
+
+
+def table(sweep: Sweep, compared: Comparison, width: int) -> Table:
+    """A row for each Spec, also for those that wait; a narrow terminal does without some of the figures."""
     from rich import box
     from rich.table import Table
 
+    shown = varying(sweep.specs)
+    rows = {row.run: row for row in compared.rows}
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    drawn.add_column("")
     drawn.add_column(", ".join(name.replace("_", " ") for name in shown), overflow="fold")
     drawn.add_column("state", no_wrap=True)
-    kept = [name for name in FIGURES if width >= WIDE or name not in ("TFLOPS/rank", "peak/rank")]
+    kept = FIGURES if width >= WIDE else NARROW
     for name in kept:
-        drawn.add_column(name, justify="right", no_wrap=True)
-    for spec, (state, *cells) in zip(specs, rows, strict=True):
-        style = {"failed": "red", WAITING: "dim", "done": ""}.get(state, "bold")
-        by_name = dict(zip(FIGURES, cells, strict=True))
-        drawn.add_row(label(spec, shown), state, *(by_name[name] for name in kept), style=style)
+        drawn.add_column(name, justify="left" if name == "parity" else "right", no_wrap=name != "parity")
+    for spec in sweep.specs:
+        run = sweep.run_of(spec)
+        row = rows.get(run.id) if run is not None else None  # one that began this very moment is in no row yet
+        state = state_of(run, sweep.steps)
+        cells = against(row, compared) if row is not None else {}
+        style = "red" if state == FAILED or (row and row.differs) else "dim" if state == WAITING else ""
+        label_ = row.label if row else ""
+        drawn.add_row(label_, label(spec, shown), state, *(cells.get(name, "") for name in kept), style=style)
     return drawn
+
+
+def state_of(run: Run | None, steps: int) -> str:
+    if run is None:
+        return WAITING
+    return FAILED if run.state.value == FAILED else "done" if run.step >= steps else f"step {run.step} of {steps}"
+
+
+def against(row: Row, compared: Comparison) -> dict[str, str]:
+    """The cells of FIGURES."""
+    from fsdp_lab.runs.comparison import ratio_words
+
+    badge = compared.badge(row) if row.parity is not None else ""
+    return {**figures(row.figures), "ratio": ratio_words(row.time_ratio), "parity": badge}
+
+
+def figures(f: Figures) -> dict[str, str]:
+    """In words, what was measured; nothing before the first step."""
+    from fsdp_lab.runs.table import count, duration, size
+
+    cells: dict[str, tuple[Any, Callable[[Any], str]]] = {
+        "loss": (f.last_loss, "{:.4f}".format),
+        "step time": (f.step_time_s and f.step_time_s.median, duration),
+        "tokens/s": (f.tokens_per_s and f.tokens_per_s.median, count),
+        "TFLOPS/rank": (f.tflops_per_rank and f.tflops_per_rank.median, "{:.3g}".format),
+        "peak/rank": (f.peak_memory_bytes, size),
+        "exposed": (f.exposed_comm_s and f.exposed_comm_s.median, duration),
+    }
+    return {name: show(value) for name, (value, show) in cells.items() if value is not None}
+
+
+def varying(specs: Sequence[Spec]) -> list[str]:
+    found = [name for name in specs[0].flat() if len({str(spec.flat()[name]) for spec in specs}) > 1]
+    return found or ["backend", "sharding", "precision"]
 
 
 def cell(spec: Spec, name: str) -> str:

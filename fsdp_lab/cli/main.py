@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from fsdp_lab import __version__
-from fsdp_lab.cli import bench, compare, doctor, jupyter, kernel, run
+from fsdp_lab.cli import bench, compare, doctor, export, history, jupyter, kernel, report, run
 from fsdp_lab.cli.console import Ended, Failed, Refused, signals_raise
 from fsdp_lab.spec import SpecError
 
@@ -26,7 +26,10 @@ def parser() -> argparse.ArgumentParser:
         ("lab", jupyter, "start JupyterLab on the notebooks"),
         ("run", run, "train one Spec in this terminal"),
         ("compare", compare, "train the same work under every combination of the given lists"),
-        ("bench", bench, "measure how long a user waits (live), or the backends against each other (step)"),
+        ("history", history, "list, show and delete the runs that are kept on this machine"),
+        ("report", report, "write kept runs side by side as one HTML file"),
+        ("export", export, "write a Spec as a torchrun script, an Accelerate config, or JSON"),
+        ("bench", bench, "measure: waits, the backends against each other, toggles, what measuring costs"),
         ("kernel", kernel, "make this environment a kernel of a JupyterLab that already runs"),
         ("doctor", doctor, "say what is here, what will work, and what to do about the rest"),
     ):

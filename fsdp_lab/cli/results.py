@@ -1,4 +1,5 @@
-"""Files of results. That of `run` and `compare`: {"runs": [a summary, ...], "refused": [{"spec", "reason"}, ...]}."""
+"""Files of results. That of `run` and `compare`: {"runs": [a summary, ...], "refused": [{"spec", "reason"}, ...]}; compare's
+has a "comparison", too: {"baseline", "records", "recommendation"}."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ class Results:
     file: Path | None = None
     runs: list[dict[str, Any]] = field(default_factory=list)
     refused: list[dict[str, Any]] = field(default_factory=list)
+    comparison: dict[str, Any] | None = None
 
     def check(self) -> None:
         """Raises Refused where the file cannot be written; before anything is started, not after an hour."""
@@ -34,7 +36,8 @@ class Results:
 
     def write(self) -> None:
         if self.file is not None:
-            write_file(self.file, {"runs": self.runs, "refused": self.refused})
+            more = {} if self.comparison is None else {"comparison": self.comparison}
+            write_file(self.file, {"runs": self.runs, "refused": self.refused, **more})
 
 
 def check_file(file: Path | None) -> None:

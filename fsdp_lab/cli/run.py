@@ -118,8 +118,7 @@ def line(run: Run) -> str:
     """For a log: one line."""
     from fsdp_lab.cli import session
 
-    words = compare.figures(session.recent(run))
-    told = ", ".join(f"{name} {word}" for name, word in zip(compare.FIGURES, words, strict=True) if word)
+    told = ", ".join(f"{name} {word}" for name, word in compare.figures(session.recent(run)).items())
     return (
         f"step {run.step}"
         + (f" of {run.steps}" if run.steps else "")

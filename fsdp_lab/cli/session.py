@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -15,7 +15,8 @@ from fsdp_lab.spec import SpecError
 
 if TYPE_CHECKING:
     from fsdp_lab.lab import Lab
-    from fsdp_lab.runs import Run
+    from fsdp_lab.runs import Run, Sweep
+    from fsdp_lab.runs.summary import Figures
 
 TICK_S = 0.2
 LOG_WIDTH = 150
@@ -28,8 +29,14 @@ def console() -> Console:
 
 
 @contextlib.contextmanager
-def lab(console: Console, ranks: int, devices: Sequence[str] | None) -> Iterator[Lab]:
-    """A lab that is closed whatever happens. Raises Refused or Failed where the ranks cannot start or join."""
+def lab(
+    console: Console, ranks: int, devices: Sequence[str] | None, *, history: bool = True
+) -> Iterator[Lab]:
+    """A lab that is closed whatever happens; `history`: its runs are kept.
+
+    Raises:
+        Refused, Failed: the ranks cannot start or join.
+    """
     from fsdp_lab.cluster import ClusterError, StartError
     from fsdp_lab.lab import Lab
 
@@ -39,6 +46,7 @@ def lab(console: Console, ranks: int, devices: Sequence[str] | None) -> Iterator
             opened = Lab(
                 ranks,
                 devices=devices,
+                history=history,
                 progress=lambda p: status.update(f"{p.stage} ({p.done} of {p.total}), {p.seconds:.0f} s"),
             )
         except StartError as e:
@@ -64,10 +72,10 @@ def live(console: Console, *, transient: bool = False) -> Iterator[Callable[[Ren
         yield drawn.update
 
 
-def watch(run: Run, look: Callable[[], None]) -> None:
-    """Waits for the run's end and calls `look` about five times a second meanwhile, and once more at its end.
+def watch(run: Run | Sweep, look: Callable[[], None]) -> None:
+    """Waits for the end and calls `look` about five times a second meanwhile, and once more at its end.
 
-    Raises: what the run failed with. Ctrl-C stops the run and is passed on.
+    Raises: what it failed with. Ctrl-C stops it and is passed on.
     """
     try:
         while True:
@@ -83,11 +91,11 @@ def watch(run: Run, look: Callable[[], None]) -> None:
         look()
 
 
-def recent(run: Run, steps: int = 100) -> dict[str, Any]:
-    """The summary of the newest steps: it costs the same after an hour as after a second."""
-    from fsdp_lab.runs import summarize
+def recent(run: Run, steps: int = 100) -> Figures:
+    """Of the newest steps: it costs the same after an hour as after a second."""
+    from fsdp_lab.runs.summary import figures, whole_steps
 
-    return summarize(run.spec, [event for step in run.events.last_steps(steps) for event in step])
+    return figures(whole_steps(run.spec, [event for step in run.events.last_steps(steps) for event in step]))
 
 
 def reason_of(error: BaseException) -> str:

@@ -467,6 +467,7 @@ class Cluster:
                     continue
                 self._listen(client, future, member, take)
                 future.add_done_callback(partial(self._replied, call, member))
+                del member.view.history[:]  # it would keep the id of every call
             del client.history[:-HISTORY]
         for rank, member in members.items():  # gone while it was being sent
             if member.lost is not None:

@@ -38,6 +38,7 @@ CONTROLLER_ARGS = (
     "--log-level=ERROR",
 )
 LOG_LINES = 12
+SIGNATURES = 2048  # of messages that a client of ours remembers
 
 OnDeath = Callable[[int, int | None], None]  # (pid, exit code if known); called on the launcher thread
 
@@ -152,7 +153,7 @@ class LocalEngines:
         await self._cluster.start_controller(environment=dict(self._environment))
         self._cluster.controller.on_stop(self._ended)
         info = await self._cluster.controller.get_connection_info()
-        return ipp.Client(info["client"], cluster=None)
+        return frugal(ipp.Client(info["client"], cluster=None))
 
     @property
     def client(self) -> Any:
@@ -317,6 +318,12 @@ class GivenEngines:
         if self._mine:
             with contextlib.suppress(Exception):
                 self._client.close(linger=0)
+
+
+def frugal(client: Any) -> Any:
+    """The client remembers the signature of every message against a replay, by default of 65,536: 6 MB after some hours."""
+    client.session.digest_history_size = SIGNATURES
+    return client
 
 
 def connect(source: Any, timeout_s: float) -> Any:

@@ -26,7 +26,7 @@ _DEFAULT_STD = 0.02
 
 
 @dataclass(frozen=True)
-class _Draw:
+class Draw:
     """A call of an initialisation function on a parameter, or on a part of it (size, stride, offset)."""
 
     function: Callable[..., Any]
@@ -67,6 +67,10 @@ class Initializer:
                 draw.play(values, generator)
         return values
 
+    def draws(self, name: str) -> tuple[Draw, ...]:
+        """The calls that make one parameter's values, in their order; all of them take the same generator."""
+        return tuple(self._draws[name])
+
     def recipe(self, name: str) -> str:
         """How a parameter is drawn, in words: "normal(mean=0, std=0.02)"."""
         return ", then ".join(map(str, self._draws[name]))
@@ -77,10 +81,10 @@ def _seed_of(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1  # torch takes 63 bits without a sign
 
 
-def _notes(model: nn.Module) -> dict[str, list[_Draw]]:
+def _notes(model: nn.Module) -> dict[str, list[Draw]]:
     """For each parameter, the calls that set it."""
     names = {_memory(p): name for name, p in model.named_parameters()}
-    draws: dict[str, list[_Draw]] = {name: [] for name in names.values()}
+    draws: dict[str, list[Draw]] = {name: [] for name in names.values()}
     borrowed: set[int] = set()  # parameters that the module at hand holds under a second name
 
     def note(function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -91,7 +95,7 @@ def _notes(model: nn.Module) -> dict[str, list[_Draw]]:
             arguments = {k: v for i, (k, v) in enumerate(arguments.items()) if i and k != "generator"}
             part = None if whole else (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
             before = [] if whole else draws[name]  # a draw of the whole replaces what came before it
-            draws[name] = [*before, _Draw(function, arguments, part)]
+            draws[name] = [*before, Draw(function, arguments, part)]
         return tensor
 
     with _initialisation_replaced(note):
@@ -142,10 +146,10 @@ def _copy_(tensor: Tensor, other: Tensor) -> Tensor:
     return tensor.copy_(other)
 
 
-def _usual(name: str, parameter: nn.Parameter) -> _Draw:
+def _usual(name: str, parameter: nn.Parameter) -> Draw:
     """For what a model leaves out: zeros for biases, ones for other vectors, else a narrow normal."""
     if name.endswith("bias"):
-        return _Draw(nn.init.zeros_, {})
+        return Draw(nn.init.zeros_, {})
     if parameter.dim() < 2:
-        return _Draw(nn.init.ones_, {})
-    return _Draw(nn.init.normal_, {"mean": 0.0, "std": _DEFAULT_STD})
+        return Draw(nn.init.ones_, {})
+    return Draw(nn.init.normal_, {"mean": 0.0, "std": _DEFAULT_STD})

@@ -44,6 +44,7 @@ from fsdp_lab.rank.prepare import Preparation, Prepared
 from fsdp_lab.rank.pulse import Place, Pulse
 from fsdp_lab.rank.rendezvous import Seat, close_groups, find_store, open_groups
 from fsdp_lab.rank.slow_motion import SlowStep
+from fsdp_lab.rank.software import software
 from fsdp_lab.rank.trainer import Progress, Trainer
 from fsdp_lab.rank.watch import Watch
 from fsdp_lab.spec import Spec, SpecError
@@ -270,6 +271,7 @@ class Session:
             "pid": os.getpid(),
             "device": str(self.seat.device),
             "device_name": _device_name(self.seat.device),
+            "software": software(self.seat.device),
             "joined_unix_s": self._joined_unix_s,
             "spec_id": self._trainer.spec.id if self._trainer else None,
             "step": self._trainer.progress.step if self._trainer else None,

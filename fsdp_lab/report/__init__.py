@@ -1,5 +1,5 @@
 """A comparison as one HTML file that opens anywhere, without the network."""
 
-from fsdp_lab.report.report import write_report
+from fsdp_lab.report.report import SUFFIXES, write_report
 
-__all__ = ["write_report"]
+__all__ = ["SUFFIXES", "write_report"]

@@ -72,6 +72,11 @@ class Course:
     def band(self) -> bool:
         return self.place // len(DASHES) % 2 == 1
 
+    @property
+    def dash(self) -> int:
+        """In `DASHES`; colours that come again come with another."""
+        return (self.place + self.place // theme.MOST_LINES) % len(DASHES)
+
 
 def changed(difference: Mapping[str, tuple[object, object]]) -> str:
     """sharding full_shard → shard_grad_op, precision fp32 → bf16."""
@@ -124,7 +129,7 @@ def _curve(
     lines: list[DataRenderer] = [
         fig.line("step", "value", source=ColumnDataSource({"step": xs, "value": ys}), name=f"{c.row.label} {c.row.name}",
                  line_color=c.color, line_width=6 if c.band else 2, line_alpha=0.55 if c.band else 1.0,
-                 line_dash="solid" if c.band else DASHES[c.place % len(DASHES)])
+                 line_dash="solid" if c.band else DASHES[c.dash])
         for c, (xs, ys, _) in sorted(zip(courses, series, strict=True), key=lambda drawn: not drawn[0].band)
     ]  # fmt: skip
     rows = [("run", "$name"), ("step", "@step"), (title, "@value{0,0.0000}")]
@@ -172,7 +177,7 @@ def _tools(fig: figure) -> None:
 def run_keys(courses: Sequence[Course]) -> tuple[Key, ...]:
     return tuple(
         Key(label=f"{c.row.label} {c.row.name}", color=c.color,
-            hatch="band" if c.band else HATCHES[c.place % len(HATCHES)])
+            hatch="band" if c.band else HATCHES[c.dash])
         for c in courses
     )  # fmt: skip
 
@@ -221,7 +226,7 @@ def _ratios(name: str, title: str, compared: Comparison, found: Mapping[str, Rat
         whisker = fig.segment(x0=x0, x1=x1, y0=y0, y1=y1, line_width=2, source=source)
         tint(whisker.glyph, line_color="ink.peak")
     _label_ends(fig, source)
-    one = Ruler(location=1, dimension="height", line_dash="6 4", line_width=1.5)
+    one = Ruler(location=1, dimension="height", line_dash="6 4", line_width=1.5, level="underlay")
     tint(one, line_color="ink.marker")
     fig.add_layout(one)
     fig.x_range = Range1d(start=0, end=ZeroRange(steps=FINE, headroom=1.45).cover(np.array([1.0, *source.data["end"]])))
@@ -254,7 +259,7 @@ def _memory(compared: Comparison, note: str) -> Chart:
     legend = class_keys(ON_DEVICE)
     ends = [*source.data["end"]]
     if limit is not None and limit <= REACH * max(peaks):
-        line = Ruler(location=limit / unit, dimension="height", line_dash="6 4", line_width=1.5)
+        line = Ruler(location=limit / unit, dimension="height", line_dash="6 4", line_width=1.5, level="underlay")
         tint(line, line_color="ink.marker")
         fig.add_layout(line)
         legend.append(Key(label=f"limit {size(limit)}", token="ink.marker", hatch="dashes"))

@@ -81,7 +81,9 @@ def advice(recommended: Recommendation) -> str:
     lines = recommended.lines()[len(recommended.sentences) :]
     chosen = "".join(f"<p>{escape(s)}</p>" for s in recommended.sentences)
     items = f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else ""
-    return section("recommendation", "Recommendation", f'<div class="card advice">{chosen}{items}</div>')
+    notes = "".join(f"<li>{escape(note)}</li>" for note in recommended.notes)
+    inner = f'<div class="card advice">{chosen}{items}<ul class="notes">{notes}</ul></div>'
+    return section("recommendation", "Recommendation", inner)
 
 
 def comparison(compared: Comparison) -> str:

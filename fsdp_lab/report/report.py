@@ -97,8 +97,9 @@ def render(
 def _document(charts: Sequence[Chart]) -> dict[str, Any]:
     """The charts as one Bokeh document, so that axes of steps move together."""
     document = Document()
-    for chart in charts:
-        document.add_root(chart.root)
+    with document.models.freeze():  # it would look for all models again at each root
+        for chart in charts:
+            document.add_root(chart.root)
     return {"document": document.to_json(deferred=False), "roots": {chart.name: chart.root.id for chart in charts}}
 
 

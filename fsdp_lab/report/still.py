@@ -40,12 +40,12 @@ def timeline(place: int, row: Row, run: Kept, note: str) -> Chart | None:
 def freeze(panel: Panel) -> None:
     """Writes what the live view would send into the models themselves."""
     models: list[Model] = sorted(panel.root.references(), key=lambda m: m.id) if panel.root is not None else []
-    columns = {c.name: c for c in panel.sources}
+    columns, patches = {c.name: c for c in panel.sources}, panel.patches()
     for m in models:
         if isinstance(m, ColumnDataSource) and m.name in columns:
             block = columns[m.name].all()
             m.data = {**dict(zip(columns[m.name].numbers, block.numbers, strict=True)), **block.texts}
-        for name, value in panel.patches().get(m.name or "", {}).items():
+        for name, value in patches.get(m.name or "", {}).items():
             setattr(m, name, _plain(value))
 
 

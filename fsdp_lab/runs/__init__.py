@@ -1,8 +1,12 @@
 """One Spec being trained, as the kernel sees it: its events, its switches, its end, and what is said of it."""
 
+from fsdp_lab.runs.archive import HistoryError
 from fsdp_lab.runs.comparison import Comparison, Refusal
+from fsdp_lab.runs.history import History
+from fsdp_lab.runs.past import PastRun
 from fsdp_lab.runs.recommend import Recommendation, recommend
 from fsdp_lab.runs.run import Run, RunState, Switch, Ticket
+from fsdp_lab.runs.runs import Runs
 from fsdp_lab.runs.slow_motion import Moment, SlowMotion
 from fsdp_lab.runs.store import EventStore
 from fsdp_lab.runs.summary import step_table, summarize
@@ -13,11 +17,15 @@ from fsdp_lab.runs.timeline import Timeline
 __all__ = [
     "Comparison",
     "EventStore",
+    "History",
+    "HistoryError",
     "Moment",
+    "PastRun",
     "Recommendation",
     "Refusal",
     "Run",
     "RunState",
+    "Runs",
     "SlowMotion",
     "Sweep",
     "Switch",

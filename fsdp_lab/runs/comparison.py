@@ -11,7 +11,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
@@ -171,10 +171,15 @@ class Comparison:
 
     def notes(self) -> tuple[str, ...]:
         """Why rows are as they are, the rules, and what the times are worth."""
-        reasons = [f"{r.label} {r.state}: {r.reason}" for r in self.rows if r.reason]
-        apart = [f"{r.label}: {r.parity.sentence}" for r in self.rows if r.parity and r.parity.first_step is not None]
-        unknown = [f"{r.label}: {r.parity.sentence}" for r in self.rows if r.parity and r.parity.verdict is Verdict.UNKNOWN]
-        return tuple(dict.fromkeys([*reasons, *apart, *unknown, RULE, *self._pairings(), *self.fidelity()]))
+        reasons = gathered([(r.label, f"{r.state}: {r.reason}") for r in self.rows if r.reason])
+        since = gathered((r.label, f"figures of step {r.figures.first_step} on, under the Spec applied last")
+                         for r in self.rows if r.figures.first_step)  # fmt: skip
+        apart = [(r.label, r.parity.sentence) for r in self.rows if r.parity and r.parity.verdict is not Verdict.EQUAL]
+        return (
+            *(f"{labels} {said}" for said, labels in reasons.items()),
+            *(f"{labels}: {said}" for said, labels in (since | gathered(apart)).items()),
+            *(RULE, *self._pairings(), *self.fidelity()),
+        )
 
     def fidelity(self) -> tuple[str, ...]:
         """What the times are worth, each sentence once; with the labels it is true of, where that is not all."""
@@ -382,6 +387,14 @@ def ratio_words(found: Ratio | None) -> str:
     return f"{found.median:.2f}" + (f" ({found.p10:.2f} to {found.p90:.2f})" if found.p10 and found.p90 else "")
 
 
+def gathered(said: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """What is said -> the labels of all that it is said of: "A, B"."""
+    found: dict[str, list[str]] = {}
+    for label, what in said:
+        found.setdefault(what, []).append(label)
+    return {what: ", ".join(labels) for what, labels in found.items()}
+
+
 def _only(labels: Sequence[str], of: int) -> str:
     return "" if len(labels) == of else f" ({', '.join(labels)})"
 
@@ -412,6 +425,7 @@ def _measured(f: Figures) -> dict[str, Any]:
     return {
         "steps": f.steps,
         "counted_steps": f.counted,
+        "first_step": f.first_step,
         "last_step": f.last_step,
         "last_loss": f.last_loss,
         **{name: value for fields in spreads.values() for name, value in fields.items()},

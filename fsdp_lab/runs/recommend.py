@@ -1,14 +1,15 @@
 """`recommend`: which of the measured runs to take, and what each toggle bought, in sentences.
 
 The rule. Candidates do the same work as the baseline on the same link (model, data, sequence length), they are not
-*different* from it, and their peak has been measured and fits. Speed is throughput over all ranks, so that runs of other
-batches and world sizes compare. *Fastest*: the most tokens a second. *Smallest*: the least peak of the fullest rank among
-those whose time a token is within `WITHIN` of the fastest's. A *toggle* is a field of the Spec and two of its values; it is
-judged from every pair of runs that differ in this field alone.
+*different* from it, and the peak of their fullest rank has been measured and fits. Speed is throughput over all ranks, so
+that runs of other batches and world sizes compare. *Fastest*: the most tokens a second. *Smallest*: the least peak among
+those whose time a token is within `WITHIN` of the fastest's, as `fsdp_lab.runs.ratio` tells it. A *toggle* is a field of
+the Spec and two of its values; it is judged from every pair of runs that differ in this field alone.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from html import escape
 from itertools import combinations
 from typing import Any
 
-from fsdp_lab.runs.comparison import Comparison, Refusal, Row, word
+from fsdp_lab.runs.comparison import Comparison, Refusal, Row, gathered, word
 from fsdp_lab.runs.kept import Kept
 from fsdp_lab.runs.ratio import Ratio, ratio
 from fsdp_lab.runs.table import count, size
@@ -27,6 +28,7 @@ SAME_WORK = ("model", "data", "seq_len", "link")
 TOGGLES = ("backend", "sharding", "shard_size", "reshard_size", "precision", "offload", "wrap", "forward_prefetch",
            "backward_prefetch", "backward_prefetch_point", "limit_all_gathers", "recompute", "sync", "compile",
            "micro_batch", "accumulate", "world_size", "link")  # fmt: skip
+FITS = "What fits is judged by the allocator's peak; a device's context, libraries and fragmentation take some more."
 SAME_MEMORY = 0.01  # peaks that differ by less are alike
 
 
@@ -71,7 +73,8 @@ class Recommendation:
 
     def lines(self) -> tuple[str, ...]:
         """All that it says, a sentence each; the notes are apart."""
-        left_out = (f"{label} is not recommended: {why}." for label, why in self.excluded.items())
+        reasons = gathered((label, why) for label, why in self.excluded.items())
+        left_out = (f"Not recommended, {labels}: {why}." for why, labels in reasons.items())
         return (*self.sentences, *(t.sentence for t in self.toggles), *left_out)
 
     def __str__(self) -> str:
@@ -104,17 +107,17 @@ def recommend(runs: Comparison | Sequence[Kept | Refusal], limit_bytes: int | No
     excluded = {row.label: why for row in compared.rows if (why := _excluded(compared, row, limit_bytes))}
     fit = [row for row in compared.rows if row.label not in excluded]
     fastest = max(fit, key=_speed, default=None)
-    near = [row for row in fit if fastest and _speed(fastest) <= (1 + WITHIN) * _speed(row)]
+    near = [row for row in fit if fastest and (row is fastest or _behind(row, fastest) <= 1 + WITHIN)]
     smallest = min(near, key=lambda row: (row.figures.peak_memory_bytes or 0, -_speed(row)), default=None)
     sound = [row for row in compared.rows if row.figures.steps and not row.differs]
     return Recommendation(
         fastest=fastest.label if fastest else None,
         smallest=smallest.label if smallest else None,
         limit_bytes=limit_bytes,
-        sentences=_chosen(fastest, smallest, limit_bytes),
+        sentences=_chosen(fastest, smallest, fit, limit_bytes),
         toggles=toggles(sound),
         excluded=excluded,
-        notes=compared.fidelity(),
+        notes=(FITS, *compared.fidelity()),
     )
 
 
@@ -130,7 +133,7 @@ def _excluded(compared: Comparison, row: Row, limit_bytes: int | None) -> str:
     base = compared[compared.baseline] if compared.baseline is not None else compared.rows[0]
     if other := [name.replace("_", " ") for name in SAME_WORK if row.flat[name] != base.flat[name]]:
         return f"its {' and '.join(other)} {'is' if len(other) == 1 else 'are'} not {base.label}'s"
-    need, limit = row.figures.needs_bytes, limit_bytes or row.figures.limit_bytes
+    need, limit = row.figures.peak_memory_bytes, limit_bytes or row.figures.limit_bytes
     if need is None:
         return "its peak memory has not been measured (a run's third step does)"
     if limit is not None and need > limit:
@@ -143,11 +146,22 @@ def _speed(row: Row) -> float:
     return found.median if found else 0.0
 
 
-def _chosen(fastest: Row | None, smallest: Row | None, limit_bytes: int | None) -> tuple[str, ...]:
+def _behind(row: Row, fastest: Row) -> float:
+    """How many times as long it takes for a token."""
+    found = ratio(fastest.throughputs, row.throughputs)
+    return found.median if found else math.inf
+
+
+def _chosen(
+    fastest: Row | None, smallest: Row | None, fit: Sequence[Row], limit_bytes: int | None
+) -> tuple[str, ...]:
     if fastest is None or smallest is None:
         return ("None of these runs can be recommended.",)
     room = f"fits in {size(limit_bytes)} a rank" if limit_bytes else "fits"
     said = f"The fastest that {room} is {_named(fastest)}: {_costs(fastest)}."
+    others = ((row, ratio(fastest.throughputs, row.throughputs)) for row in fit if row is not fastest)
+    alike = ", ".join(row.label for row, found in others if found is None or not found.clear)
+    said += f" Within noise as fast: {alike}." if alike else ""
     if smallest is fastest:
         return (said, f"It is also the smallest within {WITHIN:.0%} of that time.")
     return (said, f"The smallest within {WITHIN:.0%} of its time is {_named(smallest)}: {_costs(smallest)}.")
@@ -250,5 +264,5 @@ def _percent(ratios: Sequence[float], of: str) -> str:
     """How far their median is from 1, to its own side, and of several the range: "55% memory (50 to 61%)"."""
     away = 1 if statistics.median(ratios) >= 1 else -1
     shares = sorted(100 * away * (r - 1) for r in ratios)
-    text = f"{statistics.median(shares):.0f}% {of}"
-    return text if len(shares) < 2 else f"{text} ({shares[0]:.0f} to {shares[-1]:.0f}%)"
+    text = f"{round(statistics.median(shares))}% {of}"  # round has no negative zero
+    return text if len(shares) < 2 else f"{text} ({round(shares[0])} to {round(shares[-1])}%)"

@@ -11,22 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from fsdp_lab.cluster import Call, ClusterError, Interrupted
-from fsdp_lab.events import StepEvent
+from fsdp_lab.runs.environment import fingerprint
+from fsdp_lab.runs.reading import Reading
 from fsdp_lab.runs.store import EventStore
-from fsdp_lab.runs.summary import step_table, summarize
-from fsdp_lab.runs.table import Table
-from fsdp_lab.runs.timeline import Timeline
-from fsdp_lab.runs.trace import check_path, write_trace
 from fsdp_lab.spec import Spec, SpecError
 
 CHUNK_S = 0.5  # between two looks at what was asked for
@@ -47,10 +42,11 @@ class RunState(enum.Enum):
     STOPPED = "stopped"
     FINISHED = "finished"
     FAILED = "failed"
+    LOST = "lost with its kernel"  # of one that was read back: nobody was left to say how it ended
 
     @property
     def over(self) -> bool:
-        return self in (RunState.STOPPED, RunState.FINISHED, RunState.FAILED)
+        return self in (RunState.STOPPED, RunState.FINISHED, RunState.FAILED, RunState.LOST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +157,7 @@ class Ranks(Protocol):
     ) -> Call: ...
 
 
-class Run(Awaited["Run"]):
+class Run(Reading, Awaited["Run"]):
     """One training run. Made by `Lab.run`; starts at once.
 
     `run.wait()` and `await run` return the run when it has finished or was stopped, and raise its error when it failed.
@@ -170,6 +166,7 @@ class Run(Awaited["Run"]):
     Attributes:
         id: as in its events. spec: applied last; until then what was asked for. pending: asked for and not yet applied.
         state, reason, error: how it is; the reason in words, the exception of a failure.
+        environment: where it trains (`fsdp_lab.runs.environment`); empty until its ranks have said who they are.
         events: its `EventStore`. switches: every Spec that was applied. refused: the last one that the ranks refused.
         steps: how many were asked for; None: until stopped. step: the next one.
     """
@@ -198,11 +195,11 @@ class Run(Awaited["Run"]):
         self.switches: list[Switch] = []
         self.refused: SpecError | None = None
         self.error: BaseException | None = None
+        self.environment: Mapping[str, Any] = {}
         self.started_unix_s = time.time()
         self.ended_unix_s: float | None = None
         self._ranks, self._prepare, self._fresh = ranks, prepare, fresh
         self._spec = spec
-        self._specs = {spec.id: spec}
         self._state, self._reason = RunState.STARTING, ""
         self._changed = threading.Condition()  # guards the words below, _state and _reason
         self._pending: Spec | None = None
@@ -254,53 +251,6 @@ class Run(Awaited["Run"]):
         """What its times are worth, in words: of where the ranks sit, and of what they said at the last switch."""
         said = self.switches[-1].notes if self.switches else ()
         return tuple(dict.fromkeys([*self._ranks.notes, *said]))
-
-    def table(self, last: int = 10) -> Table:
-        """The last steps, one row each, over all ranks."""
-        return step_table(self.events.last_steps(last), self._specs, caption=repr(self)[1:-1], notes=self.notes)
-
-    def summary(self) -> dict[str, Any]:
-        """The `runs` entry of `fsdp-lab compare`'s JSON, for the Spec applied last; the rule is in `runs.summary`."""
-        return summarize(self.spec, self.events.since(0)[0])
-
-    def timeline(self, step: int | None = None) -> Timeline:
-        """What every rank did in a traced step (the last of each half second), on one clock; by default in the newest
-        that all ranks have told.
-
-        Raises:
-            SpecError: that step was not traced, or its spans are no longer kept.
-        """
-        steps = self._traced([step] if step is not None else None)
-        whole = [events for events in steps if len(events) == events[0].world_size]
-        return Timeline.of((whole or steps)[-1])
-
-    def export_trace(self, path: str | os.PathLike[str], steps: Iterable[int] | None = None) -> Path:
-        """Writes traced steps, by default all that are kept, as one Chrome trace (.json or .json.gz), for ui.perfetto.dev
-        or chrome://tracing; returns where.
-
-        Raises:
-            SpecError: the path cannot be written, or one of the steps was not traced.
-        """
-        check_path(path)
-        return write_trace(path, [Timeline.of(events) for events in self._traced(steps)])
-
-    def _traced(self, wanted: Iterable[int] | None) -> list[list[StepEvent]]:
-        """The events of traced steps that are kept, or of the wanted among them."""
-        kept = self.events.traced()
-        if not kept:
-            raise SpecError("step", "no step of this run has been traced yet", "train on: the last of each half second is")
-        if wanted is None:
-            return kept
-        newest = {events[0].step: events for events in kept}  # of a number told twice, after beginning again, the newer
-        numbers = list(wanted)
-        if not numbers:
-            raise SpecError("steps", "none is named", "name traced steps, or leave it out for all that are kept")
-        for step in numbers:
-            if step not in newest:
-                near = min(newest, key=lambda number: (abs(number - step), number))
-                reason = f"step {step} was not traced, or its spans are no longer kept"
-                raise SpecError("step", reason, f"the nearest of {len(newest)} that are kept is {near}")
-        return [events for events in kept if events[0].step in numbers and newest[events[0].step] is events]
 
     def __repr__(self) -> str:
         reason = f" ({self._reason})" if self._reason else ""
@@ -394,6 +344,7 @@ class Run(Awaited["Run"]):
         state, reason = RunState.FAILED, ""
         try:
             self._prepare(self._spec)
+            self.environment = fingerprint(self._await(self._ranks.submit("status")))
             self._switch(self._spec, fresh=self._fresh)
             state, reason = self._train()
         except Interrupted:
@@ -532,7 +483,6 @@ class Run(Awaited["Run"]):
         with self._changed:
             self._step, self._chunk, self._spec = switch.step, 1, spec
             self._until = None if self.steps is None else switch.step + self.steps - self._done_steps
-            self._specs[spec.id] = spec
             self.switches.append(switch)
             if self._pending is spec:
                 self._pending = None

@@ -68,6 +68,7 @@ class EventStore:
         self._spans = 0
         self._curves: deque[int] = deque()  # cursors of events that carry a memory curve
         self._life = 0
+        self._restarts: list[tuple[int, int]] = []
         self._lock = threading.Lock()
 
     def add(self, events: Iterable[Mapping[str, Any] | StepEvent], notes: tuple[str, ...] = ()) -> int:
@@ -124,6 +125,7 @@ class EventStore:
         with self._lock:
             self._start = step
             self._life += 1
+            self._restarts.append((self._first + len(self._events), step))
             for seen in self._seen.values():
                 seen.floor, seen.above = step, set()
 
@@ -178,6 +180,12 @@ class EventStore:
         for traced, event in kept:
             found.setdefault((traced.life, event.step), []).append(event)
         return [sorted(found[key], key=lambda e: e.rank) for key in sorted(found)]
+
+    @property
+    def restarts(self) -> tuple[tuple[int, int], ...]:
+        """(cursor, step) of each `restart`: the events from that cursor on were told after it."""
+        with self._lock:
+            return tuple(self._restarts)
 
     @property
     def dropped(self) -> int:

@@ -146,6 +146,7 @@ class Figures:
 
     steps: int = 0  # told by all ranks
     counted: int = 0  # of them, in medians
+    first_step: int | None = None
     step_time_s: Spread | None = None
     tokens_per_s: Spread | None = None  # of all ranks
     tflops_per_rank: Spread | None = None  # mean over ranks, as are the next four
@@ -160,18 +161,10 @@ class Figures:
     host_bytes: int = 0
     outside_bytes: int = 0
     limit_bytes: int | None = None
-    on_gpu: bool = False  # a caching allocator told its memory
     last_step: int | None = None
     last_loss: float | None = None  # mean over ranks
     peak_flops_source: str = ""
     notes: tuple[str, ...] = ()  # what the times are worth
-
-    @property
-    def needs_bytes(self) -> int | None:
-        """Of a device, for the fullest rank: the peak, and on a GPU what others than the allocator take there."""
-        if self.peak_memory_bytes is None:
-            return None
-        return self.peak_memory_bytes + (self.outside_bytes if self.on_gpu else 0)
 
 
 def figures(steps: Sequence[Step]) -> Figures:
@@ -188,6 +181,7 @@ def figures(steps: Sequence[Step]) -> Figures:
     return Figures(
         steps=len(steps),
         counted=len(counted),
+        first_step=steps[0][0].step,
         step_time_s=Spread.of([slowest(s) for s in counted]),
         tokens_per_s=Spread.of([throughput(s) for s in counted]),
         tflops_per_rank=spread(attrgetter("tflops")),
@@ -202,7 +196,6 @@ def figures(steps: Sequence[Step]) -> Figures:
         host_bytes=max(e.memory.host_bytes for e in last),
         outside_bytes=max(e.memory.outside_bytes for e in last),
         limit_bytes=min((e.memory.limit_bytes for e in last if e.memory.limit_bytes), default=None),
-        on_gpu=any(e.memory.reserved_bytes is not None for e in last),
         last_step=last[0].step,
         last_loss=last[0].mean_loss,
         peak_flops_source=last[0].peak_source,

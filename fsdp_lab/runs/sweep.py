@@ -14,16 +14,19 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import product
 from typing import Any
 
 from fsdp_lab.events import StepEvent
-from fsdp_lab.runs.comparison import Refusal
+from fsdp_lab.runs.comparison import Comparison, Refusal
+from fsdp_lab.runs.recommend import Recommendation, recommend
 from fsdp_lab.runs.run import STOP_S, Awaited, Run, RunState
 from fsdp_lab.runs.summary import slowest
 from fsdp_lab.spec import Spec, SpecError, part_of
 
 ROUNDS = 3
+LEAST_TURN = 3  # steps: in the third of them memory is measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +62,10 @@ class Sweep(Awaited["Sweep"]):
     ) -> None:
         """`make(spec, steps, share)` starts a run; `clear` makes the ranks free, once; `drop` forgets what waits there."""
         super().__init__()
-        self.specs, self.refused = tuple(specs), tuple(refused)
+        self.specs, self.refused = tuple({spec.id: spec for spec in specs}.values()), tuple(refused)
         self.steps, self.rounds, self.reason = steps, rounds, ""
         self.runs: list[Run] = []
+        self._run_of: dict[str, Run] = {}  # by the id of its Spec
         self.error: BaseException | None = None
         self._make, self._clear, self._drop = make, clear, drop
         self._stopped = threading.Event()
@@ -75,6 +79,32 @@ class Sweep(Awaited["Sweep"]):
     def current(self) -> Run | None:
         """Whose turn it is; None before the first and after the last."""
         return next((run for run in self.runs if not run.done and run.state is not RunState.PAUSED), None)
+
+    @property
+    def in_order(self) -> list[Run]:
+        """The runs that have begun, in the order of the Specs."""
+        return [run for spec in self.specs if (run := self._run_of.get(spec.id)) is not None]
+
+    def run_of(self, spec: Spec) -> Run | None:
+        """The run that one of the Specs was for; None before its first turn."""
+        return self._run_of.get(spec.id)
+
+    def comparison(self, baseline: str | int | None = 0) -> Comparison:
+        """What is known of them now, side by side, in the order of the Specs; see `Comparison.of`."""
+        return Comparison.of([*self.in_order, *self.refused], baseline=baseline)
+
+    def recommend(self, limit_bytes: int | None = None) -> Recommendation:
+        """Which of them to take, and what each toggle bought; see `fsdp_lab.runs.recommend`."""
+        return recommend(self.comparison(), limit_bytes)
+
+    def _repr_html_(self) -> str:
+        return self.comparison()._repr_html_() if self.runs else escape(repr(self))
+
+    @property
+    def outside_share(self) -> float | None:
+        """Time outside of steps (switches, builds, the wait for a chunk's end) over time in them; None before the first."""
+        in_steps = sum(_seconds_of(run.events.since()[0]) for run in list(self.runs))
+        return self.progress.seconds / in_steps - 1 if in_steps else None
 
     @property
     def progress(self) -> Progress:
@@ -144,13 +174,14 @@ class Sweep(Awaited["Sweep"]):
             yield [spec for spec in self.specs if (spec.world_size, spec.devices) == kind]
 
     def _in_turns(self, specs: Sequence[Spec]) -> None:
-        share = -(-self.steps // self.rounds)
+        share = max(LEAST_TURN, -(-self.steps // self.rounds))
         begun: list[Run] = []
         for spec in specs:
             if self._stopped.is_set():
                 return
             run = self._make(spec, self.steps, share)
             begun.append(run)
+            self._run_of[spec.id] = run
             self.runs.append(run)
             self._await(run)
         while going := [run for run in begun if not run.done]:
@@ -165,6 +196,14 @@ class Sweep(Awaited["Sweep"]):
         if self._stopped.is_set():
             run.stop(0, self.reason)  # it began just after the word was left
         run.wait_aside()
+
+
+def _seconds_of(events: Sequence[StepEvent]) -> float:
+    """In all steps, each as long as its slowest rank took."""
+    slowest_s: dict[int, float] = {}
+    for e in events:
+        slowest_s[e.step] = max(slowest_s.get(e.step, 0.0), e.step_time_s)
+    return sum(slowest_s.values())
 
 
 def _seconds_a_step(steps: Iterable[Sequence[StepEvent]]) -> float | None:

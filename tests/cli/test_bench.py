@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import signal
@@ -17,7 +18,9 @@ from fsdp_lab.bench.forms import STEP, named
 from fsdp_lab.bench.launch import BenchError, measure, place
 from fsdp_lab.bench.plan import Plan, PlanError
 from fsdp_lab.bench.ratios import Measured, Spread, median_interval
+from fsdp_lab.cli.bench.endure import growth
 from fsdp_lab.cli.bench.step import check_same_work, report
+from fsdp_lab.cli.bench.toggle import route, tour
 from fsdp_lab.cli.console import Failed
 from fsdp_lab.cli.main import main
 
@@ -38,7 +41,46 @@ def test_live_measures_start_switches_and_stops(tmp_path: Path, capsys: pytest.C
     assert all(name in printed for name in seconds)
 
 
-@pytest.mark.parametrize("what", ["live", "step", "metering"])
+@pytest.mark.slow
+def test_toggle_is_measured_beside_a_relaunch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "toggle.json"
+    assert main(["bench", "toggle", "--model", "gpt2-1m", "--pairs", "4", "--relaunches", "1", "--json", str(file)]) == 0
+    figures, printed = json.loads(file.read_text()), capsys.readouterr().out.splitlines()
+    ratio, seconds = figures["ratios"]["resident/relaunch"], figures["seconds"]
+    assert ratio["n"] == seconds["toggle"]["n"] == 4 and seconds["relaunch"]["n"] == 1
+    assert ratio["median"] == pytest.approx(seconds["toggle"]["median"] / seconds["relaunch"]["median"])
+    assert 0 < ratio["median"] < 1  # staying is the point
+    assert printed[1].startswith(f"resident/relaunch: median {ratio['median']:.3f}")
+
+
+def test_the_tour_goes_through_every_ordered_pair_once() -> None:
+    places = tour(10)
+    pairs = list(itertools.pairwise(places))
+    assert len(pairs) == len(set(pairs)) == 90 and places[0] == places[-1]
+    assert len(route(None)) == 181 and len(route(7)) == 8
+    assert all(a != b for a, b in itertools.pairwise(route(500)))
+
+
+def test_growth_is_of_medians_from_the_hundredth_toggle_on() -> None:
+    calm, risen = [100, 90, 110, 100, 400], [102, 102, 1000, 90, 102]
+    assert growth(calm, risen) == {"from_bytes": 100, "to_bytes": 102, "growth": pytest.approx(0.02)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["toggle", "--pairs", "1"], "--pairs 1 is refused"),
+        (["toggle", "--relaunches", "0"], "--relaunches 0 is refused"),
+        (["endure", "--toggles", "50"], "--toggles 50 is refused; give 110 or more"),
+        (["endure", "--backend", "lab,fsdp3"], "--backend 'fsdp3' is refused"),
+    ],
+)
+def test_what_cannot_be_toggled_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["live", "step", "metering", "toggle", "endure"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(
     what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,6 +77,9 @@ def test_combinations_that_cannot_be_are_listed_with_their_reason():
         (["compare", "--micro-batch", "four"], "--micro-batch"),
         (["compare", "--ranks", "0"], "--ranks"),
         (["compare", "--steps", "0"], "--steps"),
+        (["compare", "--rounds", "0"], "--rounds"),
+        (["compare", "--report", "/no/such/folder/file.html"], "--report"),
+        (["compare", "--report", "report.pdf"], "--report"),
         (["compare", "--json", "/no/such/folder/file.json"], "--json"),
         (["compare", "--backend", "ddp", "--sharding", "full_shard"], "every combination is refused"),
         (["compare", "--model", "gpt9-1m"], "every combination is refused"),
@@ -132,9 +135,16 @@ def test_compare_on_real_ranks(tmp_path: Path):
     file = tmp_path / "out.json"
     lists = ["--backend", "fsdp2,ddp", "--sharding", "full_shard,no_shard", "--precision", "fp32", "--offload", "none"]
     command = [sys.executable, "-m", "fsdp_lab", "compare", "--ranks", "2", "--steps", "5", *TINY, *lists]
-    done = subprocess.run([*command, "--json", str(file)], capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    command += ["--json", str(file), "--report", "report.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(file.read_text())
+    assert "equal bit for bit" in done.stdout and "The fastest that fits is" in done.stdout
+    assert "10 steps in" in done.stdout and "of it outside of steps" in done.stdout
+    records = told["comparison"]["records"]
+    assert [r["parity"] for r in records] == [None, "equal bit for bit"]
+    assert records[1]["step_time_ratio"] > 0 and told["comparison"]["recommendation"]
+    assert 'id="fsdp-lab-records"' in (tmp_path / "report.html").read_text()
     assert [r["spec"]["strategy"]["backend"] for r in told["runs"]] == ["fsdp2", "ddp"]
     assert len(told["refused"]) == 2
     for run in told["runs"]:

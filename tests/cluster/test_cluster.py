@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from fsdp_lab.cluster import Cluster, ClusterError, RankError, RankLost, RankStuck, StartError
+from fsdp_lab.cluster.cluster import HISTORY
 from fsdp_lab.cluster.processes import marked
 from fsdp_lab.spec import SpecError
 from tests.cluster.conftest import FAKE, order
@@ -60,6 +61,14 @@ def test_every_event_arrives_while_it_runs(cluster: Cluster):
     assert told == [(rank, step) for rank in (0, 1) for step in range(40)]
     assert [[e["step"] for e in r["events"]] for r in results] == [list(range(40))] * 2
     assert [s.step for s in cluster.status()] == [40, 40]
+
+
+def test_what_is_said_to_ranks_is_not_kept(cluster: Cluster):
+    for _ in range(HISTORY + 50):
+        cluster.call("ping")
+    assert len(cluster.client.history) <= HISTORY
+    assert all(not member.view.history for member in cluster._members)
+    assert cluster._engines is not None and cluster._engines.client.session.digest_history_size <= 2048
 
 
 def test_an_interrupt_ends_the_chunk_on_all_ranks_alike(cluster: Cluster):

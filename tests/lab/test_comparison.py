@@ -178,5 +178,7 @@ def test_a_run_of_several_specs_counts_under_the_last():
     run = past("a", steps=10)
     run.events.add(steps(*range(10, 20), spec=GRAD_OP, step_time_s=0.5))
     run.spec = GRAD_OP
-    f = Comparison.of([run]).rows[0].figures
+    compared = Comparison.of([run])
+    f = compared.rows[0].figures
     assert f.steps == 10 and f.step_time_s is not None and f.step_time_s.median == 0.5
+    assert "A: figures of step 10 on, under the Spec applied last" in compared.notes()

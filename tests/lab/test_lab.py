@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -44,6 +46,14 @@ def test_a_run_ends_after_its_steps(lab: Lab):
     assert len(run.table()) == 10 and "shard_grad_op" in repr(run.table())
     entry = run.summary()
     assert entry["spec"] == run.spec.to_dict() and len(entry["losses"]) == 25 and json.dumps(entry)
+
+
+def test_a_run_that_nobody_holds_is_let_go(lab: Lab):
+    first = weakref.ref(lab.run(steps=3).wait(20))
+    lab.run(steps=3).wait(20)
+    lab.run(steps=3).wait(20)
+    gc.collect()
+    until(lambda: first() is None)
 
 
 def test_await_leaves_the_loop_alive(lab: Lab):

@@ -15,6 +15,7 @@ import pytest
 from fsdp_lab.cluster import ClusterError, RankError, RankLost
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
+from fsdp_lab.runs.parity import Verdict, parity
 from fsdp_lab.spec import SpecError
 from tests.lab.test_lab import until
 
@@ -71,6 +72,21 @@ def test_ledger_steps_every_n_steps_and_on_demand(lab: Lab):
     run.stop(10)
     late = {e.step for e in run.events.since()[0] if e.ledger and e.step > 2}
     assert len(late) == 1  # once, on all ranks alike
+
+
+def test_a_comparison_in_turns_is_equal_bit_for_bit_to_runs_that_were_never_interrupted(lab: Lab):
+    kinds = [{"backend": "lab"}, {"backend": "fsdp2"}, {"backend": "ddp", "sharding": "no_shard"}]
+    base = lab.spec.replace(**SMALL)
+    sweep = lab.compare([base.replace(**kind) for kind in kinds], steps=7, rounds=3).wait(180)
+    alone = lab.run(base, steps=7).wait(90)
+    assert all(losses(run) == losses(alone) and len(losses(run)) == 7 for run in sweep.runs)
+    compared = sweep.comparison()
+    assert [row.parity.verdict for row in compared.rows[1:]] == [Verdict.EQUAL] * 2
+    assert parity(alone, sweep.runs[1]).checksums == 4  # after 1, 2, 4 and 7 steps
+    assert all(row.figures.peak_memory_bytes and row.figures.step_time_s for row in compared.rows)
+    assert sweep.recommend().fastest in {"A", "B", "C"}
+    assert sweep.outside_share is not None and sweep.outside_share > 0
+    assert {run.id for run in sweep.runs} <= {run.id for run in lab.runs()}  # kept like any other
 
 
 def test_strategies_change_under_way_and_the_losses_are_those_of_a_run_that_never_changed(lab: Lab):

@@ -41,7 +41,7 @@ def test_the_fastest_and_the_smallest_near_it(four):
 def test_a_limit_leaves_out_what_does_not_fit(four):
     found = recommend(four, limit_bytes=100 * MIB)
     assert found.fastest == found.smallest == "D" and "also the smallest" in str(found)
-    assert found.excluded["C"] == "it needs 121.0 MiB of 100.0 MiB a rank" and "C is not recommended" in str(found)
+    assert found.excluded["C"] == "it needs 121.0 MiB of 100.0 MiB a rank" and "Not recommended, C: it needs" in str(found)
     nothing = recommend(four, limit_bytes=MIB)
     assert nothing.fastest is None and "None of these runs can be recommended." in str(nothing)
 
@@ -77,10 +77,22 @@ def test_noise_is_called_noise():
     assert said.startswith("forward prefetch 1 instead of forward prefetch 0 saved 20% time, the same memory")
 
 
+def test_what_is_as_fast_within_noise_is_named():
+    found = recommend([turned("a", 0, 0.1, 100, {}), turned("b", 1, 0.1003, 100, GRAD_OP), turned("c", 2, 0.2, 100, BF16)])
+    assert found.fastest == "A" and "Within noise as fast: B." in found.sentences[0]
+
+
+def test_refusals_of_one_reason_are_said_together(four):
+    ddp = SPEC.replace(backend="ddp", sharding="no_shard")
+    compared = Comparison.of([*four, Refusal(ddp, "cannot"), Refusal(ddp.replace(precision="bf16"), "cannot")])
+    assert "note: E, F refused: cannot" in repr(compared)
+    assert "Not recommended, E, F: refused before a step was measured (cannot)." in str(recommend(compared))
+
+
 def test_what_computes_something_else_is_never_recommended_nor_judged_by(four):
     wrong = turned("w", 4, 0.01, 10, {"backend": "fsdp2"}, loss_off=2.0)
     found = recommend([*four, wrong])
-    assert found.fastest == "C" and "E is not recommended: it does not compute the same" in str(found)
+    assert found.fastest == "C" and "Not recommended, E: it does not compute the same" in str(found)
     assert all("E" not in (p.taken, p.instead) for t in found.toggles for p in t.pairs)
 
 

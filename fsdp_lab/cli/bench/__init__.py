@@ -1,10 +1,10 @@
-"""`fsdp-lab bench`: `live` measures how long a user waits, `step` backends against each other, `metering` the measuring."""
+"""`fsdp-lab bench`: how long a user waits, the backends against each other, toggles, and what measuring itself costs."""
 
 from __future__ import annotations
 
 import argparse
 
-from fsdp_lab.cli.bench import live, metering, step
+from fsdp_lab.cli.bench import endure, live, metering, step, toggle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,6 +12,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, module, says in (
         ("live", live, "how long a user waits: start to first step, switch to first step, stop"),
         ("step", step, "the step time of the backends against each other, in turns, with their ratios"),
+        ("toggle", toggle, "from a changed strategy to its first step, beside a relaunch by torchrun"),
+        ("endure", endure, "what a thousand toggles leave behind in the memory of kernel and ranks"),
         ("metering", metering, "what measuring and live publishing cost a step, beside torch's group and nothing of ours"),
     ):
         kind = kinds.add_parser(name, help=says, description=f"{says[0].upper()}{says[1:]}.", allow_abbrev=False)

@@ -47,10 +47,10 @@ def run(args: argparse.Namespace) -> int:
 
     console = session.console()
     begun_s = time.perf_counter()
-    with session.lab(console, args.ranks, None) as lab:
+    with session.lab(console, args.ranks, None, history=False) as lab:
         ready_s = time.perf_counter() - begun_s
         started = lab.run(spec)
-        _await_step(started, spec.id)
+        await_step(started, spec.id)
         waits: dict[str, list[float]] = {"start to ranks ready": [ready_s]}
         waits["start to first step"] = [time.perf_counter() - begun_s]
         waits["switch to first step"] = list(_switches(started, spec, args.rounds))
@@ -70,7 +70,7 @@ def _switches(run: Run, spec: Spec, rounds: int) -> Iterator[float]:
             wanted = spec.replace(**changes)
             begun_s = time.perf_counter()
             run.apply(wanted)
-            _await_step(run, wanted.id)
+            await_step(run, wanted.id)
             yield time.perf_counter() - begun_s
 
 
@@ -79,14 +79,14 @@ def _stops(lab: Lab, run: Run, spec: Spec) -> Iterator[float]:
     for changes in ({}, {"backend": "ddp", "sharding": "no_shard"}, {"backend": "fsdp1"}):
         wanted = spec.replace(**changes)
         run = lab.run(wanted)
-        _await_step(run, wanted.id)
+        await_step(run, wanted.id)
         begun_s = time.perf_counter()
         run.stop()
         run.wait(LONGEST_S)
         yield time.perf_counter() - begun_s
 
 
-def _await_step(run: Run, spec_id: str) -> None:
+def await_step(run: Run, spec_id: str) -> None:
     """Until every rank has said a step under the Spec. Raises Failed where the run ends or does not come to it."""
     limit_s = time.perf_counter() + LONGEST_S
     while time.perf_counter() < limit_s and not run.done:

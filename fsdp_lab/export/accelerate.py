@@ -1,0 +1,206 @@
+"""`config`: a Spec as a config file of Hugging Face Accelerate, for `accelerate launch --config_file`.
+
+Such a file says how to shard, not what is trained: the workload is the reader's own script, and stands at the head of the
+file as comments, with what that script must say for the run to be the same. Keys are those of Accelerate 1.x
+(`accelerate.utils.FullyShardedDataParallelPlugin`, `accelerate.commands.launch`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fsdp_lab import __version__
+from fsdp_lab.engine import units
+from fsdp_lab.engine.wrapping import block_class_names
+from fsdp_lab.export.source import paragraph
+from fsdp_lab.export.target import CARRIES, TITLES, Peer, gpus, peer, refuse
+from fsdp_lab.models import build_skeleton, resolve
+from fsdp_lab.models.check import check
+from fsdp_lab.spec import HYBRIDS, Precision, Spec, SpecError
+
+Values = dict[str, Any]
+
+
+def config(spec: Spec) -> str:
+    """Raises SpecError for what such a file cannot say."""
+    check(spec.workload)
+    found = peer(spec)
+    values = {"ddp": _ddp, "fsdp1": _fsdp1, "fsdp2": _fsdp2}[found.spec.strategy.backend](found.spec)
+    common = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "num_processes": spec.world_size}
+    return _head(found, spec) + _yaml(common | _devices(found.spec) | _compile(found.spec) | values)
+
+
+# -- each backend ----------------------------------------------------------------------------------------------------
+
+
+def _fsdp2(spec: Spec) -> Values:
+    s = spec.strategy
+    if s.reshard_size is not None:
+        raise refuse("reshard_size", "Accelerate reshards to all ranks or to none", "leave it empty", reshard_size=None)
+    if s.forward_prefetch:
+        raise refuse("forward_prefetch", "Accelerate sets none for FSDP2", "use 0", forward_prefetch=0)
+    if s.backward_prefetch > 1:
+        raise refuse("backward_prefetch", "Accelerate leaves FSDP2's own, one unit ahead", "use 1", backward_prefetch=1)
+    sharding = {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": s.sharding in ("full_shard", "hybrid_shard"),
+        "fsdp_offload_params": s.offload == "all",
+        "fsdp_cpu_ram_efficient_loading": False,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    }
+    values: Values = {"distributed_type": "FSDP", "mixed_precision": _mixed_precision(spec)}
+    values["fsdp_config"] = sharding | _wrapping(spec) | _recompute(spec)
+    if s.sharding in HYBRIDS:
+        factor = spec.shard_factor
+        values["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": spec.world_size // factor,
+            "parallelism_config_dp_shard_size": factor,
+        }
+    return values
+
+
+def _fsdp1(spec: Spec) -> Values:
+    s = spec.strategy
+    if s.sharding in HYBRIDS:
+        raise refuse("sharding", "Accelerate gives FSDP1 no mesh, so that its shard group is a whole machine",
+                     "use full_shard, or backend fsdp2", sharding="full_shard", shard_size=None)  # fmt: skip
+    if not s.limit_all_gathers:
+        raise refuse("limit_all_gathers", "Accelerate's config leaves FSDP1's limiter on", "use 2", limit_all_gathers=2)
+    prefetch = "NO_PREFETCH" if not s.backward_prefetch else {"before": "BACKWARD_PRE", "after": "BACKWARD_POST"}[
+        s.backward_prefetch_point
+    ]  # fmt: skip
+    sharding = {
+        "fsdp_version": 1,
+        "fsdp_sharding_strategy": s.sharding.upper(),
+        "fsdp_offload_params": s.offload == "all",
+        "fsdp_backward_prefetch": prefetch,
+        "fsdp_forward_prefetch": s.forward_prefetch > 0,
+        "fsdp_use_orig_params": True,
+        "fsdp_sync_module_states": True,
+        "fsdp_cpu_ram_efficient_loading": False,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    }
+    return {"distributed_type": "FSDP", "mixed_precision": _mixed_precision(spec),
+            "fsdp_config": sharding | _wrapping(spec) | _recompute(spec)}  # fmt: skip
+
+
+def _ddp(spec: Spec) -> Values:
+    s, dtypes = spec.strategy, spec.strategy.dtypes
+    if s.recompute != "none":
+        raise refuse("recompute", "Accelerate's config recomputes with FSDP alone",
+                     "use none and call model.gradient_checkpointing_enable() in your script", recompute="none")  # fmt: skip
+    if dtypes.reduce != "fp32":
+        raise refuse("precision", f"under DDP a config cannot say that gradients are reduced in {dtypes.reduce}",
+                     "use bf16 or fp32", precision="bf16")  # fmt: skip
+    return {"distributed_type": "MULTI_GPU", "mixed_precision": "no" if dtypes.param == "fp32" else dtypes.param}
+
+
+# -- what they share -------------------------------------------------------------------------------------------------
+
+
+def _mixed_precision(spec: Spec) -> str:
+    """Accelerate has one dtype for parameters and for the reduction."""
+    dtypes = spec.strategy.dtypes
+    one = Precision(param=dtypes.param, reduce=dtypes.param)
+    if dtypes.reduce != dtypes.param:
+        token = {"fp32": "fp32", "bf16": "bf16-pure", "fp16": "fp16"}[dtypes.param]
+        raise refuse("precision", f"Accelerate reduces gradients in the dtype of the parameters, {dtypes.param}, and not in "
+                     f"{dtypes.reduce}", f"use {token}, or give your script's FullyShardedDataParallelPlugin a "
+                     "mixed_precision_policy", precision=token)  # fmt: skip
+    for role in ("output", "buffer"):
+        asked = getattr(dtypes, role)
+        if asked not in (None, dtypes.param):
+            raise refuse(f"precision.{role}", f"Accelerate keeps one dtype for all, {dtypes.param}", "leave it empty",
+                         precision=dataclasses.replace(one))  # fmt: skip
+    return "no" if dtypes.param == "fp32" else dtypes.param
+
+
+def _wrapping(spec: Spec) -> Values:
+    wrap = spec.strategy.wrap
+    kind, _, argument = wrap.partition(":")
+    if kind == "whole":
+        return {"fsdp_auto_wrap_policy": "NO_WRAP"}
+    if kind == "min_params":
+        return {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": int(argument)}
+    if kind == "every" and argument != "1":
+        raise refuse("wrap", "Accelerate wraps single modules, not several blocks together", "use block", wrap="block")
+    model = build_skeleton(resolve(spec.workload.model))
+    found = units(model, wrap)
+    names = [argument] if kind == "class" else list(block_class_names(model))
+    alike = [m for m in model.modules() if type(m).__name__ in names]
+    if len(alike) != len(found):
+        classes = " and ".join(names)
+        raise refuse("wrap", f"Accelerate wraps every {classes}, and the run wrapped {len(found)} of {len(alike)}",
+                     "use whole", wrap="whole")  # fmt: skip
+    return {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": ",".join(names)}
+
+
+def _recompute(spec: Spec) -> Values:
+    s = spec.strategy
+    if s.recompute not in ("none", "full", "every:1"):
+        raise refuse("recompute", "Accelerate recomputes every block or none", "use full or none", recompute="full")
+    if s.recompute != "none" and s.wrap not in ("block", "every:1"):
+        raise refuse("recompute", f"Accelerate recomputes what it wraps, which is not the blocks under {s.wrap}",
+                     "use wrap block, or recompute none", recompute="none")  # fmt: skip
+    return {"fsdp_activation_checkpointing": s.recompute != "none"}
+
+
+def _devices(spec: Spec) -> Values:
+    if spec.devices is None:
+        return {}
+    if spec.devices[0] == "cpu":
+        raise SpecError("devices", "Accelerate runs FSDP on GPUs alone, and launches ranks on CPUs through MPI alone",
+                        f"leave it empty, {CARRIES}", {"devices": None})  # fmt: skip
+    return {"gpu_ids": ",".join(name.removeprefix("cuda:") for name in gpus(spec))}
+
+
+def _compile(spec: Spec) -> Values:
+    if not spec.strategy.compile:
+        return {}
+    return {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}}
+
+
+# -- the text --------------------------------------------------------------------------------------------------------
+
+
+def _head(found: Peer, asked: Spec) -> str:
+    s = found.spec.strategy
+    blocks = [
+        f"{TITLES[s.backend]}, {s.sharding}, on {asked.world_size} processes:",
+        "    accelerate launch --config_file THIS_FILE your_script.py",
+        f"Written by fsdp_lab {__version__}. What is trained is your script's; in the run it was:",
+        *(f"    {name}: {json.dumps(value)}" for name, value in asked.to_dict()["workload"].items()),
+        *(f"- {text}." for text in (*_for_the_script(found.spec), *found.remarks)),
+    ]
+    lines = [line for block in blocks for line in (paragraph(block) if block[0] == "-" else block).splitlines()]
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def _for_the_script(spec: Spec) -> Iterator[str]:
+    """What the run did and no config file can say."""
+    s, w = spec.strategy, spec.workload
+    if w.accumulate > 1:
+        every = s.sync == "every"
+        yield ("sync: in your script, Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin("
+               f"num_steps={w.accumulate}, sync_each_batch={every}))")  # fmt: skip
+    if w.clip_norm is not None:
+        yield f"clip_norm: in your script, accelerator.clip_grad_norm_(model.parameters(), {w.clip_norm})"
+    if s.backend == "fsdp2":
+        yield "wrap: Accelerate also makes units of the embedding, and of the last norm with the head"
+    if s.wrap.startswith("min_params"):
+        yield "wrap: Accelerate counts a module's parameters in its own way, so that its units can be others"
+    if s.backend != "ddp" and s.dtypes.param != "fp32":
+        yield f"precision: Accelerate computes under autocast too, and returns outputs in {s.dtypes.param} or fp32"
+
+
+def _yaml(values: Mapping[str, Any], indent: str = "") -> str:
+    """Scalars in JSON's spelling, which YAML reads too."""
+    lines = []
+    for key, value in values.items():
+        nested = isinstance(value, Mapping)
+        said = f"\n{_yaml(value, indent + '  ')}" if nested else f" {json.dumps(value)}\n"
+        lines.append(f"{indent}{key}:{said}")
+    return "".join(lines)

@@ -1,0 +1,75 @@
+"""Where a run was trained: machine, system, versions, devices. Part of its figures, since they are of no worth without.
+
+No user names, no paths, no environment variables: it is shown to others.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from fsdp_lab.cluster.placement import usable_cores
+
+PACKAGES = ("torch", "transformers", "fsdp-lab")
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def fingerprint(ranks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Of this machine and, where `ranks` gives what each says of itself (`Session.status`), of its device and its software.
+
+    Returns: plain scalars and lists, by "host", "cpu", "cores" (that may be used), "memory_bytes", "system", "python",
+    "torch", "transformers", "fsdp_lab", "devices" (a name for each rank), "cuda", "nccl", "driver" (empty on a CPU).
+    """
+    found = {**dict(_machine()), "devices": [str(r.get("device_name", r.get("device", ""))) for r in ranks]}
+    told = dict(ranks[0].get("software", {})) if ranks else {}
+    return {**found, "cuda": "", "nccl": "", "driver": "", **{name: version for name, version in told.items() if version}}
+
+
+@functools.cache
+def _machine() -> tuple[tuple[str, Any], ...]:
+    """What does not change while this process lives."""
+    return (
+        ("host", socket.gethostname()),
+        ("cpu", cpu_model()),
+        ("cores", usable_cores()),
+        ("memory_bytes", int(psutil.virtual_memory().total)),
+        ("system", platform.platform()),
+        ("python", platform.python_version()),
+        *((name.replace("-", "_"), _version(name)) for name in PACKAGES),
+    )
+
+
+def cpu_model(file: Path = CPUINFO) -> str:
+    """As its maker calls it; the architecture where that is not told."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", file.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def in_words(environment: Mapping[str, Any]) -> str:
+    """A line: "box: 2 x CPU (AMD EPYC 7B13, 2 cores), torch 2.13.0"."""
+    if not environment:
+        return ""
+    devices = [str(name) for name in environment.get("devices", ())]
+    counted = ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)) or "no ranks"
+    if set(devices) <= {"CPU", "cpu"}:
+        counted += f" ({environment.get('cpu', '')}, {environment.get('cores', '?')} cores)"
+    more = "".join(f", {k} {environment[k]}" for k in ("cuda", "nccl", "driver") if environment.get(k))
+    return f"{environment.get('host', '')}: {counted}, torch {environment.get('torch', '')}{more}"

@@ -1,0 +1,80 @@
+"""Losses of a Spec, from the lab's ranks and from its exported script under torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.export import export_script
+from fsdp_lab.rank import Session
+from fsdp_lab.spec import Spec
+from tests.pool import Place, Pool
+
+SEVERAL = Path(__file__).with_name("several.py")
+SMALL = {"model_type": "gpt2", "n_layer": 3, "n_embd": 36, "n_head": 4, "vocab_size": 384, "n_positions": 64,
+         "bos_token_id": None, "eos_token_id": 1}  # fmt: skip
+
+
+def spec(world_size: int = 2, **changes: Any) -> Spec:
+    small = {"model": SMALL, "seq_len": 32, "micro_batch": 2, "lr": 0.01}
+    return Spec(world_size=world_size).replace(**{**small, **changes})
+
+
+def _train(place: Place, specs: list[dict[str, Any]], steps: int) -> list[list[float]]:
+    session = Session(
+        rank=place.rank,
+        world_size=place.world_size,
+        device="cpu",
+        store=place.store,
+        threads=max(1, len(os.sched_getaffinity(0)) // place.world_size),
+        timeout_s=60,
+    )
+    losses = []
+    for given in specs:
+        session.apply("run", given, fresh=True)
+        losses.append([event["mean_loss"] for event in session.train(steps)["events"]])
+    session.close()
+    return losses
+
+
+def in_the_lab(pool: Pool, specs: Mapping[str, Spec], steps: int) -> dict[str, list[float]]:
+    """By the name of the Spec; all of one world size."""
+    (world_size,) = {s.world_size for s in specs.values()}
+    losses = pool.run(_train, world_size, [s.to_dict() for s in specs.values()], steps, reduction=None, timeout_s=300)[0]
+    return dict(zip(specs, losses, strict=True))
+
+
+def torchrun(world_size: int, *arguments: str | Path, timeout_s: float = 480) -> str:
+    """What the ranks printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    done = subprocess.run(
+        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=timeout_s, cwd=SEVERAL.parents[2]
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+def losses_of(printed: str) -> list[float]:
+    return [float(line.split()[3]) for line in printed.splitlines() if line.startswith("step ")]
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [s.getsockname()[1] for s in sockets]
+
+
+def exported(folder: Path, specs: Mapping[str, Spec], steps: int) -> dict[str, list[float]]:
+    """By the name of the Spec, each from its own script; all under one torchrun."""
+    (world_size,) = {s.world_size for s in specs.values()}
+    scripts = [export_script(s, folder / f"{name}.py") for name, s in specs.items()]
+    words = [f"{script}={port}" for script, port in zip(scripts, free_ports(len(scripts)), strict=True)]
+    printed = torchrun(world_size, SEVERAL, str(steps), *words)
+    parts = printed.split("script ")[1:]
+    return {Path(part.splitlines()[0]).stem: losses_of(part) for part in parts}

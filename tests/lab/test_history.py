@@ -1,0 +1,523 @@
+"""Runs kept on disk, without ranks: what is written is what was told, whatever happens to the file meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.runs import History, HistoryError, PastRun, RunState
+from fsdp_lab.runs import archive as archive_module
+from fsdp_lab.runs import recorder as recorder_module
+from fsdp_lab.runs.archive import MIGRATIONS, Archive
+from fsdp_lab.runs.kernel import Kernel
+from fsdp_lab.runs.recording import CURVES_KEPT, SPANS_KEPT, thin
+from fsdp_lab.runs.summary import how
+from fsdp_lab.spec import Spec, SpecError
+from tests.dashboard.fake_lab import event
+from tests.lab.telling import Telling, ended, plain
+from tests.lab.test_lab import until
+
+LONG_S = 20
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> Iterator[History]:
+    made = History(tmp_path / "runs.sqlite3")
+    live: list[Telling] = []
+    record = made.record
+    made.record = lambda run: (live.append(run), record(run))[1]  # type: ignore[method-assign]
+    yield made
+    for run in live:
+        if not run.state.over:
+            run.end(RunState.STOPPED)
+    made.flush(5)
+
+
+def kept(history: History, *runs: Telling) -> None:
+    for run in runs:
+        history.record(run)
+    assert history.flush(LONG_S), history.problem
+
+
+# -- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def test_a_past_run_is_the_run_that_was(history: History):
+    run = Telling(Spec(world_size=2))
+    history.record(run)
+    run.tell(7)
+    history.flush(LONG_S)
+    run.tell(300)
+    run.switch(sharding="shard_grad_op")
+    run.tell(20)
+    history.flush(LONG_S)
+    run.switch(seed=3)
+    run.tell(30)
+    run.end(RunState.STOPPED, "enough")
+    history.flush(LONG_S)
+
+    past = History(history.path).runs()[0]
+    assert isinstance(past, PastRun) and "PastRun" in repr(past) and run.id in repr(past)
+    assert plain(past.events.since()[0]) == plain(run.events.since()[0])
+    assert past.events.restarts == run.events.restarts and past.events.ranks == (0, 1)
+    assert past.summary() == run.summary() and past.table().rows == run.table().rows
+    assert past.table().notes == run.table().notes
+    assert list(past.switches) == run.switches and past.spec == run.spec
+    assert (past.state, past.reason, past.notes) == (RunState.STOPPED, "enough", ("a note",))
+    assert (past.started_unix_s, past.ended_unix_s) == (run.started_unix_s, run.ended_unix_s)
+    assert past.environment == run.environment and past.step == 30
+    assert past.loss == run.summary()["losses"][-1] and past.tokens_per_s == run.summary()["tokens_per_s"]
+
+
+def test_the_newest_traced_and_ledger_steps_keep_their_spans_and_curves(history: History, tmp_path: Path):
+    run = Telling()
+    history.record(run)
+    for _ in range(12):
+        run.tell(50, rich=True)
+        history.flush(LONG_S)
+    run.end()
+    history.flush(LONG_S)
+    past = history.runs()[0]
+    lived, read = run.events.traced(), past.events.traced()
+    by_step = {told[0].step: told for told in lived}
+    assert read == [by_step[told[0].step] for told in read] and read[-5:] == lived[-5:], "the last ones are all there"
+    assert past.timeline().step == run.timeline().step == 599
+    assert past.export_trace(tmp_path / "past.json").read_text() == run.export_trace(
+        tmp_path / "live.json", [told[0].step for told in read]
+    ).read_text()
+    curves = [e for e in past.events.since()[0] if e.memory_curve]
+    lived_curves = {(e.step, e.rank): e for e in run.events.since()[0] if e.memory_curve}
+    assert len(curves) > 4 and curves == [lived_curves[e.step, e.rank] for e in curves] and curves[-1].step == 560
+
+
+def test_spans_and_curves_on_disk_are_bounded(history: History, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fsdp_lab.runs.recording.SPANS_S", 0.0)
+    run = Telling()
+    history.record(run)
+    for _ in range(60):
+        run.tell(5, rich=True)
+        run.events.add([event(run.spec, run.id, r, 10_000 + 50 * run._step + 10) for r in (0, 1)])  # a ledger step
+        history.flush(LONG_S)
+    run.end()
+    history.flush(LONG_S)
+    with Archive(history.path) as archive:
+        found = {row["curve"]: row["n"] for row in archive.rows("SELECT curve, count(*) n FROM traces GROUP BY curve")}
+    assert found == {0: SPANS_KEPT, 1: CURVES_KEPT}
+
+
+def test_old_steps_are_thinned_and_the_newest_are_all_there(history: History):
+    run = Telling(Spec(world_size=1))
+    run.tell(9000)
+    run.end()
+    kept(history, run)
+    with Archive(history.path) as archive:
+        number = history.runs()[0].number
+        for _ in range(2):  # again changes nothing
+            thin(archive, number, cap=1000)
+            found = [e.step for e in history.runs()[0].events.since()[0]]
+            levels = {r["level"]: r["n"] for r in archive.rows("SELECT level, sum(count) n FROM batches GROUP BY level")}
+            assert levels[0] <= 1100 and levels[0] + levels[1] == len(found) < 1700
+    assert found[-700:] == list(range(8300, 9000)), "the newest are whole"
+    old = [step for step in found if step < 7000]
+    assert set(range(0, 7000, 16)) <= set(old) and found == sorted(found)
+    assert len([s for s in old if s % 16]) <= 7000 // 50, "beside one in 16 the ledger steps"
+
+
+def test_what_is_told_is_on_disk_within_the_second_without_being_asked_for(history: History):
+    run = Telling()
+    history.record(run)
+    reader = History(history.path)
+    waits_s = []
+    for _ in range(5):
+        run.tell()
+        told_s, there = time.monotonic(), len(run.events)
+        until(lambda there=there: [len(r.events) for r in reader.runs()] == [there])
+        waits_s.append(time.monotonic() - told_s)
+    assert sorted(waits_s)[2] < 1.0, waits_s
+
+
+def test_a_run_that_is_listed_while_it_goes_on(history: History):
+    run = Telling()
+    history.record(run)
+    run.tell(5)
+    [past] = history.runs()
+    assert past.state is RunState.RUNNING and past.step == 5 and past.ended_unix_s is None
+    assert len(past.events) == 10 and run.id in repr(history.runs())
+    run.switch(precision="bf16")
+    run.tell(1)
+    assert history.runs()[0].spec.strategy.precision == "bf16"
+
+
+# -- lists -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> History:
+    """Six ended runs, from 2026-01-01 on, a day apart."""
+    history = History(tmp_path_factory.mktemp("shelf") / "runs.sqlite3")
+    day_s = datetime(2026, 1, 1).timestamp()
+    for i, changes in enumerate(
+        [{}, {"backend": "fsdp2"}, {"backend": "ddp", "sharding": "no_shard"}, {"precision": "bf16"},
+         {"backend": "fsdp2", "model": "gpt2-1m"}, {"micro_batch": 8}]
+    ):  # fmt: skip
+        kept(history, ended(Spec().replace(**changes), started_unix_s=day_s + i * 86_400))
+    failed = Telling(started_unix_s=day_s - 86_400)
+    failed.end(RunState.FAILED, "rank 1 is gone")
+    kept(history, failed)
+    return history
+
+
+def test_runs_are_listed_newest_first_with_what_they_were(shelf: History):
+    runs = shelf.runs()
+    assert len(runs) == 7 and [r.started_unix_s for r in runs] == sorted((r.started_unix_s for r in runs), reverse=True)
+    row = dict(zip(runs.table().columns, runs.table().rows[1], strict=True))
+    assert row["id"] == runs[1].id and row["model"] == "gpt2-1m" and row["how"] == how(runs[1].spec)
+    assert row["when"] == "2026-01-05 00:00" and row["steps"] == "3" and row["state"] == "finished"
+    assert "torch" in row["machine"] and float(row["loss"]) > 0 and row["tokens/s"] != "–"
+    assert dict(zip(runs.table().columns, runs.table().rows[-1], strict=True))["loss"] == "–", "it told nothing"
+    assert "<table>" in runs._repr_html_() and runs[1].id in runs._repr_html_()
+    assert runs[:2][1] is runs[1] and list(runs)[-1].state is RunState.FAILED
+
+
+def test_runs_are_filtered_by_the_fields_of_their_spec(shelf: History):
+    assert [r.spec.workload.model for r in shelf.runs(backend="fsdp2")] == ["gpt2-1m", "gpt2-10m"]
+    assert len(shelf.runs(backend=["fsdp2", "ddp"])) == 3 and len(shelf.runs(backend="fsdp2", model="gpt2-1m")) == 1
+    assert len(shelf.runs(micro_batch=8, world_size=2)) == 1 and len(shelf.runs(precision="fp16")) == 0
+    assert len(shelf.runs(since="2026-01-05")) == 2 and len(shelf.runs(since=datetime(2026, 1, 6))) == 1
+    assert len(shelf.runs(since=shelf.runs()[2].started_unix_s)) == 3
+    assert len(shelf.runs(state="failed")) == 1 == len(shelf.runs(state=RunState.FAILED)) and not shelf.runs(state="lost")
+    assert "3 of 7 runs" in repr(shelf.runs(backend=["fsdp2", "ddp"]))
+
+
+@pytest.mark.parametrize(
+    ("filters", "words"),
+    [
+        ({"shardng": "full_shard"}, "shardng: there is no such field to look for; use since, state, name, model"),
+        ({"state": "asleep"}, "state: 'asleep' is refused; give one of starting, running"),
+        ({"since": "yesterday"}, "since: 'yesterday' is no time; give one such as"),
+        ({"since": [1]}, "since: "),
+    ],
+)
+def test_a_filter_that_cannot_be_is_refused(shelf: History, filters: dict[str, object], words: str):
+    with pytest.raises(SpecError) as refused:
+        shelf.runs(**filters)  # type: ignore[arg-type]
+    assert str(refused.value).startswith(words)
+
+
+def test_a_run_is_found_by_the_beginning_of_its_id_or_its_name(shelf: History):
+    runs = shelf.runs()
+    assert runs[runs[2].id].id == runs[runs[2].id[:7]].id == runs[2].id and runs[-1] is runs[6]
+    with pytest.raises(SpecError, match="run: none of these runs is called 'zz' or begins with it; the newest are"):
+        runs["zz"]
+    with pytest.raises(SpecError, match="none of these"):
+        runs[""]
+    with pytest.raises(IndexError):
+        runs[7]
+    shelf.rename(runs[3].id, "baseline")
+    assert shelf.runs()["baseline"].id == runs[3].id and len(shelf.runs(name="baseline")) == 1
+    shelf.rename(runs[4].id, "baseline")
+    with pytest.raises(SpecError, match="2 runs are called 'baseline'"):
+        shelf.runs()["baseline"]
+    for run in runs[3:5]:
+        shelf.rename(run.id, "")
+    with pytest.raises(SpecError, match="name: "):
+        shelf.rename(runs[0].id, "two\nlines")
+
+
+def test_no_file_is_no_runs_and_none_is_made(tmp_path: Path):
+    history = History(tmp_path / "new" / "runs.sqlite3")
+    assert len(history.runs()) == 0 and "0 runs" in repr(history.runs()) and not history.path.parent.exists()
+    assert History(tmp_path).path == tmp_path / "history.sqlite3"
+
+
+def test_where_the_history_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    assert History().path == Path(os.environ["FSDP_LAB_HISTORY"]), "the tests' own"
+    monkeypatch.delenv("FSDP_LAB_HISTORY")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert History().path == tmp_path / "fsdp_lab" / "history.sqlite3"
+    with pytest.raises(SpecError, match="limit_bytes: 0 is refused"):
+        History(limit_bytes=0)
+
+
+# -- room ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_deleted_goes_back_to_the_disk(history: History):
+    small, large = ended(steps=5), ended(Spec(world_size=8), steps=2000)
+    kept(history, small, large)
+    listed = history.runs()[large.id]
+    before = history.size_bytes
+    assert history.delete(large.id[:6]) == 1
+    assert [r.id for r in history.runs()] == [small.id] and history.size_bytes < before / 4
+    assert plain(history.runs()[0].events.since()[0]) == plain(small.events.since()[0])
+    with pytest.raises(HistoryError, match="was deleted"):
+        listed.events  # noqa: B018
+
+
+def test_the_oldest_make_room_but_none_that_goes_on_or_is_pinned(tmp_path: Path):
+    history = History(tmp_path / "runs.sqlite3", limit_bytes=1_000_000)
+    now_s = time.time()
+    wide = Spec(world_size=8)
+    going = Telling(wide, started_unix_s=now_s - 1000)
+    going.tell(500)
+    pinned = ended(wide, 500, started_unix_s=now_s - 900)
+    kept(history, going, pinned)
+    history.pin(pinned.id)
+    others = [ended(wide, 500, started_unix_s=now_s - 800 + i) for i in range(8)]
+    for run in others:
+        kept(history, run)
+    left = [r.id for r in history.runs()]
+    assert going.id in left and pinned.id in left and history.size_bytes < 2_000_000
+    newest = [r.id for r in others[::-1]]
+    assert left[0] == newest[0] and left[:-2] == newest[: len(left) - 2] and len(left) < 10
+    assert history.problem == ""
+    small = History(history.path, limit_bytes=10_000)
+    last = ended(steps=1)
+    kept(small, last)
+    assert {r.id for r in small.runs()} == {going.id, pinned.id, last.id} and "goes on or is pinned" in small.problem
+    going.end()
+    assert history.flush(LONG_S)
+    history.unpin(pinned.id)
+    kept(small, ended(steps=1))
+    assert pinned.id not in {r.id for r in small.runs()}
+
+
+def test_deleting_by_age_and_what_cannot_be_deleted(history: History):
+    old, new, going = ended(started_unix_s=0.0), ended(), Telling()
+    old.ended_unix_s = time.time() - 10 * 86_400
+    kept(history, old, new, going)
+    with pytest.raises(SpecError, match=rf"run {going.id} is running; stop it first"):
+        history.delete(new.id, going.id)
+    assert len(history.runs()) == 3, "all or none"
+    assert history.delete_older(11) == 0 and history.delete_older(9) == 1
+    assert {r.id for r in history.runs()} == {new.id, going.id}
+    with pytest.raises(SpecError, match="days: -1 is refused"):
+        history.delete_older(-1)
+
+
+# -- what can go wrong -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how_it_breaks", "words"),
+    [("max_page_count = 20", "full; make room"), ("query_only = ON", "readonly database; set FSDP_LAB_HISTORY")],
+)
+def test_a_disk_that_fills_up_or_cannot_be_written_stops_nothing_and_loses_nothing(
+    history: History, monkeypatch: pytest.MonkeyPatch, how_it_breaks: str, words: str
+):
+    """SQLite's own errors, in a file that is not allowed to grow, or to change."""
+    broken = threading.Event()
+
+    class Breakable(Archive):
+        def __init__(self, path: Path) -> None:
+            super().__init__(path)
+            if broken.is_set():
+                self._db.execute(f"PRAGMA {how_it_breaks}")
+
+    monkeypatch.setattr(recorder_module, "Archive", Breakable)
+    monkeypatch.setattr(recorder_module, "RETRY_S", 0.05)
+    broken.set()
+    run = Telling(Spec(world_size=8))
+    history.record(run)
+    run.tell(600)
+    assert not history.flush(LONG_S) and words in history.problem
+    began = time.monotonic()
+    run.tell(20)
+    assert len(run.events) == 8 * 620 and time.monotonic() - began < 2
+    broken.clear()
+    run.end()
+    until(lambda: history.flush(LONG_S), LONG_S)
+    assert history.problem == "" and plain(history.runs()[0].events.since()[0]) == plain(run.events.since()[0])
+
+
+def test_a_lock_that_somebody_holds_is_waited_for(history: History, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(archive_module, "BUSY_S", 0.05)
+    monkeypatch.setattr(recorder_module, "RETRY_S", 0.05)
+    kept(history, ended())
+    other = sqlite3.connect(history.path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    run = Telling()
+    history.record(run)
+    run.tell(3)
+    assert not history.flush(LONG_S) and "locked; another program holds it" in history.problem
+    assert len(history.runs()) == 1, "readers do not wait"
+    other.execute("COMMIT")
+    other.close()
+    until(lambda: history.flush(LONG_S), LONG_S)
+    assert history.problem == "" and len(history.runs()[run.id].events) == 6
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path: Path):
+    (tmp_path / "file").write_text("no folder")
+    history = History(tmp_path / "file" / "runs.sqlite3")
+    run = ended()
+    history.record(run)
+    assert not history.flush(LONG_S)
+    assert "its folder is a file; set FSDP_LAB_HISTORY to a file that can be written" in history.problem
+    assert history.problem in repr(history)
+
+
+def at_rest(history: History) -> None:
+    """The log is folded into the file: from it SQLite would mend the pages that a test breaks."""
+    until(lambda: not Path(f"{history.path}-wal").exists())
+
+
+def damage_header(path: Path) -> None:
+    path.write_bytes(b"these are not the bytes of a database" * 400)
+
+
+def damage_pages(path: Path) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    content = bytearray(path.read_bytes())
+    content[4096:] = b"\x5a" * (len(content) - 4096)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [damage_header, damage_pages])
+def test_a_damaged_file_is_moved_aside_and_a_new_one_begun(history: History, damage: Callable[[Path], None]):
+    kept(history, ended(steps=200))
+    at_rest(history)
+    damage(history.path)
+    wrong = history.path.read_bytes()
+    run = ended()
+    kept_by = History(history.path)
+    kept_by.record(run)
+    until(lambda: kept_by.flush(LONG_S), LONG_S)
+    assert [r.id for r in kept_by.runs()] == [run.id]
+    [aside] = [p for p in history.path.parent.iterdir() if "damaged" in p.name and not p.name.endswith(("-wal", "-shm"))]
+    assert str(aside) in kept_by.problem and aside.read_bytes()[:4096] == wrong[:4096], "and not destroyed"
+
+
+def test_a_damaged_file_that_is_only_listed_is_moved_aside_too(history: History):
+    kept(history, ended())
+    at_rest(history)
+    damage_header(history.path)
+    runs = history.runs()
+    assert len(runs) == 0 and "was damaged: it is now" in repr(runs)
+
+
+def test_a_file_that_is_deleted_under_way_is_begun_again(history: History):
+    run = Telling()
+    history.record(run)
+    run.tell(5)
+    history.flush(LONG_S)
+    for file in history.path.parent.glob("runs.sqlite3*"):
+        file.unlink()
+    run.tell(5)
+    run.end()
+    until(lambda: history.flush(LONG_S) and bool(history.runs()), LONG_S)
+    assert plain(history.runs()[0].events.since()[0]) == plain(run.events.since()[0])
+
+
+def test_a_newer_file_and_a_strangers_are_refused_and_left_alone(history: History, tmp_path: Path):
+    kept(history, ended())
+    with sqlite3.connect(history.path) as db:
+        db.execute("PRAGMA user_version = 99")
+    before = history.path.read_bytes()
+    with pytest.raises(HistoryError, match=r"newer fsdp_lab \(version 99 of its schema, and this one knows 1\); update"):
+        history.runs()
+    run = ended()
+    history.record(run)
+    assert not history.flush(LONG_S) and "newer fsdp_lab" in history.problem
+    assert history.path.read_bytes() == before
+    strangers = tmp_path / "other.sqlite3"
+    with sqlite3.connect(strangers) as db:
+        db.execute("CREATE TABLE mine (x)")
+    with pytest.raises(HistoryError, match="is not a history of fsdp_lab; name another file"):
+        History(strangers).runs()
+    history._recorder._recordings.clear()
+
+
+def test_an_older_file_is_migrated_with_all_that_is_in_it(history: History):
+    run = ended()
+    kept(history, run)
+    later = (*MIGRATIONS, ("ALTER TABLE runs ADD COLUMN colour TEXT NOT NULL DEFAULT 'green'",))
+    with Archive(history.path, later) as archive:
+        assert [(r["id"], r["colour"]) for r in archive.rows("SELECT * FROM runs")] == [(run.id, "green")]
+        assert archive.rows("PRAGMA user_version")[0]["user_version"] == 2
+
+
+WRITER = """
+    import sys, time
+    from fsdp_lab.runs import History
+    from fsdp_lab.spec import Spec
+    from tests.lab.telling import Telling
+    history = History(sys.argv[1])
+    for _ in range(4):
+        runs = [Telling(Spec(world_size=4)) for _ in range(2)]
+        for run in runs:
+            history.record(run)
+        until = time.monotonic() + 0.8
+        while time.monotonic() < until:
+            for run in runs:
+                run.tell()
+            history.runs()
+            time.sleep(0.01)
+        for run in runs:
+            run.end()
+        assert history.flush(20), history.problem
+        for run in runs:
+            print(run.id, len(run.events), flush=True)
+"""
+
+
+def test_two_kernels_write_at_once(tmp_path: Path):
+    path = tmp_path / "runs.sqlite3"
+    code = textwrap.dedent(WRITER)
+    writers = [
+        subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    told = {}
+    for writer in writers:
+        out, wrong = writer.communicate(timeout=90)
+        assert writer.returncode == 0, wrong
+        told.update(line.split() for line in out.splitlines())
+    with Archive(path) as archive:
+        assert archive.rows("PRAGMA integrity_check") == [{"integrity_check": "ok"}]
+        assert archive.rows("PRAGMA foreign_key_check") == []
+    runs = History(path).runs()
+    assert {r.id: str(len(r.events)) for r in runs} == told and len(told) == 16
+    assert all(r.state is RunState.FINISHED for r in runs)
+
+
+def test_a_run_whose_kernel_is_gone_is_lost(history: History, monkeypatch: pytest.MonkeyPatch):
+    run = Telling()
+    run.tell(3)
+    kept(history, run)
+    assert history.runs()[0].state is RunState.RUNNING
+    gone = subprocess.Popen([sys.executable, "-c", "pass"])
+    gone.wait()
+    with Archive(history.path) as archive, archive.transaction():
+        archive.change("UPDATE runs SET pid = ?", gone.pid)
+    [past] = History(history.path).runs(state="lost")
+    assert past.state is RunState.LOST and past.state.over and past.ended_unix_s is not None
+    assert f"process {gone.pid}" in past.reason and "lost with its kernel" in repr(History(history.path).runs())
+    me = Kernel.this()
+    assert me.alive(0) and not Kernel(host=me.host, pid=me.pid, born="before").alive(time.time())
+    elsewhere = Kernel(host="elsewhere", pid=1, born="")
+    assert elsewhere.alive(time.time() - 10) and not elsewhere.alive(time.time() - 1000)
+
+
+def test_a_spec_of_another_version_is_listed_as_it_was(history: History):
+    kept(history, ended())
+    with Archive(history.path) as archive, archive.transaction():
+        fields = json.loads(archive.rows("SELECT spec FROM runs")[0]["spec"])
+        fields["strategy"]["gone_by_now"] = 1
+        archive.change("UPDATE runs SET spec = ?", json.dumps(fields))
+    [past] = history.runs(backend="lab")
+    assert "lab" in repr(history.runs()) and past.spec_fields == fields
+    with pytest.raises(SpecError, match="gone_by_now"):
+        past.spec  # noqa: B018

@@ -1,0 +1,78 @@
+"""Events as bytes and back, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+import zlib
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_lab.events import Classes, Memory, MemorySample, StepEvent, Traffic
+from fsdp_lab.runs.packing import pack, unpack
+from fsdp_lab.spans import Span, Track
+from tests.lab.events import event
+
+FLOATS = st.floats() | st.sampled_from([0.0, -0.0, float("nan"), float("inf"), 5e-324, 0.1])
+COUNTS = st.integers(0, 2**70)
+WORDS = st.text(max_size=6)
+
+
+def made(kind: type, **more: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Any value of a dataclass, its scalars by their types."""
+    by_type = {"float": FLOATS, "int": COUNTS, "str": WORDS, "bool": st.booleans(), "int | None": st.none() | COUNTS,
+               "float | None": st.none() | FLOATS, "tuple[str, ...]": st.lists(WORDS, max_size=2).map(tuple)}  # fmt: skip
+    fields = {f.name: more[f.name] if f.name in more else by_type[str(f.type)] for f in dataclasses.fields(kind)}
+    return st.builds(kind, **fields)
+
+
+SPANS = made(Span, track=st.sampled_from(Track))
+SAMPLES = made(MemorySample, classes=made(Classes))
+EVENTS = made(
+    StepEvent,
+    memory=made(Memory, at_peak=made(Classes)),
+    memory_curve=st.lists(SAMPLES, max_size=2).map(tuple),
+    comm=st.dictionaries(st.sampled_from(["all_gather", "control", "ünbekannt"]), made(Traffic)),
+    spans=st.lists(SPANS, max_size=2).map(tuple),
+)
+ROWS = st.lists(EVENTS, max_size=5).flatmap(
+    lambda events: st.lists(st.integers(0, 10**9), min_size=len(events), max_size=len(events), unique=True).map(
+        lambda cursors: list(zip(sorted(cursors), events, strict=True))
+    )
+)
+
+
+def bits(value: Any) -> Any:
+    """So that equality is that of bits: NaN equals itself, 0.0 is not -0.0, 1 is not 1.0."""
+    if isinstance(value, float):
+        return struct.pack("<d", value) if value == value else "nan"
+    if isinstance(value, dict):
+        return {key: bits(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [bits(v) for v in value]
+    return (type(value).__name__, value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ROWS)
+def test_any_events_come_back_bit_for_bit(rows: list[tuple[int, StepEvent]]):
+    back = unpack(pack(rows, heavy=True))
+    assert [(c, bits(e.to_dict())) for c, e in back] == [(c, bits(e.to_dict())) for c, e in rows]
+    light = [(c, dataclasses.replace(e, spans=(), memory_curve=())) for c, e in rows]
+    assert [(c, bits(e.to_dict())) for c, e in unpack(pack(rows))] == [(c, bits(e.to_dict())) for c, e in light]
+
+
+def test_a_zero_and_a_one_keep_their_sign_and_kind():
+    rows = [(i, event(0, i, loss=x)) for i, x in enumerate([0.0, -0.0, 1, 1.0])]
+    assert [str(e.loss) for _, e in unpack(pack(rows))] == ["0.0", "-0.0", "1", "1.0"]
+
+
+def test_fields_of_other_versions_are_passed_over_or_take_their_defaults():
+    table = json.loads(zlib.decompress(pack([(7, event(0, 3))])))
+    table["event"]["not_known_here"] = table["memory"]["neither"] = {"all": 1}
+    del table["event"]["checksum"]
+    [(cursor, back)] = unpack(zlib.compress(json.dumps(table).encode()))
+    assert cursor == 7 and back == event(0, 3)
