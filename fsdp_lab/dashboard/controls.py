@@ -20,11 +20,13 @@ from ..link_spec import OFFERED
 from ..models.check import check
 from ..models.presets import PRESETS
 from ..spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, SYNCS, Spec, SpecError, Workload
+from .board import running
 from .choices import Choices, Standing
-from .ports import LabLike, RunLike, TicketLike
+from .ports import LabLike, RunLike, SweepLike, TicketLike
 
 AUTO = "auto"
 OTHER = "other…"
+SWEEPING = "The strategy is the comparison's until it is over. Stop ends it and keeps what is done."
 NEEDS_NEW_RUN = ("world_size", "devices")
 
 
@@ -224,6 +226,16 @@ class Group:
         _set(self._line.layout, "display", "" if text else "none")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Extra:
+    """A button beside those of the run. What `press` raises is said in the line of the state."""
+
+    word: str
+    icon: str
+    tooltip: str
+    press: Callable[[], Any]
+
+
 @dataclass(kw_only=True)
 class _Sent:
     """An accepted choice on its way to the ranks."""
@@ -235,9 +247,13 @@ class _Sent:
 
 
 class Controls:
-    """All controls of one lab. `widget` is to be shown; `tick` to be called with what the run says."""
+    """All controls of one lab. `widget` is to be shown; `tick` to be called with what the run says.
 
-    def __init__(self, lab: LabLike) -> None:
+    While a comparison goes on they rest: its runs are its own, and Stop ends it.
+    """
+
+    def __init__(self, lab: LabLike, more: Sequence[Extra] = (), below: Sequence[widgets.Widget] = ()) -> None:
+        """`more` buttons stand in the bar, what is `below` between it and the fields."""
         self._lab = lab
         self._lock = threading.RLock()
         self._checked: Workload | None = None
@@ -252,14 +268,15 @@ class Controls:
         self._pause = self._button("Pause", "pause", "Hold after the running chunk", self.pause)
         self._stop = self._button("Stop", "stop", "End the run; the ranks stay", self.stop)
         self._ledger = self._button("Memory", "microscope", "Measure memory in the next step, which that slows", self.ledger)
+        self._more = [self._button(e.word, e.icon, e.tooltip, e.press) for e in more]
         self._start.button_style = "primary"
         self._state = widgets.HTML()
         self._state.add_class("fsdp-state-line")
-        bar = widgets.Box([self._start, self._pause, self._stop, self._ledger, self._state])
+        bar = widgets.Box([self._start, self._pause, self._stop, self._ledger, *self._more, self._state])
         bar.add_class("fsdp-bar")
         groups = widgets.Box([g.box for g in self._groups])
         groups.add_class("fsdp-groups")
-        self.widget = widgets.VBox([bar, groups])
+        self.widget = widgets.VBox([bar, *below, groups])
         self.widget.add_class("fsdp-controls")
         self._show()
         self._show_state()
@@ -267,10 +284,10 @@ class Controls:
     @property
     def answering(self) -> list[widgets.Widget]:
         """The widgets that must answer while a cell runs."""
-        return [self._start, self._pause, self._stop, self._ledger, *(g.button for g in self._groups),
+        return [self._start, self._pause, self._stop, self._ledger, *self._more, *(g.button for g in self._groups),
                 *(i for c in self._controls.values() for i in c.inputs)]  # fmt: skip
 
-    def _button(self, word: str, icon: str, tooltip: str, press: Callable[[], None]) -> widgets.Button:
+    def _button(self, word: str, icon: str, tooltip: str, press: Callable[[], Any]) -> widgets.Button:
         button = widgets.Button(description=word, icon=icon, tooltip=tooltip)
         button.add_class("fsdp-button")
         button.on_click(lambda _: self._guarded(press))
@@ -293,9 +310,11 @@ class Controls:
             (run.resume if run.state.name == "PAUSED" else run.pause)()
 
     def stop(self) -> None:
-        """Leaves word that the run is to end: at once, whatever the ranks are doing."""
+        """Leaves word that the run, or the whole comparison, is to end: at once, whatever the ranks are doing."""
         run = self._alive()
-        if run is not None:
+        if (sweep := self._sweep()) is not None:
+            sweep.stop(0)
+        elif run is not None:
             run.stop(0)
 
     def ledger(self) -> None:
@@ -359,6 +378,11 @@ class Controls:
             self.choices.note(name, Standing.PENDING, "pending")
         self._sent.append(_Sent(names=dict(names), spec_id=spec.id, run=run, ticket=ticket))
 
+    def _sweep(self) -> SweepLike | None:
+        """The comparison that goes on."""
+        sweep = self._lab.sweep
+        return None if sweep is None or sweep.done else sweep
+
     def _alive(self) -> RunLike | None:
         run = self._lab.current
         return None if run is None or run.state.over else run
@@ -381,7 +405,7 @@ class Controls:
         with self._lock:
             before = (dict(self.choices.notes), self.choices.wanted)
             self._sent = [s for s in self._sent if not self._settled(s, run, events)]
-            if run is not None and not self._sent:
+            if run is not None and not self._sent and self._sweep() is None:
                 self._follow(run)
             if before != (self.choices.notes, self.choices.wanted):
                 self._show()
@@ -396,7 +420,7 @@ class Controls:
     def retire(self, why: str) -> None:
         """Nothing can be done any more."""
         with self._lock:
-            buttons = (self._start, self._pause, self._stop, self._ledger)
+            buttons = (self._start, self._pause, self._stop, self._ledger, *self._more)
             for control in (*buttons, *(i for c in self._controls.values() for i in c.inputs)):
                 control.disabled = True
             self._state.value = f'<span class="fsdp-state fsdp-state-stopped" role="status">closed</span> {escape(why)}'
@@ -443,18 +467,20 @@ class Controls:
             group.explain(self.choices)
 
     def _show_state(self) -> None:
-        run = self._lab.current
+        run, sweeping = running(self._lab), self._sweep() is not None
         alive = run is not None and not run.state.over
-        paused = run is not None and run.state.name == "PAUSED"
+        paused = run is not None and run.state.name == "PAUSED" and not sweeping
         stopping = run is not None and run.state.name == "STOPPING"
-        _set(self._start, "disabled", alive and not paused)
-        _set(self._pause, "disabled", not alive or stopping)
+        for control in (i for c in self._controls.values() for i in c.inputs):
+            _set(control, "disabled", sweeping)
+        _set(self._start, "disabled", sweeping or (alive and not paused))
+        _set(self._pause, "disabled", sweeping or not alive or stopping)
         _set(self._pause, "description", "Resume" if paused else "Pause")
         _set(self._pause, "icon", "play" if paused else "pause")
-        _set(self._stop, "disabled", not alive or stopping)
-        _set(self._ledger, "disabled", not alive or stopping)
-        word = run.state.value if run is not None else "ready"
-        reason = self._complaint or (run.reason if run is not None else "Press Start to train.")
+        _set(self._stop, "disabled", not sweeping and (not alive or stopping))
+        _set(self._ledger, "disabled", sweeping or not alive or stopping)
+        word = "comparing" if sweeping else run.state.value if run is not None else "ready"
+        reason = self._complaint or (SWEEPING if sweeping else run.reason if run is not None else "Press Start to train.")
         more = run.details if run is not None and not self._complaint else ""
         css = f"fsdp-state fsdp-state-{word}"
         _set(self._state, "value", f'<span class="{css}" role="status">{escape(word)}</span> '

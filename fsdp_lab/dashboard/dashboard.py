@@ -10,13 +10,19 @@ from typing import Any
 
 import ipywidgets
 
-from .controls import Controls
+from ..runs import Comparison
+from ..runs.kept import Kept
+from ..spec import SpecError
+from .board import Board
+from .comparison_card import ComparisonCard
+from .controls import Controls, Extra
 from .feed import Feed
 from .latency import Latency
 from .live import LiveView
 from .ports import LabLike
 from .slow_motion import SlowMotionBox
 from .subshell import answer_while_busy
+from .sweep_form import SweepForm
 
 TICK_S = 0.1
 SHOWN = "_shown_dashboard"  # the lab's attribute that holds its dashboard, so that a cell run again replaces it
@@ -53,12 +59,14 @@ class Dashboard:
             former.close()
         self.lab = lab
         self._live = LiveView()
-        self._controls = Controls(lab)
-        self._feed = Feed(lab, self._live)
+        self._board = Board(lab)
+        self._form = SweepForm(lab, wanted=lambda: self._controls.choices.wanted)
+        self._controls = Controls(lab, more=self._buttons(), below=[self._form.widget])
+        self._feed = Feed(lab, self._live, self._board, ComparisonCard(self._press))
         self._slow = SlowMotionBox(lab, wanted=self._controls.for_a_step, accept=self._controls.accept)
         self._box = ipywidgets.VBox([self._controls.widget, self._live, self._slow.widget])
         self._box.add_class("fsdp-lab")
-        answer_while_busy([self._live, *self._controls.answering, *self._slow.answering])
+        answer_while_busy([self._live, *self._controls.answering, *self._form.answering, *self._slow.answering])
         self._halt = threading.Event()
         self.reset_measurements()
         self._thread = threading.Thread(target=self._tick_until_closed, name="fsdp-lab-dashboard", daemon=True)
@@ -75,6 +83,54 @@ class Dashboard:
     def widget(self) -> ipywidgets.Widget:
         """To be put into a layout of your own."""
         return self._box
+
+    # -- runs side by side ----------------------------------------------------------------------------------------
+
+    def pin(self, run: Kept | None = None, label: str | None = None) -> str:
+        """Keeps a run as it is now beside those that follow; returns its label, A to H or your own.
+
+        Its curves, of the whole run, stay under the live ones; its figures are of the strategy that was applied last, and
+        of the steps since then, so that pinning before and after a switch compares the two. Pins last until they are
+        unpinned, or the dashboard is closed.
+
+        Args:
+            run: a live one or one of the past; None: the one that is shown.
+
+        Raises:
+            SpecError: there is nothing to pin, eight are pinned already, or the label is taken.
+        """
+        return self._board.pin(run, label)
+
+    def unpin(self, label: str) -> None:
+        """Takes a pin away, or a row of a sweep that is over. Raises SpecError: there is none of this label."""
+        self._board.unpin(label)
+
+    @property
+    def pins(self) -> dict[str, Kept]:
+        """What is pinned, by label, as it was then: for `report`, `recommend`, `Comparison.of`."""
+        return {**self._board.pins}
+
+    @property
+    def comparison(self) -> Comparison:
+        """What the card of this name shows: pins, the newest sweep's runs, the live run, as they are now."""
+        return self._board.refresh()
+
+    def _buttons(self) -> list[Extra]:
+        pin = "Keep this run's curves and figures as they are now, to compare others with"
+        compare = "Train several strategies side by side"
+        return [
+            Extra(word="Pin", icon="thumb-tack", tooltip=pin, press=self.pin),
+            Extra(word="Compare…", icon="columns", tooltip=compare, press=self._form.toggle),
+        ]
+
+    def _press(self, word: str, about: str) -> None:
+        """A button in the comparison's table."""
+        try:
+            {"baseline": self._board.choose_baseline, "unpin": self._board.unpin}[word](about)
+        except SpecError as e:  # a row of a page that is behind, or of a sweep that goes on
+            self._controls.complain(str(e))
+
+    # -- what it costs --------------------------------------------------------------------------------------------
 
     def latency(self) -> Latency:
         """From the end of a step in its rank to its pixels."""
@@ -113,7 +169,8 @@ class Dashboard:
             began_s = time.thread_time()
             try:
                 events = self._feed.tick()
-                self._controls.tick(self.lab.current, events)
+                self._controls.tick(self._feed.run, events)
+                self._form.tick()
                 self._slow.tick()
                 failing = False
             except Exception as e:
@@ -125,6 +182,7 @@ class Dashboard:
             self._ticks += 1
         if not self._halt.is_set():
             self._controls.retire("The lab is closed. Make another one and run this cell again.")
+            self._form.retire()
             self._slow.retire()
 
     def _repr_mimebundle_(self, **options: Any) -> Any:

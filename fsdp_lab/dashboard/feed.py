@@ -2,52 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..events import StepEvent
+from .board import Board, Kind, Shown, running
+from .comparison_card import ComparisonCard
 from .live import LiveView, Scene
 from .panels import PANELS, Assembler, Frame, Panel, Pinnable, Step
+from .panels.base import Overlaid
+from .panels.overlay import Overlay
 from .panels.units import duration
 from .ports import LabLike, RunLike, SwitchLike
 
+MOST_WAITING = 16  # runs of a sweep whose panels are kept; of more, some are told again from their first step
 SPEAKING = ("backend", "sharding", "precision", "model")  # fields whose values say what they are
 
 
-class Feed:
-    """Takes what is new of the current run, gives it to the panels and sends one message.
+class Stage:
+    """The panels of one run, and how far they have been told of it."""
 
-    Another run, another world size, or steps that begin again make new panels: a plot shows one thing.
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.cursor = 0
+        self.told = 0  # switches of the run that were seen to
+        self.begin(world_size)
+
+    def begin(self, world_size: int) -> None:
+        """New panels, with nothing in them."""
+        self.world_size = world_size
+        self.assembler = Assembler()
+        self.last: Step | None = None
+        self.frame = Frame()
+        self.panels: list[Panel] = [make(self.frame, world_size) for make in PANELS]
+        self.pinnable = [panel for panel in self.panels if isinstance(panel, Pinnable)]
+
+    def show(self, steps: Sequence[Step]) -> None:
+        if not steps:
+            return
+        self.last = steps[-1]
+        self.frame.follow(steps)
+        for panel in self.panels:
+            panel.update(steps)
+
+    def overlay(self, overlays: Mapping[int, Overlay]) -> None:
+        """The curves of other runs, in ranges that hold them."""
+        if self.frame.overlays.show(overlays):
+            for panel in self.panels:
+                if isinstance(panel, Overlaid):
+                    panel.cover()
+
+
+class Feed:
+    """Takes what is new of the run that is shown, gives it to the panels and sends one message.
+
+    Another run, another world size, or steps that begin again make new panels: a plot shows one thing. In a sweep each run
+    has panels of its own until it is over; those of the run whose turn it is take the place of the former one's, in the
+    same pictures, so that the page builds nothing anew.
     """
 
-    def __init__(self, lab: LabLike, live: LiveView) -> None:
+    def __init__(self, lab: LabLike, live: LiveView, board: Board, card: ComparisonCard) -> None:
         self._lab = lab
         self._live = live
+        self._board = board
+        self._card = card
         self._run: RunLike | None = None
-        self._world_size = 0
-        self._last: Step | None = None
-        self._cursor = 0
-        self._told = 0  # switches of the run that were seen to
-        self._begin(None, lab.spec.world_size)
+        self._compared = (board.shown, False)
+        self._stage = Stage(lab.spec.world_size)
+        self._waiting: dict[str, Stage] = {}  # of a sweep's runs whose turn it is not
+        self._put_up(calm=False)
+
+    @property
+    def run(self) -> RunLike | None:
+        """The one that is shown."""
+        return self._run
 
     def tick(self) -> Sequence[StepEvent]:
         """Returns the events that are new. Not from two threads at once."""
-        run = self._lab.current
+        run = self._turn()
         events: Sequence[StepEvent] = ()
         if run is not None:
             if self._run is None or run.id != self._run.id:
-                self._begin(run, run.spec.world_size)
+                self._turn_to(run)
+            stage = self._stage
             # Events first: a switch is known to the run before the first event of its Spec is.
-            events, self._cursor = run.events.since(self._cursor)
+            events, stage.cursor = run.events.since(stage.cursor)
             switches = run.switches
-            for part in self._parts(events, switches[self._told :]):
-                self._show(self._assembler.add(part))
+            for part in self._parts(events, switches[stage.told :]):
+                stage.show(stage.assembler.add(part))
             if run.state.over:
-                self._show(self._assembler.flush())
-        for panel in self._pinnable:
+                stage.show(stage.assembler.flush())
+        for panel in self._stage.pinnable:
             panel.update(())  # another step may have been asked for
+        self._compare(self._board.tick())
         self._live.flush([e.end_unix_s for e in events])
         return events
+
+    def _turn(self) -> RunLike | None:
+        """The run to show. Between two turns of a sweep it is still the former one."""
+        sweep = self._lab.sweep
+        if self._run is not None and sweep is not None and not sweep.done and sweep.current is None:
+            return self._run
+        return running(self._lab)
+
+    def _turn_to(self, run: RunLike) -> None:
+        sweep = self._lab.sweep
+        sweeping = sweep is not None and not sweep.done
+        if not sweeping:
+            self._waiting.clear()
+        elif self._run is not None and len(self._waiting) < MOST_WAITING:
+            self._waiting[self._run.id] = self._stage
+        shape = self._stage.world_size
+        self._stage = self._waiting.pop(run.id) if run.id in self._waiting else Stage(run.spec.world_size)
+        self._run = run
+        self._put_up(calm=sweeping and self._stage.world_size == shape)
 
     def _parts(self, events: Sequence[StepEvent], switches: Sequence[SwitchLike]) -> Iterator[Sequence[StepEvent]]:
         """The events up to each switch; a switch is marked, or makes new panels where it began again at step 0."""
@@ -57,41 +125,35 @@ class Feed:
                 cut = next((i for i, e in enumerate(rest) if e.spec_id == switch.after.id), len(rest))
                 yield rest[:cut]
                 rest = rest[cut:]
-                self._restart(switch.after.world_size)
+                self._stage.begin(switch.after.world_size)
+                self._put_up(calm=False)
             elif switch.before is not None:
-                self._frame.mark(switch.step, *describe(switch))
-            self._told += 1
+                self._stage.frame.mark(switch.step, *describe(switch))
+            self._stage.told += 1
         yield rest
 
-    def _show(self, steps: Sequence[Step]) -> None:
-        if not steps:
+    def _compare(self, shown: Shown) -> None:
+        """The card and the curves of other runs follow the board."""
+        sweep = self._lab.sweep
+        over = sweep is not None and sweep.done and any(e.kind is Kind.SWEEP for e in shown.entries)
+        if self._compared == (shown, over):
             return
-        self._last = steps[-1]
-        self._frame.follow(steps)
-        for panel in self._panels:
-            panel.update(steps)
+        self._compared = (shown, over)
+        self._card.show(shown, over=over)
+        self._stage.overlay(self._board.overlays())
 
-    def _begin(self, run: RunLike | None, world_size: int) -> None:
-        self._run = run
-        self._cursor = 0
-        self._told = 0
-        self._restart(world_size)
-
-    def _restart(self, world_size: int) -> None:
-        self._assembler = Assembler()
-        self._last = None
-        self._frame = Frame()
-        self._panels: list[Panel] = [make(self._frame, world_size) for make in PANELS]
-        self._pinnable = [panel for panel in self._panels if isinstance(panel, Pinnable)]
-        self._live.show(
-            Scene(
-                cards=self._panels,
-                shared_sources=self._frame.sources,
-                shared_patches=self._frame.patches,
-                headline=self._headline,
-                ranks=world_size,
-            )
+    def _put_up(self, *, calm: bool) -> None:
+        """The stage is what is seen; calm, where the pictures are those of the former one."""
+        stage = self._stage
+        stage.overlay(self._board.overlays())
+        scene = Scene(
+            cards=[self._card, *stage.panels],
+            shared_sources=stage.frame.sources,
+            shared_patches=stage.frame.patches,
+            headline=self._headline,
+            ranks=stage.world_size,
         )
+        (self._live.swap if calm else self._live.show)(scene)
 
     def _headline(self) -> str:
         """What is trained, how, and how far it is."""
@@ -99,8 +161,8 @@ class Feed:
         s = spec.strategy
         how = [s.backend, s.sharding, _token(s.precision), *([f"offload {s.offload}"] if s.offload != "none" else [])]
         what = [_token(spec.workload.model), " ".join(how), f"{spec.world_size} rank{'s' * (spec.world_size != 1)}"]
-        if self._last is not None:
-            what = [f"step {self._last.number:,}", f"{duration(self._last.step_time_s)} a step", *what]
+        if (last := self._stage.last) is not None:
+            what = [f"step {last.number:,}", f"{duration(last.step_time_s)} a step", *what]
         return " · ".join(what)
 
 

@@ -184,20 +184,80 @@ function legendEntry({ label, token, color, hatch = " " }) {
   return entry;
 }
 
-function figureTable([heads, ...rows]) {
-  const table = element("table", "fsdp-figures");
-  const head = table.createTHead().insertRow();
-  for (const text of heads) {
-    const cell = element("th", "", text);
-    cell.scope = "col";
-    head.append(cell);
+/** A table of words; a cell is text, or {text, title, tone, key, parts, whisker, press, about, pressed}. */
+class FigureTable {
+  constructor(press) {
+    this.press = press;
+    this.root = element("table", "fsdp-figures");
+    this.head = this.root.createTHead().insertRow();
+    this.body = this.root.createTBody();
+    this.shown = [];
   }
-  const body = table.createTBody();
-  for (const row of rows) {
-    const line = body.insertRow();
-    for (const text of row) line.insertCell().textContent = text;
+
+  /** Cells whose words stay are left as they are, so that what is pointed at or pressed does not go away. */
+  show([heads, ...rows]) {
+    if (this.head.cells.length !== heads.length) {
+      this.head.replaceChildren(...heads.map(() => element("th")));
+      this.body.replaceChildren();
+      this.shown = [];
+    }
+    heads.forEach((text, i) => {
+      const cell = this.head.cells[i];
+      cell.scope = "col";
+      if (cell.textContent !== text) cell.textContent = text;
+    });
+    while (this.body.rows.length > rows.length) this.body.deleteRow(-1);
+    while (this.body.rows.length < rows.length) {
+      const line = this.body.insertRow();
+      for (const _ of heads) line.insertCell();
+    }
+    rows.forEach((row, i) => row.forEach((cell, j) => {
+      const said = JSON.stringify(cell);
+      if (this.shown[i]?.[j] === said) return;
+      (this.shown[i] ??= [])[j] = said;
+      this.write(this.body.rows[i].cells[j], cell);
+    }));
+    this.shown.length = rows.length;
   }
-  return table;
+
+  write(at, cell) {
+    if (typeof cell === "string") {
+      at.className = at.title = "";
+      at.textContent = cell;
+      return;
+    }
+    at.className = cell.tone ? `fsdp-tone-${cell.tone}` : "";
+    at.title = cell.title;
+    const words = element(cell.press ? "button" : "span", cell.press ? `fsdp-press fsdp-press-${cell.press}` : "fsdp-words");
+    if (cell.press) {
+      words.type = "button";
+      words.setAttribute("aria-label", cell.title);
+      if (cell.pressed !== null) words.setAttribute("aria-pressed", String(cell.pressed));
+      words.addEventListener("click", () => this.press(cell.press, cell.about));
+    }
+    if (cell.key) words.append(legendEntry(cell.key).firstChild);
+    words.append(element("span", "fsdp-text", cell.text));
+    at.replaceChildren(words);
+    if (cell.parts.length) at.append(this.bar(cell));
+  }
+
+  bar({ parts, whisker }) {
+    const bar = element("div", "fsdp-shares");
+    for (const { share, token, hatch } of parts) {
+      const part = element("i", "fsdp-swatch");
+      part.dataset.token = token;
+      part.dataset.hatch = hatch;
+      part.style.width = `${100 * share}%`;
+      bar.append(part);
+    }
+    if (whisker) {
+      const line = element("b", "fsdp-whisker");
+      line.style.left = `${100 * whisker[0]}%`;
+      line.style.width = `${100 * (whisker[1] - whisker[0])}%`;
+      bar.append(line);
+    }
+    return bar;
+  }
 }
 
 /** Which step a card shows: one before, one after, a number, held or not. `ask(step, by)` tells the kernel. */
@@ -298,7 +358,7 @@ class View {
     if (this.gone || (message.view && message.view !== this.id)) return;
     this.heard = Date.now();
     this.banner.hidden = true;
-    if (message.kind === "tick") this.take(message, buffers);
+    if (message.kind === "tick" && this.Bokeh) this.take(message, buffers); // before that, the snapshot brings it
     else if (message.kind === "snapshot") this.draw(message, buffers).catch((error) => this.fail(error));
     else if (message.kind === "remount" && this.Bokeh) this.mount();
   }
@@ -362,7 +422,7 @@ class View {
       const shown = { section, seen: true, waiting: new Map() };
       cards.set(card.name, shown);
       for (const source of card.sources) this.cardOf.set(source, shown);
-      this.words.set(card.name, { reading, legend, note, plot, pin });
+      this.words.set(card.name, { section, reading, legend, note, plot, pin });
     }
     this.body.append(top, grid);
     this.watchCards(cards);
@@ -476,7 +536,13 @@ class View {
       if ("reading" in words) at.reading.textContent = words.reading;
       if ("note" in words) at.note.textContent = words.note;
       if (words.pin) at.pin.show(words.pin);
-      if (words.table?.length) at.plot.replaceChildren(figureTable(words.table));
+      if ("hidden" in words) at.section.hidden = words.hidden;
+      if (words.table?.length) {
+        at.table ??= new FigureTable((word, about) => this.tell("press", { card: name, word, about }));
+        if (!at.table.root.isConnected) at.plot.replaceChildren(at.table.root);
+        at.table.show(words.table);
+        this.tintSwatches(at.plot);
+      }
       if ("legend" in words) {
         at.legend.replaceChildren(...words.legend.map(legendEntry));
         this.tintSwatches(at.legend);

@@ -6,8 +6,8 @@ when it mounts, and then what is new, at most two messages unacknowledged. It ac
 gets fewer and larger messages, and the time from a step's end to its pixels is measured by the way.
 
 `live.js` is the other half. The protocol, page to kernel: `bokehjs` (send it), `mount` (send a snapshot to this view),
-`ack` (painted up to seq), `pin` (a card shall hold another step), `ping`, `leave`. Kernel to page: `bokehjs`, `snapshot`,
-`tick`, `remount` (another scene: ask for a snapshot), `pong`.
+`ack` (painted up to seq), `pin` (a card shall hold another step), `press` (a button in a card's table), `ping`, `leave`.
+Kernel to page: `bokehjs`, `snapshot`, `tick`, `remount` (another scene: ask for a snapshot), `pong`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bokeh.models.ui import UIElement
 from . import theme
 from .columns import Block, Columns, Numbers
 from .latency import Latency, Stamps
-from .panels.base import Pinnable
+from .panels.base import Pinnable, Pressable
 
 HERE = Path(__file__).parent
 BOKEH_JS = Path(bokeh.__file__).parent / "server/static/js/bokeh.min.js"
@@ -80,7 +80,20 @@ class Scene:
 
     def captions(self) -> dict[str, dict[str, Any]]:
         """Card -> what is written in it; the line above the cards goes by the name ""."""
-        return {"": {"reading": self.headline()}, **{card.name: asdict(card.captions()) for card in self.cards}}
+        return {"": {"reading": self.headline()}, **{card.name: self._said(card) for card in self.cards}}
+
+    def _said(self, card: Card) -> dict[str, Any]:
+        """A card's words as a dict, made once of what it says again: ten times a second, a table of cells is dear."""
+        words = card.captions()
+        known, said = self._made.get(card.name, (None, {}))
+        if known is not words:
+            said = asdict(words)
+            self._made[card.name] = (words, said)
+        return said
+
+    @cached_property
+    def _made(self) -> dict[str, tuple[Any, dict[str, Any]]]:
+        return {}
 
     @cached_property
     def layout(self) -> dict[str, Any]:
@@ -152,6 +165,15 @@ class LiveView(anywidget.AnyWidget):
             self._sent = _Sent()
             self.send({"kind": "remount"})
 
+    def swap(self, scene: Scene) -> None:
+        """Replaces what is shown by a scene with the same cards, plots and tables: mounted views keep their pictures, and
+        the next `flush` brings them what is in the new one."""
+        with self._lock:
+            at = {source.name: source.generation for source in self._scene.sources}
+            for source in scene.sources:
+                source.generation = max(source.generation, at[source.name] + 1)
+            self._scene = scene
+
     def flush(self, ends_unix_s: Sequence[float] = ()) -> bool:
         """Sends what is new to all views in one message, unless a view still has two to paint; says whether it did.
 
@@ -213,6 +235,8 @@ class LiveView(anywidget.AnyWidget):
                     self._acknowledge(view, int(content["seq"]), float(content["painted_unix_s"]))
                 case "pin":
                     self._pin(content)
+                case "press":
+                    self._press(content)
                 case "ping":
                     self.send({"kind": "pong", "view": view})
                 case "leave":
@@ -251,6 +275,11 @@ class LiveView(anywidget.AnyWidget):
         for card in self._scene.cards:
             if card.name == content.get("card") and isinstance(card, Pinnable):
                 card.pin(None if step is None else int(step), int(content.get("by", 0)))
+
+    def _press(self, content: Mapping[str, Any]) -> None:
+        for card in self._scene.cards:
+            if card.name == content.get("card") and isinstance(card, Pressable):
+                card.press(str(content.get("word", "")), str(content.get("about", "")))
 
     # -- what is new ----------------------------------------------------------------------------------------------
 

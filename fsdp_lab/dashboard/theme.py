@@ -1,8 +1,9 @@
-"""Colours: one fixed palette for ranks, two of another kind for what is stacked inside a rank.
+"""Colours: one fixed palette for ranks, others of another kind for what is stacked inside a rank, and for other runs.
 
 Ranks are hues: six of Okabe and Ito, and two darker ones found by maximising the smallest distance to them under
 simulated protanopia, deuteranopia and tritanopia. Classes of memory and kinds of communication are lightness ramps of
 one muted hue each, with hatching where lightness would not be enough, so that none of them can be read as a rank.
+Other runs (pins) are four muted hues, each in two lightnesses, and always dashed: each hue in its own dashes.
 `tests/dashboard/test_theme.py` measures both claims.
 """
 
@@ -64,6 +65,19 @@ COMPUTE: Mapping[str, Fill] = {
     "host_copy": Fill(label="host copy", light="#7D98A3", dark="#6F8A95", hatch="x"),
 }
 
+# Other runs' curves, by place. Four hues in dashes of their own, then the same hues further from the background.
+PINS: Mapping[str, Fill] = {
+    "0": Fill(label="A", light="#AD7575", dark="#C08786"),
+    "1": Fill(label="B", light="#4F948F", dark="#62A6A2"),
+    "2": Fill(label="C", light="#857FAE", dark="#9791C1"),
+    "3": Fill(label="D", light="#888A58", dark="#9B9C6A"),
+    "4": Fill(label="E", light="#774545", dark="#FCBFBE"),
+    "5": Fill(label="F", light="#17625E", dark="#9BE0DB"),
+    "6": Fill(label="G", light="#554E7A", dark="#D0CAFD"),
+    "7": Fill(label="H", light="#585928", dark="#D3D6A1"),
+}
+PIN_DASHES = ("9 4", "2 3", "9 3 2 3", "9 3 2 3 2 3") * 2
+
 # Ink of what is neither a rank nor a class: means, bands, peaks, markers.
 INK: Mapping[str, Fill] = {
     "mean": Fill(label="all ranks", light="#1F2A37", dark="#E5E7EB"),
@@ -77,7 +91,7 @@ INK: Mapping[str, Fill] = {
 
 def tokens() -> dict[str, dict[str, str]]:
     """Theme -> token -> colour, for the page: `memory.parameters`, `communication.all_gather`, `ink.mean`."""
-    groups = {"memory": MEMORY, "communication": COMMUNICATION, "timeline": COMPUTE, "ink": INK}
+    groups = {"memory": MEMORY, "communication": COMMUNICATION, "timeline": COMPUTE, "pin": PINS, "ink": INK}
     named = {f"{group}.{name}": fill for group, fills in groups.items() for name, fill in fills.items()}
     return {
         "light": {name: fill.light for name, fill in named.items()},

@@ -15,8 +15,9 @@ import weakref
 from typing import Any
 
 from fsdp_lab.events import Classes, Memory, MemorySample, StepEvent, Traffic
-from fsdp_lab.runs import EventStore, RunState, SlowMotion, Switch, Ticket
+from fsdp_lab.runs import EventStore, Refusal, RunState, SlowMotion, Sweep, Switch, Ticket
 from fsdp_lab.runs.slow_motion import SlowStep
+from fsdp_lab.runs.sweep import combine
 from fsdp_lab.spans import Track
 from fsdp_lab.spec import Spec, SpecError
 from tests.frames import Model, Step
@@ -110,9 +111,9 @@ def curve(peak: Classes, seconds: float) -> tuple[MemorySample, ...]:
 
 
 class FakeRun:
-    """Makes a step of all ranks every `step_s` in a thread."""
+    """Makes a step of all ranks every `step_s` in a thread. With a `share` it stands aside after so many, as in a sweep."""
 
-    def __init__(self, run_id: str, spec: Spec, *, steps: int | None, step_s: float) -> None:
+    def __init__(self, run_id: str, spec: Spec, *, steps: int | None, step_s: float, share: int | None = None) -> None:
         self.id = run_id
         self.spec = spec
         self.pending: Spec | None = None
@@ -120,6 +121,12 @@ class FakeRun:
         self.reason = ""
         self.error: BaseException | None = None
         self.details = ""
+        self.notes = ("CPU and Gloo: the shapes are right, the times are not a GPU's.",)
+        self.started_unix_s, self.ended_unix_s = time.time(), None
+        self.environment: dict[str, Any] = {}
+        self.fails_at: int | None = None  # a step
+        self._share, self._turn = share, share or 0
+        self._aside = threading.Event()
         self.events = EventStore()
         self.switches: list[Switch] = []
         self.applies: list[dict[str, Any]] = []
@@ -144,6 +151,22 @@ class FakeRun:
 
     def ledger(self) -> None:
         self.asked_ledgers += 1
+
+    @property
+    def done(self) -> bool:
+        return self.state.over
+
+    @property
+    def step(self) -> int:
+        return len(self.events) // self.spec.world_size
+
+    def take_turn(self) -> None:
+        self._aside.clear()
+        self._turn = self._share or 0
+        self.resume()
+
+    def wait_aside(self, timeout_s: float | None = None) -> bool:
+        return self._aside.wait(timeout_s)
 
     def pause(self) -> None:
         self._go.clear()
@@ -176,10 +199,21 @@ class FakeRun:
                 break
             if self.pending is not None:
                 step, first = self._switch(step), True
+            if step == self.fails_at:
+                self.state, self.reason = RunState.FAILED, "rank 1 ran out of memory"
+                break
             self.events.add([event(self.spec, self.id, r, step, first=first) for r in range(self.spec.world_size)])
             first = False
             step, done = step + 1, done + 1
-        self.state = RunState.STOPPED if self._halt.is_set() else RunState.FINISHED
+            self._turn -= 1
+            if self._share and not self._turn and done != self._steps:
+                first = True
+                self.pause()
+                self._aside.set()
+        if not self.state.over:
+            self.state = RunState.STOPPED if self._halt.is_set() else RunState.FINISHED
+        self.ended_unix_s = time.time()
+        self._aside.set()
         for ticket in self._tickets:
             ticket.settle(None, None)
 
@@ -282,6 +316,7 @@ class FakeLab:
         self.step_s = step_s
         self.slow_ranks = SlowRanks()
         self.waiting = ""
+        self.sweep: Sweep | None = None
         self.closed = False
         self._slow: weakref.ref[SlowMotion] | None = None
         self._slow_step: SlowStep | None = None
@@ -289,8 +324,23 @@ class FakeLab:
 
     def run(self, spec: Spec | None = None, *, steps: int | None = None, fresh: bool = True, **changes: Any) -> FakeRun:
         self.spec = (spec or self.spec).replace(**changes)
+        if self.sweep is not None:
+            self.sweep.stop(5)
         self._make_room("another run was started", self.current, self._slow_step)
         self.current = FakeRun(f"run-{next(self._ids)}", self.spec, steps=steps, step_s=self.step_s)
+        return self.current
+
+    def compare(self, spec: Spec | None = None, *, steps: int = 50, rounds: int = 3, **lists: Any) -> Sweep:
+        combined = list(combine(spec or self.spec, lists, lambda base, changes: base.replace(**changes)))
+        refused = [one for one in combined if isinstance(one, Refusal)]
+        run, slow = self.current, self._slow_step
+        self.sweep = Sweep([one for one in combined if isinstance(one, Spec)], refused, steps=steps, rounds=rounds,
+                           make=self._turn_of, drop=lambda runs: None,
+                           clear=lambda: self._make_room("a comparison was started", run, slow))  # fmt: skip
+        return self.sweep
+
+    def _turn_of(self, spec: Spec, steps: int, share: int) -> FakeRun:
+        self.current = FakeRun(f"run-{next(self._ids)}", spec, steps=steps, step_s=self.step_s, share=share)
         return self.current
 
     @property
@@ -315,5 +365,7 @@ class FakeLab:
             run.stop(reason=why)
 
     def close(self) -> None:
+        if self.sweep is not None:
+            self.sweep.stop(5)
         self._make_room("the lab was closed", self.current, self._slow_step)
         self.closed = True

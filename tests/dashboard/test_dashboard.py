@@ -92,7 +92,7 @@ def test_a_tick_that_fails_does_not_end_the_display(lab, monkeypatch, caplog):
         until(lambda: "division by zero" in dashboard._controls._state.value)
         monkeypatch.undo()
         lab.run()
-        until(lambda: len(dashboard._live._scene.cards[2].sources[0]) > 3)
+        until(lambda: len(dashboard._live._scene.cards[3].sources[0]) > 3)
     finally:
         dashboard.close()
     assert sum("a tick of the dashboard failed" in r.message for r in caplog.records) == 1

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from fsdp_lab.dashboard.board import Board
+from fsdp_lab.dashboard.comparison_card import ComparisonCard
 from fsdp_lab.dashboard.feed import Feed, describe
 from fsdp_lab.dashboard.live import LiveView
 from fsdp_lab.runs import Switch
@@ -18,7 +20,9 @@ class Show:
     def __init__(self) -> None:
         self.lab = FakeLab(2, step_s=0.002)
         self.live = LiveView()
-        self.feed = Feed(self.lab, self.live)
+        self.board = Board(self.lab)
+        self.card = ComparisonCard(lambda word, about: None)
+        self.feed = Feed(self.lab, self.live, self.board, self.card)
 
     def table(self, name: str):
         return next(s for s in self.live._scene.sources if s.name == name)

@@ -89,6 +89,24 @@ def test_classes_are_muted_and_ranks_are_not():
     assert max(chroma(c) for f in fills for c in (f.light, f.dark)) < softest_rank + 2
 
 
+@pytest.mark.parametrize("mode", ["light", "dark"])
+@pytest.mark.parametrize("eyes", EYES)
+def test_other_runs_differ_in_lightness_or_in_dashes(mode, eyes):
+    for (i, a), (j, b) in itertools.combinations(enumerate(theme.PINS.values()), 2):
+        apart = distance(getattr(a, mode), getattr(b, mode), eyes)
+        assert apart > 9 or theme.PIN_DASHES[i] != theme.PIN_DASHES[j], (a.label, b.label, apart)
+
+
+def test_other_runs_stand_out_and_are_not_taken_for_ranks():
+    """They are muted, and dashed as no rank is."""
+    softest_rank = min(100 * float(np.hypot(*oklab(linear(c))[1:])) for c in theme.RANKS[:7])
+    for fill in theme.PINS.values():
+        assert contrast(fill.light, LIGHT) > 3 and contrast(fill.dark, DARK) > 3
+        assert max(100 * float(np.hypot(*oklab(linear(c))[1:])) for c in (fill.light, fill.dark)) < softest_rank
+    assert not set(theme.PIN_DASHES) & set(theme.RANK_DASHES)
+    assert len(theme.PIN_DASHES) == len(theme.PINS)
+
+
 def test_every_token_has_a_colour_in_both_themes():
     tokens = theme.tokens()
     assert tokens["light"].keys() == tokens["dark"].keys()

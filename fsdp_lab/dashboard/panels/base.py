@@ -25,7 +25,8 @@ from bokeh.plotting import figure
 
 from ...events import StepEvent
 from .. import theme
-from ..columns import Columns
+from ..columns import Columns, Numbers
+from .overlay import Overlays
 from .ranges import StepWindow
 
 SMOOTH_STEPS = 9  # the ordinary steps that a median on a card is of
@@ -35,6 +36,7 @@ LINE_PX = 2
 BAR = 0.5  # the height of a bar, in ranks
 LABEL_ROOM = 0.045  # of the axis of steps, that a marker's label needs
 STEP_LIMIT = 1000  # steps that a time plot keeps
+MOST_ROWS = 2 * STEP_LIMIT + 1  # of another run's curve: its beginning, its end, and a gap between them
 
 Patches = Mapping[str, Mapping[str, Any]]  # Bokeh model name -> property -> value
 
@@ -123,13 +125,42 @@ class Pin:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """A piece of a bar: its length as a share of the longest, and how it is filled."""
+
+    share: float
+    token: str
+    hatch: str = " "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A cell of a table that is more than text.
+
+    `parts` is a bar below the text, stacked, and `whisker` where its spread begins and ends, as shares of the longest.
+    `press` makes it a button: the card is told this word and the cell's `about`.
+    """
+
+    text: str
+    title: str = ""  # said when the pointer rests on it
+    tone: str = ""  # "good", "fair", "bad" or "soft"
+    key: Key | None = None  # a swatch before the text
+    parts: tuple[Part, ...] = ()
+    whisker: tuple[float, float] | None = None
+    press: str = ""
+    about: str = ""
+    pressed: bool | None = None  # for what is on or off
+
+
+@dataclass(frozen=True, kw_only=True)
 class Captions:
     """The words of a card: the reading of the moment, the legend, and what the numbers are worth."""
 
     reading: str = ""
     legend: tuple[Key, ...] = ()
     note: str = ""
-    table: tuple[tuple[str, ...], ...] = ()  # heads, then rows: for a card of figures to read
+    table: tuple[tuple[str | Cell, ...], ...] = ()  # heads, then rows: for a card of figures to read
+    hidden: bool = False  # the card has nothing to show
     pin: Pin | None = None  # for a card whose step can be chosen: its class is `Pinnable`
 
 
@@ -164,6 +195,22 @@ class Panel(Protocol):
 
 
 @runtime_checkable
+class Overlaid(Protocol):
+    """A panel whose ranges hold the curves of other runs, too."""
+
+    def cover(self) -> None:
+        """Other curves are shown than before."""
+
+
+@runtime_checkable
+class Pressable(Protocol):
+    """A card with cells that are pressed."""
+
+    def press(self, word: str, about: str) -> None:
+        """From any thread; it leaves a word and returns."""
+
+
+@runtime_checkable
 class Pinnable(Protocol):
     """A panel of one step, which a reader may choose and hold."""
 
@@ -182,6 +229,7 @@ class Frame:
         self.x_range = Range1d(start=0, end=50, name="frame.x")
         self.markers = Columns("frame.markers", ["step"], texts=["label", "detail"], limit=100)
         self.marker_source = twin(self.markers)
+        self.overlays = Overlays(MOST_ROWS)
         self._window = StepWindow(longest=limit)
         self._step = 0
         self._marks: list[tuple[int, str, str]] = []  # step, label, detail
@@ -189,7 +237,16 @@ class Frame:
 
     @property
     def sources(self) -> Sequence[Columns]:
-        return (self.markers,)
+        return (self.markers, *self.overlays.tables)
+
+    def others(self, column: str) -> Numbers:
+        """What the curves of other runs have in the steps that are shown."""
+        return self.overlays.within(column, *self._window.around(self._step))
+
+    def other_keys(self) -> tuple[Key, ...]:
+        """What a legend says of other runs' curves."""
+        labels = self.overlays.labels
+        return tuple(Key(label=label, token=f"pin.{place}", hatch="dashes") for place, label in labels.items())
 
     def follow(self, steps: Sequence[Step]) -> None:
         if steps:
@@ -216,7 +273,7 @@ class Frame:
 
     def patches(self) -> Patches:
         start, end = self._window.around(self._step)
-        return {"frame.x": {"start": start, "end": end}}
+        return {"frame.x": {"start": start, "end": end}, **self.overlays.patches()}
 
     def plot(self, name: str, y_label: str, *, y_start: float = 0.0, y_end: float = 1.0) -> figure:
         """An empty time plot whose y range is called `<name>.y`."""

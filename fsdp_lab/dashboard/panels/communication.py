@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean, median
 
 import numpy as np
@@ -52,6 +53,7 @@ class CommunicationPanel:
 
     def __init__(self, frame: Frame, world_size: int) -> None:
         self.world_size = world_size
+        self._frame = frame
         link = [f"{k}_mb" for k in KINDS]
         now = ["rank", *KINDS, *link, "exposed", "total", "zero"]
         self._now = Columns("communication.now", now, texts=["label", "color"], limit=world_size)
@@ -83,6 +85,7 @@ class CommunicationPanel:
         source = twin(self._over)
         for name, area in zip(KINDS, fig.varea_stack(list(KINDS), x="step", source=source), strict=True):
             paint_fill(area.glyph, f"communication.{name}", theme.COMMUNICATION[name], line=False)
+        frame.overlays.draw(fig, "exposed_ms", seam=True)
         for width, token in ((LINE_PX + 3, "ink.gap"), (LINE_PX, "ink.mean")):  # a seam, or it drowns in the areas
             tint(fig.line("step", "exposed", source=source, line_width=width).glyph, line_color=token)
         total = fig.line("step", "total", source=source, line_alpha=0)
@@ -117,9 +120,13 @@ class CommunicationPanel:
             written += self._write_now()
             self._now_range.cover(self._now.column("total"))
         self._ordinary.extend(r[-2] for r, s in zip(rows, steps, strict=True) if s.counts)
-        self._over_range.cover(np.array(self._ordinary))  # the first step after a change may leave the frame
+        self.cover()
         self._captions = self._words(steps)
         return written
+
+    def cover(self) -> None:
+        # The first step after a change may leave the frame.
+        self._over_range.cover(np.concatenate([np.array(self._ordinary), self._frame.others("exposed_ms")]))
 
     def _row(self, s: Step) -> list[float]:
         kinds = [fmean(_of(e.comm, k).seconds for e in s.events) * 1e3 for k in KINDS]
@@ -162,7 +169,8 @@ class CommunicationPanel:
         }
 
     def captions(self) -> Captions:
-        return self._captions
+        others = tuple(replace(key, label=f"{key.label}, exposed") for key in self._frame.other_keys())
+        return replace(self._captions, legend=(*self._captions.legend, *others))
 
 
 def _of(comm: Mapping[str, Traffic], kind: str) -> Traffic:

@@ -32,6 +32,7 @@ class MemoryLanes:
 
     def __init__(self, name: str, frame: Frame, world_size: int) -> None:
         self.name = name
+        self._frame = frame
         self.unit = MIB
         self._all = world_size <= theme.MOST_LINES
         self._lanes = world_size if self._all else 2
@@ -49,7 +50,10 @@ class MemoryLanes:
         fig.yaxis.name = f"{self.name}.over.axis"
         fig.yaxis.ticker = FixedTicker(ticks=[at for at, _ in self._ticks()])
         fig.ygrid.visible = False
-        fig.extra_y_ranges = {f"lane_{i}": Range1d(start=0, end=1, name=self._range_name(i)) for i in range(self._lanes)}
+        fig.extra_y_ranges = {
+            **{f"lane_{i}": Range1d(start=0, end=1, name=self._range_name(i)) for i in range(self._lanes)},
+            **{f"mib_{i}": Range1d(start=0, end=1, name=f"{self._range_name(i)}.mib") for i in range(self._lanes)},
+        }
         source = twin(self.columns)
         peaks = [self._draw_lane(fig, source, i) for i in range(self._lanes)]
         frame.label_markers(fig)
@@ -71,6 +75,8 @@ class MemoryLanes:
             paint_fill(area.glyph, f"memory.{name}", theme.MEMORY[name], line=False)
         host = fig.line("step", f"host_{lane}", line_width=LINE_PX, line_dash="2 2", **on)
         tint(host.glyph, line_color="memory.gradients")
+        self._frame.overlays.draw(fig, f"peak_{lane}", name=f"{self.name}.lane_{lane}", seam=self._lanes <= MOST_SCALED,
+                                  y_range_name=f"mib_{lane}")  # fmt: skip
         peak = fig.line("step", f"peak_{lane}", line_width=1 if self._lanes > MOST_SCALED else LINE_PX, **on)
         tint(peak.glyph, line_color="ink.peak")
         limit = limit_line(f"{self.name}.over.limit_{lane}", "width")
@@ -102,10 +108,16 @@ class MemoryLanes:
         self.unit = unit
         written = self.columns.replace(self._scaled(self._bytes)) if whole else self.columns.append(self._scaled(new))
         self._limit_bytes = limit_bytes
-        line = [] if limit_bytes is None else [limit_bytes / unit]
-        self._range.cover(np.concatenate([*(self.columns.column(f"{c}_{i}") for i in range(self._lanes)
-                                            for c in ("peak", "host")), line]))  # fmt: skip
+        self.cover()
         return written
+
+    def cover(self) -> None:
+        """The scale of all lanes holds what is drawn in any of them."""
+        lanes, to_unit = range(self._lanes), MIB / self.unit
+        mine = [self.columns.column(f"{c}_{i}") for i in lanes for c in ("peak", "host")]
+        others = [to_unit * self._frame.others(f"peak_{i}") for i in lanes]
+        line = [] if self._limit_bytes is None else [self._limit_bytes / self.unit]
+        self._range.cover(np.concatenate([*mine, *others, line]))
 
     def patches(self) -> dict[str, dict[str, Any]]:
         top = self._range.end
@@ -119,7 +131,10 @@ class MemoryLanes:
         }
         for i in range(self._lanes):
             foot, one = i + FOOT, top / LANE  # the axis of ranks points down, and ends at -0.6
-            patches[self._range_name(i)] = {"start": -(self._lanes - 0.4 - foot) * one, "end": (foot + 0.6) * one}
+            start, end = -(self._lanes - 0.4 - foot) * one, (foot + 0.6) * one
+            patches[self._range_name(i)] = {"start": start, "end": end}
+            in_mib = self.unit / MIB  # the curves of other runs, whatever the unit of this one
+            patches[f"{self._range_name(i)}.mib"] = {"start": start * in_mib, "end": end * in_mib}
             drawn = self._limit_bytes is not None
             patches[f"{self.name}.over.limit_{i}"] = {"visible": drawn, "location": (self._limit_bytes or 0) / self.unit}
         return patches

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 from bokeh.models.ui import UIElement
 
 from ..columns import Columns
@@ -21,10 +23,12 @@ class LossPanel:
     wide = False
 
     def __init__(self, frame: Frame, world_size: int) -> None:
+        self._frame = frame
         self._table = Columns("loss.steps", ["step", "loss", "grad_norm"], limit=frame.limit)
         self._range = SpanRange()
         self._captions = Captions()
         fig = frame.plot("loss", "loss (nats per token)")
+        frame.overlays.draw(fig, "loss")
         line = fig.line("step", "loss", source=twin(self._table), line_width=LINE_PX)
         tint(line.glyph, line_color="ink.mean")
         hover(fig, line, [("step", "@step"), ("loss", "@loss{0.0000}"), ("gradient norm", "@grad_norm{0.000}")])
@@ -55,11 +59,14 @@ class LossPanel:
             note=f"Gradient norm {norm}. {notes_of(steps)}".strip(),
         )
         written = self._table.append(rows)
-        self._range.cover(self._table.column("loss"))
+        self.cover()
         return written
+
+    def cover(self) -> None:
+        self._range.cover(np.concatenate([self._table.column("loss"), self._frame.others("loss")]))
 
     def patches(self) -> Patches:
         return {"loss.y": {"start": self._range.start, "end": self._range.end}}
 
     def captions(self) -> Captions:
-        return self._captions
+        return replace(self._captions, legend=(*self._captions.legend, *self._frame.other_keys()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from bokeh.layouts import row
@@ -45,6 +46,7 @@ class MemoryPanel:
 
     def __init__(self, frame: Frame, world_size: int) -> None:
         self.world_size = world_size
+        self._frame = frame
         classes = [*ON_DEVICE, "host", "peak"]
         self._now = Columns(
             "memory.now",
@@ -142,8 +144,12 @@ class MemoryPanel:
             **self._over.patches(),
         }
 
+    def cover(self) -> None:
+        self._over.cover()
+
     def captions(self) -> Captions:
-        return self._captions
+        others = tuple(replace(key, label=f"{key.label}, peak") for key in self._frame.other_keys())
+        return replace(self._captions, legend=(*self._captions.legend, *others))
 
 
 def _drawn_limit(step: Step) -> int | None:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 from bokeh.models import LinearAxis, NumeralTickFormatter, Range1d
 from bokeh.models.ui import UIElement
 
@@ -28,6 +30,7 @@ class TflopsPanel:
 
     def __init__(self, frame: Frame, world_size: int) -> None:
         self.world_size = world_size
+        self._frame = frame
         self._lines = world_size <= theme.MOST_LINES
         self._ranks = [f"rank_{r}" for r in range(world_size)] if self._lines else []
         self._table = Columns(
@@ -40,6 +43,7 @@ class TflopsPanel:
         self._captions = Captions()
         fig = frame.plot("tflops", "model TFLOPS per rank")
         source = twin(self._table)
+        frame.overlays.draw(fig, "tflops")
         if self._lines:
             for r, column in enumerate(self._ranks):
                 fig.line("step", column, source=source, line_width=LINE_PX, line_color=theme.rank_color(r),
@@ -87,10 +91,14 @@ class TflopsPanel:
         last = steps[-1].events[0]
         self._hardware = last.hardware_flops / last.flops if last.flops else 1.0
         written = self._table.append([self._row(s) for s in steps])
-        self._range.cover(self._table.column("mean" if not self._lines else "most")[-300:])
+        self.cover()
         if self._recent:
             self._captions = self._words(steps)
         return written
+
+    def cover(self) -> None:
+        mine = self._table.column("mean" if not self._lines else "most")[-300:]
+        self._range.cover(np.concatenate([mine, self._frame.others("tflops")]))
 
     def _row(self, s: Step) -> list[float]:
         by_rank = {e.rank: e.tflops for e in s.events}
@@ -132,7 +140,8 @@ class TflopsPanel:
         return changes
 
     def captions(self) -> Captions:
-        return self._captions
+        others = tuple(replace(key, label=f"{key.label}, mean") for key in self._frame.other_keys())
+        return replace(self._captions, legend=(*self._captions.legend, *others))
 
 
 def _percent(shares: Sequence[float | None]) -> float:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 
+import numpy as np
 from bokeh.models.ui import UIElement
 
 from ..columns import Columns
@@ -23,6 +25,7 @@ class ThroughputPanel:
     wide = False
 
     def __init__(self, frame: Frame, world_size: int) -> None:
+        self._frame = frame
         self._table = Columns(
             "throughput.steps", ["step", "tokens_per_s", "median_tokens_per_s", "step_ms"], limit=frame.limit
         )
@@ -33,6 +36,7 @@ class ThroughputPanel:
         source = twin(self._table)
         each = fig.line("step", "tokens_per_s", source=source, line_width=1)
         tint(each.glyph, line_color="ink.faint")
+        frame.overlays.draw(fig, "tokens_per_s")
         smooth = fig.line("step", "median_tokens_per_s", source=source, line_width=LINE_PX)
         tint(smooth.glyph, line_color="ink.mean")
         hover(fig, each, [("step", "@step"), ("tokens/s", "@tokens_per_s{0,0}"),
@@ -61,7 +65,7 @@ class ThroughputPanel:
             smooth = median(r for r, _ in self._recent) if self._recent else math.nan
             rows.append([s.number, tokens_per_s, smooth, s.step_time_s * 1e3])
         written = self._table.append(rows)
-        self._range.cover(self._table.column("median_tokens_per_s"))
+        self.cover()
         if self._recent:
             step_s = median(t for _, t in self._recent)
             tokens_per_s = median(r for r, _ in self._recent)
@@ -75,8 +79,11 @@ class ThroughputPanel:
             )
         return written
 
+    def cover(self) -> None:
+        self._range.cover(np.concatenate([self._table.column("median_tokens_per_s"), self._frame.others("tokens_per_s")]))
+
     def patches(self) -> Patches:
         return {"throughput.y": {"start": 0.0, "end": self._range.end}}
 
     def captions(self) -> Captions:
-        return self._captions
+        return replace(self._captions, legend=(*self._captions.legend, *self._frame.other_keys()))

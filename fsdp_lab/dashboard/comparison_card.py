@@ -1,0 +1,213 @@
+"""The comparison as a card: a row for each pin, each run of a sweep and the live run, held against one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ..events import Role
+from ..runs.comparison import Comparison, Row, ratio_words
+from ..runs.parity import Verdict
+from ..runs.recommend import recommend
+from ..runs.summary import RULE, Spread
+from . import theme
+from .board import Entry, Kind, Shown
+from .columns import Columns
+from .panels.base import Captions, Cell, Key, Part, Patches
+from .panels.classes import ON_DEVICE, class_keys
+from .panels.units import duration, figures, memory, rate
+
+NONE = "–"
+ICONS = {Verdict.EQUAL: "=", Verdict.WITHIN: "≈", Verdict.DIFFERENT: "✗", Verdict.UNKNOWN: "?"}
+TONES = {Verdict.EQUAL: "good", Verdict.WITHIN: "fair", Verdict.DIFFERENT: "bad", Verdict.UNKNOWN: "soft"}
+SAME_RUN = "The same run under another strategy: they have no step in common. Start it again, or press Compare…"
+
+
+class ComparisonCard:
+    """Words, bars and buttons; nothing that Bokeh draws. Hidden while there is nothing to compare."""
+
+    name = "comparison"
+    title = "Comparison"
+    wide = True
+    root = None
+
+    def __init__(self, press: Callable[[str, str], None]) -> None:
+        self._press = press
+        self._captions = Captions(hidden=True)
+
+    @property
+    def sources(self) -> Sequence[Columns]:
+        return ()
+
+    def patches(self) -> Patches:
+        return {}
+
+    def captions(self) -> Captions:
+        return self._captions
+
+    def press(self, word: str, about: str) -> None:
+        self._press(word, about)
+
+    def show(self, shown: Shown, *, over: bool) -> None:
+        """`over`: a sweep among the rows has ended, so that a recommendation can be made."""
+        compared = shown.comparison
+        if not compared.rows:
+            self._captions = Captions(hidden=True)
+            return
+        drawn = _drawn_classes(compared)
+        said = _recommended(shown) if over else ()
+        self._captions = Captions(
+            reading=" ".join([f"{_reading(compared, shown.entries)}.", *said]),
+            legend=tuple(class_keys(drawn)),
+            note=" ".join([*_reasons(compared), RULE, *_pairing(compared), *compared.fidelity()]),
+            table=table(compared, shown.entries),
+        )
+
+
+def table(compared: Comparison, entries: Sequence[Entry]) -> tuple[tuple[str | Cell, ...], ...]:
+    """Heads, then a row each."""
+    base = compared.baseline or NONE
+    longest_s = max((s.p90 for r in compared.rows if (s := r.figures.step_time_s)), default=0.0)
+    largest = max((r.figures.peak_memory_bytes or 0 for r in compared.rows), default=0)
+    heads = ("", "strategy", f"same as {base}?", "step time (p10–p90)", f"time / {base}", "tokens/s", "TFLOPS · MFU",
+             "exposed", "peak memory", f"peak / {base}", "state", "")  # fmt: skip
+    rows = (
+        (
+            _label(row, entry, compared),
+            Cell(text=row.name, title=row.name),
+            _badge(row, compared),
+            _time(row, longest_s),
+            _times(ratio_words(row.time_ratio)),
+            _median(row.figures.tokens_per_s, rate),
+            _compute(row),
+            _median(row.figures.exposed_comm_s, duration),
+            _memory(row, largest),
+            f"×{row.memory_ratio:.2f}" if row.memory_ratio else NONE,
+            _state(row, entry),
+            _away(row, entry),
+        )
+        for row, entry in zip(compared.rows, entries, strict=True)
+    )
+    return (heads, *rows)
+
+
+# -- cells -----------------------------------------------------------------------------------------------------------
+
+
+def _label(row: Row, entry: Entry, compared: Comparison) -> Cell:
+    token = "ink.mean" if entry.place is None or entry.going else f"pin.{entry.place}"
+    key = Key(label="", token=token, hatch="line" if token == "ink.mean" else "dashes") if entry.counts else None
+    if not entry.counts:
+        return Cell(text=row.label)
+    on = row.label == compared.baseline
+    title = "The baseline: others are held against it" if on else f"Hold the others against {row.label}"
+    return Cell(text=row.label, key=key, press="baseline", about=row.label, pressed=on, title=title)
+
+
+def _badge(row: Row, compared: Comparison) -> Cell:
+    found = row.parity
+    if found is None:
+        return Cell(text="baseline" if row.label == compared.baseline else NONE, tone="soft")
+    same_run = found.verdict is Verdict.UNKNOWN and row.run == compared[compared.baseline or ""].run
+    text = f"DIFFERENT from step {found.first_step}" if found.verdict is Verdict.DIFFERENT else str(found.verdict)
+    title = SAME_RUN if same_run else found.sentence
+    return Cell(text=f"{ICONS[found.verdict]} {text}", tone=TONES[found.verdict], title=title)
+
+
+def _time(row: Row, longest_s: float) -> Cell:
+    spread = row.figures.step_time_s
+    if spread is None or not longest_s:
+        return Cell(text=NONE)
+    return Cell(
+        text=f"{duration(spread.median)} ({_range(spread)})",
+        title=f"Median of {row.figures.counted} of {row.figures.steps} steps",
+        parts=(Part(share=spread.median / longest_s, token="ink.faint"),),
+        whisker=(spread.p10 / longest_s, spread.p90 / longest_s),
+    )
+
+
+def _range(spread: Spread) -> str:
+    """11.8–13.0, with units where the two differ in them."""
+    low, high = duration(spread.p10), duration(spread.p90)
+    (number, _, unit), (high_number, _, high_unit) = low.partition(" "), high.partition(" ")
+    return f"{number}–{high_number}" if unit == high_unit else f"{low}–{high}"
+
+
+def _times(words: str) -> Cell:
+    """The ratio, and its interval when the pointer asks."""
+    middle, _, rest = words.partition(" (")
+    return Cell(text=middle if middle == NONE else f"×{middle}", title=rest.rstrip(")"))
+
+
+def _median(spread: Spread | None, said: Callable[[float], str]) -> Cell:
+    if spread is None:
+        return Cell(text=NONE)
+    return Cell(text=said(spread.median), title=f"p10 {said(spread.p10)}, p90 {said(spread.p90)}")
+
+
+def _compute(row: Row) -> Cell:
+    tflops, mfu = row.figures.tflops_per_rank, row.figures.mfu
+    if tflops is None:
+        return Cell(text=NONE)
+    share = f" · {100 * mfu.median:.0f} %" if mfu is not None else ""
+    return Cell(text=f"{figures(tflops.median)}{share}", title="Model TFLOPS of a rank, and MFU, means over ranks")
+
+
+def _memory(row: Row, largest: int) -> Cell:
+    peak = row.figures.peak_memory_bytes
+    if not peak or not largest:
+        return Cell(text=NONE, title="Not measured yet: the third step of a run does")
+    sizes = {c: row.figures.at_peak.of_role(Role(c)) for c in ON_DEVICE}
+    host = f", {memory(row.figures.host_bytes)} on the host" if row.figures.host_bytes else ""
+    classes = ", ".join(f"{theme.MEMORY[c].label} {memory(b)}" for c, b in sizes.items() if b)
+    parts = tuple(Part(share=b / largest, token=f"memory.{c}", hatch=theme.MEMORY[c].hatch) for c, b in sizes.items() if b)
+    return Cell(text=f"{memory(peak)}{' + host' if host else ''}", title=f"Fullest rank: {classes}{host}", parts=parts)
+
+
+def _state(row: Row, entry: Entry) -> Cell:
+    tone = "bad" if row.state in ("failed", "refused") else ""
+    text = f"▶ {row.state}" if entry.going and row.state == "running" else row.state
+    if entry.kind is Kind.PIN and row.state in ("running", "paused"):
+        text = "pinned"  # as it was then
+    steps = row.figures.steps
+    more = f": {row.reason}" if row.reason else f", {steps} step{'s' * (steps != 1)}"
+    return Cell(text=text + more, tone=tone, title=row.reason)
+
+
+def _away(row: Row, entry: Entry) -> Cell | str:
+    if entry.kind is Kind.LIVE:
+        return ""
+    return Cell(text="×", press="unpin", about=row.label, title=f"Take {row.label} away")
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+
+def _reading(compared: Comparison, entries: Sequence[Entry]) -> str:
+    wrong = [row.label for row in compared.rows if row.differs]
+    if wrong:
+        return f"✗ NOT THE SAME COMPUTATION: {', '.join(wrong)}"
+    count = sum(e.counts for e in entries)
+    return f"{count} run{'s' * (count != 1)}, held against {compared.baseline}" if compared.baseline else "no run has begun"
+
+
+def _recommended(shown: Shown) -> tuple[str, ...]:
+    """Of the sweep's runs: they were trained in turns, and what is pinned was not."""
+    rows = tuple(r for r, e in zip(shown.comparison.rows, shown.entries, strict=True) if e.kind is Kind.SWEEP)
+    return recommend(replace(shown.comparison, rows=rows, baseline=None)).sentences
+
+
+def _reasons(compared: Comparison) -> list[str]:
+    """Of what is not equal bit for bit, where it begins."""
+    return [f"{r.label} is {r.parity.sentence}." for r in compared.rows if r.differs and r.parity]
+
+
+def _pairing(compared: Comparison) -> list[str]:
+    """What its ratios are of, in the comparison's own words."""
+    return [note for note in compared.notes() if note.startswith("Ratios of")]
+
+
+def _drawn_classes(compared: Comparison) -> list[str]:
+    told = [row.figures.at_peak for row in compared.rows if row.figures.peak_memory_bytes]
+    return [c for c in ON_DEVICE if any(t.of_role(Role(c)) for t in told)]
+

@@ -1,0 +1,219 @@
+"""Pins, the comparison's table and its form in JupyterLab and chromium: over a lab without processes, and with ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+from playwright.sync_api import Locator
+
+from tests.browser.driver import DashboardPage, model
+from tests.browser.jupyter import JupyterServer, Notebook
+
+FAKE = """\
+from tests.dashboard.fake_lab import FakeLab
+from fsdp_lab.dashboard import Dashboard
+lab = FakeLab(2, step_s=0.05)
+dashboard = Dashboard(lab)
+dashboard"""
+
+REAL = """\
+from fsdp_lab import Lab, Spec
+lab = Lab(ranks=2, devices="cpu", progress=False)
+base = Spec().replace(model="gpt2-1m", seq_len=32, micro_batch=1)
+dashboard = lab.dashboard()
+dashboard"""
+
+
+class ComparisonPage(DashboardPage):
+    """Its card and its form."""
+
+    @property
+    def card(self) -> Locator:
+        return self.page.locator(".fsdp-card-comparison")
+
+    def row(self, label: str) -> Locator:
+        button = self.page.locator(".fsdp-press-baseline", has_text=re.compile(rf"^{label}$"))
+        return self.card.locator("tbody tr", has=button)
+
+    def cell(self, label: str, column: int) -> str:
+        return self.row(label).locator("td").nth(column).inner_text().strip()
+
+    def pin(self, label: str) -> None:
+        self.button("Pin").click()
+        self.row(label).wait_for(timeout=20_000)
+
+    def chip(self, field: str, value: str) -> Locator:
+        row = self.page.locator(".fsdp-sweep-row", has=self.page.get_by_text(field, exact=True))
+        return row.locator("button", has_text=re.compile(rf"^\s*{re.escape(value)}\s*$"))
+
+    def ask(self, words: str) -> Locator:
+        return self.page.locator(".fsdp-sweep-button", has_text=words)
+
+    def visible_overlays(self, plot: str) -> list[str]:
+        return list(
+            self.page.evaluate(
+                """(plot) => window.Bokeh.documents.flatMap((d) => [...d.all_models])
+                    .filter((m) => m.name?.startsWith(`${plot}.overlay.`) && m.visible).map((m) => m.name)""",
+                plot,
+            )
+        )
+
+
+def desk_of(server: JupyterServer, page: ComparisonPage, name: str, cell: str) -> ComparisonPage:
+    page.notebook.open(server.write(name, [cell]))
+    page.notebook.hide_sidebar()
+    page.notebook.run_all()
+    page.wait_drawn(90)
+    return page
+
+
+@pytest.fixture(scope="module")
+def desk(server: JupyterServer, open_notebook: Callable[[], Notebook]) -> Iterator[ComparisonPage]:
+    yield desk_of(server, ComparisonPage(open_notebook()), "comparison.ipynb", FAKE)
+    server.end_kernels()
+
+
+@pytest.fixture
+def opened(desk: ComparisonPage, watched: Callable[[Notebook], None]) -> ComparisonPage:
+    """A run that is going, and nothing pinned."""
+    watched(desk.notebook)
+    desk.page.set_viewport_size({"width": 1280, "height": 1000})
+    desk.notebook.execute(
+        "lab.sweep and lab.sweep.stop(); lab.sweep = None; lab.current and lab.current.stop()\n"
+        "for label in list(dashboard.pins): dashboard.unpin(label)"
+    )
+    desk.button("Start").first.scroll_into_view_if_needed(timeout=10_000)
+    desk.page.wait_for_function("() => !document.querySelector('button.fsdp-button').disabled", timeout=10_000)
+    desk.start()
+    desk.wait_step(12)
+    return desk
+
+
+def test_pin_toggle_pin_compare_unpin(opened: ComparisonPage):
+    assert not opened.card.is_visible()
+    opened.pin("A")
+    assert opened.card.is_visible() and opened.cell("A", 2) == "baseline"
+    opened.page.wait_for_function(f"() => {model('overlay.0')}.get_length() > 10")
+    assert opened.visible_overlays("loss") == ["loss.overlay.0"]
+    opened.choose("sharding", "shard_grad_op")
+    opened.wait_note("sharding", r"applied at step \d+")
+    opened.wait_steps_more(12)
+    opened.pin("B")
+    assert opened.cell("B", 1).startswith("shard_grad_op")
+    assert "not comparable" in opened.cell("B", 2)  # of the same run: no step in common
+    opened.row("B").locator(".fsdp-press-baseline").click()
+    opened.card.locator("th", has_text="time / B").wait_for()
+    assert opened.cell("B", 2) == "baseline" and opened.cell("A", 4).startswith("×")
+    opened.row("A").locator(".fsdp-press-unpin").click()
+    opened.row("A").wait_for(state="detached")
+    assert opened.visible_overlays("loss") == ["loss.overlay.1"]
+    opened.notebook.command("docmanager:save")
+    opened.page.reload()
+    opened.wait_drawn()
+    opened.row("B").wait_for()
+    assert opened.visible_overlays("loss") == ["loss.overlay.1"]
+
+
+def test_a_ninth_pin_is_refused_in_words(opened: ComparisonPage):
+    for label in "ABCDEFGH":
+        opened.pin(label)
+    opened.button("Pin").click()
+    opened.page.locator(".fsdp-state-line", has_text="8 runs are pinned already").wait_for()
+
+
+def test_a_comparison_by_its_form(opened: ComparisonPage):
+    """What can run is said before, its progress while it runs; the page is not built anew for a turn."""
+    opened.button("Compare…").click()
+    for field, value in (("sharding", "no_shard"), ("backend", "ddp")):
+        opened.chip(field, value).click()
+    said = opened.page.locator(".fsdp-sweep-said:visible").first
+    opened.page.locator(".fsdp-sweep-said", has_text="4 combinations: 3 can run, 1 cannot").wait_for()
+    assert "DDP keeps a whole replica" in said.inner_text() and "About" in said.inner_text()
+    opened.page.locator(".fsdp-number", has_text="steps").locator("input").fill("24")
+    scene = opened.page.locator(".fsdp-live").first.get_attribute("data-scene")
+    opened.ask("Start comparison").click()
+    opened.wait_state("comparing")
+    opened.page.locator(".fsdp-progress", has_text=re.compile(r"of 72 steps · about \d+ s left · now \d")).wait_for()
+    assert opened.field("sharding").locator("select").is_disabled()
+    opened.wait_state("finished", 60)
+    assert opened.page.locator(".fsdp-live").first.get_attribute("data-scene") == scene
+    opened.page.locator(".fsdp-card-comparison .fsdp-reading", has_text="The fastest that fits is").wait_for()
+    assert opened.card.locator("tbody tr").count() == 4
+    assert "refused" in opened.card.locator("tbody tr").nth(3).inner_text()
+    assert opened.field("sharding").locator("select").is_enabled()
+
+
+def test_how_it_looks(opened: ComparisonPage, picture):
+    """Pins of several strategies, a difference, a live run, and a form that is open."""
+    opened.notebook.execute("""
+from tests.dashboard.test_board import run_of
+from fsdp_lab.spec import Spec
+from fsdp_lab.events import StepEvent
+right = run_of(Spec(), 60, 'right')
+wrong = run_of(Spec().replace(precision='bf16'), 60, 'wrong')
+told = wrong.events.since()[0]
+told = [e if e.step < 23 else StepEvent.from_dict({**e.to_dict(), 'mean_loss': e.mean_loss + 0.9}) for e in told]
+wrong.events = type(wrong.events)(); wrong.events.add(told)
+for run in (right, run_of(Spec().replace(sharding='shard_grad_op', offload='all'), 60, 'c'), wrong): dashboard.pin(run)
+""")
+    opened.button("Compare…").click()
+    for field, value in (("sharding", "no_shard"), ("backend", "ddp"), ("backend", "fsdp1"), ("offload", "all")):
+        opened.chip(field, value).click()
+    opened.row("C").wait_for()
+    assert "DIFFERENT from step 23" in opened.cell("C", 2)
+    opened.wait_step(40)
+    opened.row("live").wait_for()
+    for width, theme in ((1280, "Light"), (1920, "Light"), (1920, "Dark"), (1280, "Dark")):
+        opened.show(width, theme)
+        assert opened.clipped() == []
+        opened.photograph(picture(f"comparison-{width}-{theme.lower()}"))
+    opened.button("Compare…").click()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_with_ranks(server: JupyterServer, open_notebook, watched, picture):
+    """A person's path: start, pin, toggle, pin, unpin, compare by the form, and read the numbers back."""
+    opened = desk_of(server, ComparisonPage(open_notebook()), "ranks.ipynb", REAL)
+    watched(opened.notebook)
+    try:
+        opened.page.set_viewport_size({"width": 1280, "height": 1400})
+        for label, value in (("model", "gpt2-1m"), ("sequence length", "32"), ("micro batch", "1")):
+            opened.choose(label, value)
+        opened.start()
+        opened.wait_step(15, 120)
+        opened.pin("A")
+        opened.choose("sharding", "no_shard")
+        opened.wait_note("sharding", r"applied at step \d+", 60)
+        opened.wait_steps_more(10, 60)
+        opened.pin("B")
+        assert opened.cell("B", 1).startswith("no_shard")
+        opened.row("B").locator(".fsdp-press-unpin").click()
+        opened.row("B").wait_for(state="detached")
+
+        opened.button("Compare…").click()
+        opened.chip("sharding", "full_shard").click()
+        opened.page.locator(".fsdp-number", has_text="steps").locator("input").fill("12")
+        opened.page.locator(".fsdp-sweep-said", has_text="2 combinations: 2 can run").wait_for()
+        opened.ask("Start comparison").click()
+        opened.page.locator(".fsdp-progress", has_text="of 24 steps").wait_for(timeout=30_000)
+        opened.photograph(picture("comparison-going"))
+        opened.wait_state("finished", 120)
+        opened.page.locator(".fsdp-card-comparison .fsdp-reading", has_text="The fastest that fits is").wait_for()
+        opened.photograph(picture("comparison-ranks"))
+
+        opened.row("1").locator(".fsdp-press-baseline").click()
+        opened.card.locator("th", has_text="time / 1").wait_for()
+        assert "equal" in opened.cell("2", 2)
+        told = opened.notebook.execute(
+            "c = dashboard.comparison\n"
+            "for r in c.rows: print(r.label, r.figures.counted, round(r.figures.tokens_per_s.median), "
+            "f'×{r.memory_ratio:.2f}' if r.memory_ratio else '–', sep='|')").split()  # fmt: skip
+        assert [line.split("|")[0] for line in told] == ["A", "1", "2"]
+        for line in told:
+            label, _, tokens, memory = line.split("|")
+            assert opened.cell(label, 5) == f"{int(tokens):,}" and opened.cell(label, 9) == memory
+    finally:
+        server.end_kernels()

@@ -1,0 +1,387 @@
+"""Runs side by side: what is kept when one pins, the rows, the card, and what it costs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdp_lab.dashboard import Dashboard
+from fsdp_lab.dashboard.board import LIVE, Board
+from fsdp_lab.dashboard.comparison_card import ComparisonCard
+from fsdp_lab.dashboard.panels.overlay import CURVE
+from fsdp_lab.dashboard.pins import Pinned
+from fsdp_lab.runs import Comparison, RunState
+from fsdp_lab.runs.parity import Verdict
+from fsdp_lab.spec import Spec, SpecError
+from tests.dashboard.fake_lab import FakeLab, event
+from tests.dashboard.test_feed import Show
+from tests.lab.kept import Told, told
+
+
+def run_of(spec: Spec, steps: int, name: str = "past", *, first: int = 0) -> Told:
+    ranks = range(spec.world_size)
+    return told(spec, [event(spec, name, r, n, first=n == first) for n in range(first, steps) for r in ranks], id=name)
+
+
+def until(what: Callable[[], Any], timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def show():
+    s = Show()
+    yield s
+    s.lab.close()
+
+
+@pytest.fixture
+def dashboard():
+    lab = FakeLab(2, step_s=0.005)
+    made = Dashboard(lab)
+    yield made
+    made.close()
+    lab.close()
+
+
+# -- what a pin keeps ------------------------------------------------------------------------------------------------
+
+
+def test_figures_are_of_the_strategy_applied_last_and_the_curve_of_the_whole_run():
+    before, after = Spec(), Spec().replace(sharding="no_shard")
+    run = run_of(before, 40)
+    run.events.add([event(after, "past", r, n, first=n == 40) for n in range(40, 60) for r in range(2)])
+    run.spec = after
+    pinned = Pinned.of(run)
+    assert {e.spec_id for e in pinned.events.since()[0]} == {after.id} and len(pinned.events) == 40
+    assert pinned.curve[:, 0].tolist() == list(range(60))
+    assert Comparison.of([pinned]).rows[0].figures == Comparison.of([run]).rows[0].figures
+
+
+def test_a_pin_does_not_change_with_its_run_and_keeps_no_spans():
+    run = run_of(Spec(), 30)
+    pinned = Pinned.of(run)
+    rows = pinned.curve.copy()
+    run.events.add([event(run.spec, "past", r, 30) for r in range(2)])
+    run.state = RunState.FAILED
+    assert np.array_equal(pinned.curve, rows, equal_nan=True) and len(pinned.events) == 60
+    assert pinned.state is RunState.FINISHED
+    assert not pinned.events.traced() and run.events.traced()
+
+
+def test_what_was_before_a_restart_is_not_of_the_run_any_more():
+    run = run_of(Spec(), 30)
+    run.events.restart(0)
+    run.events.add([event(run.spec, "past", r, n) for n in range(12) for r in range(2)])
+    pinned = Pinned.of(run)
+    assert pinned.curve[:, 0].tolist() == list(range(12)) and len(pinned.events) == 24
+
+
+def test_a_long_run_keeps_its_beginning_and_its_end():
+    pinned = Pinned.of(run_of(Spec(world_size=1), 2600))
+    steps = pinned.curve[:, 0]
+    assert len(pinned.events) == 2000 and len(steps) == 2001 and math.isnan(steps[1000])
+    assert steps[999] == 999 and steps[1001] == 1600 and steps[-1] == 2599
+
+
+def test_a_curve_is_smooth_where_the_plots_are():
+    """Its rates leave out what does not count: the first step, six times as long, and ledger steps."""
+    run = run_of(Spec(), 30)
+    rates = Pinned.of(run).curve[:, CURVE.index("tokens_per_s")]
+    assert math.isnan(rates[0]) and np.ptp(rates[3:]) < 0.3 * rates[3:].mean()
+
+
+# -- pins ------------------------------------------------------------------------------------------------------------
+
+
+def test_pins_are_lettered_to_h_and_a_ninth_is_refused(show):
+    board, run = show.board, run_of(Spec(), 5)
+    assert [board.pin(run) for _ in range(8)] == list("ABCDEFGH")
+    with pytest.raises(SpecError, match=r"8 runs are pinned already; unpin one of A, B, C, D, E, F, G, H first"):
+        board.pin(run)
+    board.unpin("C")
+    assert board.pin(run, label="the winner") == "the winner"
+    assert list(board.pins) == ["A", "B", "the winner", "D", "E", "F", "G", "H"]
+    with pytest.raises(SpecError, match="there is no pin 'C'"):
+        board.unpin("C")
+
+
+@pytest.mark.parametrize("label", ["", "  ", "live", "A", "7", "x" * 25, 3])
+def test_a_label_tells_rows_apart(show, label):
+    show.board.pin(run_of(Spec(), 5))
+    with pytest.raises(SpecError, match="label"):
+        show.board.pin(run_of(Spec(), 5), label=label)
+
+
+def test_before_the_first_step_there_is_nothing_to_pin(show):
+    with pytest.raises(SpecError, match="start a run"):
+        show.board.pin()
+
+
+def test_pinned_curves_lie_in_every_time_plot_and_ranges_hold_them(show):
+    show.lab.run(steps=30)
+    show.until(lambda: len(show.steps()) == 30)
+    show.board.pin(run_of(Spec(), 40))
+    show.until(lambda: len(show.table("overlay.0")) == 40)
+    patches = show.live._scene.patches()
+    for plot in ("loss", "throughput", "tflops", "communication.over", "memory.lane_0", "memory.lane_1"):
+        assert patches[f"{plot}.overlay.0"] == {"visible": True} and patches[f"{plot}.overlay.1"] == {"visible": False}
+    words = show.live._scene.captions()
+    assert [k["label"] for k in words["loss"]["legend"]] == ["mean of all ranks", "A"]
+    assert words["loss"]["legend"][1]["token"] == "pin.0"
+    show.board.unpin("A")
+    show.until(lambda: len(show.table("overlay.0")) == 0)
+    assert not show.live._scene.patches()["loss.overlay.0"]["visible"]
+
+
+def test_ranges_hold_a_curve_that_leaves_the_live_one(show):
+    show.lab.run(steps=30, precision="bf16")
+    show.until(lambda: len(show.steps()) == 30)
+    end = show.live._scene.patches()["throughput.y"]["end"]
+    fast = run_of(Spec(world_size=8).replace(micro_batch=64), 30)
+    show.board.pin(fast)
+    show.until(lambda: show.live._scene.patches()["throughput.y"]["end"] > end)
+    rates = Pinned.of(fast).curve[:, CURVE.index("tokens_per_s")]
+    assert np.nanmax(rates) <= show.live._scene.patches()["throughput.y"]["end"]
+
+
+def test_pins_survive_a_new_run_and_another_world_size(show):
+    show.lab.run(steps=5)
+    show.until(lambda: len(show.steps()) == 5)
+    show.board.pin()
+    show.lab.run(world_size=3, steps=4)
+    show.until(lambda: show.live._scene.ranks == 3 and len(show.steps()) == 4)
+    assert len(show.table("overlay.0")) == 5
+    show.until(lambda: [e.label for e in show.board.shown.entries] == ["A", LIVE])
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_what_comparison_says_of_the_same_runs(show):
+    """The board works rows out one by one; together they are what `Comparison.of` makes of all at once."""
+    board = show.board
+    runs = [run_of(Spec().replace(**changes), 30, f"r{i}") for i, changes in enumerate(
+        ({}, {"sharding": "no_shard"}, {"precision": "bf16", "offload": "all"}))]  # fmt: skip
+    for run in runs:
+        board.pin(run)
+    for baseline in ("A", "C"):
+        board.choose_baseline(baseline)
+        made = board.refresh()
+        assert made == Comparison.of(list(board.pins.values()), baseline=baseline)
+    board.unpin("C")  # the baseline goes: the first that is left
+    assert board.refresh().baseline == "A"
+
+
+def test_two_strategies_of_one_run_are_not_called_equal(show):
+    """They have no step in common, and the card says what to do about it."""
+    run = show.lab.run()
+    show.until(lambda: len(show.steps()) > 12)
+    show.board.pin()
+    run.apply(sharding="no_shard")
+    show.until(lambda: len(run.switches) == 2 and len(run.events.since()[0]) > 2 * (run.switches[1].step + 12))
+    run.stop()
+    show.board.pin()
+    compared = show.board.refresh()
+    assert compared["B"].parity.verdict is Verdict.UNKNOWN
+    assert compared["A"].spec.strategy.sharding == "full_shard" and compared["B"].spec.strategy.sharding == "no_shard"
+    show.until(lambda: len(cells(show)) == 3)  # no live row: it has told nothing since
+    assert "same run under another strategy" in cells(show)[2][2].title
+
+
+def test_the_live_row_is_worked_out_once_a_second_and_pins_once(show, monkeypatch):
+    made: list[tuple[str, ...]] = []
+    of = Comparison.of.__func__
+    monkeypatch.setattr(Comparison, "of", classmethod(lambda cls, runs, **more: made.append(
+        tuple(r.id for r in runs)) or of(cls, runs, **more)))  # fmt: skip
+    show.lab.run()
+    show.until(lambda: len(show.steps()) > 5)
+    show.board.pin()
+    began_s = time.monotonic()
+    show.until(lambda: len([runs for runs in made if len(runs) == 2]) >= 3, 30)
+    assert time.monotonic() - began_s > 1.8  # the third comes two seconds after the first
+    assert len([runs for runs in made if len(runs) == 1]) == 1
+
+
+def test_ten_ticks_a_second_do_not_pay_for_eight_pins(dashboard):
+    """A tick with a full board costs the kernel little more than one with none: at most a twentieth of a core."""
+    run = dashboard.lab.run()
+    until(lambda: len(run.events) > 300)
+    for _ in range(8):
+        dashboard.pin()
+    until(lambda: len(dashboard._board.shown.entries) == 9)
+    began_s = time.thread_time()
+    spent = [0.0]
+    refresh = dashboard._board.refresh
+
+    def timed() -> Comparison:
+        began_s = time.thread_time()
+        made = refresh()
+        spent[0] += time.thread_time() - began_s
+        return made
+
+    dashboard._board.refresh = timed
+    dashboard.reset_measurements()
+    until(lambda: dashboard.cost().ticks > 30)
+    cost = dashboard.cost()
+    assert 0 < spent[0] < 0.1 * cost.wall_s, (spent, cost, began_s)
+
+
+# -- the card --------------------------------------------------------------------------------------------------------
+
+
+def cells(show: Show) -> tuple[tuple[Any, ...], ...]:
+    return show.card.captions().table
+
+
+def test_the_card_is_hidden_until_there_is_something_to_compare(show):
+    show.feed.tick()
+    assert show.card.captions().hidden
+    show.board.pin(run_of(Spec(), 10))
+    show.feed.tick()
+    assert not show.card.captions().hidden
+    show.board.unpin("A")
+    show.feed.tick()
+    assert show.card.captions().hidden
+
+
+def test_a_row_says_its_figures(show):
+    run = run_of(Spec(), 30)
+    show.board.pin(run)
+    show.board.pin(run_of(Spec().replace(sharding="no_shard"), 30, "other"))
+    show.feed.tick()
+    heads, one, other = cells(show)
+    assert [len(row) for row in cells(show)] == [len(heads)] * 3
+    figures = show.board.shown.comparison["B"].figures
+    assert one[2].text == "baseline" and one[0].pressed and not other[0].pressed
+    assert other[1].text == "no_shard"
+    assert other[3].text.startswith(f"{figures.step_time_s.median * 1e3:.3g}"[:3])
+    assert 0 < other[3].whisker[0] <= other[3].parts[0].share <= other[3].whisker[1] <= 1
+    assert "optimizer state" in other[8].title and sum(p.share for p in other[8].parts) <= 1.01
+    assert other[9].startswith("×")
+
+
+def test_a_difference_is_loud(show):
+    """Red, an icon, and words with the step; and in the headline of the card."""
+    right = run_of(Spec(), 20, "right")
+    wrong = told(right.spec, right.events.since()[0], id="wrong")
+    wrong.events = type(wrong.events)()
+    for e in right.events.since()[0]:
+        wrong.events.add([e if e.step < 7 else type(e).from_dict({**e.to_dict(), "mean_loss": e.mean_loss + 0.5})])
+    show.board.pin(right)
+    show.board.pin(wrong)
+    show.feed.tick()
+    badge = cells(show)[2][2]
+    assert (badge.text, badge.tone) == ("✗ DIFFERENT from step 7", "bad")
+    assert "NOT THE SAME COMPUTATION: B" in show.card.captions().reading
+    assert "from step 7 on: loss" in show.card.captions().note
+
+
+def test_presses_choose_the_baseline_and_take_rows_away(dashboard):
+    for i in range(2):
+        dashboard.pin(run_of(Spec(), 12, f"r{i}"))
+    dashboard._live._on_message(None, {"kind": "press", "card": "comparison", "word": "baseline", "about": "B"}, [])
+    assert dashboard.comparison.baseline == "B"
+    dashboard._live._on_message(None, {"kind": "press", "card": "comparison", "word": "unpin", "about": "B"}, [])
+    assert list(dashboard.pins) == ["A"] and dashboard.comparison.baseline == "A"
+    dashboard._press("unpin", "Z")
+    assert "no pin" in dashboard._controls._state.value
+
+
+# -- sweeps ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_keeps_its_pictures_and_shows_whose_turn_it_is(show):
+    """No page is asked to build its plots again; rows and curves of the others stand beside."""
+    show.lab.run(steps=3)
+    show.until(lambda: len(show.steps()) == 3)
+    show.lab.step_s = 0.2
+    remounts = show.live._scenes
+    sweep = show.lab.compare(sharding=["full_shard", "no_shard"], backend=["lab", "ddp"], steps=8, rounds=2)
+    shown, overlaid = set(), set()
+    deadline = time.monotonic() + 60
+    while not sweep.done:
+        assert time.monotonic() < deadline
+        show.feed.tick()
+        shown.add(show.feed.run.id)
+        overlaid |= set(show.feed._stage.frame.overlays.labels.values())
+        time.sleep(0.002)
+    assert show.live._scenes == remounts
+    assert {run.id for run in sweep.runs} <= shown and overlaid == {"1", "2", "3"}
+    show.until(lambda: "The fastest that fits is" in show.card.captions().reading)
+    rows = cells(show)[1:]
+    assert [row[0].text for row in rows] == list("1234")
+    assert [row[10].tone for row in rows] == ["", "", "", "bad"]
+    assert [r.figures.steps for r in show.board.refresh().rows] == [8, 8, 8, 0]
+    show.board.unpin("4")
+    assert [r.label for r in show.board.refresh().rows] == list("123")
+
+
+def test_a_run_that_fails_in_a_sweep_is_a_row_with_its_reason(show):
+    make = show.lab._turn_of
+
+    def failing(spec: Spec, steps: int, share: int):
+        run = make(spec, steps, share)
+        if spec.strategy.sharding == "no_shard":
+            run.fails_at = 2
+        return run
+
+    show.lab._turn_of = failing
+    show.lab.step_s = 0.005
+    sweep = show.lab.compare(sharding=["full_shard", "no_shard"], steps=6, rounds=2)
+    show.until(lambda: sweep.done and len(cells(show)) == 3)
+    show.until(lambda: "ran out of memory" in cells(show)[2][10].text)
+    assert cells(show)[2][10].tone == "bad" and show.board.refresh()["1"].figures.steps == 6
+
+
+def test_controls_rest_during_a_sweep_and_say_why(dashboard):
+    lab, controls = dashboard.lab, dashboard._controls
+    lab.step_s = 0.02
+    form = dashboard._form
+    form.toggle()
+    for name, value in (("sharding", "no_shard"), ("backend", "ddp")):
+        next(chip for chip in form._chips[name] if chip.description == value).value = True
+    assert "<b>4 combinations</b>: 3 can run, 1 cannot." in form._said.value
+    assert "DDP keeps a whole replica" in form._said.value
+    form._steps.value, form._rounds.value = 400, 4
+    form.start()
+    until(lambda: controls._start.disabled and "comparison" in controls._state.value)
+    assert all(i.disabled for c in controls._controls.values() for i in c.inputs)
+    until(lambda: "of 1,200 steps" in form._far.value and "left" in form._far.value)
+    wanted = controls.choices.wanted
+    until(lambda: lab.sweep.progress.done_steps > 25)
+    assert controls.choices.wanted is wanted  # the form's fields do not follow each turn
+    controls.stop()
+    until(lambda: lab.sweep.done and not controls._controls["backend"].input.disabled)
+    assert {run.state for run in lab.sweep.runs} == {RunState.STOPPED}
+    until(lambda: len(dashboard.comparison.rows) == len(lab.sweep.runs) + 1)
+
+
+def test_a_form_says_what_it_will_take_and_refuses_nothing_to_run(dashboard):
+    form = dashboard._form
+    form.toggle()
+    assert "How long it takes is said" in form._said.value
+    form.toggle()
+    dashboard.lab.run(steps=20).wait(10)
+    form.toggle()
+    assert "<b>1 combination</b>: 1 can run. About" in form._said.value
+    for chip in form._chips["backend"]:
+        chip.value = chip.description == "ddp"
+    assert form._start.disabled and "0 can run, 1 cannot" in form._said.value
+    form._chips["sharding"][-1].value = True
+    assert not form._start.disabled
+
+
+def test_a_card_of_its_own_presses(show):
+    pressed: list[tuple[str, str]] = []
+    card = ComparisonCard(lambda word, about: pressed.append((word, about)))
+    card.press("baseline", "A")
+    assert pressed == [("baseline", "A")]
+    assert Board(show.lab).refresh().rows == ()
