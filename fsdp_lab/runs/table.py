@@ -33,13 +33,22 @@ class Table:
 
     def _repr_html_(self) -> str:
         def side(name: str) -> str:
-            return f'style="text-align:{"left" if name in self.left else "right"};font-variant-numeric:tabular-nums"'
+            if name in self.left:
+                return 'style="text-align:left"'
+            return 'style="text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap"'
+
+        def cell(name: str, text: str) -> str:
+            """A figure's spread stands below it: tables of many columns are wide enough."""
+            middle, open_, spread = text.partition(" (")
+            if name in self.left or not open_:
+                return escape(text)
+            return f"{escape(middle)}<br><small>({escape(spread)}</small>"
 
         sides = [side(name) for name in self.columns]
         head = "".join(f"<th {s}>{escape(c)}</th>" for s, c in zip(sides, self.columns, strict=True))
+        filled = ([cell(name, text) for name, text in zip(self.columns, row, strict=True)] for row in self.rows)
         body = "".join(
-            "<tr>" + "".join(f"<td {s}>{escape(c)}</td>" for s, c in zip(sides, row, strict=True)) + "</tr>"
-            for row in self.rows
+            "<tr>" + "".join(f"<td {s}>{c}</td>" for s, c in zip(sides, row, strict=True)) + "</tr>" for row in filled
         )
         caption = f'<caption style="text-align:left">{escape(self.caption)}</caption>' if self.caption else ""
         notes = "".join(f"<p><small>{escape(n)}</small></p>" for n in self.notes)
