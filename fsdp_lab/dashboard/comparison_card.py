@@ -165,7 +165,7 @@ def _memory(row: Row, largest: int) -> Cell:
 
 
 def _state(row: Row, entry: Entry) -> Cell:
-    tone = "bad" if row.state in ("failed", "refused") else ""
+    tone = "bad" if row.state in ("failed", "refused") or row.state.startswith("lost") else ""
     text = f"▶ {row.state}" if entry.going and row.state == "running" else row.state
     if entry.kind is Kind.PIN and row.state in ("running", "paused"):
         text = "pinned"  # as it was then

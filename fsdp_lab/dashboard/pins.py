@@ -61,7 +61,7 @@ class Pinned:
             notes=run.notes,
             started_unix_s=run.started_unix_s,
             ended_unix_s=run.ended_unix_s,
-            environment=getattr(run, "environment", {}),
+            environment=run.environment,
         )
 
 

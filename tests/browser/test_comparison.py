@@ -183,11 +183,11 @@ def test_with_ranks(server: JupyterServer, open_notebook, watched, picture):
         for label, value in (("model", "gpt2-1m"), ("sequence length", "32"), ("micro batch", "1")):
             opened.choose(label, value)
         opened.start()
-        opened.wait_step(15, 120)
+        opened.wait_step(8, 120)
         opened.pin("A")
         opened.choose("sharding", "no_shard")
         opened.wait_note("sharding", r"applied at step \d+", 60)
-        opened.wait_steps_more(10, 60)
+        opened.wait_steps_more(6, 60)
         opened.pin("B")
         assert opened.cell("B", 1).startswith("no_shard")
         opened.row("B").locator(".fsdp-press-unpin").click()

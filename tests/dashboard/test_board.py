@@ -15,7 +15,7 @@ from fsdp_lab.dashboard.board import LIVE, Board
 from fsdp_lab.dashboard.comparison_card import ComparisonCard
 from fsdp_lab.dashboard.panels.overlay import CURVE
 from fsdp_lab.dashboard.pins import Pinned
-from fsdp_lab.runs import Comparison, RunState
+from fsdp_lab.runs import Comparison, History, RunState
 from fsdp_lab.runs.parity import Verdict
 from fsdp_lab.spec import Spec, SpecError
 from tests.dashboard.fake_lab import FakeLab, event
@@ -150,6 +150,19 @@ def test_ranges_hold_a_curve_that_leaves_the_live_one(show):
     show.until(lambda: show.live._scene.patches()["throughput.y"]["end"] > end)
     rates = Pinned.of(fast).curve[:, CURVE.index("tokens_per_s")]
     assert np.nanmax(rates) <= show.live._scene.patches()["throughput.y"]["end"]
+
+
+def test_a_run_of_the_past_is_pinned_as_a_live_one_is(show, tmp_path):
+    """Read back from disk, its row says what it said when it was kept."""
+    live = run_of(Spec(), 30)
+    history = History(tmp_path)
+    history.record(live)
+    assert history.flush()
+
+    (past,) = history.runs()
+    assert show.board.pin(past) == "A" and show.board.pin(live) == "B"
+    compared = show.board.refresh()
+    assert compared["A"].figures == compared["B"].figures and compared["B"].parity.verdict is Verdict.EQUAL
 
 
 def test_pins_survive_a_new_run_and_another_world_size(show):

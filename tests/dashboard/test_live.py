@@ -131,6 +131,28 @@ def test_a_tick_is_one_message_with_one_buffer(stage):
     assert stage.holds_all(page)
 
 
+def test_a_scene_of_the_same_shape_takes_over_in_one_tick_and_the_page_mounts_nothing(stage):
+    """There and back, as in a sweep: what the page holds is what the scene has, shorter or longer."""
+    page = stage.open("page")
+    stage.train(9)
+    stage.view.flush()
+    former = (stage.frame, stage.panels, stage.scene)
+    for count in (3, 0, 5):
+        stage.frame, stage.step = Frame(), 0
+        stage.panels = [make(stage.frame, 2) for make in PANELS]
+        stage.scene = Scene(cards=stage.panels, shared_sources=stage.frame.sources, shared_patches=stage.frame.patches)
+        stage.view.swap(stage.scene)
+        if count:
+            stage.train(count)
+        page.acknowledge()
+        assert stage.view.flush() and stage.holds_all(page)
+    stage.frame, stage.panels, stage.scene = former
+    stage.view.swap(stage.scene)
+    page.acknowledge()
+    assert stage.view.flush() and stage.holds_all(page) and len(page.rows["loss.steps"]) == 9
+    assert page.snapshots == 1 and [content["kind"] for content, _ in stage.sent].count("remount") == 1
+
+
 def test_two_are_on_the_way_at_most_and_the_rest_is_coalesced(stage):
     page = stage.open("slow")
     for _ in range(10):
