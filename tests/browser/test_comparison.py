@@ -165,6 +165,11 @@ for run in (right, run_of(Spec().replace(sharding='shard_grad_op', offload='all'
     assert "DIFFERENT from step 23" in opened.cell("C", 2)
     opened.wait_step(40)
     opened.row("live").wait_for()
+    opened.notebook.page.evaluate("() => window.jupyterapp.shell.expandLeft()")  # as JupyterLab opens
+    opened.show(1280, "Light")
+    assert opened.clipped() == []
+    opened.photograph(picture("comparison-1280-beside-the-folder"))
+    opened.notebook.hide_sidebar()
     for width, theme in ((1280, "Light"), (1920, "Light"), (1920, "Dark"), (1280, "Dark")):
         opened.show(width, theme)
         assert opened.clipped() == []
