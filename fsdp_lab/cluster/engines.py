@@ -321,7 +321,7 @@ class GivenEngines:
 
 
 def frugal(client: Any) -> Any:
-    """The client remembers the signature of every message against a replay, by default of 65,536: 6 MB after some hours."""
+    """The client remembers the signature of every message against a replay, by default of 65,536."""
     client.session.digest_history_size = SIGNATURES
     return client
 

@@ -8,7 +8,7 @@ import torch
 
 from fsdp_lab.backends import Backend
 
-_CHUNK = 1 << 20  # elements at a time: what is made of them is three times their size
+_CHUNK = 1 << 20  # elements at a time: what is made of them is several times their size
 _STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)  # odd: no two positions of a parameter weigh the same
 
 

@@ -33,7 +33,7 @@ class Bound:
     """Relative differences that rounding may make in the first step.
 
     In units of roundoff (2^-24, 2^-11, 2^-8): 4 and 64 in fp32, whose norm is summed over all of the model; 1 and 4 in the
-    half precisions, whose matrix products add in fp32. Each is about four times or more what was seen in 60 steps.
+    half precisions, whose matrix products add in fp32.
     """
 
     loss: float
