@@ -218,33 +218,32 @@ def test_the_live_row_is_worked_out_once_a_second_and_pins_once(show, monkeypatc
     show.until(lambda: len(show.steps()) > 5)
     show.board.pin()
     began_s = time.monotonic()
-    show.until(lambda: len([runs for runs in made if len(runs) == 2]) >= 3, 30)
+    show.until(lambda: len([runs for runs in made if len(runs) == 2]) >= 3, 90)
     assert time.monotonic() - began_s > 1.8  # the third comes two seconds after the first
     assert len([runs for runs in made if len(runs) == 1]) == 1
 
 
 def test_ten_ticks_a_second_do_not_pay_for_eight_pins(dashboard):
-    """A tick with a full board costs the kernel little more than one with none: at most a twentieth of a core."""
+    """A tick with a full board costs the kernel little more than one with none: at most a tenth of a core."""
     run = dashboard.lab.run()
     until(lambda: len(run.events) > 300)
     for _ in range(8):
         dashboard.pin()
     until(lambda: len(dashboard._board.shown.entries) == 9)
-    began_s = time.thread_time()
-    spent = [0.0]
+    spent: list[float] = []
     refresh = dashboard._board.refresh
 
     def timed() -> Comparison:
         began_s = time.thread_time()
         made = refresh()
-        spent[0] += time.thread_time() - began_s
+        spent.append(time.thread_time() - began_s)
         return made
 
     dashboard._board.refresh = timed
     dashboard.reset_measurements()
-    until(lambda: dashboard.cost().ticks > 30)
+    until(lambda: dashboard.cost().ticks > 30 and len(spent) >= 2, 60)  # the slower it is, the longer the board waits
     cost = dashboard.cost()
-    assert 0 < spent[0] < 0.1 * cost.wall_s, (spent, cost, began_s)
+    assert sum(spent) < 0.1 * cost.wall_s, (spent, cost)
 
 
 # -- the card --------------------------------------------------------------------------------------------------------
