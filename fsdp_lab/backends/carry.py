@@ -1,13 +1,13 @@
 """How values reach a backend: from an initialiser (`fill`), from the backend before it (`carry`), or from one that was put
 aside on the host (`park`, `unpark`).
 
-A carry streams: a few parameters at a time are made whole on every rank, which keeps its part of them, so that no rank
-ever holds the whole model, whatever the two backends are. Values move as they are, bit for bit.
+A carry streams: of a few parameters at a time each rank gets what it will hold and does not hold yet (moves.py), so that no
+rank ever holds the whole model, whatever the two backends are. Values move as they are, bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from fsdp_lab.backends.base import Backend, Piece, seed_state, state_slots, steps_taken
+from fsdp_lab.backends.moves import Layout, Move, moves
 
-_BATCH_ELEMENTS = 8 << 20  # made whole at once: 32 MiB of fp32
+_BATCH_ELEMENTS = 4 << 20  # of parameters that are moved at once: 16 MiB of fp32
 PARAM = "param"
 
 T = TypeVar("T")
-Range = tuple[int, int]
+Parts = Mapping[str, tuple[Tensor, int]]  # by parameter: what this rank has of it, flat, and where that begins
 
 
 def fill(backend: Backend, values: Callable[[str], Tensor]) -> None:
@@ -33,15 +34,16 @@ def fill(backend: Backend, values: Callable[[str], Tensor]) -> None:
 
 def carry(old: Backend, new: Backend) -> None:
     """Move parameters, optimizer state and buffers; collective over all ranks. `old` is left as it was."""
-    steps = max(_everybodys(steps_taken(old.optimizer)))
-    slots = _slots(old)
+    slots, steps = _optimizer(old)
     if slots:
         seed_state(new.optimizer, slots, steps)
-    targets = {p.name: p for p in new.pieces()}
-    for name, slot, whole in _stream(old, (PARAM, *slots)):
-        piece = targets[name]
-        into = piece.local if slot == PARAM else state_slots(new.optimizer, piece)[slot]
-        into.copy_(whole[piece.start : piece.stop])
+    sources, targets = old.pieces(), {p.name: p for p in new.pieces()}
+    layouts = _everybodys((_layout(sources), _layout(targets.values())))
+    held, wanted = [have for have, _ in layouts], [want for _, want in layouts]
+    for batch in _batches(sources):
+        plan = moves([p.name for p in batch], held, wanted)
+        for slot in (PARAM, *slots):
+            _move(plan, _parts(old, batch, slot), _parts(new, [targets[p.name] for p in batch], slot))
     for (_, source), (_, target) in zip(_lasting(old.module), _lasting(new.module), strict=True):
         target.copy_(source)
 
@@ -62,12 +64,12 @@ class Parked:
 
 def park(backend: Backend) -> Parked:
     """Parameters, optimizer state and buffers as they are; collective. The backend may be released afterwards."""
-    slots = _slots(backend)
+    slots, steps = _optimizer(backend)
     kept = {(p.name, slot): _value(backend, p, slot) for p in backend.pieces() for slot in (PARAM, *slots)}
     return Parked(
         values={key: value.detach().to("cpu", copy=True) for key, value in kept.items()},
         slots=slots,
-        steps=max(_everybodys(steps_taken(backend.optimizer))),
+        steps=steps,
         buffers=tuple(b.detach().to("cpu", copy=True) for _, b in _lasting(backend.module)),
     )
 
@@ -95,19 +97,15 @@ def _lasting(module: nn.Module) -> list[tuple[str, Tensor]]:
     return sorted((where, b) for where, m, name, b in found if b is not None and name not in m._non_persistent_buffers_set)
 
 
-def _slots(backend: Backend) -> tuple[str, ...]:
-    """The optimizer's slots, the same on every rank, also on one whose first piece is empty."""
+def _optimizer(backend: Backend) -> tuple[tuple[str, ...], int]:
+    """The optimizer's slots and how many steps it took, the same on every rank, also on one whose first piece is empty."""
     mine = {slot for p in backend.pieces() for slot in state_slots(backend.optimizer, p)}
-    return tuple(sorted(set().union(*_everybodys(mine))))
+    told = _everybodys((mine, steps_taken(backend.optimizer)))
+    return tuple(sorted(set().union(*(slots for slots, _ in told)))), max(steps for _, steps in told)
 
 
-def _stream(old: Backend, slots: tuple[str, ...]) -> Iterator[tuple[str, str, Tensor]]:
-    """(name, slot, the whole flat tensor) for every parameter and slot, in one order on all ranks."""
-    pieces = old.pieces()
-    layouts = _everybodys({p.name: (p.start, p.stop) for p in pieces})
-    for slot in slots:
-        for batch in _batches(pieces):
-            yield from ((name, slot, whole) for name, whole in _whole(old, batch, slot, layouts))
+def _layout(pieces: Iterable[Piece]) -> Layout:
+    return {p.name: (p.start, p.stop) for p in pieces}
 
 
 def _batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
@@ -121,43 +119,44 @@ def _batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _whole(
-    old: Backend, batch: list[Piece], slot: str, layouts: list[dict[str, Range]]
-) -> Iterator[tuple[str, Tensor]]:
-    """One all-gather for the batch; none where every rank holds everything."""
-    local = {p.name: _value(old, p, slot) for p in batch}
-    if all(layout[p.name] == (0, p.shape.numel()) for p in batch for layout in layouts):
-        yield from local.items()
-        return
-    rows = _gather([local[p.name] for p in batch], [_length(batch, layout) for layout in layouts])
-    offsets = [0] * len(layouts)
-    for piece in batch:
-        whole = rows.new_empty(piece.shape.numel())
-        for rank, layout in enumerate(layouts):
-            start, stop = layout[piece.name]
-            whole[start:stop] = rows[rank, offsets[rank] : offsets[rank] + stop - start]
-            offsets[rank] += stop - start
-        yield piece.name, whole
-
-
 def _value(backend: Backend, piece: Piece, slot: str) -> Tensor:
-    return piece.local if slot == PARAM else state_slots(backend.optimizer, piece).get(slot, piece.local[:0])
+    """What this rank holds of it, flat; zeros where the optimizer has made no state, since there was no gradient."""
+    if slot == PARAM:
+        return piece.local
+    found = state_slots(backend.optimizer, piece).get(slot)
+    return torch.zeros_like(piece.local) if found is None else found
 
 
-def _gather(parts: list[Tensor], lengths: list[int]) -> Tensor:
-    """[W, longest]: each rank's parts, one after the other."""
-    longest = max(lengths)
-    mine = torch.zeros(longest, dtype=parts[0].dtype, device=parts[0].device)
-    joined = torch.cat(parts)
-    mine[: joined.numel()] = joined
-    rows = mine.new_empty(len(lengths) * longest)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(rows, mine)
-    return rows.view(len(lengths), longest)
+def _parts(backend: Backend, pieces: Iterable[Piece], slot: str) -> Parts:
+    return {p.name: (_value(backend, p, slot), p.start) for p in pieces}
 
 
-def _length(batch: list[Piece], layout: dict[str, Range]) -> int:
-    return sum(layout[p.name][1] - layout[p.name][0] for p in batch)
+def _part(m: Move, parts: Parts) -> Tensor:
+    value, begin = parts[m.name]
+    return value[m.start - begin : m.stop - begin]
+
+
+def _move(plan: Sequence[Move], given: Parts, into: Parts) -> None:
+    """One exchange; none where every rank has what it needs."""
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    for m in plan:
+        if m.source == m.target == rank:
+            _part(m, into).copy_(_part(m, given))
+    if all(m.source == m.target for m in plan):
+        return
+    sent = sorted((m for m in plan if m.source == rank != m.target), key=lambda m: m.target)
+    got = sorted((m for m in plan if m.target == rank != m.source), key=lambda m: m.source)
+    some, _ = next(iter(given.values()))
+    outgoing = torch.cat([some[:0], *(_part(m, given) for m in sent)])
+    incoming = some.new_empty(sum(m.stop - m.start for m in got))
+    dist.all_to_all_single(
+        incoming,
+        outgoing,
+        output_split_sizes=[sum(m.stop - m.start for m in got if m.source == other) for other in ranks],
+        input_split_sizes=[sum(m.stop - m.start for m in sent if m.target == other) for other in ranks],
+    )
+    for m, values in zip(got, torch.split(incoming, [m.stop - m.start for m in got]), strict=True):
+        _part(m, into).copy_(values)
 
 
 def _everybodys(mine: T) -> list[T]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
 from fsdp_lab.backends import build, carry, fill
 from fsdp_lab.backends.base import Backend
-from fsdp_lab.backends.carry import _stream
 from fsdp_lab.models import Batches, Initializer, build_skeleton, resolve
 from fsdp_lab.spec import Spec
 from tests.pool import Place
@@ -47,8 +48,15 @@ def steps(place: Place, spec: Spec, backend: Backend, first: int, count: int) ->
 
 def whole(backend: Backend) -> dict[str, torch.Tensor]:
     """Every parameter whole, on every rank."""
-    shapes = {p.name: p.shape for p in backend.pieces()}
-    return {name: flat.clone().view(shapes[name]) for name, _, flat in _stream(backend, ("param",))}
+    mine = {p.name: (p.start, p.stop, p.local.clone()) for p in backend.pieces()}
+    everybodys = [mine] * dist.get_world_size()
+    if len(everybodys) > 1:
+        dist.all_gather_object(everybodys, mine)
+    found = {p.name: torch.full(p.shape, math.nan) for p in backend.pieces()}
+    for held in everybodys:
+        for name, (start, stop, values) in held.items():
+            found[name].view(-1)[start:stop] = values
+    return found
 
 
 def train(place: Place, plan: list[tuple[dict[str, Any], int]]) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -63,3 +71,18 @@ def train(place: Place, plan: list[tuple[dict[str, Any], int]]) -> tuple[list[fl
     result = whole(backend)
     backend.release()
     return losses, result
+
+
+def carried(place: Place, before: dict[str, Any], after: dict[str, Any]) -> tuple[int, int]:
+    """Bytes that this rank sends for a carry, by what the wire counted, and those of all parameters."""
+    one, other = Spec.from_dict(before), Spec.from_dict(after)
+    old = start(place, one)
+    steps(place, one, old, 0, 1)
+    new = start(place, other)
+    place.world.hub.meter.take()
+    carry(old, new)
+    sent = sum(c.link_bytes for c in place.world.hub.meter.take() if c.kind == "all_to_all")
+    whole = sum(4 * p.shape.numel() for p in old.pieces())
+    old.release()
+    new.release()
+    return sent, whole
