@@ -398,12 +398,18 @@ def quiet_log() -> logging.Logger:
     return log
 
 
+# torch asks Linux for pages of 2 MiB under large tensors on the host: a step makes and drops many, and every page of 4 KiB
+# is a fault. It changes no value; `fsdp-lab bench toggle` gives it to its torchrun, too.
+HUGE_PAGES: Mapping[str, str] = {"THP_MEM_ALLOC_ENABLE": "1"}
+
+
 def engine_environment(token: str, ranks: int, extra: Mapping[str, str]) -> dict[str, str]:
     """What every process of a cluster gets in its environment. What the user set wins."""
     threads = str(max(1, usable_cores() // max(1, ranks)))
     wanted = {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
+        **HUGE_PAGES,
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # torch counts GPUs as nvidia-smi does: placement names the right one
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",

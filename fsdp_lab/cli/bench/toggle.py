@@ -1,16 +1,18 @@
 """`fsdp-lab bench toggle`: from a changed strategy to its first step, on ranks that stay, beside a relaunch by torchrun.
 
 Note: what is compared. A toggle is timed from `run.apply` to the first step that every rank has told under the new Spec,
-parameters and optimizer state carried over; the chunk of steps that is under way ends first, and counts. The relaunch is
-torchrun on the same Spec and command line, from its start to the first step that it prints: new processes, imports, build,
-rendezvous. It loads no state, so that it is shorter than the same change by hand, which would save and load a checkpoint.
-Relaunches are spread among the toggles, and the run is paused meanwhile. The tour goes through every ordered pair of ways.
+parameters and optimizer state carried over; the chunk of steps that is under way ends first, and counts. It comes at a
+random moment within the seconds after the last one's first step, as a user's does. The relaunch is torchrun on the same
+Spec and command line, from its start to the first step that it prints: new processes, imports, build, rendezvous. It loads
+no state, so that it is shorter than the same change by hand, which would save and load a checkpoint. Relaunches are spread
+among the toggles, and the run is paused meanwhile. The tour goes through every ordered pair of ways.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from fsdp_lab.cli.bench.environment import environment
 from fsdp_lab.cli.bench.live import await_step
 from fsdp_lab.cli.console import Failed, Refused
 from fsdp_lab.cli.results import check_file, write_file
+from fsdp_lab.cluster.engines import HUGE_PAGES
 from fsdp_lab.spec import Spec
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ WAYS: Sequence[tuple[str, str]] = (
     ("fsdp1", "no_shard"),
     ("ddp", "no_shard"),
 )
+WITHIN_S = 3.0
 RELAUNCH_S = 300.0
 
 
@@ -114,11 +118,13 @@ Toggle = tuple[Spec, Spec, float]  # from, to, seconds
 def measure(trained: Run, stops: Sequence[Spec], relaunches: int) -> tuple[list[Toggle], list[float]]:
     toggles: list[Toggle] = []
     again: list[float] = []
+    chance = random.Random(0)
     for i, (before, after) in enumerate(pairwise(stops)):
         if i * relaunches // (len(stops) - 1) >= len(again):
             trained.pause()
             again.append(relaunched(before))
             trained.resume()
+        time.sleep(chance.uniform(0, WITHIN_S))
         begun_s = time.perf_counter()
         trained.apply(after)
         await_step(trained, after.id)
@@ -134,7 +140,8 @@ def relaunched(spec: Spec) -> float:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.world_size}",
                    "-m", "fsdp_lab.rank", str(file), "--steps", "1"]  # fmt: skip
         begun_s = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=RELAUNCH_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=RELAUNCH_S, check=False,
+                              env={**HUGE_PAGES, **os.environ})  # fmt: skip
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
         if not lines:
             raise Failed(f"torchrun made no step: {done.stderr.strip().splitlines()[-1:]}")
