@@ -12,6 +12,7 @@ import pytest
 from fsdp_lab.events import StepEvent
 from fsdp_lab.runs.parity import Parity, Verdict, parity
 from fsdp_lab.spec import Spec
+from tests.lab.events import event
 from tests.lab.kept import Told, told
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, session, spec
@@ -142,6 +143,40 @@ def test_one_bit_is_seen_and_called_rounding(honest: dict[str, Told]) -> None:
     assert (found.verdict, found.first_step, found.what) == (Verdict.WITHIN, 5, "loss")
     found = parity(lab, changed(lab, 7, checksum=1))
     assert (found.verdict, found.first_step, found.what) == (Verdict.WITHIN, 7, "parameters")
+
+
+def trained_on(losses: list[float], norms: list[float], precision: str = "fp32") -> Told:
+    """One rank's run that told these."""
+    one = Spec(world_size=1).replace(precision=precision)
+    return told(one, [event(0, i, one, mean_loss=x, grad_norm=n)
+                      for i, (x, n) in enumerate(zip(losses, norms, strict=True))])  # fmt: skip
+
+
+def test_a_leap_late_in_another_precision_is_training_and_no_fault() -> None:
+    """As gpt2-10m does it: a norm of 23 where the other run has 1, and the loss of one step 5 % off."""
+    losses, norms = [5.0 - 0.04 * i for i in range(50)], [1.0] * 50
+    leaps = [x * (1.048 if i == 46 else 1.003) for i, x in enumerate(losses)]
+    found = parity(trained_on(losses, norms), trained_on(leaps, [*norms[:46], 23.0, *norms[47:]], "bf16"))
+    assert (found.verdict, found.first_step) == (Verdict.WITHIN, 0)
+
+
+@pytest.mark.parametrize(("from_step", "factor", "precision", "at"), [
+    (20, 1.08, "bf16", 23),  # after four of the mean's eight steps
+    (20, 1.01, "fp32", 20),
+    (30, 0.5, "bf16", 30),
+])  # fmt: skip
+def test_losses_that_part_late_are_found_by_their_mean(from_step: int, factor: float, precision: str, at: int) -> None:
+    losses, norms = [5.0 - 0.04 * i for i in range(50)], [1.0] * 50
+    other = [x * (1 + 1e-7) * (factor if i >= from_step else 1) for i, x in enumerate(losses)]
+    found = parity(trained_on(losses, norms), trained_on(other, norms, precision))
+    assert (found.verdict, found.first_step, found.what) == (Verdict.DIFFERENT, at, "loss")
+
+
+def test_equal_runs_that_part_late_are_held_to_rounding_from_there() -> None:
+    losses, norms = [5.0 - 0.04 * i for i in range(50)], [1.0] * 50
+    wrong = [n * (1.001 if i >= 40 else 1) for i, n in enumerate(norms)]
+    found = parity(trained_on(losses, norms), trained_on(losses, wrong))
+    assert (found.verdict, found.first_step, found.what) == (Verdict.DIFFERENT, 40, "gradient norm")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
