@@ -398,9 +398,10 @@ def quiet_log() -> logging.Logger:
     return log
 
 
-# torch asks Linux for pages of 2 MiB under large tensors on the host: a step makes and drops many, and every page of 4 KiB
-# is a fault. It changes no value; `fsdp-lab bench toggle` gives it to its torchrun, too.
-HUGE_PAGES: Mapping[str, str] = {"THP_MEM_ALLOC_ENABLE": "1"}
+# How a rank's host memory is had. torch asks Linux for pages of 2 MiB under large tensors: a step makes and drops many, and
+# every page of 4 KiB is a fault. And glibc keeps one heap: where each thread has its own, what is free in one serves no
+# other, and with every switch a rank would keep a little more. Values do not change by it.
+HOST_MEMORY: Mapping[str, str] = {"THP_MEM_ALLOC_ENABLE": "1", "MALLOC_ARENA_MAX": "1"}
 
 
 def engine_environment(token: str, ranks: int, extra: Mapping[str, str]) -> dict[str, str]:
@@ -409,7 +410,7 @@ def engine_environment(token: str, ranks: int, extra: Mapping[str, str]) -> dict
     wanted = {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        **HUGE_PAGES,
+        **HOST_MEMORY,
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # torch counts GPUs as nvidia-smi does: placement names the right one
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from fsdp_lab.cli.bench.environment import environment
-from fsdp_lab.cli.bench.live import await_step
+from fsdp_lab.cli.bench.live import await_ledger, await_step
 from fsdp_lab.cli.console import Refused
 from fsdp_lab.cli.results import check_file, write_file
 from fsdp_lab.spec import BACKENDS, Spec
@@ -75,6 +75,9 @@ def endured(lab: Lab, pair: Sequence[Spec], toggles: int) -> dict[str, Any]:
     """Growth from the hundredth to the last toggle: {"kernel" or "rank N": {"from_bytes", "to_bytes", "growth"}}."""
     trained = lab.run(pair[0])
     await_step(trained, pair[0].id)
+    for spec in pair[::-1]:
+        toggle(trained, spec)
+        await_ledger(trained, spec.id)  # three steps after each toggle: later toggles come too soon for one, or just not
     pids = {"kernel": psutil.Process().pid, **{f"rank {s.rank}": s.pid for s in lab.rank_status()}}
     readings: dict[str, list[int]] = {name: [] for name in pids}
     marks = (range(FROM - WINDOW // 2, FROM + WINDOW // 2), range(toggles - WINDOW, toggles))

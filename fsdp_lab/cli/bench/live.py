@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -88,13 +88,26 @@ def _stops(lab: Lab, run: Run, spec: Spec) -> Iterator[float]:
 
 def await_step(run: Run, spec_id: str) -> None:
     """Until every rank has said a step under the Spec. Raises Failed where the run ends or does not come to it."""
+
+    def told() -> bool:
+        latest = run.events.latest().values()
+        return len(latest) == run.spec.world_size and all(e.spec_id == spec_id for e in latest)
+
+    _await(run, "step", told)
+
+
+def await_ledger(run: Run, spec_id: str) -> None:
+    """The same of a ledger step."""
+    _await(run, "ledger step", lambda: any(e.ledger and e.spec_id == spec_id for e in run.events.since()[0]))
+
+
+def _await(run: Run, what: str, there: Callable[[], bool]) -> None:
     limit_s = time.perf_counter() + LONGEST_S
     while time.perf_counter() < limit_s and not run.done:
-        latest = run.events.latest().values()
-        if len(latest) == run.spec.world_size and all(e.spec_id == spec_id for e in latest):
+        if there():
             return
         time.sleep(0.005)
-    raise Failed(f"no step came within {LONGEST_S:.0f} s: {run.reason or run.state.value}")
+    raise Failed(f"no {what} came within {LONGEST_S:.0f} s: {run.reason or run.state.value}")
 
 
 def _words(seconds: Sequence[float]) -> str:

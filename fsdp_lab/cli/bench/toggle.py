@@ -30,7 +30,7 @@ from fsdp_lab.cli.bench.environment import environment
 from fsdp_lab.cli.bench.live import await_step
 from fsdp_lab.cli.console import Failed, Refused
 from fsdp_lab.cli.results import check_file, write_file
-from fsdp_lab.cluster.engines import HUGE_PAGES
+from fsdp_lab.cluster.engines import HOST_MEMORY
 from fsdp_lab.spec import Spec
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def relaunched(spec: Spec) -> float:
                    "-m", "fsdp_lab.rank", str(file), "--steps", "1"]  # fmt: skip
         begun_s = time.perf_counter()
         done = subprocess.run(command, capture_output=True, text=True, timeout=RELAUNCH_S, check=False,
-                              env={**HUGE_PAGES, **os.environ})  # fmt: skip
+                              env={**HOST_MEMORY, **os.environ})  # fmt: skip
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
         if not lines:
             raise Failed(f"torchrun made no step: {done.stderr.strip().splitlines()[-1:]}")
