@@ -15,6 +15,7 @@ import gc
 import os
 import pkgutil
 import platform
+import re
 import signal
 import socket
 import sys
@@ -51,7 +52,8 @@ def described(error: BaseException) -> dict[str, Any]:
     """The error as plain values; its frames let go of what they hold."""
     text = "".join(traceback.format_exception(error))[-TRACE_CHARACTERS:]
     reason = " ".join(str(error).split()) or "no message"
-    told = {"kind": type(error).__name__, "reason": reason, "trace": text, "unix_s": time.time()}
+    kind, reason = ("OutOfMemory", short) if (short := memory_short(error)) else (type(error).__name__, reason)
+    told = {"kind": kind, "reason": reason, "trace": text, "unix_s": time.time()}
     if told["kind"] == "SpecError":
         told["refusal"] = [getattr(error, name) for name in ("field", "reason", "way_out")]
         told["fix"] = dict(getattr(error, "fix", {}))
@@ -60,6 +62,18 @@ def described(error: BaseException) -> dict[str, Any]:
         traceback.clear_frames(seen.__traceback__)
         seen.__traceback__, seen = None, seen.__cause__ or seen.__context__
     return told
+
+
+def memory_short(error: BaseException) -> str:
+    """What to do, where torch could not have the memory it asked for, of a GPU or of the host; empty of other errors."""
+    text = str(error)
+    short = type(error).__name__ in ("OutOfMemoryError", "MemoryError") or "can't allocate memory" in text
+    asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", text)
+    size = asked.group(1) if asked else "what it asked for"
+    if asked and (bytes_ := re.fullmatch(r"(\d+) bytes", size)):
+        size = f"{int(bytes_.group(1)) / (1 << 20):,.1f} MiB"
+    way_out = 'give a smaller micro_batch or seq_len, more sharding, recompute="full", offload="all", or more ranks'
+    return f"{size} more could not be had; {way_out}" if short else ""
 
 
 # -- the resident ----------------------------------------------------------------------------------------------------

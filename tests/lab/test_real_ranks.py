@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -87,6 +88,29 @@ def test_a_comparison_in_turns_is_equal_bit_for_bit_to_runs_that_were_never_inte
     assert sweep.recommend().fastest in {"A", "B", "C"}
     assert sweep.outside_share is not None and sweep.outside_share > 0
     assert {run.id for run in sweep.runs} <= {run.id for run in lab.runs()}  # kept like any other
+
+
+def test_a_run_that_is_out_of_memory_is_a_row_with_its_reason_and_the_others_go_on(lab: Lab):
+    lab.run(**SMALL, steps=1).wait(60)
+
+    def limit(room_bytes: int) -> None:  # beyond what this rank has
+        import re
+        import resource
+        from pathlib import Path
+
+        (kib,) = re.findall(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())
+        most = resource.RLIM_INFINITY if room_bytes < 0 else int(kib) * 1024 + room_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
+
+    view = lab.client[lab.cluster.engine_ids]
+    view.apply_sync(limit, 1 << 30)
+    try:
+        sweep = lab.compare(**{**SMALL, "micro_batch": [1, 4096, 2]}, steps=4, rounds=2).wait(180)
+    finally:
+        view.apply_sync(limit, -1)
+    assert [run.state for run in sweep.runs] == [RunState.FINISHED, RunState.FAILED, RunState.FINISHED]
+    assert re.search(r"OutOfMemory: [\d,.]+ MiB more could not be had; give a smaller micro_batch", sweep.runs[1].reason)
+    assert lab.run(**SMALL, steps=2).wait(60).state is RunState.FINISHED
 
 
 def test_strategies_change_under_way_and_the_losses_are_those_of_a_run_that_never_changed(lab: Lab):
