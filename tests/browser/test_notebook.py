@@ -46,7 +46,7 @@ def test_notebook_01(opened: DashboardPage, picture: Callable[[str], Path]):
         note = opened.wait_note(label, r"applied at step \d+", 60)
         assert int(note.split()[-1]) > 6
         assert opened.wait_new_reading("memory", before, 60) != before
-        opened.wait_steps_more(6, 90)
+        opened.wait_steps_more(3, 90)
     assert re.search(r"[\d.]+ MiB on the host", opened.reading("memory"))
     opened.choose("precision", "fp32")
     opened.wait_note("precision", r"applied at step \d+", 60)
@@ -63,7 +63,7 @@ def test_notebook_01(opened: DashboardPage, picture: Callable[[str], Path]):
     opened.choose("backend", "ddp")
     opened.wait_note("backend", "refused")
     assert "DDP keeps a whole replica" in opened.refusals()
-    print(f"\n2 ranks computing: {in_words(measure(opened, more_steps=12))}")
+    print(f"\n2 ranks computing: {in_words(measure(opened, more_steps=8))}")
 
     opened.notebook.hide_sidebar()
     for width in (1280, 1920):
