@@ -31,6 +31,7 @@ FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (0, "hardware", frozenset()),
     (0, "link_spec", frozenset()),
     (0, "spec", frozenset()),
+    (0, "files", frozenset()),
     (0, "beats", frozenset()),
     (0, "hang", frozenset()),
     (0, "spans", frozenset()),

@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
     results = Results(file=args.json)
     results.check()
     if args.report is not None:
+        from fsdp_lab.files import check_file
         from fsdp_lab.report import SUFFIXES
-        from fsdp_lab.runs.files import check_file
 
         check_file(args.report, SUFFIXES, field="--report")
     specs = split(wanted(args), results)

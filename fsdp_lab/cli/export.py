@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from fsdp_lab.cli.run import read_spec
-from fsdp_lab.export import TARGETS, check_path, export, text_of
+from fsdp_lab.export import TARGETS, export, text_of
+from fsdp_lab.files import check_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.output is not None:
-        check_path(args.output, force=args.force, field="--output")
+        check_file(args.output, replace=args.force, field="--output")
     spec = read_spec(args.spec)
     if args.ranks is not None:
         spec = spec.replace(world_size=args.ranks)

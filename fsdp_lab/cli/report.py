@@ -22,9 +22,9 @@ def run(args: argparse.Namespace) -> int:
     if args.memory is not None and not 0 < args.memory < float("inf"):
         raise Refused(f"--memory {args.memory:g} is refused; give the GiB of a device, such as 80")
     from fsdp_lab.cli.history import say
+    from fsdp_lab.files import check_file
     from fsdp_lab.report import SUFFIXES, write_report
     from fsdp_lab.runs import History, HistoryError
-    from fsdp_lab.runs.files import check_file
 
     check_file(args.output, SUFFIXES, field="--output")
     try:

@@ -23,7 +23,7 @@ from traitlets.config import Config
 from fsdp_lab.cluster.errors import ClusterError, StartError
 from fsdp_lab.cluster.guardian import Guardian, package_path, private_folder, remove_private
 from fsdp_lab.cluster.placement import usable_cores
-from fsdp_lab.cluster.processes import MARK, alive, end, sweep
+from fsdp_lab.cluster.processes import HOST_MEMORY, MARK, alive, end, sweep
 
 T = TypeVar("T")
 
@@ -396,12 +396,6 @@ def quiet_log() -> logging.Logger:
         log.addHandler(logging.NullHandler())
     log.propagate = False
     return log
-
-
-# How a rank's host memory is had. torch asks Linux for pages of 2 MiB under large tensors: a step makes and drops many, and
-# every page of 4 KiB is a fault. And glibc keeps one heap: where each thread has its own, what is free in one serves no
-# other, and with every switch a rank would keep a little more. Values do not change by it.
-HOST_MEMORY: Mapping[str, str] = {"THP_MEM_ALLOC_ENABLE": "1", "MALLOC_ARENA_MAX": "1"}
 
 
 def engine_environment(token: str, ranks: int, extra: Mapping[str, str]) -> dict[str, str]:

@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_lab.export.files import check_path, write
+from fsdp_lab.files import check_file, write_whole
 
 if TYPE_CHECKING:
     from fsdp_lab.spec import Spec
@@ -54,9 +54,8 @@ def export_spec(spec: Spec, path: StrPath, *, force: bool = False) -> Path:
 
 def export(spec: Spec, target: str, path: StrPath, *, force: bool = False) -> Path:
     """To a target by its name, one of `TARGETS`; the path is checked before anything is made."""
-    file = check_path(path, force=force)
-    write(file, text_of(spec, target))
-    return file
+    file = check_file(path, replace=force)
+    return write_whole(file, text_of(spec, target).encode())
 
 
 def text_of(spec: Spec, target: str) -> str:
@@ -76,4 +75,4 @@ def text_of(spec: Spec, target: str) -> str:
             raise ValueError(f"target {target!r} is refused; give one of {', '.join(TARGETS)}")
 
 
-__all__ = ["TARGETS", "check_path", "export", "export_accelerate", "export_script", "export_spec", "text_of"]
+__all__ = ["TARGETS", "export", "export_accelerate", "export_script", "export_spec", "text_of"]

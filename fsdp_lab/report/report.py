@@ -13,11 +13,11 @@ from bokeh.document import Document
 
 from fsdp_lab import __version__
 from fsdp_lab.dashboard import theme
+from fsdp_lab.files import check_file, write_whole
 from fsdp_lab.report import page
 from fsdp_lab.report.charts import Chart, Course, bars, curves
 from fsdp_lab.report.still import timeline
 from fsdp_lab.runs.comparison import Comparison, Refusal, word
-from fsdp_lab.runs.files import check_file, write_whole
 from fsdp_lab.runs.kept import Kept
 from fsdp_lab.runs.recommend import Recommendation, recommend
 from fsdp_lab.spec import SpecError

@@ -19,7 +19,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from fsdp_lab.events import Role
-from fsdp_lab.runs.files import check_file, write_whole
+from fsdp_lab.files import check_file, write_whole
 from fsdp_lab.runs.kept import Kept
 from fsdp_lab.runs.parity import Parity, Verdict, parity
 from fsdp_lab.runs.ratio import Pairing, Ratio, Timed, ratio

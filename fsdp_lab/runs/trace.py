@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.runs.files import check_file, write_whole
+from fsdp_lab.files import check_file, write_whole
 from fsdp_lab.spans import Span, Track
 
 if TYPE_CHECKING:

@@ -275,7 +275,7 @@ def test_a_clock_that_jumps_back_between_steps_never_lays_one_over_another(tmp_p
         ("trace.txt", "does not end in .json"),
         ("", "does not end in .json"),
         ("no/such/trace.json", "there is no folder"),
-        ("folder.json", "it is not a file"),
+        ("folder.json", "it is a folder"),
         ("file.json/trace.json", "there is no folder"),
         ("bad\0name.json", "null"),
         ("long" * 99 + ".json", "too long"),

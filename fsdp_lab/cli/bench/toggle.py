@@ -30,7 +30,7 @@ from fsdp_lab.cli.bench.environment import environment
 from fsdp_lab.cli.bench.live import await_step
 from fsdp_lab.cli.console import Failed, Refused
 from fsdp_lab.cli.results import check_file, write_file
-from fsdp_lab.cluster.engines import HOST_MEMORY
+from fsdp_lab.cluster.processes import HOST_MEMORY
 from fsdp_lab.spec import Spec
 
 if TYPE_CHECKING:

@@ -11,27 +11,36 @@ from pathlib import Path
 from fsdp_lab.spec import SpecError
 
 
-def check_file(path: str | os.PathLike[str], suffixes: Sequence[str], *, field: str = "path") -> Path:
-    """Where a file is to go, its name ending in one of `suffixes`. Raises SpecError where it cannot.
+def check_file(
+    path: str | os.PathLike[str], suffixes: Sequence[str] = (), *, field: str = "path", replace: bool = True
+) -> Path:
+    """The absolute path of a file, a pipe or a device that can be written, its name ending in one of `suffixes` if any are
+    given. Without `replace` it must not be a file that is there.
 
     Whether a folder takes a file is found out by making one: permissions alone do not say it.
+
+    Raises:
+        SpecError: it cannot be; `field` is what asked for it.
     """
     ends = " or ".join(suffixes)
-    way_out = f"name a {ends} file in a folder that exists and is yours"
+    way_out = f"name a {ends + ' ' if ends else ''}file in a folder that exists and is yours"
     try:
         file = Path(path).expanduser().absolute()
-        if not file.name.endswith(tuple(suffixes)):
+        if not file.name.endswith(tuple(suffixes) or ""):
             raise SpecError(field, f"{path} does not end in {ends}", way_out)
-        if file.exists() and not file.is_file():
-            raise SpecError(field, f"{path} cannot be written: it is not a file", way_out)
+        if file.is_dir():
+            raise SpecError(field, f"{path} cannot be written: it is a folder", way_out)
         if not file.parent.is_dir():
             raise SpecError(field, f"{path} cannot be written: there is no folder {file.parent}", way_out)
         with contextlib.suppress(FileNotFoundError):
             os.lstat(file)  # a name that is too long, or none at all
+        if file.is_file() and not replace:
+            raise SpecError(field, f"{path} is there already", "name another file, or give force (--force) to replace it")
         if file.exists() and not os.access(file, os.W_OK):
             raise SpecError(field, f"{path} cannot be written: it is there and read-only", way_out)
-        with tempfile.NamedTemporaryFile(dir=file.parent):
-            pass
+        if file.is_file() or not file.exists():
+            with tempfile.NamedTemporaryFile(dir=file.parent):
+                pass
     except (OSError, ValueError, RuntimeError, TypeError) as e:  # RuntimeError: a ~ that is nobody's home
         if isinstance(e, SpecError):
             raise
@@ -42,11 +51,14 @@ def check_file(path: str | os.PathLike[str], suffixes: Sequence[str], *, field: 
 
 def write_whole(file: Path, content: bytes, *, field: str = "path") -> Path:
     """Writes the file whole or not at all: a former one stays until the new one is there. Raises SpecError."""
-    mask = os.umask(0o022)  # there is no way to read it but to set it
-    os.umask(mask)
     part = ""
     try:
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as made:
+        if file.exists() and not file.is_file():  # /dev/stdout, a pipe
+            file.write_bytes(content)
+            return file
+        mask = os.umask(0o022)  # there is no way to read it but to set it
+        os.umask(mask)
+        with tempfile.NamedTemporaryFile(dir=file.absolute().parent, delete=False) as made:
             part = made.name
             made.write(content)
         os.chmod(part, 0o666 & ~mask)
