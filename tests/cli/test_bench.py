@@ -278,7 +278,7 @@ def test_no_rank_outlives_its_launcher(number: signal.Signals) -> None:
             _, said = launcher.communicate(timeout=20)
         finally:
             launcher.kill()
-    assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    assert psutil.wait_procs(ranks, timeout=30)[1] == []  # on a busy machine they still import torch
     if number == signal.SIGINT:
         assert launcher.returncode == 130 and said == "fsdp-lab: interrupted; what was started has been ended\n"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 
@@ -17,7 +18,8 @@ def _given_up(place: Place) -> None:
     world.all_gather_single(whole, part).wait()
     assert not hub.busy()
     if place.rank == 1:
-        return  # and never joins what rank 0 issues now
+        place.store.wait(["looked"], timedelta(seconds=20))
+        return  # and has never joined what rank 0 issued
     held = [(torch.zeros(2 * 64), torch.zeros(64)) for _ in range(4)]  # more than Gloo has threads: some wait in its queue
     for gathered, shard in held:
         world.all_gather_single(gathered, shard)
@@ -25,6 +27,7 @@ def _given_up(place: Place) -> None:
     assert hub.busy() == {t.untyped_storage().data_ptr() for pair in held for t in pair}
     base.free([*held[0], whole], hub.busy())
     assert [t.untyped_storage().size() for t in (*held[0], whole)] == [512, 256, 0]
+    place.store.set("looked", "")
     assert _comes(lambda: not hub.busy(), hub.timeout_s - 5)  # rank 1 has closed its end
 
 
