@@ -13,15 +13,16 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 Say = Callable[[str, Any], None]
 
 
 def main() -> int:
-    say = _private_output()
+    say, told = _private_output(), _from_launcher()
     try:
-        _measure(json.loads(sys.stdin.readline()), say)
+        _measure(json.loads(told.get()), told, say)
     except Exception as e:
         traceback.print_exc()
         say("error", " ".join(str(e).split()) or type(e).__name__)
@@ -29,7 +30,7 @@ def main() -> int:
     return 0
 
 
-def _measure(job: dict[str, Any], say: Say) -> None:
+def _measure(job: dict[str, Any], told: SimpleQueue[bytes], say: Say) -> None:
     import torch
 
     from fsdp_lab.bench.interleave import interleave
@@ -42,8 +43,7 @@ def _measure(job: dict[str, Any], say: Say) -> None:
         store = host_store()
         say("port", store.port)
     else:
-        store = find_store("127.0.0.1", json.loads(sys.stdin.readline()))
-    threading.Thread(target=_end_with_launcher, daemon=True).start()
+        store = find_store("127.0.0.1", json.loads(told.get()))
     torch.set_num_threads(1)
     hub = Hub()
     device = torch.device(plan.devices[rank])
@@ -73,10 +73,20 @@ def _private_output() -> Say:
     return say
 
 
-def _end_with_launcher() -> None:
-    while os.read(0, 4096):
-        pass
-    os._exit(1)
+def _from_launcher() -> SimpleQueue[bytes]:
+    """The lines that come; when there are no more, this process ends, also while it still imports torch."""
+    lines: SimpleQueue[bytes] = SimpleQueue()
+
+    def read() -> None:
+        part = b""
+        while came := os.read(0, 4096):
+            *whole, part = (part + came).split(b"\n")
+            for line in whole:
+                lines.put(line)
+        os._exit(1)
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
 
 
 if __name__ == "__main__":
