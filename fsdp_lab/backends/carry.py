@@ -43,7 +43,9 @@ def carry(old: Backend, new: Backend) -> None:
     for batch in _batches(sources):
         plan = moves([p.name for p in batch], held, wanted)
         for slot in (PARAM, *slots):
-            _move(plan, _parts(old, batch, slot), _parts(new, [targets[p.name] for p in batch], slot))
+            given = {p.name: (_value(old, p, slot), p.start) for p in batch}
+            into = {p.name: (_place(new, p, slot), p.start) for p in (targets[p.name] for p in batch) if p.numel}
+            _move(plan, given, into)
     for (_, source), (_, target) in zip(_lasting(old.module), _lasting(new.module), strict=True):
         target.copy_(source)
 
@@ -82,7 +84,7 @@ def unpark(parked: Parked, backend: Backend) -> None:
         for slot in (PARAM, *parked.slots):
             value = parked.values[piece.name, slot]
             if value.numel():
-                (piece.local if slot == PARAM else state_slots(backend.optimizer, piece)[slot]).copy_(value)
+                _place(backend, piece, slot).copy_(value)
     for (_, target), source in zip(_lasting(backend.module), parked.buffers, strict=True):
         target.copy_(source)
 
@@ -127,8 +129,9 @@ def _value(backend: Backend, piece: Piece, slot: str) -> Tensor:
     return torch.zeros_like(piece.local) if found is None else found
 
 
-def _parts(backend: Backend, pieces: Iterable[Piece], slot: str) -> Parts:
-    return {p.name: (_value(backend, p, slot), p.start) for p in pieces}
+def _place(backend: Backend, piece: Piece, slot: str) -> Tensor:
+    """Where it goes; of a slot after `seed_state`."""
+    return piece.local if slot == PARAM else state_slots(backend.optimizer, piece)[slot]
 
 
 def _part(m: Move, parts: Parts) -> Tensor:

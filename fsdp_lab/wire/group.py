@@ -201,8 +201,9 @@ class Wire(dist.ProcessGroup):
         def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
             return group.alltoall_base(outs[0], ins[0], output_splits, input_splits, opts or c10d.AllToAllOptions())
 
-        own = input_splits[self._rank] / max(1, sum(input_splits)) if input_splits else 1 / self._size
-        sent = input.nbytes - round(own * input.nbytes)
+        sent = None  # as it is of even parts
+        if rows := sum(input_splits):
+            sent = input.nbytes - input.nbytes * input_splits[self._rank] // rows
         return self._send("all_to_all", input.nbytes, [input], [output], call, bytes_=sent)
 
     alltoall_base = all_to_all_single
