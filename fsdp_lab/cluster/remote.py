@@ -67,13 +67,14 @@ def described(error: BaseException) -> dict[str, Any]:
 def memory_short(error: BaseException) -> str:
     """What to do, where torch could not have the memory it asked for, of a GPU or of the host; empty of other errors."""
     text = str(error)
-    short = type(error).__name__ in ("OutOfMemoryError", "MemoryError") or "can't allocate memory" in text
-    asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", text)
-    size = asked.group(1) if asked else "what it asked for"
-    if asked and (bytes_ := re.fullmatch(r"(\d+) bytes", size)):
-        size = f"{int(bytes_.group(1)) / (1 << 20):,.1f} MiB"
+    if type(error).__name__ not in ("OutOfMemoryError", "MemoryError") and "can't allocate memory" not in text:
+        return ""
+    size = "what it asked for"
+    if asked := re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", text):
+        number, unit = asked.groups()
+        size = f"{int(number) / (1 << 20):,.1f} MiB" if unit == "bytes" else f"{number} {unit}"
     way_out = 'give a smaller micro_batch or seq_len, more sharding, recompute="full", offload="all", or more ranks'
-    return f"{size} more could not be had; {way_out}" if short else ""
+    return f"{size} more could not be had; {way_out}"
 
 
 # -- the resident ----------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ loss, the global gradient norm, and where both have one the checksum of the para
 Note: what rounding explains. It acts from the first step that is not equal. In the `ALIKE` steps from there parameters are
 as good as the same, and each loss and gradient norm is held against its bound (`BOUNDS`, `near`). Then training has carried
 the difference on: a norm may leap in one run and not in the other, and a loss with it. So later only losses are compared, in
-the mean over as many steps, and the bound doubles every `ALIKE` steps until `MOST` (`far`); in fp32 on gpt2-10m differences
-were seen to double in 15. What goes wrong later in runs that were not equal before is found if losses show that much.
+the mean over as many steps, and the bound doubles every `ALIKE` steps until `MOST` (`far`). What goes wrong later, in runs
+that were not equal before, is found if losses show that much, and not otherwise.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ MOST = 0.03  # of a loss: two precisions that train alike
 class Bound:
     """Relative differences that rounding may make in the first step.
 
-    In units of roundoff (2^-24, 2^-11, 2^-8): 4 and 256 in fp32, whose norm is summed over all of the model; 1 and 4 in the
-    half precisions, whose matrix products add in fp32.
+    In units of roundoff (2^-24, 2^-11, 2^-8): 4 and 256 in fp32, whose norm is summed over all of the model (more than
+    `NORM_ROUNDING`, or no norm could be within); 1 and 4 in the half precisions, whose matrix products add in fp32.
     """
 
     loss: float
