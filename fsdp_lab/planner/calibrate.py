@@ -1,0 +1,96 @@
+"""`calibrate`: the free parameters of the planner, found from measured steps.
+
+Procedure. What is made small is the sum over rows of the squared logarithm of predicted over measured step time, each row
+with the weight (1/rows + 1/(sources x rows of its source)) / 2, so that neither the largest source nor the smallest
+decides; residuals beyond `OUTLIER` weigh less (Huber). The parameters of `FREE` are changed by their logarithms,
+with Gauss-Newton steps from `START`, whatever the rows are. Nothing else is fitted: not a row, not a source.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fsdp_lab.planner.rates import Rates
+from fsdp_lab.planner.rows import Case
+from fsdp_lab.planner.step import StepModel
+
+START = Rates(
+    matrix=0.9, attention={"ampere": 0.35, "hopper": 0.2}, memory=0.8, operands=1.5, traffic=1.5, compiled=0.3,
+    link=0.6, network=0.6, latency_s=2e-6, jitter_s=1e-4, interference=0.2, step_s=0.03,
+)  # fmt: skip
+FREE = ("matrix", "attention.ampere", "attention.hopper", "operands", "traffic", "compiled", "link", "network",
+        "latency_s", "jitter_s", "interference", "step_s")  # fmt: skip
+SHARES = ("matrix", "link", "network")  # at most 1
+OUTLIER = 0.1
+PRIOR = 0.02  # a weak pull towards START, so that what no row speaks of stays there
+ROUNDS, CHORDS = 9, 3  # of which so many share a Jacobian
+SHORT = 4  # blocks that are simulated; the others repeat them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    rates: Rates
+    rows: int
+    sources: int
+
+
+def calibrate(cases: Sequence[Case]) -> Calibration:
+    """Cases without a measured step are passed over. Raises ValueError where none is left."""
+    told = [case for case in cases if case.measured_s]
+    if not told:
+        raise ValueError("no case tells the seconds of its step")
+    sizes = Counter(case.source for case in told)
+    weights = np.array([0.5 / len(told) + 0.5 / (len(sizes) * sizes[case.source]) for case in told])
+    x = np.log([_get(START, name) for name in FREE])
+    origin = x.copy()
+    for i in range(ROUNDS):
+        r = _residuals(told, _rates(x))
+        if i % CHORDS == 0:
+            jacobian = np.stack([(_residuals(told, _rates(x + 0.02 * e)) - r) / 0.02 for e in np.eye(len(x))], axis=1)
+        w = weights * np.minimum(1.0, OUTLIER / np.maximum(np.abs(r), 1e-9))
+        left = jacobian.T @ (w[:, None] * jacobian) + PRIOR**2 * np.eye(len(x))
+        right = -jacobian.T @ (w * r) - PRIOR**2 * (x - origin)
+        x = x + np.clip(np.linalg.solve(left, right), -0.5, 0.5)
+        x = np.array([min(value, 0.0) if name in SHARES else value for name, value in zip(FREE, x, strict=True)])
+    return Calibration(rates=_rates(x), rows=len(told), sources=len(sizes))
+
+
+def predicted_s(case: Case, rates: Rates) -> float:
+    """Seconds of a step, of which only some blocks are simulated; the others repeat them."""
+    units = case.shape.units
+    kinds = len({id(unit) for unit in units})
+    if kinds > 2 or len(units) < SHORT + 3:
+        return _seconds(case, rates, len(units))
+    period = 2 if case.spec.strategy.recompute == "every:2" else 1
+    long, short = _seconds(case, rates, SHORT + 1 + period), _seconds(case, rates, SHORT + 1)
+    return short + (long - short) * (len(units) - SHORT - 1) / period
+
+
+def _seconds(case: Case, rates: Rates, units: int) -> float:
+    model = StepModel(case.spec, case.shape.units[:units], case.tokens_per_sample, case.machine, rates, case.software)
+    return model.step().seconds
+
+
+def _residuals(cases: Sequence[Case], rates: Rates) -> np.ndarray:
+    return np.array([math.log(predicted_s(case, rates) / case.measured_s) for case in cases if case.measured_s])
+
+
+def _get(rates: Rates, name: str) -> float:
+    part, _, key = name.partition(".")
+    value = getattr(rates, part)
+    return float(value[key] if key else value)
+
+
+def _rates(x: np.ndarray) -> Rates:
+    rates = START
+    for name, value in zip(FREE, np.exp(x), strict=True):
+        part, _, key = name.partition(".")
+        change: dict[str, Any] = {part: {**getattr(rates, part), key: float(value)} if key else float(value)}
+        rates = replace(rates, **change)
+    return rates

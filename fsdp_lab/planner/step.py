@@ -1,0 +1,127 @@
+"""One step of a Spec on a machine: every unit's work and collectives, put through the simulation."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp_lab.model_shape import UnitShape
+from fsdp_lab.planner import fabric
+from fsdp_lab.planner.compute import BYTES, USUAL, Software, Work, optimizer_seconds, work
+from fsdp_lab.planner.devices import Machine
+from fsdp_lab.planner.fabric import Group
+from fsdp_lab.planner.rates import Rates
+from fsdp_lab.planner.timeline import Timeline, computes, schedule_of, simulate
+from fsdp_lab.schedule import Action, Direction, Phase, Rules, Schedule
+from fsdp_lab.spec import Spec
+
+AHEAD = ("fsdp1", "fsdp2")  # on a GPU their host runs ahead
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a rank."""
+
+    seconds: float
+    computing_s: float  # of the step; with what is exposed, the optimizer and the loop it is the whole
+    exposed_comm_s: float
+    optimizer_s: float
+    loud: int  # micro-batches that communicate gradients, and those that do not
+    quiet: int
+    timeline: Timeline  # of the last micro-batch
+
+
+class StepModel:
+    """What the actions of a schedule take."""
+
+    def __init__(self, spec: Spec, units: Sequence[UnitShape], tokens: int, machine: Machine, rates: Rates,
+                 software: Software = USUAL) -> None:  # fmt: skip
+        """tokens: of one sample."""
+        self._spec, self._units, self._machine, self._rates = spec, units, machine, rates
+        again, known = recomputed(spec, len(units)), dict[tuple[int, bool], Work]()
+        for i, unit in enumerate(units):  # most are alike
+            if (id(unit), i in again) not in known:
+                known[id(unit), i in again] = work(
+                    unit, tokens, spec, machine.device, rates, software, recomputed=i in again
+                )
+        self.works = [known[id(unit), i in again] for i, unit in enumerate(units)]
+        self._sent_s: dict[tuple[Phase, int], float] = {}
+        self._factor = spec.shard_factor
+        self._shard = Group(size=self._factor)
+        self._replicas = Group(size=spec.world_size // self._factor, stride=self._factor)
+        self._dtypes = spec.strategy.dtypes
+
+    def step(self) -> StepTime:
+        """The whole of it."""
+        s, w = self._spec.strategy, self._spec.workload
+        ahead = s.backend in AHEAD and self._machine.device.generation != "cpu"
+        whole = self._micro(ahead=ahead, reduces=True)
+        quiet = w.accumulate - 1 if s.sync == "last" else 0
+        silent = self._micro(ahead=ahead, reduces=False) if quiet else whole
+        loud = w.accumulate - quiet
+        numel = sum(unit.numel for unit in self._units) / self._factor
+        optimizer = optimizer_seconds(numel, w.optimizer, self._machine.device, self._rates)
+        seconds = loud * whole.seconds + quiet * silent.seconds + optimizer + self._rates.step_s
+        exposed = loud * whole.exposed_s + quiet * silent.exposed_s
+        computing = loud * whole.phase_s(Phase.COMPUTE) + quiet * silent.phase_s(Phase.COMPUTE)
+        return StepTime(
+            seconds=seconds, computing_s=computing, exposed_comm_s=exposed, optimizer_s=optimizer, loud=loud, quiet=quiet,
+            timeline=whole,
+        )  # fmt: skip
+
+    def _micro(self, *, ahead: bool, reduces: bool) -> Timeline:
+        schedule = schedule_of(len(self._units), Rules.of(self._spec.strategy))
+        return simulate(
+            schedule, lambda action: self.seconds(action, schedule, reduces=reduces), ahead=ahead,
+            interference=self._rates.interference, late_s=fabric.late_s(self._spec.world_size, self._rates),
+        )  # fmt: skip
+
+    def seconds(self, action: Action, schedule: Schedule, *, reduces: bool = True) -> float:
+        """Of one action by itself."""
+        if action.phase is Phase.COMPUTE:
+            if not computes(action, schedule):
+                return 0.0
+            w = self.works[action.unit]
+            return w.forward_s if action.point.direction is Direction.FORWARD else w.backward_s + w.again_s
+        if action.phase is Phase.HOST_COPY:
+            return self._units[action.unit].numel / self._factor * 4 / self._machine.device.link_bytes_per_s
+        if action.phase is Phase.REDUCE and not reduces:
+            return 0.0
+        asked = (action.phase, self._units[action.unit].numel)
+        if asked not in self._sent_s:
+            self._sent_s[asked] = sum(
+                fabric.seconds(kind, size, group, self._machine, self._rates)
+                for kind, size, group in self.collectives(action)
+            )
+        return self._sent_s[asked]
+
+    def collectives(self, action: Action) -> list[tuple[str, float, Group]]:
+        """(kind, payload in bytes, group) of a gather or a reduction."""
+        numel = self._units[action.unit].numel
+        if action.phase is Phase.UNSHARD:
+            return [("all_gather", numel * BYTES[self._dtypes.param], self._shard)] if self._factor > 1 else []
+        size = numel * BYTES[self._dtypes.reduce]
+        inside = [("reduce_scatter", size, self._shard)] if self._factor > 1 else []
+        across = [("all_reduce", size / self._factor, self._replicas)] if self._replicas.size > 1 else []
+        return inside + across
+
+    def communicated(self, *, loud: int, quiet: int) -> tuple[dict[str, float], dict[str, int]]:
+        """Seconds and link bytes of a step by kind; `quiet` micro-batches reduce nothing."""
+        taken, sent = defaultdict[str, float](float), defaultdict[str, float](float)
+        for action in schedule_of(len(self._units), Rules.of(self._spec.strategy)).actions:
+            if action.phase in (Phase.UNSHARD, Phase.REDUCE):
+                times = loud + (quiet if action.phase is Phase.UNSHARD else 0)
+                for kind, size, group in self.collectives(action):
+                    taken[kind] += times * fabric.seconds(kind, size, group, self._machine, self._rates)
+                    sent[kind] += times * fabric.link_bytes(kind, size, group.size)
+        return dict(taken), {kind: round(size) for kind, size in sent.items()}
+
+
+def recomputed(spec: Spec, units: int) -> set[int]:
+    """Which units compute their forward again; never the root, whose part outside of blocks is no checkpoint."""
+    how = spec.strategy.recompute
+    if how == "none":
+        return set()
+    every = 1 if how == "full" else int(how.partition(":")[2])
+    return {i for i in range(1, units) if (i - 1) % every == 0}

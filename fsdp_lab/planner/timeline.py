@@ -1,0 +1,142 @@
+"""A discrete-event simulation of one micro-batch: the very actions that `schedule.py` gives the engine, with their times.
+
+Computing and communication are a queue each. An action begins when its queue is free and what it waits for is over. Our own
+engine, and every backend on a CPU, issues a gather when the computation before it is over, as the schedule says. FSDP1 and
+FSDP2 on a GPU issue it as far ahead as their rate limiter lets the host run (arXiv 2304.11277, section 3.4), so that
+forwards overlap without prefetching. DDP gathers nothing; its units stand for its buckets.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fsdp_lab.schedule import Action, Call, Direction, Moment, Phase, Rules, Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """An action and when it began and ended, in seconds from the beginning of the micro-batch."""
+
+    action: Action
+    begin_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One micro-batch. `waits` are the gaps in which computing stood for communication: (unit, begin_s, end_s)."""
+
+    done: tuple[Done, ...]
+    waits: tuple[tuple[int, float, float], ...]
+    seconds: float
+
+    @property
+    def exposed_s(self) -> float:
+        return sum(end - begin for _, begin, end in self.waits)
+
+    def phase_s(self, phase: Phase) -> float:
+        return sum(d.seconds for d in self.done if d.action.phase is phase)
+
+
+@functools.lru_cache(maxsize=64)
+def schedule_of(units: int, rules: Rules) -> Schedule:
+    """Of a root, unit 0, that calls the others once each, in order."""
+    return Schedule([Call(unit=0), *(Call(unit=i, parent=0) for i in range(1, units))], rules)
+
+
+def simulate(
+    schedule: Schedule, seconds: Callable[[Action], float], *, ahead: bool, interference: float, late_s: float = 0.0
+) -> Timeline:
+    """`seconds` of each action by itself.
+
+    Args:
+        ahead: the host runs ahead of the device, and only the limiter holds gathers back.
+        interference: of the time that a collective takes, how much longer computing takes beside it.
+        late_s: how long a collective waits for the last of its ranks, and computing with it.
+    """
+    return _Simulation(schedule, seconds, ahead=ahead, interference=interference, late_s=late_s).run()
+
+
+class _Simulation:
+    def __init__(
+        self, schedule: Schedule, seconds: Callable[[Action], float], *, ahead: bool, interference: float, late_s: float
+    ) -> None:
+        self._schedule, self._seconds = schedule, seconds
+        self._ahead, self._interference, self._late_s = ahead, interference, late_s
+        self._computing = self._sending = self._copying = 0.0  # until when each queue is busy
+        self._ends: list[float] = []
+        self._freed: list[float] = []
+        self._gathers = 0
+        self._disturbed = 0.0  # seconds of collectives that computing has not paid for yet
+        self._waited_s = 0.0  # for ranks that came late
+        self._waits: list[tuple[int, float, float]] = []
+
+    def run(self) -> Timeline:
+        done = []
+        for action in self._schedule.actions:
+            begin, end = self._place(action)
+            self._ends.append(end)
+            done.append(Done(action=action, begin_s=begin, end_s=end))
+        last = max((d.end_s for d in done), default=0.0)
+        if last > self._computing:  # the last gradients are under way
+            self._waits.append((done[-1].action.unit, self._computing, last))
+        return Timeline(done=tuple(done), waits=tuple(self._waits), seconds=last)
+
+    def _place(self, action: Action) -> tuple[float, float]:
+        ready = max((self._ends[i] for i in action.waits_for), default=0.0)
+        if action.phase is Phase.COMPUTE:
+            return self._compute(action, ready)
+        if action.phase is Phase.RESHARD:
+            self._freed.append(ready)
+            return ready, ready
+        if action.phase is Phase.OPTIM:
+            return ready, ready  # once a step, after all micro-batches
+        if action.phase is Phase.HOST_COPY:
+            begin = max(ready, self._copying)
+            self._copying = begin + self._seconds(action)
+            return begin, self._copying
+        if action.phase is Phase.UNSHARD:
+            ready = self._limited() if self._ahead else ready
+            self._gathers += 1
+        return self._send(action, ready)
+
+    def _limited(self) -> float:
+        """When the limiter lets the next gather go: so many may be in flight or used, beside what is kept anyway."""
+        limit = self._schedule.rules.limit
+        if not limit:
+            return 0.0
+        needed = self._gathers - limit - len(self._schedule.kept)
+        return self._freed[needed] if 0 <= needed < len(self._freed) else 0.0
+
+    def _send(self, action: Action, ready: float) -> tuple[float, float]:
+        begin, lasts = max(ready, self._sending), self._seconds(action)
+        self._sending = begin + lasts
+        self._disturbed += lasts
+        self._waited_s += self._late_s if lasts else 0.0
+        return begin, self._sending
+
+    def _compute(self, action: Action, ready: float) -> tuple[float, float]:
+        begin = max(ready, self._computing)
+        if begin > self._computing:
+            self._waits.append((action.unit, self._computing, begin))
+        lasts = self._seconds(action)
+        slowed = min(self._interference * self._disturbed, self._interference * lasts)
+        self._disturbed = max(0.0, self._disturbed - lasts)
+        self._computing = begin + lasts + slowed + (self._waited_s if lasts else 0.0)
+        self._waited_s = 0.0 if lasts else self._waited_s
+        return begin, self._computing
+
+
+def computes(action: Action, schedule: Schedule) -> bool:
+    """Whether this computation of a call is the one that has its work: what encloses others works after them in the
+    forward, before them in the backward."""
+    if not schedule.children[action.point.call]:
+        return True
+    after = Moment.AFTER if action.point.direction is Direction.FORWARD else Moment.BEFORE
+    return action.point.moment is after

@@ -1,0 +1,63 @@
+"""Plans of one Spec and of many rows: their figures hang together, and say what nobody said."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_lab.planner.batch import predict
+from fsdp_lab.planner.devices import machine
+from fsdp_lab.planner.known import named, shape_of
+from fsdp_lab.planner.plan import limit, plan, scaling
+from fsdp_lab.planner.validate import published
+from fsdp_lab.spec import Spec, SpecError
+
+SEVEN = shape_of(named("Llama-2 7B"))  # type: ignore[arg-type]
+SPEC = Spec(world_size=64).replace(backend="fsdp2", precision="bf16", seq_len=4096, micro_batch=2, recompute="full")
+
+
+def test_figures_hang_together() -> None:
+    found = plan(SPEC, SEVEN, machine("a100-80", 64))
+    assert found.tokens == 64 * 2 * 4096 and found.tokens_per_s == pytest.approx(found.tokens / found.step_time_s)
+    weights = sum(p.weights for unit in SEVEN.units for p in unit.products)
+    by_rule = (6 * weights + 12 * 32 * 4096 * 4096) * 2 * 4096  # PaLM's, arXiv 2204.02311, appendix B
+    assert found.model_flops == pytest.approx(by_rule)
+    assert 0.3 < found.mfu < 0.6 and found.binding == "computing"
+    gathered = 2 * SEVEN.parameters * 63 / 64
+    assert found.link_bytes["all_gather"] == pytest.approx(2 * gathered, rel=0.05), (
+        "forward and backward, but what is kept"
+    )
+    assert found.link_bytes["reduce_scatter"] == pytest.approx(2 * gathered, rel=0.001), "once, in fp32"
+    assert found.assumed["network"] == "1600 Gb/s a host" and found.assumed["attention"] == "flash2"
+
+
+def test_a_slow_network_binds_and_the_curve_says_from_where() -> None:
+    where = machine("a100-80", 64, network_gbit_per_s=100)
+    curve = scaling(SPEC.replace(micro_batch=1), SEVEN, where, [1, 2, 4, 8, 16, 32, 64])
+    assert [p.spec.world_size for p in curve] == [1, 2, 4, 8, 16, 32, 64]
+    assert limit(curve) == "bound by communication above 8 GPUs at 100 Gb/s a host"
+    fast = scaling(SPEC, SEVEN, machine("a100-80", 64), [8, 64])
+    assert limit(fast) == "bound by computing up to 64 GPUs at 1,600 Gb/s a host"
+
+
+@pytest.mark.parametrize("changes", [{"sharding": "hybrid_shard", "shard_size": 8}, {"sharding": "shard_grad_op"}])
+def test_less_is_sent_where_more_is_kept(changes: dict[str, object]) -> None:
+    where = machine("a100-80", 64, network_gbit_per_s=200)
+    full, kept = (plan(SPEC.replace(precision="bf16-pure", **c), SEVEN, where) for c in ({}, changes))
+    assert kept.step.exposed_comm_s < full.step.exposed_comm_s
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(SpecError, match="the machine has 8 and the Spec 64"):
+        plan(SPEC, SEVEN, machine("a100-80", 8))
+    with pytest.raises(SpecError, match="a t4 has no matrix products in bf16; use fp16, fp32"):
+        plan(SPEC, SEVEN, machine("t4", 64))
+
+
+def test_a_table_is_filled_in_row_by_row() -> None:
+    rows = [r for r in published() if r["id"] in ("mosaic-002", "mosaic-071", "fsdp-7b-B2-512")]
+    found = {one["id"]: one for one in predict(rows)}
+    assert found["mosaic-002"]["tflops_per_gpu"] == pytest.approx(419, rel=0.15)
+    assert found["mosaic-002"]["tokens_per_s_per_gpu"] == pytest.approx(1035, rel=0.15)
+    assert found["mosaic-002"]["assumed"]["attention"] == "flash1"
+    assert found["fsdp-7b-B2-512"]["tflops_per_gpu"] == pytest.approx(184.9, rel=0.15), "as its authors count"
+    assert found["mosaic-071"]["error"].startswith("precision: amp_fp8/DEFAULT is not one of the lab's")

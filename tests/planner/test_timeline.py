@@ -1,0 +1,95 @@
+"""The simulated step against what can be reckoned by hand."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_lab.planner.timeline import Timeline, computes, schedule_of, simulate
+from fsdp_lab.schedule import Action, Direction, Phase, Rules
+
+BLOCKS = 8
+FORWARD, BACKWARD = 2.0, 4.0
+
+
+def simulated(*, gather: float = 0.0, reduce: float = 0.0, ahead: bool = True, interference: float = 0.0,
+              blocks: int = BLOCKS, **rules: int) -> Timeline:  # fmt: skip
+    """Equal blocks below a root that costs nothing."""
+    schedule = schedule_of(blocks + 1, Rules(**rules))
+
+    def seconds(action: Action) -> float:
+        if action.unit == 0:
+            return 0.0
+        if action.phase is Phase.COMPUTE:
+            return FORWARD if action.point.direction is Direction.FORWARD else BACKWARD
+        return {Phase.UNSHARD: gather, Phase.REDUCE: reduce}.get(action.phase, 0.0)
+
+    assert all(computes(a, schedule) for a in schedule.actions if a.unit > 0 and a.phase is Phase.COMPUTE)
+    return simulate(schedule, seconds, ahead=ahead, interference=interference)
+
+
+COMPUTING = BLOCKS * (FORWARD + BACKWARD)
+
+
+def test_without_communication_it_is_what_is_computed() -> None:
+    found = simulated()
+    assert (found.seconds, found.exposed_s, found.phase_s(Phase.COMPUTE)) == (COMPUTING, 0, COMPUTING)
+
+
+def test_only_the_first_gather_and_the_last_reduction_stand_out_where_computing_covers_the_rest() -> None:
+    found = simulated(gather=1.0, reduce=1.0)
+    assert found.exposed_s == pytest.approx(2.0) and found.seconds == pytest.approx(COMPUTING + 2)
+
+
+def test_a_host_that_does_not_run_ahead_shows_every_gather_of_the_forward() -> None:
+    found = simulated(gather=1.0, ahead=False)
+    assert found.exposed_s == pytest.approx(BLOCKS)
+    covered = simulated(gather=1.0, ahead=False, forward_prefetch=1)
+    assert covered.exposed_s == pytest.approx(1.0), "as our engine does it when it is asked to"
+
+
+def test_where_communication_binds_it_is_as_long_as_what_is_sent() -> None:
+    found = simulated(gather=10.0, reduce=20.0)
+    gathers = sum(d.action.phase is Phase.UNSHARD and d.action.unit > 0 for d in found.done)
+    assert found.seconds == pytest.approx(10 * gathers + 20 * BLOCKS, rel=0.1)
+
+
+def test_without_backward_prefetch_a_gather_waits_behind_the_reduction_before_it() -> None:
+    ahead, behind = simulated(gather=1.5, reduce=1.5), simulated(gather=1.5, reduce=1.5, backward_prefetch=0)
+    assert behind.seconds > ahead.seconds + 1.0
+
+
+def test_the_limiter_holds_gathers_back() -> None:
+    free, limited = simulated(gather=0.1, limit=0), simulated(gather=0.1, limit=1)
+    first = [d for d in free.done if d.action.phase is Phase.UNSHARD][1:4]
+    held = [d for d in limited.done if d.action.phase is Phase.UNSHARD][1:4]
+    assert first[-1].begin_s < FORWARD < held[-1].begin_s
+
+
+def test_a_collective_in_flight_slows_computing_down() -> None:
+    calm, disturbed = simulated(gather=1.0), simulated(gather=1.0, interference=0.25)
+    gathers = sum(d.action.phase is Phase.UNSHARD and d.action.unit > 0 for d in calm.done)
+    assert disturbed.phase_s(Phase.COMPUTE) == pytest.approx(COMPUTING + 0.25 * gathers)
+
+
+@given(
+    gather=st.floats(0, 10), reduce=st.floats(0, 10), blocks=st.integers(1, 12), ahead=st.booleans(),
+    limit=st.integers(0, 4), prefetch=st.integers(0, 3), reshard=st.booleans(),
+)  # fmt: skip
+def test_every_queue_is_one_after_the_other_and_the_parts_make_the_whole(
+    gather: float, reduce: float, blocks: int, ahead: bool, limit: int, prefetch: int, reshard: bool
+) -> None:
+    found = simulated(gather=gather, reduce=reduce, blocks=blocks, ahead=ahead, limit=limit, forward_prefetch=prefetch,
+                      reshard_after_forward=reshard)  # fmt: skip
+    computing = blocks * (FORWARD + BACKWARD)
+    assert found.seconds == pytest.approx(computing + found.exposed_s)
+    for queue in ((Phase.COMPUTE,), (Phase.UNSHARD, Phase.REDUCE)):
+        spans = sorted((d.begin_s, d.end_s) for d in found.done if d.action.phase in queue)
+        assert all(end <= begin + 1e-9 for (_, end), (begin, _) in itertools.pairwise(spans))
+    for d in found.done:
+        needs = [found.done[i].end_s for i in d.action.waits_for]
+        if d.action.phase is not Phase.UNSHARD or not ahead:
+            assert d.begin_s >= max(needs, default=0.0) - 1e-9
