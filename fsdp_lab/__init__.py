@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fsdp_lab.lab import Lab
     from fsdp_lab.models.presets import PRESETS
     from fsdp_lab.report import write_report
-    from fsdp_lab.runs import Comparison, History, Recommendation, Run, RunState
+    from fsdp_lab.runs import Comparison, Evaluating, History, Recommendation, Recovering, Run, RunState, Saving
     from fsdp_lab.spec import Precision, Spec, SpecError, Strategy, Workload
 
 __version__ = "0.1.0"
@@ -26,6 +26,7 @@ __all__ = [
     "ClusterError",
     "Comparison",
     "Dashboard",
+    "Evaluating",
     "History",
     "Lab",
     "Memory",
@@ -33,8 +34,10 @@ __all__ = [
     "RankHung",
     "RankLost",
     "Recommendation",
+    "Recovering",
     "Run",
     "RunState",
+    "Saving",
     "Spec",
     "SpecError",
     "StepEvent",
@@ -48,6 +51,7 @@ _HOME = {
     "ClusterError": "fsdp_lab.cluster",
     "Comparison": "fsdp_lab.runs",
     "Dashboard": "fsdp_lab.dashboard",
+    "Evaluating": "fsdp_lab.runs",
     "History": "fsdp_lab.runs",
     "Lab": "fsdp_lab.lab",
     "Memory": "fsdp_lab.events",
@@ -56,8 +60,10 @@ _HOME = {
     "RankHung": "fsdp_lab.cluster",
     "RankLost": "fsdp_lab.cluster",
     "Recommendation": "fsdp_lab.runs",
+    "Recovering": "fsdp_lab.runs",
     "Run": "fsdp_lab.runs",
     "RunState": "fsdp_lab.runs",
+    "Saving": "fsdp_lab.runs",
     "Spec": "fsdp_lab.spec",
     "SpecError": "fsdp_lab.spec",
     "StepEvent": "fsdp_lab.events",

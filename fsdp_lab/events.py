@@ -146,16 +146,25 @@ class StepEvent:
     peak_flops_per_s: float | None = None  # of the device in the compute dtype
     peak_source: str = ""
     memory: Memory = field(default_factory=Memory)
-    memory_curve: tuple[MemorySample, ...] = ()  # of a ledger step, at the begins and ends of units and the peaks between
+    memory_curve: tuple[
+        MemorySample, ...
+    ] = ()  # of a ledger step, at the begins and ends of units and the peaks between
     comm: Mapping[str, Traffic] = field(default_factory=dict)  # by kind, as `fsdp_lab.wire.group` names it
     first_after_switch: bool = False
     ledger: bool = False  # slowed by measuring; left out of medians
     slow: bool = False  # halted at its phases (slow motion): its times say nothing
     skipped: bool = False  # fp16: gradients overflowed, the optimizer did not step
     begin_s: float = 0.0  # of the step, on the clock that rank 0's `time.perf_counter` is; see `clock_error_s`
-    clock_error_s: float | None = None  # how far `begin_s` may be off beside rank 0's; None: the clocks were not compared
+    clock_error_s: float | None = (
+        None  # how far `begin_s` may be off beside rank 0's; None: the clocks were not compared
+    )
     spans: tuple[Span, ...] = ()  # of a traced step (the last of a chunk); empty in all others
-    checksum: int | None = None  # this rank's part of that of the parameters after this step; see `fsdp_lab.rank.checksum`
+    checksum: int | None = (
+        None  # this rank's part of that of the parameters after this step; see `fsdp_lab.rank.checksum`
+    )
+    eval_loss: float | None = (
+        None  # mean over held-out samples after this step, the same on every rank; None: not evaluated
+    )
     replica: int = 0  # which copy of the parameters this rank's shards belong to
     notes: tuple[str, ...] = ()  # what the times are worth, in words
 

@@ -35,7 +35,9 @@ def check_file(
         with contextlib.suppress(FileNotFoundError):
             os.lstat(file)  # a name that is too long, or none at all
         if file.is_file() and not replace:
-            raise SpecError(field, f"{path} is there already", "name another file, or give force (--force) to replace it")
+            raise SpecError(
+                field, f"{path} is there already", "name another file, or give force (--force) to replace it"
+            )
         if file.exists() and not os.access(file, os.W_OK):
             raise SpecError(field, f"{path} cannot be written: it is there and read-only", way_out)
         if file.is_file() or not file.exists():

@@ -23,7 +23,9 @@ class Hang:
     """
 
     sentence: str
-    ranks: tuple[int, ...]  # that did not come; or issued another than the others; empty where the link itself stands still
+    ranks: tuple[
+        int, ...
+    ]  # that did not come; or issued another than the others; empty where the link itself stands still
     absent: tuple[int, ...]  # those of them that wait for nobody: they are somewhere else than in a collective
     collective: Issued
     waiting: tuple[int, ...]  # ranks that wait in it
@@ -83,7 +85,9 @@ def _absence(first: Beat, beats: Mapping[int, Beat], waiting: Mapping[int, Beat]
         sentence = f"{_ranks(absent)} did not come to {what}, for which {has}: {words}"
     elif elsewhere:
         words = "; ".join(f"rank {rank} waits in {_pending(waiting[rank])} itself" for rank in elsewhere[:_STACKS])
-        sentence = f"{_ranks(elsewhere)} did not come to {what}, for which {has}: {words}; the ranks wait for each other"
+        sentence = (
+            f"{_ranks(elsewhere)} did not come to {what}, for which {has}: {words}; the ranks wait for each other"
+        )
     else:
         sentence = f"all ranks came to {what} and it does not finish; {has}: the connection between them stands still"
     named = absent or elsewhere

@@ -7,22 +7,32 @@ import atexit
 import contextlib
 import os
 import pkgutil
+import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from typing import Any
 
+from fsdp_lab.checkpoints import Checkpoint, check_folder, check_same, find
 from fsdp_lab.cluster import Call, Cluster, ClusterError, Progress, RankLost, RankStatus
+from fsdp_lab.fault import SIGNALS, fault_of
 from fsdp_lab.runs.comparison import Refusal
+from fsdp_lab.runs.drill import Drill
+from fsdp_lab.runs.evaluation import Evaluating
 from fsdp_lab.runs.history import History
-from fsdp_lab.runs.run import Run
+from fsdp_lab.runs.recovery import Recovering
+from fsdp_lab.runs.run import Run, RunState
 from fsdp_lab.runs.runs import Runs
+from fsdp_lab.runs.saving import Saving
 from fsdp_lab.runs.slow_motion import SlowMotion, SlowStep
 from fsdp_lab.runs.sweep import ROUNDS, Sweep, combine
 from fsdp_lab.runs.table import Table, duration, size
 from fsdp_lab.spec import Spec, SpecError, part_of
+
+SAVE_S = 600.0  # for a checkpoint that somebody waits for
 
 REPLACE_S = 15.0  # for a run to end that another one replaces; ranks that do not answer are ended before that
 
@@ -41,7 +51,7 @@ class Lab:
         run.table()
 
     The constructor starts the ranks and returns when they are ready; some seconds, most of them torch's import.
-    `close()` ends them, as do `with`, `async with`, the kernel's exit, its restart and its death.
+    `close()` ends them, as do `with`, `async with`, and, unless they are kept, the kernel's exit, its restart and its death.
 
     Args:
         ranks: how many; None: 2, or all engines of a given cluster.
@@ -55,6 +65,9 @@ class Lab:
         timeout_s: for starting, and for a collective whose peer is missing.
         hang_s: how long a collective may wait for a rank; then the run fails with `RankHung`, which names the rank that does
             not come and shows where it is. The first steps count too: compiling, for one. None: half of `timeout_s`.
+        keep: the ranks outlive their kernel, however it ends, with what they have trained. `Lab` with the same arguments in
+            the next one (the same cell, run again) takes them over: `attached` says so, and `lab.run(lab.spec, fresh=False)`
+            goes on. True: they wait for a day; a number: so many hours. `close()` ends them, as does `fsdp-lab kept --end`.
         alongside: in a notebook, a new lab closes the one before it, because a cell that is run again would leave that
             one's ranks behind; True keeps both.
         history: where runs are kept (`fsdp_lab.History`): True in the usual place, a path in that file, False nowhere.
@@ -75,6 +88,7 @@ class Lab:
         take_busy: bool = False,
         timeout_s: float = 60,
         hang_s: float | None = None,
+        keep: bool | float = False,
         alongside: bool = False,
         history: History | str | os.PathLike[str] | bool = True,
         **options: Any,
@@ -100,14 +114,15 @@ class Lab:
             take_busy=take_busy,
             timeout_s=timeout_s,
             hang_s=hang_s,
+            keep=keep,
             say=self._say,
             **options,
         )
+        self._at_exit = _closer(weakref.ref(self), self._owner)
         if not alongside:
             self._succeed()
         self._cluster.start()
         self._activate()
-        self._at_exit = _closer(weakref.ref(self), self._owner)
         atexit.register(self._at_exit)
 
     def _succeed(self) -> None:
@@ -119,7 +134,8 @@ class Lab:
             return
         former = shell.user_ns.get(KEY)
         if isinstance(former, Lab):
-            former.close()
+            again = self.kept and former.kept and former.cluster.running and former.cluster.asked == self.cluster.asked
+            former.detach() if again else former.close()
         shell.user_ns[KEY] = self
 
     # -- runs -------------------------------------------------------------------------------------------------------
@@ -131,6 +147,9 @@ class Lab:
         steps: int | None = None,
         fresh: bool = True,
         ledger_every: int | None = None,
+        save: Saving | str | os.PathLike[str] | None = None,
+        recover: Recovering | str | bool = False,
+        evaluate: Evaluating | int | None = None,
         **changes: Any,
     ) -> Run:
         """Starts a run and returns it at once: `await` it, `wait()` for it, or go on and look at `table()`.
@@ -144,16 +163,128 @@ class Lab:
             fresh: begin at step 0 with initial values; False goes on with what the ranks hold, where that fits.
             ledger_every: make each n-th step a ledger step, which measures memory and is left out of medians; None: only
                 those that `Run.ledger` asks for, and the third after a switch.
+            save: a folder for its checkpoints, or a `Saving`, which says how often and how many are kept.
+            recover: what to do when ranks fail, or a step does: True goes on by itself, "ask" waits for `recover` or
+                `stop`; see `Recovering`, which says also on how many ranks. `run.incidents` tells what happened.
+            evaluate: find the loss on held-out samples after so many steps each, and stop by it: see `Evaluating`.
             changes: flat field names, as in `Spec.replace`.
 
         Raises:
             SpecError: a field or a combination that cannot be.
         """
         wanted = self._wanted(spec, changes)
+        return self._begin(
+            wanted, steps=steps, fresh=fresh, ledger_every=ledger_every, saving=Saving.of(save),
+            recovering=Recovering.of(recover), evaluate=evaluate,
+        )  # fmt: skip
+
+    def resume(
+        self,
+        checkpoint: str | os.PathLike[str] | Checkpoint,
+        *,
+        steps: int | None = None,
+        ledger_every: int | None = None,
+        save: Saving | str | os.PathLike[str] | None = None,
+        recover: Recovering | str | bool = False,
+        evaluate: Evaluating | int | None = None,
+        **changes: Any,
+    ) -> Run:
+        """Starts a run that goes on from a checkpoint: parameters, optimizer state, data and random numbers.
+
+            lab.resume("checkpoints", backend="fsdp2", world_size=3)
+
+        Bit for bit in fp32 with as many ranks as it was saved on; with others the data goes on where it was.
+
+        Args:
+            checkpoint: one, or a folder of them, of which the newest whole one is taken.
+            steps: how many more.
+            changes: flat field names: any backend, sharding, precision and number of ranks; but the model, the seed and the
+                optimizer stay.
+            the others: as in `run`.
+
+        Raises:
+            SpecError: there is none that is whole, or a field or a combination that cannot be.
+        """
+        saved = checkpoint if isinstance(checkpoint, Checkpoint) else find(checkpoint)
+        wanted = self._wanted(saved.spec, changes)
+        check_same(saved, wanted)
+        return self._begin(
+            wanted, steps=steps, ledger_every=ledger_every, saving=Saving.of(save), recovering=Recovering.of(recover),
+            start=saved, evaluate=evaluate,
+        )  # fmt: skip
+
+    def recover(self, ranks: str | None = None) -> Run:
+        """Goes on with the newest run after it failed, and returns the run that does: itself where it waits for that, else
+        a new one, from what its ranks still hold, from its newest checkpoint, or from the beginning.
+
+        Args:
+            ranks: "same" replaces those that are lost, "fewer" goes on with those that are left; None: as the run says.
+
+        Raises:
+            SpecError: of `ranks`, or the strategy cannot be on so few ranks. ClusterError: nothing has failed.
+        """
+        with self._lock:
+            run = self._current
+            if run is None or run.state not in (RunState.BROKEN, RunState.FAILED):
+                raise ClusterError(
+                    "there is no run to recover: " + (repr(run) if run is not None else "none was started")
+                )
+            if run.state is RunState.BROKEN:
+                run.recover(ranks)
+                return run
+            how = replace(run.recovering, ranks=ranks or run.recovering.ranks)
+            return self._begin(run.spec, steps=run.left or None, ledger_every=run.ledger_every, saving=run.saving,
+                               evaluate=run.evaluate, recovering=how, broken=run)  # fmt: skip
+
+    def drill(self, kind: str, rank: int = 1) -> Drill:
+        """Makes a failure in the run that goes on, and returns at once: `await lab.drill("kill", rank=1)`.
+
+        What becomes of it depends on how the run recovers (`run(recover=...)`), and stands in `run.incidents`.
+
+        Args:
+            kind: see `fsdp_lab.runs.drill.DRILLS`: kill, stop, stall, cut, slow, out-of-memory, nan, raise.
+
+        Raises:
+            SpecError: there is no such drill, or no such rank. ClusterError: no run trains, or the rank is not ours.
+        """
+        fault = fault_of(kind, rank)
+        with self._lock:
+            self._must_be_open()
+            run = self._current
+            if run is None or run.state is not RunState.RUNNING:
+                raise ClusterError("no run trains: start one with lab.run(recover=True), then drill")
+            fault.check(run.spec.world_size, run.step)
+            drill = Drill(kind, rank, run)
+            if kind in SIGNALS:
+                self._cluster.strike(rank, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+                run.strike(drill.made_unix_s)
+            else:
+                run.arm(fault)
+        return drill
+
+    def save(self, folder: str | os.PathLike[str]) -> Checkpoint:
+        """Saves what the ranks hold, and returns when it is whole. A run that goes on is saved by `run.save`.
+
+        Raises:
+            SpecError: the folder. ClusterError: it could not be written, or a run goes on.
+        """
+        root = check_folder(folder, field="folder")
+        if self._current is not None and not self._current.done:
+            raise ClusterError(f"{self._current!r} goes on: start it with lab.run(save=folder), then run.save()")
+        self._cluster.call("save", root=str(root), kind="step", last=1 << 30)
+        told = self._cluster.call("saves", wait_s=SAVE_S)[0]["ended"]
+        if not told or told[-1]["error"]:
+            raise ClusterError(
+                "the checkpoint could not be written: " + (told[-1]["error"] if told else "it takes too long")
+            )
+        return find(told[-1]["path"])
+
+    def _begin(self, spec: Spec, **options: Any) -> Run:
+        """A new run is the current one."""
         with self._lock:
             self._must_be_open()
             prepare = self._preparation("another run was started")
-            run = Run(_Link(self), wanted, steps=steps, fresh=fresh, ledger_every=ledger_every, prepare=prepare)
+            run = Run(_Link(self), spec, prepare=prepare, **options)
             self._current = self._newest = run
         if self._history is not None:
             self._history.record(run)
@@ -191,7 +322,11 @@ class Lab:
         specs = [one for one in combined if isinstance(one, Spec)]
         refused = [one for one in combined if isinstance(one, Refusal)]
         if not specs:
-            why = f"every combination is refused, the first because of {refused[0].reason}" if refused else "it has no Spec"
+            why = (
+                f"every combination is refused, the first because of {refused[0].reason}"
+                if refused
+                else "it has no Spec"
+            )
             raise SpecError("compare", why, "change a list")
         with self._lock:
             self._must_be_open()
@@ -282,7 +417,9 @@ class Lab:
                 step.end(why)
             for one in former:
                 if one is not None and not one.done and not one.stop(REPLACE_S, why):
-                    raise ClusterError(f"{one!r} did not end within {REPLACE_S:.0f} s; close the lab and make another one")
+                    raise ClusterError(
+                        f"{one!r} did not end within {REPLACE_S:.0f} s; close the lab and make another one"
+                    )
             slow[0] = None
             former.clear()  # what is over is not kept by what comes after: each would keep the one before it
             if seat:
@@ -318,8 +455,11 @@ class Lab:
 
     @property
     def spec(self) -> Spec:
-        """The Spec of the newest run; before the first, the default one."""
-        return self._current.spec if self._current is not None else self._wanted(None, {})
+        """The Spec of the newest run; before the first, what ranks hold that were taken over, else the default one."""
+        if self._current is not None:
+            return self._current.spec
+        held = next((told["spec"] for told in self._cluster.held), None)
+        return self._wanted(held, {})
 
     def interrupt(self) -> None:
         """Ends what the ranks are doing, as Ctrl-C would; parameters stay. A run that goes on stops, and says why.
@@ -375,8 +515,8 @@ class Lab:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the figures are worth on this machine, in words; empty where nothing needs saying."""
-        return self._cluster.notes
+        """What the figures are worth on this machine, and what else there is to know, in words."""
+        return (*self._cluster.notes, *self._cluster.remarks)
 
     @property
     def cluster(self) -> Cluster:
@@ -423,7 +563,10 @@ class Lab:
             columns=("rank", "process", "doing", "since", "step", "device", "RSS", "pid", "host"),
             rows=tuple(rows),
             caption=f"{self!r}" + (f" {run!r}" if run is not None else ""),
-            notes=(*self.notes, *([self._history.problem] if self._history is not None and self._history.problem else [])),
+            notes=(
+                *self.notes,
+                *([self._history.problem] if self._history is not None and self._history.problem else []),
+            ),
             left=frozenset({"process", "doing", "device", "host"}),
         )
 
@@ -446,8 +589,31 @@ class Lab:
     def closed(self) -> bool:
         return self._closed
 
+    @property
+    def kept(self) -> bool:
+        """Whether the ranks outlive this kernel."""
+        return self._cluster.keeps
+
+    @property
+    def attached(self) -> bool:
+        """Whether these are ranks that a former kernel left, with what they have trained."""
+        return self._cluster.attached
+
     def close(self) -> None:
         """Stops the run and ends the ranks that we started; about 10 s at most, in any state. Idempotent."""
+        self._end(self._cluster.close, "the lab was closed")
+
+    def detach(self) -> None:
+        """Stops the run and leaves the ranks as they are for the next kernel, as its exit does. The lab is closed then.
+
+        Raises:
+            ClusterError: they are not kept.
+        """
+        if not self.kept:
+            raise ClusterError("these ranks end with their lab; make it with Lab(keep=True) to leave them")
+        self._end(self._cluster.leave, "its kernel left the ranks")
+
+    def _end(self, part: Callable[[], None], why: str) -> None:
         with self._lock:
             if self._closed:
                 return
@@ -455,9 +621,9 @@ class Lab:
         atexit.unregister(self._at_exit)
         for one in (self._sweep, self._current):
             if one is not None and not one.done:
-                one.stop(2.0, "the lab was closed")
-        self._end_slow("the lab was closed", 2.0)
-        self._cluster.close()
+                one.stop(2.0, why)
+        self._end_slow(why, 2.0)
+        part()
         if self._history is not None:
             self._history.flush()
 
@@ -494,8 +660,18 @@ class _Link:
     def notes(self) -> tuple[str, ...]:
         return self._cluster.notes
 
+    @property
+    def lost(self) -> Mapping[int, RankLost]:
+        return self._cluster.lost
+
     def submit(self, what: str, *, take: Callable[[Mapping[str, Any]], None] | None = None, **arguments: Any) -> Call:
         return self._cluster.submit(what, take=take, **arguments)
+
+    def settle(self) -> dict[int, Any]:
+        return self._cluster.settle()
+
+    def ask(self, what: str, ranks: Collection[int], **arguments: Any) -> dict[int, Any]:
+        return self._cluster.ask(what, ranks, **arguments)
 
 
 class Bar:
@@ -543,6 +719,8 @@ def _as_lists(given: Mapping[str, Any]) -> dict[str, list[Any]]:
         if not lists[name]:
             raise SpecError(name, "no value is given", "give a list of values, or leave it out")
     return lists
+
+
 def kept_in(history: History | str | os.PathLike[str] | bool) -> History | None:
     """Raises SpecError for what is neither."""
     if isinstance(history, bool):
@@ -563,10 +741,10 @@ def _doing(s: RankStatus) -> str:
 
 
 def _closer(lab: weakref.ref[Lab], owner: int) -> Callable[[], None]:
-    """For atexit: ends a lab that is still there, in the process that made it; a forked child has no say."""
+    """For atexit: ends or leaves a lab that is still there, in the process that made it; a forked child has no say."""
 
     def close() -> None:
         if (found := lab()) is not None and os.getpid() == owner:
-            found.close()
+            found.detach() if found.kept else found.close()
 
     return close

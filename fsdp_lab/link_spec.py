@@ -27,7 +27,9 @@ _TIMES: Mapping[str, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _NAMED = ("nvlink", "pcie4")
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf)"
 _LATENCY = rf"({_NUMBER})\s*(s|ms|us|µs|μs|ns)"
-_FORM = '"0.25 GB/s", "0.25 GB/s, 50 us", "nvlink of h100", "pcie4 of a100", "100 Gb/s of h100", or none for the real wire'
+_FORM = (
+    '"0.25 GB/s", "0.25 GB/s, 50 us", "nvlink of h100", "pcie4 of a100", "100 Gb/s of h100", or none for the real wire'
+)
 
 # What a person is offered to choose from: unscaled ones that CPUs' links can emulate, and named ones.
 OFFERED = ("0.5 GB/s", "0.25 GB/s", "0.1 GB/s", "0.05 GB/s", "nvlink of h100", "pcie4 of h100",

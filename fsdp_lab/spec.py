@@ -28,7 +28,7 @@ OFFLOADS = ("none", "optimizer", "all")
 OPTIMIZERS = ("adamw", "sgd")
 SYNCS = ("every", "last")
 PREFETCH_POINTS = ("before", "after")
-
+MOST_HELD_OUT = 0.5
 
 
 class SpecError(ValueError):
@@ -75,6 +75,11 @@ def _number(field: str, value: Any, *, positive: bool = False) -> None:
         _refuse(field, value, "a finite number above 0" if positive else "a finite number of 0 or more")
 
 
+def _share(field: str, value: Any, most: float) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= most:
+        _refuse(field, value, f"a number from 0 to {most}")
+
+
 def _pattern(field: str, value: Any, pattern: str, wanted: str) -> None:
     if not isinstance(value, str) or not re.fullmatch(pattern, value):
         _refuse(field, value, wanted)
@@ -98,7 +103,9 @@ class Precision:
             if getattr(self, name) is not None:
                 _one_of(f"strategy.precision.{name}", getattr(self, name), DTYPES)
         if not isinstance(self.keep_low_precision_gradients, bool):
-            _refuse("strategy.precision.keep_low_precision_gradients", self.keep_low_precision_gradients, "true or false")
+            _refuse(
+                "strategy.precision.keep_low_precision_gradients", self.keep_low_precision_gradients, "true or false"
+            )
 
 
 PRECISIONS: Mapping[str, Precision] = {
@@ -109,12 +116,16 @@ PRECISIONS: Mapping[str, Precision] = {
 }
 
 
+LINEAGE = ("model", "seed", "optimizer")  # a Spec that differs in one of these is another training
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """What is trained. A step sees micro_batch x accumulate x world_size samples."""
 
     model: str | Mapping[str, Any] = "gpt2-10m"  # preset, transformers config as a dict, or its folder or file
     data: str = "stdlib"  # Python's own source; a file or folder of text; "images", or a folder of images
+    held_out: float = 0.05  # the share of the samples, the last of the data, that is never trained on
     seq_len: int = 128
     micro_batch: int = 4  # samples per rank per forward
     accumulate: int = 1  # micro-batches per optimizer step
@@ -129,6 +140,7 @@ class Workload:
             _refuse("workload.model", self.model, "the name of a preset, a folder, or a config as a dict")
         if not isinstance(self.data, str) or not self.data:
             _refuse("workload.data", self.data, '"stdlib", "images", or the path of a file or folder')
+        _share("workload.held_out", self.held_out, MOST_HELD_OUT)
         _whole("workload.seq_len", self.seq_len, 2)
         _whole("workload.micro_batch", self.micro_batch, 1)
         _whole("workload.accumulate", self.accumulate, 1)
@@ -147,7 +159,9 @@ class Strategy:
     backend: str = "lab"
     sharding: str = "full_shard"
     shard_size: int | None = None  # ranks in one shard group: the sharding factor F of arXiv 2304.11277, section 3.2
-    reshard_size: int | None = None  # ranks that share the parameters between forward and backward; None: as sharding says
+    reshard_size: int | None = (
+        None  # ranks that share the parameters between forward and backward; None: as sharding says
+    )
     precision: str | Precision = "fp32"
     offload: str = "none"
     wrap: str = "block"
@@ -196,7 +210,9 @@ class Spec:
     strategy: Strategy = field(default_factory=Strategy)
     world_size: int = 2
     devices: tuple[str, ...] | None = None  # one a rank: "cpu", "cuda:0"; None: one GPU a rank where there are any
-    link: str | None = None  # an emulated link, see link_spec.py: "0.25 GB/s, 50 us", "nvlink of h100"; None: the real wire
+    link: str | None = (
+        None  # an emulated link, see link_spec.py: "0.25 GB/s, 50 us", "nvlink of h100"; None: the real wire
+    )
 
     def __post_init__(self) -> None:
         _whole("world_size", self.world_size, 1)
@@ -245,7 +261,10 @@ class Spec:
     @cached_property
     def id(self) -> str:
         """Eight hex digits; equal Specs have equal ids, in any process."""
-        text = json.dumps(self.to_dict(), sort_keys=True)
+        d = self.to_dict()
+        if not self.workload.held_out:
+            del d["workload"]["held_out"]  # as before there was one: events that are kept go by that id
+        text = json.dumps(d, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
     # -- change ---------------------------------------------------------------------------------------------------

@@ -54,8 +54,10 @@ def _serve(pipe: Any, stacks: Path) -> None:
     import fsdp_lab.rank  # noqa: F401
     from fsdp_lab.rank.rendezvous import Seat, close_groups, find_store, open_groups
     from fsdp_lab.wire import Hub, Reduction
+    from tests.remembered import remember
 
     torch.set_num_threads(1)
+    remember()
     gc.collect()
     gc.freeze()  # modules stay, and are most of what the collections below would walk
     while True:

@@ -29,9 +29,12 @@ KERNEL = RANKS | {"psutil", "ipyparallel", "zmq", "IPython", "ipykernel", "torna
 SCREEN = KERNEL | {"bokeh", "ipywidgets", "anywidget", "rich", "jupyter_core", "packaging"}
 FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (0, "hardware", frozenset()),
+    (0, "host_memory", frozenset()),
     (0, "link_spec", frozenset()),
     (0, "spec", frozenset()),
+    (0, "fault", frozenset()),
     (0, "files", frozenset()),
+    (0, "checkpoints", frozenset()),
     (0, "beats", frozenset()),
     (0, "hang", frozenset()),
     (0, "spans", frozenset()),

@@ -9,7 +9,7 @@ name where torch keeps the master shard in every state of a module, so that a st
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -62,6 +62,11 @@ class Backend(Protocol):
 
     def micro_batch(self, *, communicate: bool) -> AbstractContextManager[None]:
         """Around one forward and backward; without communication gradients are kept for a later one."""
+        ...
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Around forwards that nothing is learned from, between steps: no gradients, modules in eval mode. Afterwards all is
+        as it was, for training to go on bit for bit."""
         ...
 
     def gradient(self, piece: Piece) -> Tensor | None:
@@ -118,6 +123,17 @@ class TorchBackend:
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         loss: Tensor = self.module(**to_device(batch, self.device))["loss"]
         return loss
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        training = [m for m in self.module.modules() if m.training]
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for m in training:
+                m.training = True
 
     def gradient(self, piece: Piece) -> Tensor | None:
         if piece.param is None or piece.param.grad is None:

@@ -14,8 +14,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_lab.backends.base import Backend, Piece, seed_state, state_slots, steps_taken
+from fsdp_lab.backends.base import Backend, Piece, original_name, seed_state, state_slots, steps_taken
 from fsdp_lab.backends.moves import Layout, Move, moves
 
 _BATCH_ELEMENTS = 4 << 20  # of parameters that are moved at once: 16 MiB of fp32
@@ -38,15 +39,15 @@ def carry(old: Backend, new: Backend) -> None:
     if slots:
         seed_state(new.optimizer, slots, steps)
     sources, targets = old.pieces(), {p.name: p for p in new.pieces()}
-    layouts = _everybodys((_layout(sources), _layout(targets.values())))
+    layouts = everybodys((layout_of(sources), layout_of(targets.values())))
     held, wanted = [have for have, _ in layouts], [want for _, want in layouts]
     for batch in _batches(sources):
         plan = moves([p.name for p in batch], held, wanted)
         for slot in (PARAM, *slots):
-            given = {p.name: (_value(old, p, slot), p.start) for p in batch}
-            into = {p.name: (_place(new, p, slot), p.start) for p in (targets[p.name] for p in batch) if p.numel}
+            given = {p.name: (value_of(old, p, slot), p.start) for p in batch}
+            into = {p.name: (place_of(new, p, slot), p.start) for p in (targets[p.name] for p in batch) if p.numel}
             _move(plan, given, into)
-    for (_, source), (_, target) in zip(_lasting(old.module), _lasting(new.module), strict=True):
+    for (_, source), (_, target) in zip(lasting(old.module), lasting(new.module), strict=True):
         target.copy_(source)
 
 
@@ -67,12 +68,12 @@ class Parked:
 def park(backend: Backend) -> Parked:
     """Parameters, optimizer state and buffers as they are; collective. The backend may be released afterwards."""
     slots, steps = _optimizer(backend)
-    kept = {(p.name, slot): _value(backend, p, slot) for p in backend.pieces() for slot in (PARAM, *slots)}
+    kept = {(p.name, slot): value_of(backend, p, slot) for p in backend.pieces() for slot in (PARAM, *slots)}
     return Parked(
         values={key: value.detach().to("cpu", copy=True) for key, value in kept.items()},
         slots=slots,
         steps=steps,
-        buffers=tuple(b.detach().to("cpu", copy=True) for _, b in _lasting(backend.module)),
+        buffers=tuple(b.detach().to("cpu", copy=True) for _, b in lasting(backend.module)),
     )
 
 
@@ -84,29 +85,35 @@ def unpark(parked: Parked, backend: Backend) -> None:
         for slot in (PARAM, *parked.slots):
             value = parked.values[piece.name, slot]
             if value.numel():
-                _place(backend, piece, slot).copy_(value)
-    for (_, target), source in zip(_lasting(backend.module), parked.buffers, strict=True):
+                place_of(backend, piece, slot).copy_(value)
+    for (_, target), source in zip(lasting(backend.module), parked.buffers, strict=True):
         target.copy_(source)
 
 
-def _lasting(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The buffers that are state, such as BatchNorm's statistics; wrappers change their names, but not their order.
+def lasting(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers that are state, such as BatchNorm's statistics, by the names that the model has for them, in order.
 
     Those that a model does not save, such as rotary frequencies, are constants: the new model has them already, and the
     old one perhaps in a lower precision.
     """
-    found = ((f"{path}.{name}", m, name, b) for path, m in module.named_modules() for name, b in m._buffers.items())
-    return sorted((where, b) for where, m, name, b in found if b is not None and name not in m._non_persistent_buffers_set)
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    found = ((f"{path}.{name}", m, name, b) for path, m in inner.named_modules() for name, b in m._buffers.items())
+    kept = {
+        original_name(where.lstrip(".")): b
+        for where, m, name, b in found
+        if b is not None and name not in m._non_persistent_buffers_set
+    }
+    return sorted(kept.items())
 
 
 def _optimizer(backend: Backend) -> tuple[tuple[str, ...], int]:
     """The optimizer's slots and how many steps it took, the same on every rank, also on one whose first piece is empty."""
     mine = {slot for p in backend.pieces() for slot in state_slots(backend.optimizer, p)}
-    told = _everybodys((mine, steps_taken(backend.optimizer)))
+    told = everybodys((mine, steps_taken(backend.optimizer)))
     return tuple(sorted(set().union(*(slots for slots, _ in told)))), max(steps for _, steps in told)
 
 
-def _layout(pieces: Iterable[Piece]) -> Layout:
+def layout_of(pieces: Iterable[Piece]) -> Layout:
     return {p.name: (p.start, p.stop) for p in pieces}
 
 
@@ -121,7 +128,7 @@ def _batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _value(backend: Backend, piece: Piece, slot: str) -> Tensor:
+def value_of(backend: Backend, piece: Piece, slot: str) -> Tensor:
     """What this rank holds of it, flat; zeros where the optimizer has made no state, since there was no gradient."""
     if slot == PARAM:
         return piece.local
@@ -129,7 +136,7 @@ def _value(backend: Backend, piece: Piece, slot: str) -> Tensor:
     return torch.zeros_like(piece.local) if found is None else found
 
 
-def _place(backend: Backend, piece: Piece, slot: str) -> Tensor:
+def place_of(backend: Backend, piece: Piece, slot: str) -> Tensor:
     """Where it goes; of a slot after `seed_state`."""
     return piece.local if slot == PARAM else state_slots(backend.optimizer, piece)[slot]
 
@@ -162,7 +169,7 @@ def _move(plan: Sequence[Move], given: Parts, into: Parts) -> None:
         _part(m, into).copy_(values)
 
 
-def _everybodys(mine: T) -> list[T]:
+def everybodys(mine: T) -> list[T]:
     everybodys: list[T] = [mine] * dist.get_world_size()
     if dist.get_world_size() > 1:
         dist.all_gather_object(everybodys, mine)

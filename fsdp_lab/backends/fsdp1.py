@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     ShardingStrategy,
 )
-from torch.distributed.fsdp._runtime_utils import _lazy_init
+from torch.distributed.fsdp._runtime_utils import _lazy_init, _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_lab.backends import base
@@ -77,6 +77,16 @@ class FSDP1(TorchBackend):
         assert isinstance(self.module, FullyShardedDataParallel)
         with nullcontext() if communicate else self.module.no_sync():
             yield
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The root, and under ZeRO-2 every unit, stays gathered after a forward."""
+        with super().evaluating():
+            yield
+        for unit in FullyShardedDataParallel.fsdp_modules(self.module):
+            handle: Any = unit._handle
+            if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
+                _reshard(unit, handle, True)
 
     def release(self, busy: Collection[int] = ()) -> None:
         flat = []

@@ -59,6 +59,19 @@ class FSDP2(TorchBackend):
         self.module.set_requires_gradient_sync(communicate)
         yield
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The root stays gathered after a forward, under ZeRO-2 every unit, and the order of units until a backward, which
+        would prefetch by it."""
+        with super().evaluating():
+            yield
+        for group in _param_groups(self.module):
+            group.reshard()
+            group._post_forward_indices.clear()
+            group.comm_ctx.post_forward_order.clear()
+            for p in group.fsdp_params:
+                p._sharded_post_forward_param = p._sharded_post_forward_param_data = None
+
 
 def _is_unit(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)

@@ -47,7 +47,9 @@ class Lab(TorchBackend):
         return sum(flat.standing_bytes for flat in self._flats())
 
     def passing(self) -> Iterator[Held]:
-        near = Role.PARAMETERS if self._offload == "optimizer" else Role.COMMUNICATION  # it stays, or is only to be sent
+        near = (
+            Role.PARAMETERS if self._offload == "optimizer" else Role.COMMUNICATION
+        )  # it stays, or is only to be sent
         for flat in self._flats():
             yield Role.UNSHARDED, flat.full
             held = ((near, flat.near), (Role.UNSHARDED, flat.few), (Role.GRADIENTS, flat.gradient))

@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -33,6 +34,7 @@ def main() -> int:
 def _measure(job: dict[str, Any], told: SimpleQueue[bytes], say: Say) -> None:
     import torch
 
+    from fsdp_lab.bench.checkpoints import save_and_load
     from fsdp_lab.bench.interleave import interleave
     from fsdp_lab.bench.plan import Plan
     from fsdp_lab.rank.rendezvous import Seat, close_groups, find_store, host_store, open_groups
@@ -49,13 +51,16 @@ def _measure(job: dict[str, Any], told: SimpleQueue[bytes], say: Say) -> None:
     device = torch.device(plan.devices[rank])
     seat = Seat(rank=rank, world_size=plan.ranks, device=device, shares_gpu=plan.shares_gpu)
     world = open_groups(seat, store, hub, 0)
-    result = interleave(
-        plan,
-        seat,
-        world,
-        lambda done: say("round", done) if rank == 0 else None,
-        lambda events: say("events", events),
-    )
+
+    def tell(done: int) -> None:
+        if rank == 0:
+            say("round", done)
+
+    result: Any
+    if job["task"] == "checkpoints":
+        result = save_and_load(plan, seat, world, store, Path(job["folder"]), tell)
+    else:
+        result = interleave(plan, seat, world, tell, lambda events: say("events", events))
     say("result", result)
     world.control(torch.zeros(1, dtype=torch.float64))  # nobody closes while another still trains
     close_groups(hub)

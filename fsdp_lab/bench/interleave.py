@@ -53,14 +53,14 @@ def interleave(
 ) -> dict[str, dict[str, Any]]:
     """Collective. Calls `tell` with each round that is over, warm-up counted too, and `tell_events` with the step events of
     metered forms; returns what `Measured` is made of."""
-    forms = list(_raise_forms(plan, seat, world, tell_events))
-    batches = list(_batches(plan, seat))
+    forms = list(raise_forms(plan, seat, world, tell_events))
+    batches = list(batches_of(plan, seat))
     for i, batch in enumerate(batches):
         if i == plan.warmup:
             gc.collect()
             gc.freeze()  # what stands by now is many models: searching it would be counted as some form's time
         for standing in forms if i % 2 else forms[::-1]:  # there and back: nobody always follows the same one
-            seconds = _step(standing, batch, seat.device, world, first=i == 0)
+            seconds = step(standing, batch, seat.device, world, first=i == 0)
             if i >= plan.warmup:
                 standing.seconds.append(seconds)
                 standing.peak_bytes = max(standing.peak_bytes, _peak(standing.backend, seat.device))
@@ -68,7 +68,7 @@ def interleave(
     return {standing.form.name: standing.said() for standing in forms}
 
 
-def _batches(plan: Plan, seat: Seat) -> Iterator[Batch]:
+def batches_of(plan: Plan, seat: Seat) -> Iterator[Batch]:
     """Random tokens, of its own for each rank and round, the same for all forms."""
     generator = torch.Generator().manual_seed(plan.seed * plan.ranks + seat.rank)
     for _ in range(plan.warmup + plan.steps):
@@ -79,7 +79,7 @@ def _batches(plan: Plan, seat: Seat) -> Iterator[Batch]:
 # -- building --------------------------------------------------------------------------------------------------------
 
 
-def _raise_forms(plan: Plan, seat: Seat, world: Wire, tell_events: Tell) -> Iterator[Standing]:
+def raise_forms(plan: Plan, seat: Seat, world: Wire, tell_events: Tell = lambda events: None) -> Iterator[Standing]:
     """Build every form of the plan, with equal initial values; collective."""
     raw = _raw_mesh(seat, world) if any(FORMS[name].on == "raw" for name in plan.forms) else None
     config = resolve(plan.model)
@@ -110,7 +110,7 @@ def _keep_last(model: nn.Module, count: int) -> None:
 # -- one step --------------------------------------------------------------------------------------------------------
 
 
-def _step(standing: Standing, batch: Batch, device: torch.device, world: Wire, *, first: bool) -> float:
+def step(standing: Standing, batch: Batch, device: torch.device, world: Wire, *, first: bool) -> float:
     """Train one step; returns its seconds on this rank. In the first, which is not counted, the gradients are looked at."""
     backend, metered = standing.backend, standing.metered
     world.hub.reduction = Reduction(standing.form.reduction)

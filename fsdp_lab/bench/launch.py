@@ -14,12 +14,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
 from fsdp_lab.bench.plan import Plan, PlanError
 from fsdp_lab.bench.ratios import Measured
+from fsdp_lab.host_memory import HOST_MEMORY
 
 SILENCE_S = 600.0  # without a word of any rank: longer than any wait of theirs that ends by itself
 _END_S = 3.0
@@ -51,12 +52,22 @@ def place(ranks: int, device: str | None) -> tuple[str, ...]:
 def measure(
     plan: Plan, tell: Callable[[int], None], take: Callable[[list[dict[str, Any]]], None] = lambda events: None
 ) -> Measured:
-    """Runs the plan on processes of its own; `tell` is called with the number of each round that is over, `take` with the
-    step events of metered forms, as dicts.
+    """`launch`, as figures of the forms' steps."""
+    return Measured.of_ranks(launch(plan, {"task": "steps"}, tell, take))
+
+
+def launch(
+    plan: Plan,
+    job: Mapping[str, Any],
+    tell: Callable[[int], None],
+    take: Callable[[list[dict[str, Any]]], None] = lambda events: None,
+) -> list[Any]:
+    """Runs the plan on processes of its own, and returns each rank's result; `tell` is called with the number of each round
+    that is over, `take` with the step events of metered forms, as dicts. `job`: the "task" and what it needs (__main__.py).
 
     Raises BenchError with the first reason that a rank gave, or with how it ended.
     """
-    with _processes(plan) as ranks:
+    with _processes(plan, job) as ranks:
         words = _listen(ranks)
         results: dict[int, Any] = {}
         while len(results) < plan.ranks:
@@ -76,7 +87,7 @@ def measure(
                 raise BenchError(f"rank {rank} ended with code {ranks[rank].code()}: {ranks[rank].last_words()}")
         for started in ranks:
             started.code()
-    return Measured.of_ranks([results[rank] for rank in range(plan.ranks)])
+    return [results[rank] for rank in range(plan.ranks)]
 
 
 @dataclass(kw_only=True)
@@ -114,13 +125,13 @@ class _Rank:
 
 
 @contextlib.contextmanager
-def _processes(plan: Plan) -> Iterator[Sequence[_Rank]]:
+def _processes(plan: Plan, job: Mapping[str, Any]) -> Iterator[Sequence[_Rank]]:
     """A process for each rank, told what to do; all are gone after it."""
     ranks: list[_Rank] = []
     try:
         for rank in range(plan.ranks):
             ranks.append(_start())
-            ranks[-1].give({"plan": plan.to_dict(), "rank": rank})
+            ranks[-1].give({**job, "plan": plan.to_dict(), "rank": rank})
         yield ranks
     finally:
         for started in ranks:
@@ -135,7 +146,12 @@ def _start() -> _Rank:
         stdout=subprocess.PIPE,
         stderr=errors,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+        env={
+            **HOST_MEMORY,
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+        },
         start_new_session=True,
     )
     return _Rank(process=process, errors=errors)

@@ -86,13 +86,12 @@ class Measured:
         both = LAB in self.seconds and CONTROL in self.seconds
         return {f"{LAB}/{LAB}": self.ratio(LAB, CONTROL)} if both else {}
 
-    def metering(self, peer: str) -> tuple[Spread, Spread, tuple[float, float]]:
-        """What measuring costs a backend: metered over bare, round by round; bare over itself; and where the median of the
-        first lies in 95 of 100 such runs. Bare is the mean of the two that the round had.
-        """
+    def metering(self, peer: str) -> tuple[list[float], list[float]]:
+        """What measuring costs a backend, round by round: metered over bare, the mean of the two that the round had; and
+        bare over itself."""
         bare, metered, again = (self.seconds[name] for name in METERING[peer])
-        ratios = [2 * m / (a + b) for m, a, b in zip(metered, bare, again, strict=True)]
-        return Spread.of(ratios), self.ratio(*METERING[peer][::2]), median_interval(ratios)
+        cost = [2 * m / (a + b) for m, a, b in zip(metered, bare, again, strict=True)]
+        return cost, [a / b for a, b in zip(bare, again, strict=True)]
 
     def difference(self) -> tuple[float, str]:
         """The largest relative difference to the reference, of last losses and first gradient norms, and its form."""
@@ -119,9 +118,10 @@ class Measured:
         }
 
 
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median lies with 95 % confidence, whatever the distribution: between two of the ordered values, which stand
-    1.96 standard deviations of a fair coin's count from the middle (Conover, Practical Nonparametric Statistics, 3.2)."""
-    ordered, n = sorted(values), len(values)
-    reach = 1.96 * math.sqrt(n) / 2
-    return ordered[max(0, math.floor(n / 2 - reach))], ordered[min(n - 1, math.ceil(n / 2 + reach))]
+def mean_of_launches(medians: Sequence[float]) -> tuple[float, float]:
+    """The mean of what two launches or more gave, and its standard error.
+
+    Rounds of one launch share what is the launch's own, as where in memory a form came to lie: their number does not make
+    it smaller, and only other launches show how large it is.
+    """
+    return statistics.mean(medians), statistics.stdev(medians) / math.sqrt(len(medians))

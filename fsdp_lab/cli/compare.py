@@ -33,10 +33,14 @@ REDRAW_S = 1.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", default="2", metavar="N,N", help="ranks of each run (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="steps of each run (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, metavar="N", help="turns of each run (default: 3; 1: one after the other)")
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="turns of each run (default: 3; 1: one after the other)"
+    )
     parser.add_argument("--devices", metavar="D,D", help="one for each rank: cpu, or cuda:0,cuda:2 (default: chosen)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write a report there: one HTML file, to open offline")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="write a report there: one HTML file, to open offline"
+    )
     fields.add_options(parser)
 
 
@@ -134,7 +138,11 @@ def keep(sweep: Sweep, results: Results) -> None:
             results.add_run(run.summary())
     if results.runs:
         compared, advice = sweep.comparison(), sweep.recommend()
-        results.comparison = {"baseline": compared.baseline, "records": compared.records(), "recommendation": advice.lines()}
+        results.comparison = {
+            "baseline": compared.baseline,
+            "records": compared.records(),
+            "recommendation": advice.lines(),
+        }
     results.write()
 
 

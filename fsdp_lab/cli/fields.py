@@ -35,7 +35,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             tokens = ", ".join(TOKENS.get(field.name, ()))
             words = f"{tokens + '; ' if tokens else ''}default: {shown(field.default)}"
             group.add_argument(option(field.name), metavar="V,V", help=words)
-    parser.add_argument("--link", metavar="V,V", help=f"{LINK}; none: the real wire. A value, or a comma-separated list")
+    parser.add_argument(
+        "--link", metavar="V,V", help=f"{LINK}; none: the real wire. A value, or a comma-separated list"
+    )
 
 
 def option(name: str) -> str:

@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         what = {"metavar": "ID", "help": "the id, the beginning of one, or a name"}
         if name == "delete":
             action.add_argument("which", nargs="*", **what)  # type: ignore[arg-type]
-            action.add_argument("--older-than", type=float, metavar="DAYS", help="all that ended so long ago, unless pinned")
+            action.add_argument(
+                "--older-than", type=float, metavar="DAYS", help="all that ended so long ago, unless pinned"
+            )
         else:
             action.add_argument("which", **what)  # type: ignore[arg-type]
         if name == "rename":

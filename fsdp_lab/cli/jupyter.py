@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
         print("Running as root, as is usual in a container: JupyterLab is told that this is meant (--allow-root).")
     with jupyterlab(folder, args.ip, port, token, browser=not args.no_browser and has_display()) as server:
         wait_until_up(server, args.ip, port)
+        refuse_without_token(args.ip, port)
         print(announcement(folder, args.ip, port, token), flush=True)
         code = server.wait()
     if code:
@@ -179,6 +180,8 @@ def end(server: subprocess.Popen[bytes], timeout_s: float = 10) -> None:
     """Asks the server to stop, which stops its kernels; then ends whatever of its family is still there."""
     import psutil
 
+    from fsdp_lab.cluster.kept import kept_pids
+
     family = []
     with contextlib.suppress(psutil.NoSuchProcess):
         family = psutil.Process(server.pid).children(recursive=True)
@@ -187,7 +190,8 @@ def end(server: subprocess.Popen[bytes], timeout_s: float = 10) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(timeout_s)
     _, left = psutil.wait_procs(family, timeout=3)  # kernels end their ranks by themselves, a moment after the server
-    for process in left:
+    staying = kept_pids() if left else set()
+    for process in [p for p in left if p.pid not in staying]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     if server.poll() is None:
@@ -208,6 +212,18 @@ def wait_until_up(server: subprocess.Popen[bytes], ip: str, port: int, timeout_s
             return
         time.sleep(0.1)
     raise Refused(f"JupyterLab did not answer on port {port} within {timeout_s:.0f} s; it has been ended")
+
+
+def refuse_without_token(ip: str, port: int) -> None:
+    """Raises Refused where the server serves everybody: a configuration of the user's, or the system's, wins over ours."""
+    try:
+        urllib.request.urlopen(f"http://{reachable(ip)}:{port}/api/kernels", timeout=10).close()
+    except OSError:  # 403, as it should be
+        return
+    raise Refused(
+        "a Jupyter configuration on this machine turns the token off, and anybody who reaches the port could run code; "
+        "`jupyter server --show-config` names the file: remove its token, password and authentication lines"
+    )
 
 
 # -- what is said ----------------------------------------------------------------------------------------------------

@@ -27,8 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("ipykernel") is None:
         raise Refused(f"ipykernel is not installed beside {sys.executable}; pip install ipykernel")
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", args.name):
-        raise Refused(f"--name {args.name!r} is not a kernel's name; use letters, digits, '.', '_' and '-'")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", args.name):  # ".." is a folder, which Jupyter would replace
+        raise Refused(
+            f"--name {args.name!r} is not a kernel's name; use letters and digits, with '.', '_' and '-' between"
+        )
     where = register(args.name, args.prefix)
     print(f"Registered: the kernel {args.name!r} runs {sys.executable}\n  in {where}")
     print(f"Choose it in the notebook's menu: Kernel, Change Kernel, {display_name()}.\n")

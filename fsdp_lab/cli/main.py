@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from fsdp_lab import __version__
-from fsdp_lab.cli import bench, compare, doctor, export, history, jupyter, kernel, report, run
+from fsdp_lab.cli import bench, checkpoints, compare, doctor, drill, export, history, jupyter, kept, kernel, report, run
 from fsdp_lab.cli.console import Ended, Failed, Refused, signals_raise
 from fsdp_lab.spec import SpecError
 
@@ -26,9 +26,12 @@ def parser() -> argparse.ArgumentParser:
         ("lab", jupyter, "start JupyterLab on the notebooks"),
         ("run", run, "train one Spec in this terminal"),
         ("compare", compare, "train the same work under every combination of the given lists"),
+        ("checkpoints", checkpoints, "list what a run saved, or write its model for transformers"),
         ("history", history, "list, show and delete the runs that are kept on this machine"),
+        ("kept", kept, "list and end the ranks that outlive their kernels"),
         ("report", report, "write kept runs side by side as one HTML file"),
         ("export", export, "write a Spec as a torchrun script, an Accelerate config, or JSON"),
+        ("drill", drill, "make failures at random moments in small runs, and count those that are survived"),
         ("bench", bench, "measure: waits, the backends against each other, toggles, what measuring costs"),
         ("kernel", kernel, "make this environment a kernel of a JupyterLab that already runs"),
         ("doctor", doctor, "say what is here, what will work, and what to do about the rest"),

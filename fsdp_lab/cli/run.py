@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from fsdp_lab.checkpoints import Checkpoint, check_same, find
 from fsdp_lab.cli import compare, fields
 from fsdp_lab.cli.console import Failed, Refused
 from fsdp_lab.cli.results import Results
@@ -18,21 +19,35 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fsdp_lab.events import StepEvent
-    from fsdp_lab.runs import Run
+    from fsdp_lab.runs import Evaluating, Recovering, Run, Saving
 
 LINE_S = 2.0  # between two lines where there is no terminal to draw on
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("spec", type=Path, help='a file with {"workload": {...}, "strategy": {...}, "world_size": 2}')
+    parser.add_argument(
+        "spec", type=Path, nargs="?", help='a file with {"workload": {...}, "strategy": {...}, "world_size": 2}'
+    )
     parser.add_argument("--steps", type=int, help="end after this many steps (default: train until Ctrl-C)")
     parser.add_argument("--ranks", type=int, help="instead of the file's world_size")
     parser.add_argument("--link", metavar="LINK", help=f"instead of the file's: {fields.LINK}; none: the real wire")
+    parser.add_argument(
+        "--evaluate-every", type=int, metavar="N", help="find the loss on held-out samples every N steps"
+    )
+    parser.add_argument("--evaluate-samples", type=int, metavar="N", help="on so many of them")
+    parser.add_argument("--patience", type=int, metavar="N", help="stop when N evaluations in turn were not the best")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary there, as compare does")
     parser.add_argument(
         "--trace", type=Path, metavar="FILE",
         help="write the traced steps there (.json or .json.gz), for ui.perfetto.dev or chrome://tracing",
     )  # fmt: skip
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint, or the newest in a folder; "
+                        "with a Spec under that one, without as it was")  # fmt: skip
+    parser.add_argument("--save", type=Path, metavar="DIR", help="save the last step there, and see --save-every")
+    parser.add_argument("--save-every", type=int, metavar="N", help="save each N-th step")
+    parser.add_argument("--save-last", type=int, metavar="N", help="keep so many, and the best")
+    parser.add_argument("--recover", choices=("same", "fewer"), help="when a rank is lost, go on by itself: with as many "
+                        "ranks, or with those that are left")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,20 +59,64 @@ def run(args: argparse.Namespace) -> int:
         from fsdp_lab.runs.trace import check_path
 
         check_path(args.trace, field="--trace")
-    spec = read_spec(args.spec)
+    spec, start = begun(args.spec, args.resume)
     if args.ranks is not None:
-        spec = spec.replace(world_size=args.ranks)
+        spec = spec.replace(world_size=args.ranks, devices=None)
     if args.link is not None:
         spec = spec.replace(link=fields.link_of(args.link))
 
+    evaluate = evaluating(args)
+
     from fsdp_lab.models.check import check
 
-    check(spec.workload)
+    check(spec.workload, evaluated=evaluate.samples if evaluate else 0)
 
     from fsdp_lab.cli import session
 
-    train(session.console(), spec, args.steps, results, args.trace)
+    options: dict[str, Any] = {"steps": args.steps, "save": saving(args), "recover": recovering(args.recover),
+                               "evaluate": evaluate}  # fmt: skip
+    train(session.console(), spec, options, results, args.trace, start)
     return 0
+
+
+def begun(file: Path | None, resume: Path | None) -> tuple[Spec, Checkpoint | None]:
+    """What to train, and from where. Raises Refused, SpecError."""
+    if resume is None:
+        if file is None:
+            raise Refused("no Spec is given; name a JSON file, or a folder of checkpoints with --resume")
+        return read_spec(file), None
+    start = find(resume, field="--resume")
+    spec = start.spec if file is None else read_spec(file)
+    check_same(start, spec)
+    return spec, start
+
+
+def saving(args: argparse.Namespace) -> Saving | None:
+    """Raises SpecError, Refused."""
+    if args.save is None:
+        if args.save_every is not None:
+            raise Refused("--save-every is given and no folder; name it with --save")
+        return None
+    from fsdp_lab.runs.saving import LAST, Saving
+
+    return Saving(folder=args.save, every=args.save_every, last=LAST if args.save_last is None else args.save_last)
+
+
+def recovering(ranks: str | None) -> Recovering:
+    from fsdp_lab.runs.recovery import Recovering
+
+    return Recovering() if ranks is None else Recovering(how="auto", ranks=ranks)
+
+
+def evaluating(args: argparse.Namespace) -> Evaluating | None:
+    """Raises Refused for options without the one that they belong to, SpecError for their values."""
+    from fsdp_lab.runs.evaluation import Evaluating
+
+    given = {"every": args.evaluate_every, "samples": args.evaluate_samples, "patience": args.patience}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given and "every" not in given:
+        raise Refused("there are no evaluations to be patient with, or samples for; give --evaluate-every too")
+    return Evaluating(**given) if given else None
 
 
 def read_spec(path: Path) -> Spec:
@@ -70,12 +129,26 @@ def read_spec(path: Path) -> Spec:
         raise Refused(f"{path} is not text; give the path of a JSON file") from e
 
 
-def train(console: Console, spec: Spec, steps: int | None, results: Results, trace: Path | None = None) -> None:
-    """Trains and draws; at the end, Ctrl-C's included, says and writes the summary, and the trace."""
+def train(
+    console: Console,
+    spec: Spec,
+    options: Mapping[str, Any],
+    results: Results,
+    trace: Path | None = None,
+    start: Checkpoint | None = None,
+) -> None:
+    """Trains and draws; at the end, Ctrl-C's included, says and writes the summary, and the trace.
+
+    `options`: of `Lab.run`. `start`: what to go on from, under this Spec.
+    """
     from fsdp_lab.cli import session
 
     with session.lab(console, spec.world_size, spec.devices) as lab:
-        run = lab.run(spec, steps=steps)
+        if start is None:
+            run = lab.run(spec, **options)
+        else:
+            changes = {name: there for name, (_, there) in start.spec.difference(spec).items()}
+            run = lab.resume(start, **options, **changes)
         spoken_s = time.monotonic()
         try:
             with session.live(console, transient=True) as show:
@@ -94,11 +167,19 @@ def train(console: Console, spec: Spec, steps: int | None, results: Results, tra
         finally:
             if run.details:
                 console.print(run.details, markup=False, highlight=False)
+            for words in afterwards(run):
+                console.print(words, markup=False, highlight=False)
             if len(run.events):
                 console.print(view(run))
                 results.add_run(run.summary())
             if trace is not None:
                 console.print(write_trace(run, trace), markup=False, highlight=False)
+
+
+def afterwards(run: Run) -> list[str]:
+    """What befell the run, and where it is saved."""
+    saves = [s.words for s in run.saves if s.error] + [s.words for s in run.saves[-1:] if not s.error]
+    return [incident.words for incident in run.incidents] + saves
 
 
 def write_trace(run: Run, file: Path) -> str:
@@ -123,6 +204,7 @@ def line(run: Run) -> str:
         f"step {run.step}"
         + (f" of {run.steps}" if run.steps else "")
         + (f": {told}" if told else f": {run.state.value}")
+        + (f", {found}" if (found := run.judge.words(run.spec.workload)) else "")
     )
 
 

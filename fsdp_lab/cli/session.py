@@ -29,9 +29,7 @@ def console() -> Console:
 
 
 @contextlib.contextmanager
-def lab(
-    console: Console, ranks: int, devices: Sequence[str] | None, *, history: bool = True
-) -> Iterator[Lab]:
+def lab(console: Console, ranks: int, devices: Sequence[str] | None, *, history: bool = True) -> Iterator[Lab]:
     """A lab that is closed whatever happens; `history`: its runs are kept.
 
     Raises:

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 from fsdp_lab.cluster.errors import ClusterError, Interrupted, RankError, RankHung, RankLost, RankStuck
 from fsdp_lab.spec import SpecError
 
-LOST_S = 1.0  # survivors of a lost rank settle by themselves; the news does not wait for all of that
+LOST_S = 0.4  # survivors of a lost rank settle by themselves; the news does not wait for all of that
 HUNG_S = 0.3  # for a rank that hangs to answer an interrupt after all
 GRACE_S = 0.3  # ranks that fail by themselves, with the same refusal, need no interrupt
 RUNG_S = 2.5  # between one rung of the ladder and the next
-DEATH_NOTICE_S = 1.0  # a lost peer is noticed by its neighbours' sockets before the kernel hears of it
+DEATH_NOTICE_S = 2.0  # a lost peer is noticed by its neighbours' sockets before the kernel hears of it
 
 
 class Sink(dict[str, Any]):
@@ -65,7 +65,7 @@ class Ladder(Protocol):
 
     def end_rank(self, rank: int, fate: str) -> bool: ...
 
-    def may_be_dying(self) -> bool: ...
+    def may_be_dying(self, ranks: Sequence[int]) -> bool: ...
 
 
 class Call:
@@ -140,6 +140,12 @@ class Call:
         with self._changed:
             return rank in self._outcomes and (self._outcomes[rank].failed or self._outcomes[rank].interrupted)
 
+    @property
+    def values(self) -> dict[int, Any]:
+        """Of the ranks where it went well, by rank."""
+        with self._changed:
+            return {r: o.value for r, o in self._outcomes.items() if not o.failed and not o.interrupted}
+
     def interrupt(self) -> None:
         """SIGINT to the ranks that have not answered."""
         if pending := self.pending:
@@ -162,7 +168,8 @@ class Call:
             self._free()
         with self._changed:
             outcomes = dict(self._outcomes)
-        if any(o.error for o in outcomes.values()) and self._ladder.may_be_dying():
+        gone = any(o.error and o.error["kind"] == "EngineError" for o in outcomes.values())  # ipyparallel's word for it
+        if gone or (any(o.error for o in outcomes.values()) and self._ladder.may_be_dying(self._ranks)):
             self._await_death_notice()
             with self._changed:
                 outcomes = dict(self._outcomes)

@@ -22,33 +22,40 @@ atomically.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import secrets
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import psutil
 
+from fsdp_lab import __version__
 from fsdp_lab.cluster import remote
 from fsdp_lab.cluster.calls import Call, Outcome, Sink, read_reply
 from fsdp_lab.cluster.doctor import Channel, Doctor, Heard
 from fsdp_lab.cluster.engines import (
     Engines,
     GivenEngines,
+    KeptEngines,
     LocalEngines,
     engine_environment,
+    in_the_open,
     last_lines,
     still_there,
+    take_over,
 )
 from fsdp_lab.cluster.errors import ClusterError, RankError, RankHung, RankLost, RankStuck, StartError
+from fsdp_lab.cluster.kept import Kept, kept_clusters, waiting_s
 from fsdp_lab.cluster.placement import Host, Placement, place, probe
-from fsdp_lab.cluster.processes import alive, describe_exit
+from fsdp_lab.cluster.processes import alive, describe_exit, marked
 from fsdp_lab.cluster.rendezvous import meeting_place, rank_order
 from fsdp_lab.hang import limit
 
@@ -57,6 +64,7 @@ SIGNAL_S = 1.0  # for the acknowledgement of a signal
 # For a rank to close its session in good order. One that still waits for a lost peer takes longer, and a new engine
 # beside the one that has to be started anyway takes less.
 LEAVE_S = 3.0
+TORN_S = 5.0  # when one rank is free, the others are, unless they wait for what a former kernel had no time to send
 INSIST_S = 1.2  # later than a rank takes two interrupts for one (rank/guard.py)
 NOTHING: Mapping[str, Any] = {}
 HISTORY = 200  # message ids that the client may remember; it would keep all of them
@@ -133,6 +141,8 @@ class Cluster:
         environment: for the engines that are started here.
         timeout_s: for a start, and for the ranks' collectives.
         hang_s: how long a collective may wait for a rank, until that one is said to hang; None: half of `timeout_s`.
+        keep: the ranks outlive this process, for a day or so many hours, until another cluster that is asked for in the
+            same words takes them over (see `attached`).
         say: told how far a start has come; called on the thread that starts.
 
     Nothing is started by the constructor.
@@ -150,12 +160,17 @@ class Cluster:
         environment: Mapping[str, str] | None = None,
         timeout_s: float = 60,
         hang_s: float | None = None,
+        keep: bool | float = False,
         say: Callable[[Progress], None] | None = None,
     ) -> None:
         self._doctor = Doctor(limit(hang_s, timeout_s))
+        self._keep_s = waiting_s(keep, given)
         self._wanted, self._devices, self._given = ranks, devices, given
         self._reduction, self._take_busy, self._module = reduction, take_busy, rank_module
         self._environment, self._timeout_s = dict(environment or {}), timeout_s
+        self._held: tuple[Mapping[str, Any], ...] = ()
+        self._remarks: tuple[str, ...] = ()  # on kept ranks
+        self._open_to: tuple[str, ...] = ()
         self._say = say or (lambda progress: None)
         self._started_s = 0.0
         self._token = secrets.token_hex(8)
@@ -166,6 +181,7 @@ class Cluster:
         self._callbacks: list[Callable[[RankLost], None]] = []
         self._lock = threading.RLock()
         self._sending = threading.Lock()
+        self._turn = 0  # calls sent so far; guarded by _sending
         self._changing = threading.Lock()  # one start, resize or close at a time
         self._deaths: queue.SimpleQueue[tuple[str, int, int | None] | None] = queue.SimpleQueue()
         self._watcher: threading.Thread | None = None
@@ -184,6 +200,9 @@ class Cluster:
             if self._closed or self._engines is not None:
                 raise ClusterError("this cluster was started before; make another one")
             try:
+                self._begin()
+                if self._attach():
+                    return self
                 self._open()
                 assert self._engines is not None
                 n = self._wanted or (2 if self._engines.owned else len(self._engines.client.ids))
@@ -230,11 +249,22 @@ class Cluster:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _open(self) -> None:
+    def leave(self) -> None:
+        """Lets go of ranks that are kept: they stay as they are, for another process. Raises ClusterError: they are not."""
+        with self._changing:
+            self._must_run()
+            assert self._engines is not None
+            self._engines.leave()
+            self._closed = True
+            self._part()
+
+    def _begin(self) -> None:
         self._started_s = time.monotonic()
         self._watcher = threading.Thread(target=self._watch, name="fsdp_lab-watcher", daemon=True)
         self._watcher.start()
         self._tell("starting engines", 0, self._wanted or 2)
+
+    def _open(self) -> None:
         if self._given is None:  # a refusal costs nothing yet
             place([probe()] * (self._wanted or 2), self._devices, take_busy=self._take_busy)
         self._connect()
@@ -243,8 +273,15 @@ class Cluster:
         if self._given is not None:
             self._engines = GivenEngines(self._given, self._timeout_s)
         else:
-            environment = engine_environment(self._token, self._wanted or 2, self._environment)
-            self._engines = LocalEngines(self._token, environment, self._ended, self._timeout_s)
+            self._engines = LocalEngines(self._token, self._environment_of_engines, self._ended, self._timeout_s)
+        self._listen_for_changes()
+
+    @property
+    def _environment_of_engines(self) -> dict[str, str]:
+        return engine_environment(self._token, self._wanted or 2, self._environment)
+
+    def _listen_for_changes(self) -> None:
+        assert self._engines is not None
         # The client calls these on its IO thread when the hub says that an engine came or went. `wait_for_engines` uses
         # the same list; there is no public way to be told.
         self._engines.client._registration_callbacks.append(self._hub_says)
@@ -267,10 +304,16 @@ class Cluster:
                 self._leaving |= {m.engine for m in self._members} | {m.pid for m in self._members}
             with contextlib.suppress(Exception):
                 self._dismiss([m for m in self._members if m.lost is None])
-            self._hang_up(self._members)
+        self._part()
+        if self._engines is not None:
+            self._engines.close()
+
+    def _part(self) -> None:
+        """What this process has of the ranks ends; whether they do is not its business."""
+        self._hang_up(self._members)
+        if self._engines is not None:
             with contextlib.suppress(ValueError, AttributeError):
                 self._engines.client._registration_callbacks.remove(self._hub_says)
-            self._engines.close()
         self._deaths.put(None)
         for call in self._live_calls():
             for rank in call.pending:
@@ -278,15 +321,20 @@ class Cluster:
 
     def _dismiss(self, members: Sequence[Member]) -> list[Member]:
         """Interrupts these ranks if they work, and closes their sessions; returns those that would not in time."""
+        call = self._insist("leave", members)
+        return [m for m in members if m.rank in call.pending or call.failed_on(m.rank)]
+
+    def _insist(self, what: str, members: Sequence[Member]) -> Call:
+        """Asks ranks for something behind what they do, which is interrupted; over, or late by now."""
         busy = [m.rank for m in members if m.doing]
         if busy:
             self.signal(busy)
-        call = self._send("leave", {m.rank: NOTHING for m in members})
+        call = self._send(what, {m.rank: NOTHING for m in members})
         if not call.wait_all(INSIST_S):  # it may settle with a peer that is gone: the second interrupt ends that
             before = {rank for other in self._live_calls() if other is not call for rank in other.pending}
             self.signal([m.rank for m in members if m.rank in before])
             call.wait_all(LEAVE_S - INSIST_S)
-        return [m for m in members if m.rank in call.pending or call.failed_on(m.rank)]
+        return call
 
     # -- from engines to ranks --------------------------------------------------------------------------------------
 
@@ -295,6 +343,8 @@ class Cluster:
         assert engines is not None
         if n < 1:
             raise ClusterError(f"{n} ranks: one is the least")
+        engines.forget()
+        self._held = ()
         kept = self._keep(n)
         missing = n - len(kept)
         if missing > 0 and engines.owned:
@@ -317,6 +367,15 @@ class Cluster:
         with self._lock:
             self._members, self._placement = members, placement
         self._join([reports[engine] for engine in chosen])
+        self._open_to = () if engines.owned else in_the_open(engines.client, [r["host"] for r in reports.values()])
+        if self._keep_s is not None:
+            engines.keep(
+                asked=self.asked,
+                engines=tuple(chosen),
+                pids=tuple(m.pid for m in members),
+                placement=placement.to_dict(),
+                limit_s=self._keep_s,
+            )
 
     def _keep(self, n: int) -> list[int]:
         """Engine ids that go on; the sick and the superfluous are ended."""
@@ -416,6 +475,84 @@ class Cluster:
         for channel in [m.channel for m in members if m.channel is not None]:
             channel.close()
 
+    # -- ranks that a former kernel has left --------------------------------------------------------------------------
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What it was asked for, as JSON gives it back: kept ranks that were asked for in the same words are taken over."""
+        return {
+            "ranks": self._wanted,
+            "devices": None if self._devices is None else list(self._devices),
+            "reduction": self._reduction,
+            "take_busy": self._take_busy,
+            "rank_module": self._module,
+            "environment": self._environment,
+            "timeout_s": self._timeout_s,
+            "notebook": os.environ.get("JPY_SESSION_NAME", ""),  # JupyterLab's: another notebook's are not taken
+            "python": sys.executable,
+            "version": __version__,
+        }
+
+    def _attach(self) -> bool:
+        """Takes over what is kept. False where there is nothing, or it does not answer: it is ended then."""
+        if self._keep_s is None:
+            return False
+        while (found := take_over(self.asked, self._keep_s)) is not None:
+            kept, guardian = found
+            self._token = kept.token
+            engines = KeptEngines(kept, guardian, self._environment_of_engines, self._ended)
+            try:
+                engines.open()
+                self._engines = engines
+                self._listen_for_changes()
+                self._take_up(kept)
+                return True
+            except BaseException as e:
+                self._engines, self._members, self._token = None, [], secrets.token_hex(8)
+                if not isinstance(e, ClusterError):
+                    engines.leave()  # an interrupt, for one, is no reason to lose what they hold
+                    raise
+                engines.close()
+                self._remarks = (f"ranks that a former kernel left were ended, and new ones started: {e.sentence}",)
+        if others := [kept.id for kept in kept_clusters() if kept.free]:
+            self._remarks += (f"other ranks are kept ({', '.join(others)}); `fsdp-lab kept` lists and ends them",)
+        return False
+
+    def _take_up(self, kept: Kept) -> None:
+        """The ranks speak to this client from now on; what they are busy with comes to its end first."""
+        placement = Placement.from_dict(kept.placement)
+        members = [
+            self._member(rank, engine, {"pid": pid, "host": socket.gethostname()}, placement.devices[rank])
+            for rank, (engine, pid) in enumerate(zip(kept.engines, kept.pids, strict=True))
+        ]
+        with self._lock:
+            self._members, self._placement = members, placement
+        self._listen_for_beats()
+        self._turn = time.time_ns()  # none of its calls is taken for one of the former kernel's
+        call = self._send("attach", {m.rank: {"beats": m.channel.header} for m in members if m.channel is not None})
+        deadline = time.monotonic() + self._timeout_s
+        while not call.wait(0.05) and len(call.pending) == len(members) and time.monotonic() < deadline:
+            continue
+        self._held = tuple(call.results(TORN_S))
+        for member, held in zip(members, self._held, strict=True):
+            member.step = held["step"]
+        self._tell("ready", len(members), len(members))
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the ranks outlive this process."""
+        return self._keep_s is not None
+
+    @property
+    def attached(self) -> bool:
+        """Whether the ranks were started by a former kernel."""
+        return isinstance(self._engines, KeptEngines)
+
+    @property
+    def held(self) -> tuple[Mapping[str, Any], ...]:
+        """What each rank said of itself when it was taken over (`Session.status`); empty where it was started here."""
+        return self._held
+
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def submit(self, what: str, *, take: Callable[[Mapping[str, Any]], None] | None = None, **arguments: Any) -> Call:
@@ -440,6 +577,21 @@ class Cluster:
         """`submit`, then the results in rank order. Raises what `Call.results` does."""
         return self.submit(what, **arguments).results(timeout_s)
 
+    def settle(self) -> dict[int, Any]:
+        """After a failure: what each rank that is left says of itself (`Session.status`), when none of them works any more.
+        One that does not get out of its work is ended, where it is ours; it takes some seconds then."""
+        left = [m for m in self._members if m.lost is None]
+        call = self._insist("status", left)
+        for rank in call.pending:
+            self.end_rank(rank, "did not leave a step that had failed, and was ended")
+        call.wait_all(SIGNAL_S)
+        return call.values
+
+    def ask(self, what: str, ranks: Collection[int], **arguments: Any) -> dict[int, Any]:
+        """One call on some ranks, by rank. Raises what `Call.results` does."""
+        values = self._send(what, dict.fromkeys(ranks, arguments)).results(self._timeout_s)
+        return dict(zip(ranks, values, strict=True))
+
     def _send(
         self,
         what: str,
@@ -453,14 +605,16 @@ class Cluster:
         with self._lock:
             members = {rank: self._members[rank] for rank in each}
             self._calls = [c for c in self._calls if c.pending] + [call]
+            for member in [m for m in members.values() if not m.doing]:  # on others this waits behind what they do
+                member.turn(what)
         with self._sending:
+            self._turn += 1
             for rank, arguments in each.items():
                 member = members[rank]
-                member.turn(what)
                 if member.channel is not None:
                     member.channel.open()
                 try:
-                    future = member.view.apply_async(remote.call, what, dict(arguments), self._token)
+                    future = member.view.apply_async(remote.call, what, dict(arguments), self._token, self._turn)
                 except Exception as e:  # the engine is unknown by now, or the connection is closed
                     error = {"kind": type(e).__name__, "reason": str(e), "trace": "", "unix_s": time.time()}
                     call.finish(rank, Outcome(error=error, unix_s=time.time()))
@@ -490,8 +644,12 @@ class Cluster:
 
     def _replied(self, call: Call, member: Member, future: Any) -> None:
         """On the client's IO thread."""
-        member.turn("")
-        call.finish(member.rank, read_reply(future))
+        outcome = read_reply(future)
+        if (outcome.error or NOTHING).get("kind") != "EngineError":  # else it died while doing that
+            with self._lock:
+                behind = (c.what for c in self._live_calls() if c is not call and member.rank in c.pending)
+                member.turn(next(behind, ""))
+        call.finish(member.rank, outcome)
 
     def _live_calls(self) -> list[Call]:
         with self._lock:
@@ -529,7 +687,7 @@ class Cluster:
     def ping(self, rank: int, answered: Callable[[], None]) -> None:
         """Asks an engine for any sign of life, behind what it is doing."""
         with self._sending, contextlib.suppress(Exception):
-            future = self._members[rank].view.apply_async(remote.call, "ping", {}, self._token)
+            future = self._members[rank].view.apply_async(remote.call, "ping", {}, self._token, 0)
             future.add_done_callback(lambda f: answered() if f.exception() is None else None)
 
     def end_rank(self, rank: int, fate: str) -> bool:
@@ -541,9 +699,17 @@ class Cluster:
         self._engines.end([member.pid], term_s=0.2)
         return True
 
-    def may_be_dying(self) -> bool:
-        """Whether a rank's end may explain what its peers said: one is gone from here, or out of sight."""
-        return any(m.process is None or not alive(m.process) for m in self._members)
+    def strike(self, rank: int, number: int) -> None:
+        """Sends a signal to one rank's process, as whoever wishes it ill. Raises ClusterError where it is not ours."""
+        process = self._members[rank].process
+        if not self.owned or process is None:
+            raise ClusterError(f"rank {rank} is not ours to signal: its engine was started by somebody else")
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+    def may_be_dying(self, ranks: Sequence[int]) -> bool:
+        """Whether the end of one of them may explain what its peers said: it is gone from here, or out of sight."""
+        return any(m.process is None or not alive(m.process) for m in self._members if m.rank in ranks)
 
     # -- deaths -----------------------------------------------------------------------------------------------------
 
@@ -615,7 +781,7 @@ class Cluster:
             code = engines.exit_code(member.pid)
             time.sleep(0.01)
         reason = member.fate or describe_exit(code)
-        if code is None and not member.fate and member.process is not None and member.process.is_running():
+        if code is None and not member.fate and member.process is not None and alive(member.process):
             reason = "no longer answers (stopped, or its machine stands still), so it is left out"
             if engines is not None:
                 engines.end([member.pid], term_s=0.1)
@@ -658,6 +824,11 @@ class Cluster:
         return self._placement.notes
 
     @property
+    def remarks(self) -> tuple[str, ...]:
+        """What else is to be known of these ranks, in words."""
+        return (*self._remarks, *self._open_to)
+
+    @property
     def owned(self) -> bool:
         """Whether the engines were started here."""
         return self._engines is not None and self._engines.owned
@@ -675,6 +846,11 @@ class Cluster:
     def pids(self) -> list[int]:
         """Process ids in rank order."""
         return [m.pid for m in self._members]
+
+    @property
+    def processes(self) -> list[int]:
+        """Process ids of all that was started here and is there: engines, their nannies, the controller."""
+        return [p.pid for p in marked(self._token)] if self.owned else []
 
     @property
     def engine_ids(self) -> list[int]:
@@ -729,7 +905,9 @@ class Cluster:
     def waiting(self, after_s: float) -> str:
         """Who waits for what, in a sentence, where a rank that works has waited for so long; "" else."""
         heard = [(m.rank, self._doctor.last(m.rank)) for m in self._members if m.doing and m.lost is None]
-        late = [(h.waits_s, rank, h.beat.pending) for rank, h in heard if h is not None and (h.waits_s or 0.0) > after_s]
+        late = [
+            (h.waits_s, rank, h.beat.pending) for rank, h in heard if h is not None and (h.waits_s or 0.0) > after_s
+        ]
         if not late:
             return ""
         waits_s, rank, pending = max(late, key=lambda one: one[0] or 0.0)

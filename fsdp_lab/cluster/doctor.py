@@ -112,7 +112,12 @@ class Channel:
     @property
     def header(self) -> dict[str, str]:
         """What the engine writes on its messages."""
-        return {"msg_id": self._name, "session": self._client.session.session, "username": "", "msg_type": "apply_request"}
+        return {
+            "msg_id": self._name,
+            "session": self._client.session.session,
+            "username": "",
+            "msg_type": "apply_request",
+        }
 
     def open(self) -> None:
         """Again and again, as the user may empty their own client."""

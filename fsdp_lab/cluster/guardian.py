@@ -5,6 +5,9 @@ kernel has. At end of file, or when the owner's process is gone (a forked child 
 it ends every process that carries TOKEN in its environment and removes FOLDER, the cluster's private files. The word
 "release" on the pipe lets it go without doing anything.
 
+Where the ranks are kept (kept.py) it waits instead, until another kernel has taken them over, with a guardian of its own, or
+nobody has come for as long as was agreed, or one of them has died: then there is nothing to come back to.
+
 It needs no list of pids: it looks for the token when the time has come, so that an engine that was just being started,
 and an engine's own children, are found too. Busy engines ignore SIGTERM and are ended by SIGKILL a moment later.
 """
@@ -14,19 +17,19 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import psutil
 
-from fsdp_lab.cluster.processes import end, marked, sweep
+from fsdp_lab.cluster.kept import Kept
+from fsdp_lab.cluster.private import remove_private
+from fsdp_lab.cluster.processes import Identity, alive, end, marked, sweep
 
-PREFIX = "fsdp_lab-"  # of the private folder: nothing else is ever removed
+LOOK_S = 0.5  # between two looks at what became of ranks that are kept
 
 
 class Guardian:
@@ -45,6 +48,16 @@ class Guardian:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def identity(self) -> Identity:
+        return Identity.of(self.pid)
+
+    def leave(self) -> None:
+        """The kernel has nothing to do with the ranks any more: as if it had ended."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
 
     def release(self) -> None:
         """Everything is ended: the guardian has nothing left to do."""
@@ -67,17 +80,6 @@ def package_path() -> str:
     return os.pathsep.join([here, *rest])
 
 
-def private_folder() -> Path:
-    """A new folder that only this user can read. Raises OSError where none can be made."""
-    return Path(tempfile.mkdtemp(prefix=PREFIX))
-
-
-def remove_private(folder: Path) -> None:
-    """Removes a folder of `private_folder`, and no other."""
-    if folder.name.startswith(PREFIX):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def watch(owner_pid: int) -> bool:
     """Waits for the owner's end. Returns whether it asked for nothing to be done."""
     try:
@@ -90,10 +92,31 @@ def watch(owner_pid: int) -> bool:
     return sys.stdin.readline().strip() == "release"
 
 
+def handed_over(folder: Path) -> bool:
+    """Waits, where the ranks are kept. Returns whether a kernel has taken them over; else they are to be ended."""
+    kept = Kept.read(folder)
+    if kept is None or kept.guardian.pid != os.getpid():
+        return kept is not None
+    began_s, kept = time.monotonic(), kept.release()  # a laptop that sleeps does not count as waiting
+    while kept is not None and time.monotonic() - began_s < kept.limit_s and all(_lives(pid) for pid in kept.pids):
+        time.sleep(LOOK_S)
+        now = Kept.read(folder)
+        if now is None or now.guardian != kept.guardian:
+            return now is not None
+    return kept is None or not kept.forget()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return alive(psutil.Process(pid))
+    except psutil.Error:
+        return False
+
+
 def main(token: str, owner_pid: int, folder: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it outlives what ends its owner
-    if watch(owner_pid):
+    if watch(owner_pid) or handed_over(folder):
         return
     end(marked(token), term_s=1.0)
     deadline = time.monotonic() + 10

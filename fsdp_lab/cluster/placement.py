@@ -7,6 +7,7 @@ the ranks alone.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -95,6 +97,13 @@ class Placement:
     @property
     def devices(self) -> tuple[str, ...]:
         return tuple(seat.device for seat in self.seats)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"seats": [dataclasses.asdict(seat) for seat in self.seats], "notes": list(self.notes)}
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> Placement:
+        return cls(seats=tuple(Seat(**seat) for seat in d["seats"]), notes=tuple(d["notes"]))
 
 
 # -- facts -----------------------------------------------------------------------------------------------------------

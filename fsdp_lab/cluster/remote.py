@@ -30,14 +30,19 @@ PUBLISH_EVERY_S = 0.04  # at most 25 messages a second and rank, however fast th
 TRACE_CHARACTERS = 20_000
 
 
-def call(what: str, arguments: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """Does `what` on this rank for the cluster `owner`. Returns {"ok": value}, {"interrupted": True} or {"error": {...}}.
+def call(what: str, arguments: Mapping[str, Any], owner: str, turn: int) -> dict[str, Any]:
+    """Does `what` on this rank for the cluster `owner`, in its call of number `turn`.
 
-    Engines that are the user's can be taken over by another lab; the former one is told so.
+    Returns {"ok": value}, {"interrupted": True} or {"error": {...}}. Engines that are the user's can be taken over by
+    another lab; the former one is told so.
     """
     try:
-        if what not in ANYBODYS and resident().owner != owner:
-            raise RuntimeError("another lab has taken these ranks over; close this one")
+        if what not in ANYBODYS:
+            here = resident()
+            if here.owner != owner:
+                raise RuntimeError("another lab has taken these ranks over; close this one")
+            if here.session is not None:
+                here.session.turn = turn
         return {"ok": ACTIONS[what](**arguments)}
     except KeyboardInterrupt:
         return {"interrupted": True}
@@ -66,8 +71,9 @@ def described(error: BaseException) -> dict[str, Any]:
 
 def memory_short(error: BaseException) -> str:
     """What to do, where torch could not have the memory it asked for, of a GPU or of the host; empty of other errors."""
-    text = str(error)
-    if type(error).__name__ not in ("OutOfMemoryError", "MemoryError") and "can't allocate memory" not in text:
+    text, kind = str(error), type(error).__name__
+    of_host = kind == "RuntimeError" and "can't allocate memory" in text  # not what another rank says of this one
+    if kind not in ("OutOfMemoryError", "MemoryError") and not of_host:
         return ""
     size = "what it asked for"
     if asked := re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", text):
@@ -111,6 +117,10 @@ class BeatPublisher:
         events: Any = get_ipython().data_pub  # type: ignore[union-attr]
         # The socket hands messages over to the thread that sends them, so any thread may write to it.
         self._publisher = ZMQDataPublisher(session=events.session, pub_socket=events.pub_socket, topic=events.topic)
+        self.turn_to(header)
+
+    def turn_to(self, header: Mapping[str, str]) -> None:
+        """Whoever opened a channel under this header hears the next one."""
         self._publisher.set_parent(dict(header))
 
     def tell(self, beat: dict[str, Any]) -> None:
@@ -126,6 +136,7 @@ class Resident:
         self.owner = ""
         self.store: Any = None
         self.session: Any = None
+        self.beats: BeatPublisher | None = None
         self._pushed: dict[str, Any] = {}
 
     def push(self) -> None:
@@ -247,9 +258,20 @@ def reach(address: str, port: int) -> None:
 def join(module: str, beats: Mapping[str, str], **arguments: Any) -> dict[str, Any]:
     """Makes this rank's Session; returns when all ranks have joined. `beats` is where its beats go."""
     here, make = resident(), pkgutil.resolve_name(f"{module}:Session")
-    here.session = make(store=here.store, say=here.publisher.say, beat=BeatPublisher(beats).tell, **arguments)
+    here.beats = BeatPublisher(beats)
+    here.session = make(store=here.store, say=here.publisher.say, beat=here.beats.tell, **arguments)
     here.push()
     return dict(here.session.status())
+
+
+def attach(beats: Mapping[str, str]) -> dict[str, Any]:
+    """Goes on for a new kernel: beats go there now, and what the former one had put aside nobody will ask for. Returns
+    `Session.status`."""
+    told = dict(session().status())
+    drop(told.pop("aside", ()))
+    if (publisher := resident().beats) is not None:
+        publisher.turn_to(beats)
+    return told
 
 
 def leave() -> None:
@@ -264,12 +286,12 @@ def leave() -> None:
         here.store = None
 
 
-def apply(run: str, spec: dict[str, Any], fresh: bool) -> dict[str, Any]:
+def apply(run: str, spec: dict[str, Any], fresh: bool, evaluated: int = 0) -> dict[str, Any]:
     """See `Session.apply`. Names of the old model are gone before it is dropped."""
     here, s = resident(), session()
     here.withdraw()
     try:
-        return dict(s.apply(run, spec, fresh=fresh))
+        return dict(s.apply(run, spec, fresh=fresh, evaluated=evaluated))
     finally:
         here.push()
 
@@ -299,12 +321,52 @@ def drop(runs: Collection[str]) -> dict[str, Any]:
     return dict(session().drop(runs))
 
 
-def train(steps: int, ledgers: Collection[int] = (), checks: Collection[int] = ()) -> dict[str, Any]:
+def save(root: str, kind: str, last: int) -> dict[str, Any]:
+    """See `Session.save`."""
+    return dict(session().save(root, kind, last))
+
+
+def saves(wait_s: float) -> dict[str, Any]:
+    """See `Session.saves`."""
+    return dict(session().saves(wait_s))
+
+
+def rescue(partial: str, writers: Collection[int]) -> dict[str, Any]:
+    """See `Session.rescue`."""
+    return dict(session().rescue(partial, writers))
+
+
+def restore(run: str, spec: dict[str, Any], path: str) -> dict[str, Any]:
+    """See `Session.restore`. Names of the old model are gone before it is dropped."""
+    here, s = resident(), session()
+    here.withdraw()
+    try:
+        return dict(s.restore(run, spec, path))
+    finally:
+        here.push()
+
+
+def train(
+    steps: int,
+    ledgers: Collection[int] = (),
+    checks: Collection[int] = (),
+    evaluations: Mapping[int, int] = {},
+) -> dict[str, Any]:
     """See `Session.train`. Events are said while it runs and returned too, so that a lost message heals."""
     try:
-        return dict(session().train(steps, ledgers, checks))
+        return dict(session().train(steps, ledgers, checks, evaluations))
     finally:
         resident().publisher.flush()
+
+
+def arm(fault: Mapping[str, Any]) -> dict[str, Any]:
+    """See `Session.arm`."""
+    return dict(session().arm(fault))
+
+
+def disarm() -> dict[str, Any]:
+    """See `Session.disarm`."""
+    return dict(session().disarm())
 
 
 def slow_next() -> dict[str, Any]:
@@ -345,8 +407,8 @@ def ping() -> int:
 ACTIONS: Mapping[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (
-        describe, take, load, host, reach, join, leave, apply, train, park, unpark, drop, slow_next, slow_end, forget,
-        status, ping,
+        describe, take, load, host, reach, join, attach, leave, apply, train, arm, disarm, park, unpark, drop,
+        slow_next, slow_end, forget, save, saves, rescue, restore, status, ping,
     )
 }  # fmt: skip
 ANYBODYS = ("describe", "take", "ping")

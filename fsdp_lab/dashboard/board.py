@@ -102,7 +102,9 @@ class Board:
                 raise SpecError("pin", "there is no step to pin yet", "start a run, and pin it after some steps")
             place = next((i for i in range(MOST_PINS) if i not in self._pins), None)
             if place is None:
-                raise SpecError("pin", f"{MOST_PINS} runs are pinned already", f"unpin one of {', '.join(self.pins)} first")
+                raise SpecError(
+                    "pin", f"{MOST_PINS} runs are pinned already", f"unpin one of {', '.join(self.pins)} first"
+                )
             name = self._free_label(place) if label is None else self._checked_label(label)
             self._pins[place] = _Pin(label=name, told=_told(run), run=Pinned.of(cast(Kept, run)))
             self._dirty = True
@@ -287,4 +289,3 @@ def _versions(entries: Sequence[Entry]) -> list[tuple[object, ...]]:
 
 def _identity(source: Kept | Refusal) -> str:
     return f"{source.spec}" if isinstance(source, Refusal) else source.id
-

@@ -160,7 +160,9 @@ def _memory(row: Row, largest: int) -> Cell:
     sizes = {c: row.figures.at_peak.of_role(Role(c)) for c in ON_DEVICE}
     host = f", {memory(row.figures.host_bytes)} on the host" if row.figures.host_bytes else ""
     classes = ", ".join(f"{theme.MEMORY[c].label} {memory(b)}" for c, b in sizes.items() if b)
-    parts = tuple(Part(share=b / largest, token=f"memory.{c}", hatch=theme.MEMORY[c].hatch) for c, b in sizes.items() if b)
+    parts = tuple(
+        Part(share=b / largest, token=f"memory.{c}", hatch=theme.MEMORY[c].hatch) for c, b in sizes.items() if b
+    )
     return Cell(text=f"{memory(peak)}{' + host' if host else ''}", title=f"Fullest rank: {classes}{host}", parts=parts)
 
 
@@ -188,7 +190,11 @@ def _reading(compared: Comparison, entries: Sequence[Entry]) -> str:
     if wrong:
         return f"✗ NOT THE SAME COMPUTATION: {', '.join(wrong)}"
     count = sum(e.counts for e in entries)
-    return f"{count} run{'s' * (count != 1)}, held against {compared.baseline}" if compared.baseline else "no run has begun"
+    return (
+        f"{count} run{'s' * (count != 1)}, held against {compared.baseline}"
+        if compared.baseline
+        else "no run has begun"
+    )
 
 
 def _recommended(shown: Shown) -> tuple[str, ...]:
@@ -210,4 +216,3 @@ def _pairing(compared: Comparison) -> list[str]:
 def _drawn_classes(compared: Comparison) -> list[str]:
     told = [row.figures.at_peak for row in compared.rows if row.figures.peak_memory_bytes]
     return [c for c in ON_DEVICE if any(t.of_role(Role(c)) for t in told)]
-

@@ -27,6 +27,7 @@ from .ports import LabLike, RunLike, SweepLike, TicketLike
 AUTO = "auto"
 OTHER = "other…"
 SWEEPING = "The strategy is the comparison's until it is over. Stop ends it and keeps what is done."
+WAITING = "The run waits: see Safety below, or press Stop."
 NEEDS_NEW_RUN = ("world_size", "devices")
 
 
@@ -125,7 +126,9 @@ class Control:
     def _make_typed(self) -> widgets.Text:
         """Where a value is written that is not among the tokens; out of sight until it is asked for."""
         hidden = widgets.Layout(display="none")
-        typed = widgets.Text(placeholder=self.field.typed, tooltip=self.field.help, continuous_update=False, layout=hidden)
+        typed = widgets.Text(
+            placeholder=self.field.typed, tooltip=self.field.help, continuous_update=False, layout=hidden
+        )
         typed.add_class("fsdp-input")
         typed.observe(self._written, "value")
         return typed
@@ -172,7 +175,6 @@ class Control:
         elif self.field.tokens is not None:
             value = _unkey(value)
         self._chosen(self.field.name, value)
-
 
     def _written(self, change: Mapping[str, Any]) -> None:
         text, typed = change["new"].strip(), change["owner"]
@@ -252,22 +254,28 @@ class Controls:
     While a comparison goes on they rest: its runs are its own, and Stop ends it.
     """
 
-    def __init__(self, lab: LabLike, more: Sequence[Extra] = (), below: Sequence[widgets.Widget] = ()) -> None:
-        """`more` buttons stand in the bar, what is `below` between it and the fields."""
-        self._lab = lab
+    def __init__(
+        self,
+        lab: LabLike,
+        more: Sequence[Extra] = (),
+        below: Sequence[widgets.Widget] = (),
+        options: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        """`more` buttons stand in the bar, what is `below` between it and the fields; `options` are for `Lab.run`."""
+        self._lab, self._options = lab, options
         self._lock = threading.RLock()
         self._checked: Workload | None = None
         self.choices = Choices(lab.spec, check=self._check)
         self._sent: list[_Sent] = []
         self._complaint = ""
         self._controls = {f.name: Control(f, self.choices.wanted, self._choose) for _, fields in GROUPS for f in fields}
-        self._groups = [
-            Group(title, [self._controls[f.name] for f in fields], self.accept) for title, fields in GROUPS
-        ]
+        self._groups = [Group(title, [self._controls[f.name] for f in fields], self.accept) for title, fields in GROUPS]
         self._start = self._button("Start", "play", "Begin at step 0", self.start)
         self._pause = self._button("Pause", "pause", "Hold after the running chunk", self.pause)
         self._stop = self._button("Stop", "stop", "End the run; the ranks stay", self.stop)
-        self._ledger = self._button("Memory", "microscope", "Measure memory in the next step, which that slows", self.ledger)
+        self._ledger = self._button(
+            "Memory", "microscope", "Measure memory in the next step, which that slows", self.ledger
+        )
         self._more = [self._button(e.word, e.icon, e.tooltip, e.press) for e in more]
         self._start.button_style = "primary"
         self._state = widgets.HTML()
@@ -367,11 +375,28 @@ class Controls:
 
     def _begin(self, accepted: Mapping[str, Any]) -> None:
         """A new run; choices that waited for one are on their way with it."""
-        waiting = {n: None for n, note in self.choices.notes.items() if note.standing is Standing.NEXT}
         wanted = self.choices.wanted
-        run = self._lab.run(wanted)
+        waiting = self._next()
+        run = self._lab.run(wanted, **self._options())
         self._sent.clear()
         self._await({**waiting, **accepted}, wanted, run, None)
+
+    def begin(self, start: Callable[[Mapping[str, Any]], RunLike]) -> None:
+        """A run that something else than Start begins: `start` is given the choices that waited for one, and may raise."""
+        with self._lock:
+            waiting = self._next()
+            run = start(waiting)
+            self._complaint = ""
+            self._sent.clear()
+            self.choices.adopt(run.spec)
+            self._await(waiting, run.spec, run, None)
+            self._show()
+            self._show_state()
+
+    def _next(self) -> dict[str, Any]:
+        """The choices that wait for a start."""
+        wanted = self.choices.wanted.flat()
+        return {n: wanted[n] for n, note in self.choices.notes.items() if note.standing is Standing.NEXT}
 
     def _await(self, names: Mapping[str, Any], spec: Spec, run: RunLike, ticket: TicketLike | None) -> None:
         for name in names:
@@ -471,16 +496,19 @@ class Controls:
         alive = run is not None and not run.state.over
         paused = run is not None and run.state.name == "PAUSED" and not sweeping
         stopping = run is not None and run.state.name == "STOPPING"
+        broken = run is not None and run.state.name in ("BROKEN", "RECOVERING")
         for control in (i for c in self._controls.values() for i in c.inputs):
             _set(control, "disabled", sweeping)
         _set(self._start, "disabled", sweeping or (alive and not paused))
-        _set(self._pause, "disabled", sweeping or not alive or stopping)
+        _set(self._pause, "disabled", sweeping or not alive or stopping or broken)
         _set(self._pause, "description", "Resume" if paused else "Pause")
         _set(self._pause, "icon", "play" if paused else "pause")
         _set(self._stop, "disabled", not sweeping and (not alive or stopping))
-        _set(self._ledger, "disabled", sweeping or not alive or stopping)
+        _set(self._ledger, "disabled", sweeping or not alive or stopping or broken)
         word = "comparing" if sweeping else run.state.value if run is not None else "ready"
-        reason = self._complaint or (SWEEPING if sweeping else run.reason if run is not None else "Press Start to train.")
+        reason = self._complaint or (
+            SWEEPING if sweeping else WAITING if broken else run.reason if run is not None else "Press Start to train."
+        )
         more = run.details if run is not None and not self._complaint else ""
         css = f"fsdp-state fsdp-state-{word}"
         _set(self._state, "value", f'<span class="{css}" role="status">{escape(word)}</span> '

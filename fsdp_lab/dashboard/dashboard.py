@@ -1,4 +1,5 @@
-"""`Dashboard`: controls above, live cards below, slow motion at the end; one tick thread between them and the lab."""
+"""`Dashboard`: controls and safety above, live cards below, slow motion at the end; one tick thread between them and the
+lab."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from .feed import Feed
 from .latency import Latency
 from .live import LiveView
 from .ports import LabLike
+from .safety import SafetyBox
 from .slow_motion import SlowMotionBox
 from .subshell import answer_while_busy
 from .sweep_form import SweepForm
@@ -61,12 +63,14 @@ class Dashboard:
         self._live = LiveView()
         self._board = Board(lab)
         self._form = SweepForm(lab, wanted=lambda: self._controls.choices.wanted)
-        self._controls = Controls(lab, more=self._buttons(), below=[self._form.widget])
+        self._safety = SafetyBox(lab, begin=lambda start: self._controls.begin(start))
+        self._controls = Controls(lab, self._buttons(), [self._form.widget], self._safety.options)
         self._feed = Feed(lab, self._live, self._board, ComparisonCard(self._press))
         self._slow = SlowMotionBox(lab, wanted=self._controls.for_a_step, accept=self._controls.accept)
-        self._box = ipywidgets.VBox([self._controls.widget, self._live, self._slow.widget])
+        self._box = ipywidgets.VBox([self._controls.widget, self._safety.widget, self._live, self._slow.widget])
         self._box.add_class("fsdp-lab")
-        answer_while_busy([self._live, *self._controls.answering, *self._form.answering, *self._slow.answering])
+        parts = (self._controls, self._form, self._safety, self._slow)
+        answer_while_busy([self._live, *(widget for part in parts for widget in part.answering)])
         self._halt = threading.Event()
         self.reset_measurements()
         self._thread = threading.Thread(target=self._tick_until_closed, name="fsdp-lab-dashboard", daemon=True)
@@ -171,6 +175,7 @@ class Dashboard:
                 events = self._feed.tick()
                 self._controls.tick(self._feed.run, events)
                 self._form.tick()
+                self._safety.tick(self._feed.run)
                 self._slow.tick()
                 failing = False
             except Exception as e:
@@ -183,6 +188,7 @@ class Dashboard:
         if not self._halt.is_set():
             self._controls.retire("The lab is closed. Make another one and run this cell again.")
             self._form.retire()
+            self._safety.retire()
             self._slow.retire()
 
     def _repr_mimebundle_(self, **options: Any) -> Any:

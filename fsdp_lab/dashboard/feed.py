@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..events import StepEvent
+from ..models.check import is_language
 from .board import Board, Kind, Shown, running
 from .comparison_card import ComparisonCard
 from .live import LiveView, Scene
@@ -112,16 +113,20 @@ class Feed:
             self._waiting.clear()
         elif self._run is not None and len(self._waiting) < MOST_WAITING:
             self._waiting[self._run.id] = self._stage
-        shape = self._stage.world_size
-        self._stage = self._waiting.pop(run.id) if run.id in self._waiting else Stage(run.spec.world_size)
+        shape, first = self._stage.world_size, self._run is None
         self._run = run
+        if first and run.spec.world_size == shape:  # what was put up for it: the page builds nothing anew
+            self._stage.frame.language = is_language(run.spec.workload)
+            return
+        self._stage = self._waiting.pop(run.id) if run.id in self._waiting else Stage(run.spec.world_size)
         self._put_up(calm=sweeping and self._stage.world_size == shape)
 
     def _parts(self, events: Sequence[StepEvent], switches: Sequence[SwitchLike]) -> Iterator[Sequence[StepEvent]]:
-        """The events up to each switch; a switch is marked, or makes new panels where it began again at step 0."""
+        """The events up to each switch; a switch is marked, or makes new panels where it began again at step 0, or went on
+        with other ranks."""
         rest = list(events)
         for switch in switches:
-            if switch.before is not None and not switch.carried:
+            if switch.before is not None and (not switch.carried or resized(switch)):
                 cut = next((i for i, e in enumerate(rest) if e.spec_id == switch.after.id), len(rest))
                 yield rest[:cut]
                 rest = rest[cut:]
@@ -145,6 +150,7 @@ class Feed:
     def _put_up(self, *, calm: bool) -> None:
         """The stage is what is seen; calm, where the pictures are those of the former one."""
         stage = self._stage
+        stage.frame.language = is_language((self._run or self._lab).spec.workload)
         stage.overlay(self._board.overlays())
         scene = Scene(
             cards=[self._card, *stage.panels],
@@ -166,6 +172,11 @@ class Feed:
         return " · ".join(what)
 
 
+def resized(switch: SwitchLike) -> bool:
+    """Whether it is trained by another number of ranks than before."""
+    return switch.before is not None and switch.before.world_size != switch.after.world_size
+
+
 def describe(switch: SwitchLike) -> tuple[str, str]:
     """A change in a few words, to write along a line; and in a sentence."""
     assert switch.before is not None
@@ -178,7 +189,8 @@ def describe(switch: SwitchLike) -> tuple[str, str]:
         f"{name.replace('_', ' ')} {_token(old, name)} → {_token(new, name)}" for name, (old, new) in changes.items()
     )
     how = "parameters and optimizer carried over" if switch.carried else "started afresh"
-    return label or "no change", f"step {switch.step:,}: {told} ({how}, {switch.seconds:.2f} s)"
+    what = told or "it went on after a failure"
+    return label or "went on", f"step {switch.step:,}: {what} ({how}, {switch.seconds:.2f} s)"
 
 
 def _token(value: Any, name: str = "") -> str:

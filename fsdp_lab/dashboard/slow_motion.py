@@ -19,6 +19,7 @@ from ..runs import Moment
 from ..spec import Spec, SpecError
 from .live import LiveView, Scene
 from .panels.holdings import HoldingsPanel
+from .parts import put, sentence
 from .ports import LabLike, SlowLike
 
 SPEEDS_PER_S = (0.5, 1.0, 2.0, 5.0)
@@ -69,7 +70,9 @@ class SlowMotionBox:
         self._stop = self._button("Stop", "stop", "Let the step run to its end", self.stop)
         self._next.button_style = "primary"
         self._speed = widgets.Dropdown(
-            options=[(f"{s:g} phase{'s' * (s > 1)} a second", s) for s in SPEEDS_PER_S], value=1.0, tooltip="Speed of Play"
+            options=[(f"{s:g} phase{'s' * (s > 1)} a second", s) for s in SPEEDS_PER_S],
+            value=1.0,
+            tooltip="Speed of Play",
         )
         self._speed.add_class("fsdp-slow-speed")
         self._speed.observe(lambda _: self._hurry(), "value")
@@ -193,7 +196,9 @@ class SlowMotionBox:
         run = self._lab.current
         going = run is not None and not run.state.over
         slow = self._lab.slow_motion(self._wanted())
-        said = "The run was stopped for this and keeps its parameters: lab.run(lab.spec, fresh=False) goes on with them."
+        said = (
+            "The run was stopped for this and keeps its parameters: lab.run(lab.spec, fresh=False) goes on with them."
+        )
         return slow, said if going else ""
 
     def _end(self, slow: SlowLike) -> None:
@@ -208,7 +213,7 @@ class SlowMotionBox:
     def _fail(self, error: Exception) -> None:
         with self._changed:
             self._playing, self._asked, self._failed = False, 0, True
-            self._words = refusal(error) if isinstance(error, SpecError) else str(error) or type(error).__name__
+            self._words = sentence(error)
             self._fix = dict(error.fix) if isinstance(error, SpecError) else {}
 
     # -- what is shown --------------------------------------------------------------------------------------------
@@ -250,14 +255,14 @@ class SlowMotionBox:
         ending = "refused" if self._fix else "failed" if self._failed else "ready"
         word = "working" if self._busy else "playing" if self._playing else "halted" if held else ending
         words = ended(slow) if slow is not None and over and not self._failed else self._words
-        _set(self._play, "description", "Pause" if self._playing else "Play")
-        _set(self._play, "icon", "pause" if self._playing else "play")
-        _set(self._stop, "disabled", not held)
-        _set(self._say, "value", f'<span class="fsdp-slow-state fsdp-slow-{word}" role="status">{word}</span> '
-                                 f"<span>{escape(self._busy or words)}</span>")  # fmt: skip
+        put(self._play, "description", "Pause" if self._playing else "Play")
+        put(self._play, "icon", "pause" if self._playing else "play")
+        put(self._stop, "disabled", not held)
+        put(self._say, "value", f'<span class="fsdp-slow-state fsdp-slow-{word}" role="status">{word}</span> '
+                                f"<span>{escape(self._busy or words)}</span>")  # fmt: skip
         label = "Use " + ", ".join(f"{n.replace('_', ' ')} {v}" for n, v in self._fix.items()) if self._fix else ""
-        _set(self._way_out, "description", label)
-        _set(self._way_out.layout, "display", "" if label else "none")
+        put(self._way_out, "description", label)
+        put(self._way_out.layout, "display", "" if label else "none")
 
     # -- end ------------------------------------------------------------------------------------------------------
 
@@ -288,14 +293,3 @@ def ended(slow: SlowLike) -> str:
     if event is not None and slow.reason in ("the step is over", "closed"):
         return f"Step {event.step:,} is over, its loss was {event.mean_loss:.4f}. Next begins another one."
     return f"Slow motion has ended: {slow.reason}."
-
-
-def refusal(error: SpecError) -> str:
-    """A SpecError as one sentence without the name of the field."""
-    return f"{error.reason[0].upper()}{error.reason[1:]}: {error.way_out}."
-
-
-def _set(widget: Any, name: str, value: Any) -> None:
-    """Sets a trait only where it changes: each set is a message."""
-    if getattr(widget, name) != value:
-        setattr(widget, name, value)

@@ -22,6 +22,7 @@ from ..runs.summary import how, slowest
 from ..runs.sweep import ROUNDS, combine
 from ..spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec
 from .board import running
+from .parts import put
 from .ports import LabLike, SweepLike
 
 COMBINED: Mapping[str, Sequence[Any]] = {
@@ -202,15 +203,15 @@ class SweepForm:
         sweep = self._going_on()
         over = self._lab.sweep if sweep is None else None
         failed = over is not None and over is self._begun and over.error is not None
-        _set(self._ask.layout, "display", "" if self._open and sweep is None else HIDE)
-        _set(self._going.layout, "display", "" if sweep is not None else HIDE)
+        put(self._ask.layout, "display", "" if self._open and sweep is None else HIDE)
+        put(self._going.layout, "display", "" if sweep is not None else HIDE)
         said = _wrong(f"The comparison ended: {over.error}") if failed and over is not None else ""
         words = "" if sweep is not None else self._words if self._open else said
-        _set(self._said, "value", words)
-        _set(self._said.layout, "display", "" if words else HIDE)
+        put(self._said, "value", words)
+        put(self._said.layout, "display", "" if words else HIDE)
         if sweep is not None:
-            _set(self._far, "value", _progress(sweep))
-        _set(self.widget.layout, "display", "" if sweep is not None or words else HIDE)
+            put(self._far, "value", _progress(sweep))
+        put(self.widget.layout, "display", "" if sweep is not None or words else HIDE)
 
 
 def _progress(sweep: SweepLike) -> str:
@@ -254,9 +255,3 @@ def _while(seconds: float) -> str:
     if seconds < 90:
         return f"{math.ceil(seconds)} s"
     return f"{math.ceil(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def _set(widget: Any, name: str, value: Any) -> None:
-    """Sets a trait only where it changes: each set is a message."""
-    if getattr(widget, name) != value:
-        setattr(widget, name, value)

@@ -71,7 +71,9 @@ def account(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     return Account(**found)
 
 
-Held = tuple[str, FlatBuffer, Tensor, Range]  # its class, whose it is, and its region where it may have the length of one
+Held = tuple[
+    str, FlatBuffer, Tensor, Range
+]  # its class, whose it is, and its region where it may have the length of one
 
 
 def _held(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Held]:

@@ -298,7 +298,9 @@ class FlatBuffer:
         if group not in self.regions:
             return None, 0
         start, stop = self.layout.in_shard(self.layout.slots[i], self.grid.rank)
-        return self.regions[group], (start - self.layout.region_in_shard(group, self.grid.rank)[0]) if start < stop else 0
+        return self.regions[group], (
+            start - self.layout.region_in_shard(group, self.grid.rank)[0]
+        ) if start < stop else 0
 
     @property
     def is_gathered(self) -> bool:

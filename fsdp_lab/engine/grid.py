@@ -120,8 +120,12 @@ def _dimensions(mesh: DeviceMesh, strategy: Strategy) -> tuple[int | None, int |
                         "make it with fsdp_lab.engine.build_mesh")  # fmt: skip
     factor = 1 if dimensions[0] is None else mesh.size(dimensions[0])
     if strategy.shard_size not in (None, factor):
-        way_out = "make the mesh with fsdp_lab.engine.build_mesh" if hybrid else "leave it empty, or choose hybrid_shard"
-        raise SpecError("strategy.shard_size", f"{strategy.shard_size} is not the {factor} ranks of a shard group", way_out)
+        way_out = (
+            "make the mesh with fsdp_lab.engine.build_mesh" if hybrid else "leave it empty, or choose hybrid_shard"
+        )
+        raise SpecError(
+            "strategy.shard_size", f"{strategy.shard_size} is not the {factor} ranks of a shard group", way_out
+        )
     return dimensions
 
 

@@ -20,7 +20,9 @@ class Kind(Enum):
 
     PLAIN = "plain"
     NORM = "norm"
-    BATCH_NORM = "batch norm"  # torch wants its parameters in the dtype of its running statistics: both stay as they are
+    BATCH_NORM = (
+        "batch norm"  # torch wants its parameters in the dtype of its running statistics: both stay as they are
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -171,7 +171,9 @@ class Runtime:
                 f"the gradient of {name} came while {unit.name or 'the root'} was not gathered: its backward was not seen; "
                 "let its forward return tensors, or tuples, lists, dicts or dataclasses of them"
             )
-        if self.backward is None:  # the root gave back nothing to hang a hook on, or a parameter was used inside `unshard`
+        if (
+            self.backward is None
+        ):  # the root gave back nothing to hang a hook on, or a parameter was used inside `unshard`
             last = self.last() if self.last is not None else None
             self._begin_backward(Pass(self._schedule(True), backward=True) if last is None or last.done else last)
 

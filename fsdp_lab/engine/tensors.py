@@ -50,7 +50,9 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _with_fields(value, {f.name: map_tensors(change, getattr(value, f.name)) for f in dataclasses.fields(value)})
+        return _with_fields(
+            value, {f.name: map_tensors(change, getattr(value, f.name)) for f in dataclasses.fields(value)}
+        )
     return value
 
 

@@ -3,6 +3,7 @@
     export_script(spec, "train.py")            # torchrun --nproc-per-node 2 train.py
     export_accelerate(spec, "fsdp.yaml")       # accelerate launch --config_file fsdp.yaml your_script.py
     export_spec(spec, "spec.json")             # fsdp-lab run spec.json
+    export_model("checkpoints", "my-model")    # transformers' from_pretrained("my-model")
 
 What a target cannot express is refused by a `SpecError` that names the field; what has no effect there, or belongs to the
 reader's own script, is said at the head of the file. Nothing is dropped in silence. Read target.py first.
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from fsdp_lab.files import check_file, write_whole
 
 if TYPE_CHECKING:
+    from fsdp_lab.checkpoints import Checkpoint
     from fsdp_lab.spec import Spec
 
 TARGETS = ("script", "accelerate", "spec")
@@ -52,6 +54,18 @@ def export_spec(spec: Spec, path: StrPath, *, force: bool = False) -> Path:
     return export(spec, "spec", path, force=force)
 
 
+def export_model(checkpoint: Checkpoint | StrPath, path: StrPath, *, force: bool = False) -> Path:
+    """Write the model of a checkpoint, or of the newest in a folder of them, as a folder for `from_pretrained`.
+
+    Raises SpecError: there is none that is whole, or the path.
+    """
+    from fsdp_lab.checkpoints import Checkpoint, find
+    from fsdp_lab.export.pretrained import export_pretrained
+
+    saved = checkpoint if isinstance(checkpoint, Checkpoint) else find(checkpoint)
+    return export_pretrained(saved, Path(path), force=force)
+
+
 def export(spec: Spec, target: str, path: StrPath, *, force: bool = False) -> Path:
     """To a target by its name, one of `TARGETS`; the path is checked before anything is made."""
     file = check_file(path, replace=force)
@@ -75,4 +89,4 @@ def text_of(spec: Spec, target: str) -> str:
             raise ValueError(f"target {target!r} is refused; give one of {', '.join(TARGETS)}")
 
 
-__all__ = ["TARGETS", "export", "export_accelerate", "export_script", "export_spec", "text_of"]
+__all__ = ["TARGETS", "export", "export_accelerate", "export_model", "export_script", "export_spec", "text_of"]

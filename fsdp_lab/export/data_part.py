@@ -26,6 +26,7 @@ def data_part(spec: Spec, facts: Facts) -> Part:
     constants = [
         *([] if path is None else [f"TEXT = {literal(str(path))}"]),
         f"SEQ_LEN = {w.seq_len}",
+        f"HELD_OUT = {w.held_out}  # the share of the windows, the last ones, that is not trained on",
         f"MICRO_BATCH = {w.micro_batch}  # samples of one rank in one forward",
         *([f"ACCUMULATE = {w.accumulate}  # forwards and backwards in one step"] if w.accumulate > 1 else []),
     ]
@@ -104,32 +105,33 @@ _BATCHES = '''
             text = read_text()
             count = len(text) // SEQ_LEN
             self.windows = text[: count * SEQ_LEN].reshape(count, SEQ_LEN)
+            self.trained = count - int(HELD_OUT * count)
             self.order = functools.lru_cache(2)(
-                lambda epoch: np.random.default_rng((seed, epoch)).permutation(count)
+                lambda epoch: np.random.default_rng((seed, epoch)).permutation(self.trained)
             )
 
         def __call__(self, $arguments) -> dict[str, torch.Tensor]:
             first = ($number * self.world_size + self.rank) * MICRO_BATCH
             numbers = np.arange(first, first + MICRO_BATCH)
-            epochs, places = np.divmod(numbers, len(self.windows))
+            epochs, places = np.divmod(numbers, self.trained)
             rows = [self.order(int(epoch))[place] for epoch, place in zip(epochs, places)]
             ids = self.windows[rows].astype(np.int64) + $offset
             @collate
 '''
 
 _COLLATE: Mapping[Kind, str] = {
-    "causal": '''
+    "causal": """
         tokens = torch.from_numpy(ids)
         return {"input_ids": tokens, "labels": tokens.clone()}  # the model shifts the labels itself
-''',
-    "seq2seq": '''
+""",
+    "seq2seq": """
         tokens, half = torch.from_numpy(ids), SEQ_LEN // 2  # the second half is to be written from the first
         return {"input_ids": tokens[:, :half].contiguous(), "labels": tokens[:, half:].contiguous()}
-''',
-    "masked": '''
+""",
+    "masked": """
         labels = np.stack([self.hide(row, int(number)) for row, number in zip(ids, numbers)])
         return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
-''',
+""",
 }
 
 _HIDE = '''

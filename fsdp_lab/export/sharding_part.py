@@ -204,7 +204,9 @@ def _fsdp2_prefetch(spec: Spec, names: Names) -> str:
     if s.forward_prefetch:
         lines.append(f"    module.set_modules_to_forward_prefetch(sharded[i + 1 : i + {1 + s.forward_prefetch}])")
     if s.backward_prefetch > 1:
-        lines.append(f"    module.set_modules_to_backward_prefetch(sharded[max(0, i - {s.backward_prefetch}) : i][::-1])")
+        lines.append(
+            f"    module.set_modules_to_backward_prefetch(sharded[max(0, i - {s.backward_prefetch}) : i][::-1])"
+        )
     lines += ["for module in [*sharded, model]:  # private to torch: without it nothing runs ahead on a CPU",
               "    module._set_unshard_async_op(True)"]  # fmt: skip
     return "\n".join(lines)
@@ -231,15 +233,15 @@ _FSDP2 = '''
         load_values(model, seed)
 '''
 
-_BUFFERS = '''buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
+_BUFFERS = """buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
 model.to_empty(device=device)  # memory for this rank's shards; it takes the buffers' values too
 for name, buffer in model.named_buffers():
-    buffer.copy_(buffers[name])'''
+    buffer.copy_(buffers[name])"""
 
-_BUFFERS_OFFLOADED = '''buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
+_BUFFERS_OFFLOADED = """buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
 model.to_empty(device="cpu")  # memory for this rank's shards, which rest on the host
 for name, buffer in model.named_buffers():
-    buffer.data = buffers[name]'''
+    buffer.data = buffers[name]"""
 
 _FSDP2_VALUES = '''
     @torch.no_grad()
@@ -415,4 +417,3 @@ _DDP_HOOK_LOW = '''
         work = dist.all_reduce(buffer.to($dtype), async_op=True)
         return work.get_future().then(lambda done: buffer.copy_(done.value()[0].div_(dist.get_world_size())))
 '''
-

@@ -15,7 +15,9 @@ from string import Template
 from typing import Any
 
 WIDTH = 100
-_STDLIB = frozenset({"argparse", "contextlib", "dataclasses", "functools", "hashlib", "math", "os", "pathlib", "sysconfig"})
+_STDLIB = frozenset(
+    {"argparse", "contextlib", "dataclasses", "functools", "hashlib", "math", "os", "pathlib", "sysconfig"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,9 @@ def _imports(names: Iterable[str]) -> str:
         members.setdefault(module, []).append(member)
     lines = [(name.partition(" ")[0], f"import {name}") for name in plain]
     lines += [(module, _from(module, members[module])) for module in sorted(members)]
-    groups = [[line for module, line in lines if (module.partition(".")[0] in _STDLIB) is ours] for ours in (True, False)]
+    groups = [
+        [line for module, line in lines if (module.partition(".")[0] in _STDLIB) is ours] for ours in (True, False)
+    ]
     return "\n\n".join("\n".join(group) for group in groups if group)
 
 

@@ -33,7 +33,10 @@ def peer(spec: Spec) -> Peer:
     if refused is not None:
         raise stands_in(refused, backend)
     found = spec.replace(backend=backend)
-    remarks = [f"It was trained by {TITLES['lab']}; {TITLES[backend]} does the same work here", *_differs(spec, backend)]
+    remarks = [
+        f"It was trained by {TITLES['lab']}; {TITLES[backend]} does the same work here",
+        *_differs(spec, backend),
+    ]
     return Peer(spec=found, remarks=(*remarks, *_idle(found)))
 
 

@@ -216,7 +216,7 @@ def _voted_update(spec: Spec) -> str:
     return "\n".join([*lines, fill(_SCALED)])
 
 
-_SCALED = '''
+_SCALED = """
     if math.isfinite(norm):
         for gradient in gradients:
             gradient.mul_(factor)
@@ -226,13 +226,13 @@ _SCALED = '''
             scale, good_steps = min(2.0**24, scale * 2), 0
     else:  # too large for fp16 somewhere: all ranks skip this step
         scale, good_steps = max(1.0, scale / 2), 0
-'''
+"""
 
-_UPDATE = '''sums = torch.tensor([@loss], dtype=torch.float64)
+_UPDATE = """sums = torch.tensor([@loss], dtype=torch.float64)
 dist.all_reduce(sums)
-optimizer.step()'''
+optimizer.step()"""
 
-_MAIN = '''
+_MAIN = """
     def train(device: torch.device, steps: int, seed: int) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         @model
@@ -254,4 +254,4 @@ _MAIN = '''
         arguments = parser.parse_args()
         train(start(), arguments.steps, arguments.seed)
         dist.destroy_process_group()  # when the model is gone: DDP would end the group itself, which can hang
-'''
+"""

@@ -4,10 +4,13 @@ One counter numbers every sample that the run ever sees, over all ranks, micro-b
 content is a function of (data, seed, its number) and of nothing else. So the same global batch is read
 whatever the backend, the strategy or the split over ranks, and a run goes on from its counter at any other
 world size.
+
+The last samples of the data are held out (held_out.py): the counter never comes to them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -17,6 +20,7 @@ from torch import Tensor
 
 from fsdp_lab.models.check import IMAGES, check_shapes, checked_text
 from fsdp_lab.models.facts import facts_of
+from fsdp_lab.models.held_out import check_held_out, held_out_count
 from fsdp_lab.models.images import FolderImages, MadeImages
 from fsdp_lab.models.presets import Kind
 from fsdp_lab.models.text import BYTE_OFFSET, Ids, Text, encode
@@ -84,8 +88,8 @@ class Batches:
         self, workload: Workload, config: Any, *, rank: int, world_size: int, source: Source | None = None
     ) -> None:
         self.source = source or open_source(workload, config)
-        self._order = Order(self.source.count, workload.seed)
-        self._size = workload.micro_batch
+        self._order = Order(self.source.count - held_out_count(workload, self.source.count), workload.seed)
+        self._workload, self._size = workload, workload.micro_batch
         self._rank, self._world_size = rank, world_size
 
     def batch(self, samples_before: int, micro: int = 0) -> Batch:
@@ -99,6 +103,29 @@ class Batches:
         samples = self.samples(samples_before, micro)
         return self.source.collate(self._order(samples), samples)
 
+    def held_out(self, count: int) -> Iterator[tuple[Batch, int]]:
+        """This rank's part of `count` held-out samples, as batches, each with how many of its samples count.
+
+        They are the same ones, spread over all that is held out, whatever the world size and the micro-batch. All
+        ranks are given as many batches of one shape; what is too much in the last has no labels, and does not count.
+
+        Raises:
+            SpecError: fewer are held out.
+        """
+        self.check_held_out(count)
+        held = held_out_count(self._workload, self.source.count)
+        positions = self.source.count - held + np.arange(count, dtype=np.int64) * held // count
+        for begin in range(self._rank * self._size, count + self._rank * self._size, self._world_size * self._size):
+            counted = min(max(count - begin, 0), self._size)
+            chosen = positions[np.minimum(np.arange(begin, begin + self._size), count - 1)]
+            batch = self.source.collate(chosen, chosen)
+            batch["labels"][counted:] = IGNORED
+            yield batch, counted
+
+    def check_held_out(self, count: int) -> None:
+        """Raises SpecError where fewer samples are held out."""
+        check_held_out(self._workload, self.source.count, count)
+
     def samples(self, samples_before: int, micro: int = 0) -> Indices:
         """The global numbers of the samples of `batch(samples_before, micro)`."""
         first = samples_before + (micro * self._world_size + self._rank) * self._size
@@ -110,9 +137,7 @@ def open_source(workload: Workload, config: Any) -> Source:
     facts = facts_of(config)
     check_shapes(workload, facts)
     if facts.kind == "image":
-        return ImageSource(
-            MadeImages(facts) if workload.data == IMAGES else FolderImages(workload.data, facts)
-        )
+        return ImageSource(MadeImages(facts) if workload.data == IMAGES else FolderImages(workload.data, facts))
     of_kind: dict[Kind, type[TextSource]] = {
         "causal": CausalText,
         "masked": MaskedText,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import warnings
 
 from fsdp_lab.models.facts import Facts, facts_of
-from fsdp_lab.models.images import FolderImages
+from fsdp_lab.models.held_out import check_held_out
+from fsdp_lab.models.images import MADE_COUNT, FolderImages
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.models.text import SMALLEST_VOCABULARY, Text, open_text
 from fsdp_lab.spec import SpecError, Workload
@@ -18,17 +19,31 @@ IMAGES = "images"
 STDLIB = "stdlib"
 
 
-def check(workload: Workload) -> None:
-    """Raise SpecError where the workload cannot be run: its model, its sequence length, or its data."""
+def check(workload: Workload, *, evaluated: int = 0) -> None:
+    """Raise SpecError where the workload cannot be run: its model, its sequence length, or its data; or where fewer samples
+    are held out than are to be `evaluated`."""
     if isinstance(workload.model, str) and workload.model in PRESETS:
         facts = facts_of(PRESETS[workload.model].config)
     else:
         facts = _facts_of_built(workload)
     check_shapes(workload, facts)
     if facts.is_text:
-        checked_text(workload)
-    elif workload.data != IMAGES:
-        FolderImages(workload.data, facts)
+        count = len(checked_text(workload).data) // workload.seq_len
+    else:
+        count = MADE_COUNT if workload.data == IMAGES else FolderImages(workload.data, facts).count
+    check_held_out(workload, count, evaluated)
+
+
+def is_language(workload: Workload) -> bool:
+    """Whether its model is one of language, so that the exponential of its loss is a perplexity."""
+    from fsdp_lab.models.configs import resolve
+
+    model = workload.model
+    preset = PRESETS.get(model) if isinstance(model, str) else None
+    try:
+        return facts_of(preset.config if preset is not None else resolve(model)).is_text
+    except SpecError:  # one of a kept run, that is no longer there
+        return False
 
 
 def check_shapes(workload: Workload, facts: Facts) -> None:
@@ -81,8 +96,7 @@ def _check_text_model(workload: Workload, facts: Facts) -> None:
         takers = [
             p.name
             for p in PRESETS.values()
-            if p.kind == facts.kind
-            and (facts_of(p.config).max_positions or workload.seq_len) >= workload.seq_len
+            if p.kind == facts.kind and (facts_of(p.config).max_positions or workload.seq_len) >= workload.seq_len
         ]
         instead = f", or a model with more positions ({', '.join(takers[:2])})" if takers else ""
         raise SpecError(

@@ -77,9 +77,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise SpecError(
-            _FIELD, f"{path} cannot be read as JSON ({e})", "give a config.json of transformers"
-        ) from None
+        raise SpecError(_FIELD, f"{path} cannot be read as JSON ({e})", "give a config.json of transformers") from None
     if not isinstance(loaded, dict):
         raise SpecError(_FIELD, f"{path} is not a JSON object", "give a config.json of transformers")
     return loaded
@@ -90,9 +88,7 @@ def _from_dict(given: Mapping[str, Any]) -> PreTrainedConfig:
     model_type = fields.pop("model_type", None)
     if model_type not in _TYPES:
         alike = ", ".join(closest_types(str(model_type or "")))
-        reason = (
-            f"transformers knows no type {model_type!r}" if model_type else "the config has no model_type"
-        )
+        reason = f"transformers knows no type {model_type!r}" if model_type else "the config has no model_type"
         raise SpecError(_FIELD, reason, f"name one such as {alike}")
     try:
         config = AutoConfig.for_model(model_type, **fields)

@@ -80,7 +80,7 @@ class FolderImages:
         self.count = len(self._entries)
         names = "\n".join(str(e.path.relative_to(Path(folder).expanduser())) for e in self._entries)
         self.fingerprint = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
-        self.description = f"{folder} ({self.count} images, {self._entries[-1].label + 1} classes)"
+        self.description = f"{folder} ({self.count} images, {max(e.label for e in self._entries) + 1} classes)"
 
     def image(self, index: int) -> tuple[Pixels, int]:
         """(channels, height, width) between -1 and 1, and the class. SpecError for a file it cannot read."""
@@ -99,9 +99,7 @@ class FolderImages:
         height, width = self._facts.image_pixels
         try:
             with Image.open(path) as opened:
-                fitted = ImageOps.fit(
-                    opened.convert("L" if self._facts.channels == 1 else "RGB"), (width, height)
-                )
+                fitted = ImageOps.fit(opened.convert("L" if self._facts.channels == 1 else "RGB"), (width, height))
         except (OSError, ValueError) as e:
             raise SpecError(
                 "workload.data", f"{path} is not an image that can be read ({e})", "remove that file"
@@ -122,9 +120,7 @@ def _entries(folder: str, facts: Facts) -> list[_Entry]:
     except OSError as e:
         raise SpecError("workload.data", f"{folder} cannot be read ({e.strerror or e})", way_out) from None
     if not with_images:
-        raise SpecError(
-            "workload.data", f"{folder} has no sub-folder with images", way_out, {"data": "images"}
-        )
+        raise SpecError("workload.data", f"{folder} has no sub-folder with images", way_out, {"data": "images"})
     if len(with_images) > facts.classes:
         raise SpecError(
             "workload.data",
@@ -140,7 +136,9 @@ def _entries(folder: str, facts: Facts) -> list[_Entry]:
             'install it with "pip install pillow", or use "images"',
             {"data": "images"},
         ) from None
-    return [_Entry(path, label) for label, images in enumerate(with_images) for path in images]
+    entries = [_Entry(path, label) for label, images in enumerate(with_images) for path in images]
+    mixed = np.random.default_rng(0).permutation(len(entries))  # so that the last ones, held out, are of all classes
+    return [entries[i] for i in mixed]
 
 
 def _images(folder: Path) -> Iterator[Path]:

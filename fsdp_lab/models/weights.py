@@ -47,7 +47,9 @@ class Weights:
         from safetensors import safe_open
 
         if name not in self._files:
-            raise SpecError("workload.model", f"{self.folder} has no values for {name}", "give the weights of this model")
+            raise SpecError(
+                "workload.model", f"{self.folder} has no values for {name}", "give the weights of this model"
+            )
         with safe_open(self.folder / self._files[name], framework="pt") as f:
             part = f.get_slice(name)
             shape = part.get_shape()

@@ -22,7 +22,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fsdp_lab.rank", description=__doc__)
     parser.add_argument("spec", type=Path, help="a Spec as JSON")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--hang-s", type=float, help="how long a collective may wait for a rank (default: half a minute)")
+    parser.add_argument(
+        "--hang-s", type=float, help="how long a collective may wait for a rank (default: half a minute)"
+    )
     arguments = parser.parse_args()
     try:
         spec = Spec.from_json(arguments.spec.read_text())

@@ -43,7 +43,7 @@ class Emulation:
         if spec.link is None:
             return Emulated()
         asked, dtype = LinkSpec.parse(spec.link), spec.strategy.dtypes.param
-        compute, wire = self._least(peak_flops_per_s or 0.0, self._measured(world))
+        compute, wire = self._least(peak_flops_per_s or 0.0, self.measure(world))
         try:
             scale = asked.scale(compute, dtype)
         except LinkError as e:
@@ -54,11 +54,13 @@ class Emulation:
         link = Link(bytes_per_s=bytes_per_s, latency_s=asked.latency_s)
         return Emulated(link=link, notes=(_note(asked, link, scale, dtype),))
 
-    def _measured(self, world: Wire) -> float:
-        """Link bytes/s of this rank in an all-gather by itself: the median of a few. Without bound where nothing leaves
-        the rank."""
+    def measure(self, world: Wire) -> float:
+        """Link bytes/s of this rank in an all-gather by itself, the median of a few; collective when it is first asked for.
+        Without bound where nothing leaves the rank."""
         if self._wire_bytes_per_s is None:
-            self._wire_bytes_per_s = measured_speed(world, self._seat.device) if self._seat.world_size > 1 else float("inf")
+            self._wire_bytes_per_s = (
+                measured_speed(world, self._seat.device) if self._seat.world_size > 1 else float("inf")
+            )
         return self._wire_bytes_per_s
 
     def _least(self, *values: float) -> list[float]:

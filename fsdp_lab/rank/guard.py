@@ -21,10 +21,12 @@ from types import FrameType
 
 from torch import distributed as dist
 
+from fsdp_lab.rank.line import Line
 from fsdp_lab.wire import Hub
 
 INTERRUPTED = "was interrupted"  # how the reason of a stop ends
 _POLL_S = 0.1
+ANSWER_S = 5.0  # for rank 0's store, when a step is given up
 _INSIST_S = 1.0  # a SIGINT so long after the abort means it: the first one may only be late
 
 
@@ -33,6 +35,7 @@ class Guard:
 
     def __init__(self, hub: Hub, store: dist.Store, rank: int) -> None:
         self._hub, self._store, self._rank = hub, store, rank
+        self._line = Line(ANSWER_S)
         self._epoch: int | None = None  # None: not guarding
         self._lock = threading.Lock()
         self._read, self._write = os.pipe()
@@ -40,15 +43,17 @@ class Guard:
         os.set_blocking(self._write, False)
         self._closed = False
         self._aborted_s = 0.0
+        self._turn = 0  # the number of the call that is guarded
         self.insisted = False  # asked again to give up, by one who knows that a rank will not answer
         self._thread = threading.Thread(target=self._watch, name="fsdp-lab-guard", daemon=True)
         self._thread.start()
 
     @contextmanager
-    def guarding(self, epoch: int) -> Iterator[None]:
-        """While ranks work together. In the main thread SIGINT is taken over, and put back after."""
+    def guarding(self, epoch: int, turn: int) -> Iterator[None]:
+        """While ranks work together, in the call of this number. In the main thread SIGINT is taken over, and put back
+        after."""
         with self._lock:
-            self._epoch = epoch
+            self._epoch, self._turn = epoch, turn
         self.insisted = False
         in_main = threading.current_thread() is threading.main_thread()
         if not in_main:
@@ -83,11 +88,24 @@ class Guard:
         if epoch is None:
             return
         with contextlib.suppress(RuntimeError):
-            self._store.compare_set(_key(epoch), "", why)  # the first reason stands
+            told = f"{self._turn} {why}"
+            self._line.ask(lambda: self._store.compare_set(_key(epoch), "", told))  # the first reason stands
 
     def announced(self, epoch: int) -> str | None:
         """What a rank gave up for in this epoch, or None."""
-        return self._store.get(_key(epoch)).decode() if self._store.check([_key(epoch)]) else None
+        told = self._told(epoch)
+        return None if told is None else told[1]
+
+    def announced_now(self, epoch: int) -> str | None:
+        """The same, where it was in the very call that is guarded: a rank that came to it first has left it again."""
+        told = self._told(epoch)
+        return told[1] if told is not None and told[0] == self._turn else None
+
+    def _told(self, epoch: int) -> tuple[int, str] | None:
+        if not self._store.check([_key(epoch)]):
+            return None
+        turn, _, why = self._store.get(_key(epoch)).decode().partition(" ")
+        return int(turn), why
 
     def close(self) -> None:
         self._closed = True

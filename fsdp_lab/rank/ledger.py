@@ -252,7 +252,6 @@ class Ledger:
                 alive.pop(address).end = at
         return blocks, marks
 
-
     def _unnamed(self, phase: str, communicating: bool) -> _Role:
         """The role of what nobody names, by where it was allocated."""
         if communicating:

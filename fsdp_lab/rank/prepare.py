@@ -40,8 +40,9 @@ class Preparation:
         self._peaks: dict[torch.dtype, Peak] = {}
         self._flops: dict[str, Flops] = {}
 
-    def prepare(self, spec: Spec, before: tuple[Spec, Batches] | None) -> Prepared:
-        """Collective. `before` is what was trained until now: its data is not read again when it is the same.
+    def prepare(self, spec: Spec, before: tuple[Spec, Batches] | None, evaluated: int = 0) -> Prepared:
+        """Collective. `before` is what was trained until now: its data is not read again when it is the same. `evaluated`
+        samples are to be held out.
 
         Raises:
             SpecError: on every rank, though one alone may have had to refuse; nothing has been changed.
@@ -51,6 +52,7 @@ class Preparation:
         try:
             mine = self._peaks.get(dtype) or device_peak(self._seat.device, dtype)
             prepared = self._alone(spec, before, mine)
+            prepared.batches.check_held_out(evaluated)
         except SpecError as e:
             refusal = e
         fingerprint = prepared.batches.source.fingerprint if prepared else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -23,8 +24,19 @@ class Seat:
 
 
 def host_store(host: str = "127.0.0.1", *, timeout_s: float = 60.0) -> dist.TCPStore:
-    """The store that the other ranks connect to, on a free port (`.port`); rank 0 makes it."""
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    """The store that the other ranks connect to, on a free port (`.port`); rank 0 makes it.
+
+    It listens at `host` alone; left to itself torch's would on every network, and whoever reaches it is served.
+    """
+    listener = socket.create_server((host, 0))
+    return dist.TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
 
 
 def find_store(host: str, port: int, *, timeout_s: float = 60.0) -> dist.TCPStore:

@@ -32,14 +32,18 @@ from fsdp_lab.backends import Backend, build, carry, fill
 from fsdp_lab.backends.base import retune
 from fsdp_lab.backends.carry import park, unpark
 from fsdp_lab.engine.scaler import Scaler
+from fsdp_lab.fault import Fault, FaultKind
 from fsdp_lab.frame import Frame
 from fsdp_lab.hang import limit
 from fsdp_lab.models import Initializer, build_skeleton, resolve
 from fsdp_lab.rank.aside import Aside
+from fsdp_lab.rank.checkpointing import Checkpointer
 from fsdp_lab.rank.clocks import Clock, compare_clocks
 from fsdp_lab.rank.emulation import Emulated, Emulation
-from fsdp_lab.rank.guard import INTERRUPTED, Guard
+from fsdp_lab.rank.faults import Faults, slower
+from fsdp_lab.rank.guard import ANSWER_S, INTERRUPTED, Guard
 from fsdp_lab.rank.ledger import Found
+from fsdp_lab.rank.line import Line
 from fsdp_lab.rank.prepare import Preparation, Prepared
 from fsdp_lab.rank.pulse import Place, Pulse
 from fsdp_lab.rank.rendezvous import Seat, close_groups, find_store, open_groups
@@ -47,11 +51,10 @@ from fsdp_lab.rank.slow_motion import SlowStep
 from fsdp_lab.rank.software import software
 from fsdp_lab.rank.trainer import Progress, Trainer
 from fsdp_lab.rank.watch import Watch
-from fsdp_lab.spec import Spec, SpecError
+from fsdp_lab.spec import LINEAGE, Spec, SpecError
 from fsdp_lab.wire import Hub, RankAborted, Reduction, Wire
 
 _SETTLE_S = 10.0
-_LINEAGE = ("model", "seed", "optimizer")  # a Spec that differs in one of these is another training
 _LIGHT = (
     "lr",
     "weight_decay",
@@ -60,6 +63,7 @@ _LIGHT = (
     "accumulate",
     "seq_len",
     "data",
+    "held_out",
     "sync",
     "link",
 )  # nothing is rebuilt
@@ -114,8 +118,10 @@ class Session:
         self._say = say
         self._hub = Hub(reduction=Reduction(reduction), timeout_s=timeout_s)
         self._store = store if store is not None else find_store(host, port, timeout_s=timeout_s)
+        self._line = Line(ANSWER_S)
         self._guard = Guard(self._hub, _own_connection(self._store), rank)
         self._epoch = 0
+        self.turn = self._turned = 0  # of the call that ranks work together in: the kernel's number, or counted here
         self._world: Wire = self._open()
         self._clock = Clock()
         self._trainer: Trainer | None = None
@@ -123,15 +129,17 @@ class Session:
         self._slow: SlowStep | None = None
         self._notes = _fidelity(self.seat, shared_gpu_ranks)
         self._preparation = Preparation(self.seat)
+        self._checkpointer = Checkpointer(self.seat, _own_connection(self._store))
         self._emulation, self._emulated = Emulation(self.seat), Emulated()
+        self._faults = Faults(self.seat, self._hub)
         tell = beat or Watch(_own_connection(self._store), world_size, hang_s, self._guard.announce).hear
         self._pulse = Pulse(self._hub, rank, self._place, tell)
         self._joined_unix_s = time.time()
 
     # -- what the kernel calls ------------------------------------------------------------------------------------
 
-    def apply(self, run: str, spec: Mapping[str, Any], fresh: bool = False) -> dict[str, Any]:
-        """Make `spec` what the next `train` trains; collective.
+    def apply(self, run: str, spec: Mapping[str, Any], fresh: bool = False, evaluated: int = 0) -> dict[str, Any]:
+        """Make `spec` what the next `train` trains; collective. It is refused unless `evaluated` samples are held out.
 
         Live parameters and optimizer state move into the new layout, unless `fresh`, or the model, the seed or the
         optimizer differ: then it starts at step 0 from initial values. What is refused leaves all as it was.
@@ -145,7 +153,8 @@ class Session:
             self._renew()
             self._clock = compare_clocks(self._world)
             old = self._trainer
-            prepared = self._preparation.prepare(wanted, (old.spec, old.batches) if old else None)
+            before = (old.spec, old.batches) if old else None
+            prepared = self._preparation.prepare(wanted, before, evaluated)
             self._emulated = self._emulation.of(prepared.spec, prepared.cost.peak_flops_per_s, self._world)
             if old is not None and not fresh and _same_training(old.spec, wanted):
                 carried, self._trainer = True, self._switch(run, prepared, old)
@@ -160,41 +169,84 @@ class Session:
             "notes": [*self._notes, *self._emulated.notes],
         }
 
-    def train(self, steps: int, ledgers: Collection[int] = (), checks: Collection[int] = ()) -> dict[str, Any]:
+    def train(
+        self,
+        steps: int,
+        ledgers: Collection[int] = (),
+        checks: Collection[int] = (),
+        evaluations: Mapping[int, int] = {},
+    ) -> dict[str, Any]:
         """Train so many steps, of which the last is traced; collective. SIGINT on any rank ends the step in progress on all
         of them.
 
         `ledgers`: numbers of steps that are to be ledger steps, beside the third after a switch (see rank/ledger.py).
         `checks`: numbers of steps whose events carry a checksum of the parameters, made when the step's time is over.
+        `evaluations`: step -> of how many held-out samples its event carries the mean loss, found then, too. One that is
+        given up leaves its step as it is, without.
 
-        Returns: {"events", "stopped", "step"}; "stopped" says that the chunk was interrupted, "step" is the next one.
+        Returns: {"events", "stopped", "step", "saves"}; "stopped" says that the chunk was interrupted, "step" is the next
+        one, "saves" is what has been written meanwhile (`Checkpointer.ended`).
 
         Raises:
+            SpecError: fewer samples are held out than are to be evaluated.
             RankAborted: another rank failed; the sentence says which and why.
             WireTimeout: a collective did not complete.
+            NotFinite: the loss or a gradient of this rank is not finite; the step is not applied.
             whatever the step raised, on the rank where it did.
         """
         trainer = self._needed()
+        trainer.batches.check_held_out(max(evaluations.values(), default=0))
         events: list[dict[str, Any]] = []
         self._leave_slow_motion()
         with self._working_together():
-            self._renew()
-            trainer = self._needed()
             try:
-                with self._hub.linked(self._emulated.link):
+                self._renew()
+                trainer = self._needed()
+                with self._hub.linked(self._faults.link or self._emulated.link):
                     for i in range(steps):
                         at = trainer.progress.step
-                        event = trainer.step(ledger=at in ledgers, traced=i == steps - 1)
+                        with self._faults.during(trainer):
+                            event = trainer.step(ledger=at in ledgers, traced=i == steps - 1)
                         if at in checks:
                             event = trainer.checked(event)
-                        told = event.to_dict()
-                        events.append(told)
-                        self._say(told)
+                        try:
+                            if at in evaluations:
+                                event = trainer.evaluated(event, evaluations[at])
+                        finally:  # the step is done, whatever becomes of its evaluation
+                            told = event.to_dict()
+                            events.append(told)
+                            self._say(told)
             except BaseException as e:
                 self._give_up(trainer, e)
-                return {"events": events, "stopped": True, "step": trainer.progress.step}
+                return self._chunk(trainer, events, stopped=True)
             self._record(trainer, settled=False)
-        return {"events": events, "stopped": False, "step": trainer.progress.step}
+        return self._chunk(trainer, events, stopped=False)
+
+    def _chunk(self, trainer: Trainer, events: list[dict[str, Any]], *, stopped: bool) -> dict[str, Any]:
+        saves = self._checkpointer.ended()
+        return {"events": events, "stopped": stopped, "step": trainer.progress.step, "saves": saves}
+
+    def arm(self, fault: Mapping[str, Any]) -> dict[str, Any]:
+        """Let something go wrong on purpose, once, on the ranks that it names: a `Fault` as a dict.
+
+        Every rank is told, so that all refuse what cannot be. Collective where a link is to be slower: it may be measured.
+
+        Returns: {"armed"}: whether it is for this rank.
+
+        Raises:
+            SpecError: of a field, or a step that is over.
+        """
+        wanted, link = Fault.from_dict(fault), None
+        wanted.check(self.seat.world_size, self._trainer.progress.step if self._trainer else 0)
+        if wanted.kind is FaultKind.SLOW:
+            with self._working_together():
+                self._renew()
+                link = slower(wanted, self._emulated.link, lambda: self._emulation.measure(self._world))
+        return {"armed": self._faults.arm(wanted, link)}
+
+    def disarm(self) -> dict[str, Any]:
+        """Nothing is armed any more, and a link that was cut or made slow is as before. Returns {"disarmed"}: how many."""
+        return {"disarmed": self._faults.disarm()}
 
     def park(self) -> dict[str, Any]:
         """Put the training aside on the host, so that another can have the device; collective. `unpark` goes on with it.
@@ -237,6 +289,72 @@ class Session:
         """Forget what was put aside under these names. Returns {"dropped"}: how many there were."""
         return {"dropped": sum(self._aside.pop(run, None) is not None for run in runs)}
 
+    def save(self, root: str, kind: str = "step", last: int = 3) -> dict[str, Any]:
+        """Take a checkpoint of what is trained, in a new folder below `root`; collective. It is written while training goes
+        on; one that is still being written is waited for. Of the run's the newest `last` are kept.
+
+        Returns: {"step", "seconds": how long training stood, "waited_s": for the one before, "bytes" of this rank}.
+
+        Raises:
+            SpecError: `root` takes none.
+        """
+        begun_s = time.perf_counter()
+        self._leave_slow_motion()
+        with self._working_together():
+            self._renew()
+            trainer = self._needed()
+            while not self._checkpointer.wait(0.05):
+                self._hub.check()
+            waited_s = time.perf_counter() - begun_s
+            partial = self._checkpointer.begin(root, trainer.progress.step)
+            nbytes = self._checkpointer.save(trainer, partial, kind=kind, last=last)
+        seconds = time.perf_counter() - begun_s
+        return {"step": trainer.progress.step, "seconds": seconds, "waited_s": waited_s, "bytes": nbytes}
+
+    def saves(self, wait_s: float = 0.0) -> dict[str, Any]:
+        """What has been written since it was last asked for: {"ended": see `Checkpointer.ended`, "under_way": whether
+        something still is, after waiting so long for it}."""
+        under_way = not self._checkpointer.wait(wait_s)
+        return {"ended": self._checkpointer.ended(), "under_way": under_way}
+
+    def rescue(self, partial: str, writers: Collection[int]) -> dict[str, Any]:
+        """Write what is trained where other ranks are gone, into a folder that is there; not collective, but called on all
+        `writers`. Returns this rank's part for `checkpoints.finish`. Raises LookupError where they do not hold all of it."""
+        return self._checkpointer.rescue(self._needed(), partial, writers)
+
+    def restore(self, run: str, spec: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """Make `spec` what the next `train` trains, with the values of the checkpoint at `path`, which may be of another
+        backend, sharding and number of ranks; collective.
+
+        Returns: as `apply`.
+
+        Raises:
+            SpecError: it is torn, or of another training; what was trained before is gone then.
+        """
+        start_s = time.perf_counter()
+        wanted = Spec.from_dict(spec)
+        self._leave_slow_motion()
+        with self._working_together():
+            self._renew()
+            saved = self._checkpointer.find(path, wanted)
+            self._clock = compare_clocks(self._world)
+            prepared = self._preparation.prepare(wanted, None)
+            self._emulated = self._emulation.of(prepared.spec, prepared.cost.peak_flops_per_s, self._world)
+            self.forget()
+            backend = build(prepared.skeleton, prepared.spec, self.seat.device)
+            progress, scaler, notes = self._checkpointer.load(saved, backend)
+            if scaler.enabled != _needs_scaler(wanted):
+                scaler = Scaler(enabled=_needs_scaler(wanted))
+            self._trainer = self._trainer_for(run, prepared, backend, progress, scaler)
+            self._world.barrier().wait()
+        return {
+            "step": progress.step,
+            "seconds": time.perf_counter() - start_s,
+            "carried": True,
+            "parameters": sum(p.shape.numel() for p in backend.pieces()),
+            "notes": [*self._notes, *self._emulated.notes, *notes],
+        }
+
     def slow_next(self) -> dict[str, Any]:
         """Go on to the next phase of a training step, which begins if none is under way; collective.
 
@@ -273,9 +391,11 @@ class Session:
             "device_name": _device_name(self.seat.device),
             "software": software(self.seat.device),
             "joined_unix_s": self._joined_unix_s,
+            "spec": self._trainer.spec.to_dict() if self._trainer else None,
             "spec_id": self._trainer.spec.id if self._trainer else None,
             "step": self._trainer.progress.step if self._trainer else None,
             "rss_bytes": psutil.Process().memory_info().rss,
+            "aside": list(self._aside),
             "last_collective": None if last is None else f"{last.sequence}: {last.kind} in {last.group}",
             "notes": list(self._notes),
         }
@@ -302,6 +422,7 @@ class Session:
             self._slow = None
         self.forget()
         self._aside.clear()
+        self._checkpointer.close()
         self._pulse.close()
         self._guard.close()
         close_groups(self._hub)
@@ -345,6 +466,7 @@ class Session:
         if self._trainer is not None:
             self._trainer.backend.release(self._hub.busy())
             self._trainer = None
+        self._checkpointer.forget()
         gc.collect()
         _give_back(self.seat.device)
 
@@ -377,6 +499,7 @@ class Session:
     def _trainer_for(
         self, run: str, p: Prepared, backend: Backend, progress: Progress, scaler: Scaler, found: Found | None = None
     ) -> Trainer:
+        self._checkpointer.know(backend)
         return Trainer(
             run=run,
             spec=p.spec,
@@ -407,7 +530,10 @@ class Session:
     @contextmanager
     def _working_together(self) -> Iterator[None]:
         """Interruptible, and tells the other ranks when this one fails."""
-        with self._guard.guarding(self._epoch):
+        if self.turn == self._turned:
+            self.turn += 1
+        self._turned = self.turn
+        with self._guard.guarding(self._epoch, self.turn):
             try:
                 yield
             except SpecError:  # refused on every rank alike (prepare.py): nobody waits
@@ -432,9 +558,15 @@ class Session:
         return open_groups(self.seat, dist.PrefixStore("groups", self._store), self._hub, self._epoch)
 
     def _renew(self) -> None:
-        """If this epoch was given up by any rank: new groups, and the backend rebuilt on them."""
+        """If this epoch was given up by any rank: new groups, and the backend rebuilt on them.
+
+        Raises RankAborted where that happened in this very call: who gave it up comes back with the next one.
+        """
         if self._guard.announced(self._epoch) is None:
             return
+        if (why := self._guard.announced_now(self._epoch)) is not None:
+            self._hub.abort(why)
+            raise RankAborted(why)
         self._hub.abort("the epoch is over")  # also on a rank that was idle then
         self._epoch += 1
         self._guard.follow(self._epoch)
@@ -460,7 +592,7 @@ class Session:
                     trainer.commit(record["vote"])
                     break
         except dist.DistError as e:
-            raise RankAborted(f"the store of rank 0 is gone ({_first_line(e)})") from None
+            raise RankAborted(f"the store of rank 0 is gone ({_first_line(e)}); {self._hub.aborted}") from None
         finally:
             trainer.discard()
 
@@ -474,8 +606,8 @@ class Session:
         """A rank's record, once it is of this abort or of a chunk that ended no earlier than this rank got."""
         key = f"at/{self._epoch}/{rank}"
         while time.perf_counter() < limit_s and not self._guard.insisted:
-            if self._store.check([key]):
-                record: dict[str, Any] = json.loads(self._store.get(key))
+            if text := self._line.ask(lambda: self._store.get(key) if self._store.check([key]) else b""):
+                record: dict[str, Any] = json.loads(text)
                 if record["settled"] or record["step"] > mine:
                     return record
             time.sleep(0.01)
@@ -505,7 +637,7 @@ def _give_back(device: torch.device) -> None:
 
 
 def _same_training(one: Spec, other: Spec) -> bool:
-    return not set(one.difference(other)) & set(_LINEAGE)
+    return not set(one.difference(other)) & set(LINEAGE)
 
 
 def _needs_scaler(spec: Spec) -> bool:
@@ -519,7 +651,9 @@ def _fidelity(seat: Seat, shared_gpu_ranks: int) -> tuple[str, ...]:
     if shared_gpu_ranks > 1:
         return (f"One GPU shared by {shared_gpu_ranks} ranks over Gloo: memory is right, times are not.",)
     if seat.world_size > 1:
-        return ("Over NCCL exposed communication is measured in ledger steps and repeated; the timeline shows no waits.",)
+        return (
+            "Over NCCL exposed communication is measured in ledger steps and repeated; the timeline shows no waits.",
+        )
     return ()
 
 

@@ -45,7 +45,9 @@ class StepTrace:
         self.mark("forward")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.mark("")
         for handle in self._handles:
             handle.remove()

@@ -4,7 +4,8 @@ Note: the vote. After its last backward each rank gives its loss and its part of
 sum over all ranks (`Wire.control`), and only then updates. So the mean loss, the gradient norm, clipping and the fp16
 overflow check cost one exchange of 16 bytes and are alike for all backends; and a rank that has the result knows that
 every rank has all its gradients. A step that is given up before that is discarded by all. One that is given up by a rank
-which waits for the result is decided by the others: who has the result has updated, and passes it on (session.py).
+which waits for the result is decided by the others: who has the result has updated, and passes it on (session.py). A result
+that is not finite is applied by none (finite.py), but where fp16's scale can still be lowered.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fsdp_lab.events import StepEvent
 from fsdp_lab.models import Batches
 from fsdp_lab.rank.checksum import checksum
 from fsdp_lab.rank.clocks import Clock
+from fsdp_lab.rank.finite import not_finite
 from fsdp_lab.rank.ledger import Found
 from fsdp_lab.rank.measure import Measure
 from fsdp_lab.rank.rendezvous import Seat
@@ -80,6 +82,7 @@ class Trainer:
         self.clock = clock
         self.measure = Measure(backend, world.hub, seat, offload=spec.strategy.offload, found=found)
         self.voting = False  # between giving the vote and having its result
+        self._scaled = False  # the gradients, by a commit that was cut off and will be made again
         self._steps_here = 0
         self._ledger_due = found is None
 
@@ -89,7 +92,7 @@ class Trainer:
 
         The third step after a switch is a ledger step anyway; one that is asked for earlier is put off until then.
 
-        Raises RankAborted or WireTimeout when it is given up.
+        Raises RankAborted or WireTimeout when it is given up, NotFinite when it cannot be applied.
         """
         self._ledger_due = self._ledger_due or ledger
         busy = slow or torch.autograd._profiler_enabled()  # there can be one profiler
@@ -136,6 +139,24 @@ class Trainer:
         replica = self.seat.rank // self.spec.shard_factor  # a shard group is so many ranks that follow each other
         return dataclasses.replace(event, checksum=checksum(self.backend), replica=replica)
 
+    def evaluated(self, event: StepEvent, samples: int) -> StepEvent:
+        """The event of the step that has just ended, with the mean loss of so many held-out samples; collective, and none of
+        the step's time or traffic.
+
+        Raises:
+            SpecError: fewer are held out. RankAborted or WireTimeout: it was given up.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.seat.device)
+        with self.backend.evaluating():
+            for batch, counted in self.batches.held_out(samples):
+                self.world.hub.check()  # DDP has no collective here that would
+                loss = self.backend.loss(batch).double()
+                self.world.hub.name("")
+                total += loss * counted if counted else 0.0
+        mean = total.cpu().reshape(1) / samples
+        self.world.control(mean)
+        return dataclasses.replace(event, eval_loss=float(mean))
+
     # -- phases ---------------------------------------------------------------------------------------------------
 
     def _accumulate(self) -> float:
@@ -163,18 +184,34 @@ class Trainer:
         self.world.hub.check()
         self.voting = True
         self.world.control(vote)
+        if not self._usable(vote.tolist()):
+            raise not_finite(
+                step=self.progress.step, loss=loss, backend=self.backend, world=self.world, again=self._again
+            )
         return self.commit(vote.tolist())
+
+    def _usable(self, vote: Sequence[float]) -> bool:
+        """Whether all is finite, or fp16's scale may be to blame, and can be lowered."""
+        return all(map(math.isfinite, vote)) or (self.scaler.enabled and self.scaler.scale > 1.0)
+
+    def _again(self) -> None:
+        self.discard()
+        self._accumulate()
 
     def commit(self, vote: Sequence[float]) -> tuple[float, float, bool]:
         """What every rank does with the same result: update, or skip. Not collective, so it cannot be aborted."""
         mean_loss = vote[0] / self.seat.world_size
         norm = (
-            math.sqrt(max(0.0, vote[1] / self.backend.replicas)) / self.scaler.scale if math.isfinite(vote[1]) else math.inf
+            math.sqrt(max(0.0, vote[1] / self.backend.replicas)) / self.scaler.scale
+            if math.isfinite(vote[1])
+            else math.inf
         )
-        skipped = self.scaler.enabled and not math.isfinite(norm)
+        skipped = not (math.isfinite(norm) and math.isfinite(mean_loss))  # fp16 overflow: see `_usable`
         self.measure.before_update()
         if not skipped:
-            self._scale_gradients(norm)
+            if not self._scaled:
+                self._scale_gradients(norm)
+            self._scaled = True
             with record_function(Phase.OPTIM.value):
                 self.backend.optimizer.step()
             self.measure.after_update()
@@ -183,13 +220,13 @@ class Trainer:
         self.progress.step += 1
         self.progress.samples += self.spec.global_batch
         self.progress.vote = tuple(vote)
-        self.voting = False
+        self.voting = self._scaled = False
         return mean_loss, norm, skipped
 
     def discard(self) -> None:
         """Forget the step in progress."""
         self.backend.optimizer.zero_grad(set_to_none=True)
-        self.voting = False
+        self.voting = self._scaled = False
 
     def _scale_gradients(self, norm: float) -> None:
         """Undo the loss scale and clip, in one pass, or none where neither is asked for."""

@@ -1,8 +1,8 @@
 """`Watch`: ranks that look for a hang themselves, where no kernel hears their beats: under torchrun.
 
 Each rank writes its beats to rank 0's store. One that has waited for too long reads all of them, names the rank that is
-missing, and gives up the step on all ranks with that word. Where rank 0 itself stands still the store does, too: then the
-wire's own timeout is what is left.
+missing, and gives up the step on all ranks with that word. Where the store does not answer, since rank 0 stands still or
+the cable to it is cut, it gives up its own, naming what it waits for.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from torch import distributed as dist
 
 from fsdp_lab.beats import Beat
 from fsdp_lab.hang import diagnose
+from fsdp_lab.rank.line import Line
+
+_ANSWER_S = 1.0
 
 
 class Watch:
@@ -29,20 +32,26 @@ class Watch:
 
     def __init__(self, store: dist.Store, world_size: int, limit_s: float, give_up: Callable[[str], None]) -> None:
         self._store, self._world_size, self._limit_s, self._give_up = store, world_size, limit_s, give_up
+        self._line = Line(_ANSWER_S)
         self._heard: dict[int, tuple[int, float]] = {}  # by rank: the number of its last beat, and when that was new
 
     def hear(self, beat: Mapping[str, Any]) -> None:
         """From the pulse's thread, with this rank's own beat."""
-        self._store.set(_key(beat["rank"]), json.dumps(beat))
-        if beat["pending_s"] < self._limit_s / 2:
+        late = beat["pending_s"] >= self._limit_s / 2
+        try:
+            beats = self._line.ask(lambda: self._exchange(beat, read=late))
+        except dist.DistNetworkError as e:
+            if beat["pending_s"] > self._limit_s:
+                self._give_up(_alone(Beat.from_dict(beat), str(e)))
             return
-        beats = self._read()
         fates = {rank: fate for rank, one in beats.items() if (fate := self._fate(one))}
-        if (hang := diagnose(beats, self._limit_s, fates)) is not None:
+        if late and (hang := diagnose(beats, self._limit_s, fates)) is not None:
             self._give_up(f"{hang.sentence}\n{hang.text}" if hang.text else hang.sentence)
 
-    def _read(self) -> dict[int, Beat]:
-        there = [rank for rank in range(self._world_size) if self._store.check([_key(rank)])]
+    def _exchange(self, beat: Mapping[str, Any], *, read: bool) -> dict[int, Beat]:
+        """Tells this rank's beat, and reads those of all where that is asked for."""
+        self._store.set(_key(beat["rank"]), json.dumps(beat))
+        there = [rank for rank in range(self._world_size) if read and self._store.check([_key(rank)])]
         return {rank: Beat.from_dict(json.loads(self._store.get(_key(rank)))) for rank in there}
 
     def _fate(self, beat: Beat) -> str:
@@ -52,6 +61,15 @@ class Watch:
             self._heard[beat.rank] = (beat.number, since_s)
         silent_s = time.monotonic() - since_s
         return f"nothing has been heard of it for {silent_s:.0f} s" if silent_s > beat.silent_s else ""
+
+
+def _alone(beat: Beat, silence: str) -> str:
+    """What a rank knows that hears of no other."""
+    assert beat.pending is not None
+    return (
+        f"{beat.pending.name} (group {beat.pending.group}) has been waited for {beat.pending_s:.1f} s, and rank 0's store "
+        f"cannot be asked who is missing ({silence}): rank 0 stands still, or the connection to it does"
+    )
 
 
 def _key(rank: int) -> str:

@@ -136,7 +136,9 @@ def _curve(
     fig.add_tools(HoverTool(renderers=lines, tooltips=rows, mode="vline", attachment="horizontal"))
     _mark_switches(fig, courses)
     strides = {stride for _, _, stride in series if stride > 1}
-    coarse = f" Of long runs a point is the median of {' or '.join(map(str, sorted(strides)))} steps." if strides else ""
+    coarse = (
+        f" Of long runs a point is the median of {' or '.join(map(str, sorted(strides)))} steps." if strides else ""
+    )
     left_out = "Without first steps after a change and ledger steps." if timed else ""
     last = ", ".join(f"{c.row.label} {ys[-1]:.4g}" for c, (_, ys, _) in zip(courses, series, strict=True) if ys)
     return Chart(
@@ -222,7 +224,11 @@ def _ratios(name: str, title: str, compared: Comparison, found: Mapping[str, Rat
         "label": [ratio_words(r) for r in ratios],
     })  # fmt: skip
     fig.hbar(y="y", left=0, right="ratio", height=0.5, fill_color="color", line_alpha=0, source=source)
-    for x0, x1, y0, y1 in (("low", "high", "y", "y"), ("low", "low", "top", "bottom"), ("high", "high", "top", "bottom")):
+    for x0, x1, y0, y1 in (
+        ("low", "high", "y", "y"),
+        ("low", "low", "top", "bottom"),
+        ("high", "high", "top", "bottom"),
+    ):
         whisker = fig.segment(x0=x0, x1=x1, y0=y0, y1=y1, line_width=2, source=source)
         tint(whisker.glyph, line_color="ink.peak")
     _label_ends(fig, source)
@@ -326,6 +332,8 @@ def _short(text: str) -> str:
 
 def _label_ends(fig: figure, source: ColumnDataSource) -> None:
     """The words of column `label` behind each bar."""
-    text = fig.text(x="end", y="y", text="label", x_offset=7, text_baseline="middle", text_font_size="11px", source=source)
+    text = fig.text(
+        x="end", y="y", text="label", x_offset=7, text_baseline="middle", text_font_size="11px", source=source
+    )
     text.glyph.background_fill_alpha = 0.7
     tint(text.glyph, text_color="ink.peak", background_fill_color="ink.gap")

@@ -70,11 +70,15 @@ def header(title: str, compared: Comparison, written_unix_s: float) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(written_unix_s))
     number = f"{len(compared)} run{'s' if len(compared) != 1 else ''}"
     held = f", held against {compared.baseline}" if compared.baseline and len(compared) > 1 else ""
-    wrong = [f"{row.label} ({row.name}) is {row.parity.sentence}" for row in compared.rows if row.differs and row.parity]
+    wrong = [
+        f"{row.label} ({row.name}) is {row.parity.sentence}" for row in compared.rows if row.differs and row.parity
+    ]
     alarm = f'<p class="alarm" role="alert">Not the same computation: {escape("; ".join(wrong))}</p>' if wrong else ""
     said = " ".join(compared.fidelity())
     fidelity = f'<p class="fidelity">{escape(said)}</p>' if said else ""
-    return f"<header><h1>{escape(title)}</h1><p class=soft>{number}{escape(held)} · {when}</p>{fidelity}{alarm}</header>"
+    return (
+        f"<header><h1>{escape(title)}</h1><p class=soft>{number}{escape(held)} · {when}</p>{fidelity}{alarm}</header>"
+    )
 
 
 def advice(recommended: Recommendation) -> str:
@@ -91,14 +95,18 @@ def comparison(compared: Comparison) -> str:
     main = table(compared.table(), compared, "comparison", parity)
     memory = compared.memory_table()
     below = f'<div class="card">{table(memory, compared, "memory", None)}</div>' if len(memory) else ""
-    return section("comparison-chapter", "Comparison", f'<div class="stack"><div class="card">{main}</div>{below}</div>')
+    return section(
+        "comparison-chapter", "Comparison", f'<div class="stack"><div class="card">{main}</div>{below}</div>'
+    )
 
 
 def table(shown: Table, compared: Comparison, name: str, parity: int | None) -> str:
     """With heads for rows and columns; the run's colour before its label, and a badge in column `parity`."""
     places = {row.label: i for i, row in enumerate(compared.rows)}
     heads = "".join(f'<th scope="col"{_side(c, shown)}>{escape(c) or "run"}</th>' for c in shown.columns)
-    body = "".join(_line(cells, shown, compared.rows[places[cells[0]]], places[cells[0]], parity) for cells in shown.rows)
+    body = "".join(
+        _line(cells, shown, compared.rows[places[cells[0]]], places[cells[0]], parity) for cells in shown.rows
+    )
     caption = f"<caption>{escape(shown.caption)}</caption>" if shown.caption else ""
     notes = "".join(f"<li>{escape(n)}</li>" for n in shown.notes)
     return (f'<div class="scroll" tabindex="0" role="region" aria-label="{name} table"><table id="{name}">{caption}'
@@ -156,7 +164,9 @@ def chart(c: Chart) -> str:
 def key(k: Key) -> str:
     token = f' data-token="{escape(k.token)}"' if k.token else ""
     color = f' style="--fill:{escape(k.color)}"' if k.color else ""
-    return f'<span class="key"><i class="swatch" data-hatch="{escape(k.hatch)}"{token}{color}></i>{escape(k.label)}</span>'
+    return (
+        f'<span class="key"><i class="swatch" data-hatch="{escape(k.hatch)}"{token}{color}></i>{escape(k.label)}</span>'
+    )
 
 
 def specs(compared: Comparison, runs: Sequence[Kept | Refusal]) -> str:
@@ -166,7 +176,7 @@ def specs(compared: Comparison, runs: Sequence[Kept | Refusal]) -> str:
 
 def _run(row: Row, run: Kept | Refusal, differing: Sequence[str]) -> str:
     fields = "".join(
-        f'<div{" class=differs" if name in differing else ""}><dt>{escape(name.replace("_", " "))}</dt>'
+        f"<div{' class=differs' if name in differing else ''}><dt>{escape(name.replace('_', ' '))}</dt>"
         f"<dd>{escape(_value(value))}</dd></div>"
         for name, value in row.flat.items()
     )
@@ -237,7 +247,9 @@ def _leaves(prefix: str, value: Any) -> list[tuple[str, str]]:
 
 
 def section(ident: str, heading: str, inner: str) -> str:
-    return f'<section id="{ident}" aria-labelledby="{ident}-h"><h2 id="{ident}-h">{escape(heading)}</h2>{inner}</section>'
+    return (
+        f'<section id="{ident}" aria-labelledby="{ident}-h"><h2 id="{ident}-h">{escape(heading)}</h2>{inner}</section>'
+    )
 
 
 def footer(version: str) -> str:

@@ -66,7 +66,9 @@ class Archive:
         try:
             self._db.row_factory = _as_dict
             self._db.execute("PRAGMA foreign_keys = ON")
-            self._db.execute("PRAGMA synchronous = NORMAL")  # a kernel's death loses nothing, a power cut the last moment
+            self._db.execute(
+                "PRAGMA synchronous = NORMAL"
+            )  # a kernel's death loses nothing, a power cut the last moment
             self._settle(migrations)
             self.inode = _inode(path)
         except BaseException:

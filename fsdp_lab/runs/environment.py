@@ -30,7 +30,13 @@ def fingerprint(ranks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """
     found = {**dict(_machine()), "devices": [str(r.get("device_name", r.get("device", ""))) for r in ranks]}
     told = dict(ranks[0].get("software", {})) if ranks else {}
-    return {**found, "cuda": "", "nccl": "", "driver": "", **{name: version for name, version in told.items() if version}}
+    return {
+        **found,
+        "cuda": "",
+        "nccl": "",
+        "driver": "",
+        **{name: version for name, version in told.items() if version},
+    }
 
 
 @functools.cache

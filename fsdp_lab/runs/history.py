@@ -111,7 +111,9 @@ class History:
         if isinstance(days, bool) or not isinstance(days, (int, float)) or not days >= 0:
             raise SpecError("days", f"{days!r} is refused", "give a number of days of 0 or more")
         before = datetime.now().timestamp() - days * 86_400
-        old = [r for r in self.runs() if r.state.over and not r.pinned and (r.ended_unix_s or r.started_unix_s) <= before]
+        old = [
+            r for r in self.runs() if r.state.over and not r.pinned and (r.ended_unix_s or r.started_unix_s) <= before
+        ]
         return self._delete(old)
 
     def _delete(self, runs: Iterable[PastRun]) -> int:
@@ -205,7 +207,8 @@ class History:
         archive.give_back()
         over = archive.used_bytes > self.limit_bytes
         self._crowded = (
-            f"the history takes more than its {self.limit_bytes / 2**20:.0f} MiB: what is left goes on or is pinned" * over
+            f"the history takes more than its {self.limit_bytes / 2**20:.0f} MiB: what is left goes on or is pinned"
+            * over
         )
 
     def __repr__(self) -> str:
@@ -241,7 +244,9 @@ def _fields(fields: dict[str, Any]) -> dict[str, list[Any]]:
         if name not in known:
             options = ", ".join(["since", "state", "name", *known])
             raise SpecError(name, "there is no such field to look for", f"use {options}")
-    return {name: list(v) if isinstance(v, (list, tuple, set)) and name != "devices" else [v] for name, v in fields.items()}
+    return {
+        name: list(v) if isinstance(v, (list, tuple, set)) and name != "devices" else [v] for name, v in fields.items()
+    }
 
 
 def _matches(run: PastRun, wanted: dict[str, list[Any]]) -> bool:
@@ -264,7 +269,9 @@ def _moment(since: float | str | datetime | None) -> float:
     try:
         return (datetime.fromisoformat(since) if isinstance(since, str) else since).timestamp()  # type: ignore[union-attr]
     except ValueError:
-        raise SpecError("since", f"{since!r} is no time", 'give one such as "2026-11-21" or "2026-11-21T14:30"') from None
+        raise SpecError(
+            "since", f"{since!r} is no time", 'give one such as "2026-11-21" or "2026-11-21T14:30"'
+        ) from None
     except AttributeError:
         if isinstance(since, (int, float)) and not isinstance(since, bool):
             return float(since)

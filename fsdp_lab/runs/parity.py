@@ -29,7 +29,7 @@ from fsdp_lab.events import StepEvent
 from fsdp_lab.runs.kept import Kept
 from fsdp_lab.spec import Spec
 
-TRAINED = ("model", "data", "seq_len", "optimizer", "lr", "weight_decay", "clip_norm", "seed")
+TRAINED = ("model", "data", "held_out", "seq_len", "optimizer", "lr", "weight_decay", "clip_norm", "seed")
 
 NORM_ROUNDING = 1e-5  # of a sum of fp32 squares in whatever order
 ALIKE = 8  # steps
@@ -70,7 +70,7 @@ class Parity:
     steps: int = 0
     checksums: int = 0
     first_step: int | None = None  # the first that is not equal bit for bit; where different: in which it was found
-    what: str = ""  # what differed there: "loss", "gradient norm", "parameters" or "replicas"
+    what: str = ""  # what differed there: "loss", "gradient norm", "parameters", "replicas" or "skipped step"
     sentence: str = ""
 
 
@@ -82,6 +82,7 @@ class Told:
     norm: float
     checksum: int | None
     torn: bool  # replicas hold different parameters
+    skipped: bool  # its gradients overflowed
 
 
 def parity(baseline: Kept, other: Kept) -> Parity:
@@ -118,7 +119,8 @@ def _told(events: list[StepEvent]) -> Told:
         if e.checksum is not None:
             copies[e.replica] = (copies.get(e.replica, 0) + e.checksum) % (1 << 64)
     one = next(iter(copies.values()), None)
-    return Told(loss=events[0].mean_loss, norm=events[0].grad_norm, checksum=one, torn=len(set(copies.values())) > 1)
+    return Told(loss=events[0].mean_loss, norm=events[0].grad_norm, checksum=one, torn=len(set(copies.values())) > 1,
+                skipped=events[0].skipped)  # fmt: skip
 
 
 def _incomparable(one: Spec, other: Spec) -> str:
@@ -160,13 +162,20 @@ def _judge(common: list[tuple[int, Told, Told]], bound: Bound) -> Parity:
         late, newest = n - first >= ALIKE, parted[max(0, i + 1 - ALIKE) : i + 1]
         if reason := _late(newest, bound, n - first) if late else _early(a, b, bound, n - first):
             what, how = reason
-            return found(verdict=Verdict.DIFFERENT, first_step=n, what=what, sentence=f"different from step {n} on: {how}")
+            return found(
+                verdict=Verdict.DIFFERENT, first_step=n, what=what, sentence=f"different from step {n} on: {how}"
+            )
     sentence = f"equal within rounding {over}; not bit for bit from step {first} on: {what}"
     return found(verdict=Verdict.WITHIN, first_step=first, what=what, sentence=sentence)
 
 
 def _early(a: Told, b: Told, bound: Bound, since: int) -> tuple[str, str] | None:
     """What is beyond its bound in a step while parameters are alike, and how it differs."""
+    if a.skipped != b.skipped:
+        return (
+            "skipped step",
+            f"{'the baseline' if a.skipped else 'it'} skipped it: gradients overflowed at its loss scale",
+        )
     for what, x, y, one in (("gradient norm", a.norm, b.norm, bound.norm), ("loss", a.loss, b.loss, bound.loss)):
         if _beyond(x, y, limit := near(one, since)):
             finite = math.isfinite(x) and math.isfinite(y)

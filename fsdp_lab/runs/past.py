@@ -54,7 +54,7 @@ class PastRun(Reading):
     @cached_property
     def spec(self) -> Spec:
         """Raises SpecError where it is of a version whose fields are not known here; `spec_fields` has them as they were."""
-        return Spec.from_dict(self.spec_fields)
+        return _read_spec(self.spec_fields)
 
     @cached_property
     def switches(self) -> Sequence[Switch]:
@@ -66,7 +66,7 @@ class PastRun(Reading):
                 Switch(
                     step=row["step"],
                     before=made[-1].after if made else None,
-                    after=Spec.from_dict(json.loads(row["spec"])),
+                    after=_read_spec(json.loads(row["spec"])),
                     seconds=row["seconds"],
                     carried=bool(row["carried"]),
                     notes=tuple(json.loads(row["notes"])),
@@ -105,6 +105,11 @@ class PastRun(Reading):
     def __repr__(self) -> str:
         called = f" {self.name!r}" if self.name else ""
         return f"<PastRun {self.id}{called}: {self.state.value}, step {self.step}, {self.when}>"
+
+
+def _read_spec(fields: Mapping[str, Any]) -> Spec:
+    """Of before there was `held_out`: nothing was. Raises SpecError."""
+    return Spec.from_dict({**fields, "workload": {"held_out": 0, **fields["workload"]}})
 
 
 def read_events(archive: Archive, number: int, restarts: Sequence[tuple[int, int]]) -> EventStore:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fsdp_lab.events import StepEvent
 from fsdp_lab.export import export_accelerate, export_script, export_spec
+from fsdp_lab.runs.evaluation import Evaluation, Judge, judged
 from fsdp_lab.runs.store import EventStore
 from fsdp_lab.runs.summary import step_table, summarize
 from fsdp_lab.runs.table import Table
@@ -19,14 +20,37 @@ from fsdp_lab.spec import SpecError
 if TYPE_CHECKING:
     from fsdp_lab.runs.kept import Kept
 
+    class Read(Kept, Protocol):
+        """Whoever is `Kept` and a `Reading`."""
+
+        @property
+        def judge(self) -> Judge: ...
+
 
 class Reading:
     """Tables, figures and timelines of what a run has told. For whoever is `Kept`."""
 
-    def table(self: Kept, last: int = 10) -> Table:
-        """The last steps, one row each, over all ranks."""
+    @property
+    def judge(self: Kept) -> Judge:
+        """What its evaluations come to."""
+        return judged(self)
+
+    @property
+    def evaluations(self: Read) -> tuple[Evaluation, ...]:
+        """(step, mean loss of the held-out samples), oldest first."""
+        return tuple(self.judge.evaluations)
+
+    @property
+    def best(self: Read) -> Evaluation | None:
+        """The evaluation with the least loss; None where there is none."""
+        return self.judge.best
+
+    def table(self: Read, last: int = 10) -> Table:
+        """The last steps, one row each, over all ranks; with the last evaluation and the best, where there are any."""
         specs = {spec.id: spec for spec in (self.spec, *(s.after for s in self.switches))}
-        return step_table(self.events.last_steps(last), specs, caption=repr(self)[1:-1], notes=self.notes)
+        found = self.judge.words(self.spec.workload)
+        notes = (*([found] if found else []), *self.notes)
+        return step_table(self.events.last_steps(last), specs, caption=repr(self)[1:-1], notes=notes)
 
     def summary(self: Kept) -> dict[str, Any]:
         """The `runs` entry of `fsdp-lab compare`'s JSON, for the Spec applied last; the rule is in `runs.summary`."""
@@ -43,9 +67,7 @@ class Reading:
         whole = [events for events in steps if len(events) == events[0].world_size]
         return Timeline.of((whole or steps)[-1])
 
-    def export_trace(
-        self: Kept, path: str | os.PathLike[str], steps: Iterable[int] | None = None
-    ) -> Path:
+    def export_trace(self: Kept, path: str | os.PathLike[str], steps: Iterable[int] | None = None) -> Path:
         """Writes traced steps, by default all that are kept, as one Chrome trace (.json or .json.gz), for ui.perfetto.dev
         or chrome://tracing; returns where.
 

@@ -101,7 +101,9 @@ def recommend(runs: Comparison | Sequence[Kept | Refusal], limit_bytes: int | No
     Raises:
         SpecError: a limit that is no number of bytes.
     """
-    if limit_bytes is not None and (not isinstance(limit_bytes, int) or isinstance(limit_bytes, bool) or limit_bytes < 1):
+    if limit_bytes is not None and (
+        not isinstance(limit_bytes, int) or isinstance(limit_bytes, bool) or limit_bytes < 1
+    ):
         raise SpecError("limit_bytes", f"{limit_bytes!r} is refused", "give a whole number of bytes, or nothing")
     compared = runs if isinstance(runs, Comparison) else Comparison.of(runs)
     excluded = {row.label: why for row in compared.rows if (why := _excluded(compared, row, limit_bytes))}
@@ -152,9 +154,7 @@ def _behind(row: Row, fastest: Row) -> float:
     return found.median if found else math.inf
 
 
-def _chosen(
-    fastest: Row | None, smallest: Row | None, fit: Sequence[Row], limit_bytes: int | None
-) -> tuple[str, ...]:
+def _chosen(fastest: Row | None, smallest: Row | None, fit: Sequence[Row], limit_bytes: int | None) -> tuple[str, ...]:
     if fastest is None or smallest is None:
         return ("None of these runs can be recommended.",)
     room = f"fits in {size(limit_bytes)} a rank" if limit_bytes else "fits"

@@ -2,8 +2,8 @@
 
 What is kept of it, so that a day of training stays small: of the newest 100,000 events all; of those before one step in 16,
 of the same number of these; before them one in 256; and so on. About 120 bytes an event, so some 12 MB for each of these
-rows of a long run. First steps after a switch and ledger steps stay longer. Spans are kept of one traced step each 5 s and
-of the run's last ones, the newest 20; memory curves of the newest 8 ledger steps.
+rows of a long run. First steps after a switch, ledger steps and evaluated ones stay longer. Spans are kept of one traced
+step each 5 s and of the run's last ones, the newest 20; memory curves of the newest 8 ledger steps.
 """
 
 from __future__ import annotations
@@ -228,7 +228,8 @@ def _move(archive: Archive, number: int, level: int, old: Sequence[Mapping[str, 
         chosen = [
             (cursor, e)
             for cursor, e in rows
-            if e.step % THIN ** (level + 1) == 0 or (level == 0 and (e.first_after_switch or e.ledger))
+            if e.step % THIN ** (level + 1) == 0
+            or (level == 0 and (e.first_after_switch or e.ledger or e.eval_loss is not None))
         ]
         pieces = [(piece, pack(piece)) for piece in _pieces(chosen)]
         with archive.transaction():

@@ -8,19 +8,24 @@ so a cell or a widget callback never waits for the ranks unless it asks to.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import enum
 import secrets
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
-from fsdp_lab.cluster import Call, ClusterError, Interrupted
+from fsdp_lab.checkpoints import Checkpoint
+from fsdp_lab.cluster import Call, ClusterError, Interrupted, RankError
+from fsdp_lab.fault import Fault, FaultKind
+from fsdp_lab.runs.awaited import Awaited
 from fsdp_lab.runs.environment import fingerprint
+from fsdp_lab.runs.evaluation import Evaluating, Evaluation, Judge
 from fsdp_lab.runs.reading import Reading
+from fsdp_lab.runs.recovery import LIVE, Incident, Recovering, refitted, source_of
+from fsdp_lab.runs.saving import Saved, Saves, SaveTicket, Saving
 from fsdp_lab.runs.store import EventStore
 from fsdp_lab.spec import Spec, SpecError
 
@@ -30,6 +35,7 @@ GROWTH = 4  # a chunk is at most this many times the last one: the first steps a
 PATIENCE_S = 0.15  # a stop waits this long for the chunk to end by itself, then interrupts
 STOP_S = 2.0
 DEAF_S = 8.0  # ranks that do not answer an interrupt for this long are ended
+SAVES_S = 60.0  # at a run's end, for its last checkpoint to be written
 
 T = TypeVar("T")
 
@@ -38,6 +44,8 @@ class RunState(enum.Enum):
     STARTING = "starting"
     RUNNING = "running"
     PAUSED = "paused"
+    BROKEN = "broken"  # its ranks failed, and it waits for `recover` or `stop`
+    RECOVERING = "recovering"
     STOPPING = "stopping"
     STOPPED = "stopped"
     FINISHED = "finished"
@@ -59,69 +67,6 @@ class Switch:
     seconds: float  # from the word to the ranks until they were ready
     carried: bool  # parameters and optimizer state went along; otherwise the ranks began at step 0
     notes: tuple[str, ...] = ()
-
-
-class Awaited(Generic[T]):
-    """Something that ends once, on another thread: waited for by `wait()` in a cell or by `await`.
-
-    Subclasses say what Ctrl-C (or a cancelled task) does, in `_given_up`.
-    """
-
-    def __init__(self) -> None:
-        self._over = threading.Event()
-        self._callbacks: list[Callable[[], None]] = []
-        self._callbacks_lock = threading.Lock()
-
-    def _outcome(self) -> T:
-        """The value, or raises. Called when it is over."""
-        raise NotImplementedError
-
-    def _given_up(self, blocking: bool) -> None:
-        """The one who waits has given up."""
-
-    def _end(self) -> None:
-        with self._callbacks_lock:
-            self._over.set()
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            with contextlib.suppress(RuntimeError):  # that loop is closed by now
-                callback()
-
-    @property
-    def done(self) -> bool:
-        return self._over.is_set()
-
-    def wait(self, timeout: float | None = None) -> T:
-        """Blocks until it is over. Raises what it failed with, or TimeoutError after `timeout` seconds."""
-        try:
-            if not self._over.wait(timeout):
-                raise TimeoutError(f"{self!r} was not over after {timeout} s")
-        except KeyboardInterrupt:
-            self._given_up(blocking=True)
-            raise
-        return self._outcome()
-
-    def __await__(self) -> Generator[Any, None, T]:
-        return self._wait_async().__await__()
-
-    async def _wait_async(self) -> T:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-
-        def tell() -> None:
-            loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
-
-        with self._callbacks_lock:
-            if not self._over.is_set():
-                self._callbacks.append(tell)
-            else:
-                future.set_result(None)
-        try:
-            await future
-        except asyncio.CancelledError:
-            self._given_up(blocking=False)
-            raise
-        return self._outcome()
 
 
 class Ticket(Awaited[Switch]):
@@ -152,9 +97,18 @@ class Ranks(Protocol):
     @property
     def notes(self) -> tuple[str, ...]: ...
 
+    @property
+    def lost(self) -> Mapping[int, Any]:
+        """Ranks that are gone."""
+        ...
+
     def submit(
         self, what: str, *, take: Callable[[Mapping[str, Any]], None] | None = None, **arguments: Any
     ) -> Call: ...
+
+    def settle(self) -> dict[int, Any]: ...
+
+    def ask(self, what: str, ranks: Collection[int], **arguments: Any) -> dict[int, Any]: ...
 
 
 class Run(Reading, Awaited["Run"]):
@@ -169,6 +123,11 @@ class Run(Reading, Awaited["Run"]):
         environment: where it trains (`fsdp_lab.runs.environment`); empty until its ranks have said who they are.
         events: its `EventStore`. switches: every Spec that was applied. refused: the last one that the ranks refused.
         steps: how many were asked for; None: until stopped. step: the next one.
+        saving: where it is saved, if it is. saves: every checkpoint it took, and what came of it.
+        recovering: what it does when its ranks fail. incidents: the failures that it went on from, or waits in.
+        evaluate: how it is evaluated; None: not at all. judge: what was found.
+        on_best: called on the driver between two chunks with each `Evaluation` that is the best until now: the ranks hold
+            the parameters of that very step. What one raises fails the run.
     """
 
     def __init__(
@@ -179,20 +138,35 @@ class Run(Reading, Awaited["Run"]):
         steps: int | None = None,
         fresh: bool = True,
         ledger_every: int | None = None,
+        evaluate: Evaluating | int | None = None,
         share: int | None = None,
         prepare: Callable[[Spec], None] = lambda spec: None,
         run_id: str | None = None,
+        saving: Saving | None = None,
+        recovering: Recovering | None = None,
+        start: Checkpoint | None = None,
+        broken: Run | None = None,
     ) -> None:
         """`prepare(spec)` is called on the driver before anything is sent: it sees to the right ranks. `share`: steps of a
-        turn; after so many it is put aside until `take_turn`, and others may have the ranks."""
+        turn; after so many it is put aside until `take_turn`, and others may have the ranks. `start`: what it goes on from.
+        `broken`: a run that failed; it goes on from what can be had of that one."""
         super().__init__()
         _whole_number("steps", steps, "no end")
         _whole_number("ledger_every", ledger_every, "only those that are asked for")
         self.id = run_id or secrets.token_hex(4)
         self.steps = steps
         self.ledger_every = ledger_every
+        self.evaluate = Evaluating.of(evaluate)
+        self._check_evaluation(spec)
+        self._judge = Judge(self.evaluate.patience if self.evaluate else None)
+        self.on_best: list[Callable[[Evaluation], None]] = []
         self.events = EventStore()
         self.switches: list[Switch] = []
+        self.saving = saving
+        self._saves = Saves(saving, self.id, start.step if start is not None else 0)
+        if saving is not None:
+            self.on_best.append(lambda evaluation: self._save("best"))
+        self.recovering, self.incidents = recovering or Recovering(), list[Incident]()
         self.refused: SpecError | None = None
         self.error: BaseException | None = None
         self.environment: Mapping[str, Any] = {}
@@ -204,12 +178,17 @@ class Run(Reading, Awaited["Run"]):
         self._changed = threading.Condition()  # guards the words below, _state and _reason
         self._pending: Spec | None = None
         self._tickets: list[Ticket] = []
+        self._start, self._broken = start, broken
+        self._word: Recovering | None = None  # to go on after a failure
+        self._struck_unix_s: float | None = None  # when a drill did what will be found
+        self._vain = 0  # failures since the last step
+        self._faults: list[Fault | None] = []  # to be armed; None: disarm
         self._paused = False
         self._ledger = False  # asked for and not yet sent
         self._share, self._turn_left, self._is_aside = share, share or 0, False
         self._stop_s: float | None = None  # when a stop was asked for, on the monotonic clock
         self._stop_reason = ""
-        self._step = 0
+        self._step = broken.step if broken is not None else 0
         self._done_steps = 0
         self._until = steps  # the step at which it is finished
         self._chunk = 1
@@ -241,10 +220,19 @@ class Run(Reading, Awaited["Run"]):
         return self.error.details if isinstance(self.error, ClusterError) else ""
 
     @property
+    def judge(self) -> Judge:
+        return self._judge
+
+    @property
     def step(self) -> int:
         """Steps committed; the number of the next one."""
         latest = self.events.latest()
         return max(self._step, *(e.step + 1 for e in latest.values())) if latest else self._step
+
+    @property
+    def left(self) -> int | None:
+        """Steps that are to be done; None: until it is stopped."""
+        return None if self._until is None else self._until - self.step
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -276,6 +264,7 @@ class Run(Reading, Awaited["Run"]):
                 if getattr(wanted, name) != getattr(self._spec, name):
                     raise SpecError(name, f"a run keeps its {self._spec.world_size} ranks and their devices",
                                     f"start a new run: lab.run(spec, {name}=...)")  # fmt: skip
+            self._check_evaluation(wanted)
             ticket = Ticket(wanted)
             self._pending = wanted
             self._tickets.append(ticket)
@@ -294,6 +283,57 @@ class Run(Reading, Awaited["Run"]):
             if self._state.over or self._stop_s is not None:
                 raise ClusterError(f"run {self.id} is {self._state.value}; start another one with lab.run")
             self._ledger = True
+
+    def save(self) -> SaveTicket:
+        """Take a checkpoint after the running chunk, in the folder of `saving`. Returns at once.
+
+        Raises:
+            SpecError: the run has no folder. ClusterError: it is over.
+        """
+        if self.saving is None:
+            raise SpecError("save", "this run has no folder for checkpoints", "start it with lab.run(save=folder)")
+        with self._changed:
+            if self._state.over or self._stop_s is not None:
+                raise ClusterError(f"run {self.id} is {self._state.value}; lab.save(folder) saves what the ranks hold")
+            ticket = self._saves.ask()
+            self._changed.notify_all()
+        return ticket
+
+    def recover(self, ranks: str | None = None) -> None:
+        """Go on after a failure: "same" replaces the ranks that are lost, "fewer" goes on with those that are left; None as
+        `recovering` says. Returns at once; `incidents` tells what came of it.
+
+        Raises:
+            SpecError: of `ranks`, or the strategy cannot be on so few. ClusterError: the run is not broken.
+        """
+        word = replace(self.recovering, ranks=ranks or self.recovering.ranks)
+        if word.ranks == "fewer":
+            refitted(self._spec, max(1, self._spec.world_size - len(self._ranks.lost)))
+        with self._changed:
+            if self._state is not RunState.BROKEN:
+                raise ClusterError(
+                    f"run {self.id} is {self._state.value}, and not broken; lab.recover() begins a new one"
+                )
+            self._word = word
+            self._changed.notify_all()
+
+    def arm(self, fault: Fault | None) -> None:
+        """Let something go wrong on purpose from the next chunk on; None: nothing any more. Returns at once.
+
+        Raises:
+            SpecError: the ranks cannot have it. ClusterError: the run does not train.
+        """
+        with self._changed:
+            if self._state not in (RunState.RUNNING, RunState.PAUSED):
+                raise ClusterError(f"run {self.id} is {self._state.value}; nothing can go wrong in it")
+            if fault is not None:
+                fault.check(self._spec.world_size, self.step)
+            self._faults.append(fault)
+            self._changed.notify_all()
+
+    def strike(self, unix_s: float) -> None:
+        """What is found next was done on purpose, at this time."""
+        self._struck_unix_s = unix_s
 
     def take_turn(self) -> None:
         """Go on after standing aside; the ranks must be free."""
@@ -343,10 +383,10 @@ class Run(Reading, Awaited["Run"]):
     def _drive(self) -> None:
         state, reason = RunState.FAILED, ""
         try:
-            self._prepare(self._spec)
-            self.environment = fingerprint(self._await(self._ranks.submit("status")))
-            self._switch(self._spec, fresh=self._fresh)
-            state, reason = self._train()
+            if self._broken is None:
+                self._begin()
+            state, reason = self._train_on()
+            self._save_the_end()
         except Interrupted:
             state, reason = RunState.STOPPED, self._why_stopped
         except BaseException as e:
@@ -356,21 +396,52 @@ class Run(Reading, Awaited["Run"]):
         finally:
             self._finish(state, reason)
 
+    def _begin(self) -> None:
+        """The ranks are there and hold what is trained."""
+        self._prepare(self._spec)
+        self.environment = fingerprint(self._await(self._ranks.submit("status")))
+        if self._start is not None:
+            self._restore(self._spec, self._start)
+        else:
+            self._switch(self._spec, fresh=self._fresh)
+
+    def _train_on(self) -> tuple[RunState, str]:
+        """Trains until it is over; goes on after failures as it is told to."""
+        how = self._after(self._broken) if self._broken is not None else None
+        while True:
+            try:
+                if how is not None:
+                    self._go_on(how)
+                return self._train()
+            except Interrupted:
+                raise
+            except ClusterError as e:
+                if (how := self._how_to_go_on(e)) is None:
+                    raise
+
     def _train(self) -> tuple[RunState, str]:
         """Chunk after chunk, until something ends it."""
         while True:
             with self._changed:
-                while self._paused and self._stop_s is None and self._pending is None:
+                while self._paused and self._stop_s is None and not self._asked:
                     self._set(RunState.PAUSED)
                     self._changed.wait()
                 if self._stop_s is not None:
                     return RunState.STOPPED, self._stop_reason
                 pending = self._pending
+                faults, self._faults = self._faults, []
+            for fault in faults:
+                self._arm(fault)
             if pending is not None:
                 self._switch_or_refuse(pending)
                 continue
+            if self._saves.due(self._step):
+                self._save("step")
+                continue
             if self.steps is not None and self._done_steps >= self.steps:
                 return RunState.FINISHED, ""
+            if enough := self._judge.reason:
+                return RunState.STOPPED, enough
             if self._share is not None and self._turn_left == 0:
                 self._stand_aside(self._share)
                 continue
@@ -384,6 +455,10 @@ class Run(Reading, Awaited["Run"]):
         """One chunk on all ranks. Returns whether it was interrupted."""
         left = self._chunk if self.steps is None else min(self._chunk, self.steps - self._done_steps)
         left = left if self._share is None else min(left, self._turn_left)
+        evaluations = self._evaluations(left)
+        left = min(
+            [left, self._saves.until_due(self._step), *(n + 1 - self._step for n in evaluations)]
+        )  # it ends with one, for `on_best`
         ledgers, checks = self._ledgers(left), self._checks(left)
         told = threading.Event()  # after that, what still arrives was in the return values
         results = self._await(
@@ -393,12 +468,17 @@ class Run(Reading, Awaited["Run"]):
                 steps=left,
                 ledgers=ledgers,
                 checks=checks,
+                evaluations=evaluations,
             )
         )
         for result in results:
             self._keep(result["events"])
         told.set()
+        self._saves.note(results[0].get("saves", ()))
         trained = len(results[0]["events"])
+        if trained:
+            self._vain = 0
+            self._note_resumed(results[0]["events"][0]["end_unix_s"])
         self._done_steps += trained
         self._turn_left -= trained
         self._step = int(results[0]["step"])
@@ -406,7 +486,22 @@ class Run(Reading, Awaited["Run"]):
         if times:
             fits = round(CHUNK_S / max(max(times), 1e-6))
             self._chunk = max(1, min(fits, self._chunk * GROWTH, CHUNK_STEPS))
-        return any(r["stopped"] for r in results)
+        stopped = any(r["stopped"] for r in results)
+        self._take_evaluations(results, tell=not stopped)
+        return stopped
+
+    @property
+    def _asked(self) -> bool:
+        """Whether something is to be done that a pause does not keep from."""
+        return self._pending is not None or self._saves.asked or bool(self._faults)
+
+    def _arm(self, fault: Fault | None) -> None:
+        if fault is None:
+            self._await(self._ranks.submit("disarm"))
+        else:
+            self._await(self._ranks.submit("arm", fault=fault.to_dict()))
+            if fault.kind is not FaultKind.SLOW:  # which fails nothing
+                self._struck_unix_s = time.time()
 
     def _ledgers(self, count: int) -> list[int]:
         """Which of the next steps are to be ledger steps."""
@@ -420,6 +515,142 @@ class Run(Reading, Awaited["Run"]):
         """Which of the next steps are to tell a checksum of the parameters: after 1, 2, 4, 8, ... steps, and the last."""
         numbers = range(self._step, self._step + count)
         return [n for n in numbers if (n + 1).bit_count() == 1 or n + 1 == self._until]
+
+    def _evaluations(self, count: int) -> dict[int, int]:
+        """The first of the next steps after which is to be evaluated, with the number of samples; at most one."""
+        if self.evaluate is None:
+            return {}
+        numbers = range(self._step, self._step + count)
+        due = [n for n in numbers if (n + 1) % self.evaluate.every == 0 or n + 1 == self._until]
+        return dict.fromkeys(due[:1], self.evaluate.samples)
+
+    def _take_evaluations(self, results: Sequence[Mapping[str, Any]], *, tell: bool) -> None:
+        told = {e["step"]: e["eval_loss"] for r in results for e in r["events"] if e["eval_loss"] is not None}
+        for step, loss in told.items():
+            if self._judge.take(step, loss) and tell:
+                for call in self.on_best:
+                    call(Evaluation(step, loss))
+
+    def _check_evaluation(self, spec: Spec) -> None:
+        """Raises SpecError where the Spec leaves nothing to evaluate on."""
+        if self.evaluate is not None:
+            self.evaluate.check(spec)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    @property
+    def saves(self) -> Sequence[Saved]:
+        """The checkpoints it took, oldest first."""
+        return self._saves.taken
+
+    def _save(self, kind: str) -> None:
+        """Take a checkpoint; it is written while training goes on. That it cannot be is noted, and ends nothing."""
+        assert self.saving is not None
+        with self._saves.taking(kind, self._step) as take:
+            call = self._ranks.submit("save", root=str(self.saving.folder), kind=kind, last=self.saving.last)
+            take(call.results(SAVES_S) if kind == "last" else self._await(call))  # at the end a stop is no news
+
+    def _save_the_end(self) -> None:
+        """The last step is saved, and what is being written is waited for."""
+        if self.saving is None:
+            return
+        with self._changed:
+            self._set(RunState.STOPPING if self._stop_s is not None else RunState.RUNNING, "saves its last step")
+        if not self._saves.has(self._step):
+            self._save("last")
+        deadline = time.monotonic() + SAVES_S
+        while self._saves.pending and time.monotonic() < deadline:
+            told = self._ranks.submit("saves", wait_s=0.5).results()
+            self._saves.note([end for t in told for end in t["ended"]])
+
+    # -- after a failure ----------------------------------------------------------------------------------------------
+
+    def _how_to_go_on(self, error: ClusterError) -> Recovering | None:
+        """What is to be done; None where the run is to end. Waits for a word where it has to be asked."""
+        self._vain += 1
+        policy = self.recovering
+        if self._stop_s is not None or policy.how == "off" or (policy.how == "auto" and self._vain > policy.times):
+            return None
+        self._found(error, self.step)
+        self._ranks.settle()
+        self._note(freed_unix_s=time.time())
+        if policy.how == "auto":
+            return policy
+        with self._changed:
+            self.error = error
+            self._set(RunState.BROKEN, error.sentence)
+            self._changed.wait_for(lambda: self._word is not None or self._stop_s is not None)
+            word, self._word = self._word, None
+            self.error = None if word is not None else error
+        return word
+
+    def _after(self, former: Run) -> Recovering:
+        """What a run that failed leaves to this one."""
+        self._found(former.error or ClusterError(former.reason), former.step)
+        return self.recovering
+
+    def _found(self, error: BaseException, step: int) -> None:
+        said = getattr(error, "unix_s", None)  # when a rank raised, or when the kernel noticed
+        raised = isinstance(error, RankError)
+        self.incidents.append(
+            Incident(
+                error=error,
+                step=step,
+                ranks=self._spec.world_size,
+                failed_unix_s=said if raised else self._struck_unix_s,
+                detected_unix_s=time.time() if raised or said is None else said,
+            )
+        )
+        self._struck_unix_s = None
+
+    def _go_on(self, how: Recovering) -> None:
+        """See the note in `runs.recovery`."""
+        sentence = self.incidents[-1].sentence
+        with self._changed:
+            self._set(RunState.RECOVERING, sentence)
+        told, before = self._ranks.settle(), self._step
+        if self.incidents[-1].freed_unix_s is None:
+            self._note(freed_unix_s=time.time())
+        self._saves.give_up(f"meanwhile {sentence}")
+        whole = not self._ranks.lost and len({s["step"] for s in told.values()}) == 1
+        if whole and len(told) == self._spec.world_size and told[0]["step"] is not None:
+            self._switch(self._spec, fresh=False)
+            self._gone_on(LIVE, before)
+            return
+        left = len(told) or self._spec.world_size
+        spec, notes = refitted(self._spec, left) if how.ranks == "fewer" else (self._spec, ())
+        folder = Path(self.saving.folder) if self.saving is not None else None
+        former = self._broken.id if self._broken is not None and not self.switches else self.id
+        with source_of(self._ranks, told, former, folder) as (source, saved):
+            self._prepare(spec)
+            if saved is not None:
+                self._restore(spec, saved)
+            else:
+                self._switch(spec, fresh=True)
+        self._gone_on(source, before, notes)
+
+    def _gone_on(self, source: str, before: int, notes: tuple[str, ...] = ()) -> None:
+        """It trains again: steps that have to be done again are not done."""
+        with self._changed:
+            self._saves.go_back(self._step)
+            self._done_steps += self._step - before
+            if self.steps is not None:
+                self._until = self._step + self.steps - self._done_steps
+        self._note(source=source, resumed_step=self._step, resumed_ranks=self._spec.world_size, notes=notes)
+
+    def _note(self, **told: Any) -> None:
+        self.incidents[-1] = replace(self.incidents[-1], **told)
+
+    def _note_resumed(self, unix_s: float) -> None:
+        if self.incidents and self.incidents[-1].resumed_unix_s is None:
+            self._note(resumed_unix_s=unix_s)
+
+    def _restore(self, spec: Spec, saved: Checkpoint) -> None:
+        """What the ranks hold is the checkpoint's."""
+        began = time.monotonic()
+        before = self._spec if self.switches else None
+        told = self._await(self._ranks.submit("restore", run=self.id, spec=spec.to_dict(), path=str(saved.path)))[0]
+        self._switched(spec, before, told, time.monotonic() - began)
 
     def _stand_aside(self, share: int) -> None:
         """What is trained waits on the host until `take_turn` or `stop`. Ranks that are new by then begin again."""
@@ -468,18 +699,26 @@ class Run(Reading, Awaited["Run"]):
     def _switch(self, spec: Spec, *, fresh: bool) -> None:
         began = time.monotonic()
         before = self._spec if self.switches else None
-        results = self._await(self._ranks.submit("apply", run=self.id, spec=spec.to_dict(), fresh=fresh))
-        told = results[0]
+        evaluated = self.evaluate.samples if self.evaluate is not None else 0
+        call = self._ranks.submit("apply", run=self.id, spec=spec.to_dict(), fresh=fresh, evaluated=evaluated)
+        self._switched(spec, before, self._await(call)[0], time.monotonic() - began)
+
+    def _switched(self, spec: Spec, before: Spec | None, told: Mapping[str, Any], seconds: float) -> None:
+        """The ranks train `spec` from the next chunk on."""
         switch = Switch(
             step=int(told["step"]),
             before=before,
             after=spec,
-            seconds=time.monotonic() - began,
+            seconds=seconds,
             carried=bool(told["carried"]),
             notes=tuple(told.get("notes", ())),
         )
-        if not switch.carried or before is None:
+        again = switch.step < self.step or (before is not None and before.world_size != spec.world_size)
+        if not switch.carried or before is None or again:
             self.events.restart(switch.step)
+            self._judge.forget(switch.step)
+        else:
+            self._judge.switched(before, spec)
         with self._changed:
             self._step, self._chunk, self._spec = switch.step, 1, spec
             self._until = None if self.steps is None else switch.step + self.steps - self._done_steps
@@ -519,6 +758,7 @@ class Run(Reading, Awaited["Run"]):
             self._set(state, reason)
         for ticket in tickets:
             ticket.settle(None, None)
+        self._saves.end()
         self._end()
 
 

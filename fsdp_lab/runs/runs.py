@@ -37,7 +37,9 @@ class Runs(Sequence[PastRun]):
             return found[0]
         few = ", ".join(run.id for run in (found or self._runs)[:5])
         if found:
-            raise SpecError("run", f"{len(found)} runs are called {which!r} or begin with it", f"say more of the id: {few}")
+            raise SpecError(
+                "run", f"{len(found)} runs are called {which!r} or begin with it", f"say more of the id: {few}"
+            )
         raise SpecError("run", f"none of these runs is called {which!r} or begins with it",
                         f"the newest are {few}" if few else "there are none")  # fmt: skip
 

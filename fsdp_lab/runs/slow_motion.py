@@ -115,7 +115,9 @@ class Moment:
             case "host_copy":
                 return f"{n} elements are copied between host and device"
             case _:
-                return f"the optimizer updates {count(sum(p.numel for p in parameters))} parameters, each rank its shards"
+                return (
+                    f"the optimizer updates {count(sum(p.numel for p in parameters))} parameters, each rank its shards"
+                )
 
     def _reduction(self, n: str, factor: int) -> str:
         if self.spec.world_size == 1:

@@ -152,12 +152,12 @@ class EventStore:
         return out, cursor
 
     def latest(self) -> dict[int, StepEvent]:
-        """The newest event of each rank, in rank order."""
+        """The newest event of each rank since the ranks last began again, in rank order."""
         with self._lock:
             found: dict[int, StepEvent] = {}
-            for event in reversed(self._events):
+            for event in islice(reversed(self._events), len(self._events) - self._begun()):
                 found.setdefault(event.rank, event)
-                if len(found) == len(self._seen):
+                if len(found) == event.world_size:
                     break
         return dict(sorted(found.items()))
 
@@ -166,11 +166,17 @@ class EventStore:
         with self._lock:
             ranks = len(self._seen)
             window = list(islice(reversed(self._events), (n + 4) * max(1, ranks)))
-        by_step: dict[tuple[str, int], list[StepEvent]] = {}
-        for event in window:
-            by_step.setdefault((event.spec_id, event.step), []).append(event)
-        whole = [sorted(events, key=lambda e: e.rank) for events in by_step.values() if len(events) == ranks]
+            here = len(self._events) - self._begun()  # of the window, those told since the ranks began again
+        by_step: dict[tuple[bool, str, int], list[StepEvent]] = {}
+        for i, event in enumerate(window):
+            by_step.setdefault((i < here, event.spec_id, event.step), []).append(event)
+        told = (sorted({e.rank: e for e in events}.values(), key=lambda e: e.rank) for events in by_step.values())
+        whole = [events for events in told if len(events) == events[0].world_size]
         return whole[:n][::-1]
+
+    def _begun(self) -> int:
+        """The index in `_events` since which the ranks have not begun again. Called with the lock held."""
+        return max(0, self._restarts[-1][0] - self._first) if self._restarts else 0
 
     def traced(self) -> list[list[StepEvent]]:
         """The traced steps whose spans are kept, oldest first: of each the events that have spans, in rank order."""

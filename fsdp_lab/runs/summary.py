@@ -50,7 +50,16 @@ def summarize(spec: Spec, events: Sequence[StepEvent]) -> dict[str, Any]:
         "exposed_comm_s_per_step": {
             k: median(known([statistics.fmean(exposed(e, k) for e in s) for s in counted])) for k in kinds
         },
+        **evaluated(steps),
     }
+
+
+def evaluated(steps: Sequence[Step]) -> dict[str, Any]:
+    """Evaluation losses and the least of those that are finite; nothing of a run without."""
+    found = [{"step": s[0].step, "loss": s[0].eval_loss} for s in steps if s[0].eval_loss is not None]
+    finite = [e for e in found if math.isfinite(e["loss"])]
+    best = min(finite, key=lambda e: float(e["loss"]), default=None)
+    return {"evaluations": found, "best_evaluation": best} if found else {}
 
 
 def whole_steps(spec: Spec, events: Sequence[StepEvent]) -> list[Step]:
@@ -190,7 +199,9 @@ def figures(steps: Sequence[Step]) -> Figures:
         comm_s=spread(lambda e: sum(t.seconds for t in e.comm.values())),
         exposed_comm_s=spread(attrgetter("exposed_comm_s")),
         link_bytes=Spread.of([sum(t.link_bytes for t in s[0].comm.values()) for s in counted]),
-        comm_s_by_kind={k: statistics.median(statistics.fmean(seconds(e, k) for e in s) for s in counted) for k in kinds},
+        comm_s_by_kind={
+            k: statistics.median(statistics.fmean(seconds(e, k) for e in s) for s in counted) for k in kinds
+        },
         peak_memory_bytes=fullest.peak_bytes or None,
         at_peak=fullest.at_peak,
         host_bytes=max(e.memory.host_bytes for e in last),

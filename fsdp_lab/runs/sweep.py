@@ -19,9 +19,10 @@ from itertools import product
 from typing import Any
 
 from fsdp_lab.events import StepEvent
+from fsdp_lab.runs.awaited import Awaited
 from fsdp_lab.runs.comparison import Comparison, Refusal
 from fsdp_lab.runs.recommend import Recommendation, recommend
-from fsdp_lab.runs.run import STOP_S, Awaited, Run, RunState
+from fsdp_lab.runs.run import STOP_S, Run, RunState
 from fsdp_lab.runs.summary import slowest
 from fsdp_lab.spec import Spec, SpecError, part_of
 

@@ -124,7 +124,9 @@ class Timeline:
     def _alignment(self) -> str:
         own = [lane.rank for lane in self.lanes if not lane.aligned and lane.rank not in self.contradicted]
         if self.clock_error_s is not None and not own:
-            return f"{'The other ranks' if self.contradicted else 'Ranks'} aligned to ±{self.clock_error_s * 1e3:.2g} ms."
+            return (
+                f"{'The other ranks' if self.contradicted else 'Ranks'} aligned to ±{self.clock_error_s * 1e3:.2g} ms."
+            )
         if len(self.lanes) < 2 or not own or (self.contradicted and len(own) == 1):
             return ""
         which = f"clock of {_named(own)} was" if len(own) == 1 else f"clocks of {_named(own)} were"

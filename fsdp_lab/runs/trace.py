@@ -104,7 +104,9 @@ def _placed(timelines: Sequence[Timeline]) -> list[tuple[int, Timeline]]:
 
 def _process(rank: int, steps: Sequence[tuple[int, Timeline]]) -> Iterator[dict[str, Any]]:
     """A rank's names and slices, its threads in the order of tracks."""
-    mine = [(zero + _ns(lane.begin_s), lane) for zero, timeline in steps for lane in timeline.lanes if lane.rank == rank]
+    mine = [
+        (zero + _ns(lane.begin_s), lane) for zero, timeline in steps for lane in timeline.lanes if lane.rank == rank
+    ]
     yield _name("process_name", rank, name=f"rank {rank}")
     yield _name("process_sort_index", rank, sort_index=rank)
     if not all(lane.aligned for _, lane in mine) and mine[0][1].event.world_size > 1:

@@ -60,7 +60,9 @@ class Wire(dist.ProcessGroup):
             os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # for Hub.read_clocks
             store = dist.PrefixStore("nccl", options.store)
             self._nccl = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
-        hub.join(self, self._name_, options.global_ranks_in_group or range(self._size))  # torch gives none for the world
+        hub.join(
+            self, self._name_, options.global_ranks_in_group or range(self._size)
+        )  # torch gives none for the world
 
     # -- what torch asks of a group -------------------------------------------------------------------------------
 
@@ -226,7 +228,9 @@ class Wire(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> WireWork:
         bytes_ = tensors[0].nbytes
-        return self._send("other", bytes_, tensors, tensors, lambda g, i, o: g.send(i, dst, tag), bytes_=bytes_, way=Way.OUT)
+        return self._send(
+            "other", bytes_, tensors, tensors, lambda g, i, o: g.send(i, dst, tag), bytes_=bytes_, way=Way.OUT
+        )
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> WireWork:
         bytes_ = tensors[0].nbytes
@@ -316,8 +320,10 @@ class Wire(dist.ProcessGroup):
         if self.hub.watch is not None:
             self.hub.watch([*inputs, *outputs, *(results or ())])
         group, ins, outs, unstage = self._route(inputs, outputs)
-        inner = call(group, ins, outs)
-        if group is self._gloo and inner is not None:
+        lost = self.hub.lose(self._size)
+        inner: Any = lost or call(group, ins, outs)
+        blocking = lost is not None or group is self._gloo
+        if blocking and inner is not None:
             self.hub.begin(issued, [*ins, *outs], inner)
 
         def finish() -> None:
@@ -326,7 +332,7 @@ class Wire(dist.ProcessGroup):
             if then is not None:
                 then()
 
-        return WireWork(self.hub, issued, inner, results or outputs, finish=finish, blocking=group is self._gloo,
+        return WireWork(self.hub, issued, inner, results or outputs, finish=finish, blocking=blocking,
                         sliced=together)  # fmt: skip
 
     def _catch_up(self, tensors: list[Tensor]) -> None:

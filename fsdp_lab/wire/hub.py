@@ -30,6 +30,7 @@ from typing import Any, Protocol
 import torch
 
 from fsdp_lab.wire.link import Alarm, Link, Way, pause_until
+from fsdp_lab.wire.lost import Lost
 from fsdp_lab.wire.meter import Collective, Meter
 
 _RECENT = 64  # collectives remembered for a diagnosis: more than ranks run ahead of each other
@@ -91,6 +92,7 @@ class Hub:
         self.link: Link | None = None  # emulated; None: what is real is enough
         self.alarm = Alarm()
         self._given_up = threading.Event()  # set while `aborted`: wakes who waits for the link
+        self._severed = self._heals = False
         self._sequence = 0
         self._ordinals: Counter[str] = Counter()  # by group
         self._recent: deque[Collective] = deque(maxlen=_RECENT)
@@ -232,6 +234,21 @@ class Hub:
             pause_until(issued.link_end_s, self._given_up)
             self.check()
 
+    # -- a link that is cut on purpose ----------------------------------------------------------------------------
+
+    def sever(self, *, heals: bool) -> None:
+        """From now on no collective of this rank passes a byte, in either direction, and none completes; what Gloo or NCCL
+        already has may still. `heals`: until `clear`. Groups can still be opened: these meet at the store."""
+        self._severed, self._heals = True, heals
+
+    def mend(self) -> None:
+        """What is issued from now on passes."""
+        self._severed = False
+
+    def lose(self, size: int) -> Lost | None:
+        """What stands for an operation of a group of `size` ranks, where the link is cut; None where it passes."""
+        return Lost(self._given_up) if self._severed and size > 1 else None
+
     # -- for who looks on, from a thread of its own: nothing here needs the one that may be blocked ---------------------
 
     def pending(self) -> Collective | None:
@@ -286,6 +303,11 @@ class Hub:
             self._why = None
             self._given_up.clear()
             self._open = weakref.WeakSet()
+        for running in list(self._running.values()):
+            if isinstance(running.inner, Lost):
+                self.end(running.issued)
+        if self._heals:
+            self.mend()
         self._unit = ""
         self._ordinals.clear()  # a step that was given up may have been so at another collective on each rank
         self._recent.clear()

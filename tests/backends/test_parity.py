@@ -11,58 +11,44 @@ import pytest
 import torch
 
 from fsdp_lab.spec import Spec
-from tests.backends.train import train
-from tests.pool import Pool, RankError
+from tests.engine.parity import Outcome, Outcomes, assert_equal, assert_learned, plan
+from tests.pool import RankError
 
 SMALL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 36, "n_head": 4, "vocab_size": 384, "n_positions": 32}
 
 
-def spec(world_size: int, **changes: Any) -> dict[str, Any]:
+def spec(world_size: int, **changes: Any) -> Spec:
     base = Spec(world_size=world_size).replace(model=SMALL, seq_len=32, micro_batch=2, lr=0.01)
-    return base.replace(**changes).to_dict()
+    return base.replace(**changes)
 
 
-def outcome(
-    pool: Pool, world_size: int, plan: list[tuple[dict[str, Any], int]], reduction: str = "rank_ordered"
-) -> Any:
-    """Per-rank losses and the parameters, which must agree on all ranks."""
-    results = pool.run(train, world_size, plan, reduction=reduction)
-    for _, parameters in results[1:]:
-        assert_equal(results[0][1], parameters)
-    return [losses for losses, _ in results], results[0][1]
-
-
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    differ = [name for name in one if not torch.equal(one[name], other[name])]
-    assert not differ, f"not equal: {differ}"
-
-
-def sharded(backend: str, world_size: int, **changes: Any) -> dict[str, Any]:
+def sharded(backend: str, world_size: int, **changes: Any) -> Spec:
     return spec(world_size, backend=backend, sharding="no_shard" if backend == "ddp" else "full_shard", **changes)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_all_backends_are_equal_bit_for_bit(pool: Pool, world_size: int, optimizer: str) -> None:
-    outcomes = {
-        b: outcome(pool, world_size, [(sharded(b, world_size, optimizer=optimizer), 3)])
-        for b in ("lab", "fsdp2", "fsdp1", "ddp")
-    }
-    losses, parameters = outcomes.pop("lab")
-    assert all(loss == loss for rank in losses for loss in rank)
-    for other_losses, other in outcomes.values():
-        assert other_losses == losses
-        assert_equal(parameters, other)
+def outcome(outcomes: Outcomes, *parts: tuple[Spec, int], reduction: str = "rank_ordered") -> Outcome:
+    return outcomes.of(plan(*parts), reduction=reduction)[0]
 
 
-def test_training_changes_every_parameter(pool: Pool) -> None:
-    _, before = outcome(pool, 2, [(sharded("fsdp2", 2), 0)])
-    _, after = outcome(pool, 2, [(sharded("fsdp2", 2), 2)])
-    assert not [name for name in before if torch.equal(before[name], after[name])]
+def plainly(outcomes: Outcomes, steps: int) -> Outcome:
+    """FSDP2 on two ranks."""
+    return outcome(outcomes, (sharded("fsdp2", 2), steps))
 
 
-@pytest.mark.parametrize("backend", ["lab", "fsdp2", "fsdp1"])
+@pytest.mark.parametrize(("optimizer", "world_size"), [("adamw", 1), ("sgd", 2), ("adamw", 2), ("sgd", 3)])
+def test_all_backends_are_equal_bit_for_bit(outcomes: Outcomes, optimizer: str, world_size: int) -> None:
+    backends = ("lab", "fsdp2", "fsdp1", "ddp")
+    lab, *others = outcomes.of(*(plan((sharded(b, world_size, optimizer=optimizer), 3)) for b in backends))
+    assert all(loss == loss for rank in lab.losses for loss in rank)
+    for other in others:
+        assert_equal(other, lab)
+
+
+def test_training_changes_every_parameter(outcomes: Outcomes) -> None:
+    assert_learned(plainly(outcomes, 2), plainly(outcomes, 0))
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
 @pytest.mark.parametrize("changes", [
     {"sharding": "shard_grad_op"},
     {"wrap": "whole"},
@@ -72,47 +58,38 @@ def test_training_changes_every_parameter(pool: Pool) -> None:
     {"recompute": "full"},
     {"recompute": "every:2"},
 ], ids=str)  # fmt: skip
-def test_a_strategy_does_not_change_the_result(pool: Pool, backend: str, changes: dict[str, Any]) -> None:
+def test_a_strategy_does_not_change_the_result(outcomes: Outcomes, backend: str, changes: dict[str, Any]) -> None:
     if backend == "fsdp1" and "offload" in changes:
         with pytest.raises(RankError, match=r"strategy\.offload: FSDP1 pins"):
-            pool.run(train, 2, [(spec(2, backend=backend, **changes), 2)])
+            outcome(outcomes, (spec(2, backend=backend, **changes), 2))
         return
-    plain = outcome(pool, 2, [(sharded("fsdp2", 2), 2)])
-    other = outcome(pool, 2, [(spec(2, backend=backend, **changes), 2)])
-    assert other[0] == plain[0]
-    assert_equal(plain[1], other[1])
+    assert_equal(outcome(outcomes, (spec(2, backend=backend, **changes), 2)), plainly(outcomes, 2))
 
 
 @pytest.mark.parametrize("backend", ["lab", "fsdp2"])
-def test_blocks_together_in_one_unit(pool: Pool, backend: str) -> None:
-    plain = outcome(pool, 2, [(sharded("fsdp2", 2), 2)])
-    other = outcome(pool, 2, [(spec(2, backend=backend, wrap="every:2", backward_prefetch=2, forward_prefetch=2), 2)])
-    assert other[0] == plain[0]
-    assert_equal(plain[1], other[1])
+def test_blocks_together_in_one_unit(outcomes: Outcomes, backend: str) -> None:
+    together = spec(2, backend=backend, wrap="every:2", backward_prefetch=2, forward_prefetch=2)
+    assert_equal(outcome(outcomes, (together, 2)), plainly(outcomes, 2))
 
 
 @pytest.mark.parametrize("sharding", ["hybrid_shard", "hybrid_shard_zero2"])
-def test_hybrid_backends_are_equal(pool: Pool, sharding: str) -> None:
-    one = outcome(pool, 4, [(spec(4, backend="fsdp2", sharding=sharding), 2)])
-    two = outcome(pool, 4, [(spec(4, backend="fsdp1", sharding=sharding), 2)])
-    assert one[0] == two[0]
-    assert_equal(one[1], two[1])
+def test_hybrid_backends_are_equal(outcomes: Outcomes, sharding: str) -> None:
+    one, two = outcomes.of(*(plan((spec(4, backend=b, sharding=sharding), 2)) for b in ("fsdp2", "fsdp1")))
+    assert_equal(two, one)
 
 
 @pytest.mark.parametrize("sync", ["every", "last"])
-def test_accumulation(pool: Pool, sync: str) -> None:
-    runs = [
-        outcome(pool, 2, [(sharded(b, 2, accumulate=2, sync=sync, optimizer="sgd"), 2)])
-        for b in ("lab", "fsdp2", "fsdp1", "ddp")
-    ]
-    for losses, parameters in runs[1:]:
-        assert losses[0][0] == runs[0][0][0][0]  # the first step's, before any gradient
-        for name, tensor in runs[0][1].items():
-            torch.testing.assert_close(parameters[name], tensor, rtol=1e-5, atol=1e-6)
+def test_accumulation(outcomes: Outcomes, sync: str) -> None:
+    options = {"accumulate": 2, "sync": sync, "optimizer": "sgd"}
+    lab, *others = outcomes.of(*(plan((sharded(b, 2, **options), 2)) for b in ("lab", "fsdp2", "fsdp1", "ddp")))
+    for other in others:
+        assert other.losses[0][0] == lab.losses[0][0]  # the first step's, before any gradient
+        for name, tensor in lab.parameters.items():
+            torch.testing.assert_close(other.parameters[name], tensor, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_switch_carries_every_bit(pool: Pool, optimizer: str) -> None:
+def test_a_switch_carries_every_bit(outcomes: Outcomes, optimizer: str) -> None:
     """fsdp2 -> ddp -> lab -> fsdp1 -> fsdp2 (ZeRO-2, offloaded) -> lab, against a run that never switched."""
     common = {"optimizer": optimizer}
     path = [
@@ -123,18 +100,18 @@ def test_a_switch_carries_every_bit(pool: Pool, optimizer: str) -> None:
         spec(3, backend="fsdp2", sharding="shard_grad_op", offload="all", **common),
         spec(3, backend="lab", sharding="zero1", offload="optimizer", **common),
     ]
-    steady = outcome(pool, 3, [(path[0], 12)])
-    switched = outcome(pool, 3, [(p, 2) for p in path])
-    assert switched[0] == steady[0]
-    assert_equal(steady[1], switched[1])
+    steady, switched = outcomes.of(plan((path[0], 12)), plan(*((p, 2) for p in path)))
+    assert_equal(switched, steady)
 
 
 @pytest.mark.parametrize("backend", ["lab", "fsdp2", "fsdp1", "ddp"])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-pure", "fp16"])
-def test_low_precision_stays_near_fp32(pool: Pool, backend: str, precision: str) -> None:
-    plain = outcome(pool, 2, [(sharded("fsdp2", 2), 3)])
-    other = outcome(pool, 2, [(sharded(backend, 2, precision=precision), 3)], reduction="auto")
-    for one, two in zip(plain[0][0], other[0][0], strict=True):
+def test_low_precision_stays_near_fp32(outcomes: Outcomes, backend: str, precision: str) -> None:
+    plain, other = (
+        plainly(outcomes, 3),
+        outcome(outcomes, (sharded(backend, 2, precision=precision), 3), reduction="auto"),
+    )
+    for one, two in zip(plain.losses[0], other.losses[0], strict=True):
         assert one != two  # it did compute in another precision
         assert abs(one - two) < 0.05
-    assert all(t.dtype == torch.float32 for t in other[1].values())
+    assert all(t.dtype == torch.float32 for t in other.parameters.values())

@@ -10,14 +10,15 @@ from torch import distributed as dist
 
 from fsdp_lab.backends import build, carry, fill
 from fsdp_lab.backends.base import Backend
-from fsdp_lab.models import Batches, Initializer, build_skeleton, resolve
+from fsdp_lab.models import Batches, Initializer, resolve
 from fsdp_lab.spec import Spec
+from tests import remembered
 from tests.pool import Place
 
 
 def start(place: Place, spec: Spec, before: Backend | None = None) -> Backend:
     config = resolve(spec.workload.model)
-    skeleton = build_skeleton(config)
+    skeleton = remembered.skeleton(config)
     initial = Initializer(skeleton, spec.workload.seed)
     backend = build(skeleton, spec, place.seat.device)
     if before is None:
@@ -48,29 +49,15 @@ def steps(place: Place, spec: Spec, backend: Backend, first: int, count: int) ->
 
 def whole(backend: Backend) -> dict[str, torch.Tensor]:
     """Every parameter whole, on every rank."""
-    mine = {p.name: (p.start, p.stop, p.local.clone()) for p in backend.pieces()}
+    mine = {p.name: (p.start, p.stop, p.local.clone().numpy()) for p in backend.pieces()}  # torch's take long to send
     everybodys = [mine] * dist.get_world_size()
     if len(everybodys) > 1:
         dist.all_gather_object(everybodys, mine)
     found = {p.name: torch.full(p.shape, math.nan) for p in backend.pieces()}
     for held in everybodys:
         for name, (start, stop, values) in held.items():
-            found[name].view(-1)[start:stop] = values
+            found[name].view(-1)[start:stop] = torch.from_numpy(values)
     return found
-
-
-def train(place: Place, plan: list[tuple[dict[str, Any], int]]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Run each Spec of the plan for its steps, carrying the state from one to the next."""
-    backend: Backend | None = None
-    losses: list[float] = []
-    for given, count in plan:
-        spec = Spec.from_dict(given)
-        backend = start(place, spec, backend)
-        losses += steps(place, spec, backend, len(losses), count)
-    assert backend is not None
-    result = whole(backend)
-    backend.release()
-    return losses, result
 
 
 def carried(place: Place, before: dict[str, Any], after: dict[str, Any]) -> tuple[int, int]:

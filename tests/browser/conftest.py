@@ -42,9 +42,9 @@ def browser() -> Iterator[Browser]:
         yield started
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def open_notebook(server: JupyterServer, browser: Browser) -> Iterator[Callable[[], Notebook]]:
-    """Makes pages, each with nothing but a session of its own; all are closed in the end."""
+    """Makes pages, each with nothing but a session of its own; with the module they and all kernels end."""
     contexts = []
 
     def make() -> Notebook:
@@ -55,6 +55,7 @@ def open_notebook(server: JupyterServer, browser: Browser) -> Iterator[Callable[
     yield make
     for context in contexts:
         context.close()
+    server.end_kernels()
 
 
 @pytest.fixture

@@ -31,13 +31,19 @@ class DashboardPage:
     def button(self, word: str) -> Locator:
         return self.page.locator("button.fsdp-button", has_text=re.compile(rf"^\s*{word}\s*$"))
 
-    def start(self) -> None:
-        """Presses Start; what the page shows afterwards is of the new run."""
+    def start(self, code: str = "") -> None:
+        """Presses Start, or begins a run by code; what the page shows afterwards is of the new run."""
         live = self.page.locator(".fsdp-live").first
-        former = live.get_attribute("data-scene")
-        self.button("Start").first.click()
+        former, blank = live.get_attribute("data-scene"), self.step() < 0
+        if code:
+            self.notebook.execute(code)
+        else:
+            self.button("Start").first.click()
         self.page.wait_for_function(
-            "(former) => document.querySelector('.fsdp-live').dataset.scene !== former", arg=former, timeout=60_000
+            f"""([former, blank]) => document.querySelector('.fsdp-live').dataset.scene !== former
+                                     || (blank && ({STEP})() >= 0)""",
+            arg=[former, blank],
+            timeout=60_000,
         )
 
     def field(self, label: str) -> Locator:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from playwright.sync_api import Locator
@@ -70,9 +70,8 @@ def desk_of(server: JupyterServer, page: ComparisonPage, name: str, cell: str) -
 
 
 @pytest.fixture(scope="module")
-def desk(server: JupyterServer, open_notebook: Callable[[], Notebook]) -> Iterator[ComparisonPage]:
-    yield desk_of(server, ComparisonPage(open_notebook()), "comparison.ipynb", FAKE)
-    server.end_kernels()
+def desk(server: JupyterServer, open_notebook: Callable[[], Notebook]) -> ComparisonPage:
+    return desk_of(server, ComparisonPage(open_notebook()), "comparison.ipynb", FAKE)
 
 
 @pytest.fixture
@@ -183,42 +182,39 @@ def test_with_ranks(server: JupyterServer, open_notebook, watched, picture):
     """A person's path: start, pin, toggle, pin, unpin, compare by the form, and read the numbers back."""
     opened = desk_of(server, ComparisonPage(open_notebook()), "ranks.ipynb", REAL)
     watched(opened.notebook)
-    try:
-        opened.page.set_viewport_size({"width": 1280, "height": 1400})
-        for label, value in (("model", "gpt2-1m"), ("sequence length", "32"), ("micro batch", "1")):
-            opened.choose(label, value)
-        opened.start()
-        opened.wait_step(8, 120)
-        opened.pin("A")
-        opened.choose("sharding", "no_shard")
-        opened.wait_note("sharding", r"applied at step \d+", 60)
-        opened.wait_steps_more(6, 60)
-        opened.pin("B")
-        assert opened.cell("B", 1).startswith("no_shard")
-        opened.row("B").locator(".fsdp-press-unpin").click()
-        opened.row("B").wait_for(state="detached")
+    opened.page.set_viewport_size({"width": 1280, "height": 1400})
+    for label, value in (("model", "gpt2-1m"), ("sequence length", "32"), ("micro batch", "1")):
+        opened.choose(label, value)
+    opened.start()
+    opened.wait_step(8, 120)
+    opened.pin("A")
+    opened.choose("sharding", "no_shard")
+    opened.wait_note("sharding", r"applied at step \d+", 60)
+    opened.wait_steps_more(6, 60)
+    opened.pin("B")
+    assert opened.cell("B", 1).startswith("no_shard")
+    opened.row("B").locator(".fsdp-press-unpin").click()
+    opened.row("B").wait_for(state="detached")
 
-        opened.button("Compare…").click()
-        opened.chip("sharding", "full_shard").click()
-        opened.page.locator(".fsdp-number", has_text="steps").locator("input").fill("12")
-        opened.page.locator(".fsdp-sweep-said", has_text="2 combinations: 2 can run").wait_for()
-        opened.ask("Start comparison").click()
-        opened.page.locator(".fsdp-progress", has_text="of 24 steps").wait_for(timeout=30_000)
-        opened.photograph(picture("comparison-going"))
-        opened.wait_state("finished", 120)
-        opened.page.locator(".fsdp-card-comparison .fsdp-reading", has_text="The fastest that fits is").wait_for()
-        opened.photograph(picture("comparison-ranks"))
+    opened.button("Compare…").click()
+    opened.chip("sharding", "full_shard").click()
+    opened.page.locator(".fsdp-number", has_text="steps").locator("input").fill("12")
+    opened.page.locator(".fsdp-sweep-said", has_text="2 combinations: 2 can run").wait_for()
+    opened.ask("Start comparison").click()
+    opened.page.locator(".fsdp-progress", has_text="of 24 steps").wait_for(timeout=30_000)
+    opened.photograph(picture("comparison-going"))
+    opened.wait_state("finished", 120)
+    opened.page.locator(".fsdp-card-comparison .fsdp-reading", has_text="The fastest that fits is").wait_for()
+    opened.photograph(picture("comparison-ranks"))
 
-        opened.row("1").locator(".fsdp-press-baseline").click()
-        opened.card.locator("th", has_text="time / 1").wait_for()
-        assert "equal" in opened.cell("2", 2)
-        told = opened.notebook.execute(
-            "c = dashboard.comparison\n"
-            "for r in c.rows: print(r.label, r.figures.counted, round(r.figures.tokens_per_s.median), "
-            "f'×{r.memory_ratio:.2f}' if r.memory_ratio else '–', sep='|')").split()  # fmt: skip
-        assert [line.split("|")[0] for line in told] == ["A", "1", "2"]
-        for line in told:
-            label, _, tokens, memory = line.split("|")
-            assert opened.cell(label, 5) == f"{int(tokens):,}" and opened.cell(label, 9) == memory
-    finally:
-        server.end_kernels()
+    opened.row("1").locator(".fsdp-press-baseline").click()
+    opened.card.locator("th", has_text="time / 1").wait_for()
+    assert "equal" in opened.cell("2", 2)
+    told = opened.notebook.execute(
+        "c = dashboard.comparison\n"
+        "for r in c.rows: print(r.label, r.figures.counted, round(r.figures.tokens_per_s.median), "
+        "f'×{r.memory_ratio:.2f}' if r.memory_ratio else '–', sep='|')").split()  # fmt: skip
+    assert [line.split("|")[0] for line in told] == ["A", "1", "2"]
+    for line in told:
+        label, _, tokens, memory = line.split("|")
+        assert opened.cell(label, 5) == f"{int(tokens):,}" and opened.cell(label, 9) == memory

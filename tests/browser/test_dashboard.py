@@ -5,7 +5,7 @@ One notebook serves all tests, since a kernel takes seconds to start; each test 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -21,13 +21,12 @@ dashboard"""
 
 
 @pytest.fixture(scope="module")
-def desk(server: JupyterServer, open_notebook: Callable[[], Notebook]) -> Iterator[DashboardPage]:
+def desk(server: JupyterServer, open_notebook: Callable[[], Notebook]) -> DashboardPage:
     dashboard = DashboardPage(open_notebook())
     dashboard.notebook.open(server.write("dashboard.ipynb", [CELL]))
     dashboard.notebook.run_all()
     dashboard.wait_drawn()
-    yield dashboard
-    server.end_kernels()
+    return dashboard
 
 
 @pytest.fixture
@@ -72,6 +71,30 @@ def test_start_toggle_refuse_stop(opened):
     opened.wait_state("stopped")
     opened.page.locator(".fsdp-card-loss").scroll_into_view_if_needed()
     opened.wait_rows("loss.steps", opened.step() + 1)
+
+
+def test_a_ledger_step_is_drawn_by_unit_and_class(opened, picture):
+    """Memory: classes at the peak, and within the last ledger step."""
+    opened.notebook.execute("lab.close()")
+    opened.notebook.run_cell(0)
+    opened.wait_drawn()
+    assert "none measured yet" in opened.reading("ledger")
+    opened.start()
+    opened.wait_reading("ledger", r"rank \d+ in step 10: peak [\d.]+ MiB in forward, h.5", timeout_s=60)
+    card = opened.page.locator(".fsdp-card-ledger").first
+    card.scroll_into_view_if_needed()  # what is out of sight is not painted
+    opened.wait_rows("ledger.curve", 16)
+    opened.wait_rows("ledger.phases", 4)
+    opened.wait_rows("memory.now", 2)
+    assert "limit 64.0 GiB" in opened.reading("memory")
+    legend = opened.page.locator(".fsdp-card-ledger .fsdp-key").all_inner_texts()
+    assert [text.strip() for text in legend] == [
+        "sharded parameters", "optimizer state", "unsharded parameters", "gradients", "activations", "communication buffers",
+        "other", "in all"]  # fmt: skip
+    for width, theme in ((1920, "Dark"), (1280, "Light")):
+        opened.show(width, theme)
+        assert opened.clipped() == []
+        card.screenshot(path=picture(f"memory_{width}_{theme}"))
 
 
 def test_controls_answer_while_a_cell_is_busy(opened):
@@ -183,7 +206,10 @@ def test_a_hang_is_said_and_its_stack_unfolds(opened, picture):
     )
     details = opened.page.locator(".fsdp-details")
     details.wait_for(timeout=10_000)
-    assert opened.state() == "failed" and "rank 1 did not come to all_gather 106" in details.locator("xpath=..").inner_text()
+    assert (
+        opened.state() == "failed"
+        and "rank 1 did not come to all_gather 106" in details.locator("xpath=..").inner_text()
+    )
     assert not details.locator("pre").is_visible()
     details.locator("summary").click()
     details.locator("pre").wait_for(state="visible", timeout=10_000)

@@ -25,8 +25,7 @@ def opened(server: JupyterServer, open_notebook, watched):
     dashboard = DashboardPage(open_notebook())
     watched(dashboard.notebook)
     dashboard.notebook.open(NOTEBOOK.name)
-    yield dashboard
-    server.end_kernels()
+    return dashboard
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,8 @@ from tests.browser.jupyter import JupyterServer, Notebook
 CELL = """\
 from tests.dashboard.fake_lab import FakeLab
 from fsdp_lab.dashboard import Dashboard
-lab = FakeLab({ranks}, step_s=0.05)
-lab.spec = lab.spec.replace(backend="lab", model="{model}")
+lab = FakeLab(2, step_s=0.05)
+lab.spec = lab.spec.replace(backend="lab", model="gpt2-1m")
 dashboard = Dashboard(lab)
 dashboard"""
 
@@ -53,19 +53,14 @@ class SlowPage(DashboardPage):
         self.page.locator(".fsdp-slow").first.screenshot(path=path)
 
 
-def opened(ranks: int, model_name: str, server: JupyterServer, open_notebook: Callable[[], Notebook]) -> SlowPage:
+@pytest.fixture(scope="module")
+def desk(server: JupyterServer, open_notebook: Callable[[], Notebook]) -> SlowPage:
     page = SlowPage(open_notebook())
-    page.notebook.open(server.write(f"slow_{ranks}.ipynb", [CELL.format(ranks=ranks, model=model_name)]))
+    page.notebook.open(server.write("slow.ipynb", [CELL]))
     page.notebook.hide_sidebar()
     page.notebook.run_all()
     page.wait_drawn()
     return page
-
-
-@pytest.fixture(scope="module")
-def desk(server: JupyterServer, open_notebook: Callable[[], Notebook]) -> Iterator[SlowPage]:
-    yield opened(2, "gpt2-1m", server, open_notebook)
-    server.end_kernels()
 
 
 def go_to(desk: SlowPage, phase: str, unit: str, direction: str) -> None:
@@ -159,9 +154,9 @@ def test_how_it_looks(desk: SlowPage, watched: Callable[[Notebook], None], pictu
     desk.photograph_slow(picture(f"slow-motion-{width}-{theme.lower()}"))
 
 
-def test_sixteen_ranks(server: JupyterServer, open_notebook: Callable[[], Notebook], watched, picture):
-    desk = opened(16, "gpt2-10m", server, open_notebook)
+def test_sixteen_ranks(desk: SlowPage, watched, picture):
     watched(desk.notebook)
+    desk.notebook.execute("lab.ranks = 16; lab.spec = lab.spec.replace(world_size=16, model='gpt2-10m')")
     for width, theme in ((900, "Light"), (1500, "Dark")):
         desk.page.set_viewport_size({"width": width, "height": 1900 if width < 1500 else 1600})
         desk.notebook.theme(f"JupyterLab {theme}")
@@ -172,4 +167,3 @@ def test_sixteen_ranks(server: JupyterServer, open_notebook: Callable[[], Notebo
         desk.wait_rows("slow.bars", 16 * 148)
         assert desk.clipped() == []
         desk.photograph_slow(picture(f"slow-motion-16-ranks-{width}-{theme.lower()}"))
-    server.end_kernels()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from playwright.sync_api import Locator
@@ -52,14 +52,13 @@ class TimelinePage(DashboardPage):
 
 
 @pytest.fixture(scope="module")
-def desk(server: JupyterServer, open_notebook: Callable[[], Notebook]) -> Iterator[TimelinePage]:
+def desk(server: JupyterServer, open_notebook: Callable[[], Notebook]) -> TimelinePage:
     page = TimelinePage(open_notebook())
     page.notebook.open(server.write("timeline.ipynb", [CELL.format(ranks=2)]))
     page.notebook.hide_sidebar()
     page.notebook.run_all()
     page.wait_drawn()
-    yield page
-    server.end_kernels()
+    return page
 
 
 @pytest.fixture

@@ -50,7 +50,9 @@ def test_values_are_read_as_their_fields_types():
 def test_links_are_a_list_whose_latencies_have_commas_too():
     made = dicts("--link", "none, 0.25GB/s, 50us,nvlink of h100", "--backend", "lab,fsdp2")
     links = [None, "0.25 GB/s, 50 us", "nvlink of h100"]
-    assert [(d["strategy"]["backend"], d["link"]) for d in made] == [(b, link) for b in ("lab", "fsdp2") for link in links]
+    assert [(d["strategy"]["backend"], d["link"]) for d in made] == [
+        (b, link) for b in ("lab", "fsdp2") for link in links
+    ]
 
 
 def test_one_device_serves_all_ranks():
@@ -91,6 +93,9 @@ def test_combinations_that_cannot_be_are_listed_with_their_reason():
         (["run", "{short}"], "workload.data"),
         (["run", "{good}", "--steps", "0"], "--steps"),
         (["run", "{good}", "--ranks", "0"], "world_size"),
+        (["run", "{good}", "--evaluate-every", "0"], "evaluate.every: 0 is refused"),
+        (["run", "{good}", "--patience", "3"], "give --evaluate-every too"),
+        (["run", "{good}", "--evaluate-every", "5", "--evaluate-samples", "1000000"], "workload.held_out: "),
         (["run", "{good}", "--trace", "/no/such/folder/trace.json"], "--trace: /no/such/folder/trace.json cannot be"),
         (["run", "{good}", "--trace", "trace.txt"], "--trace: trace.txt does not end in .json or .json.gz"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,9 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import psutil
@@ -76,6 +79,22 @@ def test_the_tunnel_leads_to_the_address_that_this_ssh_session_came_to():
 def test_listening_on_all_networks_is_said():
     assert "only the token" in jupyter.announcement(Path("/n"), "0.0.0.0", 8888, "t")
     assert "only the token" not in jupyter.announcement(Path("/n"), "127.0.0.1", 8888, "t")
+
+
+@pytest.mark.parametrize(("code", "refused"), [(200, True), (403, False)])
+def test_a_server_without_a_token_is_refused(code: int, refused: bool):
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(code)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Silent."""
+
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        with pytest.raises(Refused, match="turns the token off") if refused else contextlib.nullcontext():
+            jupyter.refuse_without_token("127.0.0.1", server.server_port)
 
 
 @pytest.mark.slow

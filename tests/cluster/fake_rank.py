@@ -8,6 +8,7 @@ its third step), "raise-all", "deaf" (ignores SIGINT for a minute), "slow-apply"
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ from fsdp_lab.spec import Spec, SpecError
 from tests.frames import Step
 
 STEP_S = 0.02
+EVAL_LOSSES = (9.0, 7.0, 8.0, 6.0, 5.0, 5.5, math.nan, 5.2)  # by step; the last of all that follow
 GIVE_UP = b"\2"
 
 
@@ -98,9 +100,11 @@ class Session:
                 raise RankAborted("connection closed by peer")
             return got == b"\1"
 
-    def apply(self, run, spec, fresh=False):
+    def apply(self, run, spec, fresh=False, evaluated=0):
         began = time.perf_counter()
         spec = Spec.from_dict(spec)
+        if evaluated > 2000 * spec.workload.held_out:
+            raise SpecError("workload.held_out", f"{evaluated} are too many", "give fewer")
         if spec.workload.data == "refuse":
             raise SpecError("workload.data", "it is refused here", "give another")
         if spec.workload.data == "slow-apply":
@@ -109,9 +113,15 @@ class Session:
         if not carried:
             self.step, self.samples, self.model = 0, 0, SimpleNamespace(name=spec.workload.model)
         self.spec, self.run, self.fresh = spec, run, True
-        return {"step": self.step, "seconds": time.perf_counter() - began, "carried": carried, "parameters": 10, "notes": []}
+        return {
+            "step": self.step,
+            "seconds": time.perf_counter() - began,
+            "carried": carried,
+            "parameters": 10,
+            "notes": [],
+        }
 
-    def train(self, steps, ledgers=(), checks=()):
+    def train(self, steps, ledgers=(), checks=(), evaluations=()):
         events, stopped, self.flag = [], False, b"\0"
         before = signal.signal(signal.SIGINT, self.interrupted)
         try:
@@ -119,6 +129,8 @@ class Session:
                 event = self.one_step()
                 if stopped := event is None:
                     break
+                if event["step"] in evaluations:
+                    event["eval_loss"] = EVAL_LOSSES[min(event["step"], len(EVAL_LOSSES) - 1)]
                 events.append(event)
                 self.say(event)
         finally:
@@ -208,7 +220,8 @@ class Session:
         return {"freed_bytes": 0}
 
     def status(self):
-        return {"rank": self.rank, "pid": os.getpid(), "device": self.device, "step": self.step,
+        spec = self.spec.to_dict() if self.spec else None
+        return {"rank": self.rank, "pid": os.getpid(), "device": self.device, "step": self.step, "spec": spec,
                 "spec_id": self.spec.id if self.spec else None, "slow": self.slow is not None}  # fmt: skip
 
     def namespace(self):

@@ -36,12 +36,14 @@ class Ladder:
         self.rungs.append(f"end {rank}")
         return self.owned
 
-    def may_be_dying(self) -> bool:
+    def may_be_dying(self, ranks: object) -> bool:
         return False
 
 
 def error(kind: str, reason: str, **more) -> Outcome:
-    return Outcome(error={"kind": kind, "reason": reason, "trace": "", "unix_s": time.time(), **more}, unix_s=time.time())
+    return Outcome(
+        error={"kind": kind, "reason": reason, "trace": "", "unix_s": time.time(), **more}, unix_s=time.time()
+    )
 
 
 def lost(rank: int) -> RankLost:

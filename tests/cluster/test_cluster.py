@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -30,6 +32,15 @@ def test_nothing_listens_beyond_this_machine(cluster: Cluster):
     ours = {p.pid for p in marked(cluster._token)}
     ports = [c for c in psutil.net_connections("tcp") if c.pid in ours and c.status == psutil.CONN_LISTEN]
     assert ports and {c.laddr.ip for c in ports} == {"127.0.0.1"}
+
+
+def test_only_its_user_reads_its_keys(cluster: Cluster):
+    (folder,) = {Path(p.environ()["IPP_PROFILE_DIR"]) for p in marked(cluster._token)}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    key = cluster.client.session.key.decode()
+    assert key and key not in " ".join(word for p in marked(cluster._token) for word in p.cmdline())
+    secret = [f for f in folder.rglob("*") if f.is_file() and key in f.read_text(errors="replace")]
+    assert len(secret) == 2 and {stat.S_IMODE(f.stat().st_mode) for f in secret} == {0o600}, "client's and engines'"
 
 
 def test_cells_on_the_ranks_reach_them_by_name(cluster: Cluster):
@@ -80,6 +91,18 @@ def test_an_interrupt_ends_the_chunk_on_all_ranks_alike(cluster: Cluster):
     assert all(r["stopped"] for r in results) and len({r["step"] for r in results}) == 1
     step = results[0]["step"]
     assert [r["step"] for r in cluster.call("train", steps=3)] == [step + 3] * 2, "they go on from there"
+
+
+def test_a_call_that_waits_behind_another_does_not_hide_it(cluster: Cluster):
+    heard = []
+    call = cluster.submit("train", take=lambda data: heard.extend(data["events"]), steps=10_000)
+    asked = cluster.submit("status")
+    while not heard:
+        time.sleep(0.01)
+    assert [s.state for s in cluster.status()] == ["train", "train"] and asked.pending == [0, 1]
+    cluster.interrupt()
+    assert all(r["stopped"] for r in call.results(5)) and len(asked.results(5)) == 2
+    assert [s.state for s in cluster.status()] == ["idle", "idle"]
 
 
 def test_an_error_on_one_rank_frees_the_other(cluster: Cluster):

@@ -28,6 +28,14 @@ def test_what_could_not_be_had_is_said(where: str) -> None:
     assert told["reason"].startswith(f"{size} more could not be had; give a smaller micro_batch")
 
 
+def test_what_another_rank_could_not_have_is_not_this_ones() -> None:
+    class RankAborted(RuntimeError):
+        pass
+
+    error, _ = ERRORS["host"]
+    assert described(RankAborted(f"rank 1 failed: RuntimeError: {error}"))["kind"] == "RankAborted"
+
+
 def test_other_errors_keep_their_words() -> None:
     told = described(ValueError("a  memory\nof it"))
     assert (told["kind"], told["reason"], memory_short(ValueError("x"))) == ("ValueError", "a memory of it", "")

@@ -1,4 +1,4 @@
-"""No engine outlives its kernel, however that ends."""
+"""No engine outlives its kernel, however and whenever that ends, unless it was asked to (test_kept.py)."""
 
 from __future__ import annotations
 
@@ -19,30 +19,52 @@ from fsdp_lab.cluster import Cluster
 from fsdp_lab.spec import Spec
 
 if __name__ == "__main__":
-    cluster = Cluster(2, rank_module="tests.cluster.fake_rank").start()
-    cluster.call("apply", run="r", spec=Spec().replace(data="deaf").to_dict(), fresh=True)
-    cluster.submit("train", steps=1000)
-    time.sleep(0.5)
+    when = sys.argv[1]
+    cluster = Cluster(2, rank_module="tests.cluster.fake_rank")
     print(cluster._token, flush=True)
+    cluster.start()
+    if when == "busy":
+        cluster.call("apply", run="r", spec=Spec().replace(data="deaf").to_dict(), fresh=True)
+        cluster.submit("train", steps=1000)
+        time.sleep(0.5)
+    if when == "resizing":
+        print("ready", flush=True)
+        cluster.resize(4)
+    print("ready", flush=True)
+    if when == "exit":
+        sys.exit()
     time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_kernel_takes_its_busy_engines_with_it(number: signal.Signals, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("when", "number"),
+    [
+        ("busy", signal.SIGKILL),
+        ("busy", signal.SIGTERM),
+        ("starting", signal.SIGKILL),
+        ("resizing", signal.SIGKILL),
+        ("exit", None),
+    ],
+)
+def test_a_kernel_that_ends_takes_its_engines_with_it(when: str, number: signal.Signals | None, tmp_path: Path):
     env = {**os.environ, "TMPDIR": str(tmp_path)}
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, env=env)
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, when], stdout=subprocess.PIPE, text=True, env=env)
     try:
         assert owner.stdout is not None
         token = owner.stdout.readline().strip()
-        assert len(marked(token)) >= 5, "a controller, two engines, their nannies"
+        if when != "starting":
+            assert owner.stdout.readline() == "ready\n"
+        expected = {"starting": 1, "resizing": 5, "busy": 5}.get(when, 0)  # a controller, two engines, their nannies
+        deadline = time.monotonic() + 10
+        while len(marked(token)) < expected:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
     finally:
-        owner.send_signal(number)
+        if number is not None:
+            owner.send_signal(number)
         owner.wait(10)
-    deadline = time.monotonic() + 8
-    while (left := marked(token)) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 15
+    while (left := [*marked(token), *tmp_path.glob("fsdp_lab-*")]) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert left == []
-    while list(tmp_path.glob("fsdp_lab-*")) and time.monotonic() < deadline + 3:
-        time.sleep(0.1)
-    assert list(tmp_path.glob("fsdp_lab-*")) == [], "its private files are gone too"
+    assert left == [], "neither a process nor a file"

@@ -12,10 +12,16 @@ import random
 import threading
 import time
 import weakref
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.events import Classes, Memory, MemorySample, StepEvent, Traffic
 from fsdp_lab.runs import EventStore, Refusal, RunState, SlowMotion, Sweep, Switch, Ticket
+from fsdp_lab.runs.evaluation import Evaluating, Judge
+from fsdp_lab.runs.recovery import CHECKPOINT, Incident, Recovering, refitted
+from fsdp_lab.runs.saving import Saved, Saving
 from fsdp_lab.runs.slow_motion import SlowStep
 from fsdp_lab.runs.sweep import combine
 from fsdp_lab.spans import Track
@@ -110,6 +116,18 @@ def curve(peak: Classes, seconds: float) -> tuple[MemorySample, ...]:
     )  # fmt: skip
 
 
+class SaveTicket:
+    """A checkpoint that is there."""
+
+    done = True
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+
+    def wait(self, timeout: float | None = None) -> Any:
+        return self._made
+
+
 class FakeRun:
     """Makes a step of all ranks every `step_s` in a thread. With a `share` it stands aside after so many, as in a sweep."""
 
@@ -131,6 +149,15 @@ class FakeRun:
         self.switches: list[Switch] = []
         self.applies: list[dict[str, Any]] = []
         self.asked_ledgers = 0
+        self.saving: Saving | None = None
+        self.recovering = Recovering()
+        self.evaluate: Evaluating | None = None
+        self.judge = Judge()
+        self.saves: list[Saved] = []
+        self.incidents: list[Incident] = []
+        self._failure: ClusterError | None = None  # that is about to be noticed
+        self._word: str | None = None
+        self._told = threading.Event()  # to go on, or to stop
         self.refuses = ""  # the name of a field that these ranks refuse to change
         self._tickets: list[Ticket] = []
         self._steps = steps
@@ -151,6 +178,25 @@ class FakeRun:
 
     def ledger(self) -> None:
         self.asked_ledgers += 1
+
+    def save(self) -> SaveTicket:
+        if self.saving is None:
+            raise SpecError("save", "this run has no folder for checkpoints", "start it with lab.run(save=folder)")
+        path = self.saving.folder / f"step-{self.step:08d}-abcdef"
+        self.saves.append(Saved(step=self.step, kind="step", stall_s=0.012, waited_s=0.0, path=path, nbytes=13 * MIB,
+                                seconds=0.34))  # fmt: skip
+        return SaveTicket(SimpleNamespace(step=self.step, path=path))
+
+    def lose(self, rank: int) -> None:
+        """Its ranks notice at once that this one is gone."""
+        self._failure = RankLost(rank=rank, engine=7, pid=4321, host="here", reason="was ended by SIGKILL",
+                                 doing="train", unix_s=time.time())  # fmt: skip
+
+    def recover(self, ranks: str | None = None) -> None:
+        if ranks == "fewer":
+            refitted(self.spec, self.spec.world_size - 1)
+        self._word = ranks or self.recovering.ranks
+        self._told.set()
 
     @property
     def done(self) -> bool:
@@ -181,6 +227,7 @@ class FakeRun:
             self.state, self.reason = RunState.STOPPING, reason
         self._halt.set()
         self._go.set()
+        self._told.set()
         if timeout_s > 0:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -197,12 +244,17 @@ class FakeRun:
             self._go.wait()
             if self._halt.is_set():
                 break
+            if self._failure is not None:
+                if not self._went_on(self._failure, step):
+                    break
+                first, self._failure = True, None
+                continue
             if self.pending is not None:
                 step, first = self._switch(step), True
             if step == self.fails_at:
                 self.state, self.reason = RunState.FAILED, "rank 1 ran out of memory"
                 break
-            self.events.add([event(self.spec, self.id, r, step, first=first) for r in range(self.spec.world_size)])
+            self.events.add(self._told_by_ranks(step, first))
             first = False
             step, done = step + 1, done + 1
             self._turn -= 1
@@ -216,6 +268,42 @@ class FakeRun:
         self._aside.set()
         for ticket in self._tickets:
             ticket.settle(None, None)
+
+    def _told_by_ranks(self, step: int, first: bool) -> list[StepEvent]:
+        told = [event(self.spec, self.id, r, step, first=first) for r in range(self.spec.world_size)]
+        if self.evaluate is None or (step + 1) % self.evaluate.every:
+            return told
+        found = told[0].loss + 0.2
+        self.judge.take(step, found)
+        return [dataclasses.replace(e, eval_loss=found) for e in told]
+
+    def _went_on(self, error: ClusterError, step: int) -> bool:
+        """Waits for a word where it is to be asked; False where it is to end."""
+        before, now_s = self.spec, time.time()
+        self.error, self.reason = error, error.sentence
+        if self.recovering.how == "off":
+            self.state = RunState.FAILED
+            return False
+        self.incidents.append(Incident(error=error, step=step, ranks=before.world_size, detected_unix_s=now_s + 0.03,
+                                       failed_unix_s=now_s))  # fmt: skip
+        self.state = RunState.BROKEN
+        self._told.wait()
+        if self._halt.is_set():
+            return False
+        self._told.clear()
+        self.state = RunState.RECOVERING
+        self._halt.wait(4 * self._step_s)
+        if self._word == "fewer":
+            self.spec, notes = refitted(before, before.world_size - 1)
+        else:
+            notes = ()
+        self.switches.append(Switch(step=step, before=before, after=self.spec, seconds=0.4, carried=True))
+        self.incidents[-1] = dataclasses.replace(
+            self.incidents[-1], freed_unix_s=now_s + 0.08, resumed_unix_s=now_s + 2.5, source=CHECKPOINT,
+            resumed_step=max(0, step - 3), resumed_ranks=self.spec.world_size, notes=notes,
+        )  # fmt: skip
+        self.state, self.reason, self.error = RunState.RUNNING, "", None
+        return not self._halt.is_set()
 
     def _switch(self, step: int) -> int:
         """Applies what is pending; returns the step to go on with."""
@@ -321,13 +409,60 @@ class FakeLab:
         self._slow: weakref.ref[SlowMotion] | None = None
         self._slow_step: SlowStep | None = None
         self._ids = itertools.count(1)
+        self.lost: dict[int, RankLost] = {}
+        self.drills: list[tuple[str, int]] = []
+        self.resumed: list[tuple[str, dict[str, Any]]] = []
+        self.save_gate = threading.Event()  # closed: saving what the ranks hold lasts
+        self.save_gate.set()
 
-    def run(self, spec: Spec | None = None, *, steps: int | None = None, fresh: bool = True, **changes: Any) -> FakeRun:
+    def resume(self, checkpoint: str, *, save: Saving | None = None, recover: Recovering | str | bool = False,
+               evaluate: Evaluating | None = None, **changes: Any) -> FakeRun:  # fmt: skip
+        if checkpoint == "nowhere":
+            raise SpecError("checkpoint", "no checkpoint in nowhere: there is no such folder", "name another folder")
+        self.resumed.append((checkpoint, changes))
+        return self.run(save=save, recover=recover, evaluate=evaluate, **changes)
+
+    def save(self, folder: str) -> Any:
+        self.save_gate.wait(10)
+        if folder == "full":
+            raise ClusterError("the checkpoint could not be written: No space left on device")
+        return SimpleNamespace(step=7, path=Path(folder) / "step-00000007-abcdef")
+
+    def recover(self, ranks: str | None = None) -> FakeRun:
+        run = self.current
+        if run is None or run.state not in (RunState.BROKEN, RunState.FAILED):
+            raise ClusterError("there is no run to recover")
+        if run.state is RunState.FAILED:
+            return self.run(run.spec, recover=run.recovering)
+        run.recover(ranks)
+        self.lost.clear()
+        return run
+
+    def drill(self, kind: str, rank: int = 1) -> SimpleNamespace:
+        if self.current is None or self.current.done:
+            raise ClusterError("there is no run to drill: start one")
+        self.drills.append((kind, rank))
+        if kind == "kill":
+            self.lose(rank)
+        return SimpleNamespace(end=lambda: self.drills.append(("mended", rank)))
+
+    def lose(self, rank: int) -> None:
+        """A rank dies while the run goes on."""
+        assert self.current is not None
+        self.current.lose(rank)
+        assert isinstance(self.current._failure, RankLost)
+        self.lost[rank] = self.current._failure
+
+    def run(self, spec: Spec | None = None, *, steps: int | None = None, fresh: bool = True,
+            save: Saving | None = None, recover: Recovering | str | bool = False, evaluate: Evaluating | None = None,
+            **changes: Any) -> FakeRun:  # fmt: skip
         self.spec = (spec or self.spec).replace(**changes)
         if self.sweep is not None:
             self.sweep.stop(5)
         self._make_room("another run was started", self.current, self._slow_step)
         self.current = FakeRun(f"run-{next(self._ids)}", self.spec, steps=steps, step_s=self.step_s)
+        self.current.saving, self.current.recovering = save, Recovering.of(recover)
+        self.current.evaluate = evaluate
         return self.current
 
     def compare(self, spec: Spec | None = None, *, steps: int = 50, rounds: int = 3, **lists: Any) -> Sweep:

@@ -290,7 +290,11 @@ def test_a_hang_is_said_while_it_lasts_and_the_stack_is_there_to_be_unfolded(des
     desk.tick()
     assert "running" in line.value and desk.lab.waiting in line.value and "<details" not in line.value
     run.stop()
-    run.state, run.reason, run.details = RunState.FAILED, "rank 1 did not come to all_gather 17", 'File "<cell>", line 3'
+    run.state, run.reason, run.details = (
+        RunState.FAILED,
+        "rank 1 did not come to all_gather 17",
+        'File "<cell>", line 3',
+    )
     desk.tick()
     assert "failed" in line.value and run.reason in line.value and desk.lab.waiting not in line.value
     assert "<pre>File &quot;&lt;cell&gt;&quot;, line 3</pre></details>" in line.value

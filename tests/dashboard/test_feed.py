@@ -109,3 +109,25 @@ def test_changes_in_words(changes, label, told):
     assert label in words
     assert sentence.startswith("step 1,234: ")
     assert told in sentence
+
+
+def test_a_run_that_went_on_with_fewer_ranks_is_drawn_with_those(show):
+    run = show.lab.run(recover="ask")
+    show.until(lambda: len(show.steps()) > 5)
+    show.lab.lose(1)
+    show.until(lambda: run.state.name == "BROKEN")
+    show.lab.recover("fewer")
+    show.until(lambda: show.live._scene.ranks == 1 and len(show.steps()) > 3)
+    assert show.steps()[0] == run.switches[1].step
+
+
+def test_a_run_that_went_on_with_the_same_ranks_keeps_its_curve_and_a_marker_says_it(show):
+    run = show.lab.run(recover="ask")
+    show.until(lambda: len(show.steps()) > 5)
+    show.lab.lose(1)
+    show.until(lambda: run.state.name == "BROKEN")
+    show.lab.recover("same")
+    show.until(lambda: len(show.table("frame.markers")) == 1 and show.steps()[-1] > run.switches[1].step)
+    marks = show.table("frame.markers").all()
+    assert marks.texts["label"] == ["went on"] and "it went on after a failure" in marks.texts["detail"][0]
+    assert show.steps()[0] == 0

@@ -138,6 +138,24 @@ def test_loss_is_the_mean_that_ranks_agree_on():
     assert span["start"] < min(columns(panel)["loss"]) <= max(columns(panel)["loss"]) < span["end"]
 
 
+@pytest.mark.parametrize(("language", "words"), [(True, "9.0000 (perplexity 8103)"), (False, "9.0000")])
+def test_evaluations_are_points_in_the_plot_of_the_loss_and_in_its_words(language, words):
+    frame = Frame()
+    frame.language = language
+    panel = LossPanel(frame, 2)
+    told = steps(5)
+    panel.update(told[:2])
+    assert [key.label for key in panel.captions().legend] == ["mean of all ranks"]
+    of_rank_1 = dataclasses.replace(told[3].events[1], eval_loss=9.0)  # rank 0 gave it up
+    panel.update([told[2], Step(number=3, events=(told[3].events[0], of_rank_1)), told[4]])
+    assert [
+        step for step, loss in zip(*(columns(panel)[n] for n in ("step", "eval_loss")), strict=True) if loss == 9
+    ] == [3]
+    assert panel.sources[0].all().texts["evaluation"] == ["", "", "", words, ""]
+    assert len(panel.captions().legend) == 2 and f"Held-out loss {words} at step 3." in panel.captions().note
+    assert panel.patches()["loss.y"]["end"] > 9
+
+
 def test_throughput_sums_ranks_over_the_slowest_time():
     panel = ThroughputPanel(Frame(), 2)
     told = steps(4)

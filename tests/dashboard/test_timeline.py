@@ -95,7 +95,9 @@ def test_the_words_of_a_span():
     busy = Span(track=Track.COMPUTE, name="backward", unit="transformer.h.3", start_s=0.0, end_s=0.002)
     strange = dataclasses.replace(busy, name="loss")
     watched = Watched(1)
-    watched.show(Step(number=3, events=(event(0, 3, world_size=1, spans=(span, wait, busy, strange), step_time_s=0.004),)))
+    watched.show(
+        Step(number=3, events=(event(0, 3, world_size=1, spans=(span, wait, busy, strange), step_time_s=0.004),))
+    )
     said = {r["what"]: r for r in watched.rows()}
     assert said["all-gather"]["link"] == "2.00 MB" and said["all-gather"]["group"] == "bfloat16, 2 ranks"
     assert said["all-gather"]["bandwidth"] == "1.00 GB/s bus, 2.00 GB/s algorithm"

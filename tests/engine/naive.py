@@ -26,7 +26,9 @@ class Naive:
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.shards = {name: nn.Parameter(self._mine(p.detach()).clone()) for name, p in self.trained.items()}
         self.optimizer = make(list(self.shards.items()))
-        self.buffers: dict[str, object] = {}  # a parameter without a gradient has one of zero if one of its buffer has any
+        self.buffers: dict[
+            str, object
+        ] = {}  # a parameter without a gradient has one of zero if one of its buffer has any
 
     def _mine(self, whole: Tensor) -> Tensor:
         """[n]: this rank's part of a flattened tensor, the last ones filled up with zeros."""

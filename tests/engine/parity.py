@@ -81,7 +81,9 @@ class Outcomes:
         """Their outcomes, in order; all of one world size."""
         wanted = {plan.key: plan for plan in plans if (plan.key, reduction) not in self._known}
         if wanted:
-            answers = self._pool.run(_run, plans[0].world_size, list(wanted.values()), reduction=reduction, timeout_s=120)
+            answers = self._pool.run(
+                _run, plans[0].world_size, list(wanted.values()), reduction=reduction, timeout_s=120
+            )
             for key, by_rank in zip(wanted, zip(*answers, strict=True), strict=True):
                 self._known[key, reduction] = _joined(by_rank)
         return [self._known[plan.key, reduction] for plan in plans]
@@ -93,14 +95,15 @@ def plan(*parts: tuple[Spec, int], views: bool = False) -> Plan:
 
 def _joined(by_rank: Sequence[Any]) -> Outcome:
     assert len({digest for _, digest, _, _ in by_rank}) == 1, "the ranks do not agree on the parameters"
-    return Outcome([r[0] for r in by_rank], by_rank[0][3], [r[2] for r in by_rank])
+    parameters = {name: torch.from_numpy(values) for name, values in by_rank[0][3].items()}
+    return Outcome([r[0] for r in by_rank], parameters, [r[2] for r in by_rank])
 
 
 # -- in a rank -------------------------------------------------------------------------------------------------------
 
 
 def _run(place: Place, plans: list[Plan]) -> list[Any]:
-    """For each plan: losses, digest of the parameters, digest of the buffers, and on rank 0 the parameters."""
+    """For each plan: losses, digest of the parameters, digest of the buffers, and on rank 0 the parameters' values."""
     said = []
     for p in plans:
         try:
@@ -111,7 +114,7 @@ def _run(place: Place, plans: list[Plan]) -> list[Any]:
     return said
 
 
-def _train(place: Place, p: Plan) -> tuple[list[float], str, str, dict[str, Tensor] | None]:
+def _train(place: Place, p: Plan) -> tuple[list[float], str, str, dict[str, Any] | None]:
     backend: Backend | None = None
     losses: list[float] = []
     for part, count in p.parts:
@@ -124,7 +127,8 @@ def _train(place: Place, p: Plan) -> tuple[list[float], str, str, dict[str, Tens
     buffers = {original_name(name).removeprefix("module."): b for name, b in backend.module.named_buffers()}
     digests = digest(parameters.items()), digest(sorted(buffers.items()))
     backend.release()
-    return losses, *digests, parameters if place.rank == 0 else None
+    values = {name: t.numpy() for name, t in parameters.items()}
+    return losses, *digests, values if place.rank == 0 else None
 
 
 def digest(named: Iterable[tuple[str, Tensor]]) -> str:

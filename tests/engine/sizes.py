@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,11 @@ class Buffer:
             start, stop = max(first, self.groups.index(group)), min(first + len(self.part(rank, self.factor)), last)
             found.append(self.groups[start:stop] if start < stop else ())
         return found
+
+
+@functools.cache
+def covered(marks: tuple[str, ...]) -> int:
+    return sum(bool(group) for group in marks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,9 +152,8 @@ class Expected:
         sums |= dict.fromkeys(("unsharded_gradients", "gradients", "padding", "counters"), 0)
 
         def add(kind: str, marks: tuple[str, ...], itemsize: int) -> None:
-            covered = sum(bool(group) for group in marks)
-            sums[kind] += covered * itemsize
-            sums["padding"] += (len(marks) - covered) * itemsize
+            sums[kind] += covered(marks) * itemsize
+            sums["padding"] += (len(marks) - covered(marks)) * itemsize
 
         for unit, buffer in self.buffers.items():
             whole, own = buffer.groups, buffer.part(at.rank, at.factor)

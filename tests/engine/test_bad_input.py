@@ -82,7 +82,9 @@ def is_clean(model: Any) -> None:
 
 def factors(place: Place) -> None:
     for size in (2, 4, 5):
-        with refused(f"strategy.shard_size: 3 ranks cannot be parted into shard groups of {size}; use a divisor", SpecError):
+        with refused(
+            f"strategy.shard_size: 3 ranks cannot be parted into shard groups of {size}; use a divisor", SpecError
+        ):
             build_mesh(Strategy(sharding="hybrid_shard", shard_size=size), "cpu")
         with refused(f"shard_size: {size} is not the 3 ranks of a shard group; leave it empty, or choose", SpecError):
             fully_shard(make(), strategy=Strategy(shard_size=size))
@@ -266,7 +268,9 @@ def replaced(place: Place) -> None:
     before = model.blocks[1].up.weight
     model.blocks[1].up.weight = nn.Parameter(torch.zeros(7, WIDTH))
     for _ in range(2):  # and again, as long as it is so
-        with refused("blocks.1.up.weight was replaced by another one after it was sharded; write to it inside `with uns"):
+        with refused(
+            "blocks.1.up.weight was replaced by another one after it was sharded; write to it inside `with uns"
+        ):
             model(batch(0, 0))
     model.blocks[1].up.weight = before
     trains_on(model, place)
@@ -287,7 +291,9 @@ def written_to_while_sharded(place: Place) -> None:
     """Most of it torch refuses by itself, as what stands for absent values is one element; the rest is seen."""
     model = by_block(make())
     with torch.no_grad():
-        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single memory"):
+        with pytest.raises(
+            RuntimeError, match="more than one element of the written-to tensor refers to a single memory"
+        ):
             model.blocks[1].up.weight.mul_(2.0)
         model.blocks[1].up.weight.fill_(2.0)
     with refused(r"blocks.1.up.weight was written to after it was sharded"):
@@ -327,7 +333,9 @@ def moved_or_cast(place: Place) -> None:
         for sharding in ("full_shard", "no_shard"):
             model = by_block(make(), strategy=Strategy(sharding=sharding))
             change(model)
-            says = r"first.weight was given other data, by .data or by the module's .to\(\), .half\(\) or the like, after"
+            says = (
+                r"first.weight was given other data, by .data or by the module's .to\(\), .half\(\) or the like, after"
+            )
             with refused(says + " it was sharded; .* and give dtypes by the strategy"):
                 model(batch(0, 0))
     model = by_block(make())
@@ -336,7 +344,12 @@ def moved_or_cast(place: Place) -> None:
 
 def written_to_inside_unshard(place: Place) -> None:
     """In place, or by `.data`: both are taken over, and nothing is refused afterwards."""
-    for strategy in (Strategy(), Strategy(sharding="no_shard"), Strategy(sharding="zero1"), Strategy(offload="optimizer")):
+    for strategy in (
+        Strategy(),
+        Strategy(sharding="no_shard"),
+        Strategy(sharding="zero1"),
+        Strategy(offload="optimizer"),
+    ):
         model = by_block(make(), strategy=strategy)
         with unshard(model):
             with torch.no_grad():
@@ -372,7 +385,9 @@ def forward_while_a_backward_is_pending(place: Place) -> None:
     model = by_block(make())
     loss = mean_square(model, batch(0, place.rank))
     for _ in range(2):
-        with refused(r"Net was called again before the backward of its last forward; call backward first, let go of its"):
+        with refused(
+            r"Net was called again before the backward of its last forward; call backward first, let go of its"
+        ):
             model(batch(1, place.rank))
     with torch.no_grad():
         model(batch(1, place.rank))
@@ -438,7 +453,9 @@ class HidingNet(Net):
 
 def outputs_in_unknown_objects(place: Place) -> None:
     model = by_block(make(HidingNet))
-    with refused("blocks.0 returned a Hiding, in which tensors are not found, .* return tensors, or tuples, lists, dicts"):
+    with refused(
+        "blocks.0 returned a Hiding, in which tensors are not found, .* return tensors, or tuples, lists, dicts"
+    ):
         model(batch(0, 0))
     with torch.no_grad():
         model(batch(0, 0))
@@ -505,7 +522,9 @@ def state_while_sharded(place: Place) -> None:
 
 def copies(place: Place) -> None:
     model = by_block(make())
-    says = r"\.\w+ is sharded, so its module cannot be copied or pickled; copy it before fully_shard, or take the values"
+    says = (
+        r"\.\w+ is sharded, so its module cannot be copied or pickled; copy it before fully_shard, or take the values"
+    )
     for copied in (model, model.blocks, model.blocks[1], list(model.parameters())):
         with refused(says):
             copy.deepcopy(copied)
@@ -520,14 +539,18 @@ def optimizer_over_parameters(place: Place) -> None:
     model = by_block(make())
     for wrong in (torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.AdamW([{"params": [model.last.bias]}])):
         step(model, place)
-        with refused(r"the optimizer was given \w+.(weight|bias), whose gradient lives in flat shards; make it with shar"):
+        with refused(
+            r"the optimizer was given \w+.(weight|bias), whose gradient lives in flat shards; make it with shar"
+        ):
             wrong.step()
     torch.optim.SGD(make().parameters(), lr=0.1).step()  # others are left alone
     trains_on(model, place)
     model = make()
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     step(by_block(model), place)
-    with refused("the optimizer was given a parameter from before the model was sharded, whose gradient lives in flat sh"):
+    with refused(
+        "the optimizer was given a parameter from before the model was sharded, whose gradient lives in flat sh"
+    ):
         early.step()
 
 

@@ -243,7 +243,10 @@ def tied_between_two_units(place: Place) -> None:
 
 
 def ties_lose_no_bit_of_the_masters(place: Place) -> None:
-    model, plain = tied(("blocks.0.up.weight", "blocks.2.up.weight")), tied(("blocks.0.up.weight", "blocks.2.up.weight"))
+    model, plain = (
+        tied(("blocks.0.up.weight", "blocks.2.up.weight")),
+        tied(("blocks.0.up.weight", "blocks.2.up.weight")),
+    )
     by_block(model, strategy=Strategy(precision="bf16"))
     assert_equal(model, plain)
 
@@ -942,7 +945,9 @@ def offload(place: Place) -> None:
                     assert flat.master.untyped_storage().data_ptr() == flat.full.untyped_storage().data_ptr()
                 elif where == "optimizer":
                     wanted += [own]  # a copy to gather from
-                wanted += [own * place.world_size] if sharding == "zero1" else []  # gathered parameters keep their storage
+                wanted += (
+                    [own * place.world_size] if sharding == "zero1" else []
+                )  # gathered parameters keep their storage
                 assert sorted(h for h in held if h) == sorted(wanted), (where, sharding)
                 assert {flat.master.device.type, *(p.device.type for p in flat.regions.values())} == {"cpu"}
 

@@ -31,7 +31,12 @@ STRATEGIES = {
     1: (Strategy(), Strategy(precision="bf16", offload="all")),
     2: (Strategy(), Strategy(sharding="zero1"), Strategy(sharding="no_shard"), Strategy(precision="bf16")),
     3: (Strategy(wrap="min_params:5000"), Strategy(offload="optimizer")),
-    4: (Strategy(), Strategy(sharding="hybrid_shard"), Strategy(sharding="hybrid_shard_zero2"), Strategy(reshard_size=2)),
+    4: (
+        Strategy(),
+        Strategy(sharding="hybrid_shard"),
+        Strategy(sharding="hybrid_shard_zero2"),
+        Strategy(reshard_size=2),
+    ),
 }
 
 
@@ -48,7 +53,9 @@ def drawn_by_name(place: Place, family: str) -> None:
         assert_equal(sharded, filled(SMALL[family], seed=3))
 
 
-@pytest.mark.parametrize(("family", "world_size"), [("gpt2", 1), ("gpt2", 2), ("llama tied", 3), ("t5", 2), ("gpt2", 4)])
+@pytest.mark.parametrize(
+    ("family", "world_size"), [("gpt2", 1), ("gpt2", 2), ("llama tied", 3), ("t5", 2), ("gpt2", 4)]
+)
 def test_values_drawn_by_name_are_those_of_an_eager_build(pool: Pool, family: str, world_size: int) -> None:
     pool.run(drawn_by_name, world_size, family)
 

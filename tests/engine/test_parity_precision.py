@@ -41,12 +41,14 @@ def compare(outcomes: Outcomes, model: str, world_size: int, *strategies: dict[s
 
 @pytest.mark.parametrize("model", TRANSFORMERS)
 def test_every_model(outcomes: Outcomes, model: str) -> None:
-    for precision in ("bf16", "bf16 sums", "fp16"):
+    """In bf16, whose sums are in fp32 and in bf16 by turns, and in fp16."""
+    for precision in (("bf16", "bf16 sums")[TRANSFORMERS.index(model) % 2], "fp16"):
         compare(outcomes, model, 3, precision=PRECISIONS[precision], optimizer="sgd")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("precision", "world_size"), [(p, w) for i, p in enumerate(PRECISIONS) for w in (1 + i % 2, 4)]
+)
 def test_every_precision(outcomes: Outcomes, precision: str, world_size: int) -> None:
     """In fp16 the sum of W summands is divided in two parts, before and after, the same for ours and FSDP2."""
     compare(outcomes, "llama", world_size, precision=PRECISIONS[precision], optimizer="adamw")
@@ -80,7 +82,9 @@ def test_hybrid_and_smaller_groups(outcomes: Outcomes, precision: str) -> None:
 def test_accumulation(outcomes: Outcomes, precision: str, sync: str) -> None:
     """Gradients are summed in fp32 where the sum is fp32, over micro-batches as over ranks."""
     common = {"precision": PRECISIONS[precision], "optimizer": "sgd", "accumulate": 3, "sync": sync}
-    compare(outcomes, "gpt2", 2, {}, {"sharding": "zero1"}, {"offload": "optimizer"}, **common)
+    left_out = (list(PRECISIONS).index(precision) + (sync == "last")) % 3  # of each precision another one for each sync
+    strategies = [{}, {"sharding": "zero1"}, {"offload": "optimizer"}]
+    compare(outcomes, "gpt2", 2, *(s for i, s in enumerate(strategies) if i != left_out), **common)
 
 
 def test_low_gradients_until_the_step(outcomes: Outcomes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -35,15 +36,30 @@ class Run:
 
     def same(self, other: Run) -> bool:
         """Everything to the bit; but gradient norms, which go by shards."""
-        said = all(getattr(self, n) == getattr(other, n) for n in ("losses", "mean_losses", "samples", "skipped", "scale"))
+        said = all(
+            getattr(self, n) == getattr(other, n) for n in ("losses", "mean_losses", "samples", "skipped", "scale")
+        )
         return said and all(torch.equal(t, other.parameters[name]) for name, t in self.parameters.items())
 
 
-def follow(pool: Pool, *parts: tuple[Spec, int], scale: float | None = None) -> Run:
-    """Apply and train one after the other; `scale`: the loss scale to begin with, in place of the scaler's own."""
-    answers = pool.run(
-        _follow, parts[0][0].world_size, [(s.to_dict(), n) for s, n in parts], scale, reduction=None, timeout_s=120
-    )
+class Runs:
+    """Runs in the pool, each once for this module: what several are compared with is trained for the first of them."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._known: dict[str, Run] = {}
+
+    def follow(self, *parts: tuple[Spec, int], scale: float | None = None) -> Run:
+        """Apply and train one after the other; `scale`: the loss scale to begin with, in place of the scaler's own."""
+        plan = [(s.to_dict(), n) for s, n in parts]
+        key = json.dumps([plan, scale], sort_keys=True)
+        if key not in self._known:
+            world_size = parts[0][0].world_size
+            self._known[key] = _joined(self._pool.run(_follow, world_size, plan, scale, reduction=None, timeout_s=120))
+        return self._known[key]
+
+
+def _joined(answers: list[Any]) -> Run:
     events = answers[0][0]
     assert len({answer[1] for answer in answers}) == 1, "the ranks do not agree on the parameters"
     for mine, *_ in answers[1:]:
@@ -59,6 +75,11 @@ def follow(pool: Pool, *parts: tuple[Spec, int], scale: float | None = None) -> 
         parameters=answers[0][4],
         pieces=max(answer[2] for answer in answers),
     )
+
+
+@pytest.fixture(scope="module")
+def runs(pool: Pool) -> Runs:
+    return Runs(pool)
 
 
 def _session(place: Place) -> Session:
@@ -101,11 +122,11 @@ def norm_tolerance(*runs: Run) -> float:
 
 
 @pytest.mark.parametrize("model", ["gpt2", "t5"])
-def test_gradient_norms(pool: Pool, model: str) -> None:
+def test_gradient_norms(runs: Runs, model: str) -> None:
     """Without clipping gradients have equal bits in every step, so that norms differ by the order of sums alone."""
-    fsdp2 = follow(pool, (spec(model, 3), 3))
+    fsdp2 = runs.follow((spec(model, 3), 2))
     for strategy in ({}, {"sharding": "zero1"}, {"sharding": "no_shard"}, {"offload": "optimizer", "wrap": "every:2"}):
-        ours = follow(pool, (spec(model, 3, backend="lab", **strategy), 3))
+        ours = runs.follow((spec(model, 3, backend="lab", **strategy), 2))
         assert ours.same(fsdp2)
         assert ours.norms == pytest.approx(fsdp2.norms, rel=norm_tolerance(ours, fsdp2), abs=0)
 
@@ -113,29 +134,29 @@ def test_gradient_norms(pool: Pool, model: str) -> None:
 CLIP = {"clip_norm": 0.05, "optimizer": "sgd", "lr": 0.5}
 
 
-def test_clipping_by_the_same_pieces_has_the_same_bits(pool: Pool) -> None:
+def test_clipping_by_the_same_pieces_has_the_same_bits(runs: Runs) -> None:
     """Replicas of ours and DDP's hold whole parameters, so that norms, factors and steps are equal, and switches too."""
-    ddp = follow(pool, (spec("gpt2", 3, backend="ddp", **CLIP), 5))
-    ours = follow(pool, (spec("gpt2", 3, **NO_SHARD, **CLIP), 5))
+    ddp = runs.follow((spec("gpt2", 3, backend="ddp", **CLIP), 5))
+    ours = runs.follow((spec("gpt2", 3, **NO_SHARD, **CLIP), 5))
     assert all(norm > CLIP["clip_norm"] for norm in ddp.norms)
     assert ours.same(ddp) and ours.norms == ddp.norms
     around = [(spec("gpt2", 3, **NO_SHARD, **CLIP), 2), (spec("gpt2", 3, backend="ddp", **CLIP), 1),
               (spec("gpt2", 3, **NO_SHARD, **CLIP, offload="optimizer", recompute="full"), 2)]  # fmt: skip
-    switched = follow(pool, *around)
+    switched = runs.follow(*around)
     assert switched.same(ddp) and switched.norms == ddp.norms
 
 
 @pytest.mark.parametrize("strategy", [{}, {"sharding": "zero1"}, {"offload": "all", "wrap": "every:2"}], ids=str)
-def test_one_clipped_step(pool: Pool, strategy: dict[str, Any]) -> None:
+def test_one_clipped_step(runs: Runs, strategy: dict[str, Any]) -> None:
     """Against FSDP2, whose pieces are others. By bound, since from the norm on nothing has equal bits.
 
     The factor differs by the norm's tolerance, d. It is rounded to fp32 and multiplied, by both: 4 roundings. SGD adds the
     weight decay (1 rounding, by both) and subtracts lr times that (2, by both). So of a parameter p, changed by s - lr wd p
     where s = lr times the clipped gradient, |difference| <= |s| (d + 4u) + |s - lr wd p| (2 + 4) u + |p| 2u.
     """
-    before = follow(pool, (spec("gpt2", 3, **CLIP), 0))
-    fsdp2 = follow(pool, (spec("gpt2", 3, **CLIP), 1))
-    ours = follow(pool, (spec("gpt2", 3, backend="lab", **CLIP, **strategy), 1))
+    before = runs.follow((spec("gpt2", 3, **CLIP), 0))
+    fsdp2 = runs.follow((spec("gpt2", 3, **CLIP), 1))
+    ours = runs.follow((spec("gpt2", 3, backend="lab", **CLIP, **strategy), 1))
     d, u = norm_tolerance(ours, fsdp2), ROUNDING
     assert ours.mean_losses == fsdp2.mean_losses
     assert ours.norms == pytest.approx(fsdp2.norms, rel=d, abs=0)
@@ -155,29 +176,31 @@ FP16 = {"precision": "fp16", "optimizer": "sgd"}
 OVERFLOWS = 2.0**34  # a scale at which no gradient is finite in fp16; it is halved until they are
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_overflows_are_skipped_alike(pool: Pool, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "strategy"), [(2, {}), (3, {}), (3, {"sharding": "no_shard", "offload": "all"})], ids=str
+)
+def test_overflows_are_skipped_alike(runs: Runs, world_size: int, strategy: dict[str, Any]) -> None:
     """The same steps are skipped, the same scale is found, and the other steps have the bits of FSDP2's."""
-    fsdp2 = follow(pool, (spec("gpt2", world_size, **FP16), 20), scale=OVERFLOWS)
+    fsdp2 = runs.follow((spec("gpt2", world_size, **FP16), 20), scale=OVERFLOWS)
     assert fsdp2.skipped[0] and not fsdp2.skipped[-1] and fsdp2.scale < OVERFLOWS
     assert fsdp2.norms[0] == math.inf and fsdp2.norms[-1] < math.inf
-    for strategy in ({}, {"sharding": "no_shard", "offload": "all"}):
-        assert follow(pool, (spec("gpt2", world_size, backend="lab", **FP16, **strategy), 20), scale=OVERFLOWS).same(fsdp2)
+    ours = runs.follow((spec("gpt2", world_size, backend="lab", **FP16, **strategy), 20), scale=OVERFLOWS)
+    assert ours.same(fsdp2)
 
 
-def test_the_scaler_moves_in_a_switch(pool: Pool) -> None:
+def test_the_scaler_moves_in_a_switch(runs: Runs) -> None:
     """Half way down to its scale, and back from FSDP2: as if ours had never been left."""
     lab = spec("gpt2", 2, backend="lab", **FP16)
-    steady = follow(pool, (lab, 20), scale=OVERFLOWS)
+    steady = runs.follow((lab, 20), scale=OVERFLOWS)
     around = [(lab, 3), (spec("gpt2", 2, **FP16), 4), (lab.replace(sharding="zero1", offload="optimizer"), 5), (lab, 8)]
-    assert follow(pool, *around, scale=OVERFLOWS).same(steady)
+    assert runs.follow(*around, scale=OVERFLOWS).same(steady)
 
 
-def test_low_gradients_are_unscaled_in_fp32(pool: Pool) -> None:
+def test_low_gradients_are_unscaled_in_fp32(runs: Runs) -> None:
     """Kept in fp16 until the step, gradients divided by the scale there would vanish, and their norm overflow."""
     low = Precision(param="fp16", reduce="fp16", keep_low_precision_gradients=True)
-    high = follow(pool, (spec("gpt2", 2, backend="lab", **FP16), 3))
-    kept = follow(pool, (spec("gpt2", 2, backend="lab", **{**FP16, "precision": low}), 3))
+    high = runs.follow((spec("gpt2", 2, backend="lab", **FP16), 3))
+    kept = runs.follow((spec("gpt2", 2, backend="lab", **{**FP16, "precision": low}), 3))
     assert kept.same(high)
     assert kept.norms == high.norms
 
@@ -185,7 +208,7 @@ def test_low_gradients_are_unscaled_in_fp32(pool: Pool) -> None:
 # -- a whole training moves ------------------------------------------------------------------------------------------
 
 
-def test_a_training_moves_whole(pool: Pool) -> None:
+def test_a_training_moves_whole(runs: Runs) -> None:
     """Through every backend, hybrid sharding, bf16 and a change of the batch: against FSDP2 in the same turns.
 
     Losses and parameters have equal bits: so the data went on where it was, moments and their count of steps came along, and
@@ -195,7 +218,7 @@ def test_a_training_moves_whole(pool: Pool) -> None:
         ({}, 2), ({"sharding": "hybrid_shard"}, 2), ({}, 3), ({"precision": "bf16"}, 2),
         ({"micro_batch": 1, "accumulate": 2}, 1), ({}, 1),
     ]  # fmt: skip
-    fsdp2 = follow(pool, *((spec("llama tied", 4, **s), n) for s, n in turns))
+    fsdp2 = runs.follow(*((spec("llama tied", 4, **s), n) for s, n in turns))
     ours: list[tuple[dict[str, Any], int]] = [
         ({"backend": "lab"}, 1), ({"backend": "fsdp2"}, 1),
         ({"backend": "lab", "sharding": "hybrid_shard", "wrap": "every:2"}, 2),
@@ -203,7 +226,7 @@ def test_a_training_moves_whole(pool: Pool) -> None:
         ({"backend": "lab", "precision": "bf16", "sharding": "zero1"}, 2),
         ({"backend": "lab", "micro_batch": 1, "accumulate": 2}, 1), ({"backend": "lab"}, 1),
     ]  # fmt: skip
-    moved = follow(pool, *((spec("llama tied", 4, **s), n) for s, n in ours))
+    moved = runs.follow(*((spec("llama tied", 4, **s), n) for s, n in ours))
     assert moved.same(fsdp2)
     assert moved.samples == [8 * (i + 1) for i in range(11)]
 
@@ -227,6 +250,12 @@ def _draws(place: Place, given: list[dict[str, Any]]) -> list[bool]:
 
 def test_random_numbers_go_on_over_a_switch(pool: Pool) -> None:
     """A switch and its steps draw none, so that whoever draws (a cell on the ranks) goes on as if there had been none."""
-    strategies = [{}, {"backend": "lab"}, {"backend": "ddp"}, {"backend": "lab", "precision": "bf16"}, {"backend": "fsdp1"}]
+    strategies = [
+        {},
+        {"backend": "lab"},
+        {"backend": "ddp"},
+        {"backend": "lab", "precision": "bf16"},
+        {"backend": "fsdp1"},
+    ]
     for unchanged in pool.run(_draws, 2, [spec("gpt2", 2, **s).to_dict() for s in strategies], reduction=None):
         assert all(unchanged)

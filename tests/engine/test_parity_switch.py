@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.parity import Outcomes, Plan, assert_equal, plan, spec
 
@@ -30,8 +31,7 @@ def path(model: str, world_size: int, *parts: tuple[dict[str, Any], int], **comm
     return plan(*((spec(model, world_size, **{**common, **changes}), count) for changes, count in parts))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("optimizer", "world_size"), [("adamw", 1), ("sgd", 2), ("sgd", 3), ("adamw", 3)])
 def test_around_all_backends(outcomes: Outcomes, optimizer: str, world_size: int) -> None:
     """Two steps on each of the first, one on the others; 11 in all."""
     common = {"optimizer": optimizer}
@@ -63,7 +63,8 @@ def test_through_hybrid_sharding(outcomes: Outcomes) -> None:
     assert_equal(ours, fsdp2)
     assert_equal(both, fsdp2)
     assert [losses[:3] for losses in ours.losses] == [losses[:3] for losses in steady.losses]  # the state came whole
-    assert ours.losses != steady.losses  # from then on sums are rounded elsewhere
+    rounded = [name for name, values in ours.parameters.items() if not torch.equal(values, steady.parameters[name])]
+    assert rounded, "hybrid sharding sums in another order"
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -81,7 +82,11 @@ def test_steps_in_low_precision_leave_fp32_masters(outcomes: Outcomes, precision
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_there_and_back_loses_no_bit(outcomes: Outcomes, model: str) -> None:
     """To every precision, and back before a step was done: neither masters, nor moments, nor rotary frequencies change."""
-    away = [{"precision": "bf16"}, {"precision": "fp16", "offload": "all"}, {"precision": "bf16-pure", "sharding": "zero1"}]
+    away = [
+        {"precision": "bf16"},
+        {"precision": "fp16", "offload": "all"},
+        {"precision": "bf16-pure", "sharding": "zero1"},
+    ]
     steady, switched = outcomes.of(
         path(model, 2, ({}, 4), backend="lab"), path(model, 2, ({}, 2), *((s, 0) for s in away), ({}, 2), backend="lab")
     )

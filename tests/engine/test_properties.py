@@ -41,8 +41,7 @@ from tests.engine.random_models import Case, Part, build, cases, group_of, ignor
 from tests.pool import Place, Pool
 
 few = settings(
-    max_examples=4,
-    deadline=None,
+    max_examples=2,
     database=None,
     verbosity=Verbosity.quiet,
     phases=[Phase.explicit, Phase.generate],  # to shrink a case takes minutes; the message tells it whole

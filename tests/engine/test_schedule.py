@@ -16,7 +16,7 @@ from tests.engine.trees import call_trees, deepest, enclosing, peak, replay, rul
 BLOCKS = [Call(0), Call(1, 0), Call(2, 0), Call(3, 0), Call(4, 0)]  # a root and four blocks, as in a transformer
 
 schedules = st.builds(lambda calls, r, b: Schedule(calls, r, backward=b), call_trees(), rules(), st.booleans())
-some = settings(max_examples=300, deadline=None)
+some = settings(max_examples=300)
 
 
 @given(schedules)
@@ -244,7 +244,9 @@ def test_four_blocks_with_prefetch_after() -> None:
 
 def test_a_unit_called_twice_is_freed_between_and_reduced_once() -> None:
     schedule = Schedule([Call(0), Call(1, 0), Call(2, 0), Call(1, 0)], Rules(backward_prefetch=0))
-    assert " ".join(told(schedule)) == "u0 c0 u1 c1 f1 u2 c2 f2 u1 c1 c0 c0 c1 f1 u2 c2 f2 r2 u1 c1 f1 r1 c0 f0 r0 optim"
+    assert (
+        " ".join(told(schedule)) == "u0 c0 u1 c1 f1 u2 c2 f2 u1 c1 c0 c0 c1 f1 u2 c2 f2 r2 u1 c1 f1 r1 c0 f0 r0 optim"
+    )
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -46,7 +46,9 @@ def _train(place: Place, specs: list[dict[str, Any]], steps: int) -> list[list[f
 def in_the_lab(pool: Pool, specs: Mapping[str, Spec], steps: int) -> dict[str, list[float]]:
     """By the name of the Spec; all of one world size."""
     (world_size,) = {s.world_size for s in specs.values()}
-    losses = pool.run(_train, world_size, [s.to_dict() for s in specs.values()], steps, reduction=None, timeout_s=300)[0]
+    losses = pool.run(_train, world_size, [s.to_dict() for s in specs.values()], steps, reduction=None, timeout_s=300)[
+        0
+    ]
     return dict(zip(specs, losses, strict=True))
 
 

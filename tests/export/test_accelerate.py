@@ -59,7 +59,9 @@ def test_accelerate_makes_of_it_what_the_spec_says(tmp_path: Path, monkeypatch: 
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.bfloat16)
     assert (args.dynamo_backend, args.dynamo_use_regional_compilation) == ("INDUCTOR", True)
 
-    args, plugin = made("fsdp2", spec(8, backend="fsdp2", sharding="hybrid_shard_zero2", shard_size=4, wrap="min_params:99"))
+    args, plugin = made(
+        "fsdp2", spec(8, backend="fsdp2", sharding="hybrid_shard_zero2", shard_size=4, wrap="min_params:99")
+    )
     assert (plugin.reshard_after_forward, plugin.min_num_params, plugin.activation_checkpointing) == (False, 99, False)
     assert (args.parallelism.dp_replicate_size, args.parallelism.dp_shard_size, args.num_processes) == (2, 4, 8)
     assert args.mixed_precision == "no" and not isinstance(plugin.cpu_offload, CPUOffloadPolicy)

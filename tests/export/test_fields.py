@@ -21,6 +21,7 @@ SCRIPT: list[Case] = [
     ({"model": "llama-1m"}, "model", '"model_type": "llama"'),
     ({"data": __file__}, "data", f'TEXT = "{Path(__file__)}"'),
     ({"data": "stdlib"}, "data", 'sysconfig.get_paths()["stdlib"]'),
+    ({"held_out": 0.25}, "held_out", "HELD_OUT = 0.25"),
     ({"seq_len": 48}, "seq_len", "SEQ_LEN = 48"),
     ({"micro_batch": 3}, "micro_batch", "MICRO_BATCH = 3"),
     ({"accumulate": 5}, "accumulate", "ACCUMULATE = 5"),
@@ -66,6 +67,7 @@ SCRIPT: list[Case] = [
 ACCELERATE: list[Case] = [
     ({"model": "llama-1m"}, "model", 'model: "llama-1m"'),
     ({"data": __file__}, "data", f'data: "{Path(__file__)}"'),
+    ({"held_out": 0.25}, "held_out", "held_out: 0.25"),
     ({"seq_len": 48}, "seq_len", "seq_len: 48"),
     ({"micro_batch": 3}, "micro_batch", "micro_batch: 3"),
     ({"accumulate": 5}, "accumulate", "accumulate: 5"),
@@ -79,7 +81,11 @@ ACCELERATE: list[Case] = [
     (DDP, "backend", 'distributed_type: "MULTI_GPU"'),
     ({"sharding": "shard_grad_op"}, "sharding", "fsdp_reshard_after_forward: false"),
     ({**FSDP1, "sharding": "no_shard"}, "sharding", 'fsdp_sharding_strategy: "NO_SHARD"'),
-    ({"world_size": 8, "sharding": "hybrid_shard", "shard_size": 2}, "shard_size", "parallelism_config_dp_shard_size: 2"),
+    (
+        {"world_size": 8, "sharding": "hybrid_shard", "shard_size": 2},
+        "shard_size",
+        "parallelism_config_dp_shard_size: 2",
+    ),
     ({"precision": "bf16-pure"}, "precision", 'mixed_precision: "bf16"'),
     ({**DDP, "precision": "bf16"}, "precision", 'mixed_precision: "bf16"'),
     ({"offload": "all"}, "offload", "fsdp_offload_params: true"),
@@ -166,7 +172,10 @@ def test_what_cannot_be_said_is_refused_by_name(target: str, refusals: list[Refu
 
 
 def test_the_tables_leave_no_field_out() -> None:
-    fields = {f.name for kind in (Spec, Workload, Strategy) for f in dataclasses.fields(kind)} - {"workload", "strategy"}
+    fields = {f.name for kind in (Spec, Workload, Strategy) for f in dataclasses.fields(kind)} - {
+        "workload",
+        "strategy",
+    }
     assert {field for _, field, _ in SCRIPT} == fields
     refused = {field.split(".")[-1] for _, field in NOT_IN_ACCELERATE}
     assert {field for _, field, _ in ACCELERATE} | refused >= fields - {"limit_all_gathers"}

@@ -48,7 +48,9 @@ def test_losses_are_the_labs_bit_for_bit_on_two_ranks(pool: Pool, tmp_path: Path
         "fsdp2_bf16": {"backend": "fsdp2", "precision": "bf16"},
     }  # fmt: skip
     lab = same(pool, tmp_path, cases, 2)
-    assert len(set(map(tuple, lab.values()))) == len(cases)  # other work gives other losses: the comparison is not blind
+    assert len(set(map(tuple, lab.values()))) == len(
+        cases
+    )  # other work gives other losses: the comparison is not blind
 
 
 @pytest.mark.slow

@@ -63,7 +63,9 @@ def test_the_ledger_s_sum_is_what_the_allocator_says(pool: Pool, precision: str)
     for e, changes in zip(events, EACH, strict=True):
         found = max((s.classes for s in e.memory_curve), key=lambda c: c.total_bytes)
         assert found.total_bytes == pytest.approx(e.memory.peak_bytes, rel=0.01), changes
-        assert e.memory_curve[-1].classes.total_bytes == pytest.approx(e.memory.allocated_bytes, rel=0.01, abs=1e6), changes
+        assert e.memory_curve[-1].classes.total_bytes == pytest.approx(e.memory.allocated_bytes, rel=0.01, abs=1e6), (
+            changes
+        )
         assert e.memory.at_peak.total_bytes == pytest.approx(e.memory.peak_bytes, rel=0.01), changes
         assert e.memory.limit_bytes is not None and e.memory.reserved_bytes is not None
         assert e.memory.peak_bytes <= e.memory.reserved_bytes <= e.memory.limit_bytes

@@ -1,4 +1,4 @@
-"""One lab of two ranks without torch for this folder (see `tests.cluster.fake_rank`)."""
+"""One lab of two ranks without torch for this folder (see `tests.cluster.fake_rank`), and one of two that train."""
 
 from __future__ import annotations
 
@@ -26,3 +26,21 @@ def lab(resident: Lab) -> Iterator[Lab]:
         resident.sweep.stop(10)
     if resident.current is not None:
         resident.current.stop(10)
+
+
+@pytest.fixture(scope="package")
+def resident_real() -> Iterator[Lab]:
+    with Lab(2, reduction="rank_ordered") as lab:
+        yield lab
+
+
+@pytest.fixture
+def real_lab(resident_real: Lab) -> Iterator[Lab]:
+    """The same of ranks that train: two healthy ones and no run that goes on."""
+    if resident_real.ranks != 2 or resident_real.lost:
+        resident_real.resize(2)
+    yield resident_real
+    if resident_real.slow is not None:
+        resident_real.slow.close()
+    if resident_real.current is not None:
+        resident_real.current.stop(10)

@@ -76,5 +76,3 @@ def ended(spec: Spec | None = None, steps: int = 3, **more: Any) -> Telling:
 def plain(events: list[Any]) -> list[dict[str, Any]]:
     """Without spans and memory curves, of which only the newest are kept."""
     return [{k: v for k, v in e.to_dict().items() if k not in ("spans", "memory_curve")} for e in events]
-
-

@@ -85,7 +85,8 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say():
         found.p10 <= 1 <= found.p90
         for seed in range(200)
         if (found := Comparison.of([past("a", seed=seed), past("b", seed=seed, begin_unix_s=2e9)]).rows[1].time_ratio)
-        and found.p10 and found.p90
+        and found.p10
+        and found.p90
     ]
     assert len(inside) == 200 and 0.7 < sum(inside) / 200 < 0.95
 

@@ -62,7 +62,9 @@ def works(lab: Lab) -> None:
     assert lab.run(**SMALL, steps=2).wait(120).step == 2 and lab.lost == {}
 
 
-def test_a_rank_that_comes_before_the_limit_is_left_in_peace_and_what_the_others_wait_for_is_known(resident: Lab, run: Run):
+def test_a_rank_that_comes_before_the_limit_is_left_in_peace_and_what_the_others_wait_for_is_known(
+    resident: Lab, run: Run
+):
     late = "import time\ndef late(*_):\n    hook.remove()\n    time.sleep(1.6)\n"
     on_rank_1(resident, late + "hook = model.transformer.h[1].register_forward_pre_hook(late)")
     until(lambda: bool(resident.rank_status()[0].waits_for))
@@ -99,7 +101,9 @@ def test_a_rank_that_does_not_come_is_named_shown_and_replaced(resident: Lab, ru
     assert resident.waiting.startswith("rank 0 has waited 2 s in all_gather ")
     e = hung(run)
     assert e.rank == 1 and e.waiting == (0,) and e.unit.startswith("transformer.h.")
-    assert e.sentence.startswith(f"rank 1 did not come to {e.collective} (group {e.group}: ranks 0 and 1), for which rank 0")
+    assert e.sentence.startswith(
+        f"rank 1 did not come to {e.collective} (group {e.group}: ranks 0 and 1), for which rank 0"
+    )
     assert e.collective.startswith("all_gather ") and e.collective.endswith(f" of {e.unit}")
     assert "rank 1 is here:" in e.stack and ", in hung\n" in e.stack and "remote.py" in e.stack
     assert any(line.strip() in e.stack for line in body.splitlines()) and "modeling_gpt2.py" in e.stack

@@ -93,9 +93,10 @@ def test_the_newest_traced_and_ledger_steps_keep_their_spans_and_curves(history:
     by_step = {told[0].step: told for told in lived}
     assert read == [by_step[told[0].step] for told in read] and read[-5:] == lived[-5:], "the last ones are all there"
     assert past.timeline().step == run.timeline().step == 599
-    assert past.export_trace(tmp_path / "past.json").read_text() == run.export_trace(
-        tmp_path / "live.json", [told[0].step for told in read]
-    ).read_text()
+    assert (
+        past.export_trace(tmp_path / "past.json").read_text()
+        == run.export_trace(tmp_path / "live.json", [told[0].step for told in read]).read_text()
+    )
     curves = [e for e in past.events.since()[0] if e.memory_curve]
     lived_curves = {(e.step, e.rank): e for e in run.events.since()[0] if e.memory_curve}
     assert len(curves) > 4 and curves == [lived_curves[e.step, e.rank] for e in curves] and curves[-1].step == 560
@@ -126,7 +127,9 @@ def test_old_steps_are_thinned_and_the_newest_are_all_there(history: History):
         for _ in range(2):  # again changes nothing
             thin(archive, number, cap=1000)
             found = [e.step for e in history.runs()[0].events.since()[0]]
-            levels = {r["level"]: r["n"] for r in archive.rows("SELECT level, sum(count) n FROM batches GROUP BY level")}
+            levels = {
+                r["level"]: r["n"] for r in archive.rows("SELECT level, sum(count) n FROM batches GROUP BY level")
+            }
             assert levels[0] <= 1100 and levels[0] + levels[1] == len(found) < 1700
     assert found[-700:] == list(range(8300, 9000)), "the newest are whole"
     old = [step for step in found if step < 7000]
@@ -196,7 +199,9 @@ def test_runs_are_filtered_by_the_fields_of_their_spec(shelf: History):
     assert len(shelf.runs(micro_batch=8, world_size=2)) == 1 and len(shelf.runs(precision="fp16")) == 0
     assert len(shelf.runs(since="2026-01-05")) == 2 and len(shelf.runs(since=datetime(2026, 1, 6))) == 1
     assert len(shelf.runs(since=shelf.runs()[2].started_unix_s)) == 3
-    assert len(shelf.runs(state="failed")) == 1 == len(shelf.runs(state=RunState.FAILED)) and not shelf.runs(state="lost")
+    assert len(shelf.runs(state="failed")) == 1 == len(shelf.runs(state=RunState.FAILED)) and not shelf.runs(
+        state="lost"
+    )
     assert "3 of 7 runs" in repr(shelf.runs(backend=["fsdp2", "ddp"]))
 
 
@@ -396,7 +401,9 @@ def test_a_damaged_file_is_moved_aside_and_a_new_one_begun(history: History, dam
     kept_by.record(run)
     until(lambda: kept_by.flush(LONG_S), LONG_S)
     assert [r.id for r in kept_by.runs()] == [run.id]
-    [aside] = [p for p in history.path.parent.iterdir() if "damaged" in p.name and not p.name.endswith(("-wal", "-shm"))]
+    [aside] = [
+        p for p in history.path.parent.iterdir() if "damaged" in p.name and not p.name.endswith(("-wal", "-shm"))
+    ]
     assert str(aside) in kept_by.problem and aside.read_bytes()[:4096] == wrong[:4096], "and not destroyed"
 
 
@@ -426,7 +433,9 @@ def test_a_newer_file_and_a_strangers_are_refused_and_left_alone(history: Histor
     with sqlite3.connect(history.path) as db:
         db.execute("PRAGMA user_version = 99")
     before = history.path.read_bytes()
-    with pytest.raises(HistoryError, match=r"newer fsdp_lab \(version 99 of its schema, and this one knows 1\); update"):
+    with pytest.raises(
+        HistoryError, match=r"newer fsdp_lab \(version 99 of its schema, and this one knows 1\); update"
+    ):
         history.runs()
     run = ended()
     history.record(run)
@@ -477,7 +486,9 @@ def test_two_kernels_write_at_once(tmp_path: Path):
     path = tmp_path / "runs.sqlite3"
     code = textwrap.dedent(WRITER)
     writers = [
-        subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for _ in range(2)
     ]
     told = {}

@@ -69,7 +69,9 @@ def test_a_lab_without_a_history_and_a_wrong_one(history: object, kept: str | No
     from fsdp_lab.lab import kept_in
 
     if kept is None:
-        with pytest.raises(SpecError, match="history: 7 is refused; give True, False, the path of a file, or a History"):
+        with pytest.raises(
+            SpecError, match="history: 7 is refused; give True, False, the path of a file, or a History"
+        ):
             Lab(1, history=history)  # type: ignore[arg-type]
     else:
         assert kept_in(history) is None  # type: ignore[arg-type]

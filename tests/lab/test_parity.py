@@ -18,6 +18,7 @@ from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, session, spec
 
 STEPS = 8
+SEED = 2  # with which no gradient overflows in fp16
 CHECKS = [0, 1, 3, 7]
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -41,7 +42,7 @@ def _honest(place: Place, plan: list[dict[str, Any]]) -> list[list[Any]]:
 
 @pytest.fixture(scope="module")
 def honest(pool: Pool) -> dict[str, Told]:
-    specs = {name: spec(**changes) for name, changes in KINDS.items()}
+    specs = {name: spec(seed=SEED, **changes) for name, changes in KINDS.items()}
     by_rank = pool.run(_honest, 2, [s.to_dict() for s in specs.values()], reduction=None)
     return {name: told(s, [e for rank in by_rank for e in rank[i]]) for i, (name, s) in enumerate(specs.items())}
 
@@ -105,7 +106,7 @@ def _at_fault(place: Place, given: dict[str, Any], fault: str) -> list[Any]:
 
 
 def judged(pool: Pool, honest: dict[str, Told], fault: str) -> Parity:
-    wrong = spec(**FAULTS[fault][0])
+    wrong = spec(seed=SEED, **FAULTS[fault][0])
     by_rank = pool.run(_at_fault, 2, wrong.to_dict(), fault, reduction=None)
     return parity(honest["lab"], told(wrong, [e for events in by_rank for e in events]))
 
@@ -158,6 +159,14 @@ def test_a_leap_late_in_another_precision_is_training_and_no_fault() -> None:
     leaps = [x * (1.048 if i == 46 else 1.003) for i, x in enumerate(losses)]
     found = parity(trained_on(losses, norms), trained_on(leaps, [*norms[:46], 23.0, *norms[47:]], "bf16"))
     assert (found.verdict, found.first_step) == (Verdict.WITHIN, 0)
+
+
+def test_a_step_that_fp16_skipped_is_called_that(honest: dict[str, Told]) -> None:
+    lab, skipping = honest["lab"], changed(honest["fp16"], 3, grad_norm=math.inf, skipped=True)
+    found = parity(lab, skipping)
+    assert (found.verdict, found.first_step, found.what) == (Verdict.DIFFERENT, 3, "skipped step")
+    assert found.sentence.startswith("different from step 3 on: it skipped it")
+    assert "the baseline skipped it" in parity(skipping, lab).sentence
 
 
 @pytest.mark.parametrize(("from_step", "factor", "precision", "at"), [

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -23,17 +22,9 @@ from tests.lab.test_lab import until
 SMALL = {"model": "gpt2-1m", "micro_batch": 1, "seq_len": 64}
 
 
-@pytest.fixture(scope="module")
-def resident() -> Iterator[Lab]:
-    with Lab(2, reduction="rank_ordered") as lab:
-        yield lab
-
-
 @pytest.fixture
-def lab(resident: Lab) -> Iterator[Lab]:
-    yield resident
-    if resident.current is not None:
-        resident.current.stop(10)
+def lab(real_lab: Lab) -> Lab:
+    return real_lab
 
 
 def going(lab: Lab, **changes) -> Run:
@@ -109,7 +100,9 @@ def test_a_run_that_is_out_of_memory_is_a_row_with_its_reason_and_the_others_go_
     finally:
         view.apply_sync(limit, -1)
     assert [run.state for run in sweep.runs] == [RunState.FINISHED, RunState.FAILED, RunState.FINISHED]
-    assert re.search(r"OutOfMemory: [\d,.]+ MiB more could not be had; give a smaller micro_batch", sweep.runs[1].reason)
+    assert re.search(
+        r"OutOfMemory: [\d,.]+ MiB more could not be had; give a smaller micro_batch", sweep.runs[1].reason
+    )
     assert lab.run(**SMALL, steps=2).wait(60).state is RunState.FINISHED
 
 
@@ -118,7 +111,11 @@ def test_strategies_change_under_way_and_the_losses_are_those_of_a_run_that_neve
 
     async def cell() -> Run:
         run = lab.run(**SMALL, optimizer="sgd", lr=0.05, steps=16)
-        for changes in ({"sharding": "shard_grad_op"}, {"backend": "ddp", "sharding": "no_shard"}, {"backend": "fsdp1"}):
+        for changes in (
+            {"sharding": "shard_grad_op"},
+            {"backend": "ddp", "sharding": "no_shard"},
+            {"backend": "fsdp1"},
+        ):
             switch = await run.apply(**changes)
             assert switch.carried
         return await run

@@ -35,13 +35,17 @@ def test_the_fastest_and_the_smallest_near_it(four):
     found = recommend(four)
     assert (found.fastest, found.smallest) == ("C", "D")
     assert found.sentences[0].startswith("The fastest that fits is C (shard_grad_op bf16): 2,8")
-    assert "The smallest within 10% of its time is D (full_shard bf16)" in found.sentences[1] and "61.0 MiB" in str(found)
+    assert "The smallest within 10% of its time is D (full_shard bf16)" in found.sentences[1] and "61.0 MiB" in str(
+        found
+    )
 
 
 def test_a_limit_leaves_out_what_does_not_fit(four):
     found = recommend(four, limit_bytes=100 * MIB)
     assert found.fastest == found.smallest == "D" and "also the smallest" in str(found)
-    assert found.excluded["C"] == "it needs 121.0 MiB of 100.0 MiB a rank" and "Not recommended, C: it needs" in str(found)
+    assert found.excluded["C"] == "it needs 121.0 MiB of 100.0 MiB a rank" and "Not recommended, C: it needs" in str(
+        found
+    )
     nothing = recommend(four, limit_bytes=MIB)
     assert nothing.fastest is None and "None of these runs can be recommended." in str(nothing)
 
@@ -78,7 +82,9 @@ def test_noise_is_called_noise():
 
 
 def test_what_is_as_fast_within_noise_is_named():
-    found = recommend([turned("a", 0, 0.1, 100, {}), turned("b", 1, 0.1003, 100, GRAD_OP), turned("c", 2, 0.2, 100, BF16)])
+    found = recommend(
+        [turned("a", 0, 0.1, 100, {}), turned("b", 1, 0.1003, 100, GRAD_OP), turned("c", 2, 0.2, 100, BF16)]
+    )
     assert found.fastest == "A" and "Within noise as fast: B." in found.sentences[0]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 
@@ -18,19 +17,9 @@ from tests.lab.test_real_ranks import going, losses
 SMALL = {"backend": "lab", "model": "gpt2-1m", "micro_batch": 1, "seq_len": 64}
 
 
-@pytest.fixture(scope="module")
-def resident() -> Iterator[Lab]:
-    with Lab(2, reduction="rank_ordered") as lab:
-        yield lab
-
-
 @pytest.fixture
-def lab(resident: Lab) -> Iterator[Lab]:
-    yield resident
-    if resident.slow is not None:
-        resident.slow.close()
-    if resident.current is not None:
-        resident.current.stop(10)
+def lab(real_lab: Lab) -> Lab:
+    return real_lab
 
 
 def trained(lab: Lab, steps: int, **changes) -> Run:

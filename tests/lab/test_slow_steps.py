@@ -74,7 +74,9 @@ def test_another_spec_is_applied_and_takes_the_parameters_along(lab: Lab):
 
 def test_other_backends_are_refused_with_a_way_out(lab: Lab):
     lab.run(backend="fsdp2", steps=2).wait(20)
-    with pytest.raises(SpecError, match=r"strategy.backend: slow motion .* this Spec is for fsdp2; use backend lab") as told:
+    with pytest.raises(
+        SpecError, match=r"strategy.backend: slow motion .* this Spec is for fsdp2; use backend lab"
+    ) as told:
         lab.slow_motion()
     assert told.value.fix == {"backend": "lab"}
     with lab.slow_motion(**told.value.fix) as slow:
@@ -136,7 +138,9 @@ def test_ctrl_c_while_a_phase_lasts_ends_it_and_is_passed_on(lab: Lab):
     slow = lab.slow_motion(data="slow-phase")
     for _ in range(3):
         next(slow)
-    threading.Timer(0.3, lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(0.3), lab.cluster.interrupt())).start()
+    threading.Timer(
+        0.3, lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(0.3), lab.cluster.interrupt())
+    ).start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         next(slow)
@@ -213,4 +217,6 @@ def test_a_moment_in_words(lab: Lab):
     assert moment.holds(0)["transformer.h.2.mlp.c_proj.bias"] == (0, 0)
     assert moment.held_elements(0) == sum(b - a for a, b in moment.holds(0).values())
     assert moment.caption.startswith("forward · compute transformer.h.1: ")
-    assert f"Moment 6 of step {moment.step}: forward" in repr(moment) and "root, transformer.h.1" in moment._repr_html_()
+    assert (
+        f"Moment 6 of step {moment.step}: forward" in repr(moment) and "root, transformer.h.1" in moment._repr_html_()
+    )

@@ -14,7 +14,9 @@ from tests.lab.events import event, steps
 def test_each_step_of_each_rank_is_kept_once():
     store = EventStore()
     assert store.add([e.to_dict() for e in steps(0, 1)]) == 4
-    assert store.add([e.to_dict() for e in steps(0, 1, 2)]) == 2, "the chunk's return value heals and adds nothing twice"
+    assert store.add([e.to_dict() for e in steps(0, 1, 2)]) == 2, (
+        "the chunk's return value heals and adds nothing twice"
+    )
     assert len(store) == 6
 
 

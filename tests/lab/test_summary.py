@@ -67,7 +67,9 @@ def test_quantiles_lie_between_the_extremes_and_do_not_cross(values: list[float]
 
 
 def test_the_table_reads_as_text_and_as_html():
-    table = step_table([steps(0, first_after_switch=True), steps(1)], {SPEC.id: SPEC}, caption="a <run>", notes=["shared"])
+    table = step_table(
+        [steps(0, first_after_switch=True), steps(1)], {SPEC.id: SPEC}, caption="a <run>", notes=["shared"]
+    )
     text = repr(table)
     assert "0*" in text and "lab full_shard fp32" in text and "15.0 ms" in text and "note: shared" in text
     html = table._repr_html_()

@@ -60,7 +60,9 @@ def test_what_cannot_be_is_kept_with_its_reason_and_ends_nothing(lab: Lab):
     refused = [r.spec["strategy"] for r in sweep.refused]
     assert [(s["backend"], s["sharding"]) for s in refused] == [("ddp", "full_shard")] * 3
     assert all("DDP keeps a whole replica" in r.reason for r in sweep.refused)
-    states = {(run.spec.strategy.backend, run.spec.strategy.sharding, run.spec.workload.data): run for run in sweep.runs}
+    states = {
+        (run.spec.strategy.backend, run.spec.strategy.sharding, run.spec.workload.data): run for run in sweep.runs
+    }
     assert len(states) == 9
     for (_, _, data), run in states.items():
         if data == "stdlib":

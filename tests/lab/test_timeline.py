@@ -236,8 +236,12 @@ def test_a_trace_has_every_span_once_where_it_was(name, tmp_path):
         expected = sorted((round(1e9 * (0.003 * e.rank + s.start_s)), round(1e9 * s.seconds), s.track) for s in e.spans)
         got = sorted((round(1e3 * s["ts"]), round(1e3 * s["dur"]), s["cat"]) for s in mine)
         assert [c for *_, c in got] == [c for *_, c in expected]
-        assert all(abs(a - b) <= 2 for g, x in zip(got, expected, strict=True) for a, b in zip(g[:2], x[:2], strict=True))
-    (gather,) = [s for s in slices(content, 1) if s["name"] == "all-gather transformer.h.2" and s["args"]["ordinal"] < 5]
+        assert all(
+            abs(a - b) <= 2 for g, x in zip(got, expected, strict=True) for a, b in zip(g[:2], x[:2], strict=True)
+        )
+    (gather,) = [
+        s for s in slices(content, 1) if s["name"] == "all-gather transformer.h.2" and s["args"]["ordinal"] < 5
+    ]
     span = next(s for s in events[1].spans if s.unit == "transformer.h.2" and s.track is Track.ALL_GATHER)
     assert gather["args"]["link_bytes"] == span.link_bytes == 3_000_000
     assert gather["args"]["bus_bytes_per_s"] == pytest.approx(span.link_bytes / span.seconds)

@@ -7,14 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import ByT5Tokenizer
 
 from fsdp_lab.models import Batches, resolve
-from fsdp_lab.models.batches import IGNORED, MASK_ID, Order, Source, open_source
+from fsdp_lab.models.batches import IGNORED, MASK_ID, Batch, Indices, Order, Source, open_source
+from fsdp_lab.models.check import check
 from fsdp_lab.models.text import STDLIB_CAP_BYTES, encode, open_text
-from fsdp_lab.spec import Workload
+from fsdp_lab.spec import SpecError, Workload
 
 GPT2 = resolve("gpt2-1m")
 
@@ -31,7 +32,7 @@ def reader(workload: Workload, rank: int, world_size: int, source: Source) -> Ba
     return Batches(workload, GPT2, rank=rank, world_size=world_size, source=source)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     world=st.integers(1, 5),
     micro_batch=st.integers(1, 4),
@@ -50,7 +51,7 @@ def test_every_sample_is_read_exactly_once(
         assert sorted(np.concatenate(seen).tolist()) == list(range(step * size, (step + 1) * size))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     start=st.integers(0, 500),
     seed=st.integers(0, 9),
@@ -62,9 +63,7 @@ def test_the_global_batch_does_not_depend_on_the_split(
     def global_batch(world: int, micro_batch: int, micros: int) -> torch.Tensor:
         workload = Workload(data=book, seq_len=16, micro_batch=micro_batch, seed=seed)
         source = open_source(workload, GPT2)
-        parts = [
-            reader(workload, r, world, source).batch(start, m) for m in range(micros) for r in range(world)
-        ]
+        parts = [reader(workload, r, world, source).batch(start, m) for m in range(micros) for r in range(world)]
         return torch.cat([p["input_ids"] for p in parts])
 
     world, micro_batch = split
@@ -74,9 +73,7 @@ def test_the_global_batch_does_not_depend_on_the_split(
 
 
 @given(count=st.integers(1, 40), seed=st.integers(0, 5), first_epoch=st.integers(0, 3))
-def test_an_epoch_reads_everything_once_in_an_order_of_its_own(
-    count: int, seed: int, first_epoch: int
-) -> None:
+def test_an_epoch_reads_everything_once_in_an_order_of_its_own(count: int, seed: int, first_epoch: int) -> None:
     order = Order(count, seed)
     samples = np.arange(first_epoch * count, (first_epoch + 3) * count)
     epochs = order(samples).reshape(3, count)
@@ -129,9 +126,7 @@ def test_bert_guesses_the_same_share_of_every_sample_and_other_places_each_time(
     batch, again, next_epoch = batches.batch(0), batches.batch(0), batches.batch(8)
     asked = batch["labels"] != IGNORED
     assert (asked.sum(dim=1) == 15).all()
-    assert torch.equal(batch["labels"], again["labels"]) and torch.equal(
-        batch["input_ids"], again["input_ids"]
-    )
+    assert torch.equal(batch["labels"], again["labels"]) and torch.equal(batch["input_ids"], again["input_ids"])
     assert not torch.equal(asked, next_epoch["labels"] != IGNORED)
     hidden = batch["input_ids"][asked] == MASK_ID
     assert 0.6 < hidden.float().mean() < 0.95
@@ -175,3 +170,98 @@ def test_a_folder_of_images_gives_classes_by_name(tmp_path: Path) -> None:
     assert sorted(batch["labels"].tolist()) == [0, 0, 1, 1]
     red = batch["pixel_values"][batch["labels"] == 0]
     assert (red[:, 0] == 1).all() and (red[:, 1:] == -1).all()
+
+
+# -- what is held out ------------------------------------------------------------------------------------------------
+
+
+class Numbered:
+    """A sample is its position."""
+
+    description = fingerprint = "numbers"
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def collate(self, positions: Indices, samples: Indices) -> Batch:
+        return {"labels": torch.from_numpy(positions.copy())}
+
+
+def held_out(workload: Workload, world: int, count: int, source: Source) -> list[int]:
+    """The labels that count, of all ranks, in the order of rounds and ranks."""
+    ranks = [list(reader(workload, r, world, source).held_out(count)) for r in range(world)]
+    found: list[int] = []
+    for of_round in zip(*ranks, strict=True):
+        for batch, counted in of_round:
+            labels = batch["labels"].tolist()
+            assert len(labels) == workload.micro_batch and labels[counted:] == [IGNORED] * (len(labels) - counted)
+            found += labels[:counted]
+    return found
+
+
+@settings(max_examples=60)
+@given(
+    count=st.integers(1, 60),
+    share=st.floats(0, 0.5),
+    micro_batch=st.integers(1, 4),
+    world=st.integers(1, 3),
+    seed=st.integers(0, 3),
+    data=st.data(),
+)
+def test_what_is_held_out_is_never_trained_on_and_the_same_for_any_split(
+    count: int, share: float, micro_batch: int, world: int, seed: int, data: st.DataObject
+) -> None:
+    workload = Workload(held_out=share, micro_batch=micro_batch, seed=seed)
+    source, held = Numbered(count), int(share * count)
+    ranks = [reader(workload, r, world, source) for r in range(world)]
+    starts = range(0, 2 * count, world * micro_batch)
+    trained = {p for s in starts for r in ranks for p in r.batch(s)["labels"].tolist()}
+    assert trained == set(range(count - held))  # two epochs: all the others
+    assume(held)
+    wanted = data.draw(st.integers(1, held))
+    found = held_out(workload, world, wanted, source)
+    assert len(set(found)) == len(found) == wanted and not trained & set(found)
+    assert found == held_out(Workload(held_out=share, micro_batch=1), 1, wanted, source)
+
+
+@pytest.mark.parametrize(("model", "data"), [("bert-1m", ""), ("t5-1m", ""), ("vit-1m", "images")])
+def test_a_held_out_sample_is_the_same_whoever_reads_it(book: str, model: str, data: str) -> None:
+    def whole(world: int, micro_batch: int) -> list[torch.Tensor]:
+        workload = Workload(model=model, data=data or book, seq_len=16, held_out=0.2, micro_batch=micro_batch)
+        ranks = [Batches(workload, resolve(model), rank=r, world_size=world) for r in range(world)]
+        rounds = zip(*(r.held_out(5) for r in ranks), strict=True)
+        parts = [(batch, counted) for of_round in rounds for batch, counted in of_round]
+        return [torch.cat([batch[name][:counted] for batch, counted in parts]) for name in sorted(parts[0][0])]
+
+    one = whole(1, 5)
+    assert len(one[0]) == 5
+    for other in (whole(1, 2), whole(2, 1), whole(3, 2)):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_held_out_images_of_a_folder_are_of_all_classes(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for name in ("cats", "dogs"):
+        (tmp_path / name).mkdir()
+        for i in range(10):
+            image.new("RGB", (40, 40)).save(tmp_path / name / f"{i}.png")
+    workload = Workload(model="vit-1m", data=str(tmp_path), micro_batch=6, held_out=0.3)
+    ((batch, counted),) = Batches(workload, resolve("vit-1m"), rank=0, world_size=1).held_out(6)
+    assert counted == 6 and set(batch["labels"].tolist()) == {0, 1}
+
+
+def test_too_few_held_out_samples_are_refused_with_a_way_out(book: str) -> None:
+    workload = Workload(model="gpt2-1m", data=book, seq_len=16)  # 2 of 50
+    batches = Batches(workload, GPT2, rank=0, world_size=1)
+    with pytest.raises(SpecError, match="2 of 50 samples are held out, and 9 are to be evaluated") as refused:
+        next(batches.held_out(9))
+    assert refused.value.field == "workload.held_out" and refused.value.way_out.endswith(
+        "or evaluate 2 samples or fewer"
+    )
+    mended = Workload(model="gpt2-1m", data=book, seq_len=16, **refused.value.fix)
+    check(mended, evaluated=9)
+    check(workload, evaluated=2)
+    for hopeless in (26, 10**6):
+        with pytest.raises(SpecError, match="give more data") as refused:
+            check(mended, evaluated=hopeless)
+        assert not refused.value.fix

@@ -54,9 +54,7 @@ def test_what_is_right_passes(workload: Workload) -> None:
         ({"model": "vit-1m", "data": __file__}, "workload.data", "is a file"),
     ],
 )
-def test_what_is_wrong_names_the_field_and_the_way_out(
-    fields: dict[str, Any], field: str, words: str
-) -> None:
+def test_what_is_wrong_names_the_field_and_the_way_out(fields: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(SpecError, match=words) as caught:
         check(Workload(**fields))
     assert caught.value.field == field and caught.value.way_out

@@ -38,7 +38,9 @@ def test_the_published_rule_is_met_within_two_percent(name: str, seq_len: int) -
     embedding tables that are not the output head too, norms and biases among them."""
     config = resolve(name)
     model = build_skeleton(config)
-    counted = sum(p.numel() for n, p in model.named_parameters() if n.split(".")[-2] not in ("wte", "wpe", "embed_tokens"))
+    counted = sum(
+        p.numel() for n, p in model.named_parameters() if n.split(".")[-2] not in ("wte", "wpe", "embed_tokens")
+    )
     counted += config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
     rule = 6 * counted + 12 * config.num_hidden_layers * config.hidden_size * seq_len
     assert flops_per_sample(config, seq_len) / seq_len == pytest.approx(rule, rel=0.02)
@@ -119,7 +121,9 @@ def test_a_cpu_is_measured_and_says_so() -> None:
 def test_a_gpu_that_is_not_in_the_table_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce GTX 1080")
-    monkeypatch.setattr(peaks, "measured_peak", lambda *given: asked.append(given) or peaks.Peak(1e12, "measured: here"))
+    monkeypatch.setattr(
+        peaks, "measured_peak", lambda *given: asked.append(given) or peaks.Peak(1e12, "measured: here")
+    )
     assert device_peak("cuda:0", torch.float32).source == "measured: here" and len(asked) == 1
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert device_peak("cuda:0", torch.bfloat16) == (989.4e12, "NVIDIA H200 data sheet, dense bf16") and len(asked) == 1
@@ -145,8 +149,6 @@ def test_a_dtype_without_matrix_products_has_no_peak() -> None:
         ("NVIDIA H200", "", None),
     ],
 )
-def test_the_table_knows_a_gpu_by_its_name_or_not_at_all(
-    name: str, column: str, tflops: float | None
-) -> None:
+def test_the_table_knows_a_gpu_by_its_name_or_not_at_all(name: str, column: str, tflops: float | None) -> None:
     found = _from_table(name, column)
     assert (found is None) if tflops is None else (found is not None and found.flops_per_s == tflops * 1e12)

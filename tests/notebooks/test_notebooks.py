@@ -12,7 +12,13 @@ import pytest
 from nbclient import NotebookClient
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
-NAMES = ("01_live_dashboard.ipynb", "02_first_steps_in_code.ipynb", "03_inside_a_step.ipynb", "04_compare_strategies.ipynb")
+NAMES = (
+    "01_live_dashboard.ipynb",
+    "02_first_steps_in_code.ipynb",
+    "03_inside_a_step.ipynb",
+    "04_compare_strategies.ipynb",
+    "05_nothing_lost.ipynb",
+)
 
 
 def text_of(notebook: nbformat.NotebookNode) -> str:
@@ -57,7 +63,7 @@ def test_the_second_one_was_saved_with_a_plot_a_table_and_equal_losses():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES[:3])  # the fourth: tests/browser/test_compare_notebook.py
+@pytest.mark.parametrize("name", [*NAMES[:3], NAMES[4]])  # the fourth: tests/browser/test_compare_notebook.py
 def test_it_runs_from_top_to_bottom(name: str, tmp_path: Path):
     notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
     if name == NAMES[0]:
@@ -75,6 +81,10 @@ def test_it_runs_from_top_to_bottom(name: str, tmp_path: Path):
         assert len(losses(told)) == 2
         assert len(set(losses(told))) == 1, "the same work under another sharding"
         assert {"rank 0 of 2", "rank 1 of 2"} <= set(re.findall(r"rank \d of \d", told))
+    elif name == NAMES[4]:
+        assert "rank 1 is gone" in told and "It went on from a checkpoint at step" in told
+        assert "True" in told.splitlines(), "the losses are those of the undisturbed run"
+        assert "training stood" in told and "parameters'" in told
     else:
         assert told.index("forward · unshard root") < told.index("backward · reduce") < told.index("update · optim")
         assert "unshard 2 ahead" in told and "<Moment" in told

@@ -47,7 +47,12 @@ def _stall_here(s: Session) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "what"),
-    [({}, "all_gather"), (DDP, "all_reduce"), ({"backend": "fsdp1"}, "all_gather"), ({"backend": "fsdp2"}, "all_gather")],
+    [
+        ({}, "all_gather"),
+        (DDP, "all_reduce"),
+        ({"backend": "fsdp1"}, "all_gather"),
+        ({"backend": "fsdp2"}, "all_gather"),
+    ],
     ids=["lab", "ddp", "fsdp1", "fsdp2"],
 )
 def test_a_rank_that_does_not_come_is_named_on_all_ranks(pool: Pool, changes: dict[str, Any], what: str) -> None:

@@ -24,7 +24,12 @@ MODEL = {"model_type": "gpt2", "n_layer": LAYERS, "n_embd": WIDTH, "n_head": HEA
 BLOCK = 12 * WIDTH**2 + 13 * WIDTH  # parameters
 ROOT = (VOCABULARY + SEQ) * WIDTH + 2 * WIDTH
 ALL = LAYERS * BLOCK + ROOT
-BACKENDS: dict[str, dict[str, Any]] = {"lab": {}, "fsdp2": {"backend": "fsdp2"}, "fsdp1": {"backend": "fsdp1"}, "ddp": DDP}
+BACKENDS: dict[str, dict[str, Any]] = {
+    "lab": {},
+    "fsdp2": {"backend": "fsdp2"},
+    "fsdp1": {"backend": "fsdp1"},
+    "ddp": DDP,
+}
 
 
 def spec(world_size: int = 2, **changes: Any) -> Spec:
@@ -75,7 +80,9 @@ def test_what_stays_is_exact(events: dict[str, StepEvent], name: str) -> None:
     assert reduced.unsharded_bytes == 0
     kept = mine if name in ("fsdp1", "ddp") else 0  # FSDP1 keeps them until the next forward, DDP its buckets
     assert begin.gradients_bytes == end.gradients_bytes == kept
-    assert event.memory.allocated_bytes == pytest.approx(3 * mine + kept, abs=64)  # the vote's 16 bytes may still be there
+    assert event.memory.allocated_bytes == pytest.approx(
+        3 * mine + kept, abs=64
+    )  # the vote's 16 bytes may still be there
     m = event.memory
     assert (m.parameters_bytes, m.gradients_bytes, m.optimizer_bytes) == (mine, mine, 2 * mine)
 
@@ -121,7 +128,9 @@ def saved_bytes() -> int:
 
 def test_activations_are_what_autograd_saved_and_alike_in_all_backends(events: dict[str, StepEvent]) -> None:
     """When the root's forward ends: beside what is saved there are the logits that the model gives back."""
-    for unit, moment in [(f"transformer.h.{i}", m) for i in range(LAYERS) for m in ("begin", "end")] + [("root", "end")]:
+    for unit, moment in [(f"transformer.h.{i}", m) for i in range(LAYERS) for m in ("begin", "end")] + [
+        ("root", "end")
+    ]:
         found = {name: at(e, "forward", unit, moment).activations_bytes for name, e in events.items()}
         assert len(set(found.values())) == 1, (unit, found)
     logits, scalars = 4 * BATCH * SEQ * VOCABULARY, 128
@@ -154,7 +163,9 @@ def test_a_curve_goes_through_the_units_in_order(events: dict[str, StepEvent], n
     passed = list(dict.fromkeys((s.phase, s.unit) for s in curve if s.unit != "root"))
     blocks = [f"transformer.h.{i}" for i in range(LAYERS)]
     assert passed == [*(("forward", b) for b in blocks), *(("backward", b) for b in blocks[::-1])]
-    assert [s.phase for s in curve] == sorted((s.phase for s in curve), key=["begin", "forward", "backward", "update"].index)
+    assert [s.phase for s in curve] == sorted(
+        (s.phase for s in curve), key=["begin", "forward", "backward", "update"].index
+    )
 
 
 # -- strategies ------------------------------------------------------------------------------------------------------
@@ -273,7 +284,7 @@ def test_ledger_steps_come_when_they_are_asked_for(pool: Pool) -> None:
 def _losses(place: Place, changes: dict[str, Any], ledgers: list[int]) -> list[tuple[float, float]]:
     s = session(place, reduction="rank_ordered")
     s.apply("run", spec(optimizer="sgd", lr=0.1, **changes).to_dict())
-    events = s.train(7, ledgers=ledgers)["events"]
+    events = s.train(5, ledgers=ledgers)["events"]
     assert [e["step"] for e in events if e["ledger"]] == sorted({2, *ledgers})
     s.close()
     return [(e["mean_loss"], e["grad_norm"]) for e in events]
@@ -281,7 +292,7 @@ def _losses(place: Place, changes: dict[str, Any], ledgers: list[int]) -> list[t
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_ledger_step_changes_no_bit(pool: Pool, name: str) -> None:
-    watched, plain = (pool.run(_losses, 2, BACKENDS[name], ledgers, reduction=None) for ledgers in ([3, 4, 5, 6], []))
+    watched, plain = (pool.run(_losses, 2, BACKENDS[name], ledgers, reduction=None) for ledgers in ([3], []))
     assert watched == plain
 
 

@@ -56,7 +56,9 @@ def test_turns_change_no_bit(told: list[tuple[list[Any], list[Any]]], kind: int)
         assert alone[kind][-1]["samples"] == turns[kind][-1]["samples"]
 
 
-def test_the_first_step_of_a_turn_is_marked_and_memory_is_measured_once(told: list[tuple[list[Any], list[Any]]]) -> None:
+def test_the_first_step_of_a_turn_is_marked_and_memory_is_measured_once(
+    told: list[tuple[list[Any], list[Any]]],
+) -> None:
     for events in told[0][1]:
         assert [e["first_after_switch"] for e in events] == [True, False] * 3
         assert not any(e["ledger"] for e in events)  # no turn was long enough for one

@@ -45,10 +45,18 @@ def moved(spans: tuple[Span, ...], track: Track) -> Counter[str]:
     return Counter(s.unit for s in spans if s.track is track)
 
 
+CHUNKS = [3, 2]
+
+
+@pytest.fixture(scope="module")
+def chunks(pool: Pool) -> dict[str, list[list[StepEvent]]]:
+    """By backend and rank: five steps in two chunks."""
+    return {name: trained(pool, CHUNKS, **changes) for name, changes in BACKENDS.items()}
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_last_step_of_a_chunk_is_told_span_by_span(pool: Pool, backend: str) -> None:
-    by_rank = trained(pool, [3, 2], **BACKENDS[backend])
-    for events in by_rank:
+def test_the_last_step_of_a_chunk_is_told_span_by_span(chunks: dict[str, list[list[StepEvent]]], backend: str) -> None:
+    for events in chunks[backend]:
         assert [bool(e.spans) for e in events] == [False, False, True, False, True]
         last = events[-1]
         thread = sorted((s for s in last.spans if s.track in THREAD), key=lambda s: s.start_s)
@@ -61,8 +69,8 @@ def test_the_last_step_of_a_chunk_is_told_span_by_span(pool: Pool, backend: str)
 
 
 @pytest.mark.parametrize("backend", ["lab", "fsdp2", "fsdp1"])
-def test_collectives_are_told_by_their_unit(pool: Pool, backend: str) -> None:
-    for events in trained(pool, [3], **BACKENDS[backend]):
+def test_collectives_are_told_by_their_unit(chunks: dict[str, list[list[StepEvent]]], backend: str) -> None:
+    for events in chunks[backend]:
         gathers, reductions = (moved(events[-1].spans, t) for t in (Track.ALL_GATHER, Track.REDUCE_SCATTER))
         assert set(gathers) == {*UNITS, "root"} and reductions == Counter([*UNITS, "root"])
 
@@ -73,15 +81,15 @@ def test_hybrid_sharding_names_the_all_reduce_too(pool: Pool) -> None:
             assert moved(events[-1].spans, Track.ALL_REDUCE) == Counter([*UNITS, "root"]), backend
 
 
-def test_a_bucket_of_ddp_is_a_unit(pool: Pool) -> None:
-    for events in trained(pool, [4], **DDP):
+def test_a_bucket_of_ddp_is_a_unit(chunks: dict[str, list[list[StepEvent]]]) -> None:
+    for events in chunks["ddp"]:
         assert set(moved(events[-1].spans, Track.ALL_REDUCE)) == {"bucket 0"}
 
 
-def test_the_same_collective_has_the_same_number_on_all_ranks(pool: Pool) -> None:
+def test_the_same_collective_has_the_same_number_on_all_ranks(chunks: dict[str, list[list[StepEvent]]]) -> None:
     one, other = (
         {(s.group, s.ordinal): (s.name, s.unit, s.payload_bytes, s.dtype) for s in events[-1].spans if s.ordinal >= 0}
-        for events in trained(pool, [3], backend="lab")
+        for events in chunks["lab"]
     )
     assert one == other and len(one) > 4
 
@@ -92,9 +100,9 @@ def test_host_copies_are_spans(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_tracing_changes_no_bit(pool: Pool, backend: str) -> None:
-    traced = trained(pool, [1] * 5, **BACKENDS[backend])[0]
-    plain = trained(pool, [5], **BACKENDS[backend])[0]
+def test_tracing_changes_no_bit(pool: Pool, chunks: dict[str, list[list[StepEvent]]], backend: str) -> None:
+    """All steps are traced in one, and in the other two of them."""
+    traced, plain = trained(pool, [1] * sum(CHUNKS), **BACKENDS[backend])[0], chunks[backend][0]
     assert [(e.loss, e.grad_norm) for e in traced] == [(e.loss, e.grad_norm) for e in plain]
 
 

@@ -43,6 +43,7 @@ class Reader(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self._script:
             self.scripts[self._script] = self.scripts.get(self._script, "") + data
+
     def handle_endtag(self, tag: str) -> None:
         self._script = None
 
@@ -79,7 +80,9 @@ def test_what_a_reader_finds(written):
                  "The fastest that fits is", "FSDP2 always shards the gradients", "offload none → optimizer", "carried over",
                  "2.13.0+cpu", "leave out the first step after a change", "Linux, 2 cores"):  # fmt: skip
         assert said in words, said
-    assert text.count("<figcaption>") == unescape(text).count(f"{CPU}</figcaption>") >= 12, "the fidelity, under every plot"
+    assert text.count("<figcaption>") == unescape(text).count(f"{CPU}</figcaption>") >= 12, (
+        "the fidelity, under every plot"
+    )
     page = Reader(text)
     assert BASE.to_json() in words, "the Spec as JSON"
     assert set(page.json("fsdp-lab-plots")["roots"]) == {
@@ -92,7 +95,9 @@ def test_tables_have_heads_for_rows_and_columns_and_plots_have_words(written):
     table = text[text.index('<table id="comparison">') : text.index("</table>")]
     columns = Comparison.of(sweep()).table().columns
     assert table.count('<th scope="col"') == len(columns) and table.count('<th scope="row"') == 5
-    assert re.search(r'id="plot-memory" role="img" aria-label="Peak memory of the fullest rank by class: A [\d.]+ MiB', text)
+    assert re.search(
+        r'id="plot-memory" role="img" aria-label="Peak memory of the fullest rank by class: A [\d.]+ MiB', text
+    )
 
 
 def test_what_comes_from_a_run_is_text_and_nothing_else(tmp_path):
@@ -142,7 +147,9 @@ def test_curves_of_long_runs_are_bounded_and_say_so():
     charts = {c.name: c for c in curves([Course.of(0, row, run)], "note")}
     source = next(r.data_source for r in charts["loss"].root.renderers if "value" in r.data_source.data)
     assert MOST_POINTS * 0.6 < len(source.data["value"]) <= MOST_POINTS
-    assert "Of long runs a point is the median of 3 steps." in charts["loss"].note and charts["loss"].note.endswith("note")
+    assert "Of long runs a point is the median of 3 steps." in charts["loss"].note and charts["loss"].note.endswith(
+        "note"
+    )
 
 
 def test_curves_of_times_leave_out_what_medians_leave_out():

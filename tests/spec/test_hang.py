@@ -14,12 +14,20 @@ from fsdp_lab.spec import SpecError
 
 
 def issued(ordinal: int, kind: str = "all_gather", unit: str = "h.3", group: str = "world", **more: Any) -> Issued:
-    return Issued(**{"sequence": ordinal, "kind": kind, "group": group, "size": 4, "ordinal": ordinal, "unit": unit, **more})
+    return Issued(
+        **{"sequence": ordinal, "kind": kind, "group": group, "size": 4, "ordinal": ordinal, "unit": unit, **more}
+    )
 
 
 def beat(rank: int, pending: Issued | None = None, waited_s: float = 9.0, **more: Any) -> Beat:
     """A rank that waits in `pending` with all four, or, without one, one that has issued 16 and is elsewhere."""
-    fields: dict[str, Any] = {"rank": rank, "number": 0, "working": True, "last": pending or issued(15), "stack": f"s{rank}"}
+    fields: dict[str, Any] = {
+        "rank": rank,
+        "number": 0,
+        "working": True,
+        "last": pending or issued(15),
+        "stack": f"s{rank}",
+    }
     if pending is not None:
         fields |= {"pending": pending, "pending_s": waited_s, "peers": (0, 1, 2, 3)}
     return Beat(**{**fields, "counts": {"world": 16 if pending is None else pending.ordinal + 1}, **more})
@@ -102,7 +110,10 @@ def test_ranks_that_issued_something_else_are_told_from_the_first_difference_on(
         beat(2, now, 7, recent=(*same, issued(15), now)),
     )
     assert hang.ranks == (1,) and hang.absent == () and set(hang.stacks) == {0, 1}
-    assert "disagree about collective 15 of group world: ranks 0 and 2 issued all_gather of h.3 and rank 1" in hang.sentence
+    assert (
+        "disagree about collective 15 of group world: ranks 0 and 2 issued all_gather of h.3 and rank 1"
+        in hang.sentence
+    )
 
 
 def test_payloads_may_differ_where_they_may():
@@ -115,7 +126,9 @@ def test_payloads_may_differ_where_they_may():
 def test_of_many_ranks_a_few_are_written_out():
     peers = tuple(range(64))
     hang = diagnosed(beat(0, issued(16), peers=peers), *(beat(r) for r in range(1, 64)))
-    assert hang.ranks == peers[1:] and "ranks 1, 2, 3 and 60 more did not come" in hang.sentence and len(hang.stacks) == 3
+    assert (
+        hang.ranks == peers[1:] and "ranks 1, 2, 3 and 60 more did not come" in hang.sentence and len(hang.stacks) == 3
+    )
 
 
 @pytest.mark.parametrize("hang_s", [0, -1, math.nan, math.inf, "3", True, 60, 61.5])
@@ -130,5 +143,7 @@ def test_the_limit_is_half_of_the_timeout_unless_it_is_given():
 
 def test_what_goes_between_two_ranks_has_no_number_to_compare():
     one = issued(-1, "other", "")
-    hang = diagnosed(beat(0, one, peers=(0, 1), recent=(one,)), beat(1, recent=(issued(-1, "other", "", payload_bytes=4),)))
+    hang = diagnosed(
+        beat(0, one, peers=(0, 1), recent=(one,)), beat(1, recent=(issued(-1, "other", "", payload_bytes=4),))
+    )
     assert hang.ranks == (1,) and "did not come to other (group" in hang.sentence

@@ -81,7 +81,12 @@ def test_what_is_offered_can_be_had() -> None:
 
 
 def test_a_device_is_known_by_its_name() -> None:
-    names = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H100 PCIe": "h100-pcie", "NVIDIA A10G": "a10g", "NVIDIA A10": "a10"}
+    names = {
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA H100 PCIe": "h100-pcie",
+        "NVIDIA A10G": "a10g",
+        "NVIDIA A10": "a10",
+    }
     for device, name in names.items():
         assert gpu_of_device(device) is GPUS[name]
     assert gpu_of_device("NVIDIA A100-SXM4-80GB MIG 3g.40gb") is None

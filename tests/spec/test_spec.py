@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import pickle
 from typing import Any
 
@@ -174,3 +176,18 @@ def test_replace_routes_flat_names_and_changes_nothing_else() -> None:
 ])  # fmt: skip
 def test_sharding_factor(sharding: str, world_size: int, size: int | None, factor: int) -> None:
     assert Spec(world_size=world_size).replace(sharding=sharding, shard_size=size).shard_factor == factor
+
+
+@pytest.mark.parametrize("share", [-0.01, 0.51, "0.1", True, None, float("nan")])
+def test_a_share_that_cannot_be_held_out_is_refused(share: Any) -> None:
+    with pytest.raises(SpecError, match="workload.held_out: .* is refused; give a number from 0 to 0.5"):
+        Workload(held_out=share)
+
+
+def test_a_spec_of_before_anything_was_held_out_is_read_and_keeps_its_id() -> None:
+    """Events that were kept then go by it."""
+    before = Spec().to_dict()
+    del before["workload"]["held_out"]
+    assert Spec.from_dict(before) == Spec()
+    then = hashlib.blake2b(json.dumps(before, sort_keys=True).encode(), digest_size=4).hexdigest()
+    assert Spec().replace(held_out=0).id == then != Spec().id

@@ -115,7 +115,9 @@ def _length(spans: list[tuple[float, float]]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes", [{"backend": "lab"}, {"backend": "fsdp2"}, {"backend": "fsdp1"}, DDP], ids=["lab", "fsdp2", "fsdp1", "ddp"]
+    "changes",
+    [{"backend": "lab"}, {"backend": "fsdp2"}, {"backend": "fsdp1"}, DDP],
+    ids=["lab", "fsdp2", "fsdp1", "ddp"],
 )
 def test_it_agrees_with_the_profiler(pool: Pool, changes: dict[str, Any]) -> None:
     """Communication without computing, as Holistic Trace Analysis counts it, within 5 % of the step: median of steps.
@@ -127,7 +129,13 @@ def test_it_agrees_with_the_profiler(pool: Pool, changes: dict[str, Any]) -> Non
         by_rank = pool.run(_profiled, 2, given, reduction=None)
         off = [statistics.median((ours - its) / step for step, ours, its in by_step) for by_step in by_rank]
         share = [statistics.median(ours / step for step, ours, _ in by_step) for by_step in by_rank]
-        print(changes["backend"], "exposed", [f"{x:.3f}" for x in share], "less the profiler's", [f"{x:+.3f}" for x in off])
+        print(
+            changes["backend"],
+            "exposed",
+            [f"{x:.3f}" for x in share],
+            "less the profiler's",
+            [f"{x:+.3f}" for x in off],
+        )
         if max(map(abs, off)) < 0.05:
             break
     assert max(map(abs, off)) < 0.05 and min(share) > 0.05

@@ -1,10 +1,10 @@
-"""`fsdp-lab bench`: how long a user waits, the backends against each other, toggles, and what measuring itself costs."""
+"""`fsdp-lab bench`: what is waited for, the backends against each other, toggles, checkpoints, what measuring costs."""
 
 from __future__ import annotations
 
 import argparse
 
-from fsdp_lab.cli.bench import endure, live, metering, step, toggle
+from fsdp_lab.cli.bench import checkpoint, endure, live, metering, step, toggle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +14,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("step", step, "the step time of the backends against each other, in turns, with their ratios"),
         ("toggle", toggle, "from a changed strategy to its first step, beside a relaunch by torchrun"),
         ("endure", endure, "what a thousand toggles leave behind in the memory of kernel and ranks"),
-        ("metering", metering, "what measuring and live publishing cost a step, beside torch's group and nothing of ours"),
+        (
+            "checkpoint",
+            checkpoint,
+            "saving and loading beside plain Distributed Checkpoint, and what a save costs training",
+        ),
+        (
+            "metering",
+            metering,
+            "what measuring and live publishing cost a step, beside torch's group and nothing of ours",
+        ),
     ):
         kind = kinds.add_parser(name, help=says, description=f"{says[0].upper()}{says[1:]}.", allow_abbrev=False)
         kind.set_defaults(measure=module.run)

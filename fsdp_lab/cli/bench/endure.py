@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_file(args.json)
     if args.toggles < FROM + WINDOW:
-        raise Refused(f"--toggles {args.toggles} is refused; give {FROM + WINDOW} or more: the first {FROM} are warm-up")
+        raise Refused(
+            f"--toggles {args.toggles} is refused; give {FROM + WINDOW} or more: the first {FROM} are warm-up"
+        )
     backends = [name.strip() for name in args.backend.split(",")]
     if unknown := next((name for name in backends if name not in PAIRS), None):
         raise Refused(f"--backend {unknown!r} is refused; give some of {', '.join(PAIRS)}")
@@ -77,7 +79,9 @@ def endured(lab: Lab, pair: Sequence[Spec], toggles: int) -> dict[str, Any]:
     await_step(trained, pair[0].id)
     for spec in pair[::-1]:
         toggle(trained, spec)
-        await_ledger(trained, spec.id)  # three steps after each toggle: later toggles come too soon for one, or just not
+        await_ledger(
+            trained, spec.id
+        )  # three steps after each toggle: later toggles come too soon for one, or just not
     pids = {"kernel": psutil.Process().pid, **{f"rank {s.rank}": s.pid for s in lab.rank_status()}}
     readings: dict[str, list[int]] = {name: [] for name in pids}
     marks = (range(FROM - WINDOW // 2, FROM + WINDOW // 2), range(toggles - WINDOW, toggles))

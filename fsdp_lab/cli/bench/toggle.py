@@ -30,7 +30,7 @@ from fsdp_lab.cli.bench.environment import environment
 from fsdp_lab.cli.bench.live import await_step
 from fsdp_lab.cli.console import Failed, Refused
 from fsdp_lab.cli.results import check_file, write_file
-from fsdp_lab.cluster.processes import HOST_MEMORY
+from fsdp_lab.host_memory import HOST_MEMORY
 from fsdp_lab.spec import Spec
 
 if TYPE_CHECKING:
@@ -56,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--model", default="gpt2-10m", help="a preset (default: %(default)s)")
     parser.add_argument("--pairs", type=int, help="so many toggles, at random (default: each pair of ways, twice)")
-    parser.add_argument("--relaunches", type=int, default=5, help="by torchrun, spread among them (default: %(default)s)")
+    parser.add_argument(
+        "--relaunches", type=int, default=5, help="by torchrun, spread among them (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
 
 

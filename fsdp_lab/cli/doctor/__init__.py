@@ -1,7 +1,7 @@
 """`fsdp-lab doctor`: what is here, what will work, and what to do about the rest.
 
 Works where little does: the standard library alone, each check bounded in time, torch asked in a process of its own.
-Checks stand in `software`, `gpus`, `system` and `servers`; each is a function that returns `Finding`s.
+Checks stand in `software`, `gpus`, `system`, `servers` and `connections`; each is a function that returns `Finding`s.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Iterator
 
-from fsdp_lab.cli.doctor import gpus, servers, software, system
+from fsdp_lab.cli.doctor import connections, gpus, servers, software, system
 from fsdp_lab.cli.doctor.finding import Finding, State, worst
 from fsdp_lab.cli.doctor.torch_probe import TorchFacts, ask_torch
 
@@ -45,7 +45,7 @@ def examine() -> Iterator[tuple[str, list[Finding]]]:
     devices = gpus.read()
     yield "GPUs", gpus.findings(devices, facts)
     yield "Machine", system.findings(gpus=len(devices.gpus))
-    yield "Jupyter", servers.findings()
+    yield "Jupyter", servers.findings() + connections.findings()
     yield "What works here", outlook(facts, len(devices.gpus))
 
 

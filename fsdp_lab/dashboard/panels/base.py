@@ -226,6 +226,7 @@ class Frame:
 
     def __init__(self, *, limit: int = STEP_LIMIT) -> None:
         self.limit = limit
+        self.language = True  # the model is one of language: its losses have a perplexity
         self.x_range = Range1d(start=0, end=50, name="frame.x")
         self.markers = Columns("frame.markers", ["step"], texts=["label", "detail"], limit=100)
         self.marker_source = twin(self.markers)

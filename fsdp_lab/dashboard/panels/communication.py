@@ -149,15 +149,16 @@ class CommunicationPanel:
         link = median(fmean(sum(t.link_bytes for t in e.comm.values()) for e in s.events) for s in recent)
         exposed = median(fmean(e.exposed_comm_s for e in s.events) for s in recent)
         share = 100 * exposed / median(s.step_time_s for s in recent)
-        shown = f"{duration(exposed)} per step exposed ({share:.0f} % of it) of" if math.isfinite(exposed) else "per step"
+        shown = (
+            f"{duration(exposed)} per step exposed ({share:.0f} % of it) of" if math.isfinite(exposed) else "per step"
+        )
         legend = tuple(
             Key(label=f.label, token=f"communication.{k}", hatch=f.hatch)
             for k, f in theme.COMMUNICATION.items() if k in self._seen
         )  # fmt: skip
         waited = Key(label="exposed: computing waits", token="ink.mean", hatch="line")
         return Captions(
-            reading=f"{shown} {duration(seconds)}, "
-            f"{traffic(link)} over each rank's link",
+            reading=f"{shown} {duration(seconds)}, {traffic(link)} over each rank's link",
             legend=(*legend, waited),
             note=f"Areas: issue to completion, overlapped time included. {notes_of(steps)}".strip(),
         )

@@ -120,7 +120,10 @@ class HoldingsPanel:
         room = self.ranks * len(self._axis.bars)
         place = ["left", "right", "top", "bottom"]
         self._bars = Columns(
-            "slow.bars", ["rank", *place, "numel", "start", "stop"], texts=["name", "unit", "state", "gradient"], limit=room
+            "slow.bars",
+            ["rank", *place, "numel", "start", "stop"],
+            texts=["name", "unit", "state", "gradient"],
+            limit=room,
         )
         self._light = Columns("slow.light", place, texts=["color"], limit=2 * room)
         self._moving = Columns("slow.moving", place, texts=["color"], limit=2 * room)
@@ -259,7 +262,9 @@ class HoldingsPanel:
         for f in moment.frames[: self.ranks]:
             total = max(1, sum(p.numel for p in f.parameters))
             own, held = sum(p.stop - p.start for p in f.parameters), moment.held_elements(f.rank)
-            rows.append([f.rank, f.rank - 0.11, f.rank + STRIP[0], f.rank + STRIP[1], own / total, held / total, 0.0, 1.0])
+            rows.append(
+                [f.rank, f.rank - 0.11, f.rank + STRIP[0], f.rank + STRIP[1], own / total, held / total, 0.0, 1.0]
+            )
             labels.append(f"{count(held)}, {memory(moment.held_bytes(f.rank))}")
             colors.append(theme.rank_color(f.rank))
         return self._held.replace(rows, {"label": labels, "color": colors})

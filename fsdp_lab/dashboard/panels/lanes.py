@@ -67,7 +67,9 @@ class MemoryLanes:
     def _draw_lane(self, fig: figure, source: Any, lane: int) -> Any:
         """Returns the line of its peak."""
         on = {"y_range_name": f"lane_{lane}", "source": source}
-        ground = BoxAnnotation(top=lane + FOOT, bottom=lane + FOOT - LANE, line_alpha=0, fill_alpha=0.08, level="underlay")
+        ground = BoxAnnotation(
+            top=lane + FOOT, bottom=lane + FOOT - LANE, line_alpha=0, fill_alpha=0.08, level="underlay"
+        )
         ground.fill_color = theme.rank_color(lane) if self._all else "#808890"
         fig.add_layout(ground)
         areas = fig.varea_stack([f"{c}_{lane}" for c in ON_DEVICE], x="step", **on)
@@ -136,7 +138,10 @@ class MemoryLanes:
             in_mib = self.unit / MIB  # the curves of other runs, whatever the unit of this one
             patches[f"{self._range_name(i)}.mib"] = {"start": start * in_mib, "end": end * in_mib}
             drawn = self._limit_bytes is not None
-            patches[f"{self.name}.over.limit_{i}"] = {"visible": drawn, "location": (self._limit_bytes or 0) / self.unit}
+            patches[f"{self.name}.over.limit_{i}"] = {
+                "visible": drawn,
+                "location": (self._limit_bytes or 0) / self.unit,
+            }
         return patches
 
     def _of_lanes(self, step: Step) -> list[StepEvent | None]:

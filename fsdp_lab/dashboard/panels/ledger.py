@@ -104,7 +104,9 @@ class LedgerPanel:
 
     def _words(self, step: Step, e: StepEvent) -> Captions:
         top = max(e.memory_curve, key=lambda s: s.classes.total_bytes)
-        reading = f"rank {e.rank} in step {step.number}: peak {memory(top.classes.total_bytes)} in {top.phase}, {top.unit}"
+        reading = (
+            f"rank {e.rank} in step {step.number}: peak {memory(top.classes.total_bytes)} in {top.phase}, {top.unit}"
+        )
         legend = (*class_keys(ON_DEVICE), Key(label="in all", token="ink.peak", hatch="line"))
         note = f"Measuring made this step {duration(e.step_time_s)} long; what is allocated when is as in others."
         return Captions(reading=reading, legend=legend, note=f"{note} {notes_of([step])}".strip())

@@ -48,7 +48,9 @@ class Overlays:
             fill = list(theme.PINS.values())[place]
             if seam:
                 under = f"{name or fig.name}.seam.{place}"
-                gap = fig.line("step", column, source=source, line_width=4, line_alpha=0.75, visible=False, name=under, **on)
+                gap = fig.line(
+                    "step", column, source=source, line_width=4, line_alpha=0.75, visible=False, name=under, **on
+                )
                 gap.glyph.tags = [{"tint": {"line_color": "ink.gap"}}]
                 self._lines.append((place, under))
             named = f"{name or fig.name}.overlay.{place}"

@@ -80,10 +80,9 @@ class SpanRange:
         span = max(high - low, 0.02 * abs(high), 1e-9)
         if self._fresh or (high - low) < self.slack * (self.end - self.start) > 0.3 * abs(high):
             self._set(low - self.margin * span, high + self.margin * span, low)
-        elif low < self.start:
-            self._set(low - self.ahead * span, self.end, low)
-        elif high > self.end:
-            self._set(self.start, high + self.ahead * span, low)
+        elif low < self.start or high > self.end:  # or both, where the losses fall and an evaluation is above them
+            start = low - self.ahead * span if low < self.start else self.start
+            self._set(start, high + self.ahead * span if high > self.end else self.end, low)
         self._fresh = False
         return self.start, self.end
 

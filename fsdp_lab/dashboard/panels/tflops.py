@@ -34,7 +34,9 @@ class TflopsPanel:
         self._lines = world_size <= theme.MOST_LINES
         self._ranks = [f"rank_{r}" for r in range(world_size)] if self._lines else []
         self._table = Columns(
-            "tflops.steps", ["step", "mean", "least", "most", "mfu_percent", "hfu_percent", *self._ranks], limit=frame.limit
+            "tflops.steps",
+            ["step", "mean", "least", "most", "mfu_percent", "hfu_percent", *self._ranks],
+            limit=frame.limit,
         )
         self._range = ZeroRange()
         self._recent: deque[float] = deque(maxlen=SMOOTH_STEPS)

@@ -80,7 +80,9 @@ class ThroughputPanel:
         return written
 
     def cover(self) -> None:
-        self._range.cover(np.concatenate([self._table.column("median_tokens_per_s"), self._frame.others("tokens_per_s")]))
+        self._range.cover(
+            np.concatenate([self._table.column("median_tokens_per_s"), self._frame.others("tokens_per_s")])
+        )
 
     def patches(self) -> Patches:
         return {"throughput.y": {"start": 0.0, "end": self._range.end}}

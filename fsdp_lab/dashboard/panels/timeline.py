@@ -104,7 +104,9 @@ class TimelinePanel:
         drawn: list[DataRenderer] = []
         for token, fill in _fills().items():
             view = CDSView(filter=GroupFilter(column_name="fill", group=token))
-            bars = fig.quad(left="left", right="right", top="top", bottom="bottom", source=spans, view=view, line_width=0.5)
+            bars = fig.quad(
+                left="left", right="right", top="top", bottom="bottom", source=spans, view=view, line_width=0.5
+            )
             # A short span is seen by its outline.
             paint_fill(bars.glyph, token, fill, outline=token if fill.hatch == " " else "ink.faint")
             drawn.append(bars)
@@ -216,7 +218,9 @@ class TimelinePanel:
         return self._lanes.replace(rows, {"color": colors, "label": labels})
 
     def _write_spans(self, chosen: Mapping[int, Lane]) -> int:
-        placed = [(place, lane, s, row, rows) for place, lane in chosen.items() for s, row, rows in _in_rows(lane.spans)]
+        placed = [
+            (place, lane, s, row, rows) for place, lane in chosen.items() for s, row, rows in _in_rows(lane.spans)
+        ]
         placed = sorted(placed, key=lambda p: -p[2].seconds)[:MOST_SPANS]
         numbers = []
         texts: dict[str, list[str]] = {name: [] for name in self._spans.texts}
@@ -242,7 +246,9 @@ class TimelinePanel:
         if shown is None or timeline is None:
             return
         legend = tuple(
-            Key(label=fill.label, token=token, hatch=fill.hatch) for token, fill in _fills().items() if token in self._fills
+            Key(label=fill.label, token=token, hatch=fill.hatch)
+            for token, fill in _fills().items()
+            if token in self._fills
         )
         self._captions = Captions(
             reading=("pinned · " if self._pinned is not None else "") + self._reading(timeline),

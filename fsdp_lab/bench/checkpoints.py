@@ -1,0 +1,155 @@
+"""Checkpoints of one model beside each other: the lab's, and plain Distributed Checkpoint's of torch's FSDP2.
+
+Note: what is timed. Save: from the call until all ranks' files are whole on the disk, though the lab's would let training
+go on meanwhile. Load: back into the model and the optimizer that stand there, with what a library asks for to be done before
+and after it (`get_state_dict`, `set_state_dict`). A barrier stands before and after each. Then the lab's own promise: how
+long training stands for a snapshot, and how much slower its steps are until the files are written.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from fsdp_lab.backends import Backend
+from fsdp_lab.bench.forms import LAB, REFERENCE
+from fsdp_lab.bench.interleave import Standing, batches_of, raise_forms, step
+from fsdp_lab.bench.plan import Plan
+from fsdp_lab.checkpoints import find
+from fsdp_lab.engine.scaler import Scaler
+from fsdp_lab.rank.checkpointing import Checkpointer
+from fsdp_lab.rank.rendezvous import Seat
+from fsdp_lab.rank.trainer import Progress
+from fsdp_lab.spec import Spec
+from fsdp_lab.wire import Wire
+
+DCP, DCP_AGAIN = "dcp", "dcp-again"
+METHODS = (LAB, DCP, DCP_AGAIN)
+ALONE = 3  # steps before each save, to compare with
+
+
+@dataclass(kw_only=True)
+class _Savable:
+    """What the lab's checkpoint is of."""
+
+    run: str
+    spec: Spec
+    backend: Backend
+    progress: Progress
+    scaler: Scaler
+
+
+def save_and_load(
+    plan: Plan, seat: Seat, world: Wire, store: dist.Store, folder: Path, tell: Callable[[int], None]
+) -> dict[str, Any]:
+    """Collective. `plan.forms` are the lab and FSDP2. Returns {method: {"save": [...], "load": [...]}} in seconds, and
+    {"beside": [{"stall_s", "step_s", "slowed", "window_s"}, ...]}, a value a round."""
+    forms = {standing.form.name: standing for standing in raise_forms(plan, seat, world)}
+    batches = list(batches_of(plan, seat))
+    for i, batch in enumerate(batches[: plan.warmup]):
+        for standing in forms.values():
+            step(standing, batch, seat.device, world, first=i == 0)
+    lab = _Lab(plan, seat, store, forms[LAB], folder)
+    plain = _Plain(forms[REFERENCE], seat, folder)
+    told: dict[str, Any] = {method: {"save": [], "load": []} for method in METHODS}
+    told["beside"] = []
+    for i, batch in enumerate(batches[plan.warmup :]):
+        for method in METHODS if i % 2 else METHODS[::-1]:
+            with _timed(world, told[method]["save"]):
+                (lab.save if method == LAB else plain.save)()
+            with _timed(world, told[method]["load"]):
+                (lab.load if method == LAB else plain.load)()
+        told["beside"].append(_beside(lab, lambda b=batch: step(forms[LAB], b, seat.device, world, first=False), world))  # type: ignore[misc]
+        tell(plan.warmup + i + 1)
+    lab.close()
+    return told
+
+
+@contextmanager
+def _timed(world: Wire, seconds: list[float]) -> Iterator[None]:
+    world.control(torch.zeros(1, dtype=torch.float64))  # a barrier
+    begun_s = time.perf_counter()
+    yield
+    world.control(torch.zeros(1, dtype=torch.float64))
+    seconds.append(time.perf_counter() - begun_s)
+
+
+def _beside(lab: _Lab, one_step: Callable[[], float], world: Wire) -> dict[str, float]:
+    """Steps alone, then a snapshot, then steps until its files are written on every rank."""
+    alone = [one_step() for _ in range(ALONE)]
+    begun_s = time.perf_counter()
+    lab.begin()
+    stall_s = time.perf_counter() - begun_s
+    beside, writing = [], True
+    while writing:
+        beside.append(one_step())
+        still = torch.tensor([float(not lab.written())], dtype=torch.float64)
+        world.control(still)
+        writing = bool(still.item())
+    step_s = statistics.median(alone)
+    return {"stall_s": stall_s, "step_s": step_s, "slowed": statistics.mean(beside) / step_s, "window_s": sum(beside)}
+
+
+class _Lab:
+    def __init__(self, plan: Plan, seat: Seat, store: dist.Store, standing: Standing, folder: Path) -> None:
+        self._checkpointer = Checkpointer(seat, store)
+        self._checkpointer.know(standing.backend)
+        self._of = _Savable(run="bench", spec=plan.spec(standing.form), backend=standing.backend, progress=Progress(),
+                            scaler=Scaler(enabled=False))  # fmt: skip
+        self._folder = folder
+
+    def begin(self) -> None:
+        partial = self._checkpointer.begin(str(self._folder), self._of.progress.step)
+        self._checkpointer.save(self._of, partial, kind="step", last=1)
+
+    def written(self) -> bool:
+        return self._checkpointer.wait(0.0)
+
+    def save(self) -> None:
+        self.begin()
+        while not self._checkpointer.wait(1.0):
+            pass
+        for told in self._checkpointer.ended():
+            if told["error"]:
+                raise OSError(told["error"])
+
+    def load(self) -> None:
+        self._checkpointer.load(find(self._folder), self._of.backend)
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+class _Plain:
+    """As torch's tutorials do it."""
+
+    def __init__(self, standing: Standing, seat: Seat, folder: Path) -> None:
+        self._backend, self._rank, self._folder = standing.backend, seat.rank, folder / "dcp"
+        self._group = dist.new_group(backend="gloo")
+
+    def save(self) -> None:
+        if self._rank == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        dist.barrier(self._group)
+        dcp.save(self._state(), checkpoint_id=str(self._folder), process_group=self._group)
+
+    def load(self) -> None:
+        state = self._state()
+        dcp.load(state, checkpoint_id=str(self._folder), process_group=self._group)
+        set_state_dict(self._backend.module, self._backend.optimizer, model_state_dict=state["model"],
+                       optim_state_dict=state["optimizer"])  # fmt: skip
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self._backend.module, self._backend.optimizer)
+        return {"model": model, "optimizer": optimizer}

@@ -1,0 +1,168 @@
+"""`fsdp-lab drill`: failures at random moments in small runs, and whether each run ended as one that nothing befell.
+
+A drill is survived where its run did all its steps with the losses of an undisturbed run, bit for bit, where no process is
+left that was not there before, and where the ranks hold no more memory than such runs, saved and resumed, leave them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdp_lab.cli.console import Failed, Refused
+from fsdp_lab.fault import DRILLS, check_kind
+from fsdp_lab.spec import Spec
+
+if TYPE_CHECKING:
+    from fsdp_lab.lab import Lab
+    from fsdp_lab.runs import Run
+
+COUNT, STEPS, EVERY = 20, 24, 5
+HANG_S = 3.0
+LIMIT_S = 180.0  # for a run with a drill in it
+MORE_BYTES = 100 << 20  # that a rank may hold beyond what undisturbed runs left it
+WORK: Mapping[str, Any] = {"model": "gpt2-1m", "micro_batch": 2, "seq_len": 64}
+FORMS: tuple[Mapping[str, str], ...] = (  # equal bit for bit
+    {"backend": "lab"},
+    {"backend": "fsdp2"},
+    {"backend": "ddp", "sharding": "no_shard"},
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--count", type=int, default=COUNT, help="drills (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of what happens when (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="(default: %(default)s)")
+    parser.add_argument("--model", default=WORK["model"], help="a preset (default: %(default)s)")
+    parser.add_argument("--kinds", metavar="KIND,KIND", help=f"only these of {', '.join(DRILLS)}")
+
+
+def run(args: argparse.Namespace) -> int:
+    for name, least in (("count", 1), ("ranks", 2)):
+        if getattr(args, name) < least:
+            raise Refused(f"--{name} {getattr(args, name)} is refused; give a whole number of {least} or more")
+    kinds = [k.strip() for k in args.kinds.split(",")] if args.kinds else list(DRILLS)
+    for kind in kinds:
+        check_kind(kind)
+    work = Spec(world_size=args.ranks).replace(**{**WORK, "model": args.model})
+
+    from fsdp_lab.lab import Lab
+    from fsdp_lab.models.check import check
+
+    check(work.workload)
+
+    survived = 0
+    with Lab(args.ranks, reduction="rank_ordered", hang_s=HANG_S, history=False, progress=False) as lab:
+        field = Field(lab, work)
+        for number, plan in enumerate(plans(args.seed, args.count, args.ranks, kinds), 1):
+            begun_s = time.monotonic()
+            wrong = field.drill(plan)
+            survived += not wrong
+            said = "survived" if not wrong else f"NOT survived: {'; '.join(wrong)}"
+            print(f"{number}: {plan}: {said}, {time.monotonic() - begun_s:.1f} s", flush=True)
+    for kind, seconds in sorted(field.seconds.items()):
+        print(f"{kind}: to the next step {statistics.median(seconds):.1f} s in the median of {len(seconds)}, "
+              f"{max(seconds):.1f} s at most")  # fmt: skip
+    print(f"{survived} of {args.count} survived (seed {args.seed}, {args.ranks} ranks)")
+    if survived < args.count:
+        raise Failed(f"{args.count - survived} of {args.count} drills were not survived")
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One drill."""
+
+    kind: str
+    rank: int
+    step: int  # about when: what happens happens in the middle of something
+    delay_s: float
+    form: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return f"{self.kind} of rank {self.rank} after step {self.step} of {self.form['backend']}"
+
+
+def plans(seed: int, count: int, ranks: int, kinds: list[str]) -> Iterator[Plan]:
+    """The same for the same seed."""
+    chance = random.Random(seed)
+    for _ in range(count):
+        yield Plan(kind=chance.choice(kinds), rank=chance.randrange(ranks), step=chance.randrange(1, STEPS - 6),
+                   delay_s=chance.uniform(0, 0.05), form=chance.choice(FORMS))  # fmt: skip
+
+
+class Field:
+    """A lab, what an undisturbed run gives on it, and what it leaves behind."""
+
+    def __init__(self, lab: Lab, work: Spec) -> None:
+        self._lab, self._work = lab, work
+        self.seconds: dict[str, list[float]] = {}  # by kind: from the failure to the next step
+        self._losses = losses(self._finished(lab.run(work, steps=STEPS)))
+        self._processes = len(lab.cluster.processes)
+        self._rss_bytes = max(self._left_by(work.replace(**form)) for form in FORMS)
+
+    def drill(self, plan: Plan) -> list[str]:
+        """What was wrong afterwards, in words."""
+        from fsdp_lab.runs import Saving
+
+        with tempfile.TemporaryDirectory(prefix="fsdp_lab-drill-") as folder:
+            saving = Saving(folder=Path(folder), every=EVERY)
+            work = self._work.replace(**plan.form)
+            run = self._lab.run(work, steps=STEPS, save=saving, recover=True)
+            try:
+                self._strike(run, plan)
+                self._finished(run)
+                for incident in run.incidents:
+                    if (seconds := incident.seconds) is not None:
+                        self.seconds.setdefault(plan.kind, []).append(seconds)
+            except Exception as e:
+                run.stop(20)
+                return [f"{type(e).__name__}: {e}".partition("\n")[0]]
+        return list(self._wrong(run, plan))
+
+    def _left_by(self, work: Spec) -> int:
+        """What a rank holds after an undisturbed run that was saved, and one that went on from there."""
+        from fsdp_lab.runs import Saving
+
+        with tempfile.TemporaryDirectory(prefix="fsdp_lab-drill-") as folder:
+            self._finished(self._lab.run(work, steps=EVERY, save=Saving(folder=Path(folder), every=EVERY)))
+            self._finished(self._lab.resume(folder, steps=1))
+        return max(self._held())
+
+    def _strike(self, run: Run, plan: Plan) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while run.step < plan.step and not run.done and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(plan.delay_s)
+        if not run.done:
+            self._lab.drill(plan.kind, rank=plan.rank)
+
+    def _finished(self, run: Run) -> Run:
+        return run.wait(LIMIT_S)
+
+    def _wrong(self, run: Run, plan: Plan) -> Iterator[str]:
+        told = losses(run)
+        if told != self._losses:
+            parted = sorted(step for step in {*told, *self._losses} if told.get(step) != self._losses.get(step))
+            yield f"the losses are others from step {parted[0]} on"
+        if (there := len(self._lab.cluster.processes)) != self._processes:
+            yield f"{there} processes are there, and {self._processes} were"
+        if (more := max(self._held()) - self._rss_bytes) > MORE_BYTES:
+            yield f"a rank holds {more / (1 << 20):.0f} MiB more than it did"
+        if plan.kind != "slow" and not run.incidents and run.step < STEPS:
+            yield "nothing was found"
+
+    def _held(self) -> list[int]:
+        return [s.rss_bytes or 0 for s in self._lab.rank_status()]
+
+
+def losses(run: Run) -> dict[int, Any]:
+    """By step; of one that was done again, what it gave then. All ranks tell the same, and one may die before it does."""
+    return {e.step: e.mean_loss for e in run.events.since()[0]}

@@ -1,0 +1,70 @@
+"""A checkpoint's model as a folder that `transformers` opens: `AutoModel...from_pretrained(folder)`. No ranks are needed."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fsdp_lab.backends.carry import PARAM, lasting
+from fsdp_lab.backends.snapshot import Chunk, buffer_key, key
+from fsdp_lab.checkpoints import Checkpoint
+from fsdp_lab.models import build_skeleton, resolve
+from fsdp_lab.rank.storage import read_shards
+from fsdp_lab.spec import SpecError
+
+
+def export_pretrained(saved: Checkpoint, folder: Path, *, force: bool = False) -> Path:
+    """Write config and weights (fp32, safetensors), whole or not at all; the model must fit the host's memory.
+
+    Of buffers that are each rank's own, such as BatchNorm's statistics, those of the first rank are taken.
+
+    Returns the folder's absolute path. Raises SpecError of the path, or of a checkpoint that cannot be read.
+    """
+    target = _checked(folder, force=force)
+    model = build_skeleton(resolve(saved.spec.workload.model))
+    values = {name: torch.empty(p.shape) for name, p in model.named_parameters()}
+    values.update({name: torch.empty_like(b) for name, b in lasting(model)})
+    try:
+        read_shards(saved.path, list(_chunks(saved, values)), optional=())
+    except (LookupError, OSError) as e:
+        raise SpecError("checkpoint", f"{saved.path.name} cannot be read: {e}", "take another one") from e
+    try:
+        part = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            model.save_pretrained(part, state_dict=values)
+            part.chmod(0o755)  # as a folder that was made by hand; a temporary one is private
+            for file in part.iterdir():
+                file.chmod(0o644)
+            if target.exists():
+                shutil.rmtree(target)
+            part.rename(target)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    except OSError as e:
+        raise SpecError(
+            "path", f"{target} could not be written: {e.strerror}", "make room, or name another place"
+        ) from e
+    return target
+
+
+def _checked(folder: Path, *, force: bool) -> Path:
+    """Raises SpecError. With `force` a folder is replaced only where it holds a model, and nothing else is."""
+    target = folder.expanduser().absolute()
+    way_out = "name a new folder in one that exists and is yours"
+    if not target.parent.is_dir():
+        raise SpecError("path", f"{folder} cannot be written: there is no folder {target.parent}", way_out)
+    if target.exists() and not (force and (target / "config.json").is_file()):
+        raise SpecError("path", f"{folder} is there already", f"{way_out}, or give force (--force) to replace a model")
+    return target
+
+
+def _chunks(saved: Checkpoint, values: dict[str, Tensor]) -> Iterator[Chunk]:
+    first = saved.manifest["writers"][0]
+    for name, value in values.items():
+        kept = key(name, PARAM) if name in saved.manifest["parameters"] else buffer_key(first, name)
+        yield Chunk(name=kept, start=0, values=value.view(-1))

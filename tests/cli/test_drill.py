@@ -1,0 +1,40 @@
+"""`fsdp-lab drill`: failures in small runs on real ranks, and what is said of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_lab.cli.drill import plans
+from fsdp_lab.cli.main import main
+from fsdp_lab.fault import DRILLS
+
+
+@pytest.mark.slow
+def test_drills_are_survived_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    kinds = "nan,raise,out-of-memory,cut,kill,slow"
+    assert main(["drill", "--count", "6", "--seed", "11", "--kinds", kinds]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(": survived, ") == 6
+    assert "kill: to the next step " in printed and "slow: " not in printed
+    assert printed.splitlines()[-1] == "6 of 6 survived (seed 11, 2 ranks)"
+
+
+def test_the_same_seed_makes_the_same_drills_and_all_kinds_come() -> None:
+    some = list(plans(3, 200, 4, list(DRILLS)))
+    assert some == list(plans(3, 200, 4, list(DRILLS))) != list(plans(4, 200, 4, list(DRILLS)))
+    assert {p.kind for p in some} == set(DRILLS) and {p.rank for p in some} == {0, 1, 2, 3}
+    assert len({p.form["backend"] for p in some}) == 3 and len({p.step for p in some}) > 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--count", "0"], "--count 0 is refused"),
+        (["--ranks", "1"], "--ranks 1 is refused"),
+        (["--model", "gpt5"], "workload.model: 'gpt5'"),
+        (["--kinds", "earthquake"], "'earthquake' is refused; choose from kill"),
+    ],
+)
+def test_what_cannot_be_drilled_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["drill", *arguments]) == 2
+    assert said in capsys.readouterr().err

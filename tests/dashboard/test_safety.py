@@ -1,0 +1,365 @@
+"""The card of checkpoints, recovery, incidents and drills against a lab without processes."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.cluster import ClusterError, RankLost
+from fsdp_lab.dashboard.controls import Controls
+from fsdp_lab.dashboard.incident_picture import incidents_picture, moments
+from fsdp_lab.dashboard.safety import SafetyBox
+from fsdp_lab.dashboard.saving_form import EVERY, OFF, saves_table
+from fsdp_lab.fault import DRILLS
+from fsdp_lab.runs import RunState
+from fsdp_lab.runs.recovery import CHECKPOINT, REPLICA, Incident
+from fsdp_lab.runs.saving import Saved
+from tests.dashboard.fake_lab import FakeLab
+
+
+class Desk:
+    """Controls, the card, a lab, and a tick when asked."""
+
+    def __init__(self) -> None:
+        self.lab = FakeLab(2, step_s=0.002)
+        self.box = SafetyBox(self.lab, begin=lambda start: self.controls.begin(start))
+        self.controls = Controls(self.lab, options=self.box.options)
+        self.saving, self.recovery, self.drill = self.box._saving, self.box._recovery, self.box._drill
+
+    @property
+    def buttons(self) -> list[str]:
+        """Of the way out, those that are seen."""
+        return [b.description for b in self.recovery.buttons if b.layout.visibility == "visible"]
+
+    def head(self) -> str:
+        return plain(self.box._said.value)
+
+    def start(self) -> None:
+        self.controls.start()
+        self.until(lambda: self.lab.current.step > 3)
+
+    def tick(self) -> None:
+        run = self.lab.current
+        self.controls.tick(run, run.events.since(0)[0] if run is not None else ())
+        self.box.tick(run)
+
+    def until(self, what: Callable[[], bool], timeout_s: float = 10) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not what():
+            assert time.monotonic() < deadline, f"waited in vain: {self.head()}"
+            self.tick()
+            time.sleep(0.005)
+
+
+def plain(html: str) -> str:
+    return unescape(re.sub("<[^>]*>", "", html))
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    monkeypatch.chdir(tmp_path)
+    d = Desk()
+    yield d
+    d.lab.save_gate.set()
+    d.lab.close()
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_folded_at_first_and_makes_no_folder(desk: Desk, tmp_path: Path) -> None:
+    assert desk.box._body.layout.display == "none"
+    assert desk.head() == "saving is off · recovery: ask · no incident"
+    desk.box._fold.click()
+    assert desk.box._body.layout.display == "" and desk.box._fold.description == "Hide"
+    desk.start()
+    assert not any(tmp_path.iterdir()) and desk.lab.current.saving is None
+    assert desk.lab.current.recovering.how == "ask"
+
+
+def test_what_is_chosen_holds_from_the_next_start_on(desk: Desk, tmp_path: Path) -> None:
+    desk.saving._when.value = EVERY
+    desk.saving._every.value, desk.saving._last.value = 25, 2
+    desk.recovery._how.value, desk.recovery._ranks.value = "auto", "fewer"
+    assert not any(tmp_path.iterdir())
+    desk.start()
+    saving, recovering = desk.lab.current.saving, desk.lab.current.recovering
+    assert (saving.folder, saving.every, saving.last) == (tmp_path / "checkpoints", 25, 2)
+    assert (recovering.how, recovering.ranks) == ("auto", "fewer")
+    desk.tick()
+    assert desk.head() == "saving every 25 steps · recovery: automatic · no incident"
+
+
+def test_a_folder_that_cannot_be_is_said_beside_it_and_starts_nothing(desk: Desk, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    desk.saving._when.value, desk.saving._folder.value = EVERY, "taken"
+    desk.controls._start.click()
+    assert (
+        plain(desk.saving._said.value)
+        == "The folder taken cannot hold checkpoints: File exists: name a folder that is yours."
+    )
+    assert "fsdp-refused" in desk.saving._said.value and desk.lab.current is None
+    desk.saving._when.value = OFF
+    desk.controls._start.click()
+    assert desk.saving._said.value == "" and desk.lab.current is not None
+
+
+def test_save_now_in_a_run_and_what_came_of_it(desk: Desk) -> None:
+    desk.saving._when.value = EVERY
+    desk.start()
+    desk.saving._save.click()
+    desk.until(lambda: "is saved in checkpoints" in desk.saving._said.value)
+    assert "13.0 MiB" in desk.saving._list.value and "12.0 ms" in desk.saving._list.value
+
+
+def test_save_now_in_a_run_without_a_folder_is_refused_in_words(desk: Desk) -> None:
+    desk.start()
+    desk.saving._save.click()
+    assert "This run has no folder for checkpoints" in plain(desk.saving._said.value)
+
+
+def test_save_now_without_a_run_never_holds_up_who_pressed(desk: Desk) -> None:
+    desk.start()
+    desk.lab.current.stop(5)
+    desk.lab.save_gate.clear()
+    desk.saving._save.click()
+    assert "is being saved" in desk.saving._said.value
+    desk.saving._save.click()
+    assert len([t for t in threading.enumerate() if t.name == "fsdp-lab-save"]) == 1
+    desk.lab.save_gate.set()
+    desk.until(lambda: "Step 7 is saved in checkpoints." in plain(desk.saving._said.value))
+    desk.saving._folder.value = "full"
+    desk.saving._save.click()
+    desk.until(lambda: "No space left on device" in desk.saving._said.value)
+
+
+def test_resume_takes_the_choices_that_wait_and_the_controls_follow(desk: Desk) -> None:
+    desk.controls.accept({"sharding": "shard_grad_op"})
+    desk.saving._when.value = EVERY
+    desk.saving._resume.click()
+    assert desk.lab.resumed == [("checkpoints", {"sharding": "shard_grad_op"})]
+    run = desk.lab.current
+    assert run.saving.every == desk.saving._every.value and run.recovering.how == "ask"
+    desk.until(lambda: desk.controls.choices.notes["sharding"].text == "applied at step 0")
+    assert desk.saving._resume.disabled, "a run goes on"
+
+
+def test_a_folder_without_a_checkpoint_is_said_and_resumes_nothing(desk: Desk) -> None:
+    desk.saving._folder.value = "nowhere"
+    desk.saving._resume.click()
+    assert "No checkpoint in nowhere: there is no such folder: name another folder." in plain(desk.saving._said.value)
+    assert desk.lab.current is None
+
+
+def test_the_list_of_saves() -> None:
+    def saved(step: int, **told: object) -> Saved:
+        return Saved(step=step, kind="step", stall_s=0.01, waited_s=0.0, **told)  # type: ignore[arg-type]
+
+    whole = [saved(s, path=Path(f"/c/{s}"), nbytes=5 << 20, seconds=0.2) for s in (10, 20, 30)]
+    torn = saved(40, seconds=0.1, error="No space <left>")
+    shown = saves_table([*whole, torn, saved(50)])
+    steps = re.findall(r"<tr[^>]*><td>(\d+)</td>", shown)
+    assert steps == ["50", "40", "30"] and "and 2 before" in shown
+    assert "is being written" in shown and "Step 40 could not be saved (No space &lt;left&gt;)" in shown
+    assert "Nothing is saved yet" in saves_table([])
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_is_chosen_and_what_it_finds_is_said(desk: Desk) -> None:
+    form = desk.box._evaluation
+    assert form._every.disabled and plain(form._said.value).startswith("What is found is drawn")
+    desk.start()
+    assert desk.lab.current.evaluate is None
+    desk.lab.current.stop(5)
+    form._when.value, form._every.value, form._samples.value, form._patience.value = "every n steps", 5, 8, 3
+    desk.controls.start()
+    chosen = desk.lab.current.evaluate
+    assert (chosen.every, chosen.samples, chosen.patience) == (5, 8, 3)
+    desk.until(lambda: len(desk.lab.current.judge.evaluations) > 1)
+    desk.until(lambda: plain(form._said.value).startswith("Evaluation loss "))
+    assert re.search(r"best \S+ \(perplexity \S+\) at step \d+\.$", plain(form._said.value))
+    assert desk.head() == "saving is off · evaluation every 5 steps · recovery: ask · no incident"
+    form._patience.value = 0
+    assert form.evaluating().patience is None
+
+
+# -- recovery ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_waits_says_why_and_recover_goes_on(desk: Desk) -> None:
+    desk.start()
+    desk.tick()
+    assert desk.buttons == []
+    desk.lab.lose(1)
+    desk.until(lambda: desk.lab.current.state is RunState.BROKEN and desk.buttons != [])
+    assert desk.buttons == ["Recover", "Go on with fewer"]
+    assert "rank 1 is gone: its process 4321 on here was ended by SIGKILL" in desk.head()
+    assert "waits for Recover or Stop" in desk.recovery._incidents.value
+    state = plain(desk.controls._state.value)
+    assert state.startswith("broken The run waits: see Safety below") and not desk.controls._stop.disabled
+    assert desk.controls._pause.disabled and desk.controls._start.disabled and desk.saving._save.disabled
+    desk.recovery._same.click()
+    desk.until(lambda: desk.head().endswith("1 incident"))
+    assert desk.lab.current.state is RunState.RUNNING and desk.buttons == []
+    shown = plain(desk.recovery._incidents.value)
+    assert "failed 0 s → detected 30.0 ms → freed 80.0 ms → training again 2.50 s" in shown
+    assert "It went on from a checkpoint of step" in shown and "3 steps done again · 2 ranks" in shown
+
+
+def test_recovering_is_shown_while_it_lasts(desk: Desk) -> None:
+    desk.lab.step_s = 0.1
+    desk.start()
+    desk.lab.lose(1)
+    desk.until(lambda: desk.buttons != [])
+    desk.recovery._same.click()
+    desk.until(lambda: desk.head().startswith("recovering"))
+    assert desk.buttons == [] and "is being recovered" in desk.recovery._incidents.value
+    assert "recovering" in desk.controls._state.value
+    desk.until(lambda: desk.lab.current.state is RunState.RUNNING)
+
+
+def test_going_on_with_fewer(desk: Desk) -> None:
+    desk.start()
+    desk.lab.lose(1)
+    desk.until(lambda: desk.buttons != [])
+    desk.recovery._fewer.click()
+    desk.until(lambda: desk.lab.current.state is RunState.RUNNING and "2 → 1 ranks" in desk.recovery._incidents.value)
+    assert "2 ranks became 1" in desk.recovery._incidents.value
+    desk.until(lambda: desk.controls.choices.wanted.world_size == 1)
+    assert desk.drill._rank.max == 0
+
+
+def test_fewer_is_offered_only_where_a_rank_is_lost(desk: Desk) -> None:
+    desk.start()
+    desk.lab.lose(1)
+    desk.lab.lost.clear()
+    desk.until(lambda: desk.buttons != [])
+    assert desk.buttons == ["Recover"]
+
+
+def test_a_strategy_that_cannot_be_on_fewer_is_refused_in_words(desk: Desk) -> None:
+    desk.controls.accept({"world_size": 4, "sharding": "hybrid_shard", "shard_size": 2})
+    desk.start()
+    desk.lab.lose(1)
+    desk.until(lambda: desk.buttons != [])
+    desk.recovery._fewer.click()
+    assert "and 3 ranks have none: use 4 ranks or more, or full_shard." in desk.head()
+    assert desk.lab.current.state is RunState.BROKEN and desk.buttons == ["Recover", "Go on with fewer"]
+
+
+def test_stop_ends_a_run_that_waits(desk: Desk) -> None:
+    desk.start()
+    desk.lab.lose(1)
+    desk.until(lambda: desk.buttons != [])
+    desk.controls._stop.click()
+    desk.until(lambda: "the run ended before it went on" in desk.recovery._incidents.value)
+    assert desk.lab.current.state is RunState.STOPPED and desk.buttons == []
+
+
+def test_a_run_that_failed_can_be_recovered_too(desk: Desk) -> None:
+    desk.recovery._how.value = "off"
+    desk.start()
+    former = desk.lab.current
+    desk.lab.lose(1)
+    desk.until(lambda: former.state is RunState.FAILED and desk.buttons != [])
+    assert desk.head().startswith("failed rank 1 is gone")
+    desk.recovery._same.click()
+    desk.until(lambda: desk.lab.current is not former and desk.buttons == [])
+
+
+# -- incidents ---------------------------------------------------------------------------------------------------------
+
+
+def incident(step: int, **told: object) -> Incident:
+    lost = RankLost(rank=1, engine=1, pid=1, host="here", reason="was <ended>", unix_s=100.0)
+    return Incident(error=lost, step=step, ranks=2, detected_unix_s=100.0, **told)  # type: ignore[arg-type]
+
+
+def test_seconds_are_since_the_failure_or_since_it_was_noticed() -> None:
+    known = incident(5, failed_unix_s=99.0, freed_unix_s=100.5, resumed_unix_s=103.0)
+    assert moments(known) == [("failed", 0.0), ("detected", 1.0), ("freed", 1.5), ("training again", 4.0)]
+    assert moments(incident(5, freed_unix_s=100.5)) == [("detected", 0.0), ("freed", 0.5)]
+
+
+def test_the_newest_incident_is_drawn_and_five_others_when_asked_for() -> None:
+    shown = incidents_picture([incident(n) for n in range(8)], "broken", over=False)
+    assert re.findall(r"<b>step (\d+)</b>", shown) == ["7", "6", "5", "4", "3"]
+    assert "4 of 7 before" in shown and "was &lt;ended&gt;" in shown
+    assert incidents_picture([], "", over=False).startswith('<div class="fsdp-soft">No rank has failed')
+
+
+def test_what_it_went_on_from_is_said() -> None:
+    shown = incidents_picture([incident(9, source=REPLICA, resumed_step=9, resumed_ranks=2)], "running", over=False)
+    assert "It went on from a replica · no step done again · 2 ranks." in shown
+    shown = incidents_picture([incident(9, source=CHECKPOINT, resumed_step=8, resumed_ranks=1)], "running", over=False)
+    assert "It went on from a checkpoint of step 8 · 1 step done again · 2 → 1 ranks." in shown
+
+
+# -- drills ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_drill_is_explained_and_asked_for(desk: Desk) -> None:
+    assert list(desk.drill._kind.options) == list(DRILLS)
+    assert desk.drill._do.disabled
+    for kind, what in DRILLS.items():
+        desk.drill._kind.value = kind
+        assert plain(desk.drill._what.value) == f"It {what}."
+    desk.start()
+    desk.until(lambda: not desk.drill._do.disabled)
+    desk.drill._kind.value, desk.drill._rank.value = "out-of-memory", 0
+    desk.drill._do.click()
+    assert desk.lab.drills == [("out-of-memory", 0)]
+    assert plain(desk.drill._said.value) == "Asked for: out-of-memory on rank 0."
+
+
+def test_a_slow_link_can_be_mended(desk: Desk) -> None:
+    desk.start()
+    desk.until(lambda: not desk.drill._do.disabled)
+    assert desk.drill._mend.disabled
+    desk.drill._kind.value = "slow"
+    desk.drill._do.click()
+    desk.until(lambda: not desk.drill._mend.disabled)
+    desk.drill._mend.click()
+    assert desk.lab.drills == [("slow", 1), ("mended", 1)] and "is mended" in desk.drill._said.value
+    desk.tick()
+    assert desk.drill._mend.disabled
+
+
+def test_a_drill_that_is_refused_is_said(desk: Desk) -> None:
+    desk.drill.do()
+    assert "there is no run to drill" in desk.drill._said.value and "fsdp-refused" in desk.drill._said.value
+
+
+def test_a_killed_rank_of_a_drill_is_recovered(desk: Desk) -> None:
+    desk.start()
+    desk.drill._kind.value = "kill"
+    desk.until(lambda: not desk.drill._do.disabled)
+    desk.drill._do.click()
+    desk.until(lambda: desk.buttons != [])
+    desk.recovery._same.click()
+    desk.until(lambda: desk.lab.current.state is RunState.RUNNING)
+    assert desk.lab.drills == [("kill", 1)]
+
+
+# -- end ---------------------------------------------------------------------------------------------------------------
+
+
+def test_with_a_closed_lab_nothing_can_be_pressed_but_the_fold(desk: Desk) -> None:
+    desk.box.retire()
+    assert [w for w in desk.box.answering if not getattr(w, "disabled", False)] == [desk.box._fold]
+
+
+def test_a_press_that_comes_too_late_is_said(desk: Desk) -> None:
+    """The run went on, or ended, while the page still showed the buttons."""
+    with pytest.raises(ClusterError):
+        desk.lab.recover()
+    desk.recovery.recover("same")
+    assert desk.buttons == []

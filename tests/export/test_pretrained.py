@@ -1,0 +1,95 @@
+"""The model of a checkpoint, opened by transformers, has every value that the ranks held."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+
+from fsdp_lab.checkpoints import find
+from fsdp_lab.cli.main import main
+from fsdp_lab.export import export_model
+from fsdp_lab.spec import SpecError
+from tests.pool import Place, Pool
+from tests.rank.test_session import DDP, session, spec
+
+IMAGES = {"model": "resnet-1m", "data": "images"}
+
+
+def _trained(place: Place, given: dict[str, Any], root: str) -> dict[str, Tensor]:
+    """What DDP's rank holds whole."""
+    s = session(place)
+    s.apply("run", given)
+    s.train(3)
+    Path(root).mkdir(exist_ok=True)
+    s.save(root)
+    s.saves(30.0)
+    values = {n.removeprefix("module."): t.detach().clone() for n, t in s.namespace()["model"].state_dict().items()}
+    s.close()
+    return values
+
+
+@pytest.mark.parametrize(("changes", "opener"), [({}, AutoModelForCausalLM), (IMAGES, AutoModelForImageClassification)])
+def test_from_pretrained_opens_it(pool: Pool, tmp_path: Path, changes: dict[str, Any], opener: Any) -> None:
+    held = pool.run(_trained, 2, spec(**DDP, **changes).to_dict(), str(tmp_path / "saved"), reduction=None)[0]
+    folder = export_model(tmp_path / "saved", tmp_path / "model")
+    opened = opener.from_pretrained(folder).state_dict()
+    assert opened.keys() == held.keys()
+    assert all(torch.equal(opened[name], value) for name, value in held.items())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "saved"]
+
+
+def test_what_is_there_is_not_lost(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pool.run(_trained, 1, spec(world_size=1, **DDP).to_dict(), str(tmp_path / "saved"), reduction=None)
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "thesis.txt").write_text("mine")
+    for force in (False, True):
+        with pytest.raises(SpecError, match="is there already"):
+            export_model(tmp_path / "saved", taken, force=force)
+    with pytest.raises(SpecError, match="there is no folder"):
+        export_model(tmp_path / "saved", tmp_path / "no" / "where")
+    with pytest.raises(SpecError, match="it holds none"):
+        export_model(taken, tmp_path / "model")
+    assert [p.name for p in taken.iterdir()] == ["thesis.txt"]
+
+    saved = find(tmp_path / "saved")
+    assert main(["checkpoints", str(tmp_path / "saved")]) == 0
+    assert f"{saved.path.name}  step 3" in capsys.readouterr().out
+    assert main(["checkpoints", str(saved.path), "--export", str(tmp_path / "model")]) == 0
+    assert main(["checkpoints", str(saved.path), "--export", str(tmp_path / "model")]) == 2
+    assert main(["checkpoints", str(saved.path), "--export", str(tmp_path / "model"), "--force"]) == 0
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "gpt2"
+    next(saved.path.glob("*.safetensors")).unlink()
+    capsys.readouterr()
+    assert main(["checkpoints", str(tmp_path / "saved")]) == 0
+    assert f"torn: {saved.path.name} lacks its file" in capsys.readouterr().out
+    assert main(["checkpoints", str(tmp_path / "nowhere")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "no Spec is given"),
+        (["--resume", "/nowhere"], "--resume: no checkpoint in /nowhere: there is no such folder"),
+        (["spec.json", "--save-every", "3"], "--save-every is given and no folder"),
+        (["spec.json", "--save", "saved", "--save-every", "0"], "save.every: 0 is refused"),
+        (["spec.json", "--save", "/proc/saved"], "save: /proc/saved cannot hold checkpoints"),
+    ],
+)
+def test_run_refuses_before_anything_starts(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "spec.json").write_text(spec().to_json())
+    assert main(["run", *arguments]) == 2
+    assert said in capsys.readouterr().err

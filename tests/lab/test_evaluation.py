@@ -1,0 +1,135 @@
+"""Evaluations of a run: when they are due, what is best, when it is enough, and what is kept of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from fsdp_lab.lab import Lab
+from fsdp_lab.runs import Evaluating, Evaluation, Run, RunState, summarize
+from fsdp_lab.runs.evaluation import Judge, in_words
+from fsdp_lab.spec import Spec, SpecError, Workload
+from tests.cluster.fake_rank import EVAL_LOSSES
+from tests.lab.events import SPEC, event, steps
+from tests.lab.past import past
+from tests.lab.test_lab import until
+
+BEST = EVAL_LOSSES.index(min(EVAL_LOSSES[:5]))
+
+
+def test_a_judge_knows_the_best_and_when_it_is_enough():
+    judge = Judge(patience=3)
+    better = [judge.take(step, loss) for step, loss in enumerate(EVAL_LOSSES[:5])]
+    assert better == [True, True, False, True, True] and judge.best == (4, 5.0) and not judge.reason
+    assert [judge.take(5, 5.0), judge.take(6, math.nan)] == [False, False] and judge.stale == 2
+    assert not judge.reason and not judge.take(7, -math.inf)
+    assert judge.reason == "the evaluation loss has not fallen below 5 (step 4) in 3 evaluations"
+    judge.forget(4)
+    assert judge.best == (3, 6.0) and judge.stale == 0 and len(judge.evaluations) == 4
+    judge.switched(SPEC, SPEC.replace(lr=1.0))
+    assert judge.best == (3, 6.0)
+    judge.switched(SPEC, SPEC.replace(held_out=0.1))
+    assert judge.best is None and judge.evaluations == []
+    judge = Judge(patience=1)
+    judge.take(0, math.nan)
+    assert judge.reason == "the evaluation loss was not finite in 1 evaluation" and judge.best is None
+    assert not any((Judge().take(0, math.nan), Judge().reason, Judge().words(Workload())))
+
+
+def test_words_tell_the_perplexity_of_language_alone():
+    judge = Judge()
+    judge.take(9, 2.0)
+    judge.take(19, 1000.0)
+    said = "evaluation loss 1000.0000 (perplexity inf) at step 19, best 2.0000 (perplexity 7.389) at step 9"
+    assert judge.words(Workload()) == said
+    assert judge.words(Workload(model="vit-1m", data="images")).endswith("best 2.0000 at step 9")
+    assert "perplexity" not in judge.words(Workload(model="/a/folder/that/is/gone"))
+    assert in_words(math.nan, language=False) == "nan"
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [({"every": 0}, "every"), ({"every": 1.5}, "every"), ({"every": 1, "samples": 0}, "samples"),
+     ({"every": True}, "every"), ({"every": 1, "patience": 0}, "patience")],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(given: dict[str, Any], field: str):
+    with pytest.raises(SpecError, match=rf"evaluate\.{field}: .* is refused; give a whole number of 1 or more"):
+        Evaluating(**given)
+
+
+def test_refusals_come_before_anything_starts(lab: Lab):
+    before = lab.current
+    for options, field in (({"evaluate": 0}, "evaluate.every"), ({"evaluate": 1, "held_out": 0}, "workload.held_out")):
+        with pytest.raises(SpecError) as refused:
+            lab.run(**options)
+        assert refused.value.field == field and lab.current is before
+    with pytest.raises(SpecError, match="workload.held_out: 900 are too many"):  # the ranks know how many there are
+        lab.run(evaluate=Evaluating(every=1, samples=900), steps=3).wait(20)
+    run = lab.run(evaluate=5)
+    with pytest.raises(SpecError, match="nothing is held out to evaluate on; use held_out 0.05"):
+        run.apply(held_out=0)
+    with pytest.raises(SpecError, match="64 are too many"):
+        run.apply(held_out=0.01).wait(10)
+    assert not run.done and run.refused is not None
+
+
+def test_a_run_stops_when_its_patience_is_out_and_says_why(lab: Lab):
+    run = lab.run(steps=50, evaluate=Evaluating(every=1, patience=3)).wait(20)
+    assert run.state is RunState.STOPPED and run.step == 8
+    assert run.reason == "the evaluation loss has not fallen below 5 (step 4) in 3 evaluations"
+    assert [e.step for e in run.evaluations] == list(range(8)) and run.best == Evaluation(BEST, EVAL_LOSSES[BEST])
+    note = "evaluation loss 5.2000 (perplexity 181.3) at step 7, best 5.0000 (perplexity 148.4) at step 4"
+    assert note in run.table().notes
+    assert run.summary()["best_evaluation"] == {"step": 4, "loss": 5.0}
+    kept = lab.runs()[run.id]
+    assert kept.best == run.best and kept.table().notes == run.table().notes and kept.reason == run.reason
+    assert kept.evaluations[:6] == run.evaluations[:6] and math.isnan(kept.evaluations[6].loss)
+
+
+def test_it_evaluates_every_so_many_steps_and_after_the_last(lab: Lab):
+    run = lab.run(steps=11, evaluate=4).wait(20)
+    assert run.state is RunState.FINISHED and [e.step for e in run.evaluations] == [3, 7, 10]
+    assert {e.step for e in run.events.since()[0] if e.eval_loss is not None} == {3, 7, 10}
+    plain = lab.run(steps=2).wait(20)
+    assert plain.evaluations == () and plain.best is None and "evaluations" not in plain.summary()
+
+
+def test_the_best_is_told_while_the_ranks_are_at_its_step(lab: Lab):
+    run = lab.run(evaluate=2)
+    seen: list[tuple[Evaluation, list[int]]] = []
+    run.on_best.append(lambda best: seen.append((best, [s["step"] for s in _status(run)])))
+    until(lambda: run.step > 9)
+    run.stop(10)
+    assert [best.step for best, _ in seen] == [1, 3, 5, 7][-len(seen) :] and len(seen) >= 2
+    assert all(ranks == [best.step + 1] * 2 for best, ranks in seen)
+
+
+def _status(run: Run) -> list[Any]:
+    return run._await(run._ranks.submit("status"))
+
+
+def test_what_is_gone_back_behind_is_forgotten_live_and_on_disk(lab: Lab):
+    run = lab.run(evaluate=1)
+    until(lambda: len(run.evaluations) > 5)
+    run.apply(lr=0.5).wait(10)
+    assert run.best == (BEST, EVAL_LOSSES[BEST]), "another rate goes on"
+    switched = run.apply(seed=5).wait(10)
+    until(lambda: len(run.evaluations) > 1)
+    assert not switched.carried and run.evaluations[0] == (0, EVAL_LOSSES[0])
+    before = run.apply(seq_len=64).wait(10).step
+    until(lambda: len(run.evaluations) > 1)
+    run.stop(10)
+    assert run.evaluations[0].step == before, "other samples are held out"
+    kept = lab.runs()[run.id]
+    assert kept.evaluations[0] == run.evaluations[0] and len(kept.evaluations) == len(run.evaluations)
+
+
+def test_a_summary_is_of_the_spec_applied_last():
+    told = [*steps(0, 1, eval_loss=3.0), *steps(2, eval_loss=math.nan), *steps(3, eval_loss=2.5), *steps(4)]
+    entry = summarize(SPEC, told)
+    assert [e["step"] for e in entry["evaluations"]] == [0, 1, 2, 3]
+    assert entry["best_evaluation"] == {"step": 3, "loss": 2.5}
+    assert summarize(SPEC, [event(r, 0, eval_loss=math.nan) for r in (0, 1)])["best_evaluation"] is None
+    assert past(spec=Spec()).events.since()[0][0].eval_loss is None

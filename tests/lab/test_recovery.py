@@ -1,0 +1,233 @@
+"""Nothing is lost: a run goes on after whatever befell its ranks, with the curve of one that nothing befell."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fsdp_lab.checkpoints import checkpoints, torn
+from fsdp_lab.cluster import ClusterError, RankLost
+from fsdp_lab.lab import Lab
+from fsdp_lab.runs import Run, RunState
+from fsdp_lab.runs.recovery import BEGINNING, CHECKPOINT, REPLICA, Recovering, refitted
+from fsdp_lab.runs.saving import Saving
+from fsdp_lab.spec import Spec, SpecError
+from tests.lab.test_lab import until
+
+SMALL = {"model": "gpt2-1m", "micro_batch": 2, "seq_len": 64}
+DDP = {"backend": "ddp", "sharding": "no_shard"}
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def resident() -> Iterator[Lab]:
+    with Lab(2, reduction="rank_ordered") as lab:
+        yield lab
+
+
+@pytest.fixture
+def lab(resident: Lab) -> Iterator[Lab]:
+    yield resident
+    if resident.current is not None:
+        resident.current.stop(20)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(resident: Lab) -> dict[int, float]:
+    """step -> loss."""
+    return losses(resident.run(**SMALL, steps=STEPS).wait(90))
+
+
+def losses(run: Run) -> dict[int, float]:
+    """Of a step that was done again, what it gave then. All ranks tell the same, and one may die before it does."""
+    return {e.step: e.mean_loss for e in run.events.since()[0]}
+
+
+def kill(lab: Lab, rank: int, number: int = signal.SIGKILL) -> float:
+    unix_s = time.time()
+    os.kill(lab.rank_status()[rank].pid, number)
+    return unix_s
+
+
+def test_a_run_is_saved_and_another_goes_on_from_it(lab: Lab, undisturbed: dict[int, float], tmp_path: Path) -> None:
+    run = lab.run(**SMALL, steps=14, save=Saving(folder=tmp_path, every=4, last=2)).wait(90)
+    assert [s.step for s in run.saves] == [4, 8, 12, 14] and not any(s.error or s.pending for s in run.saves)
+    assert [c.step for c in checkpoints(tmp_path)] == [12, 14], "the last two"
+    assert all(s.stall_s > 0 and s.seconds and s.nbytes for s in run.saves)
+    again = lab.resume(tmp_path, steps=STEPS - 14, backend="fsdp2").wait(90)
+    assert losses(run) | losses(again) == undisturbed
+    assert again.switches[0].step == 14 and min(losses(again)) == 14
+
+
+def test_save_on_demand_while_it_trains_and_when_it_is_over(lab: Lab, tmp_path: Path) -> None:
+    run = lab.run(**SMALL, save=tmp_path)
+    until(lambda: run.step > 2, 60)
+    made = run.save().wait(30)
+    assert made.step >= 2 and made.spec == run.spec and checkpoints(tmp_path)[-1].path == made.path
+    with pytest.raises(ClusterError, match="goes on"):
+        lab.save(tmp_path)
+    run.stop(20)
+    assert run.saves[-1].kind == "last" and run.saves[-1].step == run.step
+    with pytest.raises(ClusterError, match="lab.save"):
+        run.save()
+    assert lab.save(tmp_path).step == run.step
+
+
+@pytest.mark.parametrize(("victim", "changes", "source"), [(1, {}, CHECKPOINT), (0, DDP, REPLICA)])
+def test_a_killed_rank_is_replaced_and_the_curve_is_that_of_an_undisturbed_run(
+    lab: Lab, undisturbed: dict[int, float], tmp_path: Path, victim: int, changes: dict[str, str], source: str
+) -> None:
+    run = lab.run(**SMALL, **changes, steps=STEPS, recover=True, save=Saving(folder=tmp_path, every=5))
+    until(lambda: run.step > 6, 60)
+    others = [s.pid for s in lab.rank_status() if s.rank != victim]
+    struck_unix_s = kill(lab, victim)
+    run.strike(struck_unix_s)
+    run.wait(120)
+    assert run.state is RunState.FINISHED and losses(run) == undisturbed
+    (incident,) = run.incidents
+    assert incident.source == source and isinstance(incident.error, RankLost) and incident.error.rank == victim
+    times = [incident.failed_unix_s, incident.detected_unix_s, incident.freed_unix_s, incident.resumed_unix_s]
+    assert times == sorted(times) and times[0] == struck_unix_s
+    assert incident.detected_unix_s - struck_unix_s < 2
+    assert incident.resumed_step == (5 if source == CHECKPOINT else incident.step)
+    assert incident.lost_steps == incident.step - incident.resumed_step < 5
+    assert set(others) < {s.pid for s in lab.rank_status()}, "the survivors stay"
+    assert not torn(tmp_path)
+
+
+def test_without_a_checkpoint_or_a_replica_it_begins_again(lab: Lab, undisturbed: dict[int, float]) -> None:
+    run = lab.run(**SMALL, steps=STEPS, recover=True)
+    until(lambda: run.step > 3, 60)
+    kill(lab, 1)
+    run.wait(120)
+    assert losses(run) == undisturbed and run.incidents[0].source == BEGINNING
+
+
+def test_it_waits_for_a_word_and_goes_on_with_fewer(lab: Lab, undisturbed: dict[int, float], tmp_path: Path) -> None:
+    run = lab.run(**SMALL, steps=STEPS, recover="ask", save=Saving(folder=tmp_path, every=5))
+    until(lambda: run.step > 6, 60)
+    kill(lab, 1)
+    until(lambda: run.state is RunState.BROKEN, 10)
+    assert "rank 1 is gone" in run.reason and not run.done
+    assert lab.recover("fewer") is run
+    run.wait(120)
+    assert run.state is RunState.FINISHED and lab.ranks == 1
+    (incident,) = run.incidents
+    assert (incident.ranks, incident.resumed_ranks) == (2, 1)
+    assert "2 ranks became 1: a step is still 4 samples" in incident.notes[0]
+    told = losses(run)
+    assert told.keys() == undisturbed.keys()
+    assert all(told[step] == pytest.approx(loss, rel=1e-4) for step, loss in undisturbed.items())
+    assert [e.world_size for e in run.events.latest().values()] == [1]
+    lab.resize(2)
+
+
+def test_a_run_that_failed_is_recovered_by_another(lab: Lab, undisturbed: dict[int, float], tmp_path: Path) -> None:
+    run = lab.run(**SMALL, steps=STEPS, save=Saving(folder=tmp_path, every=5))
+    until(lambda: run.step > 6, 60)
+    kill(lab, 0)
+    with pytest.raises(RankLost, match="rank 0 is gone"):
+        run.wait(30)
+    again = lab.recover()
+    assert again is not run and lab.current is again
+    again.wait(120)
+    assert losses(run) | losses(again) == undisturbed
+    assert again.incidents[0].source == CHECKPOINT and again.incidents[0].step >= 6
+
+
+def test_a_failure_that_comes_again_at_once_ends_the_run(lab: Lab) -> None:
+    lab.client[:].execute(
+        "import fsdp_lab.rank.trainer as t; t.Trainer._accumulate_was = t.Trainer._accumulate", block=True
+    )
+    lab.client[1:].execute("t.Trainer._accumulate = lambda self: 1 / 0", block=True)
+    try:
+        run = lab.run(**SMALL, steps=STEPS, recover=Recovering(how="auto", times=2))
+        with pytest.raises(ClusterError, match="rank 1 failed in train at .*: ZeroDivisionError"):
+            run.wait(60)
+        assert len(run.incidents) == 2 and {i.source for i in run.incidents} == {"the ranks"}
+    finally:
+        lab.client[:].execute("t.Trainer._accumulate = t.Trainer._accumulate_was", block=True)
+    assert lab.run(**SMALL, steps=2).wait(60).state is RunState.FINISHED
+
+
+def test_a_stopped_rank_is_found_and_replaced(lab: Lab, undisturbed: dict[int, float], tmp_path: Path) -> None:
+    run = lab.run(**SMALL, steps=STEPS, recover=True, save=Saving(folder=tmp_path, every=5))
+    until(lambda: run.step > 6, 60)
+    gone = psutil.Process(lab.rank_status()[1].pid)
+    kill(lab, 1, signal.SIGSTOP)
+    run.wait(150)
+    assert losses(run) == undisturbed
+    until(lambda: not gone.is_running(), 10)
+
+
+def test_a_controller_that_is_killed_is_replaced_with_all_ranks(
+    lab: Lab, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    run = lab.run(**SMALL, steps=STEPS, recover=True, save=Saving(folder=tmp_path, every=5))
+    until(lambda: run.step > 6, 60)
+    former = {s.pid for s in lab.rank_status()}
+    os.kill(lab.cluster._engines.controller_pid, signal.SIGKILL)
+    run.wait(150)
+    assert losses(run) == undisturbed and "controller" in run.incidents[0].sentence
+    assert not former & {s.pid for s in lab.rank_status()}
+    until(lambda: not any(psutil.pid_exists(pid) for pid in former), 15)
+
+
+def test_a_disk_that_is_full_is_said_and_the_run_goes_on(
+    lab: Lab, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(small)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system may be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        run = lab.run(**SMALL, steps=STEPS, save=Saving(folder=small, every=8)).wait(90)
+        assert losses(run) == undisturbed and [s.step for s in run.saves] == [8, 16, 24]
+        assert all("No space left on device" in s.error and s.path is None for s in run.saves)
+        assert "training goes on" in run.saves[0].words
+        assert not list(small.iterdir()), "nothing torn is left"
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_nothing_to_recover_and_bad_words_are_refused(lab: Lab, tmp_path: Path) -> None:
+    run = lab.run(**SMALL, steps=1).wait(60)
+    with pytest.raises(ClusterError, match="no run to recover"):
+        lab.recover()
+    with pytest.raises(ClusterError, match="not broken"):
+        run.recover()
+    for options, field in (
+        ({"save": Saving}, "save"),
+        ({"save": "/proc/nothing"}, "save"),
+        ({"recover": "perhaps"}, "recover.how"),
+    ):
+        with pytest.raises(SpecError, match=field):
+            lab.run(**SMALL, **options)
+    with pytest.raises(SpecError, match="every"):
+        Saving(folder=tmp_path, every=0)
+    with pytest.raises(SpecError, match="times"):
+        Recovering(times=0)
+    with pytest.raises(SpecError, match="no checkpoint in"):
+        lab.resume(tmp_path)
+    with pytest.raises(SpecError, match="no folder for checkpoints"):
+        run.save()
+    assert lab.current is run
+
+
+def test_another_number_of_ranks_keeps_the_global_batch_where_it_can() -> None:
+    spec = Spec(world_size=4).replace(micro_batch=3, accumulate=2)
+    assert refitted(spec, 4) == (spec, ())
+    for ranks, kept in ((2, True), (3, True), (1, True), (6, True), (5, False)):
+        fitted, notes = refitted(spec, ranks)
+        assert (fitted.global_batch == spec.global_batch) is kept and fitted.world_size == ranks
+        assert ("still 24" in notes[0]) is kept
+    with pytest.raises(SpecError, match="3 ranks have none"):
+        refitted(spec.replace(sharding="hybrid_shard", shard_size=2), 3)

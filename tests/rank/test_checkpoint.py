@@ -1,0 +1,384 @@
+"""A training that was saved goes on bit for bit, under any backend and any number of ranks; what is torn is said to be."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from fsdp_lab.backends import snapshot as snapshots
+from fsdp_lab.backends.snapshot import Chunk
+from fsdp_lab.checkpoints import MANIFEST, PARTIAL, Checkpoint, begin, checkpoints, find, finish, prune, torn
+from fsdp_lab.rank import checkpointing
+from fsdp_lab.rank.storage import read_shards, write_shard
+from fsdp_lab.spec import SpecError
+from tests.pool import Place, Pool
+from tests.rank.test_session import DDP, session, spec
+
+IMAGES: dict[str, Any] = {"model": "resnet-1m", "data": "images"}
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"precision": "fp16", "offload": "all"},
+    {"backend": "fsdp2", "offload": "all"},
+    {"backend": "fsdp1", "precision": "bf16"},
+    DDP,
+    {"optimizer": "sgd", "sharding": "zero1"},
+    IMAGES,
+]
+
+
+def _ended(s: Any, before: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """What came of the newest save, on rank 0; `before`: what a chunk of steps has told already."""
+    told = s.saves(30.0)
+    assert not told["under_way"]
+    ended = [*before, *told["ended"]]
+    return dict(ended[-1]) if ended else {}
+
+
+def _undisturbed(place: Place, plan: list[dict[str, Any]], root: str) -> list[Any]:
+    """Each saved after the fourth step, while it goes on to the eighth."""
+    s, told = session(place), []
+    for i, given in enumerate(plan):
+        s.apply(f"run{i}", given, fresh=True)
+        s.train(4)
+        torch.rand(place.rank + 1)  # user code draws on its rank
+        saved = s.save(root)
+        drawn = torch.rand(3).tolist()
+        assert saved["step"] == 4 and saved["seconds"] > 0 and saved["bytes"] > 0
+        chunk = s.train(4, checks=[7])
+        told.append((chunk["events"], drawn, _ended(s, chunk["saves"])))
+    s.close()
+    return told
+
+
+def _resumed(place: Place, plan: list[tuple[dict[str, Any], str]]) -> list[Any]:
+    s, told = session(place), []
+    for given, path in plan:
+        torch.manual_seed(0)
+        back = s.restore("again", given, path)
+        drawn = torch.rand(3).tolist()
+        told.append((back, s.train(4, checks=[7])["events"], drawn))
+    s.close()
+    return told
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pool: Pool, root: Path) -> list[Any]:
+    """By rank, then by kind."""
+    return pool.run(_undisturbed, 2, [spec(**changes).to_dict() for changes in KINDS], str(root), reduction=None)
+
+
+@pytest.fixture(scope="module")
+def resumed(pool: Pool, undisturbed: list[Any]) -> list[Any]:
+    paths = [ended["path"] for _, _, ended in undisturbed[0]]
+    plan = [(spec(**changes).to_dict(), path) for changes, path in zip(KINDS, paths, strict=True)]
+    return pool.run(_resumed, 2, plan, reduction=None)
+
+
+def _same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+    for a, b in zip(one, other, strict=True):
+        assert (a["step"], a["samples"]) == (b["step"], b["samples"])
+        assert (a["loss"], a["grad_norm"], a["checksum"]) == (b["loss"], b["grad_norm"], b["checksum"])
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)), ids=[str(k) for k in KINDS])
+def test_a_resumed_run_goes_on_bit_for_bit(undisturbed: list[Any], resumed: list[Any], kind: int) -> None:
+    for rank in range(2):
+        events, drawn, ended = undisturbed[rank][kind]
+        back, again, redrawn = resumed[rank][kind]
+        assert back["step"] == 4 and back["carried"] and drawn == redrawn
+        _same(events, again)
+        assert events[-1]["checksum"] is not None
+        assert bool(ended) == (rank == 0), "rank 0 makes it a checkpoint, and says so"
+    assert undisturbed[0][kind][2]["error"] == ""
+    assert undisturbed[0][0][1] != undisturbed[1][0][1], "each rank has random numbers of its own"
+
+
+def _pass_on(place: Place, given: dict[str, Any], path: str, root: str) -> dict[str, Any]:
+    """Restore and save, without a step between."""
+    s = session(place)
+    s.restore("passed on", given, path)
+    s.save(root)
+    told = _ended(s)
+    s.close()
+    return told
+
+
+def test_through_other_backends_and_other_numbers_of_ranks_no_bit_is_lost(
+    pool: Pool, undisturbed: list[Any], tmp_path: Path
+) -> None:
+    path = undisturbed[0][0][2]["path"]
+    for ranks, changes in ((3, {"backend": "fsdp2"}), (1, DDP), (4, {"sharding": "hybrid_shard", "shard_size": 2})):
+        given = spec(**changes, world_size=ranks).to_dict()
+        path = pool.run(_pass_on, ranks, given, path, str(tmp_path), reduction=None)[0]["path"]
+    resumed = pool.run(_resumed, 2, [(spec(backend="fsdp1").to_dict(), path)], reduction=None)
+    sums = [0, 0]  # of both ranks: which of them holds what is another backend's choice
+    for rank in range(2):
+        events, (back, again, _) = undisturbed[rank][0][0], resumed[rank][0]
+        assert [(e["step"], e["samples"], e["loss"]) for e in events] == [
+            (e["step"], e["samples"], e["loss"]) for e in again
+        ]
+        sums = [sums[0] + events[-1]["checksum"], sums[1] + again[-1]["checksum"]]
+        assert any("random numbers" in note for note in back["notes"])
+    assert sums[0] % 2**64 == sums[1] % 2**64
+
+
+def test_statistics_of_a_batchnorm_come_through_every_backend(
+    pool: Pool, undisturbed: list[Any], tmp_path: Path
+) -> None:
+    """Each rank has its own, and each wrapper another name for them."""
+    kind = KINDS.index(IMAGES)
+    path = undisturbed[0][kind][2]["path"]
+    for changes in ({**DDP}, {"backend": "fsdp1"}, {"backend": "fsdp2", "recompute": "full"}):
+        given = spec(**IMAGES, **changes).to_dict()
+        path = pool.run(_pass_on, 2, given, path, str(tmp_path), reduction=None)[0]["path"]
+    resumed = pool.run(_resumed, 2, [(spec(**IMAGES).to_dict(), path)], reduction=None)
+    for rank in range(2):
+        _same(undisturbed[rank][kind][0], resumed[rank][0][1])
+
+
+def test_every_element_is_written_once_and_nothing_is_pickled(undisturbed: list[Any]) -> None:
+    for kind, changes in enumerate(KINDS):
+        saved = find(undisturbed[0][kind][2]["path"])
+        found: dict[str, list[tuple[int, int]]] = {}
+        for name in saved.manifest["files"]:
+            with safe_open(saved.path / name, framework="pt") as f:
+                offsets = json.loads(f.metadata()["DCP_SHARDING_INFO"])
+                for key in f.keys():  # noqa: SIM118
+                    start = offsets[key]["saved_offsets"][0]
+                    found.setdefault(key, []).append((start, start + f.get_slice(key).get_shape()[0]))
+        for name, shape in saved.manifest["parameters"].items():
+            for slot in ("parameter", *(f"optimizer.{s}" for s in saved.manifest["optimizer"]["slots"])):
+                parts = sorted(found.pop(f"{slot}.{name}"))
+                assert parts[0][0] == 0 and parts[-1][1] == torch.Size(shape).numel()
+                assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
+        assert {key.split(".")[0] for key in found} <= {"buffer", "random"}
+        assert sorted(p.name for p in saved.path.iterdir()) == sorted([MANIFEST, *saved.manifest["files"]])
+        assert saved.spec == spec(**changes) and saved.run == f"run{kind}"
+
+
+def test_replicas_write_together(undisturbed: list[Any]) -> None:
+    saved = find(undisturbed[0][KINDS.index(DDP)][2]["path"])
+    one, other = saved.manifest["files"].values()
+    assert abs(one - other) < 0.01 * one
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def _disk_full(place: Place, given: dict[str, Any], root: str) -> tuple[Any, Any, list[Any]]:
+    s = session(place)
+    s.apply("run", given)
+    s.train(1)
+    written, checkpointing.write_shard = (
+        checkpointing.write_shard,
+        _full if place.rank == 1 else checkpointing.write_shard,
+    )
+    try:
+        s.save(root)
+        failed = _ended(s)
+    finally:
+        checkpointing.write_shard = written
+    events = s.train(1)["events"]
+    s.save(root)
+    well = _ended(s)
+    s.close()
+    return failed, well, events
+
+
+def _full(*_: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_is_said_and_training_goes_on(pool: Pool, tmp_path: Path) -> None:
+    failed, well, events = pool.run(_disk_full, 2, spec().to_dict(), str(tmp_path), reduction=None)[0]
+    assert failed["error"] == "rank 1: No space left on device" and failed["path"] is None
+    assert [e["step"] for e in events] == [1]
+    assert [str(c.path) for c in checkpoints(tmp_path)] == [well["path"]] and not torn(tmp_path)
+
+
+def _refused(place: Place, plan: list[tuple[dict[str, Any], str]], root: str) -> list[str]:
+    s, told = session(place), []
+    for given, path in plan:
+        try:
+            s.restore("run", given, path)
+        except SpecError as e:
+            told.append(str(e))
+    s.apply("run", plan[0][0])
+    try:
+        s.save(f"{root}/not/there")
+    except SpecError as e:
+        told.append(str(e))
+    told.append(len(s.train(1)["events"]))
+    s.close()
+    return told
+
+
+def test_what_cannot_be_resumed_is_refused_on_all_ranks_alike(
+    pool: Pool, undisturbed: list[Any], tmp_path: Path
+) -> None:
+    good = Path(undisturbed[0][0][2]["path"])
+    cut = shutil.copytree(good, tmp_path / good.name)
+    file = next(cut.glob("*.safetensors"))
+    os.truncate(file, file.stat().st_size // 2)
+    plan = [(spec().to_dict(), str(cut)), (spec(seed=9).to_dict(), str(good)), (spec().to_dict(), str(tmp_path / "no"))]
+    told = pool.run(_refused, 2, plan, str(tmp_path), reduction=None)
+    assert told[0] == told[1]
+    damaged, other, missing, unwritten, events = told[0]
+    assert "is damaged" in damaged and good.name in damaged
+    assert "of another training" in other and "no such folder" in missing
+    assert "takes no checkpoint" in unwritten and events == 1
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda p: (p / MANIFEST).unlink(), f"has no {MANIFEST}"),
+        (lambda p: (p / MANIFEST).write_text("{"), "cannot be read"),
+        (lambda p: (p / MANIFEST).write_text('{"format": 99}'), "has format 99"),
+        (lambda p: (p / MANIFEST).write_text("[]"), "cannot be read"),
+        (lambda p: next(p.glob("*.safetensors")).unlink(), "lacks its file"),
+        (lambda p: _rename(p, "../../etc/passwd"), "does not lie in it"),
+        (lambda p: p.rename(p.with_name(p.name + PARTIAL)), "was never finished"),
+    ],
+)
+def test_what_is_torn_is_recognised_and_the_last_good_one_is_found(
+    undisturbed: list[Any], tmp_path: Path, harm: Any, said: str
+) -> None:
+    older, newer = (Path(undisturbed[0][kind][2]["path"]) for kind in (0, 1))
+    good, broken = (shutil.copytree(p, tmp_path / p.name) for p in (older, newer))
+    harm(broken)
+    assert [t.path.name.removesuffix(PARTIAL) for t in torn(tmp_path)] == [broken.name]
+    assert said in torn(tmp_path)[0].reason
+    assert find(tmp_path).path == good
+    shutil.rmtree(good)
+    with pytest.raises(SpecError, match=broken.name):
+        find(tmp_path)
+
+
+def _rename(path: Path, name: str) -> None:
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest["files"][name] = 1
+    (path / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_the_newest_few_are_kept_and_the_best(undisturbed: list[Any], tmp_path: Path) -> None:
+    source = Path(undisturbed[0][0][2]["path"])
+
+    def add(number: int, kind: str, run: str = "run") -> Checkpoint:
+        path = shutil.copytree(source, tmp_path / f"step-{number:08d}-00000{number}")
+        manifest = json.loads((path / MANIFEST).read_text())
+        manifest.update(kind=kind, run=run, saved_unix_s=float(number))
+        (path / MANIFEST).write_text(json.dumps(manifest))
+        return find(path)
+
+    made = [add(1, "step"), add(2, "best"), add(3, "step"), add(4, "step", run="other"), add(5, "best"), add(6, "last")]
+    assert prune(tmp_path, "run", last=2) == [made[1].path, made[0].path]
+    assert [c.path for c in checkpoints(tmp_path)] == [made[i].path for i in (2, 3, 4, 5)]
+    assert not torn(tmp_path)
+
+
+def _killed_at_many_moments(place: Place, root: str, seed: int) -> list[tuple[int, int, bool]]:
+    """A process that writes one checkpoint after another, killed; and again. What a look finds after each."""
+    chance, told = random.Random(seed), []
+    chunks = [Chunk(name=f"parameter.p{i}", start=0, values=torch.full((20_000,), float(i))) for i in range(12)]
+    state = {
+        "run": "run",
+        "spec": spec().to_dict(),
+        "samples": 0,
+        "optimizer": {"slots": [], "steps": 0},
+        "writers": [0],
+    }
+    folder, number = Path(root), 0
+    for _ in range(40):
+        number += 100
+        writer = os.fork()
+        if writer == 0:
+            try:
+                for step in range(number, number + 100):
+                    partial = begin(folder, step)
+                    file, nbytes = write_shard(partial, 0, chunks)
+                    finish(partial, [{"file": file, "bytes": nbytes, "state": {**state, "step": step}}], kind="step")
+                    prune(folder, "run", last=3)
+            finally:
+                os._exit(1)
+        time.sleep(chance.uniform(0, 0.05))
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+        whole = checkpoints(folder)
+        good = True
+        for saved in whole[-1:]:
+            back = [Chunk(name=c.name, start=0, values=torch.empty_like(c.values)) for c in chunks]
+            read_shards(saved.path, back, optional=())
+            good = all(torch.equal(a.values, b.values) for a, b in zip(chunks, back, strict=True))
+        told.append((whole[-1].step if whole else -1, len(torn(folder)), good))
+    return told
+
+
+def test_killed_at_any_moment_the_last_good_one_is_usable_and_torn_ones_are_named(pool: Pool, tmp_path: Path) -> None:
+    (told,) = pool.run(_killed_at_many_moments, 1, str(tmp_path), 5, reduction=None)
+    steps = [step for step, _, _ in told]
+    assert steps == sorted(steps) and steps[-1] >= 100, "what was whole stays"
+    assert all(good for _, _, good in told)
+    assert told[-1][1] > 0, "some were killed in the middle of one"
+    assert all(t.reason and t.path.name in t.reason for t in torn(tmp_path))
+    assert find(tmp_path).step == steps[-1]
+
+
+# -- what is left when ranks are gone ---------------------------------------------------------------------------------
+
+
+def _layouts(place: Place, given: dict[str, Any], writers: list[list[int]]) -> list[Any]:
+    s = session(place)
+    s.apply("run", given)
+    s.train(1)
+    told: list[Any] = []
+    for among in writers:
+        if place.rank not in among:
+            continue
+        try:
+            held = snapshots.snapshot(s._needed().backend, s._checkpointer._layouts, place.rank, among)
+            told.append(sum(c.values.numel() for c in held if c.name.startswith("parameter.")))
+        except LookupError:
+            told.append(None)
+    s.close()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("changes", "alive", "covered"),
+    [
+        ({"sharding": "hybrid_shard", "shard_size": 2}, [0, 1], True),
+        ({"sharding": "hybrid_shard", "shard_size": 2}, [1, 2], True),
+        ({"sharding": "hybrid_shard", "shard_size": 2}, [0, 2], False),
+        (DDP, [3], True),
+        ({"backend": "fsdp2"}, [0, 1, 2], False),
+    ],
+)
+def test_survivors_hold_all_of_it_or_say_that_they_do_not(
+    pool: Pool, changes: dict[str, Any], alive: list[int], covered: bool
+) -> None:
+    given = spec(**changes, world_size=4)
+    told = pool.run(_layouts, 4, given.to_dict(), [alive], reduction=None)
+    shares = [told[rank][0] for rank in alive]
+    if covered:
+        whole = pool.run(_layouts, 4, given.to_dict(), [[0, 1, 2, 3]], reduction=None)
+        assert sum(shares) == sum(share[0] for share in whole)
+    else:
+        assert shares == [None] * len(alive)

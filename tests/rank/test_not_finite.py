@@ -1,0 +1,119 @@
+"""A loss or gradient that is not finite: the step is applied on no rank, whose it was is said, and the training goes on from
+the last good step."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_lab.backends.base import Backend, local_tensor
+from fsdp_lab.rank import Session
+from tests.pool import Place, Pool
+from tests.rank.test_session import DDP, follow, session, spec
+
+WAY_OUT = "; the step was applied on no rank; lower lr, set clip_norm, or use precision bf16 or fp32"
+
+
+def said_by(s: Session, steps: int = 3) -> str:
+    """What training raises, with its kind."""
+    try:
+        s.train(steps)
+    except RuntimeError as e:
+        return f"{type(e).__name__}: {e}"
+    return "nothing"
+
+
+def held(s: Session) -> list[torch.Tensor]:
+    """Parameters and optimizer state."""
+    assert s._trainer is not None
+    backend: Backend = s._trainer.backend
+    state = [t for one in backend.optimizer.state.values() for t in one.values() if isinstance(t, torch.Tensor)]
+    return [local_tensor(t).clone() for t in [*(p.local for p in backend.pieces()), *state]]
+
+
+def _poisoned(place: Place, given: dict[str, Any], phase: str, ranks: list[int]) -> Any:
+    """The third step meets a NaN on `ranks`: what is said, whether anything was changed, and the losses of all steps."""
+    s = session(place, reduction="rank_ordered")
+    s.apply("run", given)
+    losses = [e["mean_loss"] for e in s.train(2)["events"]]
+    s.arm({"kind": "nan", "ranks": ranks, "phase": phase, "at_step": 2})
+    before = held(s)
+    said = said_by(s)
+    same = all(torch.equal(a, b) for a, b in zip(before, held(s), strict=True))
+    assert not s.apply("run", given, fresh=False)["step"] > 2
+    losses += [e["mean_loss"] for e in s.train(3)["events"]]
+    s.close()
+    return said, same, losses
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"backend": "fsdp2"}, {"backend": "fsdp1"}, DDP], ids=["lab", "fsdp2", "fsdp1", "ddp"]
+)
+def test_the_rank_whose_it_is_says_so_and_nothing_is_changed(pool: Pool, changes: dict[str, Any], phase: str) -> None:
+    (steady, _), _ = follow(pool, [(spec(**changes), 5)])
+    (zero, *rest), (one, *others) = pool.run(_poisoned, 2, spec(**changes).to_dict(), phase, [1], reduction=None)
+    assert rest == others == [True, [e.mean_loss for e in steady]]
+    if phase == "forward":
+        assert one == f"NotFinite: its loss in step 2 is nan{WAY_OUT}"
+        assert zero == "RankAborted: rank 1 failed: NotFinite: its loss in step 2 is not finite"
+    else:
+        found = re.fullmatch(
+            r"NotFinite: its gradient of (transformer\.\S+) in step 2 is not finite" + re.escape(WAY_OUT), one
+        )
+        assert found is not None, one
+        assert zero == f"RankAborted: rank 1 failed: NotFinite: its gradient of {found[1]} in step 2 is not finite"
+
+
+def test_ranks_whose_it_is_together_all_say_so(pool: Pool) -> None:
+    hybrid = spec(4, sharding="hybrid_shard", shard_size=2).to_dict()
+    said = [told for told, *_ in pool.run(_poisoned, 4, hybrid, "backward", [1, 2], reduction=None)]
+    assert [text.partition(":")[0] for text in said] == ["RankAborted", "NotFinite", "NotFinite", "RankAborted"]
+    assert said[0].startswith("RankAborted: rank 1 failed: NotFinite: its gradient of ")
+
+
+def test_one_rank_alone_says_it_too(pool: Pool) -> None:
+    ((said, same, losses),) = pool.run(_poisoned, 1, spec(1).to_dict(), "backward", [0], reduction=None)
+    assert said.startswith("NotFinite: its gradient of ") and same and len(losses) == 5
+
+
+def _overflows(place: Place) -> tuple[str, int]:
+    """Each gradient is finite, and their squares are not."""
+    s = session(place)
+    s.apply("run", spec().to_dict())
+    assert s._trainer is not None
+    inner = s._trainer.backend.loss
+    s._trainer.backend.loss = lambda batch: 1e25 * inner(batch)  # type: ignore[method-assign]
+    said = said_by(s)
+    step = s.train(1)["step"]
+    s.close()
+    return said, step
+
+
+def test_a_sum_that_overflows_is_said_by_rank_0(pool: Pool) -> None:
+    (zero, step), (one, _) = pool.run(_overflows, 2, reduction=None)
+    assert zero == f"NotFinite: the gradient norm of step 0 is not finite, though each gradient is{WAY_OUT}"
+    assert one.startswith("RankAborted: rank 0 failed: NotFinite: the gradient norm of step 0 ") and step == 1
+
+
+def _scaled(place: Place) -> tuple[list[bool], str]:
+    s = session(place)
+    s.apply("run", spec(precision="fp16").to_dict())
+    nan = {"kind": "nan", "ranks": [1], "phase": "backward"}
+    s.arm(nan)
+    skipped = [e["skipped"] for e in s.train(2)["events"]]
+    assert s._trainer is not None
+    s._trainer.scaler.scale = 1.0  # as after sixteen such steps
+    s.arm(nan)
+    said = said_by(s)
+    s.close()
+    return skipped, said
+
+
+def test_fp16_skips_the_step_while_its_scale_can_be_lowered(pool: Pool) -> None:
+    (skipped, _), (_, said) = pool.run(_scaled, 2, reduction=None)
+    assert skipped == [True, False]
+    assert said.startswith("NotFinite: its gradient of ")

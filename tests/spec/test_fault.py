@@ -1,0 +1,76 @@
+"""A fault that cannot be is refused before anything is sent."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from fsdp_lab.fault import Fault, FaultKind, FaultPhase
+from fsdp_lab.spec import SpecError
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"kind": "explode"},
+        "fault.kind: 'explode' is refused; give one of raise, nan, oom, stall, cut, slow, kill, stop",
+    ),
+    ({"kind": None}, "fault.kind"),
+    ({"phase": "sideways"}, "fault.phase: 'sideways' is refused; give one of forward, backward, update"),
+    ({"kind": "nan", "phase": "update"}, "fault.phase: when a step is applied"),
+    ({"ranks": []}, "fault.ranks"),
+    ({"ranks": [-1]}, "fault.ranks"),
+    ({"ranks": "1"}, "fault.ranks"),
+    ({"ranks": 1}, "fault.ranks"),
+    ({"at_step": -1}, "fault.at_step"),
+    ({"at_step": 1.5}, "fault.at_step"),
+    ({"for_s": 1.0}, "fault.for_s: it belongs to stall and this is raise"),
+    ({"kind": "stall", "for_s": 0}, "fault.for_s"),
+    ({"kind": "stall", "for_s": float("inf")}, "fault.for_s"),
+    ({"kind": "kill", "heals": True}, "fault.heals"),
+    ({"kind": "cut", "heals": 1}, "fault.heals"),
+    ({"kind": "slow"}, "fault.link: a slow link is one of a bandwidth, or slower by a factor"),
+    ({"kind": "slow", "link": "1 MB/s", "factor": 2}, "fault.link"),
+    ({"kind": "slow", "link": "fast"}, "fault.link: 'fast' is no link"),
+    ({"kind": "slow", "link": "nvlink of h100"}, "fault.link: nvlink of h100 is scaled to a GPU"),
+    ({"kind": "slow", "factor": 1}, "fault.factor"),
+    ({"rank": 1}, "fault.rank: there is no such field; use kind, ranks, at_step"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), REFUSED)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError) as e:
+        Fault.from_dict({"kind": "raise", "ranks": [1], **changes})
+    assert str(e.value).startswith(said)
+
+
+def test_a_word_in_the_place_of_a_kind_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"fault\.kind: 'kill' is refused; give one of .*, of FaultKind"):
+        Fault(kind="kill", ranks=(1,))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", FaultKind)
+def test_every_kind_goes_to_plain_values_and_back(kind: FaultKind) -> None:
+    more: dict[str, Any] = {
+        FaultKind.SLOW: {"factor": 3.0},
+        FaultKind.STALL: {"for_s": 2.0},
+        FaultKind.CUT: {"heals": False},
+    }.get(kind, {})
+    fault = Fault(kind=kind, ranks=(0, 2), at_step=7, phase=FaultPhase.BACKWARD, **more)
+    assert Fault.from_dict(json.loads(json.dumps(fault.to_dict()))) == fault
+    assert fault.where == "in the backward of step 7"
+
+
+@pytest.mark.parametrize(
+    ("fault", "world_size", "said"),
+    [
+        ({"kind": "kill", "ranks": [0, 2]}, 2, "fault.ranks: there is no rank 2; give ranks from 0 to 1"),
+        ({"kind": "kill", "ranks": [1], "at_step": 4}, 2, "fault.at_step: step 4 is over; give 5 or more"),
+        ({"kind": "cut", "ranks": [0]}, 1, "fault.kind: one rank sends nothing over a link"),
+    ],
+)
+def test_what_these_ranks_cannot_have_is_refused(fault: dict[str, Any], world_size: int, said: str) -> None:
+    with pytest.raises(SpecError) as e:
+        Fault.from_dict(fault).check(world_size, 5)
+    assert str(e.value).startswith(said)

@@ -1,0 +1,76 @@
+"""Specs of any values: each is refused with a field, a reason and a way out before anything starts, or it trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_lab.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec, SpecError, Strategy, Workload
+from tests.pool import Place, Pool
+from tests.rank.test_session import SMALL, session
+
+NAMES = [f.name for part in (Workload, Strategy) for f in dataclasses.fields(part)] + ["world_size", "devices", "link"]
+JUNK: list[Any] = [None, "", "none", "every:0", "every:2", "min_params:x", "class:", True, False, -1, 0, 1, 2, 3, 1 << 70,
+                   0.0, -0.5, 1e-3, math.nan, math.inf, [], {}, "cpu", ["cpu"], {"param": "fp32"}, "µ\n", b"x"]  # fmt: skip
+GOOD: dict[str, list[Any]] = {
+    "backend": [*BACKENDS], "sharding": [*SHARDINGS], "precision": [*PRECISIONS], "offload": [*OFFLOADS],
+    "wrap": ["block", "every:2", "min_params:100", "class:GPT2Block", "whole"], "shard_size": [None, 1, 2, 4],
+    "forward_prefetch": [0, 1], "backward_prefetch": [0, 1, 2], "limit_all_gathers": [0, 1, 2],
+    "recompute": ["none", "full", "every:2"], "sync": ["every", "last"], "world_size": [1, 2, 3, 4],
+    "optimizer": ["adamw", "sgd"], "accumulate": [1, 2], "micro_batch": [1, 2], "clip_norm": [None, 1.0],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@settings(max_examples=100)
+@given(st.randoms(use_true_random=False))
+def test_every_spec_is_refused_with_a_reason_or_is_whole(chance: random.Random) -> None:
+    """A hundred Specs at a time: 10,000."""
+    for _ in range(100):
+        fields = {
+            name: chance.choice(JUNK + GOOD.get(name, []) * 4) for name in chance.sample(NAMES, chance.randrange(7))
+        }
+        try:
+            spec = Spec().replace(**fields)
+        except SpecError as e:
+            assert e.field and e.reason and e.way_out and "\n" not in str(e), fields
+            continue
+        assert Spec.from_json(spec.to_json()) == spec and spec.replace() == spec, fields
+        assert spec.global_batch >= 1
+
+
+def _trained(place: Place, given: list[dict[str, Any]]) -> list[str]:
+    """Of each Spec "trained", or how it was refused; whatever else comes is an error."""
+    s, told = session(place), []
+    for fields in given:
+        try:
+            s.apply("run", fields, fresh=True)
+            assert len(s.train(2)["events"]) == 2
+            told.append("trained")
+        except SpecError as e:
+            assert e.field and e.reason and e.way_out
+            told.append(e.field)
+    s.close()
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_not_refused_trains(pool: Pool, ranks: int) -> None:
+    chance, good = random.Random(ranks), list[dict[str, Any]]()
+    while len(good) < 25:
+        fields = {name: chance.choice(GOOD[name]) for name in chance.sample(list(GOOD), 6)}
+        try:
+            spec = Spec(world_size=ranks).replace(model=SMALL, seq_len=32, **{**fields, "world_size": ranks})
+        except SpecError:
+            continue
+        good.append(spec.to_dict())
+    told = pool.run(_trained, ranks, good, reduction=None)
+    assert all(each == told[0] for each in told), "refused on all ranks alike"
+    assert told[0].count("trained") >= 20

@@ -1,0 +1,175 @@
+"""What others could do to a user of this package: no code comes out of files, no door is open, no name leads elsewhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.cli import kernel as kernel_command
+from fsdp_lab.cli.doctor import connections
+from fsdp_lab.cli.doctor.finding import State
+from fsdp_lab.cli.main import main, parser
+from fsdp_lab.cluster.engines import in_the_open
+from tests.test_house import PACKAGE, REPO, modules
+
+# -- no code comes out of files -----------------------------------------------------------------------------------------
+
+PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+LOADERS = {
+    "torch.load",
+    "np.load",
+    "numpy.load",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "pandas.read_pickle",
+}
+
+
+def dangers(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and (found := {a.name.partition(".")[0] for a in node.names} & PICKLES):
+            yield f"line {node.lineno}: imports {found}"
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in PICKLES:
+            yield f"line {node.lineno}: imports {node.module}"
+        if isinstance(node, ast.Call):
+            name, given = ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
+            harmless = given.get("weights_only") == "True" or (name.endswith("p.load") or name == "numpy.load")
+            if name in ("eval", "exec") or (name in LOADERS and not harmless) or given.get("allow_pickle") == "True":
+                yield f"line {node.lineno}: {name}({given})"
+            if given.get("trust_remote_code", "False") != "False" or given.get("shell", "False") != "False":
+                yield f"line {node.lineno}: {name}({given})"
+
+
+def test_nothing_that_a_file_says_is_run():
+    wrong = [
+        f"{path.relative_to(REPO)} {what}"
+        for path in [*modules(), PACKAGE / "__init__.py"]
+        for what in dangers(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("code", "wrong"),
+    [
+        ("import pickle", True),
+        ("from pickle import loads", True),
+        ("torch.load(path)", True),
+        ("torch.load(path, weights_only=False)", True),
+        ("torch.load(path, weights_only=True)", False),
+        ("np.load(path)", False),
+        ("np.load(path, allow_pickle=True)", True),
+        ("yaml.load(text)", True),
+        ("eval(text)", True),
+        ("exec(text)", True),
+        ("subprocess.run(text, shell=True)", True),
+        ("AutoConfig.from_pretrained(path, trust_remote_code=True)", True),
+        ("model.eval()", False),
+    ],
+)
+def test_the_test_above_can_fail(code: str, wrong: bool):
+    assert bool(list(dangers(ast.parse(code)))) == wrong
+
+
+# -- no door is open ----------------------------------------------------------------------------------------------------
+
+
+def test_no_option_of_ours_turns_jupyters_token_off(capsys: pytest.CaptureFixture[str]):
+    for option in (
+        "--no-token",
+        "--token=",
+        "--ServerApp.token=",
+        "--IdentityProvider.token=",
+        "--ServerApp.password=",
+    ):
+        with pytest.raises(SystemExit) as refused:
+            parser().parse_args(["lab", option])
+        assert refused.value.code == 2
+    capsys.readouterr()
+
+
+def test_what_binder_and_we_configure_leaves_jupyters_locks_on():
+    places = [*(REPO / "binder").iterdir(), PACKAGE / "cli" / "jupyter.py", REPO / "environment.yml"]
+    for path in places:
+        text = path.read_text(encoding="utf-8").lower()
+        for lock in (
+            "disable_check_xsrf",
+            "allow_origin",
+            "allow_unauthenticated",
+            "identityprovider",
+            "allow_remote_access",
+        ):
+            assert lock not in text, f"{path.name} sets {lock}"
+        assert "--serverapp.token" not in text and "serverapp.password" not in text and '"token"' not in text
+
+
+def test_connection_files_that_others_can_read_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    security = tmp_path / "profile_x" / "security"
+    security.mkdir(parents=True)
+    file = security / "ipcontroller-client.json"
+    file.write_text("{}")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setattr(connections, "ABOVE", tmp_path)
+    file.chmod(0o644)
+    (finding,) = connections.findings()
+    assert finding.state is State.WARN and str(file) in finding.value and f"chmod go-rwx '{file}'" in finding.advice
+    security.chmod(0o700)
+    assert connections.findings()[0].state is State.OK, "nobody gets that far"
+    security.chmod(0o755)
+    file.chmod(0o600)
+    assert connections.findings()[0].state is State.OK
+
+
+class _Client:
+    def __init__(self, registration: str, curve: bytes | None) -> None:
+        self._config, self.curve_serverkey = {"registration": registration}, curve
+
+
+@pytest.mark.parametrize(
+    ("hosts", "registration", "curve", "words"),
+    [
+        (["here", "here"], "tcp://127.0.0.1:1", None, []),
+        (["there", "there"], "tcp://10.0.0.1:1", None, ["signed and not encrypted"]),
+        (["there", "there"], "tcp://10.0.0.1:1", b"key", []),
+        (["there", "there"], "tcp://127.0.0.1:1", None, []),
+        (["here", "there"], "tcp://10.0.0.1:1", None, ["signed and not encrypted", "neither encrypted nor signed"]),
+    ],
+)
+def test_what_crosses_a_network_in_the_open_is_said(hosts, registration, curve, words, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "here")
+    told = in_the_open(_Client(registration, curve), hosts)
+    assert len(told) == len(words) and all(word in note for word, note in zip(words, told, strict=True))
+
+
+# From these versions on published holes are closed: code in files, links back into the page, text that hangs its reader
+CLOSED = {"torch": "2.6", "jupyterlab": "4.4.8", "transformers": "4.53", "psutil": "5.6.6"}
+
+
+def test_versions_with_known_holes_are_not_installed():
+    """A short list by hand, of what we are sure of; `pip-audit` in your environment knows them all."""
+    wanted = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    least = {found[1]: found[2] for line in wanted if (found := re.match(r"([\w-]+)>=([\d.]+)", line))}
+    for package, closed in CLOSED.items():
+        assert numbers(least[package]) >= numbers(closed), f"{package} {least[package]} is older than {closed}"
+
+
+def numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
+# -- no name leads elsewhere --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["..", ".", "../x", "a/b", "/etc", "", "-x", ".hidden"])
+def test_a_kernels_name_is_no_path(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Jupyter would replace the folder that the name leads to."""
+    monkeypatch.setattr(kernel_command, "register", lambda *_: pytest.fail("it was registered"))
+    assert main(["kernel", "install", f"--name={name}"]) == 2
+    assert "is not a kernel's name" in capsys.readouterr().err
