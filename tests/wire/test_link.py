@@ -107,7 +107,9 @@ def _single(place: Place, link: tuple[float, float], kind: str, payload_bytes: i
 Ends = list[tuple[float, float]]  # of collectives issued together, from their issue: completed, and really landed
 
 
-def _several(place: Place, link: tuple[float, float], kinds: list[str], payload_bytes: int, by_future: bool) -> list[Ends]:
+def _several(
+    place: Place, link: tuple[float, float], kinds: list[str], payload_bytes: int, by_future: bool
+) -> list[Ends]:
     """With `by_future` nobody waits for the works, as with DDP: the end of each is its future's."""
     issues, took = [_issue(place, kind, payload_bytes) for kind in kinds], []
     place.hub.link = Link(bytes_per_s=link[0], latency_s=link[1])
@@ -154,7 +156,9 @@ def test_times_follow_the_formula(pool: Pool, kind: str, link: tuple[float, floa
             if _off(found, wanted_s) <= 0.05:
                 break
         median = statistics.median(found) / wanted_s - 1
-        print(f"{kind} {payload_bytes // MIB} MiB {wanted_s * 1e3:.2f} ms {_off(found, wanted_s):+.4f} median {median:+.4f}")
+        print(
+            f"{kind} {payload_bytes // MIB} MiB {wanted_s * 1e3:.2f} ms {_off(found, wanted_s):+.4f} median {median:+.4f}"
+        )
         assert _off(found, wanted_s) <= 0.05
 
 
