@@ -141,7 +141,9 @@ def _in_time(found: list[list[float]], by_rank: list[list[Ends]], wanted_s: list
             found[i].append(ended)
 
 
-def _follow(pool: Pool, link: tuple[float, float], kinds: list[str], payload_bytes: int, by_future: bool = False) -> None:
+def _follow(
+    pool: Pool, link: tuple[float, float], kinds: list[str], payload_bytes: int, by_future: bool = False
+) -> None:
     """That collectives issued together end as the formula says; where the wire itself keeps up, else its end counts."""
     each_s = [link[1] + link_bytes(kind, payload_bytes, 2) / link[0] for kind in kinds]
     wanted_s = [sum(each_s[: i + 1]) for i in range(len(kinds))]
