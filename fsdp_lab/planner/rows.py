@@ -232,7 +232,7 @@ def _micro_batch(reader: _Reader, ranks: int, accumulate: int) -> int:
 _GPUS: tuple[tuple[str, str], ...] = (
     (r"H100.*(HBM2e|NVL)", "h100-hbm2e"), (r"H100.*PCIe", "h100-pcie"), (r"H100", "h100"), (r"H200", "h200"),
     (r"GB[23]00", "gb200"), (r"B200", "b200"), (r"A100.*40", "a100-40"), (r"A100", "a100-80"), (r"V100", "v100"),
-    (r"A10G", "a10g"), (r"L40S", "l40s"), (r"T4", "t4"),
+    (r"A10G", "a10g"), (r"L40S", "l40s"), (r"L4\b", "l4"), (r"T4", "t4"),
 )  # fmt: skip
 
 
