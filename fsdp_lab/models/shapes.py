@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from fsdp_lab.engine.policy import Kind, kind_of
 from fsdp_lab.engine.wrapping import blocks, units
-from fsdp_lab.model_shape import ALLOCATED, FREED, Change, ModelShape, Saved, Size, Stretch, UnitShape
+from fsdp_lab.model_shape import ALLOCATED, FREED, Change, ModelShape, Saved, Size, Stretch, UnitShape, merged
 from fsdp_lab.models.build import build_skeleton
 from fsdp_lab.models.configs import first_line, resolve
 from fsdp_lab.models.facts import Facts, facts_of
@@ -36,6 +36,7 @@ _DEPTHS = (
     "decoder_layers",
 )
 PRECISIONS = ("fp32", "half", "autocast")
+_TAPES = {"fp32": "fp32", "bf16": "half", "fp16": "half"}
 
 
 def shape_of(model: str | Mapping[str, Any] | PreTrainedConfig, wrap: str = "block") -> ModelShape:
@@ -167,7 +168,6 @@ class _Model:
         tokens = run.seq_len if image is None else image
         calls = [k for k, (unit, _) in enumerate(run.calls) if unit == i]
         owned = self._owned[i]
-        kept = {"fp32": "fp32", "bf16": "half", "fp16": "half"}
         unit = UnitShape(
             name=type(self._inside[i - 1][0]).__name__ if i else "root",
             parameters=tuple(p.numel() for _, p, _ in owned), shapes=tuple(tuple(p.shape) for _, p, _ in owned),
@@ -176,7 +176,7 @@ class _Model:
             pair_flops=sum(run.seen[k].pair_flops for k in calls) / (SAMPLES * tokens**2),
             heads=max((run.seen[k].heads for k in calls), default=0), causal=any(run.seen[k].causal for k in calls),
             boundary_elements=max((run.seen[k].boundary for k in calls), default=0) / (SAMPLES * tokens),
-            saved={dtype: _saved(tapes[key], set(calls), root=i == 0) for dtype, key in kept.items()},
+            saved={dtype: _saved(tapes[key], set(calls)) for dtype, key in _TAPES.items()},
         )  # fmt: skip
         return made.setdefault(repr(unit), unit)
 
@@ -195,7 +195,7 @@ def _tape(
     return tuple(found)
 
 
-def _saved(tape: Sequence[Stretch], calls: set[int], *, root: bool) -> Saved:
+def _saved(tape: Sequence[Stretch], calls: set[int]) -> Saved:
     """What the forward of a unit leaves allocated: between its own points. A root's is what is outside of all others."""
     sums: dict[tuple[int, int], float] = {}
     open_calls: list[int] = []
@@ -232,7 +232,9 @@ def _deepened(shape: ModelShape, model: nn.Module, inside: Sequence[Sequence[nn.
         for _ in range(times.get(k, 1)):
             units.append(shape.units[k])
             calls.append((len(calls), 0))
-    tapes = {name: _repeated(tape, times, first) for name, tape in shape.tapes.items()}
+    tapes = {name: _balanced(_repeated(tape, times, first), _left(tape)) for name, tape in shape.tapes.items()}
+    saved = {dtype: _saved(tapes[key], {0}) for dtype, key in _TAPES.items()}
+    units[0] = dataclasses.replace(units[0], saved=saved)
     return dataclasses.replace(
         shape, units=tuple(units), calls=tuple(calls), tapes=tapes, unit_names=("root", *names),
         buffers_bytes=sum(b.nbytes for b in model.buffers()),
@@ -257,6 +259,26 @@ def _repeated(tape: Sequence[Stretch], times: Mapping[int, int], first: Mapping[
                 )
         i = stop
     return tuple(found)
+
+
+def _left(tape: Sequence[Stretch]) -> dict[tuple[int, int], float]:
+    """What the tape leaves allocated in the end."""
+    sums: dict[tuple[int, int], float] = {}
+    for change in (c for stretch in tape for c in stretch.changes):
+        for b, t, c in change.size.terms:
+            sums[b, t] = sums.get((b, t), 0) + c * {ALLOCATED: 1, FREED: -1}.get(change.kind, 0)
+    return sums
+
+
+def _balanced(tape: tuple[Stretch, ...], left: Mapping[tuple[int, int], float]) -> tuple[Stretch, ...]:
+    """With what repeated blocks leave behind, autocast's copies of weights, freed where autocast ends."""
+    more = {power: size - left.get(power, 0) for power, size in _left(tape).items()}
+    terms = tuple((b, t, c) for (b, t), c in sorted(more.items()) if c)
+    if not terms:
+        return tape
+    end = Point(Direction.FORWARD, 0, Moment.AFTER)
+    freed = Change(FREED, Size(terms))
+    return tuple(Stretch(s.point, tuple(merged([freed, *s.changes]))) if s.point == end else s for s in tape)
 
 
 def _renumbered(change: Change, first: Mapping[int, int]) -> Change:
