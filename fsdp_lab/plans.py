@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fsdp_lab.model_shape import ModelShape
@@ -12,6 +13,7 @@ from fsdp_lab.models.check import check_shapes
 from fsdp_lab.models.facts import facts_of
 from fsdp_lab.models.preset_shapes import shape_for
 from fsdp_lab.models.presets import PRESETS
+from fsdp_lab.models.rewrapping import deepened
 from fsdp_lab.planner.devices import Device, Machine, machine
 from fsdp_lab.planner.memory import MemoryPlan, memory
 from fsdp_lab.planner.plan import Plan, limit, plan, scaling
@@ -68,7 +70,9 @@ def searched(spec: Spec, where: Where, *, limit_bytes: int | None = None, rates:
 
 def largest_model(spec: Spec, where: Where, *, limit_bytes: int | None = None) -> ModelShape | None:
     """With as many more, or fewer, blocks of the Spec's model as fit. Raises SpecError as `planned` does."""
-    return largest(spec, shape_of(spec), where.machine(spec.world_size), limit_bytes=limit_bytes)
+    base = shape_of(spec.replace(wrap="block"))
+    grown = partial(deepened, base)
+    return largest(spec.replace(wrap="block"), grown, where.machine(spec.world_size), limit_bytes=limit_bytes)
 
 
 def fewest_ranks(spec: Spec, where: Where, *, limit_bytes: int | None = None) -> Machine | None:

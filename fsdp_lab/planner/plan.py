@@ -11,11 +11,12 @@ from fsdp_lab.events import Role
 from fsdp_lab.model_shape import ModelShape
 from fsdp_lab.planner.compute import USUAL, Software
 from fsdp_lab.planner.devices import Machine, machine
-from fsdp_lab.planner.memory import MemoryPlan, margin_bytes, memory
+from fsdp_lab.planner.memory import MemoryPlan, memory
 from fsdp_lab.planner.rates import PUBLISHED, Rates
 from fsdp_lab.planner.step import StepModel, StepTime, recomputed
 from fsdp_lab.spec import Spec, SpecError
 
+CONTEXT_BYTES = 1 << 30  # of a GPU's memory: CUDA's context, NCCL's buffers and the libraries' workspaces
 BOUND = 0.2  # of a step: more exposed communication than this, and communication is what binds
 
 
@@ -76,7 +77,7 @@ class Plan:
     @property
     def margin_bytes(self) -> int:
         """What is left of a device's memory; below 0 is what lacks."""
-        return margin_bytes(self.memory, self.machine.device.memory_bytes)
+        return margin_bytes(self.memory, self.machine)
 
     @property
     def fits(self) -> bool:
@@ -141,6 +142,12 @@ def plan(
         spec=spec, shape=shape, machine=where, step=step, memory=held, comm_s=comm_s, link_bytes=link_bytes,
         assumed=assumed,
     )  # fmt: skip
+
+
+def margin_bytes(held: MemoryPlan, where: Machine) -> int:
+    """Of a device's memory, less what its allocator will hold and, on a GPU, what is nobody's tensor."""
+    context = CONTEXT_BYTES if device_kind(where) == "cuda" else 0
+    return where.device.memory_bytes - held.reserved_bytes - context
 
 
 def device_kind(where: Machine) -> str:
