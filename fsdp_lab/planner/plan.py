@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from html import escape
 from typing import Any
 
 from fsdp_lab.events import Role
 from fsdp_lab.model_shape import ModelShape
+from fsdp_lab.planner import words
 from fsdp_lab.planner.compute import USUAL, Software
 from fsdp_lab.planner.devices import Machine, machine
 from fsdp_lab.planner.memory import MemoryPlan, memory
@@ -20,7 +22,7 @@ CONTEXT_BYTES = 1 << 30  # of a GPU's memory: CUDA's context, NCCL's buffers and
 BOUND = 0.2  # of a step: more exposed communication than this, and communication is what binds
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """One prediction. Rates are per rank unless the name says otherwise; `assumed` names what nobody said."""
 
@@ -94,6 +96,13 @@ class Plan:
         if self.exposed_share > BOUND:
             return "communication"
         return "computing" if self.step.computing_s > self.step_time_s / 2 else "the loop"
+
+    def __repr__(self) -> str:
+        return "\n".join(words.sentences(self))
+
+    def _repr_html_(self) -> str:
+        told = "".join(f"<p>{escape(line)}</p>" for line in words.sentences(self))
+        return f"{told}{words.time_table(self)._repr_html_()}{words.memory_table(self)._repr_html_()}"
 
     def within(self, limit_bytes: int) -> Plan:
         """The same, where no more of a device's memory may be used."""
