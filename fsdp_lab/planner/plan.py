@@ -14,6 +14,7 @@ from fsdp_lab.planner import words
 from fsdp_lab.planner.compute import USUAL, Software
 from fsdp_lab.planner.devices import Machine, machine
 from fsdp_lab.planner.memory import MemoryPlan, memory
+from fsdp_lab.planner.pressure import pressed
 from fsdp_lab.planner.rates import PUBLISHED, Rates
 from fsdp_lab.planner.step import StepModel, StepTime, recomputed
 from fsdp_lab.spec import Spec, SpecError
@@ -142,7 +143,8 @@ def plan(
     """
     if where.ranks != spec.world_size:
         raise SpecError("ranks", f"the machine has {where.ranks} and the Spec {spec.world_size}", "give both the same")
-    model = StepModel(spec, shape.units, shape.tokens(spec.workload.seq_len), where, rates, software)
+    overlaps = not pressed(spec, shape, where)
+    model = StepModel(spec, shape.units, shape.tokens(spec.workload.seq_len), where, rates, software, overlaps=overlaps)
     step = model.step()
     comm_s, link_bytes = model.communicated(loud=step.loud, quiet=step.quiet)
     assumed = {**where.device.assumed, **where.assumed, "attention": software.attention.value}

@@ -36,9 +36,10 @@ class StepModel:
     """What the actions of a schedule take."""
 
     def __init__(self, spec: Spec, units: Sequence[UnitShape], tokens: int, machine: Machine, rates: Rates,
-                 software: Software = USUAL) -> None:  # fmt: skip
-        """tokens: of one sample."""
-        self._spec, self._units, self._machine, self._rates = spec, units, machine, rates
+                 software: Software = USUAL, *, overlaps: bool = True) -> None:  # fmt: skip
+        """tokens: of one sample. overlaps: False: memory is too full for it (`pressure`)."""
+        self._overlaps = overlaps
+        self._spec, self._units, self._machine, self._rates, self._software = spec, units, machine, rates, software
         again, known = recomputed(spec, len(units)), dict[tuple[int, bool], Work]()
         for i, unit in enumerate(units):  # most are alike
             if (id(unit), i in again) not in known:
@@ -61,7 +62,7 @@ class StepModel:
         silent = self._micro(ahead=ahead, reduces=False) if quiet else whole
         loud = w.accumulate - quiet
         numel = sum(unit.numel for unit in self._units) / self._factor
-        optimizer = optimizer_seconds(numel, w.optimizer, self._machine.device, self._rates)
+        optimizer = optimizer_seconds(numel, w.optimizer, self._machine.device, self._rates, self._software)
         seconds = loud * whole.seconds + quiet * silent.seconds + optimizer + self._rates.step_s
         exposed = loud * whole.exposed_s + quiet * silent.exposed_s
         computing = loud * whole.phase_s(Phase.COMPUTE) + quiet * silent.phase_s(Phase.COMPUTE)
@@ -75,6 +76,7 @@ class StepModel:
         return simulate(
             schedule, lambda action: self.seconds(action, schedule, reduces=reduces), ahead=ahead,
             interference=self._rates.interference, late_s=fabric.late_s(self._spec.world_size, self._rates),
+            overlaps=self._overlaps,
         )  # fmt: skip
 
     def seconds(self, action: Action, schedule: Schedule, *, reduces: bool = True) -> float:
