@@ -62,7 +62,7 @@ class _Step:
         self._backend = _BEHAVIOURS[spec.strategy.backend](spec, shape, self._book, on_gpu=on_gpu)  # type: ignore[call-arg]
         self._samples, self._tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
         self._sizes: dict[int, tuple[Sequence[Change], list[tuple[str, float, int | None, int]]]] = {}
-        self._folded: dict[tuple[object, ...], tuple[Book, object]] = {}
+        self._folded: dict[tuple[object, ...], tuple[Book, tuple[float, object]]] = {}
 
     @property
     def _batch(self) -> float:
@@ -102,18 +102,21 @@ class _Step:
             own = calls[point.call].unit
             last = point.direction is Direction.BACKWARD and point.call == 0 and point.moment is Moment.AFTER
             book.where = (point.direction, own)
+            backend.landed()
             if not last:
                 backend.at(point)
             self._change(stretch.changes, own)
             if last:
+                backend.at(point)
                 backend.end_backward()
+                backend.landed()
 
     def _change(self, changes: Sequence[Change], own: int) -> None:
         """What the model allocates and frees; of units that are alike it is reckoned once."""
         if not changes:
             return
         backend = self._backend
-        key = (id(changes), id(self._shape.units[own]), *backend.key(own))
+        key = (id(changes), id(self._shape.units[own]), backend.flying, *backend.key(own))
         found = self._folded.get(key)
         if found is None:
             if any(c.unit is not None for c in changes if c.kind == ARRIVED):
@@ -122,10 +125,11 @@ class _Step:
             whole, backend.book = self._book, Book()
             self._book = backend.book
             self._write(changes, own)
-            found = self._folded[key] = (self._book, backend.after(own))
+            found = self._folded[key] = (self._book, (backend.flying, backend.after(own)))
             self._book = backend.book = whole
         self._book.add(found[0])
-        backend.restore(own, found[1])
+        backend.flying, state = found[1]
+        backend.restore(own, state)
 
     def _write(self, changes: Sequence[Change], own: int) -> None:
         book, backend = self._book, self._backend
@@ -136,6 +140,7 @@ class _Step:
                 book.give(ACTIVATIONS, size)
             elif kind == ARRIVED:
                 backend.arrived(own if unit is None else unit, index, size)
+                backend.landed()
             else:
                 book.take(GRADIENTS, size)
 
