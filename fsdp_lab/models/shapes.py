@@ -16,13 +16,13 @@ from transformers import PreTrainedConfig
 
 from fsdp_lab.engine.policy import Kind, kind_of
 from fsdp_lab.engine.wrapping import blocks, units
-from fsdp_lab.model_shape import ALLOCATED, FREED, Change, ModelShape, Saved, Size, Stretch, UnitShape, merged
+from fsdp_lab.model_shape import ALLOCATED, FREED, Change, ModelShape, Saved, Size, Stretch, UnitShape
 from fsdp_lab.models.build import build_skeleton
 from fsdp_lab.models.configs import first_line, resolve
 from fsdp_lab.models.facts import Facts, facts_of
-from fsdp_lab.models.rewrapping import rewrapped
+from fsdp_lab.models.rewrapping import repeated, rewrapped
 from fsdp_lab.models.tape import SAMPLES, Recording, owners, products_of, record
-from fsdp_lab.schedule import Direction, Moment, Point
+from fsdp_lab.schedule import Direction, Moment
 from fsdp_lab.spec import SpecError, Strategy
 
 ENOUGH = 4  # blocks of a stack: the first, one in the middle, the last two
@@ -225,61 +225,11 @@ def _deepened(shape: ModelShape, model: nn.Module, inside: Sequence[Sequence[nn.
     names = _names(model, inside)
     whole, few = _stacks(names), _stacks(shape.unit_names[1:])
     times = {few[stack][1] + 1: len(places) - ENOUGH + 1 for stack, places in whole.items()}
-    units, first = [shape.units[0]], {0: 0}
-    calls: list[tuple[int, int | None]] = [(0, None)]
-    for k in range(1, len(shape.calls)):
-        first[k] = len(units)
-        for _ in range(times.get(k, 1)):
-            units.append(shape.units[k])
-            calls.append((len(calls), 0))
-    tapes = {name: _balanced(_repeated(tape, times, first), _left(tape)) for name, tape in shape.tapes.items()}
-    saved = {dtype: _saved(tapes[key], {0}) for dtype, key in _TAPES.items()}
+    grown = repeated(shape, times)
+    units = list(grown.units)
+    saved = {dtype: _saved(grown.tapes[key], {0}) for dtype, key in _TAPES.items()}
     units[0] = dataclasses.replace(units[0], saved=saved)
     return dataclasses.replace(
-        shape, units=tuple(units), calls=tuple(calls), tapes=tapes, unit_names=("root", *names),
+        grown, units=tuple(units), unit_names=("root", *names),
         buffers_bytes=sum(b.nbytes for b in model.buffers()),
     )  # fmt: skip
-
-
-def _repeated(tape: Sequence[Stretch], times: Mapping[int, int], first: Mapping[int, int]) -> tuple[Stretch, ...]:
-    found: list[Stretch] = []
-    i = 0
-    while i < len(tape):
-        call, direction = tape[i].point.call, tape[i].point.direction
-        stop = i + 1
-        while stop < len(tape) and call and tape[stop].point.call == call and tape[stop].point.direction is direction:
-            stop += 1
-        count = times.get(call, 1)
-        numbers = [first[call] + n for n in range(count)]
-        for number in numbers if direction is Direction.FORWARD else reversed(numbers):
-            for s in tape[i:stop]:
-                changes = tuple(_renumbered(c, first) for c in s.changes)
-                found.append(
-                    Stretch(Point(direction, number, s.point.moment), s.changes if changes == s.changes else changes)
-                )
-        i = stop
-    return tuple(found)
-
-
-def _left(tape: Sequence[Stretch]) -> dict[tuple[int, int], float]:
-    """What the tape leaves allocated in the end."""
-    sums: dict[tuple[int, int], float] = {}
-    for change in (c for stretch in tape for c in stretch.changes):
-        for b, t, c in change.size.terms:
-            sums[b, t] = sums.get((b, t), 0) + c * {ALLOCATED: 1, FREED: -1}.get(change.kind, 0)
-    return sums
-
-
-def _balanced(tape: tuple[Stretch, ...], left: Mapping[tuple[int, int], float]) -> tuple[Stretch, ...]:
-    """With what repeated blocks leave behind, autocast's copies of weights, freed where autocast ends."""
-    more = {power: size - left.get(power, 0) for power, size in _left(tape).items()}
-    terms = tuple((b, t, c) for (b, t), c in sorted(more.items()) if c)
-    if not terms:
-        return tape
-    end = Point(Direction.FORWARD, 0, Moment.AFTER)
-    freed = Change(FREED, Size(terms))
-    return tuple(Stretch(s.point, tuple(merged([freed, *s.changes]))) if s.point == end else s for s in tape)
-
-
-def _renumbered(change: Change, first: Mapping[int, int]) -> Change:
-    return change if change.unit is None else dataclasses.replace(change, unit=first[change.unit])
