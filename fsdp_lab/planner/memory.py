@@ -17,6 +17,9 @@ from fsdp_lab.planner.behaviour.fsdp1 import FSDP1Behaviour
 from fsdp_lab.planner.behaviour.fsdp2 import FSDP2Behaviour
 from fsdp_lab.planner.behaviour.lab import LabBehaviour
 from fsdp_lab.planner.book import ACTIVATIONS, GRADIENTS, OTHER, Book, classes_of
+from fsdp_lab.planner.compute import USUAL, Software
+from fsdp_lab.planner.dense import dense_tape
+from fsdp_lab.planner.step import recomputed
 from fsdp_lab.schedule import Direction, Moment
 from fsdp_lab.spec import Spec
 
@@ -46,18 +49,20 @@ _BEHAVIOURS: Mapping[str, type[Behaviour]] = {
 }  # fmt: skip
 
 
-def memory(spec: Spec, shape: ModelShape, *, device: str) -> MemoryPlan:
+def memory(spec: Spec, shape: ModelShape, *, device: str, software: Software = USUAL) -> MemoryPlan:
     """Predicts the memory of a step that follows others.
 
     Args:
         shape: the model, in the units of `spec.strategy.wrap`.
         device: "cpu" or "cuda".
+        software: for a shape without tapes.
     """
-    return _Step(spec, shape, on_gpu=device != "cpu").plan()
+    return _Step(spec, shape, software, on_gpu=device != "cpu").plan()
 
 
 class _Step:
-    def __init__(self, spec: Spec, shape: ModelShape, *, on_gpu: bool) -> None:
+    def __init__(self, spec: Spec, shape: ModelShape, software: Software, *, on_gpu: bool) -> None:
+        self._software = software
         self._spec, self._shape, self._book, self._on_gpu = spec, shape, Book(), on_gpu
         self._backend = _BEHAVIOURS[spec.strategy.backend](spec, shape, self._book, on_gpu=on_gpu)  # type: ignore[call-arg]
         self._samples, self._tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
@@ -74,11 +79,12 @@ class _Step:
     def plan(self) -> MemoryPlan:
         book, backend = self._book, self._backend
         book.take(OTHER, self._shape.buffers_bytes)
+        backend.keeps_gradients = self._software.keeps_gradients
         backend.hold()
         held = classes_of(book.now)
         batch = self._batch
         accumulate = self._spec.workload.accumulate
-        tape = tape_of(self._shape, self._spec)
+        tape = tape_of(self._shape, self._spec, self._software)
         for micro in _micros(accumulate, self._spec.strategy.sync):
             book.take(OTHER, batch)
             backend.begin(loud=self._spec.strategy.sync == "every" or micro == accumulate - 1)
@@ -157,15 +163,18 @@ def _micros(accumulate: int, sync: str) -> list[int]:
     return sorted({0, min(1, accumulate - 1), accumulate - 1})
 
 
-def tape_of(shape: ModelShape, spec: Spec) -> Sequence[Stretch]:
+def tape_of(shape: ModelShape, spec: Spec, software: Software = USUAL) -> Sequence[Stretch]:
     """The tape of a precision; with some blocks computed again, block by block of the one or the other."""
     s = spec.strategy
+    if not shape.tapes:
+        again = frozenset(recomputed(spec, len(shape.units)))
+        return dense_tape(shape, s.dtypes.param, software, compiled=s.compile, recomputed=again)
     name = "fp32" if s.dtypes.param == "fp32" else "autocast" if s.backend == "ddp" else "half"
     plain = shape.tapes[name]
-    again = shape.tapes.get(f"{name}, recompute", plain)
+    whole = shape.tapes.get(f"{name}, recompute", plain)
     if s.recompute == "none":
         return plain
     if s.recompute == "full":
-        return again
+        return whole
     each = int(s.recompute.partition(":")[2])
-    return [b if b.point.call and (b.point.call - 1) % each == 0 else a for a, b in zip(plain, again, strict=True)]
+    return [b if b.point.call and (b.point.call - 1) % each == 0 else a for a, b in zip(plain, whole, strict=True)]

@@ -188,7 +188,7 @@ def _software(reader: _Reader) -> tuple[Software, str]:
     kernel = Attention.FLASH2
     if "Composer" in framework:
         kernel = Attention.FLASH1  # MPT's attn_impl of 2023
-    elif "t5" in model or re.search(r"2304\.11277|AWS'?$|1 Trillion|SC21|2104\.04473", named):
+    elif "t5" in model or "ATorch" in framework or re.search(r"2304\.11277|AWS'?$|1 Trillion|SC21|2104\.04473", named):
         kernel = Attention.PLAIN  # before fused attention
     reader.assume("attention", kernel.value)
     if not told and re.search("torchtitan|titan", framework):
@@ -197,11 +197,12 @@ def _software(reader: _Reader) -> tuple[Software, str]:
         told = str(reader.assume("act_ckpt", "none"))
     if "op" in told or (told == "selective" and re.search("torchtitan|torchtrain", framework)):
         return Software(attention=kernel, operators=True), "full"
-    early = "2304.11277" not in named
+    early = "2304.11277" not in named  # measured with torch of 2022
     if told.startswith("selective"):
         reader.assume("selective", "every second block")
-        return Software(attention=kernel, stops_early=early), "every:2"
-    return Software(attention=kernel, stops_early=early), "full" if told in ("full", "yes") else "none"
+        return Software(attention=kernel, stops_early=early, keeps_gradients=not early), "every:2"
+    used = Software(attention=kernel, stops_early=early, keeps_gradients=not early)
+    return used, "full" if told in ("full", "yes") else "none"
 
 
 def _micro_batch(reader: _Reader, ranks: int, accumulate: int) -> int:

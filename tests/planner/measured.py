@@ -84,8 +84,8 @@ def models(world_size: int, **changes: Any) -> dict[str, Spec]:
     for model, backend, precision in itertools.product(MODELS, BACKENDS, ("fp32", "bf16")):
         sharding = "no_shard" if backend == "ddp" else "full_shard"
         data = {"data": "images"} if model.startswith(("vit", "resnet")) else {}
-        add(found, f"{model}, {backend}, {precision}", world_size,
-            {"model": model, "backend": backend, "sharding": sharding, "precision": precision, **data, **changes})  # fmt: skip
+        fields = {"model": model, "backend": backend, "sharding": sharding, "precision": precision, **data, **changes}
+        add(found, f"{model}, {backend}, {precision}", world_size, fields)
     return found
 
 

@@ -1,5 +1,7 @@
-"""By hand: `python -m tests.planner.memory_sweep [ranks ...]` measures what tests/planner/measured.py lists, on 2 and 4 ranks
-where nothing is said, and prints each case beside its prediction. Takes some minutes."""
+"""By hand: `python -m tests.planner.memory_sweep [ranks ...]` measures what tests/planner/measured.py lists.
+
+On 2 and 4 ranks where nothing is said; it prints each case beside its prediction, and takes some minutes.
+"""
 
 from __future__ import annotations
 

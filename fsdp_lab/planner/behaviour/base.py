@@ -32,6 +32,7 @@ class Behaviour:
         self.units = [of[id(unit)] for unit in shape.units]
         self.gradients = [0.0] * len(self.units)  # shards that are reduced
         self.offloaded = self.strategy.offload != "none"
+        self.keeps_gradients = False  # between steps
         self.loud = True  # whether this micro-batch communicates
         self.flying = 0.0  # scratch of gathers on their way
         self._over_gloo = not on_gpu and self.factor > 1
@@ -45,6 +46,9 @@ class Behaviour:
 
     def hold(self) -> None:
         """What is there when a step begins."""
+        if self.keeps_gradients and not self.offloaded:
+            self.gradients = [u.shard for u in self.units]
+            self.book.take(GRADIENTS, self.shards)
         if not self.offloaded:
             self.book.take(PARAMETERS, self.shards)
             self.book.take(OPTIMIZER, self.shards * STATE[self.spec.workload.optimizer])
@@ -109,6 +113,8 @@ class Behaviour:
 
     def forget(self) -> None:
         """Gradients are dropped."""
+        if self.keeps_gradients:
+            return
         if not self.offloaded:
             self.book.give(GRADIENTS, sum(self.gradients))
         self.gradients = [0.0] * len(self.units)

@@ -38,7 +38,7 @@ class FSDP1Behaviour(Behaviour):
 
     def hold(self) -> None:
         super().hold()
-        if not self.offloaded:
+        if not self.offloaded and not self.keeps_gradients:
             self.gradients = [u.shard for u in self.units]
             self.book.take(GRADIENTS, sum(self.gradients))
 
