@@ -17,6 +17,9 @@ from fsdp_lab.planner.behaviour.fsdp1 import FSDP1Behaviour
 from fsdp_lab.planner.behaviour.fsdp2 import FSDP2Behaviour
 from fsdp_lab.planner.behaviour.lab import LabBehaviour
 from fsdp_lab.planner.book import ACTIVATIONS, GRADIENTS, OTHER, Book, classes_of
+from fsdp_lab.planner.compute import USUAL, Software
+from fsdp_lab.planner.dense import dense_tape
+from fsdp_lab.planner.step import recomputed
 from fsdp_lab.schedule import Direction, Moment
 from fsdp_lab.spec import Spec
 
@@ -46,23 +49,25 @@ _BEHAVIOURS: Mapping[str, type[Behaviour]] = {
 }  # fmt: skip
 
 
-def memory(spec: Spec, shape: ModelShape, *, device: str) -> MemoryPlan:
+def memory(spec: Spec, shape: ModelShape, *, device: str, software: Software = USUAL) -> MemoryPlan:
     """Predicts the memory of a step that follows others.
 
     Args:
         shape: the model, in the units of `spec.strategy.wrap`.
         device: "cpu" or "cuda".
+        software: for a shape without tapes.
     """
-    return _Step(spec, shape, on_gpu=device != "cpu").plan()
+    return _Step(spec, shape, software, on_gpu=device != "cpu").plan()
 
 
 class _Step:
-    def __init__(self, spec: Spec, shape: ModelShape, *, on_gpu: bool) -> None:
+    def __init__(self, spec: Spec, shape: ModelShape, software: Software, *, on_gpu: bool) -> None:
+        self._software = software
         self._spec, self._shape, self._book, self._on_gpu = spec, shape, Book(), on_gpu
         self._backend = _BEHAVIOURS[spec.strategy.backend](spec, shape, self._book, on_gpu=on_gpu)  # type: ignore[call-arg]
         self._samples, self._tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
         self._sizes: dict[int, tuple[Sequence[Change], list[tuple[str, float, int | None, int]]]] = {}
-        self._folded: dict[tuple[object, ...], tuple[Book, object]] = {}
+        self._folded: dict[tuple[object, ...], tuple[Book, tuple[float, object]]] = {}
 
     @property
     def _batch(self) -> float:
@@ -74,11 +79,12 @@ class _Step:
     def plan(self) -> MemoryPlan:
         book, backend = self._book, self._backend
         book.take(OTHER, self._shape.buffers_bytes)
+        backend.keeps_gradients = self._software.keeps_gradients
         backend.hold()
         held = classes_of(book.now)
         batch = self._batch
         accumulate = self._spec.workload.accumulate
-        tape = tape_of(self._shape, self._spec)
+        tape = tape_of(self._shape, self._spec, self._software)
         for micro in _micros(accumulate, self._spec.strategy.sync):
             book.take(OTHER, batch)
             backend.begin(loud=self._spec.strategy.sync == "every" or micro == accumulate - 1)
@@ -102,18 +108,21 @@ class _Step:
             own = calls[point.call].unit
             last = point.direction is Direction.BACKWARD and point.call == 0 and point.moment is Moment.AFTER
             book.where = (point.direction, own)
+            backend.landed()
             if not last:
                 backend.at(point)
             self._change(stretch.changes, own)
             if last:
+                backend.at(point)
                 backend.end_backward()
+                backend.landed()
 
     def _change(self, changes: Sequence[Change], own: int) -> None:
         """What the model allocates and frees; of units that are alike it is reckoned once."""
         if not changes:
             return
         backend = self._backend
-        key = (id(changes), id(self._shape.units[own]), *backend.key(own))
+        key = (id(changes), id(self._shape.units[own]), backend.flying, *backend.key(own))
         found = self._folded.get(key)
         if found is None:
             if any(c.unit is not None for c in changes if c.kind == ARRIVED):
@@ -122,10 +131,11 @@ class _Step:
             whole, backend.book = self._book, Book()
             self._book = backend.book
             self._write(changes, own)
-            found = self._folded[key] = (self._book, backend.after(own))
+            found = self._folded[key] = (self._book, (backend.flying, backend.after(own)))
             self._book = backend.book = whole
         self._book.add(found[0])
-        backend.restore(own, found[1])
+        backend.flying, state = found[1]
+        backend.restore(own, state)
 
     def _write(self, changes: Sequence[Change], own: int) -> None:
         book, backend = self._book, self._backend
@@ -136,6 +146,7 @@ class _Step:
                 book.give(ACTIVATIONS, size)
             elif kind == ARRIVED:
                 backend.arrived(own if unit is None else unit, index, size)
+                backend.landed()
             else:
                 book.take(GRADIENTS, size)
 
@@ -152,15 +163,18 @@ def _micros(accumulate: int, sync: str) -> list[int]:
     return sorted({0, min(1, accumulate - 1), accumulate - 1})
 
 
-def tape_of(shape: ModelShape, spec: Spec) -> Sequence[Stretch]:
+def tape_of(shape: ModelShape, spec: Spec, software: Software = USUAL) -> Sequence[Stretch]:
     """The tape of a precision; with some blocks computed again, block by block of the one or the other."""
     s = spec.strategy
+    if not shape.tapes:
+        again = frozenset(recomputed(spec, len(shape.units)))
+        return dense_tape(shape, s.dtypes.param, software, compiled=s.compile, recomputed=again)
     name = "fp32" if s.dtypes.param == "fp32" else "autocast" if s.backend == "ddp" else "half"
     plain = shape.tapes[name]
-    again = shape.tapes.get(f"{name}, recompute", plain)
+    whole = shape.tapes.get(f"{name}, recompute", plain)
     if s.recompute == "none":
         return plain
     if s.recompute == "full":
-        return again
+        return whole
     each = int(s.recompute.partition(":")[2])
-    return [b if b.point.call and (b.point.call - 1) % each == 0 else a for a, b in zip(plain, again, strict=True)]
+    return [b if b.point.call and (b.point.call - 1) % each == 0 else a for a, b in zip(plain, whole, strict=True)]

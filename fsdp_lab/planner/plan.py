@@ -148,7 +148,7 @@ def plan(
     step = model.step()
     comm_s, link_bytes = model.communicated(loud=step.loud, quiet=step.quiet)
     assumed = {**where.device.assumed, **where.assumed, "attention": software.attention.value}
-    held = memory(spec, shape, device=device_kind(where))
+    held = memory(spec, shape, device=device_kind(where), software=software)
     return Plan(
         spec=spec, shape=shape, machine=where, step=step, memory=held, comm_s=comm_s, link_bytes=link_bytes,
         assumed=assumed,

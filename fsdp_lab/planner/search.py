@@ -70,7 +70,7 @@ def search(
         fitting = []
         for wanted in candidates(spec, where.per_host, offloads):
             considered += 1
-            margin = _margin(wanted, shape, where)
+            margin = _margin(wanted, shape, where, software)
             if margin >= 0:
                 fitting.append(planned(wanted))
             else:
@@ -157,8 +157,8 @@ def _limited(where: Machine, limit_bytes: int | None) -> Machine:
     return replace(where, device=replace(where.device, memory_bytes=least))
 
 
-def _margin(spec: Spec, shape: ModelShape, where: Machine) -> int:
-    return margin_bytes(memory(spec, shape, device=device_kind(where)), where)
+def _margin(spec: Spec, shape: ModelShape, where: Machine, software: Software = USUAL) -> int:
+    return margin_bytes(memory(spec, shape, device=device_kind(where), software=software), where)
 
 
 def _shardings(ranks: int, per_host: int) -> list[tuple[str, int | None]]:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from fsdp_lab.model_shape import ModelShape, UnitShape
-from fsdp_lab.planner.book import GRADIENTS, OPTIMIZER, PARAMETERS, Book
+from fsdp_lab.planner.book import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS, Book
 from fsdp_lab.planner.units import STATE, UnitBytes
 from fsdp_lab.schedule import Call, Point, Rules, Schedule
 from fsdp_lab.spec import Spec
@@ -32,7 +32,10 @@ class Behaviour:
         self.units = [of[id(unit)] for unit in shape.units]
         self.gradients = [0.0] * len(self.units)  # shards that are reduced
         self.offloaded = self.strategy.offload != "none"
+        self.keeps_gradients = False  # between steps
         self.loud = True  # whether this micro-batch communicates
+        self.flying = 0.0  # scratch of gathers on their way
+        self._over_gloo = not on_gpu and self.factor > 1
 
     # -- between steps ----------------------------------------------------------------------------------------------
 
@@ -43,6 +46,9 @@ class Behaviour:
 
     def hold(self) -> None:
         """What is there when a step begins."""
+        if self.keeps_gradients and not self.offloaded:
+            self.gradients = [u.shard for u in self.units]
+            self.book.take(GRADIENTS, self.shards)
         if not self.offloaded:
             self.book.take(PARAMETERS, self.shards)
             self.book.take(OPTIMIZER, self.shards * STATE[self.spec.workload.optimizer])
@@ -51,6 +57,30 @@ class Behaviour:
     def host_bytes(self) -> float:
         """Of the host under offload: shards, gradients, optimizer state."""
         return self.shards * (2 + STATE[self.spec.workload.optimizer]) if self.offloaded else 0.0
+
+    # -- on the wire ------------------------------------------------------------------------------------------------
+
+    def gathering(self, size: float) -> float:
+        """What a gather of so many bytes takes beside its output while it is on its way: Gloo lands it elsewhere first."""
+        return size if self._over_gloo else 0.0
+
+    def reducing(self, size: float) -> float:
+        """The same of a reduce-scatter: over Gloo the wire exchanges the summands, and adds them in the order of ranks."""
+        return size if self._over_gloo else 0.0
+
+    def pass_by(self, size: float, *, ahead: bool = False) -> None:
+        """So many bytes for a moment; of a collective that runs beside computing, till about the middle of the unit that
+        computes: till its first gradient is made, or its forward is over."""
+        self.book.take(COMMUNICATION, size)
+        if ahead:
+            self.flying += size
+        else:
+            self.book.give(COMMUNICATION, size)
+
+    def landed(self) -> None:
+        if self.flying:
+            self.book.give(COMMUNICATION, self.flying)
+            self.flying = 0.0
 
     # -- in a micro-batch -------------------------------------------------------------------------------------------
 
@@ -83,6 +113,8 @@ class Behaviour:
 
     def forget(self) -> None:
         """Gradients are dropped."""
+        if self.keeps_gradients:
+            return
         if not self.offloaded:
             self.book.give(GRADIENTS, sum(self.gradients))
         self.gradients = [0.0] * len(self.units)

@@ -21,6 +21,7 @@ class DDPBehaviour(Behaviour):
         super().__init__(spec, shape, book, replica_bytes, on_gpu=on_gpu)
         self._filled, self._limit, self._sent = 0.0, float(FIRST_BUCKET), 0.0
         self._recast = self.units[0].recast
+        self._kept, self._fresh = [0.0] * len(self.units), [0.0] * len(self.units)  # by unit
         self._share = self.units[0].reduced / max(1.0, self.units[0].shard)
 
     def hold(self) -> None:
@@ -28,7 +29,13 @@ class DDPBehaviour(Behaviour):
         self.book.take(GRADIENTS, self.shards)
 
     def arrived(self, unit: int, index: int, size: float) -> None:
+        """Without communication the first ones stay beside the buckets, and later ones are added to them."""
+        if not self.loud and not self._kept[unit]:
+            self._fresh[unit] += size
+            return
         self.book.give(GRADIENTS, size)
+        if self.loud and self._kept[unit]:
+            self.book.give(GRADIENTS, 4.0 * self.shape.units[unit].parameters[index])
         if self._recast and self.loud:
             self._fill(4.0 * self.shape.units[unit].parameters[index])
 
@@ -44,6 +51,8 @@ class DDPBehaviour(Behaviour):
         self._filled, self._limit = 0.0, float(BUCKET)
 
     def end_backward(self) -> None:
+        self._kept = [0.0 if self.loud else kept + fresh for kept, fresh in zip(self._kept, self._fresh, strict=True)]
+        self._fresh = [0.0] * len(self.units)
         if self._recast and self._filled:
             self._send()
         self.book.give(COMMUNICATION, self._sent)
@@ -53,10 +62,11 @@ class DDPBehaviour(Behaviour):
         """The buckets stay."""
 
     def key(self, unit: int) -> tuple[object, ...]:
-        return (self._filled, self._limit, self._sent) if self._recast and self.loud else ()
+        sent = (self._filled, self._limit, self._sent) if self._recast and self.loud else ()
+        return (self.loud, bool(self._kept[unit]), self._fresh[unit], *sent)
 
     def after(self, unit: int) -> Any:
-        return self._filled, self._limit, self._sent
+        return self._filled, self._limit, self._sent, self._fresh[unit]
 
     def restore(self, unit: int, state: Any) -> None:
-        self._filled, self._limit, self._sent = state
+        self._filled, self._limit, self._sent, self._fresh[unit] = state

@@ -34,10 +34,11 @@ class FSDP1Behaviour(Behaviour):
         self._last = {c.unit: k for k, c in enumerate(calls)}
         self._order = [u for u in dict.fromkeys(c.unit for c in calls) if u]
         self._begun = False
+        self._late: int | None = None
 
     def hold(self) -> None:
         super().hold()
-        if not self.offloaded:
+        if not self.offloaded and not self.keeps_gradients:
             self.gradients = [u.shard for u in self.units]
             self.book.take(GRADIENTS, sum(self.gradients))
 
@@ -66,7 +67,7 @@ class FSDP1Behaviour(Behaviour):
             if self.strategy.backward_prefetch_point == "before":
                 self._prefetch(unit, -1, self.strategy.backward_prefetch)
         elif not forward and not before and point.call == self._first[unit]:
-            self._post_backward(unit)
+            self._ended(unit)
 
     def _prefetch(self, unit: int, way: int, depth: int) -> None:
         place = self._order.index(unit) + way if unit else (0 if way > 0 else len(self._order) - 1)
@@ -85,6 +86,7 @@ class FSDP1Behaviour(Behaviour):
         copied = u.shard if self.offloaded and self.on_gpu else 0.0
         self.book.take(COMMUNICATION, cast + copied)
         self.book.take(UNSHARDED, u.gathered)
+        self.pass_by(self.gathering(u.gathered))
         self.book.give(COMMUNICATION, cast + copied)
         self._gathered[unit] = True
 
@@ -102,6 +104,16 @@ class FSDP1Behaviour(Behaviour):
 
     def arrived(self, unit: int, index: int, size: float) -> None:
         self._pieces[unit] += size
+
+    def _ended(self, unit: int) -> None:
+        """Prefetched in the forward, a unit's parameters were made views before the operators of the unit ahead of it; so
+        autograd joins their gradients after the backward of that one."""
+        if not self.strategy.forward_prefetch:
+            self._post_backward(unit)
+            return
+        if self._late is not None:
+            self._post_backward(self._late)
+        self._late = unit
 
     def _post_backward(self, unit: int) -> None:
         u, book = self.units[unit], self.book
@@ -125,7 +137,7 @@ class FSDP1Behaviour(Behaviour):
         u, book = self.units[unit], self.book
         flat, self._flat[unit] = self._flat[unit], 0.0
         seen = 0.0 if self.offloaded and not self.on_gpu else 1.0  # what ends on the host of a CPU is not counted
-        stages = [flat]
+        stages, roles = [flat], [GRADIENTS]
         for is_made, size, is_last in (
             (self._item != self._reduce_item, u.whole, not self._shards and not u.recast),
             (self._shards, u.reduced, not u.recast),
@@ -133,14 +145,20 @@ class FSDP1Behaviour(Behaviour):
         ):
             if is_made:
                 stages.append(size * (seen if is_last else 1.0))
-                book.take(GRADIENTS, stages[-1])
-        book.give(GRADIENTS, sum(stages[:-1]))
+                roles.append(GRADIENTS if is_last or size == u.reduced else COMMUNICATION)
+                book.take(roles[-1], stages[-1])
+                self.pass_by(self.reducing(u.whole) if size == u.reduced else 0.0)
+        for role, stage in zip(roles[:-1], stages[:-1], strict=True):
+            book.give(role, stage)
         if self.offloaded or self.gradients[unit]:
             book.give(GRADIENTS, stages[-1])
         else:
             self.gradients[unit] = stages[-1]
 
     def end_backward(self) -> None:
+        if self._late is not None:
+            self._post_backward(self._late)
+        self._late = None
         for unit in range(len(self.units)):
             self._post_backward(unit)
 

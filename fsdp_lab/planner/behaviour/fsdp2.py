@@ -47,7 +47,7 @@ class FSDP2Behaviour(Behaviour):
             self._copy_out(unit, lend=not self._asynchronous)
             if unit:
                 for other in self._next(unit, self.strategy.forward_prefetch):
-                    self._unshard(other)
+                    self._unshard(other, ahead=True)
         elif forward and not before and point.call == self._last[unit]:
             if unit and self._reshards:
                 self._reshard(unit, keep=True)
@@ -58,7 +58,7 @@ class FSDP2Behaviour(Behaviour):
             self._unshard(unit)
             self._copy_out(unit, lend=False)
             for other in self._before(unit):
-                self._unshard(other)
+                self._unshard(other, ahead=True)
         elif not forward and not before and point.call == self._first[unit]:
             self._post_backward(unit)
 
@@ -73,7 +73,7 @@ class FSDP2Behaviour(Behaviour):
         place, depth = self._order.index(unit), self.strategy.backward_prefetch
         return self._order[max(0, place - depth) : place][::-1]
 
-    def _unshard(self, unit: int) -> None:
+    def _unshard(self, unit: int, *, ahead: bool = False) -> None:
         if self._gathered[unit] or self._buffer[unit] or self.spec.world_size == 1:
             return
         u, book = self.units[unit], self.book
@@ -82,6 +82,7 @@ class FSDP2Behaviour(Behaviour):
         book.take(COMMUNICATION, cast)
         self._buffer[unit] = u.gathered
         book.take(COMMUNICATION, u.gathered)
+        self.pass_by(self.gathering(u.gathered), ahead=ahead and self._asynchronous)
         book.give(COMMUNICATION, cast)
 
     def _copy_out(self, unit: int, *, lend: bool) -> None:
@@ -156,8 +157,10 @@ class FSDP2Behaviour(Behaviour):
         if not u.recast:
             size = 0.0 if is_host_s else u.reduced
             book.take(GRADIENTS, size)
+            self.pass_by(self.reducing(u.whole))
         else:
             book.take(COMMUNICATION, u.reduced)
+            self.pass_by(self.reducing(u.whole))
             size = 0.0 if is_host_s else u.shard
             book.take(GRADIENTS, size)
             if self.replicas > 1:

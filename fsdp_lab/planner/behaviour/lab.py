@@ -42,7 +42,7 @@ class LabBehaviour(Behaviour):
         acted = False
         for action in self._schedule.at(point):
             if action.phase is Phase.UNSHARD:
-                self._unshard(action.unit)
+                self._unshard(action.unit, ahead=action.ahead)
             elif action.phase is Phase.RESHARD:
                 self._reshard(action.unit, point.direction)
             elif action.phase is Phase.REDUCE:
@@ -52,7 +52,7 @@ class LabBehaviour(Behaviour):
             self._unshard(unit)
             self._land(unit)
 
-    def _unshard(self, unit: int) -> None:
+    def _unshard(self, unit: int, *, ahead: bool = False) -> None:
         if self._gathered[unit] or self._views:
             return
         self._gathered[unit] = True
@@ -66,6 +66,7 @@ class LabBehaviour(Behaviour):
         if not self._few[unit] and near == "none" and u.mixed:
             self._sent[unit] = u.cast
             book.take(COMMUNICATION, u.cast)
+        self.pass_by(self.gathering(u.gathered), ahead=ahead)
         if self.factor == 1:
             self._land(unit)
 
@@ -117,6 +118,7 @@ class LabBehaviour(Behaviour):
         self._finish()
         self._gradient[unit] = 0.0
         self.book.take(GRADIENTS, self._part(self.units[unit]))
+        self.book.take(COMMUNICATION, self.reducing(self.units[unit].whole))
         self._reducing = unit
 
     def _finish(self) -> None:
@@ -127,6 +129,7 @@ class LabBehaviour(Behaviour):
         u, book = self.units[unit], self.book
         whole, part = self._whole(u), self._part(u)
         kept = whole if self.factor == 1 or self._whole_gradients else part
+        book.give(COMMUNICATION, self.reducing(u.whole))
         book.give(GRADIENTS, whole + part - kept)
         if u.recast and not self._low:
             raised = 0.0 if self._is_host_s else u.shard
