@@ -236,13 +236,13 @@ def _kv(unit: UnitShape, width: float) -> float:
 
 
 def _norm(x: str, name: str, h: float, item: int, one_kernel: bool, weight: Iterator[int]) -> Iterator[Operator]:
-    """Saves its input; in operators also the input in fp32 and the normalised one."""
+    """Saves its input; in operators instead of it the input in fp32, and the normalised one."""
     if one_kernel or item == 4:
         extra = tokens(8.0 if one_kernel else 4 * h + 8)
         yield Operator(output=name, size=tokens(item * h), inputs=(x,), saves=(x,), extra=extra, weights=_next(weight))
         return
     extra = tokens(4 * h + item * h + 4)
-    yield Operator(output=name, size=tokens(item * h), inputs=(x,), saves=(x,), extra=extra, scratch=tokens(8 * h),
+    yield Operator(output=name, size=tokens(item * h), inputs=(x,), extra=extra, scratch=tokens(8 * h),
                    weights=_next(weight))  # fmt: skip
 
 

@@ -12,13 +12,13 @@ from fsdp_lab.spec import SpecError
 
 GIB, MIB = 1 << 30, 1 << 20
 
-# What torch's allocator holds of what was allocated at the peak, while the device has room: the median over torchtitan's rows.
-# Under pressure it gives back what it does not use; so this says nothing of what fits, `MemoryPlan.reserved_bytes` does.
+# What torch's allocator holds, of what was allocated at the peak, while the device has room: the median over torchtitan's
+# rows. Under pressure it gives back what it does not use; so this does not say what fits: `MemoryPlan.reserved_bytes` does.
 SPARE = 1.5
 FULL = 0.95  # of a device's memory: more than this no allocator holds
 
-# Rows that contradict themselves, or what the table says of them; reported apart. A T5 of 11.3e9 parameters takes 7 GB more on
-# 8 GPUs than on 512: 5 bytes a parameter, of which fp32 values and Adam's moments alone are 12.
+# Rows that contradict what the table says of them; reported apart. A T5 of 11.3e9 parameters takes 7 GB more on 8 GPUs than on
+# 512: 5 bytes a parameter, where fp32 values and Adam's moments alone are 12.
 UNEXPLAINED = tuple(f"fsdp-7c-B{b}-{n}" for b in (8, 16) for n in (8, 16, 32, 64, 128, 256, 512))
 
 
