@@ -46,6 +46,7 @@ FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (1, "wire", frozenset({"torch"})),
     (1, "models", RANKS | {"PIL", "safetensors"}),
     (1, "planner", frozenset({"numpy"})),
+    (2, "plans", RANKS),
     (2, "backends", RANKS),
     (3, "rank", RANKS | {"psutil"}),
     (3, "bench", RANKS | {"psutil"}),
