@@ -278,6 +278,8 @@ def _label(value: Any) -> str:
         return str(value.get("model_type") or "/".join(str(v) for v in value.values() if v))
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value))
+    if isinstance(value, bool):
+        return "on" if value else "off"
     return str(value)
 
 
