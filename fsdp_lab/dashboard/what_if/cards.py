@@ -123,7 +123,7 @@ class MemoryCard:
 
     def _write_now(self, p: Plan) -> None:
         device, m = p.machine.device.memory_bytes, p.memory
-        taken = device - p.margin_bytes
+        taken = _taken(p)
         unit = MIB if max(device, taken) < GIB else GIB
         if unit != self._unit:
             self._before.clear()
@@ -137,7 +137,7 @@ class MemoryCard:
 
     def _write_before(self, p: Plan) -> None:
         row = [0.55, *self._scaled(p), p.memory.peak_bytes / self._unit]
-        self._before.replace([row], {"label": [f"before: {memory(p.memory.peak_bytes)}"]})
+        self._before.replace([row], {"label": [f"before: {memory(_taken(p))}"]})
 
     def _scaled(self, p: Plan) -> list[float]:
         return [p.memory.at_peak.of_role(Role(c)) / self._unit for c in ON_DEVICE]
@@ -413,6 +413,11 @@ def bar_figure(name: str, x_label: str) -> figure:
     return fig
 
 
+def _taken(p: Plan) -> int:
+    """Of a GPU, with the allocator's slack and the context."""
+    return p.machine.device.memory_bytes - p.margin_bytes
+
+
 def _memory_keys(p: Plan, rest: int) -> tuple[Key, ...]:
     peak = p.memory.at_peak
     keys = [
@@ -433,10 +438,9 @@ def _where(p: Plan) -> str:
 
 
 def _point(p: Plan) -> list[float]:
-    taken = p.machine.device.memory_bytes - p.margin_bytes
     return [
         p.machine.ranks, 100 * p.mfu, 100 * p.mfu if p.fits else math.nan, 1e3 * p.step_time_s, p.tokens_per_s,
-        p.flops_per_s / 1e12, taken / GIB,
+        p.flops_per_s / 1e12, _taken(p) / GIB,
     ]  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from ..subshell import answer_while_busy
 from . import words
 from .cards import AnswerCard, FoundCard, MemoryCard, ScalingCard, StepCard
 from .form import CUSTOM_ONLY, FIELDS, FORM
-from .question import CUSTOM, Answer, Question, answer, best, with_curve
+from .question import CUSTOM, Answer, Question, answer, best, usual, with_curve
 
 RETRY_S = 0.05
 STALE = "fsdp-stale"
@@ -62,8 +62,7 @@ class WhatIf:
 
     def __init__(self, spec: Spec | None = None, *, hardware: str = "h100", per_host: int | None = None,
                  network: float | None = None) -> None:  # fmt: skip
-        given = {} if spec is None else {"spec": spec}
-        first = Question(**given, hardware=hardware, per_host=per_host, network=network)
+        first = Question(spec=spec or usual(), hardware=hardware, per_host=per_host, network=network)
         self._lock = threading.Condition(threading.RLock())  # guards the words
         self._words: list[_Word] = []
         self._worker: threading.Thread | None = None
@@ -279,7 +278,7 @@ class WhatIf:
         shown = choices.value("hardware") == CUSTOM
         for name in CUSTOM_ONLY:
             put(self._controls[name].box.layout, "display", "" if shown else "none")
-        (self._live.add_class if choices.held else self._live.remove_class)(STALE)
+        (self._box.add_class if choices.held else self._box.remove_class)(STALE)
         put(self._best, "disabled", self._searching)
         if self._complaint:
             self._say("failed", self._complaint)

@@ -20,7 +20,8 @@ LIKE = "a100-80"  # what a custom device is taken to be like, where nothing is s
 GIB = 1 << 30
 
 
-def _usual() -> Spec:
+def usual() -> Spec:
+    """What a page begins with."""
     return Spec(world_size=64).replace(model="llama-7b", precision="bf16", seq_len=2048, micro_batch=2)
 
 
@@ -32,7 +33,7 @@ class Question:
         SpecError: a field, or a combination that cannot be.
     """
 
-    spec: Spec = field(default_factory=_usual)
+    spec: Spec = field(default_factory=usual)
     hardware: str = "h100"  # of `DEVICES`, or `CUSTOM` with the three below
     per_host: int | None = None  # GPUs; None: eight
     network: float | None = None  # Gb/s of all network cards of a host; None: as is usual
