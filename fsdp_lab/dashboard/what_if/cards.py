@@ -84,7 +84,7 @@ class MemoryCard:
             y="y", left="end", right="slack", height=0.62, source=now, fill_alpha=0, line_width=1.2, line_dash="3 2"
         )
         tint(rest.glyph, line_color="ink.marker")
-        self._stack(fig, before, [*ON_DEVICE], height=0.2, alpha=0.35)
+        self._stack(fig, before, [*ON_DEVICE], height=0.2, alpha=0.5)
         for source, end, ink in ((now, "slack", "ink.peak"), (before, "end", "ink.marker")):
             text = fig.text(
                 x=end, y="y", text="label", x_offset=7, text_baseline="middle", text_font_size="11px", source=source

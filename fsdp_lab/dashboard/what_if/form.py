@@ -59,7 +59,7 @@ FORM: tuple[tuple[str, tuple[Field, ...]], ...] = (
                 least=None, read=number),
         Field(name="per_host", label="GPUs a host", help="With NVLink or PCI Express between them", none="8",
               tokens=fixed(None, 1, 2, 4, 16, 32, 72), typed="6", read=number),
-        _number("network", "network, Gb/s a host", "Of all network cards of a host, one way", USUAL),
+        _number("network", "network, Gb/s", "Of all network cards of a host, one way", USUAL),
         _number("peak_tflops", "peak, TFLOPS", "Dense, in bf16"),
         _number("memory_gib", "memory, GiB", "Of one GPU"),
         _number("link_gb_per_s", "link, GB/s", "To the other GPUs of its host, one way"),

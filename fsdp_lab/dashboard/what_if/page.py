@@ -126,11 +126,15 @@ class WhatIf:
             if self._searching or self._closed:
                 return
             self._searching = True
-            question = self.choices.wanted
         put(self._best, "disabled", True)
-        threading.Thread(target=self._search, args=(question,), name="fsdp-lab-what-if-search", daemon=True).start()
+        threading.Thread(target=self._search, name="fsdp-lab-what-if-search", daemon=True).start()
 
-    def _search(self, question: Question) -> None:
+    def _search(self) -> None:
+        """Of what is wanted once all that was chosen before is seen to."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._worker is None)
+            question = self.choices.wanted
+        self._say("working", "Strategies are tried.")
         found, failed = None, ""
         try:
             found = (question, best(question))
@@ -248,7 +252,8 @@ class WhatIf:
     def _say_if_it_lasts(self, changes: Mapping[str, Any]) -> None:
         """A model that is no preset is built without values first, in seconds."""
         model, wrap = changes.get("model"), str(changes.get("wrap", ""))
-        if (model is not None and model not in PRESETS) or wrap.startswith(("min_params:", "class:")):
+        named = model is None or (isinstance(model, str) and model in PRESETS)
+        if not named or wrap.startswith(("min_params:", "class:")):
             self._say("working", "The model is built without values, to know its shape.")
 
     # -- what is shown --------------------------------------------------------------------------------------------

@@ -66,5 +66,4 @@ def cells(p: Plan) -> tuple[tuple[str, str], ...]:
         ("MFU", percent(p.mfu)),
         ("HFU", percent(p.hfu)),
         ("exposed communication", percent(p.exposed_share)),
-        ("tokens a step", rate(p.tokens)),
     )
