@@ -46,13 +46,15 @@ class Software:
     `operators`: where a unit is recomputed, half of its matrix products and its attention are kept all the same
     (torchtitan's selective activation checkpoints). `stops_early`: recompute stops when the last tensor that the backward
     needs is there, before the unit's last product (torch's checkpoints since 2.1). `fused_optimizer`: one pass over AdamW's
-    state; torch's default makes eight.
+    state; torch's default makes eight. `keeps_gradients`: between steps they are filled with zeros, and not dropped (torch's
+    optimizers before 2.0).
     """
 
     attention: Attention = Attention.FLASH2
     operators: bool = False
     stops_early: bool = True
     fused_optimizer: bool = False
+    keeps_gradients: bool = False
 
 
 USUAL = Software()

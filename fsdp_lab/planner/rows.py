@@ -195,7 +195,7 @@ def _software(reader: _Reader) -> tuple[Software, str]:
     kernel = Attention.FLASH2
     if "Composer" in framework:
         kernel = Attention.FLASH1  # MPT's attn_impl of 2023
-    elif "t5" in model or re.search(r"2304\.11277|AWS'?$|1 Trillion|SC21|2104\.04473", named):
+    elif "t5" in model or "ATorch" in framework or re.search(r"2304\.11277|AWS'?$|1 Trillion|SC21|2104\.04473", named):
         kernel = Attention.PLAIN  # before fused attention
     reader.assume("attention", kernel.value)
     if not told and re.search("torchtitan|titan", framework):
@@ -207,12 +207,12 @@ def _software(reader: _Reader) -> tuple[Software, str]:
     fused = "fused" in reader.text("optimizer").lower()
     if "op" in told or (told == "selective" and re.search("torchtitan|torchtrain", framework)):
         return Software(attention=kernel, operators=True, fused_optimizer=fused), "full"
-    early = not _before_torch_21(reader)
+    used = Software(attention=kernel, stops_early=not _before_torch_21(reader), fused_optimizer=fused,
+                    keeps_gradients="2304.11277" in reader.text("source"))  # fmt: skip
     if told.startswith("selective"):
         reader.assume("selective", "every second block")
-        return Software(attention=kernel, stops_early=early, fused_optimizer=fused), "every:2"
-    recompute = "full" if told in ("full", "yes") else "none"
-    return Software(attention=kernel, stops_early=early, fused_optimizer=fused), recompute
+        return used, "every:2"
+    return used, "full" if told in ("full", "yes") else "none"
 
 
 def _before_torch_21(reader: _Reader) -> bool:
