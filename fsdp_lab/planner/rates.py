@@ -4,7 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What Python, autograd and a backend take beside the work, where computing waits for them: on a CPU. On a GPU the host
+    runs ahead."""
+
+    step_s: float = 0.0  # of a step
+    unit_s: float = 0.0  # of a unit in a step: its hooks, gathers, frees and reductions
+    tensor_s: float = 0.0  # of a parameter tensor in a step: the operators that use it, its place in the optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +33,15 @@ class Rates:
     jitter_s: float  # how far apart ranks come to a collective: its standard deviation
     interference: float  # how much a collective in flight slows computing down, of its own time
     step_s: float  # what a step costs beside its micro-batches: the loop, the optimizer's launches, logging
+    hosts: Mapping[str, Host] = field(default_factory=dict)  # by backend; none: the host is not waited for
+    traffic_of: Mapping[str, float] = field(default_factory=dict)  # `traffic` by dtype, where it was measured so
 
     def attention_share(self, generation: str) -> float:
         """Of another generation than those that were calibrated: the newest of them."""
         return self.attention.get(generation, self.attention["hopper"])
+
+    def host(self, backend: str) -> Host:
+        return self.hosts.get(backend, Host())
 
 
 # Of all usable rows of data/fsdp_measurements.csv. A test holds them against the procedure.

@@ -1,0 +1,195 @@
+"""`Calibration`: what was measured on this machine, and the `Machine` and `Rates` that it comes to.
+
+What is measured, in less than two minutes, on all ranks at once (`fsdp_lab.rank.calibration`), and what for:
+
+* matrix products, attention, copies, the optimizer and collectives over the wire, each at several sizes: curves;
+* computing, sending, and both at once: `Rates.interference`;
+* steps of GPT-2s of width 32, which hardly compute, of every backend: with 6 and with 2 blocks, and with 6 in one unit. What
+  the curves do not explain of these three is what a step, a unit and a parameter tensor cost: `Rates.hosts`;
+* steps of a GPT-2 of two blocks of width 256 that is not sharded, of our own engine, in each dtype: what is left of
+  these is the traffic of norms, activations and losses: `Rates.traffic_of`.
+
+So no model, workload or sharding that is predicted has to be among those that were measured. It holds for as many ranks
+on the same devices, as long as the machine does nothing else than it did then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import fmean, median
+from typing import Any
+
+from fsdp_lab.model_shape import ModelShape
+from fsdp_lab.planner.curve import Curve
+from fsdp_lab.planner.devices import Device, Machine, Measured
+from fsdp_lab.planner.fabric import link_bytes
+from fsdp_lab.planner.rates import PUBLISHED, Host, Rates
+from fsdp_lab.planner.step import StepModel
+from fsdp_lab.spec import BACKENDS, Spec
+
+Row = Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """Steps that are timed, `counted` of them. `role`: what they tell."""
+
+    role: str  # "deep", "shallow", "whole": of a small model with 6 blocks, with 2, with 6 in one unit; "traffic"
+    spec: Spec
+    counted: int
+
+
+def references(ranks: int, dtypes: Sequence[str], devices: Sequence[str] | None = None) -> list[Reference]:
+    """The steps to be timed."""
+    start = Spec(world_size=ranks, devices=None if devices is None else tuple(devices))
+    found = []
+    for backend in BACKENDS:
+        sharding = "no_shard" if backend == "ddp" else "full_shard"
+        small = start.replace(backend=backend, sharding=sharding, micro_batch=1, seq_len=16)
+        found += [
+            Reference(role="deep", spec=small.replace(model=gpt2(32, 6)), counted=10),
+            Reference(role="shallow", spec=small.replace(model=gpt2(32, 2)), counted=10),
+        ]
+        if backend != "ddp":  # which has no units
+            found.append(Reference(role="whole", spec=small.replace(model=gpt2(32, 6), wrap="whole"), counted=10))
+    plain = start.replace(model=gpt2(256, 2), sharding="no_shard", micro_batch=4, seq_len=128)
+    found += [Reference(role="traffic", spec=plain.replace(precision=dtype), counted=5) for dtype in dtypes if dtype != "fp16"]
+    return found
+
+
+def gpt2(width: int, layers: int) -> dict[str, Any]:
+    """A transformers config, on bytes."""
+    return {
+        "model_type": "gpt2", "vocab_size": 384, "n_embd": width, "n_layer": layers, "n_head": max(2, width // 64),
+        "n_positions": 128, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": None,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Frozen; JSON both ways."""
+
+    unix_s: float  # when
+    seconds: float  # how long it took
+    name: str  # of the device
+    devices: tuple[str, ...]  # one a rank
+    probes: Mapping[str, Any]  # what `fsdp_lab.rank.calibration` measured: the mean over ranks
+    shapes: tuple[ModelShape, ...]  # of the references, in their order
+
+    @property
+    def ranks(self) -> int:
+        return len(self.devices)
+
+    @classmethod
+    def of(cls, each: Sequence[Mapping[str, Any]], **said: Any) -> Calibration:
+        """From what every rank measured."""
+        return cls(probes=_mean(each), **said)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.devices[0] != "cpu"
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(self.probes["products"])
+
+    @cached_property
+    def machine(self) -> Machine:
+        """As `fsdp_lab.planner.plan` takes it."""
+        p = self.probes
+        products = {dtype: Curve.of(rows) for dtype, rows in p["products"].items()}
+        peaks = {dtype: curve.best for dtype, curve in products.items()}
+        scores = {
+            dtype: Curve.of((count, seconds / 3.5 - flops / peaks[dtype]) for count, flops, seconds in rows)
+            for dtype, rows in p["scores"].items()
+        }
+        copies = Curve.of(p["copies"])
+        measured = Measured(products=products, scores=scores, copies=copies,
+                            updates={name: Curve.of(rows) for name, rows in p["updates"].items()})  # fmt: skip
+        collectives = {
+            kind: Curve.of((link_bytes(kind, payload, self.ranks), seconds) for payload, seconds in rows)
+            for kind, rows in p["collectives"].items()
+        }
+        fastest = max((curve.best for curve in collectives.values()), default=2 * copies.best)
+        device = Device(
+            name=self.name, peak_flops_per_s=peaks, matrix_share=1.0, memory_bytes=int(p["memory_bytes"]),
+            memory_bytes_per_s=2 * copies.best, link_bytes_per_s=fastest, switched=True,
+            generation="here" if self.on_gpu else "cpu", assumed={}, measured=measured,
+        )  # fmt: skip
+        return Machine(device=device, ranks=self.ranks, per_host=self.ranks, network_bytes_per_s=fastest, assumed={},
+                       collectives=collectives)  # fmt: skip
+
+    @cached_property
+    def rates(self) -> Rates:
+        """As `fsdp_lab.planner.plan` takes them."""
+        bare = replace(
+            PUBLISHED, matrix=1.0, memory=1.0, link=1.0, network=1.0, latency_s=0.0, jitter_s=0.0, step_s=0.0, traffic=1.0,
+            interference=_interference(self.probes["together"]),
+        )  # fmt: skip
+        rates = bare
+        for _ in range(2):  # the traffic of small models is little, and so is what the host takes of the large one
+            rates = replace(rates, hosts={backend: self._host(backend, rates) for backend in BACKENDS})
+            rates = replace(rates, traffic_of=self._traffic(rates))
+        return rates
+
+    @cached_property
+    def _steps(self) -> list[tuple[Reference, ModelShape, float]]:
+        """With the median seconds of each."""
+        found = references(self.ranks, self.dtypes, self.devices)
+        return [(r, shape, median(taken)) for r, shape, taken in zip(found, self.shapes, self.probes["steps"], strict=True)]
+
+    def _host(self, backend: str, rates: Rates) -> Host:
+        """From what is left of the small models' steps: per step + units x per unit + tensors x per tensor."""
+        bare = replace(rates, hosts={})
+        left = {
+            r.role: (seconds - self._predicted_s(r, shape, bare), len(shape.units), _tensors(shape))
+            for r, shape, seconds in self._steps
+            if r.spec.strategy.backend == backend and r.role != "traffic"
+        }
+        deep, shallow, whole = left["deep"], left["shallow"], left.get("whole")
+        unit_s = max(0.0, (deep[0] - whole[0]) / (deep[1] - whole[1])) if whole is not None else 0.0
+        slope_s = (deep[0] - shallow[0] - unit_s * (deep[1] - shallow[1])) / (deep[2] - shallow[2])
+        tensor_s = max(0.0, slope_s)
+        return Host(step_s=max(0.0, deep[0] - unit_s * deep[1] - tensor_s * deep[2]), unit_s=unit_s, tensor_s=tensor_s)
+
+    def _traffic(self, rates: Rates) -> dict[str, float]:
+        """By dtype: so that the large model's step comes out. A step is a straight line in it."""
+        found = {}
+        for r, shape, seconds in self._steps:
+            if r.role == "traffic":
+                dtype = r.spec.strategy.dtypes.param
+                none, one = (
+                    self._predicted_s(r, shape, replace(rates, traffic_of={dtype: share})) for share in (0.0, 1.0)
+                )
+                found[dtype] = max(0.0, (seconds - none) / (one - none))
+        return found
+
+    def _predicted_s(self, r: Reference, shape: ModelShape, rates: Rates) -> float:
+        tokens = shape.tokens(r.spec.workload.seq_len)
+        return StepModel(r.spec, shape.units, tokens, self.machine, rates).step().seconds
+
+    # -- JSON, both ways ------------------------------------------------------------------------------------------
+
+
+def _tensors(shape: ModelShape) -> int:
+    return sum(len(unit.parameters) for unit in shape.units)
+
+
+def _interference(together: Mapping[str, float]) -> float:
+    """Of a collective's time, how much longer computing takes beside it, 0 to 1: cores that Gloo takes are missing."""
+    if not together:
+        return 0.0
+    beside = together["both_s"] - together["computing_s"]
+    return min(1.0, max(0.0, beside / together["sending_s"]))
+
+
+def _mean(each: Sequence[Any]) -> Any:
+    """Of values of one shape, number by number: computing and waiting of a rank add up to the same time on all of them."""
+    first = each[0]
+    if isinstance(first, Mapping):
+        return {key: _mean([one[key] for one in each]) for key in first}
+    if isinstance(first, (list, tuple)):
+        return [_mean(list(values)) for values in zip(*each, strict=True)]
+    return fmean(each)
