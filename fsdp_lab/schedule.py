@@ -10,7 +10,8 @@ Note: what stays gathered. With resharding after forward (arXiv 2304.11277, sect
 forward is over, and gathered again for its backward. But what the backward asks for first, the root, the unit it begins with
 and those prefetched beside it, would be freed only to be gathered at once: these stay. They are never more than the
 limiter allows at that moment anyway, so the peak of memory is the same and the gathers are fewer. A unit that is called
-more than once stays from its last call on; before that it would stand beside whatever comes between.
+more than once stays from its last call on; before that it would stand beside whatever comes between. Where nothing is freed
+after the forward (ZeRO-2), the limiter counts what computes and what was gathered ahead: to wait for the others is useless.
 """
 
 from __future__ import annotations
@@ -194,11 +195,18 @@ class Schedule:
 
     def ahead(self, point: Point, alive: set[int]) -> tuple[int, ...]:
         """The units to prefetch at a point, as far as the limiter allows."""
-        chosen: list[int] = []
+        chosen, limited = list[int](), alive - self._stay(point)
         for unit in self.following(point, self.rules.depth(point.direction)):
-            if unit not in alive and self.rules.has_room(len(alive) + len(chosen)):
+            if unit not in alive and self.rules.has_room(len(limited) + len(chosen)):
                 chosen.append(unit)
         return tuple(chosen)
+
+    def _stay(self, point: Point) -> set[int]:
+        """Units that have computed and stay gathered whatever the limiter says, where none is freed after the forward."""
+        if self.rules.reshard_after_forward or not self.backward or point.direction is not Direction.FORWARD:
+            return set()
+        begun = self.order[Direction.FORWARD][: self.begun[point] - (point.moment is Moment.BEFORE)]
+        return {self.calls[k].unit for k in begun} - {self.calls[point.call].unit}
 
     def _points(self, direction: Direction, *, reverse: bool) -> Iterator[Point]:
         to_come = [0]  # a call, or ~call for its end; the next one last

@@ -29,6 +29,7 @@ OTHER = "other…"
 SWEEPING = "The strategy is the comparison's until it is over. Stop ends it and keeps what is done."
 WAITING = "The run waits: see Safety below, or press Stop."
 NEEDS_NEW_RUN = ("world_size", "devices")
+OFFERED_PARAMETERS = 10**10  # larger presets are there to be planned; by code they can be trained all the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,8 @@ GROUPS: tuple[tuple[str, tuple[Field, ...]], ...] = (
               tokens=_fixed(None, *OFFERED), typed="0.25 GB/s, 50 us", none="off"),
     )),
     ("Workload", (
-        Field(name="model", label="model", help="A change begins at step 0", tokens=_fixed(*PRESETS)),
+        Field(name="model", label="model", help="A change begins at step 0",
+              tokens=_fixed(*(name for name, p in PRESETS.items() if p.parameters < OFFERED_PARAMETERS))),
         Field(name="micro_batch", label="micro batch", help="Samples per rank and forward", least=1),
         Field(name="seq_len", label="sequence length", help="Tokens of a sample",
               tokens=_fixed(32, 64, 128, 256, 512, 1024)),

@@ -1,4 +1,4 @@
-"""Named models from 1M to 7B parameters, as plain config dicts: neither torch nor transformers is imported.
+"""Named models from 1M to 405B parameters, as plain config dicts: neither torch nor transformers is imported.
 
 Small presets are sized for two CPU ranks. Their text vocabulary is the 384 ids of ByT5 (3 special ids, 256
 bytes, 125 extra ids) and their images are small. Large presets have the shape of a published model,
@@ -114,6 +114,11 @@ _FAMILIES: tuple[tuple[str, Kind, tuple[_Row, ...]], ...] = (
         ("1.5b", 1_557_611_200, _gpt2(1600, 48, 25, vocabulary=50257), "GPT-2 XL"),
         ("6.7b", 6_658_404_352, _gpt2(4096, 32, 32, positions=2048, vocabulary=50257),
          "the 6.7B shape of the GPT-3 paper"),
+        ("13b", 12_853_386_240, _gpt2(5120, 40, 40, positions=2048, vocabulary=50257),
+         "the 13B shape of the GPT-3 paper, 40 heads"),
+        ("30b", 29_974_418_432, _gpt2(7168, 48, 56, positions=2048, vocabulary=50257), "the shape of OPT 30B"),
+        ("66b", 65_719_544_832, _gpt2(9216, 64, 72, positions=2048, vocabulary=50257), "the shape of OPT 66B"),
+        ("175b", 174_604_259_328, _gpt2(12288, 96, 96, positions=2048, vocabulary=50257), "the shape of GPT-3"),
     )),
     ("llama", "causal", (
         ("1m", 951_424, _llama(128, 4, 4, 4, 384), "bytes; embeddings not tied"),
@@ -127,6 +132,13 @@ _FAMILIES: tuple[tuple[str, Kind, tuple[_Row, ...]], ...] = (
          _llama(3072, 28, 24, 8, 8192, vocabulary=128256, tied=True, positions=8192, theta=5e5),
          "the shape of Llama 3.2 3B; embeddings tied"),
         ("7b", 6_738_415_616, _llama(4096, 32, 32, 32, 11008, vocabulary=32000), "the shape of Llama 2 7B"),
+        ("8b", 8_030_261_248,
+         _llama(4096, 32, 32, 8, 14336, vocabulary=128256, positions=8192, theta=5e5), "the shape of Llama 3 8B"),
+        ("13b", 13_015_864_320, _llama(5120, 40, 40, 40, 13824, vocabulary=32000), "the shape of Llama 2 13B"),
+        ("70b", 70_553_706_496,
+         _llama(8192, 80, 64, 8, 28672, vocabulary=128256, positions=8192, theta=5e5), "the shape of Llama 3 70B"),
+        ("405b", 405_853_388_800,
+         _llama(16384, 126, 128, 8, 53248, vocabulary=128256, positions=8192, theta=5e5), "the shape of Llama 3 405B"),
     )),
     ("bert", "masked", (
         ("1m", 925_440, _bert(128, 4, 4), "bytes"),
@@ -143,6 +155,7 @@ _FAMILIES: tuple[tuple[str, Kind, tuple[_Row, ...]], ...] = (
         ("220m", 222_903_552, _t5(768, 12, 12, 64, 3072, 32128), "T5 base"),
         ("740m", 737_668_096, _t5(1024, 24, 16, 64, 4096, 32128), "T5 large"),
         ("2.9b", 2_851_598_336, _t5(1024, 24, 32, 128, 16384, 32128), "T5 3B"),
+        ("11b", 11_307_321_344, _t5(1024, 24, 128, 128, 65536, 32128), "T5 11B"),
     )),
     ("vit", "image", (
         ("1m", 1_007_626, _vit(128, 5, 4, image=32, patch=4, classes=10), "32 x 32 pixels, 10 classes"),

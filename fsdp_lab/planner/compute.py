@@ -95,8 +95,8 @@ def product_seconds(unit: UnitShape, tokens: float, dtype: str, device: Device, 
     seen = unit.share * tokens
     total = 0.0
     for p in unit.products:
-        operands = rates.operands * BYTES[dtype] * (seen * (p.inputs + p.outputs) + p.inputs * p.outputs)
-        total += p.count * (2 * seen * p.inputs * p.outputs / rate + operands / bandwidth)
+        operands = rates.operands * BYTES[dtype] * (p.share * seen * (p.inputs + p.outputs) + p.inputs * p.outputs)
+        total += p.count * (2 * p.share * seen * p.inputs * p.outputs / rate + operands / bandwidth)
     return total
 
 

@@ -18,6 +18,7 @@ from tests.browser.jupyter import JupyterServer
 SECONDS = float(os.environ.get("FSDP_LAB_FLOOD_S", "20"))
 RANKS, SAMPLES = 64, 8
 MIB = 1 << 20
+LAG_S = 7.0  # two busy cores paint this late and no later; a display of half the pace would be 10 s late after 20
 
 CELL = """\
 import os, psutil
@@ -62,8 +63,7 @@ def test_the_kernel_keeps_up_with_64_ranks_and_nothing_grows(server: JupyterServ
     assert kept >= spoken * RANKS, "events were lost"
     middle, last = samples[SAMPLES // 2], samples[-1]
     lags = [s["p50_s"] for s in samples if math.isfinite(s["p50_s"])]  # none of a sample in which nothing was drawn
-    first, second = lags[: len(lags) // 2], lags[len(lags) // 2 :]
-    assert min(second) < max(2.5, *first), "the display falls behind"  # a busy machine lags in the beginning
+    assert min(lags[len(lags) // 2 :]) < LAG_S, "the display falls behind"
     assert last["heap_bytes"] < 1.25 * middle["heap_bytes"] + 8 * MIB
     assert last["rss_bytes"] - samples[0]["rss_bytes"] < 300 * MIB, "events, spans and curves are all bounded"
     if SECONDS >= 500:  # the store is full by the middle

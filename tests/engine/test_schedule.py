@@ -233,6 +233,14 @@ def test_four_blocks_with_forward_prefetch_and_the_limit() -> None:
     assert forward(0) == "u0 U1 U2 c0 U3 c1 f1 U4 c2 f2 c3 f3 c4 f4 c0 f0"
 
 
+def test_what_stays_anyway_does_not_hold_prefetching_back() -> None:
+    """Without resharding after the forward: what is gathered is never freed by waiting for it."""
+    many = [Call(0), *(Call(i, 0) for i in range(1, 12))]
+    schedule = Schedule(many, Rules(reshard_after_forward=False, forward_prefetch=1, limit=2))
+    gathers = [a for a in schedule.actions if a.phase is Phase.UNSHARD]
+    assert [a.unit for a in gathers if not a.ahead] == [0] and len(gathers) == 12
+
+
 def test_four_blocks_with_prefetch_after() -> None:
     schedule = Schedule(BLOCKS, Rules(prefetch_before=False))
     assert " ".join(told(schedule)) == (

@@ -25,7 +25,7 @@ def test_every_family_begins_at_1m_and_text_and_vision_reach_billions() -> None:
     for family in families:
         smallest = min(p.parameters for p in PRESETS.values() if p.family == family)
         assert 0.8e6 < smallest < 1.2e6
-    assert max(p.parameters for p in PRESETS.values()) > 6.5e9
+    assert max(p.parameters for p in PRESETS.values()) > 400e9
 
 
 def test_the_default_workload_is_a_preset() -> None:
@@ -34,7 +34,7 @@ def test_the_default_workload_is_a_preset() -> None:
 
 @pytest.mark.parametrize(
     ("typo", "meant"),
-    [("gpt-2-10m", "gpt2-10m"), ("GPT2-1M", "gpt2-1m"), ("llama-8b", "llama-7b"), ("resnet50", "resnet-60m")],
+    [("gpt-2-10m", "gpt2-10m"), ("GPT2-1M", "gpt2-1m"), ("llama-7bn", "llama-7b"), ("resnet50", "resnet-60m")],
 )
 def test_a_typing_error_is_told_the_nearest_names(typo: str, meant: str) -> None:
     assert meant in closest(typo)
