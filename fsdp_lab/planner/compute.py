@@ -73,7 +73,7 @@ def work(unit: UnitShape, tokens: int, spec: Spec, device: Device, rates: Rates,
     moved = rates.traffic_of.get(dtype, rates.traffic) * (rates.compiled if spec.strategy.compile else 1.0) * kept
     other = moved * samples / (device.memory_bytes_per_s * rates.memory)
     host = rates.host(spec.strategy.backend)
-    hosted = (host.unit_s + host.tensor_s * len(unit.parameters)) / 2
+    hosted = host.tensor_s * len(unit.parameters) / 2
     again = products / 2 + other if software.operators else products + scores + other
     if software.stops_early and unit.products and not software.operators:
         last = replace(unit, products=(replace(unit.products[-1], count=1),))
@@ -89,7 +89,7 @@ def product_seconds(unit: UnitShape, tokens: float, dtype: str, device: Device, 
     """Of the forward's matrix products."""
     if device.measured is not None:
         curve = device.curve(dtype)
-        return sum(p.count * curve(2 * unit.share * tokens * p.inputs * p.outputs) for p in unit.products)
+        return sum(p.count * curve(2 * unit.share * tokens * p.share * p.inputs * p.outputs) for p in unit.products)
     rate = device.flops_per_s(dtype) * device.matrix_share * rates.matrix
     bandwidth = device.memory_bytes_per_s * rates.memory
     seen = unit.share * tokens

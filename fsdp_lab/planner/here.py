@@ -49,13 +49,13 @@ def references(ranks: int, dtypes: Sequence[str], devices: Sequence[str] | None 
         sharding = "no_shard" if backend == "ddp" else "full_shard"
         small = start.replace(backend=backend, sharding=sharding, micro_batch=1, seq_len=16)
         found += [
-            Reference(role="deep", spec=small.replace(model=gpt2(32, 6)), counted=10),
-            Reference(role="shallow", spec=small.replace(model=gpt2(32, 2)), counted=10),
+            Reference(role="deep", spec=small.replace(model=gpt2(32, 6)), counted=9),
+            Reference(role="shallow", spec=small.replace(model=gpt2(32, 2)), counted=9),
         ]
         if backend != "ddp":  # which has no units
-            found.append(Reference(role="whole", spec=small.replace(model=gpt2(32, 6), wrap="whole"), counted=10))
+            found.append(Reference(role="whole", spec=small.replace(model=gpt2(32, 6), wrap="whole"), counted=9))
     plain = start.replace(model=gpt2(256, 2), sharding="no_shard", micro_batch=4, seq_len=128)
-    found += [Reference(role="traffic", spec=plain.replace(precision=dtype), counted=5) for dtype in dtypes if dtype != "fp16"]
+    found += [Reference(role="traffic", spec=plain.replace(precision=dtype), counted=12) for dtype in dtypes if dtype != "fp16"]
     return found
 
 
@@ -141,18 +141,18 @@ class Calibration:
         return [(r, shape, median(taken)) for r, shape, taken in zip(found, self.shapes, self.probes["steps"], strict=True)]
 
     def _host(self, backend: str, rates: Rates) -> Host:
-        """From what is left of the small models' steps: per step + units x per unit + tensors x per tensor."""
+        """From what is left of the small models' steps: per step + sends x per send + tensors x per tensor."""
         bare = replace(rates, hosts={})
         left = {
-            r.role: (seconds - self._predicted_s(r, shape, bare), len(shape.units), _tensors(shape))
+            r.role: (seconds - self._predicted_s(r, shape, bare), self._model(r, shape, bare).sends, _tensors(shape))
             for r, shape, seconds in self._steps
             if r.spec.strategy.backend == backend and r.role != "traffic"
         }
         deep, shallow, whole = left["deep"], left["shallow"], left.get("whole")
-        unit_s = max(0.0, (deep[0] - whole[0]) / (deep[1] - whole[1])) if whole is not None else 0.0
-        slope_s = (deep[0] - shallow[0] - unit_s * (deep[1] - shallow[1])) / (deep[2] - shallow[2])
+        send_s = max(0.0, (deep[0] - whole[0]) / (deep[1] - whole[1])) if whole is not None else 0.0
+        slope_s = (deep[0] - shallow[0] - send_s * (deep[1] - shallow[1])) / (deep[2] - shallow[2])
         tensor_s = max(0.0, slope_s)
-        return Host(step_s=max(0.0, deep[0] - unit_s * deep[1] - tensor_s * deep[2]), unit_s=unit_s, tensor_s=tensor_s)
+        return Host(step_s=max(0.0, deep[0] - send_s * deep[1] - tensor_s * deep[2]), send_s=send_s, tensor_s=tensor_s)
 
     def _traffic(self, rates: Rates) -> dict[str, float]:
         """By dtype: so that the large model's step comes out. A step is a straight line in it."""
@@ -167,8 +167,10 @@ class Calibration:
         return found
 
     def _predicted_s(self, r: Reference, shape: ModelShape, rates: Rates) -> float:
-        tokens = shape.tokens(r.spec.workload.seq_len)
-        return StepModel(r.spec, shape.units, tokens, self.machine, rates).step().seconds
+        return self._model(r, shape, rates).step().seconds
+
+    def _model(self, r: Reference, shape: ModelShape, rates: Rates) -> StepModel:
+        return StepModel(r.spec, shape.units, shape.tokens(r.spec.workload.seq_len), self.machine, rates)
 
     # -- JSON, both ways ------------------------------------------------------------------------------------------
 
@@ -177,12 +179,10 @@ def _tensors(shape: ModelShape) -> int:
     return sum(len(unit.parameters) for unit in shape.units)
 
 
-def _interference(together: Mapping[str, float]) -> float:
+def _interference(together: Sequence[Row]) -> float:
     """Of a collective's time, how much longer computing takes beside it, 0 to 1: cores that Gloo takes are missing."""
-    if not together:
-        return 0.0
-    beside = together["both_s"] - together["computing_s"]
-    return min(1.0, max(0.0, beside / together["sending_s"]))
+    shares = [(both_s - computing_s) / sending_s for computing_s, sending_s, both_s in together]
+    return min(1.0, max(0.0, median(shares))) if shares else 0.0
 
 
 def _mean(each: Sequence[Any]) -> Any:

@@ -13,7 +13,7 @@ class Host:
     runs ahead."""
 
     step_s: float = 0.0  # of a step
-    unit_s: float = 0.0  # of a unit in a step: its hooks, gathers, frees and reductions
+    send_s: float = 0.0  # of a gather or a reduction: its hooks, its Python, the wait for a rank that is late
     tensor_s: float = 0.0  # of a parameter tensor in a step: the operators that use it, its place in the optimizer
 
 

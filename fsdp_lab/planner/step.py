@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from fsdp_lab.model_shape import UnitShape
 from fsdp_lab.planner import fabric
@@ -77,6 +78,18 @@ class StepModel:
             timeline=whole,
         )  # fmt: skip
 
+    @property
+    def sends(self) -> int:
+        """Gathers and reductions of a micro-batch."""
+        return self._sends.total()
+
+    @cached_property
+    def _sends(self) -> Counter[tuple[int, Direction]]:
+        """How many gathers and reductions a unit issues each way."""
+        actions = schedule_of(len(self._units), self._rules).actions
+        sent = [a for a in actions if a.phase in (Phase.UNSHARD, Phase.REDUCE) and self.collectives(a)]
+        return Counter((a.unit, a.point.direction) for a in sent)
+
     def _micro(self, *, ahead: bool, reduces: bool) -> Timeline:
         schedule = schedule_of(len(self._units), self._rules)
         return simulate(
@@ -114,8 +127,9 @@ class StepModel:
         if action.phase is Phase.COMPUTE:
             if not computes(action, schedule):
                 return 0.0
-            w = self.works[action.unit]
-            return w.forward_s if action.point.direction is Direction.FORWARD else w.backward_s + w.again_s
+            w, sent = self.works[action.unit], self._sends[action.unit, action.point.direction]
+            asked = sent * self._rates.host(self._spec.strategy.backend).send_s
+            return asked + (w.forward_s if action.point.direction is Direction.FORWARD else w.backward_s + w.again_s)
         if action.phase is Phase.HOST_COPY:
             return self._units[action.unit].numel / self._factor * 4 / self._machine.device.link_bytes_per_s
         if action.phase is Phase.REDUCE and not reduces:

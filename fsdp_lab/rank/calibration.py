@@ -11,7 +11,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 import psutil
@@ -33,6 +33,8 @@ from fsdp_lab.wire import Wire
 
 STRETCH_S = 0.03  # of one figure
 BESIDE_S = 1e-3  # of computing before a collective
+PASSES = 3
+TURN = 4  # steps
 UNCOUNTED = 4  # steps: the third of a training is a ledger step, and DDP lays its buckets anew in the second
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -77,17 +79,21 @@ class Probe:
 
         `trainers`: of what steps are timed, each so often. Returns {"products": {dtype: [[FLOPs, s]]}, "scores": {dtype:
         [[scores, FLOPs, s]]}, "copies": [[bytes, s]], "updates": {optimizer: [[elements, s]]}, "collectives": {kind: [[payload
-        bytes, s]]}, "together": {"computing_s", "sending_s", "both_s"}, "steps": [[s, ...]], "memory_bytes"}.
+        bytes, s]]}, "together": [[s of computing, of sending, of both]], "steps": [[s, ...]], "memory_bytes"}. Rows of one size come
+        once a pass.
         """
+        passes = [self._one_pass() for _ in range(PASSES)]
+        return {**_joined(passes), "steps": self.steps(trainers, steps), "memory_bytes": self._memory_bytes()}
+
+    def _one_pass(self) -> dict[str, Any]:
+        several = self._seat.world_size > 1
         return {
             "products": {d: list(self.products(DTYPES[d])) for d in self.dtypes},
             "scores": {d: list(self.scores(DTYPES[d])) for d in self.dtypes},
             "copies": list(self.copies()),
             "updates": {name: list(self.updates(name)) for name in ("adamw", "sgd")},
-            "collectives": {kind: list(self.collectives(kind)) for kind in KINDS} if self._seat.world_size > 1 else {},
-            "together": self.together() if self._seat.world_size > 1 else {},
-            "steps": self.steps(trainers, steps),
-            "memory_bytes": self._memory_bytes(),
+            "collectives": {kind: list(self.collectives(kind)) for kind in KINDS if several},
+            "together": [self.together()] if several else [],
         }
 
     # -- computing ------------------------------------------------------------------------------------------------
@@ -156,20 +162,18 @@ class Probe:
                 issue().wait()
                 self._finish()
                 taken.append(time.perf_counter() - begun_s)
-            yield [float(size), fmean(sorted(taken)[: max(1, round(0.9 * times))])]
+            yield [float(size), median(taken)]
 
-    def together(self) -> dict[str, float]:
-        """Seconds of computing, of a collective, and of both at once, each the mean of some."""
+    def together(self) -> list[float]:
+        """Seconds of computing, of a collective, and of both at once."""
         issue = self._issue("all_gather", 1 << 20)
         issue().wait()
-        sending_s = fmean(self._alternately(issue, None))
+        sending_s = self._alternately(issue, None)
         compute = self._work(max(sending_s, 1e-4))
-        computing_s = fmean(self._alternately(None, compute))
-        return {
-            "computing_s": computing_s, "sending_s": sending_s, "both_s": fmean(self._alternately(issue, compute))
-        }  # fmt: skip
+        return [self._alternately(None, compute), sending_s, self._alternately(issue, compute)]
 
-    def _alternately(self, issue: Callable[[], Any] | None, compute: Callable[[], None] | None) -> list[float]:
+    def _alternately(self, issue: Callable[[], Any] | None, compute: Callable[[], None] | None) -> float:
+        """The median of some times."""
         taken = []
         for _ in range(12):
             self._meet()
@@ -181,7 +185,7 @@ class Probe:
                 work.wait()
             self._finish()
             taken.append(time.perf_counter() - begun_s)
-        return taken
+        return median(taken)
 
     def _issue(self, kind: str, size: int) -> Callable[[], Any]:
         """What begins a collective of so many bytes of payload."""
@@ -198,16 +202,18 @@ class Probe:
     # -- whole steps ----------------------------------------------------------------------------------------------
 
     def steps(self, trainers: Sequence[Trainer], counts: Sequence[int]) -> list[list[float]]:
-        """Seconds of so many steps of each, in turns."""
+        """Seconds of so many steps of each, in turns, of which the first step is not counted: a run's caches are its own."""
         taken: list[list[float]] = [[] for _ in trainers]
         for trainer in trainers:
             for _ in range(UNCOUNTED):
                 trainer.step()
-        for i in range(max(counts, default=0)):
+        gc.collect()
+        gc.freeze()  # what stands by now is many models: searching it would be counted as some step's time
+        while any(len(own) < count for count, own in zip(counts, taken, strict=True)):
             for trainer, count, own in zip(trainers, counts, taken, strict=True):
-                if i < count:
+                if len(own) < count:
                     self._meet()
-                    own.append(trainer.step().step_time_s)
+                    own += [trainer.step().step_time_s for _ in range(TURN)][1:]
         return taken
 
     # -- small helpers --------------------------------------------------------------------------------------------
@@ -256,6 +262,13 @@ class Probe:
         if self._kind == "cuda":
             return int(torch.cuda.get_device_properties(self._device).total_memory)
         return int(psutil.virtual_memory().total) // self._seat.world_size
+
+
+def _joined(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Rows of all of them in one list."""
+    if isinstance(passes[0], dict):
+        return {key: _joined([one[key] for one in passes]) for key in passes[0]}
+    return [row for one in passes for row in one]  # type: ignore[return-value]
 
 
 @contextmanager
