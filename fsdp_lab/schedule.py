@@ -84,7 +84,9 @@ class Rules:
     prefetch_before: bool = True  # issue backward prefetches before the unit's backward, or after it
     limit: int = 2  # gathered units beside the one that computes; 0: no limit
     offload: str = "none"
-    keeps_first: bool = True  # what the backward asks for first stays, see the note; FSDP1 and FSDP2 keep the root alone
+    keeps_first: bool = (
+        True  # what the backward asks for first stays, see the note; FSDP1 and FSDP2 keep the root alone
+    )
 
     @classmethod
     def of(cls, strategy: Strategy) -> Rules:

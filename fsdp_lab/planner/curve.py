@@ -37,7 +37,7 @@ class Curve:
             return y0 * size / x0
         x1, y1 = self.points[i]
         along = math.log(size / x0) / math.log(x1 / x0)
-        return y0 * (y1 / y0) ** along
+        return y0 * math.exp(along * math.log(y1 / y0))
 
     @property
     def best(self) -> float:

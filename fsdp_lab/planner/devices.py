@@ -11,8 +11,8 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fsdp_lab.planner.curve import Curve
 from fsdp_lab.hardware import GPUS, PCIE4_BYTES_PER_S
+from fsdp_lab.planner.curve import Curve
 from fsdp_lab.spec import SpecError
 
 GIB = 1 << 30
@@ -24,7 +24,9 @@ class Measured:
     """Seconds by size, of one device while all ranks of its machine do the same."""
 
     products: Mapping[str, Curve]  # by dtype: of one matrix product, by its FLOPs
-    scores: Mapping[str, Curve]  # by dtype: of attention's forward beside its products, by scores (heads x pairs of tokens)
+    scores: Mapping[
+        str, Curve
+    ]  # by dtype: of attention's forward beside its products, by scores (heads x pairs of tokens)
     copies: Curve  # of reading and writing, by bytes
     updates: Mapping[str, Curve]  # by optimizer: of the gradients' norm and the update, by elements
 

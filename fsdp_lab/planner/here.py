@@ -3,11 +3,12 @@
 What is measured, in less than two minutes, on all ranks at once (`fsdp_lab.rank.calibration`), and what for:
 
 * matrix products, attention, copies, the optimizer and collectives over the wire, each at several sizes: curves;
-* computing, sending, and both at once: `Rates.interference`;
 * steps of GPT-2s of width 32, which hardly compute, of every backend: with 6 and with 2 blocks, and with 6 in one unit. What
   the curves do not explain of these three is what a step, a unit and a parameter tensor cost: `Rates.hosts`;
 * steps of a GPT-2 of two blocks of width 256 that is not sharded, of our own engine, in each dtype: what is left of
-  these is the traffic of norms, activations and losses: `Rates.traffic_of`.
+  these is the traffic of norms, activations and losses: `Rates.traffic_of`;
+* steps of one of four blocks that is sharded fully, on so few tokens that it sends as long as it computes: how much
+  the two slow each other, `Rates.interference`.
 
 So no model, workload or sharding that is predicted has to be among those that were measured. It holds for as many ranks
 on the same devices, as long as the machine does nothing else than it did then.
@@ -29,16 +30,16 @@ from fsdp_lab.planner.rates import PUBLISHED, Host, Rates
 from fsdp_lab.planner.step import StepModel
 from fsdp_lab.spec import BACKENDS, Spec
 
-Row = Sequence[float]
+SMALL = ("deep", "shallow", "whole")
+MOST = 2.0  # interference: cores are taken from computing, and caches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Steps that are timed, `counted` of them. `role`: what they tell."""
+    """A Spec whose steps are timed. `role`: what they tell."""
 
-    role: str  # "deep", "shallow", "whole": of a small model with 6 blocks, with 2, with 6 in one unit; "traffic"
+    role: str  # "deep", "shallow", "whole": of a small model with 6 blocks, with 2, with 6 in one unit; "traffic", "beside"
     spec: Spec
-    counted: int
 
 
 def references(ranks: int, dtypes: Sequence[str], devices: Sequence[str] | None = None) -> list[Reference]:
@@ -49,13 +50,17 @@ def references(ranks: int, dtypes: Sequence[str], devices: Sequence[str] | None 
         sharding = "no_shard" if backend == "ddp" else "full_shard"
         small = start.replace(backend=backend, sharding=sharding, micro_batch=1, seq_len=16)
         found += [
-            Reference(role="deep", spec=small.replace(model=gpt2(32, 6)), counted=9),
-            Reference(role="shallow", spec=small.replace(model=gpt2(32, 2)), counted=9),
+            Reference(role="deep", spec=small.replace(model=gpt2(32, 6))),
+            Reference(role="shallow", spec=small.replace(model=gpt2(32, 2))),
         ]
         if backend != "ddp":  # which has no units
-            found.append(Reference(role="whole", spec=small.replace(model=gpt2(32, 6), wrap="whole"), counted=9))
+            found.append(Reference(role="whole", spec=small.replace(model=gpt2(32, 6), wrap="whole")))
     plain = start.replace(model=gpt2(256, 2), sharding="no_shard", micro_batch=4, seq_len=128)
-    found += [Reference(role="traffic", spec=plain.replace(precision=dtype), counted=12) for dtype in dtypes if dtype != "fp16"]
+    if ranks > 1:
+        beside = start.replace(model=gpt2(256, 4), micro_batch=1, seq_len=64)
+        found.append(Reference(role="beside", spec=beside))
+    scaled = ("fp16",)  # its steps wait for a scale of the loss; computing is as in bf16
+    found += [Reference(role="traffic", spec=plain.replace(precision=dtype)) for dtype in dtypes if dtype not in scaled]
     return found
 
 
@@ -81,6 +86,12 @@ class Calibration:
     @property
     def ranks(self) -> int:
         return len(self.devices)
+
+    @property
+    def beside_s(self) -> list[list[float]]:
+        """Seconds of each counted step of the Specs that were timed beside it; nothing is fitted to them."""
+        taken = self.probes["steps"]
+        return [taken[str(i)] for i in range(len(self.shapes), len(taken))]
 
     @classmethod
     def of(cls, each: Sequence[Mapping[str, Any]], **said: Any) -> Calibration:
@@ -126,19 +137,20 @@ class Calibration:
         """As `fsdp_lab.planner.plan` takes them."""
         bare = replace(
             PUBLISHED, matrix=1.0, memory=1.0, link=1.0, network=1.0, latency_s=0.0, jitter_s=0.0, step_s=0.0, traffic=1.0,
-            interference=_interference(self.probes["together"]),
+            interference=0.5,
         )  # fmt: skip
         rates = bare
-        for _ in range(2):  # the traffic of small models is little, and so is what the host takes of the large one
+        for _ in range(3):  # each is little in what the others are found from
             rates = replace(rates, hosts={backend: self._host(backend, rates) for backend in BACKENDS})
             rates = replace(rates, traffic_of=self._traffic(rates))
+            rates = replace(rates, interference=self._interference(rates))
         return rates
 
     @cached_property
     def _steps(self) -> list[tuple[Reference, ModelShape, float]]:
         """With the median seconds of each."""
-        found = references(self.ranks, self.dtypes, self.devices)
-        return [(r, shape, median(taken)) for r, shape, taken in zip(found, self.shapes, self.probes["steps"], strict=True)]
+        found, taken = references(self.ranks, self.dtypes, self.devices), self.probes["steps"]
+        return [(r, shape, median(taken[str(i)])) for i, (r, shape) in enumerate(zip(found, self.shapes, strict=True))]
 
     def _host(self, backend: str, rates: Rates) -> Host:
         """From what is left of the small models' steps: per step + sends x per send + tensors x per tensor."""
@@ -146,7 +158,7 @@ class Calibration:
         left = {
             r.role: (seconds - self._predicted_s(r, shape, bare), self._model(r, shape, bare).sends, _tensors(shape))
             for r, shape, seconds in self._steps
-            if r.spec.strategy.backend == backend and r.role != "traffic"
+            if r.spec.strategy.backend == backend and r.role in SMALL
         }
         deep, shallow, whole = left["deep"], left["shallow"], left.get("whole")
         send_s = max(0.0, (deep[0] - whole[0]) / (deep[1] - whole[1])) if whole is not None else 0.0
@@ -155,7 +167,7 @@ class Calibration:
         return Host(step_s=max(0.0, deep[0] - send_s * deep[1] - tensor_s * deep[2]), send_s=send_s, tensor_s=tensor_s)
 
     def _traffic(self, rates: Rates) -> dict[str, float]:
-        """By dtype: so that the large model's step comes out. A step is a straight line in it."""
+        """By dtype: so that the step of the larger model comes out, which is a straight line in it."""
         found = {}
         for r, shape, seconds in self._steps:
             if r.role == "traffic":
@@ -166,6 +178,21 @@ class Calibration:
                 found[dtype] = max(0.0, (seconds - none) / (one - none))
         return found
 
+    def _interference(self, rates: Rates) -> float:
+        """So that the step comes out in which sending is beside computing: by halving, as a step grows with it."""
+        told = [step for step in self._steps if step[0].role == "beside"]
+        if not told:
+            return 0.0
+        ((r, shape, seconds),) = told
+        low, high = 0.0, MOST
+        for _ in range(12):
+            middle = (low + high) / 2
+            if self._predicted_s(r, shape, replace(rates, interference=middle)) < seconds:
+                low = middle
+            else:
+                high = middle
+        return (low + high) / 2
+
     def _predicted_s(self, r: Reference, shape: ModelShape, rates: Rates) -> float:
         return self._model(r, shape, rates).step().seconds
 
@@ -174,15 +201,26 @@ class Calibration:
 
     # -- JSON, both ways ------------------------------------------------------------------------------------------
 
+    def to_dict(self) -> dict[str, Any]:
+        shapes = [replace(shape, tapes={}).to_dict() for shape in self.shapes]
+        return {
+            "unix_s": self.unix_s, "seconds": self.seconds, "name": self.name, "devices": list(self.devices),
+            "probes": dict(self.probes), "shapes": shapes,
+        }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> Calibration:
+        """Raises ValueError for what is none."""
+        try:
+            shapes = tuple(ModelShape.from_dict(shape) for shape in d["shapes"])
+            return cls(unix_s=d["unix_s"], seconds=d["seconds"], name=d["name"], devices=tuple(d["devices"]),
+                       probes=d["probes"], shapes=shapes)  # fmt: skip
+        except (KeyError, TypeError) as e:
+            raise ValueError(f"this is no calibration ({type(e).__name__}: {e}); make one with lab.calibrate()") from e
+
 
 def _tensors(shape: ModelShape) -> int:
     return sum(len(unit.parameters) for unit in shape.units)
-
-
-def _interference(together: Sequence[Row]) -> float:
-    """Of a collective's time, how much longer computing takes beside it, 0 to 1: cores that Gloo takes are missing."""
-    shares = [(both_s - computing_s) / sending_s for computing_s, sending_s, both_s in together]
-    return min(1.0, max(0.0, median(shares))) if shares else 0.0
 
 
 def _mean(each: Sequence[Any]) -> Any:

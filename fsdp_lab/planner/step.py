@@ -17,7 +17,10 @@ from fsdp_lab.planner.timeline import Timeline, computes, schedule_of, simulate
 from fsdp_lab.schedule import Action, Direction, Phase, Rules, Schedule
 from fsdp_lab.spec import Spec
 
-AHEAD = ("fsdp1", "fsdp2")  # on a GPU their host runs ahead; on a CPU, which has no streams, they wait for what they send
+AHEAD = (
+    "fsdp1",
+    "fsdp2",
+)  # on a GPU their host runs ahead; on a CPU, which has no streams, they wait for what they send
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DDP's, its defaults
 # What a backend copies beside computing and sending, in payloads: of what is gathered, of what is reduced. FSDP2 gathers in
 # one buffer and copies out; all put gradients into one buffer before they are sent.
@@ -128,8 +131,10 @@ class StepModel:
             if not computes(action, schedule):
                 return 0.0
             w, sent = self.works[action.unit], self._sends[action.unit, action.point.direction]
-            asked = sent * self._rates.host(self._spec.strategy.backend).send_s
-            return asked + (w.forward_s if action.point.direction is Direction.FORWARD else w.backward_s + w.again_s)
+            issuing_s = sent * self._rates.host(self._spec.strategy.backend).send_s
+            return issuing_s + (
+                w.forward_s if action.point.direction is Direction.FORWARD else w.backward_s + w.again_s
+            )
         if action.phase is Phase.HOST_COPY:
             return self._units[action.unit].numel / self._factor * 4 / self._machine.device.link_bytes_per_s
         if action.phase is Phase.REDUCE and not reduces:

@@ -62,7 +62,9 @@ def simulate(
         late_s: how long a collective waits for the last of its ranks, and computing with it.
         blocking: phases during which the thread that computes waits.
     """
-    simulation = _Simulation(schedule, seconds, ahead=ahead, interference=interference, late_s=late_s, blocking=blocking)
+    simulation = _Simulation(
+        schedule, seconds, ahead=ahead, interference=interference, late_s=late_s, blocking=blocking
+    )
     return simulation.run()
 
 

@@ -27,14 +27,14 @@ from fsdp_lab.models import Initializer
 from fsdp_lab.rank.clocks import Clock
 from fsdp_lab.rank.prepare import Preparation
 from fsdp_lab.rank.rendezvous import Seat
-from fsdp_lab.rank.trainer import Progress, Trainer
+from fsdp_lab.rank.trainer import Progress, Trainer, squared_norm
 from fsdp_lab.spec import Spec
 from fsdp_lab.wire import Wire
 
 STRETCH_S = 0.03  # of one figure
 BESIDE_S = 1e-3  # of computing before a collective
 PASSES = 3
-TURN = 4  # steps
+TURN = 5  # steps
 UNCOUNTED = 4  # steps: the third of a training is a ledger step, and DDP lays its buckets anew in the second
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -55,11 +55,19 @@ _COPIES: Mapping[str, tuple[int, ...]] = {  # bytes
     "cuda": (1 << 16, 1 << 20, 1 << 24, 1 << 28),
 }
 _UPDATES: Mapping[str, tuple[int, ...]] = {  # elements
-    "cpu": (1 << 12, 1 << 16, 1 << 19, 1 << 22),
+    "cpu": (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23),
     "cuda": (1 << 16, 1 << 20, 1 << 24, 1 << 27),
 }
-_SENT: Mapping[int, int] = {1 << 10: 24, 1 << 14: 24, 1 << 18: 20, 1 << 20: 12, 1 << 22: 6, 1 << 24: 3}  # bytes: how often
+_SENT: Mapping[int, int] = {
+    1 << 10: 24,
+    1 << 14: 24,
+    1 << 18: 20,
+    1 << 20: 12,
+    1 << 22: 6,
+    1 << 24: 3,
+}  # bytes: how often
 HEADS, WIDTH = 4, 64
+TENSOR = 1 << 20  # elements of one that the optimizer is given, at most
 
 
 class Probe:
@@ -69,31 +77,26 @@ class Probe:
         self._seat, self._world, self._device = seat, world, seat.device
         self._kind = "cuda" if seat.device.type == "cuda" else "cpu"
 
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """Those that are measured: products in fp16 are no use on a CPU."""
-        return ("fp32", "bf16", "fp16") if self._kind == "cuda" else ("fp32", "bf16")
-
-    def all(self, trainers: Sequence[Trainer], steps: Sequence[int]) -> dict[str, Any]:
+    def all(self, trainers: Sequence[Trainer], dtypes: Sequence[str]) -> dict[str, Any]:
         """Everything, as plain values: seconds of this rank.
 
-        `trainers`: of what steps are timed, each so often. Returns {"products": {dtype: [[FLOPs, s]]}, "scores": {dtype:
-        [[scores, FLOPs, s]]}, "copies": [[bytes, s]], "updates": {optimizer: [[elements, s]]}, "collectives": {kind: [[payload
-        bytes, s]]}, "together": [[s of computing, of sending, of both]], "steps": [[s, ...]], "memory_bytes"}. Rows of one size come
-        once a pass.
-        """
-        passes = [self._one_pass() for _ in range(PASSES)]
-        return {**_joined(passes), "steps": self.steps(trainers, steps), "memory_bytes": self._memory_bytes()}
+        `trainers`: of what steps are timed, in turns with all else.
 
-    def _one_pass(self) -> dict[str, Any]:
-        several = self._seat.world_size > 1
+        Returns: {"products": {dtype: [[FLOPs, s]]}, "scores": {dtype: [[scores, FLOPs, s]]}, "copies": [[bytes, s]],
+        "updates": {optimizer: [[elements, s]]}, "collectives": {kind: [[payload bytes, s]]}, "steps": [[s, ...]] by trainer,
+        "memory_bytes"}. Rows of one size come once a pass.
+        """
+        self._prepare(trainers)
+        passes = [{**self._rates(dtypes), "steps": self._turn(trainers)} for _ in range(PASSES)]
+        return {**_joined(passes), "memory_bytes": self._memory_bytes()}
+
+    def _rates(self, dtypes: Sequence[str]) -> dict[str, Any]:
         return {
-            "products": {d: list(self.products(DTYPES[d])) for d in self.dtypes},
-            "scores": {d: list(self.scores(DTYPES[d])) for d in self.dtypes},
+            "products": {d: list(self.products(DTYPES[d])) for d in dtypes},
+            "scores": {d: list(self.scores(DTYPES[d])) for d in dtypes},
             "copies": list(self.copies()),
             "updates": {name: list(self.updates(name)) for name in ("adamw", "sgd")},
-            "collectives": {kind: list(self.collectives(kind)) for kind in KINDS if several},
-            "together": [self.together()] if several else [],
+            "collectives": {kind: list(self.collectives(kind)) for kind in KINDS if self._seat.world_size > 1},
         }
 
     # -- computing ------------------------------------------------------------------------------------------------
@@ -101,7 +104,11 @@ class Probe:
     def products(self, dtype: torch.dtype) -> Iterator[list[float]]:
         """[FLOPs, seconds] of one product: the mean of the forward's and the backward's two."""
         for rows, inputs, outputs in _PRODUCTS[self._kind]:
-            x, w, g = self._full(rows, inputs, dtype), self._full(inputs, outputs, dtype), self._full(rows, outputs, dtype)
+            x, w, g = (
+                self._full(rows, inputs, dtype),
+                self._full(inputs, outputs, dtype),
+                self._full(rows, outputs, dtype),
+            )
             bias = self._full(outputs, 1, dtype).view(-1)
 
             def three(x: Tensor = x, w: Tensor = w, g: Tensor = g, bias: Tensor = bias) -> None:
@@ -126,22 +133,23 @@ class Probe:
             yield [count, 4 * WIDTH * count, self._seconds(attend)]
 
     def copies(self) -> Iterator[list[float]]:
-        """[bytes, seconds]: read and written once."""
+        """[bytes, seconds]: read and written once, into new memory."""
         for size in _COPIES[self._kind]:
             a = torch.ones(size // 4, device=self._device)
-            b = torch.empty_like(a)
-            yield [float(size), self._seconds(lambda a=a, b=b: b.copy_(a))]  # type: ignore[misc]
+            yield [float(size), self._seconds(a.clone)]
 
     def updates(self, name: str) -> Iterator[list[float]]:
         """[elements, seconds] of the gradients' norm and the optimizer's step, in fp32."""
         make: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
         for size in _UPDATES[self._kind]:
-            p = torch.nn.Parameter(torch.ones(size, device=self._device))
-            p.grad = torch.full_like(p, 1e-3)
-            optimizer = make([p], lr=1e-9, foreach=True)
+            count = max(1, size // TENSOR)
+            parts = [torch.nn.Parameter(torch.ones(size // count, device=self._device)) for _ in range(count)]
+            for p in parts:
+                p.grad = torch.full_like(p, 1e-3)
+            optimizer = make(parts, lr=1e-9, foreach=True)
 
-            def update(p: Tensor = p, optimizer: Any = optimizer) -> None:
-                torch._foreach_norm([p.grad], 2)
+            def update(parts: Sequence[Tensor] = parts, optimizer: Any = optimizer) -> None:
+                squared_norm([p.grad for p in parts if p.grad is not None])
                 optimizer.step()
 
             yield [float(size), self._seconds(update)]
@@ -164,56 +172,33 @@ class Probe:
                 taken.append(time.perf_counter() - begun_s)
             yield [float(size), median(taken)]
 
-    def together(self) -> list[float]:
-        """Seconds of computing, of a collective, and of both at once."""
-        issue = self._issue("all_gather", 1 << 20)
-        issue().wait()
-        sending_s = self._alternately(issue, None)
-        compute = self._work(max(sending_s, 1e-4))
-        return [self._alternately(None, compute), sending_s, self._alternately(issue, compute)]
-
-    def _alternately(self, issue: Callable[[], Any] | None, compute: Callable[[], None] | None) -> float:
-        """The median of some times."""
-        taken = []
-        for _ in range(12):
-            self._meet()
-            begun_s = time.perf_counter()
-            work = issue() if issue is not None else None
-            if compute is not None:
-                compute()
-            if work is not None:
-                work.wait()
-            self._finish()
-            taken.append(time.perf_counter() - begun_s)
-        return median(taken)
-
     def _issue(self, kind: str, size: int) -> Callable[[], Any]:
         """What begins a collective of so many bytes of payload."""
         ranks, group = self._seat.world_size, self._world
         part = torch.ones(max(1, size // 4 // ranks), device=self._device)
         whole = torch.ones(part.numel() * ranks, device=self._device)
-        calls: Mapping[str, Callable[[], Any]] = {
-            "all_gather": lambda: collectives.all_gather(whole, part, group),
-            "reduce_scatter": lambda: collectives.reduce_scatter(part, whole, group),
+        calls: Mapping[str, Callable[[], Any]] = {  # what they write is new memory, as in a step
+            "all_gather": lambda: collectives.all_gather(torch.empty_like(whole), part, group),
+            "reduce_scatter": lambda: collectives.reduce_scatter(torch.empty_like(part), whole, group),
             "all_reduce": lambda: collectives.all_reduce(whole, group),
         }
         return calls[kind]
 
     # -- whole steps ----------------------------------------------------------------------------------------------
 
-    def steps(self, trainers: Sequence[Trainer], counts: Sequence[int]) -> list[list[float]]:
-        """Seconds of so many steps of each, in turns, of which the first step is not counted: a run's caches are its own."""
-        taken: list[list[float]] = [[] for _ in trainers]
+    def _prepare(self, trainers: Sequence[Trainer]) -> None:
         for trainer in trainers:
             for _ in range(UNCOUNTED):
                 trainer.step()
         gc.collect()
         gc.freeze()  # what stands by now is many models: searching it would be counted as some step's time
-        while any(len(own) < count for count, own in zip(counts, taken, strict=True)):
-            for trainer, count, own in zip(trainers, counts, taken, strict=True):
-                if len(own) < count:
-                    self._meet()
-                    own += [trainer.step().step_time_s for _ in range(TURN)][1:]
+
+    def _turn(self, trainers: Sequence[Trainer]) -> dict[str, list[float]]:
+        """Seconds of some steps of each, of which the first is not counted: a run's caches are its own."""
+        taken = {}
+        for i, trainer in enumerate(trainers):
+            self._meet()
+            taken[str(i)] = [trainer.step().step_time_s for _ in range(TURN)][1:]
         return taken
 
     # -- small helpers --------------------------------------------------------------------------------------------
@@ -264,11 +249,11 @@ class Probe:
         return int(psutil.virtual_memory().total) // self._seat.world_size
 
 
-def _joined(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _joined(passes: Sequence[Any]) -> Any:
     """Rows of all of them in one list."""
     if isinstance(passes[0], dict):
         return {key: _joined([one[key] for one in passes]) for key in passes[0]}
-    return [row for one in passes for row in one]  # type: ignore[return-value]
+    return [row for one in passes for row in one]
 
 
 @contextmanager
