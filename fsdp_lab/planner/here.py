@@ -161,10 +161,16 @@ class Calibration:
             if r.spec.strategy.backend == backend and r.role in SMALL
         }
         deep, shallow, whole = left["deep"], left["shallow"], left.get("whole")
-        send_s = max(0.0, (deep[0] - whole[0]) / (deep[1] - whole[1])) if whole is not None else 0.0
+        send_s = (deep[0] - whole[0]) / (deep[1] - whole[1]) if whole is not None else 0.0
+        send_s = max(-self._latency_s, send_s)
         slope_s = (deep[0] - shallow[0] - send_s * (deep[1] - shallow[1])) / (deep[2] - shallow[2])
         tensor_s = max(0.0, slope_s)
         return Host(step_s=max(0.0, deep[0] - send_s * deep[1] - tensor_s * deep[2]), send_s=send_s, tensor_s=tensor_s)
+
+    @cached_property
+    def _latency_s(self) -> float:
+        """Of the smallest collective: by so much less may one in a step take than one by itself."""
+        return min((curve.points[0][1] for curve in self.machine.collectives.values()), default=0.0)
 
     def _traffic(self, rates: Rates) -> dict[str, float]:
         """By dtype: so that the step of the larger model comes out, which is a straight line in it."""

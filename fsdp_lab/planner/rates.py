@@ -13,7 +13,7 @@ class Host:
     runs ahead."""
 
     step_s: float = 0.0  # of a step
-    send_s: float = 0.0  # of a gather or a reduction: its hooks, its Python, the wait for a rank that is late
+    send_s: float = 0.0  # of a gather or a reduction, beside the collective itself: its hooks, its Python; below 0 where that takes less in a step
     tensor_s: float = 0.0  # of a parameter tensor in a step: the operators that use it, its place in the optimizer
 
 

@@ -111,6 +111,8 @@ class StepModel:
     def _blocking(self) -> frozenset[Phase]:
         """What computing waits for on a CPU. FSDP2 gathers beside it once it is told to prefetch (backends/fsdp2.py)."""
         s = self._spec.strategy
+        if self._on_cpu and s.backend == "lab" and self._factor == 1:  # it sends when it is asked for the result
+            return frozenset({Phase.REDUCE})
         if not self._on_cpu or s.backend not in AHEAD:
             return frozenset()
         beside = s.backend == "fsdp2" and (s.forward_prefetch > 0 or s.backward_prefetch > 1)

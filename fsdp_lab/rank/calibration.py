@@ -11,7 +11,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -32,9 +32,9 @@ from fsdp_lab.spec import Spec
 from fsdp_lab.wire import Wire
 
 STRETCH_S = 0.03  # of one figure
-BESIDE_S = 1e-3  # of computing before a collective
-PASSES = 3
-TURN = 5  # steps
+BESIDE_S = 2e-3  # of computing before a collective
+PASSES = 6
+TURN = 4  # steps
 UNCOUNTED = 4  # steps: the third of a training is a ledger step, and DDP lays its buckets anew in the second
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -58,14 +58,7 @@ _UPDATES: Mapping[str, tuple[int, ...]] = {  # elements
     "cpu": (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23),
     "cuda": (1 << 16, 1 << 20, 1 << 24, 1 << 27),
 }
-_SENT: Mapping[int, int] = {
-    1 << 10: 24,
-    1 << 14: 24,
-    1 << 18: 20,
-    1 << 20: 12,
-    1 << 22: 6,
-    1 << 24: 3,
-}  # bytes: how often
+_SENT: Mapping[int, int] = {1 << 10: 10, 1 << 14: 10, 1 << 18: 8, 1 << 20: 6, 1 << 22: 4, 1 << 24: 2}  # bytes: times
 HEADS, WIDTH = 4, 64
 TENSOR = 1 << 20  # elements of one that the optimizer is given, at most
 
@@ -170,7 +163,7 @@ class Probe:
                 issue().wait()
                 self._finish()
                 taken.append(time.perf_counter() - begun_s)
-            yield [float(size), median(taken)]
+            yield [float(size), fmean(taken)]
 
     def _issue(self, kind: str, size: int) -> Callable[[], Any]:
         """What begins a collective of so many bytes of payload."""
