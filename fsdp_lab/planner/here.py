@@ -7,8 +7,9 @@ What is measured, in less than two minutes, on all ranks at once (`fsdp_lab.rank
   the curves do not explain of these three is what a step, a unit and a parameter tensor cost: `Rates.hosts`;
 * steps of a GPT-2 of two blocks of width 256 that is not sharded, of our own engine, in each dtype: what is left of
   these is the traffic of norms, activations and losses: `Rates.traffic_of`;
-* steps of one of four blocks that is sharded fully, on so few tokens that it sends as long as it computes: how much
-  the two slow each other, `Rates.interference`.
+* steps of one of four blocks that is sharded fully, on so few tokens that it sends about as long as it computes: how
+  much the two slow each other where they overlap, `Rates.interference`; where computing waits, how much longer
+  collectives take in a step than by themselves, `Host.stretch`.
 
 So no model, workload or sharding that is predicted has to be among those that were measured. It holds for as many ranks
 on the same devices, as long as the machine does nothing else than it did then.
@@ -27,11 +28,11 @@ from fsdp_lab.planner.curve import Curve
 from fsdp_lab.planner.devices import Device, Machine, Measured
 from fsdp_lab.planner.fabric import link_bytes
 from fsdp_lab.planner.rates import PUBLISHED, Host, Rates
-from fsdp_lab.planner.step import StepModel
+from fsdp_lab.planner.step import AHEAD, StepModel
 from fsdp_lab.spec import BACKENDS, Spec
 
 SMALL = ("deep", "shallow", "whole")
-MOST = 2.0  # interference: cores are taken from computing, and caches
+MOST = 4.0  # of interference, and of a collective's stretch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +58,8 @@ def references(ranks: int, dtypes: Sequence[str], devices: Sequence[str] | None 
             found.append(Reference(role="whole", spec=small.replace(model=gpt2(32, 6), wrap="whole")))
     plain = start.replace(model=gpt2(256, 2), sharding="no_shard", micro_batch=4, seq_len=128)
     if ranks > 1:
-        beside = start.replace(model=gpt2(256, 4), micro_batch=1, seq_len=64)
-        found.append(Reference(role="beside", spec=beside))
+        beside = start.replace(model=gpt2(256, 4), micro_batch=2, seq_len=64)
+        found += [Reference(role="beside", spec=beside.replace(backend=b)) for b in ("lab", *AHEAD)]
     scaled = ("fp16",)  # its steps wait for a scale of the loss; computing is as in bf16
     found += [Reference(role="traffic", spec=plain.replace(precision=dtype)) for dtype in dtypes if dtype not in scaled]
     return found
@@ -140,10 +141,11 @@ class Calibration:
             interference=0.5,
         )  # fmt: skip
         rates = bare
-        for _ in range(3):  # each is little in what the others are found from
+        for _ in range(4):  # each is little in what the others are found from
             rates = replace(rates, hosts={backend: self._host(backend, rates) for backend in BACKENDS})
             rates = replace(rates, traffic_of=self._traffic(rates))
-            rates = replace(rates, interference=self._interference(rates))
+            for backend in ("lab", *AHEAD):
+                rates = self._beside(backend, rates)
         return rates
 
     @cached_property
@@ -154,7 +156,8 @@ class Calibration:
 
     def _host(self, backend: str, rates: Rates) -> Host:
         """From what is left of the small models' steps: per step + sends x per send + tensors x per tensor."""
-        bare = replace(rates, hosts={})
+        stretch = rates.host(backend).stretch
+        bare = replace(rates, hosts={backend: Host(stretch=stretch)})
         left = {
             r.role: (seconds - self._predicted_s(r, shape, bare), self._model(r, shape, bare).sends, _tensors(shape))
             for r, shape, seconds in self._steps
@@ -165,7 +168,8 @@ class Calibration:
         send_s = max(-self._latency_s, send_s)
         slope_s = (deep[0] - shallow[0] - send_s * (deep[1] - shallow[1])) / (deep[2] - shallow[2])
         tensor_s = max(0.0, slope_s)
-        return Host(step_s=max(0.0, deep[0] - send_s * deep[1] - tensor_s * deep[2]), send_s=send_s, tensor_s=tensor_s)
+        return Host(step_s=max(0.0, deep[0] - send_s * deep[1] - tensor_s * deep[2]), send_s=send_s, tensor_s=tensor_s,
+                    stretch=stretch)  # fmt: skip
 
     @cached_property
     def _latency_s(self) -> float:
@@ -184,20 +188,26 @@ class Calibration:
                 found[dtype] = max(0.0, (seconds - none) / (one - none))
         return found
 
-    def _interference(self, rates: Rates) -> float:
-        """So that the step comes out in which sending is beside computing: by halving, as a step grows with it."""
-        told = [step for step in self._steps if step[0].role == "beside"]
+    def _beside(self, backend: str, rates: Rates) -> Rates:
+        """So that the step comes out in which sending is beside computing: by halving, as a step grows with both."""
+        told = [step for step in self._steps if step[0].role == "beside" and step[0].spec.strategy.backend == backend]
         if not told:
-            return 0.0
+            return rates
         ((r, shape, seconds),) = told
+
+        def with_(value: float) -> Rates:
+            if backend not in AHEAD:
+                return replace(rates, interference=value)
+            return replace(rates, hosts={**rates.hosts, backend: replace(rates.host(backend), stretch=value)})
+
         low, high = 0.0, MOST
         for _ in range(12):
             middle = (low + high) / 2
-            if self._predicted_s(r, shape, replace(rates, interference=middle)) < seconds:
+            if self._predicted_s(r, shape, with_(middle)) < seconds:
                 low = middle
             else:
                 high = middle
-        return (low + high) / 2
+        return with_((low + high) / 2)
 
     def _predicted_s(self, r: Reference, shape: ModelShape, rates: Rates) -> float:
         return self._model(r, shape, rates).step().seconds

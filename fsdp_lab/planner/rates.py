@@ -13,8 +13,11 @@ class Host:
     runs ahead."""
 
     step_s: float = 0.0  # of a step
-    send_s: float = 0.0  # of a gather or a reduction, beside the collective itself: its hooks, its Python; below 0 where that takes less in a step
+    send_s: float = (
+        0.0  # of a gather or a reduction beside the collective: hooks, Python; below 0 where a step saves some
+    )
     tensor_s: float = 0.0  # of a parameter tensor in a step: the operators that use it, its place in the optimizer
+    stretch: float = 1.0  # a collective in a step, of one by itself: cold memory, ranks that are late
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,10 +143,9 @@ class StepModel:
             return 0.0
         asked = (action.phase, action.unit if self._buckets else self._units[action.unit].numel)
         if asked not in self._sent_s:
-            self._sent_s[asked] = self._copied_s(action) + sum(
-                fabric.seconds(kind, size, group, self._machine, self._rates)
-                for kind, size, group in self.collectives(action)
-            )
+            alone = sum(fabric.seconds(*what, self._machine, self._rates) for what in self.collectives(action))
+            stretch = self._rates.host(self._spec.strategy.backend).stretch
+            self._sent_s[asked] = self._copied_s(action) + stretch * alone
         return self._sent_s[asked]
 
     def _copied_s(self, action: Action) -> float:

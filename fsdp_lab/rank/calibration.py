@@ -11,7 +11,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 import psutil
@@ -32,7 +32,7 @@ from fsdp_lab.spec import Spec
 from fsdp_lab.wire import Wire
 
 STRETCH_S = 0.03  # of one figure
-BESIDE_S = 2e-3  # of computing before a collective
+BESIDE_S = 3e-4  # of computing before a collective
 PASSES = 6
 TURN = 4  # steps
 UNCOUNTED = 4  # steps: the third of a training is a ledger step, and DDP lays its buckets anew in the second
@@ -163,7 +163,7 @@ class Probe:
                 issue().wait()
                 self._finish()
                 taken.append(time.perf_counter() - begun_s)
-            yield [float(size), fmean(taken)]
+            yield [float(size), median(taken)]
 
     def _issue(self, kind: str, size: int) -> Callable[[], Any]:
         """What begins a collective of so many bytes of payload."""
