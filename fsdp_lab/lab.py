@@ -31,8 +31,8 @@ from fsdp_lab.runs.runs import Runs
 from fsdp_lab.runs.saving import Saving
 from fsdp_lab.runs.slow_motion import SlowMotion, SlowStep
 from fsdp_lab.runs.sweep import ROUNDS, Sweep, combine
-from fsdp_lab.runs.table import Table, duration, size
 from fsdp_lab.spec import Spec, SpecError, part_of
+from fsdp_lab.table import Table, duration, size
 
 SAVE_S = 600.0  # for a checkpoint that somebody waits for
 

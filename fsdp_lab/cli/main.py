@@ -11,7 +11,21 @@ import sys
 from collections.abc import Sequence
 
 from fsdp_lab import __version__
-from fsdp_lab.cli import bench, checkpoints, compare, doctor, drill, export, history, jupyter, kept, kernel, report, run
+from fsdp_lab.cli import (
+    bench,
+    checkpoints,
+    compare,
+    doctor,
+    drill,
+    export,
+    history,
+    jupyter,
+    kept,
+    kernel,
+    plan,
+    report,
+    run,
+)
 from fsdp_lab.cli.console import Ended, Failed, Refused, signals_raise
 from fsdp_lab.spec import SpecError
 
@@ -26,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
         ("lab", jupyter, "start JupyterLab on the notebooks"),
         ("run", run, "train one Spec in this terminal"),
         ("compare", compare, "train the same work under every combination of the given lists"),
+        ("plan", plan, "predict memory and step time of a Spec on hardware that need not be here"),
         ("checkpoints", checkpoints, "list what a run saved, or write its model for transformers"),
         ("history", history, "list, show and delete the runs that are kept on this machine"),
         ("kept", kept, "list and end the ranks that outlive their kernels"),

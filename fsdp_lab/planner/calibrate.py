@@ -16,16 +16,17 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_lab.planner.pressure import pressed
 from fsdp_lab.planner.rates import Rates
 from fsdp_lab.planner.rows import Case
 from fsdp_lab.planner.step import StepModel
 
 START = Rates(
-    matrix=0.9, attention={"ampere": 0.35, "hopper": 0.2}, memory=0.8, operands=1.5, traffic=1.5, compiled=0.3,
-    link=0.6, network=0.6, latency_s=2e-6, jitter_s=1e-4, interference=0.2, step_s=0.03,
+    matrix=0.9, attention={"ampere": 0.35, "hopper": 0.2}, memory=0.9, operands=1.5, link=0.6, network=0.6,
+    latency_s=2e-6, jitter_s=1e-4, interference=0.2, step_s=0.03,
 )  # fmt: skip
-FREE = ("matrix", "attention.ampere", "attention.hopper", "operands", "traffic", "compiled", "link", "network",
-        "latency_s", "jitter_s", "interference", "step_s")  # fmt: skip
+FREE = ("matrix", "attention.ampere", "attention.hopper", "operands", "link", "network", "latency_s",
+        "jitter_s", "interference", "step_s")  # fmt: skip
 SHARES = ("matrix", "link", "network")  # at most 1
 OUTLIER = 0.1
 PRIOR = 0.02  # a weak pull towards START, so that what no row speaks of stays there
@@ -64,17 +65,19 @@ def calibrate(cases: Sequence[Case]) -> Calibration:
 def predicted_s(case: Case, rates: Rates) -> float:
     """Seconds of a step, of which only some blocks are simulated; the others repeat them."""
     units = case.shape.units
+    overlaps = not pressed(case.spec, case.shape, case.machine)
+
+    def seconds(first: int) -> float:
+        model = StepModel(case.spec, units[:first], case.tokens_per_sample, case.machine, rates, case.software,
+                          overlaps=overlaps)  # fmt: skip
+        return model.step().seconds
+
     kinds = len({id(unit) for unit in units})
     if kinds > 2 or len(units) < SHORT + 3:
-        return _seconds(case, rates, len(units))
+        return seconds(len(units))
     period = 2 if case.spec.strategy.recompute == "every:2" else 1
-    long, short = _seconds(case, rates, SHORT + 1 + period), _seconds(case, rates, SHORT + 1)
+    long, short = seconds(SHORT + 1 + period), seconds(SHORT + 1)
     return short + (long - short) * (len(units) - SHORT - 1) / period
-
-
-def _seconds(case: Case, rates: Rates, units: int) -> float:
-    model = StepModel(case.spec, case.shape.units[:units], case.tokens_per_sample, case.machine, rates, case.software)
-    return model.step().seconds
 
 
 def _residuals(cases: Sequence[Case], rates: Rates) -> np.ndarray:

@@ -24,9 +24,7 @@ class Measured:
     """Seconds by size, of one device while all ranks of its machine do the same."""
 
     products: Mapping[str, Curve]  # by dtype: of one matrix product, by its FLOPs
-    scores: Mapping[
-        str, Curve
-    ]  # by dtype: of attention's forward beside its products, by scores (heads x pairs of tokens)
+    scores: Mapping[str, Curve]  # by dtype: of attention's forward beside its products, by heads x pairs of tokens
     copies: Curve  # of reading and writing, by bytes
     updates: Mapping[str, Curve]  # by optimizer: of the gradients' norm and the update, by elements
 
@@ -63,13 +61,14 @@ class Device:
 
 def _device(name: str, generation: str, memory_gib: float, memory_tb_per_s: float, *, matrix_share: float | None = None,
             gpu: str = "", pcie_bytes_per_s: float = PCIE4_BYTES_PER_S, power: float = 1.0) -> Device:  # fmt: skip
-    """power: of the peak, where the part's clocks are lower than the data sheet's."""
+    """power: of what large products reach, where the part may draw less than the data sheet's; attention, at a third of the
+    peak, does not come near that limit."""
     row = GPUS[gpu or name]
     peaks = {dtype: row.flops_per_s(dtype) for dtype in ("bf16", "fp16", "tf32", "fp32")}
     assumed = {} if matrix_share else {"matrix_share": f"{ASSUMED_SHARE} of the peak, as an A100 reaches"}
     return Device(
-        name=name, peak_flops_per_s={dtype: power * peak for dtype, peak in peaks.items() if peak}, generation=generation,
-        matrix_share=matrix_share or ASSUMED_SHARE, memory_bytes=int(memory_gib * GIB),
+        name=name, peak_flops_per_s={dtype: peak for dtype, peak in peaks.items() if peak}, generation=generation,
+        matrix_share=(matrix_share or ASSUMED_SHARE) * power, memory_bytes=int(memory_gib * GIB),
         memory_bytes_per_s=memory_tb_per_s * 1e12, link_bytes_per_s=row.nvlink_bytes_per_s or pcie_bytes_per_s,
         switched=row.nvlink_bytes_per_s is not None, assumed=assumed,
     )  # fmt: skip

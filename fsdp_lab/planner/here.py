@@ -137,7 +137,7 @@ class Calibration:
     def rates(self) -> Rates:
         """As `fsdp_lab.planner.plan` takes them."""
         bare = replace(
-            PUBLISHED, matrix=1.0, memory=1.0, link=1.0, network=1.0, latency_s=0.0, jitter_s=0.0, step_s=0.0, traffic=1.0,
+            PUBLISHED, matrix=1.0, memory=1.0, link=1.0, network=1.0, latency_s=0.0, jitter_s=0.0, step_s=0.0,
             interference=0.5,
         )  # fmt: skip
         rates = bare

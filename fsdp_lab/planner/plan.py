@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from html import escape
 from typing import Any
 
+from fsdp_lab.events import Role
 from fsdp_lab.model_shape import ModelShape
+from fsdp_lab.planner import words
 from fsdp_lab.planner.compute import USUAL, Software
 from fsdp_lab.planner.devices import Machine, machine
+from fsdp_lab.planner.memory import MemoryPlan, memory
+from fsdp_lab.planner.pressure import pressed
 from fsdp_lab.planner.rates import PUBLISHED, Rates
-from fsdp_lab.planner.step import StepModel, StepTime
+from fsdp_lab.planner.step import StepModel, StepTime, recomputed
 from fsdp_lab.spec import Spec, SpecError
 
+CONTEXT_BYTES = 1 << 30  # of a GPU's memory: CUDA's context, NCCL's buffers and the libraries' workspaces
 BOUND = 0.2  # of a step: more exposed communication than this, and communication is what binds
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """One prediction. Rates are per rank unless the name says otherwise; `assumed` names what nobody said."""
 
@@ -25,6 +31,7 @@ class Plan:
     shape: ModelShape
     machine: Machine
     step: StepTime
+    memory: MemoryPlan
     comm_s: Mapping[str, float]  # by kind: of a step, by itself
     link_bytes: Mapping[str, int]
     assumed: Mapping[str, Any]
@@ -49,6 +56,13 @@ class Plan:
         samples = self.spec.workload.micro_batch * self.spec.workload.accumulate
         return 3 * samples * self.shape.forward_flops(self.spec.workload.seq_len)
 
+    @cached_property
+    def recompute_flops(self) -> float:
+        """Of a rank in a step: what the backward computes again of the forward."""
+        samples = self.spec.workload.micro_batch * self.spec.workload.accumulate
+        again, tokens = recomputed(self.spec, len(self.shape.units)), self.shape.tokens(self.spec.workload.seq_len)
+        return samples * sum(self.shape.units[i].forward_flops(tokens) for i in again)
+
     @property
     def flops_per_s(self) -> float:
         return self.model_flops / self.step_time_s
@@ -57,6 +71,20 @@ class Plan:
     def mfu(self) -> float:
         """Model FLOPs utilisation, 0 to 1, of the data sheet's peak in the compute dtype."""
         return self.flops_per_s / self.machine.device.flops_per_s(self.spec.strategy.dtypes.param)
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOPs utilisation: with what is computed again."""
+        return self.mfu * (1 + self.recompute_flops / self.model_flops)
+
+    @property
+    def margin_bytes(self) -> int:
+        """What is left of a device's memory; below 0 is what lacks."""
+        return margin_bytes(self.memory, self.machine)
+
+    @property
+    def fits(self) -> bool:
+        return self.margin_bytes >= 0
 
     @property
     def exposed_share(self) -> float:
@@ -69,6 +97,36 @@ class Plan:
         if self.exposed_share > BOUND:
             return "communication"
         return "computing" if self.step.computing_s > self.step_time_s / 2 else "the loop"
+
+    def __repr__(self) -> str:
+        return "\n".join(words.sentences(self))
+
+    def _repr_html_(self) -> str:
+        told = "".join(f"<p>{escape(line)}</p>" for line in words.sentences(self))
+        return f"{told}{words.time_table(self)._repr_html_()}{words.memory_table(self)._repr_html_()}"
+
+    def within(self, limit_bytes: int) -> Plan:
+        """The same, where no more of a device's memory may be used."""
+        device = self.machine.device
+        least = min(limit_bytes, device.memory_bytes)
+        return replace(self, machine=replace(self.machine, device=replace(device, memory_bytes=least)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, by the names that a measured run's summary has (`fsdp_lab.runs.summary`)."""
+        ranks = self.machine.ranks
+        return {
+            "spec": self.spec.to_dict(), "hardware": self.machine.device.name, "ranks": ranks, "hosts": self.machine.hosts,
+            "network_gbit_per_s": self.machine.network_bytes_per_s * 8 / 1e9, "parameters": self.shape.parameters,
+            "fits": self.fits, "margin_bytes": self.margin_bytes, "peak_memory_bytes": self.memory.peak_bytes,
+            "reserved_memory_bytes": self.memory.reserved_bytes, "host_memory_bytes": self.memory.host_bytes,
+            "memory_limit_bytes": self.machine.device.memory_bytes,
+            "memory_at_peak_bytes": {role.value: self.memory.at_peak.of_role(role) for role in Role},
+            "step_time_s": self.step_time_s, "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_per_rank": self.tokens_per_s / ranks, "tflops_per_rank": self.flops_per_s / 1e12,
+            "mfu": self.mfu, "hfu": self.hfu, "computing_s": self.step.computing_s, "optimizer_s": self.step.optimizer_s,
+            "comm_s_per_step": dict(self.comm_s), "comm_bytes_per_step": dict(self.link_bytes),
+            "exposed_comm_s": self.step.exposed_comm_s, "binding": self.binding, "assumed": dict(self.assumed),
+        }  # fmt: skip
 
 
 def plan(
@@ -85,25 +143,44 @@ def plan(
     """
     if where.ranks != spec.world_size:
         raise SpecError("ranks", f"the machine has {where.ranks} and the Spec {spec.world_size}", "give both the same")
-    model = StepModel(spec, shape.units, shape.tokens(spec.workload.seq_len), where, rates, software)
+    overlaps = not pressed(spec, shape, where)
+    model = StepModel(spec, shape.units, shape.tokens(spec.workload.seq_len), where, rates, software, overlaps=overlaps)
     step = model.step()
     comm_s, link_bytes = model.communicated(loud=step.loud, quiet=step.quiet)
     assumed = {**where.device.assumed, **where.assumed, "attention": software.attention.value}
-    return Plan(spec=spec, shape=shape, machine=where, step=step, comm_s=comm_s, link_bytes=link_bytes, assumed=assumed)
+    held = memory(spec, shape, device=device_kind(where), software=software)
+    return Plan(
+        spec=spec, shape=shape, machine=where, step=step, memory=held, comm_s=comm_s, link_bytes=link_bytes,
+        assumed=assumed,
+    )  # fmt: skip
+
+
+def margin_bytes(held: MemoryPlan, where: Machine) -> int:
+    """Of a device's memory, less what its allocator will hold and, on a GPU, what is nobody's tensor."""
+    context = CONTEXT_BYTES if device_kind(where) == "cuda" else 0
+    return where.device.memory_bytes - held.reserved_bytes - context
+
+
+def device_kind(where: Machine) -> str:
+    """As torch names it: "cpu" or "cuda"."""
+    return "cpu" if where.device.generation == "cpu" else "cuda"
+
+
+def machine_like(where: Machine, ranks: int) -> Machine:
+    """The same devices and network with another number of ranks: a part of a host, or whole hosts."""
+    hosts = max(1, ranks // where.per_host)
+    fewer = machine(where.device, ranks, hosts=hosts, network_gbit_per_s=where.network_bytes_per_s * 8 / 1e9)
+    return replace(fewer, assumed=where.assumed)
 
 
 def scaling(spec: Spec, shape: ModelShape, where: Machine, ranks: Sequence[int], **options: Any) -> list[Plan]:
     """The same work of each rank on other numbers of ranks in such hosts; those that the Spec cannot have are left out."""
     found = []
     for count in ranks:
-        hosts = -(-count // where.per_host)
-        if count > where.per_host and count % where.per_host:
-            continue
-        fewer = machine(where.device, count, hosts=hosts, network_gbit_per_s=where.network_bytes_per_s * 8 / 1e9)
-        refusal = spec.refusal(world_size=count, devices=None)
-        if refusal is None:
-            there = replace(fewer, assumed=where.assumed)
-            found.append(plan(spec.replace(world_size=count, devices=None), shape, there, **options))
+        whole = count <= where.per_host or count % where.per_host == 0
+        changes = {"world_size": count, "devices": None}
+        if whole and spec.refusal(**changes) is None:
+            found.append(plan(spec.replace(**changes), shape, machine_like(where, count), **options))
     return found
 
 

@@ -26,10 +26,8 @@ class Rates:
 
     matrix: float  # matrix products inside a model, beside one large product alone
     attention: Mapping[str, float]  # fused attention's own FLOPs (half of the pairs where causal), by generation
-    memory: float  # of the memory's bandwidth
+    memory: float  # of the memory's bandwidth; not fitted
     operands: float  # how often a matrix product moves its operands through memory
-    traffic: float  # bytes moved by what is no matrix product, beside the bytes that are saved for the backward
-    compiled: float  # of that traffic, when a compiler has joined what it can
     link: float  # inside a host
     network: float  # between hosts
     latency_s: float  # of a collective, for each rank that its ring passes
@@ -37,7 +35,8 @@ class Rates:
     interference: float  # how much a collective in flight slows computing down, of its own time
     step_s: float  # what a step costs beside its micro-batches: the loop, the optimizer's launches, logging
     hosts: Mapping[str, Host] = field(default_factory=dict)  # by backend; none: the host is not waited for
-    traffic_of: Mapping[str, float] = field(default_factory=dict)  # `traffic` by dtype, where it was measured so
+    # By dtype, where it was measured: bytes moved each way by what is no product, of those that the forward keeps.
+    traffic_of: Mapping[str, float] = field(default_factory=dict)
 
     def attention_share(self, generation: str) -> float:
         """Of another generation than those that were calibrated: the newest of them."""
@@ -49,7 +48,6 @@ class Rates:
 
 # Of all usable rows of data/fsdp_measurements.csv. A test holds them against the procedure.
 PUBLISHED = Rates(
-    matrix=0.8337, attention={"ampere": 0.3205, "hopper": 0.1738}, memory=0.8, operands=0.6612, traffic=1.671,
-    compiled=0.2138, link=0.6007, network=0.504, latency_s=1.971e-6, jitter_s=1.1e-4, interference=0.1881,
-    step_s=0.03105,
+    matrix=0.8703, attention={"ampere": 0.32, "hopper": 0.173}, memory=0.9, operands=1.125, link=0.6016,
+    network=0.7028, latency_s=2.068e-6, jitter_s=1.108e-4, interference=0.2658, step_s=0.02879,
 )  # fmt: skip

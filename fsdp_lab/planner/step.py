@@ -44,9 +44,10 @@ class StepModel:
     """What the actions of a schedule take."""
 
     def __init__(self, spec: Spec, units: Sequence[UnitShape], tokens: int, machine: Machine, rates: Rates,
-                 software: Software = USUAL) -> None:  # fmt: skip
-        """tokens: of one sample."""
-        self._spec, self._units, self._machine, self._rates = spec, units, machine, rates
+                 software: Software = USUAL, *, overlaps: bool = True) -> None:  # fmt: skip
+        """tokens: of one sample. overlaps: False: memory is too full for it (`pressure`)."""
+        self._overlaps = overlaps
+        self._spec, self._units, self._machine, self._rates, self._software = spec, units, machine, rates, software
         again, known = recomputed(spec, len(units)), dict[tuple[int, bool], Work]()
         for i, unit in enumerate(units):  # most are alike
             if (id(unit), i in again) not in known:
@@ -71,7 +72,7 @@ class StepModel:
         silent = self._micro(ahead=ahead, reduces=False) if quiet else whole
         loud = w.accumulate - quiet
         numel = sum(unit.numel for unit in self._units) / self._factor
-        optimizer = optimizer_seconds(numel, w.optimizer, self._machine.device, self._rates)
+        optimizer = optimizer_seconds(numel, w.optimizer, self._machine.device, self._rates, self._software)
         seconds = loud * whole.seconds + quiet * silent.seconds + optimizer
         seconds += self._rates.step_s + self._rates.host(s.backend).step_s
         exposed = loud * whole.exposed_s + quiet * silent.exposed_s
@@ -109,9 +110,12 @@ class StepModel:
 
     @property
     def _blocking(self) -> frozenset[Phase]:
-        """What computing waits for on a CPU. FSDP2 gathers beside it once it is told to prefetch (backends/fsdp2.py)."""
+        """What computing waits for: all, where memory is too full; on a CPU, what the backend itself waits for. FSDP2 gathers
+        beside computing once it is told to prefetch (backends/fsdp2.py)."""
         s = self._spec.strategy
-        if self._on_cpu and s.backend == "lab" and self._factor == 1:  # it sends when it is asked for the result
+        if not self._overlaps:
+            return frozenset({Phase.REDUCE, Phase.UNSHARD})
+        if self._on_cpu and s.backend == "lab" and self._factor == 1:  # engine/reduction.py: sent when it is waited for
             return frozenset({Phase.REDUCE})
         if not self._on_cpu or s.backend not in AHEAD:
             return frozenset()

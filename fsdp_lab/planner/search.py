@@ -1,0 +1,226 @@
+"""`search`: the Strategy that makes a step shortest within a memory limit; the largest model that fits; the fewest GPUs.
+
+`candidates` says what may vary; the rest of the Spec stays as it was asked for, the global batch too: a larger micro-batch
+is fewer of them. All that fit are simulated, so that nothing is lost to a rule of thumb.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fsdp_lab.model_shape import ModelShape
+from fsdp_lab.planner.compute import USUAL, Software
+from fsdp_lab.planner.devices import Machine
+from fsdp_lab.planner.memory import memory
+from fsdp_lab.planner.plan import Plan, device_kind, machine_like, margin_bytes, plan
+from fsdp_lab.planner.rates import PUBLISHED, Rates
+from fsdp_lab.spec import HYBRIDS, SHARDINGS, Spec, SpecError
+
+RECOMPUTES = ("none", "every:2", "full")
+OFFLOADS = ("optimizer", "all")  # tried where nothing fits without
+MOST_RANKS, MOST_BLOCKS = 4096, 2048
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A plan that fits, and why it stands where it stands."""
+
+    plan: Plan
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """`top`: at most as many as were asked for, the fastest first. Empty: nothing fits, and `nearest` lacks least."""
+
+    top: tuple[Found, ...]
+    considered: int
+    fitting: int
+    nearest: Plan | None = None
+
+
+def search(
+    spec: Spec,
+    shape: ModelShape,
+    where: Machine,
+    *,
+    limit_bytes: int | None = None,
+    count: int = 5,
+    rates: Rates = PUBLISHED,
+    software: Software = USUAL,
+) -> Search:
+    """The fastest Strategies of `spec.strategy.backend` for its model, ranks and global batch.
+
+    Args:
+        limit_bytes: of a device's memory; None: all of it.
+
+    Raises:
+        SpecError: ranks that differ from the machine's.
+    """
+    where = _limited(where, limit_bytes)
+
+    def planned(wanted: Spec) -> Plan:
+        return plan(wanted, shape, where, rates=rates, software=software)
+
+    considered, lacking = 0, list[tuple[int, Spec]]()
+    for offloads in (("none",), OFFLOADS):
+        fitting = []
+        for wanted in candidates(spec, where.per_host, offloads):
+            considered += 1
+            margin = _margin(wanted, shape, where, software)
+            if margin >= 0:
+                fitting.append(planned(wanted))
+            else:
+                lacking.append((-margin, wanted))
+        if fitting:
+            best = _different(sorted(fitting, key=lambda p: p.step_time_s), count)
+            top = tuple(Found(plan=p, why=_why(p, best[0], len(fitting))) for p in best)
+            return Search(top=top, considered=considered, fitting=len(fitting))
+    nearest = planned(min(lacking, key=lambda one: one[0])[1]) if lacking else None
+    return Search(top=(), considered=considered, fitting=0, nearest=nearest)
+
+
+def candidates(spec: Spec, per_host: int, offloads: Sequence[str] = ("none",)) -> Iterator[Spec]:
+    """Every Strategy that the backend can have, at the same global batch."""
+    rank_samples = spec.workload.micro_batch * spec.workload.accumulate
+    micro_batches = [m for m in _powers(rank_samples) if rank_samples % m == 0]
+    for (sharding, factor), recompute, micro_batch, prefetch, offload in itertools.product(
+        _shardings(spec.world_size, per_host), RECOMPUTES, micro_batches, (0, 1), offloads
+    ):
+        changes = {
+            "sharding": sharding, "shard_size": factor, "recompute": recompute, "micro_batch": micro_batch,
+            "accumulate": rank_samples // micro_batch, "forward_prefetch": prefetch, "offload": offload,
+        }  # fmt: skip
+        if spec.refusal(**changes) is None:
+            yield spec.replace(**changes)
+
+
+def largest(
+    spec: Spec, deepened: Callable[[int], ModelShape], where: Machine, *, limit_bytes: int | None = None
+) -> ModelShape | None:
+    """The model with as many blocks as fit; None: not even one does.
+
+    Args:
+        deepened: the model with so many blocks.
+    """
+    where = _limited(where, limit_bytes)
+    leanest, known = _leanest(spec, where.per_host), dict[int, int]()
+
+    def margin(blocks: int) -> int:
+        if blocks not in known:
+            grown = deepened(blocks)
+            known[blocks] = max((_margin(lean, grown, where) for lean in leanest), default=-1)
+        return known[blocks]
+
+    blocks = _most(margin)
+    return deepened(blocks) if blocks else None
+
+
+def fewest(
+    spec: Spec, shape: ModelShape, where: Machine, *, limit_bytes: int | None = None, most: int = MOST_RANKS
+) -> Machine | None:
+    """The smallest part of such a machine that the model fits on: of a host, or whole ones; None: `most` are too few.
+
+    The global batch stays, so that fewer ranks take more micro-batches each.
+    """
+    for ranks in (n for n in _powers(most) if n <= where.per_host or n % where.per_host == 0):
+        there = _limited(machine_like(where, ranks), limit_bytes)
+        moved = spread(spec, ranks)
+        if moved and any(_margin(lean, shape, there) >= 0 for lean in _leanest(moved, there.per_host)):
+            return there
+    return None
+
+
+def spread(spec: Spec, ranks: int) -> Spec | None:
+    """The same global batch on another number of ranks; None where it cannot be divided."""
+    each, rest = divmod(spec.global_batch, ranks)
+    if rest or not each:
+        return None
+    micro = next(m for m in range(min(spec.workload.micro_batch, each), 0, -1) if each % m == 0)
+    base = {"sharding": "full_shard", "shard_size": None} if spec.strategy.sharding in HYBRIDS else {}
+    changes = {**base, "micro_batch": micro, "accumulate": each // micro, "world_size": ranks, "devices": None}
+    return None if spec.refusal(**changes) else spec.replace(**changes)
+
+
+# -- small parts -----------------------------------------------------------------------------------------------------
+
+
+def _limited(where: Machine, limit_bytes: int | None) -> Machine:
+    if limit_bytes is None:
+        return where
+    if limit_bytes <= 0:
+        raise SpecError("memory_limit", f"{limit_bytes} bytes are refused", "give a size above 0")
+    least = min(limit_bytes, where.device.memory_bytes)
+    return replace(where, device=replace(where.device, memory_bytes=least))
+
+
+def _margin(spec: Spec, shape: ModelShape, where: Machine, software: Software = USUAL) -> int:
+    return margin_bytes(memory(spec, shape, device=device_kind(where), software=software), where)
+
+
+def _shardings(ranks: int, per_host: int) -> list[tuple[str, int | None]]:
+    whole = [(sharding, None) for sharding in SHARDINGS if sharding not in HYBRIDS]
+    factors = [per_host * n for n in (1, 2, 4) if 1 < per_host * n < ranks]
+    return [*whole, *((sharding, factor) for sharding in HYBRIDS for factor in factors)]
+
+
+def _leanest(spec: Spec, per_host: int) -> list[Spec]:
+    """What takes least memory: all is sharded, recomputed, one sample at a time; offload as it was asked for."""
+    return [
+        c for c in candidates(spec, per_host, (spec.strategy.offload,))
+        if c.strategy.sharding in ("full_shard", "no_shard") and c.strategy.recompute == "full"
+        and c.workload.micro_batch == 1 and c.strategy.forward_prefetch == 0
+    ]  # fmt: skip
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << i for i in range(most.bit_length()) if 1 << i <= most] + ([most] if most & (most - 1) else [])
+
+
+def _most(margin: Callable[[int], int]) -> int:
+    """The largest number whose margin is not below 0, where each block takes about as much as another; 0: none."""
+    low, high = 1, 9  # the first blocks are not like the others
+    if margin(low) < 0:
+        return 0
+    while margin(high) >= 0:
+        each = max(1.0, (margin(low) - margin(high)) / (high - low))
+        low, high = high, min(MOST_BLOCKS, high + max(1, int(margin(high) / each) + 1))
+        if low == MOST_BLOCKS:
+            return low
+    while high - low > 1:
+        share = margin(low) / (margin(low) - margin(high))
+        middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
+        low, high = (middle, high) if margin(middle) >= 0 else (low, middle)
+    return low
+
+
+def _different(plans: Sequence[Plan], count: int) -> list[Plan]:
+    """Without those that only another prefetch sets apart from a faster one, and those that nothing does."""
+    chosen: dict[tuple[object, ...], Plan] = {}
+    alike: set[tuple[object, ...]] = set()
+    for one in plans:
+        s, w = one.spec.strategy, one.spec.workload
+        figures = (f"{one.step_time_s:.4g}", one.memory.reserved_bytes)
+        if figures not in alike:
+            chosen.setdefault((s.sharding, s.shard_size, s.recompute, s.offload, w.micro_batch), one)
+        alike.add(figures)
+    return list(chosen.values())[:count]
+
+
+def _why(one: Plan, best: Plan, fitting: int) -> str:
+    """One sentence: of the best what binds it, of the others what they cost and what they save."""
+    if one is best:
+        return f"the fastest of {fitting} that fit; bound by {one.binding}"
+    slower = one.step_time_s / best.step_time_s - 1
+    causes = {
+        "more exposed communication": one.step.exposed_comm_s - best.step.exposed_comm_s,
+        "more computing": one.step.computing_s - best.step.computing_s,
+        "a longer optimizer step": one.step.optimizer_s - best.step.optimizer_s,
+    }
+    cause = max(causes, key=lambda name: causes[name])
+    less = best.memory.reserved_bytes - one.memory.reserved_bytes
+    memory_words = f"{abs(less) / GIB:.1f} GiB {'less' if less > 0 else 'more'} memory"
+    return f"{slower:+.1%} step time ({cause}), {memory_words}" if slower >= 5e-4 else f"as fast, {memory_words}"

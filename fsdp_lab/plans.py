@@ -1,0 +1,102 @@
+"""`planned`: a Spec on hardware that need not be here, predicted. It finds the model's shape and the machine, and asks the
+planner (`fsdp_lab.planner`), which knows neither models by name nor torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fsdp_lab.model_shape import ModelShape
+from fsdp_lab.models.check import check_shapes
+from fsdp_lab.models.facts import facts_of
+from fsdp_lab.models.preset_shapes import shape_for
+from fsdp_lab.models.presets import PRESETS
+from fsdp_lab.models.rewrapping import deepened
+from fsdp_lab.planner.devices import Device, Machine, machine
+from fsdp_lab.planner.memory import MemoryPlan, memory
+from fsdp_lab.planner.plan import Plan, limit, plan, scaling
+from fsdp_lab.planner.rates import PUBLISHED, Rates
+from fsdp_lab.planner.search import Search, fewest, largest, search
+from fsdp_lab.spec import Spec, SpecError
+
+MOST_RANKS = 1 << 17
+MOST_TOKENS = 1 << 27  # of one micro-batch
+CURVE = tuple(1 << i for i in range(13))  # 1 to 4,096 ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Hardware in words: a device, its hosts, the network of each. None: what is usual, and said in `Plan.assumed`."""
+
+    hardware: str | Device
+    hosts: int | None = None
+    network_gbit_per_s: float | None = None
+
+    def machine(self, ranks: int) -> Machine:
+        """Raises SpecError: an unknown device, ranks that the hosts do not divide, a rate that cannot be."""
+        return machine(self.hardware, ranks, hosts=self.hosts, network_gbit_per_s=self.network_gbit_per_s)
+
+
+def planned(spec: Spec, where: Where, rates: Rates = PUBLISHED) -> Plan:
+    """Predicts one step.
+
+    Raises:
+        SpecError: a model that nothing is known of, a sequence longer than it takes, hardware that is unknown or does not
+            have as many ranks, numbers beyond all reason.
+    """
+    shape = shape_of(spec)
+    return plan(spec, shape, where.machine(spec.world_size), rates=rates)
+
+
+def planned_memory(spec: Spec, *, device: str) -> MemoryPlan:
+    """Of a rank, by class; `device` is "cpu" or "cuda". It needs no rates, so it can be had of any machine."""
+    return memory(spec, shape_of(spec), device=device)
+
+
+def curve(spec: Spec, where: Where, rates: Rates = PUBLISHED) -> tuple[list[Plan], str]:
+    """The same work of each rank on 1 to 4,096 of them, and what binds along the curve, in a sentence."""
+    shape, there = shape_of(spec), where.machine(spec.world_size)
+    ranks = sorted({*CURVE, spec.world_size})
+    plans = scaling(spec, shape, there, ranks, rates=rates)
+    return plans, limit(plans)
+
+
+def searched(spec: Spec, where: Where, *, limit_bytes: int | None = None, rates: Rates = PUBLISHED) -> Search:
+    """The Strategies that make a step shortest, of those that fit. Raises SpecError as `planned` does."""
+    return search(spec, shape_of(spec), where.machine(spec.world_size), limit_bytes=limit_bytes, rates=rates)
+
+
+def largest_model(spec: Spec, where: Where, *, limit_bytes: int | None = None) -> ModelShape | None:
+    """With as many more, or fewer, blocks of the Spec's model as fit. Raises SpecError as `planned` does."""
+    base = shape_of(spec.replace(wrap="block"))
+    grown = partial(deepened, base)
+    return largest(spec.replace(wrap="block"), grown, where.machine(spec.world_size), limit_bytes=limit_bytes)
+
+
+def fewest_ranks(spec: Spec, where: Where, *, limit_bytes: int | None = None) -> Machine | None:
+    """On which the model fits at the Spec's global batch. Raises SpecError as `planned` does."""
+    return fewest(spec, shape_of(spec), where.machine(spec.world_size), limit_bytes=limit_bytes)
+
+
+def shape_of(spec: Spec) -> ModelShape:
+    """The model of a Spec in its units, after a look at what nothing could run. Raises SpecError."""
+    w = spec.workload
+    if spec.world_size > MOST_RANKS:
+        raise SpecError("world_size", f"{spec.world_size:,} ranks are refused", f"give {MOST_RANKS:,} or fewer")
+    if w.seq_len * w.micro_batch > MOST_TOKENS:
+        raise SpecError("workload.micro_batch", f"{w.micro_batch:,} samples of {w.seq_len:,} tokens are refused",
+                        f"give a micro-batch of {MOST_TOKENS:,} tokens or fewer")  # fmt: skip
+    facts = facts_of(_config(w.model))
+    check_shapes(spec.replace(data="stdlib" if facts.is_text else "images").workload, facts)
+    return shape_for(w.model, spec.strategy.wrap)
+
+
+def _config(model: str | Mapping[str, Any]) -> Any:
+    preset = PRESETS.get(model) if isinstance(model, str) else None
+    if preset is not None:
+        return preset.config
+    from fsdp_lab.models.configs import resolve  # only here: it needs transformers
+
+    return resolve(model)

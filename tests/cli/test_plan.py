@@ -1,0 +1,131 @@
+"""`fsdp-lab plan`: one plan, a product of them, what is found, a table, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_lab.cli.main import main
+from fsdp_lab.planner.validate import published
+
+SEVEN = ["plan", "--model", "llama-7b", "--hardware", "a100-80", "--precision", "bf16"]
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
+    assert main([*arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_one_plan_says_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    found = said(capsys, *SEVEN, "--ranks", "128", "--hosts", "16", "--sharding", "full_shard", "--seq-len", "4096",
+                 "--micro-batch", "2")  # fmt: skip
+    (plan,) = found["plans"]
+    assert (plan["ranks"], plan["hosts"], plan["parameters"]) == (128, 16, 6_738_415_616)
+    assert plan["tokens_per_s"] == pytest.approx(128 * 2 * 4096 / plan["step_time_s"])
+    assert 0.3 < plan["mfu"] < 0.75 and plan["fits"] is (plan["margin_bytes"] >= 0)
+    assert sum(plan["memory_at_peak_bytes"].values()) == plan["peak_memory_bytes"] <= plan["reserved_memory_bytes"]
+    assert [p["ranks"] for p in found["scaling"]] == [1 << i for i in range(13)]
+    assert found["limit"].endswith("1,600 Gb/s a host") and "network" in plan["assumed"]
+
+
+def test_it_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SEVEN, "--ranks", "16", "--seq-len", "2048"]) == 0
+    drawn = capsys.readouterr().out
+    assert "6.74 billion parameters, lab full_shard, bf16, on 16 x a100-80 in 2 hosts at 1,600 Gb/s a host" in drawn
+    assert "bound by" in drawn and "to spare" in drawn and "4,096" in drawn and "activations" in drawn
+
+
+def test_a_product_is_a_table_and_what_cannot_be_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [
+        *SEVEN,
+        "--seq-len",
+        "1024",
+        "--ranks",
+        "8,16",
+        "--sharding",
+        "hybrid_shard,no_shard",
+        "--backend",
+        "fsdp2",
+    ]
+    found = said(capsys, *asked)
+    assert [(p["ranks"], p["spec"]["strategy"]["shard_size"]) for p in found["plans"]] == [(8, None), (16, 8)]
+    assert [r["reason"].split(":")[0] for r in found["refused"]] == ["strategy.sharding"] * 2
+    assert main(asked) == 0
+    drawn = capsys.readouterr().out
+    assert "refused: strategy.sharding: no_shard cannot be had from fsdp2" in drawn
+
+
+def test_the_best_strategy_the_largest_model_and_the_fewest_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*SEVEN, "--ranks", "16", "--seq-len", "4096", "--micro-batch", "4"]
+    began_s = time.process_time()
+    best = said(capsys, *asked, "--find", "strategy")
+    assert time.process_time() - began_s < 5 and best["considered"] > 100
+    times = [one["step_time_s"] for one in best["top"]]
+    assert len(times) == 5 and times == sorted(times) and all(one["fits"] and one["why"] for one in best["top"])
+    assert all(
+        one["spec"]["workload"]["micro_batch"] * one["spec"]["workload"]["accumulate"] == 4 for one in best["top"]
+    )
+    largest = said(capsys, *asked, "--find", "largest")["largest"]
+    assert largest["blocks"] > 32 and largest["parameters"] > 6.8e9
+    fewest = said(capsys, *asked, "--find", "fewest")["fewest"]
+    assert 1 < fewest["ranks"] <= 8
+    none = said(capsys, *asked, "--memory", "2", "--find", "strategy", code=1)
+    assert none["top"] == [] and none["nearest"]["margin_bytes"] < 0
+    assert main([*asked, "--memory", "2", "--find", "strategy"]) == 1
+    assert "None of " in capsys.readouterr().out
+
+
+def test_rows_of_a_table_are_filled_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [r for r in published() if r["id"] in ("mosaic-002", "fsdp-7b-B2-512")]
+    rows.append({**rows[0], "id": "mine", "model": "", "n_layers": "", "hidden": ""})
+    file = tmp_path / "rows.csv"
+    with file.open("w", newline="") as opened:
+        writer = csv.DictWriter(opened, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    found = {row["id"]: row for row in said(capsys, "plan", "--batch", str(file))["rows"]}
+    assert found["mosaic-002"]["tokens_per_s_per_gpu"] > 500 and found["mosaic-002"]["assumed"]
+    assert "peak_mem" in found["mosaic-002"] and found["mine"]["error"].startswith("model: ")
+    assert main(["plan", "--batch", str(file)]) == 0
+    assert "mosaic-002" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--hardware", "h1000"], "hardware: 'h1000' is not known; use one of h100"),
+        ([], "no hardware is named; give --hardware"),
+        (["--hardware", "h100", "--model", "llama-7c"], "workload.model: 'llama-7c' is neither"),
+        (["--hardware", "h100", "--model", "llama-7b", "--ranks", "12", "--hosts", "5"], "use 4"),
+        (["--hardware", "h100", "--sharding", "hybrid_shard", "--shard-size", "3"], "strategy.shard_size: 3"),
+        (["--hardware", "h100", "--global-batch", "100"], "global_batch: 100 samples are no multiple of micro_batch"),
+        (["--hardware", "h100", "--ranks", "1000000"], "world_size: 1,000,000 ranks are refused"),
+        (["--hardware", "h100", "--micro-batch", "99999999"], "workload.micro_batch: 99,999,999 samples"),
+        (["--hardware", "h100", "--network", "-4"], "network: -4.0 Gb/s is refused"),
+        (["--hardware", "h100", "--memory", "0"], "--memory 0 is refused"),
+        (["--hardware", "t4", "--precision", "bf16"], "a t4 has no matrix products in bf16"),
+        (["--hardware", "h100", "--link", "1 GB/s"], "--link emulates a network while training"),
+        (["--hardware", "h100", "--find", "largest", "--ranks", "8,16"], "--find largest takes one value"),
+        (["--batch", "no-such-file.csv"], "cannot read no-such-file.csv"),
+        (["--hardware", "h100", "--seq-len", "4096", "--model", "gpt2-124m"], "over the model's 1024 positions"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert words in told and "Traceback" not in told
+
+
+def test_a_preset_is_planned_without_torch() -> None:
+    code = "import sys; from fsdp_lab.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, *SEVEN], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
