@@ -359,9 +359,9 @@ def train(
         resident().publisher.flush()
 
 
-def calibrate(specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str]) -> dict[str, Any]:
+def calibrate(specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str], passes: int) -> dict[str, Any]:
     """See `Session.calibrate`."""
-    return dict(session().calibrate(specs, dtypes))
+    return dict(session().calibrate(specs, dtypes, passes))
 
 
 def arm(fault: Mapping[str, Any]) -> dict[str, Any]:

@@ -141,7 +141,7 @@ class Calibration:
             interference=0.5,
         )  # fmt: skip
         rates = bare
-        for _ in range(4):  # each is little in what the others are found from
+        for _ in range(6):  # each is little in what the others are found from
             rates = replace(rates, hosts={backend: self._host(backend, rates) for backend in BACKENDS})
             rates = replace(rates, traffic_of=self._traffic(rates))
             for backend in ("lab", *AHEAD):
@@ -155,21 +155,19 @@ class Calibration:
         return [(r, shape, median(taken[str(i)])) for i, (r, shape) in enumerate(zip(found, self.shapes, strict=True))]
 
     def _host(self, backend: str, rates: Rates) -> Host:
-        """From what is left of the small models' steps: per step + sends x per send + tensors x per tensor."""
-        stretch = rates.host(backend).stretch
-        bare = replace(rates, hosts={backend: Host(stretch=stretch)})
+        """From what is left of the small models' steps: so much more a step, a send and a tensor."""
         left = {
-            r.role: (seconds - self._predicted_s(r, shape, bare), self._model(r, shape, bare).sends, _tensors(shape))
+            r.role: (seconds - self._predicted_s(r, shape, rates), self._model(r, shape, rates).sends, _tensors(shape))
             for r, shape, seconds in self._steps
             if r.spec.strategy.backend == backend and r.role in SMALL
         }
-        deep, shallow, whole = left["deep"], left["shallow"], left.get("whole")
-        send_s = (deep[0] - whole[0]) / (deep[1] - whole[1]) if whole is not None else 0.0
-        send_s = max(-self._latency_s, send_s)
-        slope_s = (deep[0] - shallow[0] - send_s * (deep[1] - shallow[1])) / (deep[2] - shallow[2])
-        tensor_s = max(0.0, slope_s)
-        return Host(step_s=max(0.0, deep[0] - send_s * deep[1] - tensor_s * deep[2]), send_s=send_s, tensor_s=tensor_s,
-                    stretch=stretch)  # fmt: skip
+        deep, shallow, whole, now = left["deep"], left["shallow"], left.get("whole"), rates.host(backend)
+        send_s = (deep[0] - whole[0]) / (deep[1] - whole[1]) if whole is not None and deep[1] != whole[1] else 0.0
+        send_s = max(send_s, -self._latency_s - now.send_s)
+        tensor_s = (deep[0] - shallow[0] - send_s * (deep[1] - shallow[1])) / (deep[2] - shallow[2])
+        tensor_s = max(tensor_s, -now.tensor_s)
+        step_s = max(deep[0] - send_s * deep[1] - tensor_s * deep[2], -now.step_s)
+        return replace(now, step_s=now.step_s + step_s, send_s=now.send_s + send_s, tensor_s=now.tensor_s + tensor_s)
 
     @cached_property
     def _latency_s(self) -> float:

@@ -33,7 +33,6 @@ from fsdp_lab.wire import Wire
 
 STRETCH_S = 0.03  # of one figure
 BESIDE_S = 3e-4  # of computing before a collective
-PASSES = 6
 TURN = 4  # steps
 UNCOUNTED = 4  # steps: the third of a training is a ledger step, and DDP lays its buckets anew in the second
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -70,7 +69,7 @@ class Probe:
         self._seat, self._world, self._device = seat, world, seat.device
         self._kind = "cuda" if seat.device.type == "cuda" else "cpu"
 
-    def all(self, trainers: Sequence[Trainer], dtypes: Sequence[str]) -> dict[str, Any]:
+    def all(self, trainers: Sequence[Trainer], dtypes: Sequence[str], passes: int) -> dict[str, Any]:
         """Everything, as plain values: seconds of this rank.
 
         `trainers`: of what steps are timed, in turns with all else.
@@ -80,8 +79,8 @@ class Probe:
         "memory_bytes"}. Rows of one size come once a pass.
         """
         self._prepare(trainers)
-        passes = [{**self._rates(dtypes), "steps": self._turn(trainers)} for _ in range(PASSES)]
-        return {**_joined(passes), "memory_bytes": self._memory_bytes()}
+        found = [{**self._rates(dtypes), "steps": self._turn(trainers)} for _ in range(passes)]
+        return {**_joined(found), "memory_bytes": self._memory_bytes()}
 
     def _rates(self, dtypes: Sequence[str]) -> dict[str, Any]:
         return {

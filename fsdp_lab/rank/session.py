@@ -227,7 +227,7 @@ class Session:
         saves = self._checkpointer.ended()
         return {"events": events, "stopped": stopped, "step": trainer.progress.step, "saves": saves}
 
-    def calibrate(self, specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str]) -> dict[str, Any]:
+    def calibrate(self, specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str], passes: int) -> dict[str, Any]:
         """Measure this machine, and steps of each Spec, beside what is trained; collective, some ten seconds.
 
         Returns: as `Probe.all`.
@@ -237,7 +237,7 @@ class Session:
             self._renew()
             wanted = [Spec.from_dict(spec) for spec in specs]
             with standing(wanted, self.seat, self._world, self._preparation) as trainers:
-                return Probe(self.seat, self._world).all(trainers, dtypes)
+                return Probe(self.seat, self._world).all(trainers, dtypes, passes)
 
     def arm(self, fault: Mapping[str, Any]) -> dict[str, Any]:
         """Let something go wrong on purpose, once, on the ranks that it names: a `Fault` as a dict.

@@ -12,7 +12,10 @@ from fsdp_lab.planner.here import Calibration, references
 from fsdp_lab.spec import Spec
 
 
-def calibrate(cluster: Cluster, beside: Sequence[Spec] = ()) -> Calibration:
+PASSES = 6
+
+
+def calibrate(cluster: Cluster, beside: Sequence[Spec] = (), *, passes: int = PASSES) -> Calibration:
     """Measures on all ranks of an idle cluster; see `Lab.calibrate`."""
     begun_s, devices = time.monotonic(), cluster.placement.devices
     on_gpu = devices[0] != "cpu"
@@ -20,7 +23,7 @@ def calibrate(cluster: Cluster, beside: Sequence[Spec] = ()) -> Calibration:
     timed = references(len(devices), dtypes, devices)
     shapes = tuple(replace(shape_for(r.spec.workload.model, r.spec.strategy.wrap), tapes={}) for r in timed)
     specs = [spec.to_dict() for spec in (*(r.spec for r in timed), *beside)]
-    each = cluster.call("calibrate", specs=specs, dtypes=dtypes)
+    each = cluster.call("calibrate", specs=specs, dtypes=dtypes, passes=passes)
     name = str(cluster.call("status")[0]["device_name"])
     return Calibration.of(each, unix_s=time.time(), seconds=time.monotonic() - begun_s, name=name, devices=devices,
                           shapes=shapes)  # fmt: skip
