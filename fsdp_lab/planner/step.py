@@ -110,8 +110,8 @@ class StepModel:
 
     @property
     def _blocking(self) -> frozenset[Phase]:
-        """What computing waits for: all, where memory is too full; on a CPU, what the backend itself waits for. FSDP2 gathers
-        beside computing once it is told to prefetch (backends/fsdp2.py)."""
+        """What computing waits for: all, where memory is too full; on a CPU, what the backend itself waits for. FSDP2
+        gathers beside computing once it is told to prefetch (backends/fsdp2.py)."""
         s = self._spec.strategy
         if not self._overlaps:
             return frozenset({Phase.REDUCE, Phase.UNSHARD})

@@ -11,7 +11,6 @@ from fsdp_lab.models.preset_shapes import shape_for
 from fsdp_lab.planner.here import Calibration, references
 from fsdp_lab.spec import Spec
 
-
 PASSES = 6
 
 

@@ -16,6 +16,7 @@ from tests.lab.test_lab import until
 SMALL = {"model": "gpt2-1m", "micro_batch": 2, "seq_len": 64}
 
 
+@pytest.mark.slow
 def test_ranks_measure_their_machine_and_keep_what_they_hold(real_lab: Lab) -> None:
     run = real_lab.run(**SMALL, steps=2)
     run.wait(120)
