@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsdp_lab.cluster import ClusterError, RankHung, RankLost
-    from fsdp_lab.dashboard import Dashboard
+    from fsdp_lab.dashboard import Dashboard, WhatIf
     from fsdp_lab.events import Memory, StepEvent, Traffic
     from fsdp_lab.lab import Lab
     from fsdp_lab.models.presets import PRESETS
@@ -43,6 +43,7 @@ __all__ = [
     "StepEvent",
     "Strategy",
     "Traffic",
+    "WhatIf",
     "Workload",
     "write_report",
 ]
@@ -69,6 +70,7 @@ _HOME = {
     "StepEvent": "fsdp_lab.events",
     "Strategy": "fsdp_lab.spec",
     "Traffic": "fsdp_lab.events",
+    "WhatIf": "fsdp_lab.dashboard",
     "Workload": "fsdp_lab.spec",
     "write_report": "fsdp_lab.report",
 }

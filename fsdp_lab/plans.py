@@ -4,7 +4,7 @@ planner (`fsdp_lab.planner`), which knows neither models by name nor torch."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,20 +23,39 @@ from fsdp_lab.spec import Spec, SpecError
 
 MOST_RANKS = 1 << 17
 MOST_TOKENS = 1 << 27  # of one micro-batch
+PER_HOST = 8  # devices that a host usually has
 CURVE = tuple(1 << i for i in range(13))  # 1 to 4,096 ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """Hardware in words: a device, its hosts, the network of each. None: what is usual, and said in `Plan.assumed`."""
+    """Hardware in words: a device, its hosts or how many it shares one with, the network of each. None: what is usual, and
+    said in `Plan.assumed`."""
 
     hardware: str | Device
     hosts: int | None = None
+    per_host: int | None = None  # devices; where `hosts` is None
     network_gbit_per_s: float | None = None
 
     def machine(self, ranks: int) -> Machine:
         """Raises SpecError: an unknown device, ranks that the hosts do not divide, a rate that cannot be."""
-        return machine(self.hardware, ranks, hosts=self.hosts, network_gbit_per_s=self.network_gbit_per_s)
+        found = machine(self.hardware, ranks, hosts=self.hosts, network_gbit_per_s=self.network_gbit_per_s)
+        if self.per_host is None or self.hosts is not None:
+            return found
+        if self.per_host < 1 or (ranks > self.per_host and ranks % self.per_host):
+            nearest = min(
+                (n for n in range(1, ranks + 1) if ranks % n == 0), key=lambda n: abs(n - (self.per_host or 0))
+            )
+            raise SpecError("per_host", f"{ranks} GPUs cannot be divided among hosts of {self.per_host}",
+                            f"use {nearest}", {"per_host": nearest})  # fmt: skip
+        said = {name: words for name, words in found.assumed.items() if name not in ("hosts", "network")}
+        if self.network_gbit_per_s is None and ranks > self.per_host:
+            said["network"] = f"{found.network_bytes_per_s * 8 / 1e9:.0f} Gb/s a host"
+        return replace(found, per_host=min(self.per_host, ranks), assumed=said)
+
+    def whole_host(self, ranks: int) -> Machine:
+        """As `machine`; but fewer ranks than a host has are a part of one, and not all of a smaller one."""
+        return self.machine(ranks if self.hosts is not None else max(ranks, self.per_host or PER_HOST))
 
 
 def planned(spec: Spec, where: Where, rates: Rates = PUBLISHED) -> Plan:
@@ -57,7 +76,7 @@ def planned_memory(spec: Spec, *, device: str) -> MemoryPlan:
 
 def curve(spec: Spec, where: Where, rates: Rates = PUBLISHED) -> tuple[list[Plan], str]:
     """The same work of each rank on 1 to 4,096 of them, and what binds along the curve, in a sentence."""
-    shape, there = shape_of(spec), where.machine(spec.world_size)
+    shape, there = shape_of(spec), where.whole_host(spec.world_size)
     ranks = sorted({*CURVE, spec.world_size})
     plans = scaling(spec, shape, there, ranks, rates=rates)
     return plans, limit(plans)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol, Self, TypeVar
 
-from ..spec import Spec, SpecError
+from ..spec import SpecError
 
 MOST_FIXES = 6
 
@@ -35,13 +35,28 @@ class Note:
     fix: Mapping[str, Any] = field(default_factory=dict)
 
 
-Check = Callable[[Spec], None]  # raises SpecError for what a Spec alone cannot know, such as a text that is not there
+class Chosen(Protocol):
+    """What is chosen, field by field: a Spec, or a question that has one."""
+
+    def flat(self) -> dict[str, Any]:
+        """Every field by its name."""
+
+    def replace(self, **changes: Any) -> Self:
+        """Raises SpecError for what cannot be."""
 
 
-class Choices:
+T = TypeVar("T", bound=Chosen)
+
+
+def _unchecked(chosen: Chosen) -> None:
+    pass
+
+
+class Choices(Generic[T]):
     """The Spec that is wanted, what was refused of it, and a note for each field that was touched."""
 
-    def __init__(self, spec: Spec, *, check: Check = lambda spec: None) -> None:
+    def __init__(self, spec: T, *, check: Callable[[T], None] = _unchecked) -> None:
+        """check: raises SpecError for what a Spec alone cannot know, such as a text that is not there."""
         self.wanted = spec
         self.held: dict[str, Any] = {}
         self.notes: dict[str, Note] = {}
@@ -65,13 +80,13 @@ class Choices:
         self._review()
         return {}
 
-    def adopt(self, spec: Spec) -> None:
+    def adopt(self, spec: T) -> None:
         """The wanted Spec is this one, by somebody else's word; what was held is reviewed against it."""
         self.wanted = spec
         self.held = {name: value for name, value in self.held.items() if not same(spec.flat()[name], value)}
         self._review()
 
-    def revert(self, names: Mapping[str, Any], to: Spec, error: SpecError) -> None:
+    def revert(self, names: Mapping[str, Any], to: T, error: SpecError) -> None:
         """Fields that were accepted here and refused by the ranks: they are held with the ranks' reason."""
         refused = {name: self.wanted.flat()[name] for name in names}
         self.wanted = to

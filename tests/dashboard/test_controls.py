@@ -10,7 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from fsdp_lab.dashboard.choices import Standing
-from fsdp_lab.dashboard.controls import GROUPS, Controls
+from fsdp_lab.dashboard.controls import Controls
+from fsdp_lab.dashboard.fields import GROUPS
 from fsdp_lab.runs import RunState
 from fsdp_lab.spec import Spec, SpecError
 from tests.dashboard.fake_lab import FakeLab

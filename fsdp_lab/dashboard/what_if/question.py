@@ -1,0 +1,155 @@
+"""What is asked of the planner on the what-if page, and its answers. No widgets: a `Question` is chosen field by field, as
+a Spec is (`choices.Chosen`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...planner.devices import ASSUMED_SHARE, DEVICES, Device
+from ...planner.plan import Plan
+from ...planner.search import Search
+from ...plans import Where, curve, planned, searched
+from ...spec import HYBRIDS, Spec, SpecError
+
+CUSTOM = "custom"
+LIKE = "a100-80"  # what a custom device is taken to be like, where nothing is said
+GIB = 1 << 30
+
+
+def usual() -> Spec:
+    """What a page begins with."""
+    return Spec(world_size=64).replace(model="llama-7b", precision="bf16", seq_len=2048, micro_batch=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A Spec, and hardware that need not be here.
+
+    Raises:
+        SpecError: a field, or a combination that cannot be.
+    """
+
+    spec: Spec = field(default_factory=usual)
+    hardware: str = "h100"  # of `DEVICES`, or `CUSTOM` with the three below
+    per_host: int | None = None  # GPUs; None: eight
+    network: float | None = None  # Gb/s of all network cards of a host; None: as is usual
+    peak_tflops: float = 312.0  # dense, in bf16 and fp16
+    memory_gib: float = 80.0
+    link_gb_per_s: float = 300.0  # to the other GPUs of a host, one way
+
+    def __post_init__(self) -> None:
+        for name, most in (("peak_tflops", 1e5), ("memory_gib", 1e5), ("link_gb_per_s", 1e5)):
+            _within(name, getattr(self, name), most)
+        if self.network is not None:
+            _within("network", self.network, 1e6)
+        if self.per_host is not None and (not isinstance(self.per_host, int) or self.per_host < 1):
+            raise SpecError("per_host", f"{self.per_host!r} is refused", "give a whole number of 1 or more")
+        self.where.machine(self.spec.world_size)
+
+    def flat(self) -> dict[str, Any]:
+        """Every field by its name, those of the Spec too."""
+        return {**self.spec.flat(), **{name: getattr(self, name) for name in _OWN}}
+
+    def replace(self, **changes: Any) -> Question:
+        own = {name: value for name, value in changes.items() if name in _OWN}
+        rest = {name: value for name, value in changes.items() if name not in _OWN}
+        return dataclasses.replace(self, spec=self.spec.replace(**rest), **own)
+
+    @property
+    def where(self) -> Where:
+        hardware = custom(self) if self.hardware == CUSTOM else self.hardware
+        return Where(hardware=hardware, per_host=self.per_host, network_gbit_per_s=self.network)
+
+    @property
+    def planned_spec(self) -> Spec:
+        """With the shard size of hybrid sharding, which is a host's where nobody says."""
+        s, ranks = self.spec.strategy, self.spec.world_size
+        per_host = self.where.machine(ranks).per_host
+        if s.sharding in HYBRIDS and s.shard_size is None and 1 < per_host < ranks and ranks % per_host == 0:
+            return self.spec.replace(shard_size=per_host)
+        return self.spec
+
+
+_OWN = ("hardware", "per_host", "network", "peak_tflops", "memory_gib", "link_gb_per_s")
+
+
+def custom(question: Question) -> Device:
+    """A device of three numbers; the rest is said in `assumed`."""
+    like = DEVICES[LIKE]
+    peak = question.peak_tflops * 1e12
+    shares = {dtype: flops / like.flops_per_s("bf16") for dtype, flops in like.peak_flops_per_s.items()}
+    return dataclasses.replace(
+        like,
+        name=CUSTOM,
+        peak_flops_per_s={dtype: peak * share for dtype, share in shares.items()},
+        matrix_share=ASSUMED_SHARE,
+        memory_bytes=int(question.memory_gib * GIB),
+        link_bytes_per_s=question.link_gb_per_s * 1e9,
+        assumed={
+            "matrix_share": f"{ASSUMED_SHARE} of the peak",
+            "device": f"fp32 and memory bandwidth ({like.memory_bytes_per_s / 1e12:.1f} TB/s) as of {LIKE}",
+        },
+    )
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What is predicted of a question. `along` and `binds` are empty until the curve is there too."""
+
+    question: Question
+    plan: Plan
+    along: Sequence[Plan] = ()  # the same work of each GPU on 1 to 4,096 of them
+    binds: str = ""  # what limits it along the curve
+
+    @property
+    def assumed(self) -> Mapping[str, Any]:
+        """What nobody said, and what was taken."""
+        said = dict(self.plan.assumed)
+        if self.plan.spec.strategy.shard_size != self.question.spec.strategy.shard_size:
+            said["shard size"] = f"{self.plan.spec.strategy.shard_size}, the GPUs of a host"
+        return said
+
+
+def answer(question: Question) -> Answer:
+    """In milliseconds for a preset. Raises SpecError as `plans.planned` does."""
+    return Answer(question=question, plan=planned(question.planned_spec, question.where))
+
+
+def with_curve(answered: Answer) -> Answer:
+    """The same with its scaling curve."""
+    question = answered.question
+    along, binds = curve(question.planned_spec, question.where)
+    return dataclasses.replace(answered, along=tuple(along), binds=binds)
+
+
+def best(question: Question) -> Search:
+    """The fastest strategies that fit, in seconds."""
+    return searched(question.planned_spec, question.where)
+
+
+SEARCHED = ("sharding", "shard_size", "recompute", "micro_batch", "accumulate", "forward_prefetch", "offload")
+
+
+def choice(spec: Spec) -> dict[str, Any]:
+    """What a search chooses."""
+    flat = spec.flat()
+    return {name: flat[name] for name in SEARCHED}
+
+
+def base(question: Question) -> dict[str, Any]:
+    """What a search leaves as it is."""
+    rest = {name: value for name, value in question.flat().items() if name not in SEARCHED}
+    return {**rest, "global_batch": question.spec.global_batch}
+
+
+def _within(name: str, value: Any, most: float) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or not 0 < value <= most:
+        raise SpecError(name, f"{value!r} is refused", f"give a number above 0, up to {most:,.0f}")
