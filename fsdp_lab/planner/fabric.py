@@ -34,6 +34,8 @@ def seconds(kind: str, payload_bytes: float, group: Group, machine: Machine, rat
     if group.size < 2:
         return 0.0
     sent = link_bytes(kind, payload_bytes, group.size)
+    if kind in machine.collectives:
+        return machine.collectives[kind](sent)
     inside = min(machine.per_host, group.size * group.stride)
     shared = 1 if machine.device.switched else inside
     slowest = sent * shared / (machine.device.link_bytes_per_s * rates.link)

@@ -4,7 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What Python, autograd and a backend take beside the work, where computing waits for them: on a CPU. On a GPU the host
+    runs ahead."""
+
+    step_s: float = 0.0  # of a step
+    send_s: float = (
+        0.0  # of a gather or a reduction beside the collective: hooks, Python; below 0 where a step saves some
+    )
+    tensor_s: float = 0.0  # of a parameter tensor in a step: the operators that use it, its place in the optimizer
+    stretch: float = 1.0  # a collective in a step, of one by itself: cold memory, ranks that are late
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +34,16 @@ class Rates:
     jitter_s: float  # by how much each rank more makes the last rank later to a collective
     interference: float  # how much a collective in flight slows computing down, of its own time
     step_s: float  # what a step costs beside its micro-batches: the loop, the optimizer's launches, logging
+    hosts: Mapping[str, Host] = field(default_factory=dict)  # by backend; none: the host is not waited for
+    # By dtype, where it was measured: bytes moved each way by what is no product, of those that the forward keeps.
+    traffic_of: Mapping[str, float] = field(default_factory=dict)
 
     def attention_share(self, generation: str) -> float:
         """Of another generation than those that were calibrated: the newest of them."""
         return self.attention.get(generation, self.attention["hopper"])
+
+    def host(self, backend: str) -> Host:
+        return self.hosts.get(backend, Host())
 
 
 # Of all usable rows of data/fsdp_measurements.csv. A test holds them against the procedure.
