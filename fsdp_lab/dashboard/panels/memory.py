@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -62,6 +63,7 @@ class MemoryPanel:
             "memory.ghost", ["rank", "bar", *ON_DEVICE, "host", "peak"], texts=["label"], limit=world_size
         )
         self._ghost: Ghost | None = None
+        self._known: Step | None = None  # the last whose memory is known
         self._ledger_spec, self._peak = "", 0  # the Spec of the last ledger step; the fullest rank's peak
         self._over = MemoryLanes("memory", frame, world_size)
         self._range = ZeroRange(headroom=1.5, slack=0.5)
@@ -133,7 +135,8 @@ class MemoryPanel:
             if any(e.ledger for e in step.events):
                 self._ledger_spec = step.events[0].spec_id
         if known:
-            self._peak = max(e.memory.peak_bytes for e in known[-1].events)
+            self._known = known[-1]
+            self._peak = max(e.memory.peak_bytes for e in self._known.events)
             written += self._write_now(known[-1])
             if self._unit != unit:
                 self._write_ghosts()
@@ -144,6 +147,8 @@ class MemoryPanel:
     def foretell(self, ghost: Ghost) -> None:
         self._ghost = ghost
         self._write_ghosts()
+        if self._known is not None:
+            self._write_now(self._known)  # the bars make room
         self._cover_now()
 
     @property
@@ -164,7 +169,7 @@ class MemoryPanel:
         parts = [ghost.at_peak.of_role(Role(c)) for c in ON_DEVICE]
         scaled = [b / self._unit for b in (*parts, ghost.host_bytes, ghost.peak_bytes)]
         rows = [[rank, rank + 0.25, *scaled] for rank in range(self.world_size)]
-        self._ghosts.replace(rows, {"label": [f"predicted {memory(ghost.peak_bytes)}"] * self.world_size})
+        self._ghosts.replace(rows, {"label": [memory(ghost.peak_bytes)] * self.world_size})
 
     def _write_now(self, step: Step) -> int:
         hosted = any(e.memory.host_bytes for e in step.events)
@@ -176,9 +181,8 @@ class MemoryPanel:
             apart = (m.allocated_bytes, m.reserved_bytes or 0, m.outside_bytes)
             scaled = [b / self._over.unit for b in (*sizes(m), *apart)]
             bar = e.rank - shift
-            rows.append(
-                [e.rank, bar, e.rank + BAR / 2 + shift + below, bar - BAR / 2 - 0.05, bar + BAR / 2 + 0.05, *scaled]
-            )
+            on_host = e.rank + BAR / 2 + shift + below if hosted else math.nan  # no bar where nothing is there
+            rows.append([e.rank, bar, on_host, bar - BAR / 2 - 0.05, bar + BAR / 2 + 0.05, *scaled])
             labels.append(memory(m.peak_bytes))
             colors.append(theme.rank_color(e.rank))
         drawn = (self._over.unit, shift, below, [sizes(e.memory) for e in step.events])
