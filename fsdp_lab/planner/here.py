@@ -21,7 +21,7 @@ as a GPU wants them. That path has not been held against a GPU's steps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean, median
 from typing import Any
@@ -86,8 +86,8 @@ class Calibration:
     seconds: float  # how long it took
     name: str  # of the device
     devices: tuple[str, ...]  # one a rank
-    probes: Mapping[str, Any]  # what `fsdp_lab.rank.calibration` measured: the mean over ranks
-    shapes: tuple[ModelShape, ...]  # of the references, in their order
+    probes: Mapping[str, Any] = field(repr=False)  # what `fsdp_lab.rank.calibration` measured: the mean over ranks
+    shapes: tuple[ModelShape, ...] = field(repr=False)  # of the references, in their order
 
     @property
     def ranks(self) -> int:
