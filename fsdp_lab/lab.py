@@ -19,6 +19,8 @@ from typing import Any
 from fsdp_lab.checkpoints import Checkpoint, check_folder, check_same, find
 from fsdp_lab.cluster import Call, Cluster, ClusterError, Progress, RankLost, RankStatus
 from fsdp_lab.fault import SIGNALS, fault_of
+from fsdp_lab.planner.here import Calibration
+from fsdp_lab.runs.calibrating import PASSES, calibrate
 from fsdp_lab.runs.comparison import Refusal
 from fsdp_lab.runs.drill import Drill
 from fsdp_lab.runs.evaluation import Evaluating
@@ -278,6 +280,29 @@ class Lab:
                 "the checkpoint could not be written: " + (told[-1]["error"] if told else "it takes too long")
             )
         return find(told[-1]["path"])
+
+    def calibrate(self, beside: Sequence[Spec] = (), *, passes: int = PASSES) -> Calibration:
+        """Measures this machine on all ranks at once, in less than two minutes, for `fsdp_lab.planner.plan`.
+
+            here = lab.calibrate()
+            plan(spec, shape_for(spec.workload.model), here.machine, rates=here.rates)
+
+        What the ranks hold stays.
+
+        Args:
+            beside: Specs whose steps are timed in turns with it, for a comparison; see `Calibration.beside_s`.
+            passes: how often each figure is taken; with fewer it is shorter, and worth less.
+
+        Raises:
+            SpecError: of a Spec, or of `passes`. ClusterError: a run goes on.
+        """
+        self._must_be_open()
+        for one in (self._sweep, self._current):
+            if one is not None and not one.done:
+                raise ClusterError(f"{one!r} goes on, and would be measured too; stop it or wait for it")
+        if passes < 1:
+            raise SpecError("passes", f"{passes} is refused", "give a whole number of 1 or more")
+        return calibrate(self._cluster, beside, passes=passes)
 
     def _begin(self, spec: Spec, **options: Any) -> Run:
         """A new run is the current one."""

@@ -74,27 +74,37 @@ def work(unit: UnitShape, tokens: int, spec: Spec, device: Device, rates: Rates,
     """tokens: of one sample."""
     dtype, samples = spec.strategy.dtypes.param, spec.workload.micro_batch
     products = product_seconds(unit, tokens * samples, dtype, device, rates)
-    scores = attention_seconds(unit, tokens, dtype, device, rates, software.attention) * samples
-    other, other_back = (
-        samples * size / (device.memory_bytes_per_s * rates.memory)
-        for size in moved_bytes(unit, tokens, dtype, joined=spec.strategy.compile)
-    )
+    scores = attention_seconds(unit, tokens, samples, dtype, device, rates, software.attention)
+    if (times := rates.traffic_of.get(dtype)) is not None:
+        counted = (times * kept_bytes(unit, tokens, dtype),) * 2
+    else:
+        counted = moved_bytes(unit, tokens, dtype, joined=spec.strategy.compile)
+    other, other_back = (samples * size / (device.memory_bytes_per_s * rates.memory) for size in counted)
+    hosted = rates.host(spec.strategy.backend).tensor_s * len(unit.parameters) / 2
     again = products / 2 + other if software.operators else products + scores + other
     if software.stops_early and unit.products and not software.operators:
         last = replace(unit, products=(replace(unit.products[-1], count=1),))
         again -= product_seconds(last, tokens * samples, dtype, device, rates)
     return Work(
-        forward_s=products + scores + other,
-        backward_s=2 * products + (2.0 if software.attention is Attention.PLAIN else 2.5) * scores + other_back,
-        again_s=again if recomputed else 0.0,
+        forward_s=products + scores + other + hosted,
+        backward_s=2 * products
+        + (2.0 if software.attention is Attention.PLAIN else 2.5) * scores
+        + other_back
+        + hosted,
+        again_s=again + hosted if recomputed else 0.0,
     )
+
+
+def kept_bytes(unit: UnitShape, tokens: int, dtype: str) -> float:
+    """Of one sample, for the backward, without attention's scores: their traffic is theirs."""
+    return replace(unit.saved[dtype], per_pair_bytes=0.0).bytes_of(tokens)
 
 
 def moved_bytes(unit: UnitShape, tokens: int, dtype: str, *, joined: bool) -> tuple[float, float]:
     """Of one sample, forward and backward, by what is neither a product nor attention."""
     counted = moved(unit)
     if counted is None:
-        kept = replace(unit.saved[dtype], per_pair_bytes=0.0).bytes_of(tokens)
+        kept = kept_bytes(unit, tokens, dtype)
         forward, backward = PER_SAVED[2:] if joined else PER_SAVED[:2]
         return forward * kept, backward * kept
     seen = unit.share * tokens * BYTES[dtype] / 2
@@ -105,6 +115,9 @@ def moved_bytes(unit: UnitShape, tokens: int, dtype: str, *, joined: bool) -> tu
 
 def product_seconds(unit: UnitShape, tokens: float, dtype: str, device: Device, rates: Rates) -> float:
     """Of the forward's matrix products."""
+    if device.measured is not None:
+        curve = device.curve(dtype)
+        return sum(p.count * curve(2 * unit.share * tokens * p.share * p.inputs * p.outputs) for p in unit.products)
     rate = device.flops_per_s(dtype) * device.matrix_share * rates.matrix
     bandwidth = device.memory_bytes_per_s * rates.memory
     seen = unit.share * tokens
@@ -115,10 +128,12 @@ def product_seconds(unit: UnitShape, tokens: float, dtype: str, device: Device, 
     return total
 
 
-def attention_seconds(unit: UnitShape, tokens: float, dtype: str, device: Device, rates: Rates,
+def attention_seconds(unit: UnitShape, tokens: float, samples: int, dtype: str, device: Device, rates: Rates,
                       kernel: Attention) -> float:  # fmt: skip
-    """Of the forward of one sample."""
-    pairs, peak = (unit.share * tokens) ** 2, device.flops_per_s(dtype)
+    """Of the forward; tokens: of one sample."""
+    pairs, peak = samples * (unit.share * tokens) ** 2, device.flops_per_s(dtype)
+    if device.measured is not None:
+        return unit.pair_flops * pairs / peak + device.measured.scores[dtype](unit.heads * pairs)
     if kernel is Attention.PLAIN:
         moved = SCORE_BYTES * unit.heads * pairs / (device.memory_bytes_per_s * rates.memory)
         return unit.pair_flops * pairs / (peak * device.matrix_share * rates.matrix) + moved
@@ -128,6 +143,8 @@ def attention_seconds(unit: UnitShape, tokens: float, dtype: str, device: Device
 
 def optimizer_seconds(elements: float, optimizer: str, device: Device, rates: Rates, software: Software) -> float:
     """Of a rank's own shard."""
+    if device.measured is not None:
+        return device.measured.updates[optimizer](elements)
     fused = optimizer == "adamw" and software.fused_optimizer
     each = FUSED_ADAMW_BYTES if fused else OPTIMIZER_BYTES[optimizer]
     return elements * each / (device.memory_bytes_per_s * rates.memory)

@@ -52,7 +52,7 @@ def schedule_of(units: int, rules: Rules) -> Schedule:
 
 def simulate(
     schedule: Schedule, seconds: Callable[[Action], float], *, ahead: bool, interference: float, late_s: float = 0.0,
-    overlaps: bool = True,
+    blocking: frozenset[Phase] = frozenset(),
 ) -> Timeline:  # fmt: skip
     """`seconds` of each action by itself.
 
@@ -60,20 +60,20 @@ def simulate(
         ahead: the host runs ahead of the device, and only the limiter holds gathers back.
         interference: of the time that a collective takes, how much longer computing takes beside it.
         late_s: how long a collective waits for the last of its ranks, and computing with it.
-        overlaps: False: computing stands while anything is sent.
+        blocking: phases during which the thread that computes waits.
     """
-    return _Simulation(
-        schedule, seconds, ahead=ahead, interference=interference, late_s=late_s, overlaps=overlaps
-    ).run()
+    simulation = _Simulation(
+        schedule, seconds, ahead=ahead, interference=interference, late_s=late_s, blocking=blocking
+    )
+    return simulation.run()
 
 
 class _Simulation:
-    def __init__(
-        self, schedule: Schedule, seconds: Callable[[Action], float], *, ahead: bool, interference: float, late_s: float,
-        overlaps: bool,
-    ) -> None:  # fmt: skip
+    def __init__(self, schedule: Schedule, seconds: Callable[[Action], float], *, ahead: bool, interference: float,
+                 late_s: float, blocking: frozenset[Phase]) -> None:  # fmt: skip
         self._schedule, self._seconds = schedule, seconds
-        self._ahead, self._interference, self._late_s, self._overlaps = ahead, interference, late_s, overlaps
+        self._ahead, self._interference, self._late_s = ahead, interference, late_s
+        self._blocking = blocking
         self._computing = self._sending = self._copying = 0.0  # until when each queue is busy
         self._ends: list[float] = []
         self._freed: list[float] = []
@@ -121,7 +121,7 @@ class _Simulation:
 
     def _send(self, action: Action, ready: float) -> tuple[float, float]:
         begin, lasts = max(ready, self._sending), self._seconds(action)
-        if not self._overlaps:
+        if action.phase in self._blocking:
             return self._stand(action, max(begin, self._computing), lasts)
         self._sending = begin + lasts
         self._disturbed += lasts
