@@ -15,6 +15,7 @@ from fsdp_lab.models.preset_shapes import shape_for
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.models.rewrapping import deepened
 from fsdp_lab.planner.devices import Device, Machine, machine
+from fsdp_lab.planner.here import Calibration
 from fsdp_lab.planner.memory import MemoryPlan, memory
 from fsdp_lab.planner.plan import Plan, limit, plan, scaling
 from fsdp_lab.planner.rates import PUBLISHED, Rates
@@ -67,6 +68,18 @@ def planned(spec: Spec, where: Where, rates: Rates = PUBLISHED) -> Plan:
     """
     shape = shape_of(spec)
     return plan(spec, shape, where.machine(spec.world_size), rates=rates)
+
+
+def planned_here(spec: Spec, here: Calibration) -> Plan:
+    """Predicts one step of the ranks that were calibrated.
+
+    Raises:
+        SpecError: another number of ranks, and what `planned` raises.
+    """
+    if spec.world_size != here.ranks:
+        raise SpecError("world_size", f"{here.ranks} ranks were calibrated, and the Spec has {spec.world_size}",
+                        "calibrate again with as many, or name hardware")  # fmt: skip
+    return plan(spec, shape_of(spec), here.machine, rates=here.rates)
 
 
 def planned_memory(spec: Spec, *, device: str) -> MemoryPlan:

@@ -13,7 +13,7 @@ import ipywidgets
 
 from ..runs import Comparison
 from ..runs.kept import Kept
-from ..spec import SpecError
+from ..spec import Spec, SpecError
 from .board import Board
 from .comparison_card import ComparisonCard
 from .controls import Controls, Extra
@@ -65,7 +65,7 @@ class Dashboard:
         self._form = SweepForm(lab, wanted=lambda: self._controls.choices.wanted)
         self._safety = SafetyBox(lab, begin=lambda start: self._controls.begin(start))
         self._controls = Controls(lab, self._buttons(), [self._form.widget], self._safety.options)
-        self._feed = Feed(lab, self._live, self._board, ComparisonCard(self._press))
+        self._feed = Feed(lab, self._live, self._board, ComparisonCard(self._press), self._wanted)
         self._slow = SlowMotionBox(lab, wanted=self._controls.for_a_step, accept=self._controls.accept)
         self._box = ipywidgets.VBox([self._controls.widget, self._safety.widget, self._live, self._slow.widget])
         self._box.add_class("fsdp-lab")
@@ -118,6 +118,9 @@ class Dashboard:
     def comparison(self) -> Comparison:
         """What the card of this name shows: pins, the newest sweep's runs, the live run, as they are now."""
         return self._board.refresh()
+
+    def _wanted(self) -> Spec:
+        return self._controls.choices.wanted
 
     def _buttons(self) -> list[Extra]:
         pin = "Keep this run's curves and figures as they are now, to compare others with"

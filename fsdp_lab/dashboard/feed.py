@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..events import StepEvent
 from ..models.check import is_language
+from ..spec import Spec
 from .board import Board, Kind, Shown, running
 from .comparison_card import ComparisonCard
+from .foretelling import Foretelling
 from .live import LiveView, Scene
 from .panels import PANELS, Assembler, Frame, Panel, Pinnable, Step
 from .panels.base import Overlaid
+from .panels.ghost import Foretold, Ghost
 from .panels.overlay import Overlay
 from .panels.units import duration
 from .ports import LabLike, RunLike, SwitchLike
@@ -37,6 +40,7 @@ class Stage:
         self.frame = Frame()
         self.panels: list[Panel] = [make(self.frame, world_size) for make in PANELS]
         self.pinnable = [panel for panel in self.panels if isinstance(panel, Pinnable)]
+        self.ghost: Ghost | None = None
 
     def show(self, steps: Sequence[Step]) -> None:
         if not steps:
@@ -45,6 +49,14 @@ class Stage:
         self.frame.follow(steps)
         for panel in self.panels:
             panel.update(steps)
+
+    def foretell(self, ghost: Ghost | None) -> None:
+        """What is predicted of what is chosen; the former prediction stays until there is another."""
+        if ghost is not None and ghost != self.ghost:
+            self.ghost = ghost
+            for panel in self.panels:
+                if isinstance(panel, Foretold):
+                    panel.foretell(ghost)
 
     def overlay(self, overlays: Mapping[int, Overlay]) -> None:
         """The curves of other runs, in ranges that hold them."""
@@ -62,8 +74,11 @@ class Feed:
     same pictures, so that the page builds nothing anew.
     """
 
-    def __init__(self, lab: LabLike, live: LiveView, board: Board, card: ComparisonCard) -> None:
-        self._lab = lab
+    def __init__(self, lab: LabLike, live: LiveView, board: Board, card: ComparisonCard,
+                 wanted: Callable[[], Spec] | None = None) -> None:  # fmt: skip
+        """wanted: what is chosen, of which is predicted; None: what the run has, or is about to have."""
+        self._lab, self._wanted = lab, wanted
+        self._foretelling = Foretelling(lab)
         self._live = live
         self._board = board
         self._card = card
@@ -95,9 +110,18 @@ class Feed:
                 stage.show(stage.assembler.flush())
         for panel in self._stage.pinnable:
             panel.update(())  # another step may have been asked for
+        self._stage.foretell(self._foretelling.of(self._chosen()))
         self._compare(self._board.tick())
         self._live.flush([e.end_unix_s for e in events])
         return events
+
+    def _chosen(self) -> Spec:
+        """What is chosen on the page; in a sweep it is the sweep's."""
+        sweep = self._lab.sweep
+        if self._wanted is not None and (sweep is None or sweep.done):
+            return self._wanted()
+        run = self._run
+        return self._lab.spec if run is None else run.pending or run.spec
 
     def _turn(self) -> RunLike | None:
         """The run to show. Between two turns of a sweep it is still the former one."""

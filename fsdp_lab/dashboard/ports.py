@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ..checkpoints import Checkpoint
 from ..events import StepEvent
+from ..planner.plan import Plan
 from ..runs import Moment, Refusal
 from ..runs.evaluation import Judge
 from ..runs.recovery import Incident
@@ -154,6 +155,8 @@ class LabLike(Protocol):
     @property
     def closed(self) -> bool: ...
     @property
+    def devices(self) -> tuple[str, ...]: ...
+    @property
     def slow(self) -> SlowLike | None: ...
     @property
     def sweep(self) -> SweepLike | None: ...
@@ -168,3 +171,11 @@ class LabLike(Protocol):
     def recover(self, ranks: str | None = None) -> RunLike: ...
     def save(self, folder: str) -> Checkpoint: ...
     def drill(self, kind: str, rank: int = 1) -> DrillLike: ...
+
+
+@runtime_checkable
+class PlansLike(Protocol):
+    """A lab that can say what a Spec would take on this machine."""
+
+    def plan(self, spec: Spec) -> Plan:
+        """Quick, and from any thread. Raises SpecError where the machine is not calibrated."""

@@ -79,6 +79,18 @@ _TABLE = (
     _device("t4", "turing", 15, 0.32, pcie_bytes_per_s=PCIE4_BYTES_PER_S / 2),
     _device("a10g", "ampere", 22.5, 0.6),
     _device("l40s", "ada", 45, 0.864),
+    # NVIDIA L4 data sheet: half of the figures with sparsity, 300 GB/s, 72 W.
+    Device(
+        name="l4",
+        peak_flops_per_s={"bf16": 121e12, "fp16": 121e12, "tf32": 60e12, "fp32": 30.3e12},
+        generation="ada",
+        matrix_share=ASSUMED_SHARE,
+        memory_bytes=int(22.5 * GIB),
+        memory_bytes_per_s=0.3e12,
+        link_bytes_per_s=PCIE4_BYTES_PER_S,
+        switched=False,
+        assumed={"matrix_share": f"{ASSUMED_SHARE} of the peak, as an A100 reaches; at 72 W it may be less"},
+    ),
     _device("a100-40", "ampere", 40, 1.555, gpu="a100", matrix_share=271.2 / 312),
     _device("a100-80", "ampere", 80, 2.039, gpu="a100", matrix_share=271.2 / 312),
     _device("h100", "hopper", 80, 3.35, matrix_share=794.5 / 989.4),

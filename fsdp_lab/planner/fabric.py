@@ -8,7 +8,6 @@ group's ring has the whole host's network; groups whose members lie on the same 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from fsdp_lab.planner.devices import Machine
@@ -56,5 +55,6 @@ def _measured(kind: str, sent: float, size: int, machine: Machine) -> float:
 
 
 def late_s(size: int, rates: Rates) -> float:
-    """By how much the last of so many ranks comes after the mean: the expected maximum of normal deviates."""
-    return rates.jitter_s * math.sqrt(2 * math.log(size)) if size > 1 else 0.0
+    """By how much the last of so many ranks comes later than the others. Ranks are interrupted rarely and one by one, so the
+    wait for the slowest grows with their number (Petrini, Kerbyson and Pakin, 2003)."""
+    return rates.jitter_s * (size - 1)

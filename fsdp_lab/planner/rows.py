@@ -94,7 +94,7 @@ def case(row: Row) -> Case:
     seq_len = reader.whole("seq_len", model.seq_len)
     accumulate = reader.whole("grad_accum", 1)
     spec = Spec(world_size=ranks).replace(
-        backend="fsdp2" if re.search("FSDP2|torchtitan|torchtrain", reader.text("framework")) else "fsdp1",
+        backend="fsdp2" if re.search("FSDP2|torchtitan|torchtrain|DeepSpeed", reader.text("framework")) else "fsdp1",
         sharding=_sharding(strategy, ranks), shard_size=_shard_size(strategy, reader, ranks),
         precision=_precision(reader), recompute=recompute, compile=reader.text("compile") == "yes", seq_len=seq_len,
         accumulate=accumulate, micro_batch=_micro_batch(reader, ranks, accumulate), held_out=0.0,
@@ -200,6 +200,8 @@ def _software(reader: _Reader) -> tuple[Software, str]:
     reader.assume("attention", kernel.value)
     if not told and re.search("torchtitan|titan", framework):
         told = str(reader.assume("act_ckpt", "selective (op)"))
+    elif not told and "full recompute" in reader.text("tflops_kind"):
+        told = str(reader.assume("act_ckpt", "full"))
     elif not told:
         told = str(reader.assume("act_ckpt", "none"))
     fused = "fused" in reader.text("optimizer").lower()
@@ -230,7 +232,7 @@ def _micro_batch(reader: _Reader, ranks: int, accumulate: int) -> int:
 _GPUS: tuple[tuple[str, str], ...] = (
     (r"H100.*(HBM2e|NVL)", "h100-hbm2e"), (r"H100.*PCIe", "h100-pcie"), (r"H100", "h100"), (r"H200", "h200"),
     (r"GB[23]00", "gb200"), (r"B200", "b200"), (r"A100.*40", "a100-40"), (r"A100", "a100-80"), (r"V100", "v100"),
-    (r"A10G", "a10g"), (r"L40S", "l40s"), (r"T4", "t4"),
+    (r"A10G", "a10g"), (r"L40S", "l40s"), (r"L4\b", "l4"), (r"T4", "t4"),
 )  # fmt: skip
 
 
@@ -262,7 +264,15 @@ def _network_gbit(reader: _Reader, per_host: int) -> float | None:
         return float(found[1])
     if found := re.search(r"([\d.]+) ?([GT])(?:b/s|bps)", told):
         return float(found[1]) * (1000 if found[2] == "T" else 1)
+    if not told and re.search(r"DeepSpeed ZeRO-3 \(2021\)", reader.text("framework")):
+        reader.assume("interconnect", f"{ONE_CARD_GBIT:.0f} Gb/s a host, one card of its eight")
+        return ONE_CARD_GBIT
     return None
+
+
+# What ZeRO-3 of 2021 made of a DGX A100's eight cards: its published steps at small batches (arXiv 2104.04473, table 2) last
+# as long as sending all parameters three times by one of them.
+ONE_CARD_GBIT = 200.0
 
 
 def _machine(reader: _Reader, ranks: int) -> Machine:

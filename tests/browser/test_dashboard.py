@@ -97,6 +97,29 @@ def test_a_ledger_step_is_drawn_by_unit_and_class(opened, picture):
         card.screenshot(path=picture(f"memory_{width}_{theme}"))
 
 
+def test_what_is_chosen_is_drawn_as_predicted_before_it_lands(opened, picture):
+    opened.start()
+    opened.wait_reading("memory", r"predicted [\d.]+ MiB, measured [\d.]+ MiB", timeout_s=60)
+    opened.button("Pause").click()
+    opened.wait_state("paused")
+    peak = f"() => {model('memory.ghost')}.get_column('peak')[0]"
+    before = opened.page.evaluate(peak)
+    opened.choose("sharding", "no_shard")
+    opened.wait_note("sharding", "pending")
+    opened.wait_reading("memory", r"predicted [\d.]+ MiB for what is chosen")
+    card = opened.page.locator(".fsdp-card-memory").first
+    card.scroll_into_view_if_needed()
+    opened.page.wait_for_function(f"(before) => ({peak})() > 1.2 * before", arg=before, timeout=20_000)
+    for width, theme in ((1560, "Dark"), (900, "Light")):
+        opened.show(width, theme)
+        card.screenshot(path=picture(f"ghost_{width}_{theme}"))
+    opened.button("Resume").click()
+    opened.wait_note("sharding", r"applied at step \d+")
+    opened.wait_reading("memory", r"predicted [\d.]+ MiB, measured", timeout_s=60)
+    opened.button("Stop").click()
+    opened.wait_state("stopped")
+
+
 def test_controls_answer_while_a_cell_is_busy(opened):
     opened.notebook.write_and_run("import time\nfor _ in range(6000): time.sleep(0.1)", wait=False)
     busy = opened.page.locator(".jp-InputPrompt", has_text="[*]:")

@@ -41,6 +41,7 @@ def test_choose_read_be_refused_search_and_take(desk, watched, picture):
     desk.wait_note("sequence length", "refused, see below")
     desk.page.locator(".fsdp-refusal-line:visible", has_text="65536 is over the model's 4096 positions").wait_for()
     desk.page.locator(".fsdp-stale").wait_for(state="attached")
+    desk.photograph(picture("what_if_refused"))
     headline(desk, "4 × h100")
     desk.choose("sequence length", "2048")
     desk.page.locator(".fsdp-stale").wait_for(state="detached")
@@ -50,6 +51,7 @@ def test_choose_read_be_refused_search_and_take(desk, watched, picture):
     desk.choose("hardware", "custom")
     desk.choose("memory, GiB", "24")
     desk.wait_reading("answer", r"It does not fit 24\.0 GiB: [\d.]+ GiB too much")
+    desk.photograph(picture("what_if_custom"))
     desk.choose("hardware", "h100")
     desk.wait_reading("answer", r"It fits 80\.0 GiB")
 

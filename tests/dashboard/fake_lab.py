@@ -399,6 +399,7 @@ class FakeLab:
 
     def __init__(self, ranks: int = 2, *, step_s: float = 0.1) -> None:
         self.ranks = ranks
+        self.devices = ("cpu",) * ranks
         self.spec = Spec(world_size=ranks)
         self.current: FakeRun | None = None
         self.step_s = step_s

@@ -76,6 +76,25 @@ def test_another_dashboard_of_a_lab_replaces_the_former(lab):
         second.close()
 
 
+def test_a_choice_is_predicted_at_once_beside_the_bars(lab):
+    dashboard = Dashboard(lab)
+    try:
+
+        def predicted() -> list[float]:
+            tables = dashboard._live._scene.sources
+            return next(t for t in tables if t.name == "memory.ghost").column("peak").tolist()
+
+        until(lambda: len(predicted()) == 2)
+        before = predicted()
+        dashboard._controls._controls[
+            "sharding"
+        ].input.value = "no_shard"  # no run goes on: it waits for the next start
+        until(lambda: predicted() != before)
+        assert lab.current is None
+    finally:
+        dashboard.close()
+
+
 def test_a_closed_lab_is_said_and_the_thread_rests(lab):
     dashboard = Dashboard(lab)
     lab.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +14,7 @@ from fsdp_lab.dashboard.comparison_card import ComparisonCard
 from fsdp_lab.dashboard.feed import Feed, describe
 from fsdp_lab.dashboard.live import LiveView
 from fsdp_lab.runs import Switch
-from fsdp_lab.spec import Spec
+from fsdp_lab.spec import Spec, SpecError
 from tests.dashboard.fake_lab import FakeLab
 
 
@@ -92,6 +94,47 @@ def test_a_run_that_ended_shows_its_last_step(show):
 
 def test_the_headline_says_what_is_trained(show):
     assert show.live._scene.captions()[""]["reading"] == "gpt2-10m · lab full_shard fp32 · 2 ranks"
+
+
+def test_what_is_chosen_is_predicted_before_it_lands_and_held_against_what_is_measured(show):
+    def reading() -> str:
+        return str(show.live._scene.captions()["memory"]["reading"])
+
+    show.until(lambda: "predicted" in reading())  # of what would be started
+    assert show.table("memory.ghost").column("peak").size == 2
+    run = show.lab.run()
+    show.until(lambda: re.search(r"predicted [\d.]+ MiB, measured [\d.]+ MiB", reading()) is not None)
+    before = show.table("memory.ghost").column("peak").tolist()
+    run.pause()
+    run.apply(sharding="no_shard")
+    show.until(lambda: show.table("memory.ghost").column("peak").tolist() != before)
+    assert reading().endswith("for what is chosen")
+    assert show.table("memory.ghost").column("parameters")[0] > 1.9 * show.table("memory.now").column("parameters")[0]
+    run.resume()
+    show.until(lambda: "measured" in reading())
+
+
+def test_where_the_machine_is_calibrated_a_step_is_predicted_too(show):
+    def reading() -> str:
+        return str(show.live._scene.captions()["throughput"]["reading"])
+
+    asked = []
+    show.lab.plan = lambda spec: asked.append(spec) or SimpleNamespace(step_time_s=0.125)
+    run = show.lab.run()
+    show.until(lambda: "predicted 125 ms a step" in reading())
+    assert asked[0].id == run.spec.id
+    tokens = run.spec.global_batch * run.spec.workload.seq_len
+    assert show.live._scene.patches()["throughput.ghost"] == {"visible": True, "location": tokens / 0.125}
+
+
+def test_a_model_of_which_nothing_can_be_predicted_is_trained_all_the_same(show, monkeypatch):
+    def broken(spec, *, device):
+        raise SpecError("workload.model", "nothing is known of it", "use another")
+
+    monkeypatch.setattr("fsdp_lab.dashboard.foretelling.planned_memory", broken)
+    show.lab.run(steps=20)
+    show.until(lambda: len(show.steps()) == 20)
+    assert "predicted" not in show.live._scene.captions()["memory"]["reading"]
 
 
 @pytest.mark.parametrize(

@@ -16,17 +16,23 @@ from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels import PANELS, Assembler, Frame, Step
 from fsdp_lab.dashboard.panels.classes import ON_DEVICE
 from fsdp_lab.dashboard.panels.communication import CommunicationPanel
+from fsdp_lab.dashboard.panels.ghost import Foretold, Ghost
 from fsdp_lab.dashboard.panels.ledger import LedgerPanel
 from fsdp_lab.dashboard.panels.loss import LossPanel
 from fsdp_lab.dashboard.panels.memory import MemoryPanel
 from fsdp_lab.dashboard.panels.steps import StepsPanel
 from fsdp_lab.dashboard.panels.tflops import TflopsPanel
 from fsdp_lab.dashboard.panels.throughput import ThroughputPanel
-from fsdp_lab.events import Memory
+from fsdp_lab.dashboard.panels.units import memory
+from fsdp_lab.events import Classes, Memory
 from fsdp_lab.spec import Spec
 from tests.dashboard.fake_lab import event
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
+GHOST = Ghost(
+    spec_id="chosen", at_peak=Classes(parameters_bytes=30 * MIB, activations_bytes=11 * MIB), host_bytes=0,
+    step_time_s=0.25, tokens=1024,
+)  # fmt: skip
 
 
 def steps(count: int, ranks: int = 2, *, first: int = 0, **changes) -> list[Step]:
@@ -88,6 +94,8 @@ def test_a_panel_draws_what_it_writes(make, ranks):
     frame.follow(told)
     frame.mark(12, "bf16", "step 12: precision fp32 → bf16")
     panel.update(told[:10])
+    if isinstance(panel, Foretold):
+        panel.foretell(GHOST)
     panel.update(told[10:])
     models = []
     if panel.root is not None:
@@ -330,6 +338,58 @@ def test_the_limit_is_drawn_within_reach_and_said_always():
         assert panel._over._range.end > line["location"]
     assert panel.captions().legend[-1].label == "limit"
     assert "outside the allocator 900 MiB more" in panel.captions().note
+
+
+def test_what_is_predicted_is_a_hollow_bar_before_and_after_anything_is_measured():
+    panel = MemoryPanel(Frame(), 2)
+    panel.foretell(GHOST)
+    assert panel.captions().reading == "predicted 41.0 MiB for what is chosen"
+    assert columns(panel, 2)["peak"] == [41.0, 41.0]
+    assert panel.patches()["memory.now.x"]["end"] > 41
+    told = steps(12)  # the eleventh is a ledger step
+    panel.update(told)
+    now, ghosts = columns(panel, 0), columns(panel, 2)
+    assert [sum(ghosts[c][i] for c in ON_DEVICE) for i in range(2)] == ghosts["peak"] == [41.0, 41.0]
+    assert all(bar < below for bar, below in zip(now["bar"], ghosts["bar"], strict=True))
+    assert panel.captions().reading.endswith("; predicted 41.0 MiB for what is chosen")
+    panel.foretell(dataclasses.replace(GHOST, spec_id=told[-1].events[0].spec_id))
+    peak = max(e.memory.peak_bytes for e in told[-1].events)
+    assert panel.captions().reading.endswith(f"predicted 41.0 MiB, measured {memory(peak)}")
+    assert "predicted" in [key.label for key in panel.captions().legend]
+
+
+def test_a_prediction_is_held_against_a_measurement_of_its_own_strategy_alone():
+    """After a switch a CPU's memory is the former strategy's until the next ledger step."""
+    panel = MemoryPanel(Frame(), 2)
+    panel.update(steps(12))
+    after = steps(15, sharding="no_shard")
+    panel.foretell(dataclasses.replace(GHOST, spec_id=after[0].events[0].spec_id))
+    panel.update(after[:10])
+    assert "measured" not in panel.captions().reading
+    panel.update(after[10:])
+    assert "measured" in panel.captions().reading
+
+
+def test_predictions_follow_the_unit_of_the_bars():
+    panel = MemoryPanel(Frame(), 2)
+    panel.foretell(dataclasses.replace(GHOST, at_peak=Classes(parameters_bytes=6 * GIB)))
+    assert columns(panel, 2)["peak"] == [6.0, 6.0]
+    assert panel.patches()["memory.now.axis"]["axis_label"].startswith("GiB")
+    panel.update(steps(12))  # of some hundred MiB
+    assert columns(panel, 2)["peak"] == [6 * 1024.0, 6 * 1024.0]
+
+
+def test_a_predicted_step_time_is_a_line_and_stands_beside_the_median():
+    panel = ThroughputPanel(Frame(), 2)
+    panel.foretell(dataclasses.replace(GHOST, step_time_s=None))
+    assert panel.patches()["throughput.ghost"]["visible"] is False
+    panel.foretell(GHOST)
+    assert panel.patches()["throughput.ghost"] == {"visible": True, "location": 4096.0}
+    assert panel.captions().reading == "predicted 250 ms a step for what is chosen"
+    told = steps(30)
+    panel.update(told)
+    panel.foretell(dataclasses.replace(GHOST, spec_id=told[-1].events[0].spec_id))
+    assert "predicted 250 ms a step, measured " in panel.captions().reading
 
 
 def test_memory_within_a_step_is_of_the_fullest_rank_of_the_last_ledger_step():

@@ -9,16 +9,19 @@ from dataclasses import replace
 from statistics import median
 
 import numpy as np
+from bokeh.models.annotations import Span
 from bokeh.models.ui import UIElement
 
 from ..columns import Columns
 from .base import LINE_PX, SMOOTH_STEPS, Captions, Frame, Key, Patches, Step, hover, notes_of, tint, twin
+from .ghost import Ghost, told
 from .ranges import ZeroRange
 from .units import duration, rate
 
 
 class ThroughputPanel:
-    """Tokens a second of all ranks over steps: each step, and the median of the last nine ordinary ones."""
+    """Tokens a second of all ranks over steps: each step, the median of the last nine ordinary ones, and what is predicted
+    where this machine is calibrated."""
 
     name = "throughput"
     title = "Throughput"
@@ -31,6 +34,8 @@ class ThroughputPanel:
         )
         self._recent: deque[tuple[float, float]] = deque(maxlen=SMOOTH_STEPS)  # tokens/s, step time
         self._range = ZeroRange()
+        self._ghost: Ghost | None = None
+        self._spec_id = ""  # of the last step
         self._captions = Captions()
         fig = frame.plot("throughput", "tokens/s, all ranks")
         source = twin(self._table)
@@ -41,6 +46,11 @@ class ThroughputPanel:
         tint(smooth.glyph, line_color="ink.mean")
         hover(fig, each, [("step", "@step"), ("tokens/s", "@tokens_per_s{0,0}"),
                           ("median of 9", "@median_tokens_per_s{0,0}"), ("step time", "@step_ms{0,0.0} ms")])  # fmt: skip
+        line = Span(
+            name="throughput.ghost", location=0, dimension="width", line_dash="3 3", line_width=LINE_PX, visible=False
+        )
+        tint(line, line_color="ink.marker")
+        fig.add_layout(line)
         frame.label_markers(fig)
         self._fig = fig
 
@@ -64,6 +74,7 @@ class ThroughputPanel:
                 self._recent.append((tokens_per_s, s.step_time_s))
             smooth = median(r for r, _ in self._recent) if self._recent else math.nan
             rows.append([s.number, tokens_per_s, smooth, s.step_time_s * 1e3])
+        self._spec_id = steps[-1].events[0].spec_id
         written = self._table.append(rows)
         self.cover()
         if self._recent:
@@ -79,13 +90,37 @@ class ThroughputPanel:
             )
         return written
 
+    def foretell(self, ghost: Ghost) -> None:
+        self._ghost = ghost
+        self.cover()
+
+    @property
+    def _foretold(self) -> float | None:
+        """Tokens a second."""
+        ghost = self._ghost
+        return None if ghost is None or ghost.step_time_s is None else ghost.tokens / ghost.step_time_s
+
     def cover(self) -> None:
+        foretold = [] if self._foretold is None else [self._foretold]
         self._range.cover(
-            np.concatenate([self._table.column("median_tokens_per_s"), self._frame.others("tokens_per_s")])
+            np.concatenate([self._table.column("median_tokens_per_s"), self._frame.others("tokens_per_s"), foretold])
         )
 
     def patches(self) -> Patches:
-        return {"throughput.y": {"start": 0.0, "end": self._range.end}}
+        foretold = self._foretold
+        return {
+            "throughput.y": {"start": 0.0, "end": self._range.end},
+            "throughput.ghost": {"visible": foretold is not None, "location": foretold or 0.0},
+        }
 
     def captions(self) -> Captions:
-        return replace(self._captions, legend=(*self._captions.legend, *self._frame.other_keys()))
+        said, ghost = self._captions, self._ghost
+        legend, reading = said.legend, said.reading
+        if ghost is not None and ghost.step_time_s is not None:
+            landed = self._recent and self._spec_id == ghost.spec_id
+            measured = duration(median(t for _, t in self._recent)) if landed else None
+            reading = "; ".join(
+                part for part in (reading, told(f"{duration(ghost.step_time_s)} a step", measured)) if part
+            )
+            legend = (*legend, Key(label="predicted", token="ink.marker", hatch="dashes"))
+        return replace(said, reading=reading, legend=(*legend, *self._frame.other_keys()))

@@ -19,12 +19,12 @@ from .. import theme
 from ..columns import Columns
 from ..panels.base import Captions, Cell, Key, Patches, hover, paint_fill, plain_figure, tint, twin
 from ..panels.classes import ON_DEVICE
+from ..panels.ghost import HOLLOW
 from ..panels.ranges import FINE, ZeroRange
 from ..panels.units import GIB, MIB, duration, memory, rate
 from . import words
 from .question import Answer, Question, base, choice
 
-HOLLOW = "hollow"  # what a legend draws with an outline alone
 BAR_PX, PLOT_PX = 118, 232
 MOST = 4096
 LACKS = "#D55E00"
