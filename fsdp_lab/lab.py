@@ -19,6 +19,10 @@ from typing import Any
 from fsdp_lab.checkpoints import Checkpoint, check_folder, check_same, find
 from fsdp_lab.cluster import Call, Cluster, ClusterError, Progress, RankLost, RankStatus
 from fsdp_lab.fault import SIGNALS, fault_of
+from fsdp_lab.planner.here import Calibration
+from fsdp_lab.planner.plan import Plan
+from fsdp_lab.plans import Where, planned, planned_here
+from fsdp_lab.runs.calibrating import PASSES, calibrate
 from fsdp_lab.runs.comparison import Refusal
 from fsdp_lab.runs.drill import Drill
 from fsdp_lab.runs.evaluation import Evaluating
@@ -29,8 +33,8 @@ from fsdp_lab.runs.runs import Runs
 from fsdp_lab.runs.saving import Saving
 from fsdp_lab.runs.slow_motion import SlowMotion, SlowStep
 from fsdp_lab.runs.sweep import ROUNDS, Sweep, combine
-from fsdp_lab.runs.table import Table, duration, size
 from fsdp_lab.spec import Spec, SpecError, part_of
+from fsdp_lab.table import Table, duration, size
 
 SAVE_S = 600.0  # for a checkpoint that somebody waits for
 
@@ -99,6 +103,7 @@ class Lab:
         self._history = kept_in(history)
         self._current: Run | None = None
         self._slow_step: SlowStep | None = None
+        self._here: Calibration | None = None
         self._sweep: Sweep | None = None
         self._newest: Run | SlowStep | None = None
         self._slow: weakref.ref[SlowMotion] | None = None  # weak: one that is dropped lets its step end
@@ -278,6 +283,45 @@ class Lab:
                 "the checkpoint could not be written: " + (told[-1]["error"] if told else "it takes too long")
             )
         return find(told[-1]["path"])
+
+    def calibrate(self, beside: Sequence[Spec] = (), *, passes: int = PASSES) -> Calibration:
+        """Measures this machine on all ranks at once, in less than two minutes, for `plan`. What the ranks hold stays.
+
+        Args:
+            beside: Specs whose steps are timed in turns with it, for a comparison; see `Calibration.beside_s`.
+            passes: how often each figure is taken; with fewer it is shorter, and worth less.
+
+        Raises:
+            SpecError: of a Spec, or of `passes`. ClusterError: a run goes on.
+        """
+        self._must_be_open()
+        for one in (self._sweep, self._current):
+            if one is not None and not one.done:
+                raise ClusterError(f"{one!r} goes on, and would be measured too; stop it or wait for it")
+        if passes < 1:
+            raise SpecError("passes", f"{passes} is refused", "give a whole number of 1 or more")
+        self._here = calibrate(self._cluster, beside, passes=passes)
+        return self._here
+
+    def plan(self, spec: Spec | None = None, hardware: str | None = None, *, hosts: int | None = None,
+             network_gbit_per_s: float | None = None) -> Plan:  # fmt: skip
+        """Predicts a step's memory, time and communication; nothing is trained. Takes milliseconds.
+
+        Args:
+            spec: None: that of the run, or the lab's.
+            hardware: a GPU such as "h100", of which nothing need be here; None: these ranks, as `calibrate` measured them.
+
+        Raises:
+            SpecError: no calibration, or of other ranks; hardware that is unknown or cannot hold the ranks.
+        """
+        wanted = self.spec if spec is None else spec
+        if hardware is not None:
+            return planned(wanted, Where(hardware=hardware, hosts=hosts, network_gbit_per_s=network_gbit_per_s))
+        if self._here is None:
+            raise SpecError(
+                "hardware", "this machine is not calibrated", "call lab.calibrate(), or name a GPU such as h100"
+            )
+        return planned_here(wanted, self._here)
 
     def _begin(self, spec: Spec, **options: Any) -> Run:
         """A new run is the current one."""

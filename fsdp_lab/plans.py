@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fsdp_lab.model_shape import ModelShape
@@ -12,7 +13,9 @@ from fsdp_lab.models.check import check_shapes
 from fsdp_lab.models.facts import facts_of
 from fsdp_lab.models.preset_shapes import shape_for
 from fsdp_lab.models.presets import PRESETS
+from fsdp_lab.models.rewrapping import deepened
 from fsdp_lab.planner.devices import Device, Machine, machine
+from fsdp_lab.planner.here import Calibration
 from fsdp_lab.planner.memory import MemoryPlan, memory
 from fsdp_lab.planner.plan import Plan, limit, plan, scaling
 from fsdp_lab.planner.rates import PUBLISHED, Rates
@@ -67,6 +70,18 @@ def planned(spec: Spec, where: Where, rates: Rates = PUBLISHED) -> Plan:
     return plan(spec, shape, where.machine(spec.world_size), rates=rates)
 
 
+def planned_here(spec: Spec, here: Calibration) -> Plan:
+    """Predicts one step of the ranks that were calibrated.
+
+    Raises:
+        SpecError: another number of ranks, and what `planned` raises.
+    """
+    if spec.world_size != here.ranks:
+        raise SpecError("world_size", f"{here.ranks} ranks were calibrated, and the Spec has {spec.world_size}",
+                        "calibrate again with as many, or name hardware")  # fmt: skip
+    return plan(spec, shape_of(spec), here.machine, rates=here.rates)
+
+
 def planned_memory(spec: Spec, *, device: str) -> MemoryPlan:
     """Of a rank, by class; `device` is "cpu" or "cuda". It needs no rates, so it can be had of any machine."""
     return memory(spec, shape_of(spec), device=device)
@@ -87,7 +102,9 @@ def searched(spec: Spec, where: Where, *, limit_bytes: int | None = None, rates:
 
 def largest_model(spec: Spec, where: Where, *, limit_bytes: int | None = None) -> ModelShape | None:
     """With as many more, or fewer, blocks of the Spec's model as fit. Raises SpecError as `planned` does."""
-    return largest(spec, shape_of(spec), where.machine(spec.world_size), limit_bytes=limit_bytes)
+    base = shape_of(spec.replace(wrap="block"))
+    grown = partial(deepened, base)
+    return largest(spec.replace(wrap="block"), grown, where.machine(spec.world_size), limit_bytes=limit_bytes)
 
 
 def fewest_ranks(spec: Spec, where: Where, *, limit_bytes: int | None = None) -> Machine | None:

@@ -84,6 +84,9 @@ class Rules:
     prefetch_before: bool = True  # issue backward prefetches before the unit's backward, or after it
     limit: int = 2  # gathered units beside the one that computes; 0: no limit
     offload: str = "none"
+    keeps_first: bool = (
+        True  # what the backward asks for first stays, see the note; FSDP1 and FSDP2 keep the root alone
+    )
 
     @classmethod
     def of(cls, strategy: Strategy) -> Rules:
@@ -181,6 +184,8 @@ class Schedule:
             return frozenset()
         if not self.rules.reshard_after_forward:
             return frozenset(call.unit for call in self.calls)
+        if not self.rules.keeps_first:
+            return frozenset(call.unit for call in self.calls[:1])
         alive: set[int] = set()
         for k in self.order[Direction.BACKWARD]:
             alive.add(self.calls[k].unit)

@@ -40,6 +40,7 @@ FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (0, "spans", frozenset()),
     (0, "events", frozenset()),
     (0, "schedule", frozenset()),
+    (0, "table", frozenset()),
     (0, "frame", frozenset()),
     (0, "model_shape", frozenset()),
     (1, "engine", frozenset({"torch"})),

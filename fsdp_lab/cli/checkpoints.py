@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 def lines(folder: Path) -> Iterator[str]:
     """Oldest first; then what is torn."""
     from fsdp_lab.runs.summary import how
-    from fsdp_lab.runs.table import size
+    from fsdp_lab.table import size
 
     whole, broken = checkpoints(folder), torn(folder)
     for c in whole:

@@ -164,7 +164,7 @@ def going(sweep: Sweep, width: int) -> Group:
 
 def said(sweep: Sweep) -> str:
     """Progress in a line."""
-    from fsdp_lab.runs.table import duration
+    from fsdp_lab.table import duration
 
     p = sweep.progress
     if not sweep.done:
@@ -215,7 +215,7 @@ def against(row: Row, compared: Comparison) -> dict[str, str]:
 
 def figures(f: Figures) -> dict[str, str]:
     """In words, what was measured; nothing before the first step."""
-    from fsdp_lab.runs.table import count, duration, size
+    from fsdp_lab.table import count, duration, size
 
     cells: dict[str, tuple[Any, Callable[[Any], str]]] = {
         "loss": (f.last_loss, "{:.4f}".format),

@@ -14,6 +14,7 @@ from typing import Any
 
 from fsdp_lab.cli import fields
 from fsdp_lab.cli.console import Refused
+from fsdp_lab.cli.history import say as told
 from fsdp_lab.planner.plan import Plan
 from fsdp_lab.plans import Where, curve, fewest_ranks, largest_model, planned, searched
 from fsdp_lab.spec import Spec, SpecError
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
     plan_view.show(plans, along, binds)
     for one in refused:
-        plan_view.say(f"refused: {one['reason']}")
+        told(f"refused: {one['reason']}")
     return 0
 
 
@@ -130,16 +131,16 @@ def find(args: argparse.Namespace, spec: Spec, where: Where) -> int:
     """0; 1 where nothing fits."""
     from fsdp_lab.cli import plan_view
 
-    limit_bytes = limit(args)
+    limit_bytes, device = limit(args), where.machine(spec.world_size).device.name
     if args.find == "largest":
         shape = largest_model(spec, where, limit_bytes=limit_bytes)
         found = None if shape is None else {"blocks": len(shape.units) - 1, "parameters": shape.parameters}
-        say({"largest": found}) if args.json else plan_view.say(plan_view.largest(shape, spec, where))
+        say({"largest": found}) if args.json else told(plan_view.largest(shape, spec, device))
         return 0 if shape else 1
     if args.find == "fewest":
         there = fewest_ranks(spec, where, limit_bytes=limit_bytes)
         found = None if there is None else {"ranks": there.ranks, "hosts": there.hosts}
-        say({"fewest": found}) if args.json else plan_view.say(plan_view.fewest(there, spec, where))
+        say({"fewest": found}) if args.json else told(plan_view.fewest(there, spec, device))
         return 0 if there else 1
     search = searched(spec, where, limit_bytes=limit_bytes)
     if args.json:

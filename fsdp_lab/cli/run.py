@@ -226,7 +226,7 @@ def ranks(latest: Sequence[StepEvent]) -> Table:
     from rich import box
     from rich.table import Table
 
-    from fsdp_lab.runs.table import count, duration, size
+    from fsdp_lab.table import count, duration, size
 
     kinds = sorted({kind for event in latest for kind, traffic in event.comm.items() if traffic.calls})
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)

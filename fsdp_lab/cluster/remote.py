@@ -21,7 +21,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 KEY = "_fsdp_lab"
@@ -359,6 +359,11 @@ def train(
         resident().publisher.flush()
 
 
+def calibrate(specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str], passes: int) -> dict[str, Any]:
+    """See `Session.calibrate`."""
+    return dict(session().calibrate(specs, dtypes, passes))
+
+
 def arm(fault: Mapping[str, Any]) -> dict[str, Any]:
     """See `Session.arm`."""
     return dict(session().arm(fault))
@@ -407,7 +412,7 @@ def ping() -> int:
 ACTIONS: Mapping[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (
-        describe, take, load, host, reach, join, attach, leave, apply, train, arm, disarm, park, unpark, drop,
+        describe, take, load, host, reach, join, attach, leave, apply, train, calibrate, arm, disarm, park, unpark, drop,
         slow_next, slow_end, forget, save, saves, rescue, restore, status, ping,
     )
 }  # fmt: skip

@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 
 from ..models.check import is_language
+from ..planner.plan import Plan
 from ..plans import planned_memory
 from ..spec import Spec, SpecError
 from .panels.ghost import Ghost
@@ -57,7 +58,7 @@ class Foretelling:
     def _foretold(self, spec: Spec) -> Ghost:
         devices = spec.devices or self._lab.devices
         memory = planned_memory(spec, device="cpu" if "cpu" in devices else "cuda")
-        plan = self._lab.plan(spec) if isinstance(self._lab, PlansLike) else None
+        plan = self._planned(spec)
         samples = spec.global_batch
         return Ghost(
             spec_id=spec.id,
@@ -66,3 +67,11 @@ class Foretelling:
             step_time_s=None if plan is None else plan.step_time_s,
             tokens=samples * spec.workload.seq_len if is_language(spec.workload) else samples,
         )
+
+    def _planned(self, spec: Spec) -> Plan | None:
+        if not isinstance(self._lab, PlansLike):
+            return None
+        try:
+            return self._lab.plan(spec)
+        except SpecError:  # the machine is not calibrated, or not for as many ranks
+            return None

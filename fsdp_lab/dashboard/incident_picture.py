@@ -10,7 +10,7 @@ from html import escape
 from itertools import pairwise
 
 from ..runs.recovery import CHECKPOINT, Incident
-from ..runs.table import duration
+from ..table import duration
 
 MOST = 5
 NOTHING = (

@@ -177,5 +177,5 @@ class LabLike(Protocol):
 class PlansLike(Protocol):
     """A lab that can say what a Spec would take on this machine."""
 
-    def plan(self, spec: Spec) -> Plan | None:
-        """None where the machine is not calibrated. Quick, and from any thread."""
+    def plan(self, spec: Spec) -> Plan:
+        """Quick, and from any thread. Raises SpecError where the machine is not calibrated."""

@@ -15,8 +15,8 @@ import ipywidgets as widgets
 
 from ..checkpoints import Checkpoint
 from ..runs.saving import LAST, Saved, Saving
-from ..runs.table import duration, size
 from ..spec import SpecError
+from ..table import duration, size
 from .parts import button, field, line, part, put, row, sentence, status
 from .ports import LabLike, RunLike, SaveTicketLike
 

@@ -1,4 +1,7 @@
-"""The same model in other units: `rewrapped` makes of blocks groups of blocks, or one unit. No torch."""
+"""The same model in other units, and of another depth. No torch.
+
+`rewrapped` makes of blocks groups of blocks, or one unit; `deepened` repeats blocks, or leaves some out.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdp_lab.model_shape import Change, ModelShape, Saved, Stretch, UnitShape, merged
-from fsdp_lab.schedule import Point
+from fsdp_lab.model_shape import ALLOCATED, FREED, Change, ModelShape, Saved, Size, Stretch, UnitShape, merged
+from fsdp_lab.schedule import Direction, Moment, Point
 
 
 def rewrapped(shape: ModelShape, wrap: str) -> ModelShape:
@@ -94,3 +97,86 @@ def _whole(shape: ModelShape) -> ModelShape:
         tapes[name] = tuple(Stretch(point, tuple(merged(changes))) for point, changes in found)
     root = dataclasses.replace(joined_units(shape.units), name="root", boundary_elements=0.0)
     return dataclasses.replace(shape, units=(root,), calls=((0, None),), tapes=tapes, unit_names=("root",))
+
+
+# -- another depth ---------------------------------------------------------------------------------------------------
+
+
+def deepened(shape: ModelShape, blocks: int) -> ModelShape:
+    """The model with so many blocks in all, of wrap "block"; those of its stacks in the same proportion. What its root saves
+    is taken as it is. Needs at least one block of each kind.
+    """
+    stacks: dict[str, list[int]] = {}
+    for i, name in enumerate(shape.unit_names or [unit.name for unit in shape.units]):
+        if i:
+            stacks.setdefault(name.rpartition(".")[0], []).append(i)
+    times: dict[int, int] = {}
+    for places in stacks.values():
+        wanted = max(1, round(blocks * len(places) / (len(shape.units) - 1)))
+        second = min(1, len(places) - 1)
+        if wanted >= len(places):
+            times[places[second]] = wanted - len(places) + 1
+        else:
+            times.update(dict.fromkeys(places[second : second + len(places) - wanted], 0))
+    grown = repeated(shape, times)
+    return dataclasses.replace(grown, name=f"{shape.name}, {len(grown.units) - 1} blocks")
+
+
+def repeated(shape: ModelShape, times: Mapping[int, int]) -> ModelShape:
+    """With units that the root calls directly, once each, repeated so often; 0 leaves one out."""
+    units, names, first = [shape.units[0]], [*shape.unit_names[:1]], {0: 0}
+    calls: list[tuple[int, int | None]] = [(0, None)]
+    for k in range(1, len(shape.units)):
+        first[k] = len(units)
+        for _ in range(times.get(k, 1)):
+            units.append(shape.units[k])
+            names += shape.unit_names[k : k + 1]
+            calls.append((len(calls), 0))
+    tapes = {name: _balanced(_repeated(tape, times, first), _left(tape)) for name, tape in shape.tapes.items()}
+    return dataclasses.replace(
+        shape, units=tuple(units), calls=tuple(calls) if shape.calls else (), tapes=tapes, unit_names=tuple(names)
+    )
+
+
+def _repeated(tape: Sequence[Stretch], times: Mapping[int, int], first: Mapping[int, int]) -> tuple[Stretch, ...]:
+    found: list[Stretch] = []
+    i = 0
+    while i < len(tape):
+        call, direction = tape[i].point.call, tape[i].point.direction
+        stop = i + 1
+        while stop < len(tape) and call and tape[stop].point.call == call and tape[stop].point.direction is direction:
+            stop += 1
+        count = times.get(call, 1)
+        numbers = [first[call] + n for n in range(count)]
+        for number in numbers if direction is Direction.FORWARD else reversed(numbers):
+            for s in tape[i:stop]:
+                changes = tuple(_renumbered(c, first) for c in s.changes)
+                found.append(
+                    Stretch(Point(direction, number, s.point.moment), s.changes if changes == s.changes else changes)
+                )
+        i = stop
+    return tuple(found)
+
+
+def _left(tape: Sequence[Stretch]) -> dict[tuple[int, int], float]:
+    """What the tape leaves allocated in the end."""
+    sums: dict[tuple[int, int], float] = {}
+    for change in (c for stretch in tape for c in stretch.changes):
+        for b, t, c in change.size.terms:
+            sums[b, t] = sums.get((b, t), 0) + c * {ALLOCATED: 1, FREED: -1}.get(change.kind, 0)
+    return sums
+
+
+def _balanced(tape: tuple[Stretch, ...], left: Mapping[tuple[int, int], float]) -> tuple[Stretch, ...]:
+    """With what repeated blocks leave behind, autocast's copies of weights, freed where autocast ends."""
+    more = {power: size - left.get(power, 0) for power, size in _left(tape).items()}
+    terms = tuple((b, t, c) for (b, t), c in sorted(more.items()) if c)
+    if not terms:
+        return tape
+    end = Point(Direction.FORWARD, 0, Moment.AFTER)
+    freed = Change(FREED, Size(terms))
+    return tuple(Stretch(s.point, tuple(merged([freed, *s.changes]))) if s.point == end else s for s in tape)
+
+
+def _renumbered(change: Change, first: Mapping[int, int]) -> Change:
+    return change if change.unit is None else dataclasses.replace(change, unit=first[change.unit])

@@ -20,9 +20,9 @@ from fsdp_lab.model_shape import ALLOCATED, FREED, Change, ModelShape, Saved, Si
 from fsdp_lab.models.build import build_skeleton
 from fsdp_lab.models.configs import first_line, resolve
 from fsdp_lab.models.facts import Facts, facts_of
-from fsdp_lab.models.rewrapping import rewrapped
+from fsdp_lab.models.rewrapping import repeated, rewrapped
 from fsdp_lab.models.tape import SAMPLES, Recording, owners, products_of, record
-from fsdp_lab.schedule import Direction, Moment, Point
+from fsdp_lab.schedule import Direction, Moment
 from fsdp_lab.spec import SpecError, Strategy
 
 ENOUGH = 4  # blocks of a stack: the first, one in the middle, the last two
@@ -36,6 +36,7 @@ _DEPTHS = (
     "decoder_layers",
 )
 PRECISIONS = ("fp32", "half", "autocast")
+_TAPES = {"fp32": "fp32", "bf16": "half", "fp16": "half"}
 
 
 def shape_of(model: str | Mapping[str, Any] | PreTrainedConfig, wrap: str = "block") -> ModelShape:
@@ -167,7 +168,6 @@ class _Model:
         tokens = run.seq_len if image is None else image
         calls = [k for k, (unit, _) in enumerate(run.calls) if unit == i]
         owned = self._owned[i]
-        kept = {"fp32": "fp32", "bf16": "half", "fp16": "half"}
         unit = UnitShape(
             name=type(self._inside[i - 1][0]).__name__ if i else "root",
             parameters=tuple(p.numel() for _, p, _ in owned), shapes=tuple(tuple(p.shape) for _, p, _ in owned),
@@ -176,7 +176,7 @@ class _Model:
             pair_flops=sum(run.seen[k].pair_flops for k in calls) / (SAMPLES * tokens**2),
             heads=max((run.seen[k].heads for k in calls), default=0), causal=any(run.seen[k].causal for k in calls),
             boundary_elements=max((run.seen[k].boundary for k in calls), default=0) / (SAMPLES * tokens),
-            saved={dtype: _saved(tapes[key], set(calls), root=i == 0) for dtype, key in kept.items()},
+            saved={dtype: _saved(tapes[key], set(calls)) for dtype, key in _TAPES.items()},
         )  # fmt: skip
         return made.setdefault(repr(unit), unit)
 
@@ -195,7 +195,7 @@ def _tape(
     return tuple(found)
 
 
-def _saved(tape: Sequence[Stretch], calls: set[int], *, root: bool) -> Saved:
+def _saved(tape: Sequence[Stretch], calls: set[int]) -> Saved:
     """What the forward of a unit leaves allocated: between its own points. A root's is what is outside of all others."""
     sums: dict[tuple[int, int], float] = {}
     open_calls: list[int] = []
@@ -225,39 +225,11 @@ def _deepened(shape: ModelShape, model: nn.Module, inside: Sequence[Sequence[nn.
     names = _names(model, inside)
     whole, few = _stacks(names), _stacks(shape.unit_names[1:])
     times = {few[stack][1] + 1: len(places) - ENOUGH + 1 for stack, places in whole.items()}
-    units, first = [shape.units[0]], {0: 0}
-    calls: list[tuple[int, int | None]] = [(0, None)]
-    for k in range(1, len(shape.calls)):
-        first[k] = len(units)
-        for _ in range(times.get(k, 1)):
-            units.append(shape.units[k])
-            calls.append((len(calls), 0))
-    tapes = {name: _repeated(tape, times, first) for name, tape in shape.tapes.items()}
+    grown = repeated(shape, times)
+    units = list(grown.units)
+    saved = {dtype: _saved(grown.tapes[key], {0}) for dtype, key in _TAPES.items()}
+    units[0] = dataclasses.replace(units[0], saved=saved)
     return dataclasses.replace(
-        shape, units=tuple(units), calls=tuple(calls), tapes=tapes, unit_names=("root", *names),
+        grown, units=tuple(units), unit_names=("root", *names),
         buffers_bytes=sum(b.nbytes for b in model.buffers()),
     )  # fmt: skip
-
-
-def _repeated(tape: Sequence[Stretch], times: Mapping[int, int], first: Mapping[int, int]) -> tuple[Stretch, ...]:
-    found: list[Stretch] = []
-    i = 0
-    while i < len(tape):
-        call, direction = tape[i].point.call, tape[i].point.direction
-        stop = i + 1
-        while stop < len(tape) and call and tape[stop].point.call == call and tape[stop].point.direction is direction:
-            stop += 1
-        count = times.get(call, 1)
-        numbers = [first[call] + n for n in range(count)]
-        for number in numbers if direction is Direction.FORWARD else reversed(numbers):
-            for s in tape[i:stop]:
-                changes = tuple(_renumbered(c, first) for c in s.changes)
-                found.append(
-                    Stretch(Point(direction, number, s.point.moment), s.changes if changes == s.changes else changes)
-                )
-        i = stop
-    return tuple(found)
-
-
-def _renumbered(change: Change, first: Mapping[int, int]) -> Change:
-    return change if change.unit is None else dataclasses.replace(change, unit=first[change.unit])

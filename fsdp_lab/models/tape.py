@@ -218,6 +218,8 @@ class _Run:
 
     def _watch(self, module: nn.Module, unit: int) -> None:
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            if self._backward:  # a checkpoint's forward
+                return None
             k = len(self.calls)
             self.calls.append((unit, self._open[-1] if self._open else None))
             self.seen.append(Seen())
@@ -243,6 +245,8 @@ class _Run:
             return inputs
 
         def after(_: nn.Module, __: Any, output: Any) -> None:
+            if self._backward:
+                return
             k = self._open.pop()
             self._point(Direction.FORWARD, k, Moment.AFTER)
             for t in tensors_in(output):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fsdp_lab.planner.memory_rows import in_kind
 from fsdp_lab.planner.plan import plan
 from fsdp_lab.planner.rates import PUBLISHED, Rates
 from fsdp_lab.planner.rows import Case, Row, case, counted_flops_per_token
@@ -13,7 +14,8 @@ from fsdp_lab.spec import SpecError
 
 def predict(rows: Iterable[Row], rates: Rates = PUBLISHED) -> list[dict[str, Any]]:
     """One dict a row, in their order: `id`, `tokens_per_s_per_gpu`, `tflops_per_gpu` (as the row's `tflops_kind` counts),
-    `step_time_s`, and `assumed`, by field; or `id` and `error`, a sentence that names the column."""
+    `peak_mem` (in its `peak_mem_unit`, of its `peak_mem_kind`; None where the unit is unknown), `step_time_s`, and
+    `assumed`, by field; or `id` and `error`, a sentence that names the column."""
     return [_predicted(row, rates) for row in rows]
 
 
@@ -27,7 +29,7 @@ def _predicted(row: Row, rates: Rates) -> dict[str, Any]:
     tokens_per_s = found.tokens_per_s / one.spec.world_size
     return {
         "id": name, "tokens_per_s_per_gpu": tokens_per_s, "tflops_per_gpu": tokens_per_s * flops_per_token(one, row) / 1e12,
-        "step_time_s": found.step_time_s, "assumed": {**found.assumed, **one.assumed},
+        "peak_mem": in_kind(found.memory, row), "step_time_s": found.step_time_s, "assumed": {**found.assumed, **one.assumed},
     }  # fmt: skip
 
 

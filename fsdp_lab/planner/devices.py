@@ -9,13 +9,24 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsdp_lab.hardware import GPUS, PCIE4_BYTES_PER_S
+from fsdp_lab.planner.curve import Curve
 from fsdp_lab.spec import SpecError
 
 GIB = 1 << 30
 ASSUMED_SHARE = 0.87
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Seconds by size, of one device while all ranks of its machine do the same."""
+
+    products: Mapping[str, Curve]  # by dtype: of one matrix product, by its FLOPs
+    scores: Mapping[str, Curve]  # by dtype: of attention's forward beside its products, by heads x pairs of tokens
+    copies: Curve  # of reading and writing, by bytes
+    updates: Mapping[str, Curve]  # by optimizer: of the gradients' norm and the update, by elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +42,7 @@ class Device:
     switched: bool  # each device has that link to itself; False: the host's devices share it
     generation: str  # of its tensor cores: "volta", "turing", "ampere", "hopper", "blackwell"; "cpu"
     assumed: Mapping[str, str]  # what no source says, and what was taken
+    measured: Measured | None = None  # seconds by size, of a device that was measured; they go before the rates above
 
     def flops_per_s(self, dtype: str) -> float:
         """The peak for matrix products of this dtype. Raises SpecError where the device has none."""
@@ -40,16 +52,23 @@ class Device:
             raise SpecError("strategy.precision", f"a {self.name} has no matrix products in {dtype}", f"use {others}")
         return found
 
+    def curve(self, dtype: str) -> Curve:
+        """Seconds of a matrix product by its FLOPs, where they were measured. Raises SpecError as `flops_per_s`."""
+        self.flops_per_s(dtype)
+        assert self.measured is not None
+        return self.measured.products[dtype]
+
 
 def _device(name: str, generation: str, memory_gib: float, memory_tb_per_s: float, *, matrix_share: float | None = None,
             gpu: str = "", pcie_bytes_per_s: float = PCIE4_BYTES_PER_S, power: float = 1.0) -> Device:  # fmt: skip
-    """power: of the peak, where the part's clocks are lower than the data sheet's."""
+    """power: of what large products reach, where the part may draw less than the data sheet's; attention, at a third of the
+    peak, does not come near that limit."""
     row = GPUS[gpu or name]
     peaks = {dtype: row.flops_per_s(dtype) for dtype in ("bf16", "fp16", "tf32", "fp32")}
     assumed = {} if matrix_share else {"matrix_share": f"{ASSUMED_SHARE} of the peak, as an A100 reaches"}
     return Device(
-        name=name, peak_flops_per_s={dtype: power * peak for dtype, peak in peaks.items() if peak}, generation=generation,
-        matrix_share=matrix_share or ASSUMED_SHARE, memory_bytes=int(memory_gib * GIB),
+        name=name, peak_flops_per_s={dtype: peak for dtype, peak in peaks.items() if peak}, generation=generation,
+        matrix_share=(matrix_share or ASSUMED_SHARE) * power, memory_bytes=int(memory_gib * GIB),
         memory_bytes_per_s=memory_tb_per_s * 1e12, link_bytes_per_s=row.nvlink_bytes_per_s or pcie_bytes_per_s,
         switched=row.nvlink_bytes_per_s is not None, assumed=assumed,
     )  # fmt: skip
@@ -60,6 +79,18 @@ _TABLE = (
     _device("t4", "turing", 15, 0.32, pcie_bytes_per_s=PCIE4_BYTES_PER_S / 2),
     _device("a10g", "ampere", 22.5, 0.6),
     _device("l40s", "ada", 45, 0.864),
+    # NVIDIA L4 data sheet: half of the figures with sparsity, 300 GB/s, 72 W.
+    Device(
+        name="l4",
+        peak_flops_per_s={"bf16": 121e12, "fp16": 121e12, "tf32": 60e12, "fp32": 30.3e12},
+        generation="ada",
+        matrix_share=ASSUMED_SHARE,
+        memory_bytes=int(22.5 * GIB),
+        memory_bytes_per_s=0.3e12,
+        link_bytes_per_s=PCIE4_BYTES_PER_S,
+        switched=False,
+        assumed={"matrix_share": f"{ASSUMED_SHARE} of the peak, as an A100 reaches; at 72 W it may be less"},
+    ),
     _device("a100-40", "ampere", 40, 1.555, gpu="a100", matrix_share=271.2 / 312),
     _device("a100-80", "ampere", 80, 2.039, gpu="a100", matrix_share=271.2 / 312),
     _device("h100", "hopper", 80, 3.35, matrix_share=794.5 / 989.4),
@@ -94,6 +125,7 @@ class Machine:
     per_host: int
     network_bytes_per_s: float  # of a host
     assumed: Mapping[str, str]
+    collectives: Mapping[str, Curve] = field(default_factory=dict)  # where measured: seconds by kind and link bytes
 
     @property
     def hosts(self) -> int:

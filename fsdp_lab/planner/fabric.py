@@ -8,7 +8,6 @@ group's ring has the whole host's network; groups whose members lie on the same 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from fsdp_lab.planner.devices import Machine
@@ -35,6 +34,8 @@ def seconds(kind: str, payload_bytes: float, group: Group, machine: Machine, rat
     if group.size < 2:
         return 0.0
     sent = link_bytes(kind, payload_bytes, group.size)
+    if kind in machine.collectives:
+        return machine.collectives[kind](sent)
     inside = min(machine.per_host, group.size * group.stride)
     shared = 1 if machine.device.switched else inside
     slowest = sent * shared / (machine.device.link_bytes_per_s * rates.link)
@@ -45,5 +46,6 @@ def seconds(kind: str, payload_bytes: float, group: Group, machine: Machine, rat
 
 
 def late_s(size: int, rates: Rates) -> float:
-    """By how much the last of so many ranks comes after the mean: the expected maximum of normal deviates."""
-    return rates.jitter_s * math.sqrt(2 * math.log(size)) if size > 1 else 0.0
+    """By how much the last of so many ranks comes later than the others. Ranks are interrupted rarely and one by one, so the
+    wait for the slowest grows with their number (Petrini, Kerbyson and Pakin, 2003)."""
+    return rates.jitter_s * (size - 1)

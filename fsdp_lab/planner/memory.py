@@ -1,58 +1,180 @@
-"""scratch"""
+"""`memory`: what a rank holds in a step, by the classes of the measured ledger, and the highest moment of it.
+
+A step of the plain model, as its tape has it (see `fsdp_lab.model_shape`), is played with the sizes of the Spec; at every
+point the backend's behaviour takes and gives what it gathers, keeps and sends. The highest moment of all is the peak.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_lab.events import Classes
-from fsdp_lab.model_shape import ModelShape
+from fsdp_lab.model_shape import ALLOCATED, ARRIVED, FREED, Change, ModelShape, Stretch
+from fsdp_lab.planner.behaviour.base import Behaviour
+from fsdp_lab.planner.behaviour.ddp import DDPBehaviour
+from fsdp_lab.planner.behaviour.fsdp1 import FSDP1Behaviour
+from fsdp_lab.planner.behaviour.fsdp2 import FSDP2Behaviour
+from fsdp_lab.planner.behaviour.lab import LabBehaviour
+from fsdp_lab.planner.book import ACTIVATIONS, GRADIENTS, OTHER, Book, classes_of
+from fsdp_lab.planner.compute import USUAL, Software
+from fsdp_lab.planner.dense import dense_tape
+from fsdp_lab.planner.step import recomputed
+from fsdp_lab.schedule import Direction, Moment
 from fsdp_lab.spec import Spec
 
-CONTEXT_BYTES = 1 << 30
+GPU_SLACK = (
+    0.06  # of what is allocated at the peak: what a caching allocator holds beside it, in blocks that do not fit
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
+    """Bytes of one rank's compute device, as the ledger counts them. `held`: between steps."""
+
     held: Classes
     at_peak: Classes
-    peak_phase: str
+    peak_phase: str  # "forward", "backward", "update"
     peak_unit: str
-    host_bytes: int
-    reserved_bytes: int
+    host_bytes: int  # that offload keeps there
+    reserved_bytes: int  # with the allocator's slack
 
     @property
     def peak_bytes(self) -> int:
         return self.at_peak.total_bytes
 
 
-def memory(spec: Spec, shape: ModelShape, *, device: str) -> MemoryPlan:
-    n = shape.parameters // spec.shard_factor
-    size = 2 if spec.strategy.dtypes.param != "fp32" else 4
-    tokens = shape.tokens(spec.workload.seq_len)
-    kept = sum(
-        (
-            u.saved[spec.strategy.dtypes.param].bytes_of(tokens)
-            if spec.strategy.recompute == "none"
-            else 2 * tokens * u.boundary_elements
-        )
-        for u in shape.units
-    )
-    c = Classes(
-        parameters_bytes=4 * n,
-        gradients_bytes=4 * n,
-        optimizer_bytes=8 * n,
-        unsharded_bytes=2 * size * max(u.numel for u in shape.units),
-        activations_bytes=int(kept * spec.workload.micro_batch),
-    )
-    return MemoryPlan(
-        held=c,
-        at_peak=c,
-        peak_phase="backward",
-        peak_unit="root",
-        host_bytes=0,
-        reserved_bytes=int(1.1 * c.total_bytes),
-    )
+_BEHAVIOURS: Mapping[str, type[Behaviour]] = {
+    "lab": LabBehaviour, "fsdp2": FSDP2Behaviour, "fsdp1": FSDP1Behaviour, "ddp": DDPBehaviour,
+}  # fmt: skip
 
 
-def margin_bytes(plan: MemoryPlan, limit_bytes: int) -> int:
-    return limit_bytes - plan.reserved_bytes - CONTEXT_BYTES
+def memory(spec: Spec, shape: ModelShape, *, device: str, software: Software = USUAL) -> MemoryPlan:
+    """Predicts the memory of a step that follows others.
+
+    Args:
+        shape: the model, in the units of `spec.strategy.wrap`.
+        device: "cpu" or "cuda".
+        software: for a shape without tapes.
+    """
+    return _Step(spec, shape, software, on_gpu=device != "cpu").plan()
+
+
+class _Step:
+    def __init__(self, spec: Spec, shape: ModelShape, software: Software, *, on_gpu: bool) -> None:
+        self._software = software
+        self._spec, self._shape, self._book, self._on_gpu = spec, shape, Book(), on_gpu
+        self._backend = _BEHAVIOURS[spec.strategy.backend](spec, shape, self._book, on_gpu=on_gpu)  # type: ignore[call-arg]
+        self._samples, self._tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
+        self._sizes: dict[int, tuple[Sequence[Change], list[tuple[str, float, int | None, int]]]] = {}
+        self._folded: dict[tuple[object, ...], tuple[Book, tuple[float, object]]] = {}
+
+    @property
+    def _batch(self) -> float:
+        """On a CPU ids and images are numpy's, and a copy of the ids, the labels, is torch's."""
+        if self._on_gpu:
+            return self._shape.batch.bytes_of(self._samples, self._tokens)
+        return 0.0 if self._shape.image_tokens is not None else 8.0 * self._samples * self._tokens
+
+    def plan(self) -> MemoryPlan:
+        book, backend = self._book, self._backend
+        book.take(OTHER, self._shape.buffers_bytes)
+        backend.keeps_gradients = self._software.keeps_gradients
+        backend.hold()
+        held = classes_of(book.now)
+        batch = self._batch
+        accumulate = self._spec.workload.accumulate
+        tape = tape_of(self._shape, self._spec, self._software)
+        for micro in _micros(accumulate, self._spec.strategy.sync):
+            book.take(OTHER, batch)
+            backend.begin(loud=self._spec.strategy.sync == "every" or micro == accumulate - 1)
+            self._play(tape)
+            book.give(OTHER, batch)
+        book.where = (Direction.UPDATE, 0)
+        backend.update()
+        backend.forget()
+        phase, unit = book.peak_where
+        names = self._shape.unit_names or tuple(u.name for u in self._shape.units)
+        peak = classes_of(book.peak)
+        return MemoryPlan(
+            held=held, at_peak=peak, peak_phase=phase, peak_unit=names[unit], host_bytes=round(backend.host_bytes),
+            reserved_bytes=round(peak.total_bytes * (1 + GPU_SLACK)),
+        )  # fmt: skip
+
+    def _play(self, tape: Sequence[Stretch]) -> None:
+        calls, book, backend = self._shape.call_tree, self._book, self._backend
+        for stretch in tape:
+            point = stretch.point
+            own = calls[point.call].unit
+            last = point.direction is Direction.BACKWARD and point.call == 0 and point.moment is Moment.AFTER
+            book.where = (point.direction, own)
+            backend.landed()
+            if not last:
+                backend.at(point)
+            self._change(stretch.changes, own)
+            if last:
+                backend.at(point)
+                backend.end_backward()
+                backend.landed()
+
+    def _change(self, changes: Sequence[Change], own: int) -> None:
+        """What the model allocates and frees; of units that are alike it is reckoned once."""
+        if not changes:
+            return
+        backend = self._backend
+        key = (id(changes), id(self._shape.units[own]), backend.flying, *backend.key(own))
+        found = self._folded.get(key)
+        if found is None:
+            if any(c.unit is not None for c in changes if c.kind == ARRIVED):
+                self._write(changes, own)
+                return
+            whole, backend.book = self._book, Book()
+            self._book = backend.book
+            self._write(changes, own)
+            found = self._folded[key] = (self._book, (backend.flying, backend.after(own)))
+            self._book = backend.book = whole
+        self._book.add(found[0])
+        backend.flying, state = found[1]
+        backend.restore(own, state)
+
+    def _write(self, changes: Sequence[Change], own: int) -> None:
+        book, backend = self._book, self._backend
+        for kind, size, unit, index in self._numbers(changes):
+            if kind == ALLOCATED:
+                book.take(ACTIVATIONS, size)
+            elif kind == FREED:
+                book.give(ACTIVATIONS, size)
+            elif kind == ARRIVED:
+                backend.arrived(own if unit is None else unit, index, size)
+                backend.landed()
+            else:
+                book.take(GRADIENTS, size)
+
+    def _numbers(self, changes: Sequence[Change]) -> list[tuple[str, float, int | None, int]]:
+        found = self._sizes.get(id(changes))
+        if found is None:
+            sized = [(c.kind, c.size.bytes_of(self._samples, self._tokens), c.unit, c.index) for c in changes]
+            found = self._sizes[id(changes)] = (changes, sized)
+        return found[1]
+
+
+def _micros(accumulate: int, sync: str) -> list[int]:
+    """The micro-batches that differ: the first, one in the middle, the last."""
+    return sorted({0, min(1, accumulate - 1), accumulate - 1})
+
+
+def tape_of(shape: ModelShape, spec: Spec, software: Software = USUAL) -> Sequence[Stretch]:
+    """The tape of a precision; with some blocks computed again, block by block of the one or the other."""
+    s = spec.strategy
+    if not shape.tapes:
+        again = frozenset(recomputed(spec, len(shape.units)))
+        return dense_tape(shape, s.dtypes.param, software, compiled=s.compile, recomputed=again)
+    name = "fp32" if s.dtypes.param == "fp32" else "autocast" if s.backend == "ddp" else "half"
+    plain = shape.tapes[name]
+    whole = shape.tapes.get(f"{name}, recompute", plain)
+    if s.recompute == "none":
+        return plain
+    if s.recompute == "full":
+        return whole
+    each = int(s.recompute.partition(":")[2])
+    return [b if b.point.call and (b.point.call - 1) % each == 0 else a for a, b in zip(plain, whole, strict=True)]

@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from html import escape
 from typing import Any
 
 from fsdp_lab.events import Role
 from fsdp_lab.model_shape import ModelShape
+from fsdp_lab.planner import words
 from fsdp_lab.planner.compute import USUAL, Software
 from fsdp_lab.planner.devices import Machine, machine
-from fsdp_lab.planner.memory import MemoryPlan, margin_bytes, memory
+from fsdp_lab.planner.memory import MemoryPlan, memory
+from fsdp_lab.planner.pressure import pressed
 from fsdp_lab.planner.rates import PUBLISHED, Rates
 from fsdp_lab.planner.step import StepModel, StepTime, recomputed
 from fsdp_lab.spec import Spec, SpecError
 
+CONTEXT_BYTES = 1 << 30  # of a GPU's memory: CUDA's context, NCCL's buffers and the libraries' workspaces
 BOUND = 0.2  # of a step: more exposed communication than this, and communication is what binds
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """One prediction. Rates are per rank unless the name says otherwise; `assumed` names what nobody said."""
 
@@ -76,7 +80,7 @@ class Plan:
     @property
     def margin_bytes(self) -> int:
         """What is left of a device's memory; below 0 is what lacks."""
-        return margin_bytes(self.memory, self.machine.device.memory_bytes)
+        return margin_bytes(self.memory, self.machine)
 
     @property
     def fits(self) -> bool:
@@ -93,6 +97,13 @@ class Plan:
         if self.exposed_share > BOUND:
             return "communication"
         return "computing" if self.step.computing_s > self.step_time_s / 2 else "the loop"
+
+    def __repr__(self) -> str:
+        return "\n".join(words.sentences(self))
+
+    def _repr_html_(self) -> str:
+        told = "".join(f"<p>{escape(line)}</p>" for line in words.sentences(self))
+        return f"{told}{words.time_table(self)._repr_html_()}{words.memory_table(self)._repr_html_()}"
 
     def within(self, limit_bytes: int) -> Plan:
         """The same, where no more of a device's memory may be used."""
@@ -132,15 +143,22 @@ def plan(
     """
     if where.ranks != spec.world_size:
         raise SpecError("ranks", f"the machine has {where.ranks} and the Spec {spec.world_size}", "give both the same")
-    model = StepModel(spec, shape.units, shape.tokens(spec.workload.seq_len), where, rates, software)
+    overlaps = not pressed(spec, shape, where)
+    model = StepModel(spec, shape.units, shape.tokens(spec.workload.seq_len), where, rates, software, overlaps=overlaps)
     step = model.step()
     comm_s, link_bytes = model.communicated(loud=step.loud, quiet=step.quiet)
     assumed = {**where.device.assumed, **where.assumed, "attention": software.attention.value}
-    held = memory(spec, shape, device=device_kind(where))
+    held = memory(spec, shape, device=device_kind(where), software=software)
     return Plan(
         spec=spec, shape=shape, machine=where, step=step, memory=held, comm_s=comm_s, link_bytes=link_bytes,
         assumed=assumed,
     )  # fmt: skip
+
+
+def margin_bytes(held: MemoryPlan, where: Machine) -> int:
+    """Of a device's memory, less what its allocator will hold and, on a GPU, what is nobody's tensor."""
+    context = CONTEXT_BYTES if device_kind(where) == "cuda" else 0
+    return where.device.memory_bytes - held.reserved_bytes - context
 
 
 def device_kind(where: Machine) -> str:

@@ -94,11 +94,13 @@ def case(row: Row) -> Case:
     seq_len = reader.whole("seq_len", model.seq_len)
     accumulate = reader.whole("grad_accum", 1)
     spec = Spec(world_size=ranks).replace(
-        backend="fsdp2" if re.search("FSDP2|torchtitan|torchtrain", reader.text("framework")) else "fsdp1",
+        backend="fsdp2" if re.search("FSDP2|torchtitan|torchtrain|DeepSpeed", reader.text("framework")) else "fsdp1",
         sharding=_sharding(strategy, ranks), shard_size=_shard_size(strategy, reader, ranks),
         precision=_precision(reader), recompute=recompute, compile=reader.text("compile") == "yes", seq_len=seq_len,
         accumulate=accumulate, micro_batch=_micro_batch(reader, ranks, accumulate), held_out=0.0,
     )  # fmt: skip
+    if (reader.text("other_metric"), reader.text("other_value")) == ("backward_prefetch", "off"):
+        spec = spec.replace(backward_prefetch=0)
     shape = shape_of(model)
     where = _machine(reader, ranks)
     if not reader.text("act_ckpt") and recompute == "none" and not _keeps_all(spec, shape, where):
@@ -172,13 +174,18 @@ def _shard_size(strategy: str, reader: _Reader, ranks: int) -> int | None:
 
 
 def _precision(reader: _Reader) -> str:
-    """fp32 gradients are reduced in fp32 where nobody says otherwise."""
+    """Gradients are reduced in the compute dtype where nobody says otherwise, as FSDP1 and FSDP2 do when `reduce_dtype` is
+    left out; torchtitan's configuration and Composer's DEFAULT give fp32."""
     told = reader.text("precision").lower() or str(reader.assume("precision", "bf16 mixed"))
     if told == "fp16":
         return "fp16"
     if "32" in told and "bf16" not in told:
         return "fp32"
-    return "bf16-pure" if re.search("pure|reduce bf16", told) else "bf16"
+    if re.search("fp32 reduce|default", told) or re.search("titan", reader.text("framework")):
+        return "bf16"
+    if not re.search("pure|reduce bf16", told):
+        reader.assume("reduce dtype", "bf16")
+    return "bf16-pure"
 
 
 def _software(reader: _Reader) -> tuple[Software, str]:
@@ -188,20 +195,31 @@ def _software(reader: _Reader) -> tuple[Software, str]:
     kernel = Attention.FLASH2
     if "Composer" in framework:
         kernel = Attention.FLASH1  # MPT's attn_impl of 2023
-    elif "t5" in model or re.search(r"2304\.11277|AWS'?$|1 Trillion|SC21|2104\.04473", named):
+    elif "t5" in model or "ATorch" in framework or re.search(r"2304\.11277|AWS'?$|1 Trillion|SC21|2104\.04473", named):
         kernel = Attention.PLAIN  # before fused attention
     reader.assume("attention", kernel.value)
     if not told and re.search("torchtitan|titan", framework):
         told = str(reader.assume("act_ckpt", "selective (op)"))
+    elif not told and "full recompute" in reader.text("tflops_kind"):
+        told = str(reader.assume("act_ckpt", "full"))
     elif not told:
         told = str(reader.assume("act_ckpt", "none"))
+    fused = "fused" in reader.text("optimizer").lower()
     if "op" in told or (told == "selective" and re.search("torchtitan|torchtrain", framework)):
-        return Software(attention=kernel, operators=True), "full"
-    early = "2304.11277" not in named
+        return Software(attention=kernel, operators=True, fused_optimizer=fused), "full"
+    used = Software(attention=kernel, stops_early=not _before_torch_21(reader), fused_optimizer=fused,
+                    keeps_gradients="2304.11277" in reader.text("source"))  # fmt: skip
     if told.startswith("selective"):
         reader.assume("selective", "every second block")
-        return Software(attention=kernel, stops_early=early), "every:2"
-    return Software(attention=kernel, stops_early=early), "full" if told in ("full", "yes") else "none"
+        return used, "every:2"
+    return used, "full" if told in ("full", "yes") else "none"
+
+
+def _before_torch_21(reader: _Reader) -> bool:
+    """The FSDP paper is of April 2023; llm-foundry's PURE rows are of its first table, of May 2023, whose script names the
+    image of torch 1.13.1 (mosaicml/llm-foundry@300cc5c58 scripts/train/benchmarking)."""
+    first_table = "Composer" in reader.text("framework") and "PURE" in reader.text("precision")
+    return first_table or "2304.11277" in reader.text("source")
 
 
 def _micro_batch(reader: _Reader, ranks: int, accumulate: int) -> int:
@@ -214,7 +232,7 @@ def _micro_batch(reader: _Reader, ranks: int, accumulate: int) -> int:
 _GPUS: tuple[tuple[str, str], ...] = (
     (r"H100.*(HBM2e|NVL)", "h100-hbm2e"), (r"H100.*PCIe", "h100-pcie"), (r"H100", "h100"), (r"H200", "h200"),
     (r"GB[23]00", "gb200"), (r"B200", "b200"), (r"A100.*40", "a100-40"), (r"A100", "a100-80"), (r"V100", "v100"),
-    (r"A10G", "a10g"), (r"L40S", "l40s"), (r"T4", "t4"),
+    (r"A10G", "a10g"), (r"L40S", "l40s"), (r"L4\b", "l4"), (r"T4", "t4"),
 )  # fmt: skip
 
 
@@ -246,7 +264,15 @@ def _network_gbit(reader: _Reader, per_host: int) -> float | None:
         return float(found[1])
     if found := re.search(r"([\d.]+) ?([GT])(?:b/s|bps)", told):
         return float(found[1]) * (1000 if found[2] == "T" else 1)
+    if not told and re.search(r"DeepSpeed ZeRO-3 \(2021\)", reader.text("framework")):
+        reader.assume("interconnect", f"{ONE_CARD_GBIT:.0f} Gb/s a host, one card of its eight")
+        return ONE_CARD_GBIT
     return None
+
+
+# What ZeRO-3 of 2021 made of a DGX A100's eight cards: its published steps at small batches (arXiv 2104.04473, table 2) last
+# as long as sending all parameters three times by one of them.
+ONE_CARD_GBIT = 200.0
 
 
 def _machine(reader: _Reader, ranks: int) -> Machine:

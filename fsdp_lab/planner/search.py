@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from fsdp_lab.model_shape import ModelShape
 from fsdp_lab.planner.compute import USUAL, Software
 from fsdp_lab.planner.devices import Machine
-from fsdp_lab.planner.memory import MemoryPlan, margin_bytes, memory
-from fsdp_lab.planner.plan import Plan, device_kind, machine_like, plan
+from fsdp_lab.planner.memory import memory
+from fsdp_lab.planner.plan import Plan, device_kind, machine_like, margin_bytes, plan
 from fsdp_lab.planner.rates import PUBLISHED, Rates
 from fsdp_lab.spec import HYBRIDS, SHARDINGS, Spec, SpecError
 
 RECOMPUTES = ("none", "every:2", "full")
 OFFLOADS = ("optimizer", "all")  # tried where nothing fits without
-MOST_RANKS = 4096
+MOST_RANKS, MOST_BLOCKS = 4096, 2048
 GIB = 1 << 30
 
 
@@ -70,7 +70,7 @@ def search(
         fitting = []
         for wanted in candidates(spec, where.per_host, offloads):
             considered += 1
-            margin = _margin(wanted, shape, where)
+            margin = _margin(wanted, shape, where, software)
             if margin >= 0:
                 fitting.append(planned(wanted))
             else:
@@ -98,16 +98,25 @@ def candidates(spec: Spec, per_host: int, offloads: Sequence[str] = ("none",)) -
             yield spec.replace(**changes)
 
 
-def largest(spec: Spec, shape: ModelShape, where: Machine, *, limit_bytes: int | None = None) -> ModelShape | None:
-    """The model with as many blocks as fit, of the same kind and width; None: not even one block does."""
+def largest(
+    spec: Spec, deepened: Callable[[int], ModelShape], where: Machine, *, limit_bytes: int | None = None
+) -> ModelShape | None:
+    """The model with as many blocks as fit; None: not even one does.
+
+    Args:
+        deepened: the model with so many blocks.
+    """
     where = _limited(where, limit_bytes)
+    leanest, known = _leanest(spec, where.per_host), dict[int, int]()
 
-    def fits(blocks: int) -> bool:
-        grown = stretched(shape, blocks)
-        return any(_margin(lean, grown, where) >= 0 for lean in _leanest(spec, where.per_host))
+    def margin(blocks: int) -> int:
+        if blocks not in known:
+            grown = deepened(blocks)
+            known[blocks] = max((_margin(lean, grown, where) for lean in leanest), default=-1)
+        return known[blocks]
 
-    blocks = _most(fits, len(shape.units) - 1)
-    return stretched(shape, blocks) if blocks else None
+    blocks = _most(margin)
+    return deepened(blocks) if blocks else None
 
 
 def fewest(
@@ -136,13 +145,6 @@ def spread(spec: Spec, ranks: int) -> Spec | None:
     return None if spec.refusal(**changes) else spec.replace(**changes)
 
 
-def stretched(shape: ModelShape, blocks: int) -> ModelShape:
-    """The same model with so many blocks; those that it has are repeated in proportion, in their order."""
-    root, *inner = shape.units
-    grown = [inner[i * len(inner) // blocks] for i in range(blocks)]
-    return replace(shape, name=f"{shape.name}, {blocks} blocks", units=(root, *grown))
-
-
 # -- small parts -----------------------------------------------------------------------------------------------------
 
 
@@ -155,12 +157,8 @@ def _limited(where: Machine, limit_bytes: int | None) -> Machine:
     return replace(where, device=replace(where.device, memory_bytes=least))
 
 
-def _margin(spec: Spec, shape: ModelShape, where: Machine) -> int:
-    return margin_bytes(_memory(spec, shape, where), where.device.memory_bytes)
-
-
-def _memory(spec: Spec, shape: ModelShape, where: Machine) -> MemoryPlan:
-    return memory(spec, shape, device=device_kind(where))
+def _margin(spec: Spec, shape: ModelShape, where: Machine, software: Software = USUAL) -> int:
+    return margin_bytes(memory(spec, shape, device=device_kind(where), software=software), where)
 
 
 def _shardings(ranks: int, per_host: int) -> list[tuple[str, int | None]]:
@@ -170,9 +168,9 @@ def _shardings(ranks: int, per_host: int) -> list[tuple[str, int | None]]:
 
 
 def _leanest(spec: Spec, per_host: int) -> list[Spec]:
-    """What takes least memory: all is sharded, recomputed, one sample at a time; and with offload."""
+    """What takes least memory: all is sharded, recomputed, one sample at a time; offload as it was asked for."""
     return [
-        c for c in candidates(spec, per_host, ("none", *OFFLOADS))
+        c for c in candidates(spec, per_host, (spec.strategy.offload,))
         if c.strategy.sharding in ("full_shard", "no_shard") and c.strategy.recompute == "full"
         and c.workload.micro_batch == 1 and c.strategy.forward_prefetch == 0
     ]  # fmt: skip
@@ -182,14 +180,20 @@ def _powers(most: int) -> list[int]:
     return [1 << i for i in range(most.bit_length()) if 1 << i <= most] + ([most] if most & (most - 1) else [])
 
 
-def _most(fits: Callable[[int], bool], start: int) -> int:
-    """The largest number that fits, where all smaller ones do; 0: none does."""
-    low, high = 0, max(1, start)
-    while fits(high) and high < 1 << 14:
-        low, high = high, 2 * high
+def _most(margin: Callable[[int], int]) -> int:
+    """The largest number whose margin is not below 0, where each block takes about as much as another; 0: none."""
+    low, high = 1, 9  # the first blocks are not like the others
+    if margin(low) < 0:
+        return 0
+    while margin(high) >= 0:
+        each = max(1.0, (margin(low) - margin(high)) / (high - low))
+        low, high = high, min(MOST_BLOCKS, high + max(1, int(margin(high) / each) + 1))
+        if low == MOST_BLOCKS:
+            return low
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        share = margin(low) / (margin(low) - margin(high))
+        middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
+        low, high = (middle, high) if margin(middle) >= 0 else (low, middle)
     return low
 
 

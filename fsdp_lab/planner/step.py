@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from fsdp_lab.model_shape import UnitShape
 from fsdp_lab.planner import fabric
@@ -16,7 +17,14 @@ from fsdp_lab.planner.timeline import Timeline, computes, schedule_of, simulate
 from fsdp_lab.schedule import Action, Direction, Phase, Rules, Schedule
 from fsdp_lab.spec import Spec
 
-AHEAD = ("fsdp1", "fsdp2")  # on a GPU their host runs ahead
+AHEAD = (
+    "fsdp1",
+    "fsdp2",
+)  # on a GPU their host runs ahead; on a CPU, which has no streams, they wait for what they send
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DDP's, its defaults
+# What a backend copies beside computing and sending, in payloads: of what is gathered, of what is reduced. FSDP2 gathers in
+# one buffer and copies out; all put gradients into one buffer before they are sent.
+COPIES: Mapping[str, tuple[float, float]] = {"lab": (0, 1), "fsdp2": (1, 1), "fsdp1": (0, 1), "ddp": (0, 1)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +44,10 @@ class StepModel:
     """What the actions of a schedule take."""
 
     def __init__(self, spec: Spec, units: Sequence[UnitShape], tokens: int, machine: Machine, rates: Rates,
-                 software: Software = USUAL) -> None:  # fmt: skip
-        """tokens: of one sample."""
-        self._spec, self._units, self._machine, self._rates = spec, units, machine, rates
+                 software: Software = USUAL, *, overlaps: bool = True) -> None:  # fmt: skip
+        """tokens: of one sample. overlaps: False: memory is too full for it (`pressure`)."""
+        self._overlaps = overlaps
+        self._spec, self._units, self._machine, self._rates, self._software = spec, units, machine, rates, software
         again, known = recomputed(spec, len(units)), dict[tuple[int, bool], Work]()
         for i, unit in enumerate(units):  # most are alike
             if (id(unit), i in again) not in known:
@@ -51,18 +60,21 @@ class StepModel:
         self._shard = Group(size=self._factor)
         self._replicas = Group(size=spec.world_size // self._factor, stride=self._factor)
         self._dtypes = spec.strategy.dtypes
+        self._on_cpu = machine.device.generation == "cpu"
+        self._buckets = self._filled() if spec.strategy.backend == "ddp" else None
 
     def step(self) -> StepTime:
         """The whole of it."""
         s, w = self._spec.strategy, self._spec.workload
-        ahead = s.backend in AHEAD and self._machine.device.generation != "cpu"
+        ahead = s.backend in AHEAD and not self._on_cpu
         whole = self._micro(ahead=ahead, reduces=True)
         quiet = w.accumulate - 1 if s.sync == "last" else 0
         silent = self._micro(ahead=ahead, reduces=False) if quiet else whole
         loud = w.accumulate - quiet
         numel = sum(unit.numel for unit in self._units) / self._factor
-        optimizer = optimizer_seconds(numel, w.optimizer, self._machine.device, self._rates)
-        seconds = loud * whole.seconds + quiet * silent.seconds + optimizer + self._rates.step_s
+        optimizer = optimizer_seconds(numel, w.optimizer, self._machine.device, self._rates, self._software)
+        seconds = loud * whole.seconds + quiet * silent.seconds + optimizer
+        seconds += self._rates.step_s + self._rates.host(s.backend).step_s
         exposed = loud * whole.exposed_s + quiet * silent.exposed_s
         computing = loud * whole.phase_s(Phase.COMPUTE) + quiet * silent.phase_s(Phase.COMPUTE)
         return StepTime(
@@ -70,46 +82,98 @@ class StepModel:
             timeline=whole,
         )  # fmt: skip
 
+    @property
+    def sends(self) -> int:
+        """Gathers and reductions of a micro-batch."""
+        return self._sends.total()
+
+    @cached_property
+    def _sends(self) -> Counter[tuple[int, Direction]]:
+        """How many gathers and reductions a unit issues each way."""
+        actions = schedule_of(len(self._units), self._rules).actions
+        sent = [a for a in actions if a.phase in (Phase.UNSHARD, Phase.REDUCE) and self.collectives(a)]
+        return Counter((a.unit, a.point.direction) for a in sent)
+
     def _micro(self, *, ahead: bool, reduces: bool) -> Timeline:
-        schedule = schedule_of(len(self._units), Rules.of(self._spec.strategy))
+        schedule = schedule_of(len(self._units), self._rules)
         return simulate(
             schedule, lambda action: self.seconds(action, schedule, reduces=reduces), ahead=ahead,
             interference=self._rates.interference, late_s=fabric.late_s(self._spec.world_size, self._rates),
+            blocking=self._blocking,
         )  # fmt: skip
+
+    @property
+    def _rules(self) -> Rules:
+        """Of FSDP1's and FSDP2's on a GPU all gathers are ahead of their use, and a few more of them count little."""
+        keeps_first = not (self._on_cpu and self._spec.strategy.backend in AHEAD)
+        return replace(Rules.of(self._spec.strategy), keeps_first=keeps_first)
+
+    @property
+    def _blocking(self) -> frozenset[Phase]:
+        """What computing waits for: all, where memory is too full; on a CPU, what the backend itself waits for. FSDP2
+        gathers beside computing once it is told to prefetch (backends/fsdp2.py)."""
+        s = self._spec.strategy
+        if not self._overlaps:
+            return frozenset({Phase.REDUCE, Phase.UNSHARD})
+        if self._on_cpu and s.backend == "lab" and self._factor == 1:  # engine/reduction.py: sent when it is waited for
+            return frozenset({Phase.REDUCE})
+        if not self._on_cpu or s.backend not in AHEAD:
+            return frozenset()
+        beside = s.backend == "fsdp2" and (s.forward_prefetch > 0 or s.backward_prefetch > 1)
+        return frozenset({Phase.REDUCE}) if beside else frozenset({Phase.REDUCE, Phase.UNSHARD})
+
+    def _filled(self) -> dict[int, int]:
+        """DDP: unit -> elements of the bucket that is full with its gradients; the last unit of a backward is the root."""
+        found, waiting, cap = dict[int, int](), 0, FIRST_BUCKET
+        for i in (*range(len(self._units) - 1, 0, -1), 0):
+            waiting += self._units[i].numel
+            if waiting * 4 >= cap or i == 0:
+                found[i], waiting, cap = waiting, 0, BUCKET
+        return found
 
     def seconds(self, action: Action, schedule: Schedule, *, reduces: bool = True) -> float:
         """Of one action by itself."""
         if action.phase is Phase.COMPUTE:
             if not computes(action, schedule):
                 return 0.0
-            w = self.works[action.unit]
-            return w.forward_s if action.point.direction is Direction.FORWARD else w.backward_s + w.again_s
+            w, sent = self.works[action.unit], self._sends[action.unit, action.point.direction]
+            issuing_s = sent * self._rates.host(self._spec.strategy.backend).send_s
+            return issuing_s + (
+                w.forward_s if action.point.direction is Direction.FORWARD else w.backward_s + w.again_s
+            )
         if action.phase is Phase.HOST_COPY:
             return self._units[action.unit].numel / self._factor * 4 / self._machine.device.link_bytes_per_s
         if action.phase is Phase.REDUCE and not reduces:
             return 0.0
-        asked = (action.phase, self._units[action.unit].numel)
+        asked = (action.phase, action.unit if self._buckets else self._units[action.unit].numel)
         if asked not in self._sent_s:
-            self._sent_s[asked] = sum(
-                fabric.seconds(kind, size, group, self._machine, self._rates)
-                for kind, size, group in self.collectives(action)
-            )
+            alone = sum(fabric.seconds(*what, self._machine, self._rates) for what in self.collectives(action))
+            stretch = self._rates.host(self._spec.strategy.backend).stretch
+            self._sent_s[asked] = self._copied_s(action) + stretch * alone
         return self._sent_s[asked]
+
+    def _copied_s(self, action: Action) -> float:
+        """Where it was measured what copies take; elsewhere the traffic of computing covers them."""
+        measured, payloads = self._machine.device.measured, self.collectives(action)
+        if measured is None or not payloads:
+            return 0.0
+        times = COPIES[self._spec.strategy.backend][action.phase is Phase.REDUCE]
+        return measured.copies(times * payloads[0][1])
 
     def collectives(self, action: Action) -> list[tuple[str, float, Group]]:
         """(kind, payload in bytes, group) of a gather or a reduction."""
-        numel = self._units[action.unit].numel
+        numel = self._units[action.unit].numel if self._buckets is None else self._buckets.get(action.unit, 0)
         if action.phase is Phase.UNSHARD:
             return [("all_gather", numel * BYTES[self._dtypes.param], self._shard)] if self._factor > 1 else []
         size = numel * BYTES[self._dtypes.reduce]
         inside = [("reduce_scatter", size, self._shard)] if self._factor > 1 else []
-        across = [("all_reduce", size / self._factor, self._replicas)] if self._replicas.size > 1 else []
+        across = [("all_reduce", size / self._factor, self._replicas)] if self._replicas.size > 1 and size else []
         return inside + across
 
     def communicated(self, *, loud: int, quiet: int) -> tuple[dict[str, float], dict[str, int]]:
         """Seconds and link bytes of a step by kind; `quiet` micro-batches reduce nothing."""
         taken, sent = defaultdict[str, float](float), defaultdict[str, float](float)
-        for action in schedule_of(len(self._units), Rules.of(self._spec.strategy)).actions:
+        for action in schedule_of(len(self._units), self._rules).actions:
             if action.phase in (Phase.UNSHARD, Phase.REDUCE):
                 times = loud + (quiet if action.phase is Phase.UNSHARD else 0)
                 for kind, size, group in self.collectives(action):

@@ -51,24 +51,29 @@ def schedule_of(units: int, rules: Rules) -> Schedule:
 
 
 def simulate(
-    schedule: Schedule, seconds: Callable[[Action], float], *, ahead: bool, interference: float, late_s: float = 0.0
-) -> Timeline:
+    schedule: Schedule, seconds: Callable[[Action], float], *, ahead: bool, interference: float, late_s: float = 0.0,
+    blocking: frozenset[Phase] = frozenset(),
+) -> Timeline:  # fmt: skip
     """`seconds` of each action by itself.
 
     Args:
         ahead: the host runs ahead of the device, and only the limiter holds gathers back.
         interference: of the time that a collective takes, how much longer computing takes beside it.
         late_s: how long a collective waits for the last of its ranks, and computing with it.
+        blocking: phases during which the thread that computes waits.
     """
-    return _Simulation(schedule, seconds, ahead=ahead, interference=interference, late_s=late_s).run()
+    simulation = _Simulation(
+        schedule, seconds, ahead=ahead, interference=interference, late_s=late_s, blocking=blocking
+    )
+    return simulation.run()
 
 
 class _Simulation:
-    def __init__(
-        self, schedule: Schedule, seconds: Callable[[Action], float], *, ahead: bool, interference: float, late_s: float
-    ) -> None:
+    def __init__(self, schedule: Schedule, seconds: Callable[[Action], float], *, ahead: bool, interference: float,
+                 late_s: float, blocking: frozenset[Phase]) -> None:  # fmt: skip
         self._schedule, self._seconds = schedule, seconds
         self._ahead, self._interference, self._late_s = ahead, interference, late_s
+        self._blocking = blocking
         self._computing = self._sending = self._copying = 0.0  # until when each queue is busy
         self._ends: list[float] = []
         self._freed: list[float] = []
@@ -116,10 +121,19 @@ class _Simulation:
 
     def _send(self, action: Action, ready: float) -> tuple[float, float]:
         begin, lasts = max(ready, self._sending), self._seconds(action)
+        if action.phase in self._blocking:
+            return self._stand(action, max(begin, self._computing), lasts)
         self._sending = begin + lasts
         self._disturbed += lasts
         self._waited_s += self._late_s if lasts else 0.0
         return begin, self._sending
+
+    def _stand(self, action: Action, begin: float, lasts: float) -> tuple[float, float]:
+        """Both queues are one."""
+        self._waits.append((action.unit, self._computing, begin + lasts))
+        self._sending = self._computing = begin + lasts
+        self._waited_s += self._late_s if lasts else 0.0
+        return begin, self._computing
 
     def _compute(self, action: Action, ready: float) -> tuple[float, float]:
         begin = max(ready, self._computing)

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from importlib import resources
-from multiprocessing import get_context
+from typing import Any
 
-from fsdp_lab.planner.calibrate import calibrate, predicted_s
+from fsdp_lab.planner.calibrate import leave_out, predicted_s
+from fsdp_lab.planner.checks import Check, checks
+from fsdp_lab.planner.rates import PUBLISHED
 from fsdp_lab.planner.rows import Case, Row, case
 from fsdp_lab.spec import SpecError
 
 # ZeRO-3 with the global batch held fixed while GPUs are added: DeepSpeed of 2021, bound by communication on a network that
 # the table does not give (arXiv 2104.04473, table 2).
 STRESS = ("sc21-zero3-768", "sc21-zero3-640", "sc21-zero3-1120", "sc21-zero3-2240")
+# Its rows give no precision; they are the model and the cluster of figure 7(b), which give bf16.
+ALSO_BF16 = "arXiv 2304.11277 / PVLDB 16(12) Fig 6(b)"
 LARGEST = "llm-foundry"
 
 
@@ -38,9 +40,10 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Validation:
+class Errors:
+    """Of rows, all left out of what predicted them."""
+
     held: tuple[Held, ...]
-    refused: tuple[tuple[str, str], ...]  # row, why
 
     @property
     def by_source(self) -> dict[str, list[Held]]:
@@ -62,9 +65,67 @@ class Validation:
         return max(self.held, key=lambda one: abs(one.error))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """`lines` and `to_dict` say it."""
+
+    errors: Errors
+    constant: Errors  # by one MFU for each GPU, the mean of the other folds' rows
+    stress: tuple[Held, ...]  # predicted, and no part of any average
+    checks: tuple[Check, ...]
+    refused: tuple[tuple[str, str], ...]  # row, why
+
+    def lines(self) -> list[str]:
+        """Plain text."""
+        of_all, constant = self.errors, self.constant
+        rows = sorted(of_all.by_source.items(), key=lambda item: -mape(item[1]))
+        beside = constant.by_source
+        worst = of_all.worst
+        return [
+            f"Error of step time, {len(of_all.held)} rows of {len(rows)} sources, each left out of its own calibration:",
+            f"{'':52s} {'rows':>4s} {'error':>7s} {'bias':>7s} {'constant MFU':>13s}",
+            *(f"{name[:52]:52s} {len(held):4d} {mape(held):7.1%} {_bias(held):+7.1%} {mape(beside[name]):13.1%}"
+              for name, held in rows),
+            f"{'average by row':52s} {len(of_all.held):4d} {of_all.by_row_mape:7.1%} {_bias(of_all.held):+7.1%}"
+            f" {constant.by_row_mape:13.1%}",
+            f"{'average by source':52s} {'':4s} {of_all.by_source_mape:7.1%} {'':7s} {constant.by_source_mape:13.1%}",
+            f"worst: {worst.case.id}, {worst.error:+.1%}; by a constant MFU {constant.worst.case.id},"
+            f" {constant.worst.error:+.1%}",
+            "", "Stress tests of communication, in no average:",
+            *(f"{one.case.id:52s} {one.error:+12.1%}" for one in self.stress),
+            "", f"{'Throughput of a GPU, as a ratio':52s} {'published':>9s} {'predicted':>9s} {'points':>7s}",
+            *(f"{c.name:52s} {c.published:9.3f} {c.predicted:9.3f} {c.points:+7.1f}" for c in self.checks),
+        ]  # fmt: skip
+
+    def to_dict(self) -> dict[str, Any]:
+        """Errors as fractions, predicted over measured less one."""
+        return {
+            "rows": [_row(one) for one in self.errors.held],
+            "by_row_mape": self.errors.by_row_mape, "by_source_mape": self.errors.by_source_mape,
+            "worst": _row(self.errors.worst),
+            "sources": {name: {"rows": len(held), "mape": mape(held), "bias": _bias(held)}
+                        for name, held in self.errors.by_source.items()},
+            "constant_mfu": {"by_row_mape": self.constant.by_row_mape, "by_source_mape": self.constant.by_source_mape,
+                             "worst": _row(self.constant.worst)},
+            "stress": [_row(one) for one in self.stress],
+            "checks": [{"name": c.name, "kind": c.kind, "published": c.published, "predicted": c.predicted}
+                       for c in self.checks],
+            "refused": dict(self.refused),
+        }  # fmt: skip
+
+
 def mape(held: Sequence[Held]) -> float:
     """Mean absolute error, relative to what was measured."""
     return sum(abs(one.error) for one in held) / len(held)
+
+
+def _bias(held: Sequence[Held]) -> float:
+    return sum(one.error for one in held) / len(held)
+
+
+def _row(one: Held) -> dict[str, Any]:
+    return {"id": one.case.id, "source": one.case.source, "fold": one.fold, "measured_s": one.case.measured_s,
+            "predicted_s": one.predicted_s, "error": one.error}  # fmt: skip
 
 
 def published() -> list[Row]:
@@ -96,22 +157,42 @@ def _unfit(row: Row) -> str:
         return f"quality {row['quality']}, for {row['suggested_use']}"
     if row["id"] in STRESS:
         return "a stress test of communication"
-    return "" if "bf16" in row["precision"] else f"its precision is {row['precision'] or 'not given'}"
+    if "bf16" in row["precision"] or ALSO_BF16 in row["source"]:
+        return ""
+    return f"its precision is {row['precision'] or 'not given'}"
 
 
 def validate(rows: Sequence[Row]) -> Validation:
-    """Predicts every usable row by rates that were found without its fold. Takes some seconds a fold, on all cores."""
+    """Predicts every usable row by rates that were found without its fold. Takes a minute or two."""
     cases, refused = usable(rows)
-    names = list(dict.fromkeys(map(fold, cases)))
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        held = [one for of_fold in pool.map(partial(left_out, cases), names) for one in of_fold]
-    return Validation(held=tuple(held), refused=tuple(refused))
+    found = leave_out(cases, fold)
+    held = tuple(Held(case=c, fold=fold(c), predicted_s=predicted_s(c, found[fold(c)].rates)) for c in cases)
+    stress = [case(row) for row in rows if row["id"] in STRESS]
+    return Validation(
+        errors=Errors(held=held), constant=Errors(held=tuple(by_constant(cases))), checks=checks(rows),
+        stress=tuple(Held(case=c, fold="stress", predicted_s=predicted_s(c, PUBLISHED)) for c in stress),
+        refused=tuple(refused),
+    )  # fmt: skip
 
 
-def left_out(cases: Sequence[Case], name: str) -> list[Held]:
-    """The cases of a fold, predicted by the others."""
-    rates = calibrate([one for one in cases if fold(one) != name]).rates
-    return [Held(case=one, fold=name, predicted_s=predicted_s(one, rates)) for one in cases if fold(one) == name]
+def by_constant(cases: Sequence[Case]) -> list[Held]:
+    """What one number for each GPU would predict: the mean MFU that other folds reached on it; on any, where none did."""
+    at_peak = {c.id: _at_peak_s(c) for c in cases}
+    reached = {c.id: at_peak[c.id] / (c.measured_s or 1.0) for c in cases}
+    held = []
+    for one in cases:
+        others = [c for c in cases if fold(c) != fold(one)]
+        alike = [c for c in others if c.machine.device.name == one.machine.device.name] or others
+        mfu = sum(reached[c.id] for c in alike) / len(alike)
+        held.append(Held(case=one, fold=fold(one), predicted_s=at_peak[one.id] / mfu))
+    return held
+
+
+def _at_peak_s(one: Case) -> float:
+    """Of the model's FLOPs at the data sheet's peak."""
+    w = one.spec.workload
+    flops = 3 * w.micro_batch * w.accumulate * one.shape.forward_flops(w.seq_len)
+    return flops / one.machine.device.flops_per_s(one.spec.strategy.dtypes.param)
 
 
 def fold(one: Case) -> str:

@@ -19,7 +19,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,7 @@ from fsdp_lab.frame import Frame
 from fsdp_lab.hang import limit
 from fsdp_lab.models import Initializer, build_skeleton, resolve
 from fsdp_lab.rank.aside import Aside
+from fsdp_lab.rank.calibration import Probe, standing
 from fsdp_lab.rank.checkpointing import Checkpointer
 from fsdp_lab.rank.clocks import Clock, compare_clocks
 from fsdp_lab.rank.emulation import Emulated, Emulation
@@ -225,6 +226,18 @@ class Session:
     def _chunk(self, trainer: Trainer, events: list[dict[str, Any]], *, stopped: bool) -> dict[str, Any]:
         saves = self._checkpointer.ended()
         return {"events": events, "stopped": stopped, "step": trainer.progress.step, "saves": saves}
+
+    def calibrate(self, specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str], passes: int) -> dict[str, Any]:
+        """Measure this machine, and steps of each Spec, beside what is trained; collective, some ten seconds.
+
+        Returns: as `Probe.all`.
+        """
+        self._leave_slow_motion()
+        with self._working_together():
+            self._renew()
+            wanted = [Spec.from_dict(spec) for spec in specs]
+            with standing(wanted, self.seat, self._world, self._preparation) as trainers:
+                return Probe(self.seat, self._world).all(trainers, dtypes, passes)
 
     def arm(self, fault: Mapping[str, Any]) -> dict[str, Any]:
         """Let something go wrong on purpose, once, on the ranks that it names: a `Fault` as a dict.

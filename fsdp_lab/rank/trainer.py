@@ -180,7 +180,7 @@ class Trainer:
         """Returns the mean loss over ranks, the gradient norm, and whether fp16 overflow skipped the update."""
         self.measure.part("optimizer")
         gradients = self._gradients()
-        vote = torch.tensor([loss, _squared_norm(gradients)], dtype=torch.float64)
+        vote = torch.tensor([loss, squared_norm(gradients)], dtype=torch.float64)
         self.world.hub.check()
         self.voting = True
         self.world.control(vote)
@@ -242,7 +242,7 @@ class Trainer:
         return [g for g in shards if g is not None and g.numel()]
 
 
-def _squared_norm(tensors: list[Tensor]) -> float:
+def squared_norm(tensors: list[Tensor]) -> float:
     """Of all of them together. Norms are taken in a tensor's dtype, their squares summed in float64; on a CPU, where a norm
     is a running sum in fp32 whose error grows with the tensor, of a part at a time (tests/rank/test_norm.py)."""
     if not tensors:

@@ -24,7 +24,7 @@ from fsdp_lab.runs.comparison import Comparison, Row, ratio_words
 from fsdp_lab.runs.kept import Kept
 from fsdp_lab.runs.ratio import Pairing, Ratio
 from fsdp_lab.runs.summary import Step, slowest, throughput
-from fsdp_lab.runs.table import duration, size
+from fsdp_lab.table import duration, size
 
 # Curves that lie on each other: each is seen in the gaps of the next, and the fifth to eighth as bands below the first four.
 DASHES = ("solid", "8 4", "2 3", "10 3 2 3")

@@ -17,8 +17,8 @@ from fsdp_lab.runs.kept import Kept
 from fsdp_lab.runs.parity import Verdict
 from fsdp_lab.runs.recommend import Recommendation
 from fsdp_lab.runs.run import Switch
-from fsdp_lab.runs.table import Table, duration
 from fsdp_lab.spec import Spec
+from fsdp_lab.table import Table, duration
 
 CSS, JS = (Path(__file__).with_name(name) for name in ("page.css", "page.js"))
 BADGES: Mapping[Verdict, str] = {

@@ -14,8 +14,8 @@ from fsdp_lab.runs.slow_motion import Moment, SlowMotion
 from fsdp_lab.runs.store import EventStore
 from fsdp_lab.runs.summary import step_table, summarize
 from fsdp_lab.runs.sweep import Sweep
-from fsdp_lab.runs.table import Table
 from fsdp_lab.runs.timeline import Timeline
+from fsdp_lab.table import Table
 
 __all__ = [
     "Comparison",

@@ -24,8 +24,8 @@ from fsdp_lab.runs.kept import Kept
 from fsdp_lab.runs.parity import Parity, Verdict, parity
 from fsdp_lab.runs.ratio import Pairing, Ratio, Timed, ratio
 from fsdp_lab.runs.summary import RULE, Figures, Spread, counting, figures, slowest, throughput, whole_steps
-from fsdp_lab.runs.table import Table, count, duration, size
 from fsdp_lab.spec import Spec, SpecError
+from fsdp_lab.table import Table, count, duration, size
 
 SHOWN = ("backend", "sharding", "precision")  # of runs that do not differ
 PLAIN = ("model", "data", "backend", "sharding", "precision", "optimizer")  # fields whose value says what it is

@@ -12,10 +12,10 @@ from fsdp_lab.export import export_accelerate, export_script, export_spec
 from fsdp_lab.runs.evaluation import Evaluation, Judge, judged
 from fsdp_lab.runs.store import EventStore
 from fsdp_lab.runs.summary import step_table, summarize
-from fsdp_lab.runs.table import Table
 from fsdp_lab.runs.timeline import Timeline
 from fsdp_lab.runs.trace import check_path, write_trace
 from fsdp_lab.spec import SpecError
+from fsdp_lab.table import Table
 
 if TYPE_CHECKING:
     from fsdp_lab.runs.kept import Kept

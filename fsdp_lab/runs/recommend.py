@@ -20,8 +20,8 @@ from typing import Any
 from fsdp_lab.runs.comparison import Comparison, Refusal, Row, gathered, word
 from fsdp_lab.runs.kept import Kept
 from fsdp_lab.runs.ratio import Ratio, ratio
-from fsdp_lab.runs.table import count, size
 from fsdp_lab.spec import SpecError
+from fsdp_lab.table import count, size
 
 WITHIN = 0.10
 SAME_WORK = ("model", "data", "seq_len", "link")

@@ -7,8 +7,8 @@ from typing import overload
 
 from fsdp_lab.runs.past import PastRun
 from fsdp_lab.runs.summary import how
-from fsdp_lab.runs.table import Table, count
 from fsdp_lab.spec import SpecError
+from fsdp_lab.table import Table, count
 
 COLUMNS = ("id", "name", "when", "model", "how", "ranks", "steps", "state", "tokens/s", "loss", "machine")
 

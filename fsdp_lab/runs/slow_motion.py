@@ -25,8 +25,8 @@ from fsdp_lab.cluster import ClusterError, Interrupted
 from fsdp_lab.events import StepEvent
 from fsdp_lab.frame import Frame, Holding
 from fsdp_lab.runs.run import Ranks
-from fsdp_lab.runs.table import Table, count, size
 from fsdp_lab.spec import HYBRIDS, Spec
+from fsdp_lab.table import Table, count, size
 
 END_S = 15.0  # for a step to run to its end; then it is interrupted, and the parameters stay as they were before it
 POLL_S = 0.05

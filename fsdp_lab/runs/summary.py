@@ -16,8 +16,8 @@ from operator import attrgetter
 from typing import Any
 
 from fsdp_lab.events import Classes, Role, StepEvent
-from fsdp_lab.runs.table import Table, count, duration, size
 from fsdp_lab.spec import Spec
+from fsdp_lab.table import Table, count, duration, size
 
 Step = Sequence[StepEvent]  # one step's events, in rank order
 

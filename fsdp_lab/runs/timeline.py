@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import fmean
 
 from fsdp_lab.events import StepEvent
-from fsdp_lab.runs.table import Table, duration
 from fsdp_lab.runs.trace import write_trace
 from fsdp_lab.spans import Span, Track, exposed_by_unit
+from fsdp_lab.table import Table, duration
 
 TOLERANCE_S = 1e-3  # beyond the stated errors, by which a clock may disagree: what the moments themselves are worth
 MOST_COLUMNS = 8  # ranks that a table names each

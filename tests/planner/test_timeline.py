@@ -93,3 +93,15 @@ def test_every_queue_is_one_after_the_other_and_the_parts_make_the_whole(
         needs = [found.done[i].end_s for i in d.action.waits_for]
         if d.action.phase is not Phase.UNSHARD or not ahead:
             assert d.begin_s >= max(needs, default=0.0) - 1e-9
+
+
+def test_where_nothing_overlaps_a_step_is_the_sum_of_all() -> None:
+    schedule = schedule_of(BLOCKS + 1, Rules())
+    seconds = {Phase.UNSHARD: 1.0, Phase.REDUCE: 2.0, Phase.COMPUTE: 3.0}
+
+    def of(action: Action) -> float:
+        return 0.0 if action.unit == 0 else seconds.get(action.phase, 0.0)
+
+    found = simulate(schedule, of, ahead=True, interference=0.5, overlaps=False)
+    assert found.seconds == pytest.approx(sum(map(of, schedule.actions)))
+    assert found.exposed_s == pytest.approx(found.phase_s(Phase.UNSHARD) + found.phase_s(Phase.REDUCE))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_lab.rank.trainer import _squared_norm
+from fsdp_lab.rank.trainer import squared_norm
 
 
 @pytest.mark.parametrize("shape", [(3_000_000,), (1200, 2500), (1, 3_000_000), (3_000_000, 1), ()], ids=str)
@@ -14,8 +14,8 @@ def test_of_a_large_tensor(shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     t = torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator)
     for one in (t, t.t() if t.dim() == 2 else t):
-        assert _squared_norm([one]) == pytest.approx(float(one.double().square().sum()), rel=1e-5)
+        assert squared_norm([one]) == pytest.approx(float(one.double().square().sum()), rel=1e-5)
 
 
 def test_of_none() -> None:
-    assert _squared_norm([]) == 0.0
+    assert squared_norm([]) == 0.0

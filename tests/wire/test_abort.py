@@ -42,6 +42,7 @@ def _comes(true: Callable[[], bool], within_s: float) -> bool:
 
 def _ends_late(place: Place) -> str | None:
     """What aborts the hub when an operation that an abort had given up fails after it."""
+    place.world.all_gather_single(torch.empty(2), torch.empty(1)).wait()  # so that both are connected
     if place.rank == 1:
         return None
     work = place.world.all_gather_single(torch.empty(2), torch.empty(1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fsdp_lab.cli.bench import checkpoint, endure, live, metering, step, toggle
+from fsdp_lab.cli.bench import checkpoint, endure, live, metering, plan, step, toggle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metering,
             "what measuring and live publishing cost a step, beside torch's group and nothing of ours",
         ),
+        ("plan", plan, "predicted step times beside measured ones, of all strategies and backends, in turns"),
     ):
         kind = kinds.add_parser(name, help=says, description=f"{says[0].upper()}{says[1:]}.", allow_abbrev=False)
         kind.set_defaults(measure=module.run)

@@ -109,7 +109,7 @@ def gpus(plan: Plan) -> dict[str, Any]:
 
 def report(measured: Measured) -> Iterator[str]:
     """The table of all forms, fastest first, and a line for each ratio."""
-    from fsdp_lab.runs.table import Table
+    from fsdp_lab.table import Table
 
     lab = LAB in measured.seconds
     heading = f"{LAB}/form" if lab else f"form/{measured.reference}"

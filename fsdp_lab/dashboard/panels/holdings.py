@@ -13,7 +13,7 @@ from bokeh.plotting import figure
 
 from ...frame import ROOT, Frame, Holding
 from ...runs import Moment
-from ...runs.table import count
+from ...table import count
 from .. import theme
 from ..columns import Columns
 from .base import Captions, Key, Patches, hover, plain_figure, tint, twin

@@ -1,0 +1,271 @@
+"""`probe`: what this machine does, measured on all ranks at once, since ranks on one machine share its cores.
+
+Every figure is a mean over a stretch of time, not the best of many: what a neighbour takes, a step does not get either. A
+collective is timed by itself behind a computation, as in a step, so that waiting for the last rank is part of it. What
+the figures are for is said in `fsdp_lab.planner.here`.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from fsdp_lab.backends import build, fill
+from fsdp_lab.backends.base import DTYPES
+from fsdp_lab.engine import collectives
+from fsdp_lab.engine.scaler import Scaler
+from fsdp_lab.models import Initializer
+from fsdp_lab.rank.clocks import Clock
+from fsdp_lab.rank.prepare import Preparation
+from fsdp_lab.rank.rendezvous import Seat
+from fsdp_lab.rank.trainer import Progress, Trainer, squared_norm
+from fsdp_lab.spec import Spec
+from fsdp_lab.wire import Wire
+
+STRETCH_S = 0.03  # of one figure
+BESIDE_S = 3e-4  # of computing before a collective
+TURN = 4  # steps
+UNCOUNTED = 4  # steps: the third of a training is a ledger step, and DDP lays its buckets anew in the second
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+_Rows = tuple[tuple[int, int, int], ...]
+# Matrix products as training has them: rows (tokens) x inputs x outputs.
+_PRODUCTS: Mapping[str, _Rows] = {
+    "cpu": ((8, 32, 64), (16, 64, 128), (64, 64, 256), (64, 256, 256), (256, 256, 512), (512, 256, 1024),
+            (512, 768, 1536)),
+    "cuda": ((64, 256, 256), (512, 512, 512), (2048, 1024, 1024), (4096, 2048, 2048), (8192, 4096, 4096),
+             (8192, 8192, 8192)),
+}  # fmt: skip
+_SCORES: Mapping[str, tuple[tuple[int, int], ...]] = {  # samples, tokens; 4 heads of width 64
+    "cpu": ((1, 16), (1, 64), (2, 128), (4, 256), (2, 512)),
+    "cuda": ((1, 256), (4, 512), (4, 1024), (4, 2048)),
+}
+_COPIES: Mapping[str, tuple[int, ...]] = {  # bytes
+    "cpu": (1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 24, 1 << 26),
+    "cuda": (1 << 16, 1 << 20, 1 << 24, 1 << 28),
+}
+_UPDATES: Mapping[str, tuple[int, ...]] = {  # elements
+    "cpu": (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23),
+    "cuda": (1 << 16, 1 << 20, 1 << 24, 1 << 27),
+}
+_SENT: Mapping[int, int] = {1 << 10: 10, 1 << 14: 10, 1 << 18: 8, 1 << 20: 6, 1 << 22: 4, 1 << 24: 2}  # bytes: times
+HEADS, WIDTH = 4, 64
+TENSOR = 1 << 20  # elements of one that the optimizer is given, at most
+
+
+class Probe:
+    """One rank's measurements; every method is collective, and the same ones are called on all ranks."""
+
+    def __init__(self, seat: Seat, world: Wire) -> None:
+        self._seat, self._world, self._device = seat, world, seat.device
+        self._kind = "cuda" if seat.device.type == "cuda" else "cpu"
+
+    def all(self, trainers: Sequence[Trainer], dtypes: Sequence[str], passes: int) -> dict[str, Any]:
+        """Everything, as plain values: seconds of this rank.
+
+        `trainers`: of what steps are timed, in turns with all else.
+
+        Returns: {"products": {dtype: [[FLOPs, s]]}, "scores": {dtype: [[scores, FLOPs, s]]}, "copies": [[bytes, s]],
+        "updates": {optimizer: [[elements, s]]}, "collectives": {kind: [[payload bytes, s]]}, "steps": [[s, ...]] by trainer,
+        "memory_bytes"}. Rows of one size come once a pass.
+        """
+        self._prepare(trainers)
+        found = [{**self._rates(dtypes), "steps": self._turn(trainers)} for _ in range(passes)]
+        return {**_joined(found), "memory_bytes": self._memory_bytes()}
+
+    def _rates(self, dtypes: Sequence[str]) -> dict[str, Any]:
+        return {
+            "products": {d: list(self.products(DTYPES[d])) for d in dtypes},
+            "scores": {d: list(self.scores(DTYPES[d])) for d in dtypes},
+            "copies": list(self.copies()),
+            "updates": {name: list(self.updates(name)) for name in ("adamw", "sgd")},
+            "collectives": {kind: list(self.collectives(kind)) for kind in KINDS if self._seat.world_size > 1},
+        }
+
+    # -- computing ------------------------------------------------------------------------------------------------
+
+    def products(self, dtype: torch.dtype) -> Iterator[list[float]]:
+        """[FLOPs, seconds] of one product: the mean of the forward's and the backward's two."""
+        for rows, inputs, outputs in _PRODUCTS[self._kind]:
+            x, w, g = (
+                self._full(rows, inputs, dtype),
+                self._full(inputs, outputs, dtype),
+                self._full(rows, outputs, dtype),
+            )
+            bias = self._full(outputs, 1, dtype).view(-1)
+
+            def three(x: Tensor = x, w: Tensor = w, g: Tensor = g, bias: Tensor = bias) -> None:
+                torch.addmm(bias, x, w)
+                torch.mm(g, w.t())
+                torch.mm(x.t(), g)
+
+            yield [2.0 * rows * inputs * outputs, self._seconds(three) / 3]
+
+    def scores(self, dtype: torch.dtype) -> Iterator[list[float]]:
+        """[scores, FLOPs, seconds] of causal attention, forward and backward: scores and FLOPs are the forward's."""
+        for samples, tokens in _SCORES[self._kind]:
+            q, k, v = (self._full(samples * HEADS * tokens, WIDTH, dtype).view(samples, HEADS, tokens, WIDTH)
+                       .requires_grad_() for _ in range(3))  # fmt: skip
+            g = torch.ones_like(q)
+
+            def attend(q: Tensor = q, k: Tensor = k, v: Tensor = v, g: Tensor = g) -> None:
+                out = scaled_dot_product_attention(q, k, v, is_causal=True)
+                torch.autograd.grad(out, (q, k, v), g)
+
+            count = float(samples * HEADS * tokens * tokens)
+            yield [count, 4 * WIDTH * count, self._seconds(attend)]
+
+    def copies(self) -> Iterator[list[float]]:
+        """[bytes, seconds]: read and written once, into new memory."""
+        for size in _COPIES[self._kind]:
+            a = torch.ones(size // 4, device=self._device)
+            yield [float(size), self._seconds(a.clone)]
+
+    def updates(self, name: str) -> Iterator[list[float]]:
+        """[elements, seconds] of the gradients' norm and the optimizer's step, in fp32."""
+        make: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
+        for size in _UPDATES[self._kind]:
+            count = max(1, size // TENSOR)
+            parts = [torch.nn.Parameter(torch.ones(size // count, device=self._device)) for _ in range(count)]
+            for p in parts:
+                p.grad = torch.full_like(p, 1e-3)
+            optimizer = make(parts, lr=1e-9, foreach=True)
+
+            def update(parts: Sequence[Tensor] = parts, optimizer: Any = optimizer) -> None:
+                squared_norm([p.grad for p in parts if p.grad is not None])
+                optimizer.step()
+
+            yield [float(size), self._seconds(update)]
+
+    # -- communication --------------------------------------------------------------------------------------------
+
+    def collectives(self, kind: str) -> Iterator[list[float]]:
+        """[payload bytes, seconds] from issue to the end of the wait."""
+        compute = self._work(BESIDE_S)
+        for size, times in _SENT.items():
+            issue = self._issue(kind, size)
+            issue().wait()
+            taken = []
+            for _ in range(times):
+                compute()
+                self._finish()
+                begun_s = time.perf_counter()
+                issue().wait()
+                self._finish()
+                taken.append(time.perf_counter() - begun_s)
+            yield [float(size), median(taken)]
+
+    def _issue(self, kind: str, size: int) -> Callable[[], Any]:
+        """What begins a collective of so many bytes of payload."""
+        ranks, group = self._seat.world_size, self._world
+        part = torch.ones(max(1, size // 4 // ranks), device=self._device)
+        whole = torch.ones(part.numel() * ranks, device=self._device)
+        calls: Mapping[str, Callable[[], Any]] = {  # what they write is new memory, as in a step
+            "all_gather": lambda: collectives.all_gather(torch.empty_like(whole), part, group),
+            "reduce_scatter": lambda: collectives.reduce_scatter(torch.empty_like(part), whole, group),
+            "all_reduce": lambda: collectives.all_reduce(whole, group),
+        }
+        return calls[kind]
+
+    # -- whole steps ----------------------------------------------------------------------------------------------
+
+    def _prepare(self, trainers: Sequence[Trainer]) -> None:
+        for trainer in trainers:
+            for _ in range(UNCOUNTED):
+                trainer.step()
+        gc.collect()
+        gc.freeze()  # what stands by now is many models: searching it would be counted as some step's time
+
+    def _turn(self, trainers: Sequence[Trainer]) -> dict[str, list[float]]:
+        """Seconds of some steps of each, of which the first is not counted: a run's caches are its own."""
+        taken = {}
+        for i, trainer in enumerate(trainers):
+            self._meet()
+            taken[str(i)] = [trainer.step().step_time_s for _ in range(TURN)][1:]
+        return taken
+
+    # -- small helpers --------------------------------------------------------------------------------------------
+
+    def _full(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        return torch.full((rows, columns), 0.5, dtype=dtype, device=self._device)
+
+    def _work(self, seconds: float) -> Callable[[], None]:
+        """Matrix products that take about so long."""
+        edge = 2048 if self._kind == "cuda" else 128
+        a = self._full(edge, edge, torch.float32)
+        times = max(1, round(seconds / self._seconds(lambda: torch.mm(a, a))))
+
+        def compute() -> None:
+            for _ in range(times):
+                torch.mm(a, a)
+
+        return compute
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        """Mean seconds of a call while all ranks call theirs."""
+        call()
+        self._meet()
+        count = 1
+        while True:
+            begun_s = time.perf_counter()
+            for _ in range(count):
+                call()
+            self._finish()
+            taken_s = time.perf_counter() - begun_s
+            if taken_s > STRETCH_S / 2 or count > 1 << 14:
+                return taken_s / count
+            count = max(2 * count, round(count * STRETCH_S / max(taken_s, 1e-6)))
+
+    def _meet(self) -> None:
+        """A barrier; what the device still does is over, too."""
+        self._finish()
+        self._world.control(torch.zeros(1, dtype=torch.float64))
+
+    def _finish(self) -> None:
+        if self._kind == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _memory_bytes(self) -> int:
+        """That this rank may take: its GPU's, or its part of the host's."""
+        if self._kind == "cuda":
+            return int(torch.cuda.get_device_properties(self._device).total_memory)
+        return int(psutil.virtual_memory().total) // self._seat.world_size
+
+
+def _joined(passes: Sequence[Any]) -> Any:
+    """Rows of all of them in one list."""
+    if isinstance(passes[0], dict):
+        return {key: _joined([one[key] for one in passes]) for key in passes[0]}
+    return [row for one in passes for row in one]
+
+
+@contextmanager
+def standing(specs: Sequence[Spec], seat: Seat, world: Wire, preparation: Preparation) -> Iterator[list[Trainer]]:
+    """Trainers of these Specs from initial values, beside whatever the rank trains; collective. They are gone afterwards."""
+    found: list[Trainer] = []
+    try:
+        for spec in specs:
+            found.append(_trainer(spec, seat, world, preparation, found[-1] if found else None))
+        yield found
+    finally:
+        for trainer in found:
+            trainer.backend.release(world.hub.busy())
+        gc.collect()
+
+
+def _trainer(spec: Spec, seat: Seat, world: Wire, preparation: Preparation, former: Trainer | None) -> Trainer:
+    p = preparation.prepare(spec, None if former is None else (former.spec, former.batches))
+    initial = Initializer(p.skeleton, spec.workload.seed)
+    backend = build(p.skeleton, spec, seat.device)
+    fill(backend, initial)
+    return Trainer(run="calibration", spec=spec, seat=seat, backend=backend, batches=p.batches, world=world, cost=p.cost,
+                   progress=Progress(), scaler=Scaler(enabled=False), notes=(), clock=Clock())  # fmt: skip

@@ -1,0 +1,41 @@
+"""A calibration on real ranks: what only a machine can tell."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from fsdp_lab.cluster import ClusterError
+from fsdp_lab.lab import Lab
+from fsdp_lab.models.preset_shapes import shape_for
+from fsdp_lab.planner.plan import plan
+from fsdp_lab.spec import Spec, SpecError
+from tests.lab.test_lab import until
+
+SMALL = {"model": "gpt2-1m", "micro_batch": 2, "seq_len": 64}
+
+
+@pytest.mark.slow
+def test_ranks_measure_their_machine_and_keep_what_they_hold(real_lab: Lab) -> None:
+    run = real_lab.run(**SMALL, steps=2)
+    run.wait(120)
+    beside = [Spec(world_size=2).replace(**SMALL), Spec(world_size=2).replace(**SMALL, backend="fsdp2")]
+    here = real_lab.calibrate(beside, passes=1)
+    assert (here.ranks, here.machine.device.generation) == (2, "cpu")
+    for spec, taken in zip(beside, here.beside_s, strict=True):
+        found = plan(spec, shape_for("gpt2-1m"), here.machine, rates=here.rates)
+        assert 0.1 < found.step_time_s / statistics.median(taken) < 10, spec  # noise; the bench of plans asks for more
+    on = real_lab.run(run.spec, fresh=False, steps=1)
+    on.wait(120)
+    assert on.step == 3
+
+
+def test_a_run_that_goes_on_would_be_measured_too(real_lab: Lab) -> None:
+    run = real_lab.run(**SMALL)
+    until(lambda: run.step > 1 or run.done, 60)
+    with pytest.raises(ClusterError, match="goes on"):
+        real_lab.calibrate()
+    run.stop(30)
+    with pytest.raises(SpecError, match="passes"):
+        real_lab.calibrate(passes=0)

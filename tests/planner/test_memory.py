@@ -1,0 +1,189 @@
+"""Planned memory beside the ledger of real ranks, beside closed forms, and beside published peaks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from fsdp_lab.events import Role, StepEvent
+from fsdp_lab.models.preset_shapes import shape_for
+from fsdp_lab.models.rewrapping import deepened
+from fsdp_lab.planner.compute import Software
+from fsdp_lab.planner.known import Known, shape_of
+from fsdp_lab.planner.memory import memory
+from fsdp_lab.planner.memory_rows import UNEXPLAINED, MemoryRow, in_kind, memory_rows
+from fsdp_lab.planner.validate import published
+from fsdp_lab.spec import Spec
+from tests.planner.measured import USUAL, Beside, beside, measured, planned
+from tests.pool import Pool
+
+GB = 1e9
+
+# -- beside real ranks -----------------------------------------------------------------------------------------------
+
+DDP = {"backend": "ddp", "sharding": "no_shard"}
+FIELDS: dict[str, dict[str, Any]] = {
+    "lab": {}, "lab, bf16": {"precision": "bf16"}, "lab, offload of all": {"offload": "all"},
+    "lab, offload of the optimizer": {"offload": "optimizer", "precision": "bf16-pure"},
+    "lab, zero1": {"sharding": "zero1"}, "lab, no shard": {"sharding": "no_shard"}, "lab, pairs": {"wrap": "every:2"},
+    "lab, whole": {"wrap": "whole"}, "fsdp2": {"backend": "fsdp2"},
+    "fsdp2, bf16, zero2": {"backend": "fsdp2", "precision": "bf16", "sharding": "shard_grad_op"},
+    "fsdp2, sgd": {"backend": "fsdp2", "optimizer": "sgd"}, "fsdp2, recompute": {"backend": "fsdp2", "recompute": "full"},
+    "fsdp1": {"backend": "fsdp1"}, "fsdp1, bf16": {"backend": "fsdp1", "precision": "bf16-pure"}, "ddp": DDP,
+    "ddp, bf16, accumulate": {**DDP, "precision": "bf16", "accumulate": 2, "sync": "last"},
+    "llama, fsdp2": {"model": "llama-1m", "backend": "fsdp2"}, "t5, ddp": {**DDP, "model": "t5-1m"},
+}  # fmt: skip
+SPECS = {name: Spec(world_size=2).replace(**{"model": "gpt2-1m", **USUAL, **fields}) for name, fields in FIELDS.items()}
+
+
+@pytest.fixture(scope="module")
+def events(pool: Pool) -> dict[str, StepEvent]:
+    return measured(pool, SPECS)
+
+
+@pytest.fixture(scope="module")
+def pairs(events: dict[str, StepEvent]) -> dict[str, Beside]:
+    return {b.name: b for b in beside(SPECS, events.items())}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_peak_and_its_classes_are_the_ledger_s_within_2_percent(pairs: dict[str, Beside], name: str) -> None:
+    assert abs(pairs[name].error) <= 0.02
+    assert {role: e for role, e in pairs[name].errors() if abs(e) > 0.02} == {}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_what_is_held_between_steps_is_the_ledger_s_begin(events: dict[str, StepEvent], name: str) -> None:
+    there, here = events[name].memory_curve[0].classes, planned(SPECS[name]).held
+    for role in set(Role) - {Role.OTHER}:
+        assert here.of_role(role) == pytest.approx(there.of_role(role), rel=0.001, abs=64), role
+
+
+def test_offloaded_state_is_the_host_s(events: dict[str, StepEvent]) -> None:
+    name = "lab, offload of all"
+    assert planned(SPECS[name]).host_bytes == pytest.approx(events[name].memory.host_bytes, rel=0.001)
+
+
+# -- beside closed forms ---------------------------------------------------------------------------------------------
+
+LLAMA = Known(
+    family="llama", layers=32, hidden=4096, heads=32, kv_heads=32, inner=11008, vocabulary=32000, seq_len=4096
+)
+
+
+def wide(ranks: int, **changes: Any) -> Spec:
+    fields = {
+        "seq_len": 4096,
+        "micro_batch": 4,
+        "recompute": "full",
+        "precision": "bf16",
+        "backend": "fsdp2",
+        **changes,
+    }
+    return Spec(world_size=ranks).replace(held_out=0.0, **fields)
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize(("keeps", "each"), [(False, 12), (True, 16)])
+def test_model_state_is_12_bytes_a_parameter_and_16_where_gradients_stay(keeps: bool, each: int, backend: str) -> None:
+    """Values and AdamW's moments in fp32; the peak is where the backward begins, and there are no gradients yet."""
+    shape, software = shape_of(LLAMA), Software(keeps_gradients=keeps)
+    peaks = {
+        n: memory(wide(n, backend=backend, micro_batch=32), shape, device="cuda", software=software) for n in (16, 32)
+    }
+    assert {p.peak_phase for p in peaks.values()} == {"backward"}
+    slope = (peaks[16].peak_bytes - peaks[32].peak_bytes) / (shape.parameters * (1 / 16 - 1 / 32))
+    assert slope == pytest.approx(each, rel=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["lab", "fsdp2"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_model_of_which_only_sizes_are_known_is_as_one_that_was_recorded(
+    backend: str, recompute: str, precision: str
+) -> None:
+    spec = wide(64, backend=backend, recompute=recompute, precision=precision, seq_len=1024)
+    recorded, known = (memory(spec, s, device="cuda") for s in (shape_for("llama-7b"), shape_of(LLAMA)))
+    assert known.peak_bytes == pytest.approx(recorded.peak_bytes, rel=0.02)
+    assert known.at_peak.activations_bytes == pytest.approx(recorded.at_peak.activations_bytes, rel=0.06)
+
+
+def test_what_saves_memory_saves_it() -> None:
+    shape = shape_for("llama-7b")
+
+    def peak(ranks: int = 64, **changes: Any) -> int:
+        return memory(wide(ranks, **{"backend": "lab", **changes}), shape, device="cuda").peak_bytes
+
+    assert peak() > peak(128) > peak(128, offload="optimizer") > peak(128, offload="all")
+    assert peak(recompute="none") > peak(recompute="every:2") > peak()
+    assert peak(sharding="no_shard") > peak(sharding="zero1") > peak(sharding="shard_grad_op") > peak()
+    assert peak(precision="fp32") > peak() > peak(micro_batch=2)
+    assert peak(sharding="hybrid_shard", shard_size=8) > peak(sharding="hybrid_shard", shard_size=16)
+
+
+def test_a_plan_of_126_layers_takes_milliseconds() -> None:
+    shape, spec = deepened(shape_for("llama-7b"), 126), wide(64, backend="lab")
+    memory(spec, shape, device="cuda")
+    best = min(_seconds(spec, shape) for _ in range(5))
+    assert best < 0.05
+
+
+def _seconds(spec: Spec, shape: Any) -> float:
+    begin = time.perf_counter()
+    memory(spec, shape, device="cuda")
+    return time.perf_counter() - begin
+
+
+# -- beside published peaks ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[MemoryRow]:
+    return memory_rows(published())[0]
+
+
+def mape(found: list[MemoryRow]) -> float:
+    assert found
+    return sum(abs(m.error) for m in found) / len(found)
+
+
+def test_allocated_memory_of_published_rows(rows: list[MemoryRow]) -> None:
+    allocated = [m for m in rows if m.kind == "allocated"]
+    explained = [m for m in allocated if m.is_explained]
+    assert len(allocated) - len(explained) == len(UNEXPLAINED)
+    assert mape(explained) <= 0.10 and max(abs(m.error) for m in explained) <= 0.15
+    assert len({m.case.source for m in explained}) >= 2
+
+
+def test_the_rows_left_out_contradict_themselves(rows: list[MemoryRow]) -> None:
+    """Of 8 GPUs and of 512: fewer bytes a parameter between them than fp32 values and moments take."""
+    by_id = {m.case.id: m for m in rows}
+    for batch in (8, 16):
+        few, many = by_id[f"fsdp-7c-B{batch}-8"], by_id[f"fsdp-7c-B{batch}-512"]
+        between = (few.measured_bytes - many.measured_bytes) / few.case.shape.parameters / (1 / 8 - 1 / 512)
+        assert between < 6
+
+
+def test_slopes_of_published_rows(rows: list[MemoryRow]) -> None:
+    """Bytes a parameter between two numbers of GPUs: of dlrover's rows, which are exact, 12."""
+    by_id = {m.case.id: m for m in rows}
+    few, many = by_id["dlrover-7B-16"], by_id["dlrover-7B-32"]
+    parameters = few.case.shape.parameters * (1 / 16 - 1 / 32)
+    assert (few.measured_bytes - many.measured_bytes) / parameters == pytest.approx(12, abs=0.01)
+    assert (few.predicted_bytes - many.predicted_bytes) / parameters == pytest.approx(12, abs=0.3)
+
+
+def test_units_and_kinds() -> None:
+    plan = memory(wide(64), shape_of(LLAMA), device="cuda")
+    gib = in_kind(plan, {"peak_mem_unit": "GiB", "peak_mem_kind": "allocated"})
+    gb = in_kind(plan, {"peak_mem_unit": "GB", "peak_mem_kind": "allocated"})
+    mib = in_kind(plan, {"peak_mem_unit": "MB (slope fits MiB)", "peak_mem_kind": "max allocated"})
+    assert gib is not None and gb is not None and mib is not None
+    assert gb * GB == pytest.approx(gib * 2**30) == pytest.approx(plan.peak_bytes) == pytest.approx(mib * 2**20)
+    reserved = in_kind(plan, {"peak_mem_unit": "GB", "peak_mem_kind": "reserved"})
+    assert reserved is not None and reserved > plan.reserved_bytes / GB > gb
+    full = in_kind(plan, {"peak_mem_unit": "GiB", "peak_mem_kind": "reserved", "gpu_mem_gb": "16"})
+    assert full == pytest.approx(0.95 * 16)
+    assert in_kind(plan, {"peak_mem_unit": "bananas", "peak_mem_kind": "reserved"}) is None
