@@ -29,7 +29,7 @@ def number(text: str) -> Any:
 
 
 def written(value: Any) -> str:
-    return "" if value is None else str(value)
+    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 _KNOWN = {f.name: f for _, fields in GROUPS for f in fields}
