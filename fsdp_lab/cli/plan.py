@@ -10,14 +10,16 @@ import argparse
 import csv
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.cli import fields
 from fsdp_lab.cli.console import Refused
 from fsdp_lab.cli.history import say as told
-from fsdp_lab.planner.plan import Plan
-from fsdp_lab.plans import Where, curve, fewest_ranks, largest_model, planned, searched
 from fsdp_lab.spec import Spec, SpecError
+
+if TYPE_CHECKING:
+    from fsdp_lab.planner.plan import Plan
+    from fsdp_lab.plans import Where
 
 GIB = 1 << 30
 FINDS = ("strategy", "largest", "fewest")
@@ -53,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
         return batch(args)
     if args.hardware is None:
         raise Refused("no hardware is named; give --hardware a100-80, h100, h200, ... (or --batch, --validate)")
+    from fsdp_lab.plans import Where, curve, planned
+
     where = Where(hardware=args.hardware, hosts=args.hosts, network_gbit_per_s=args.network)
     specs, refused = wanted(args, where)
     if args.find is not None:
@@ -130,6 +134,7 @@ def limited(plan: Plan, limit_bytes: int | None) -> Plan:
 def find(args: argparse.Namespace, spec: Spec, where: Where) -> int:
     """0; 1 where nothing fits."""
     from fsdp_lab.cli import plan_view
+    from fsdp_lab.plans import fewest_ranks, largest_model, searched
 
     limit_bytes, device = limit(args), where.machine(spec.world_size).device.name
     if args.find == "largest":
