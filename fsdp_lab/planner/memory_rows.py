@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fsdp_lab.planner.memory import MemoryPlan, memory
 from fsdp_lab.planner.plan import CONTEXT_BYTES, device_kind
@@ -42,6 +43,12 @@ class MemoryRow:
     def error(self) -> float:
         """Relative to what was measured."""
         return self.predicted_bytes / self.measured_bytes - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.case.id, "source": self.case.source, "kind": self.kind, "is_explained": self.is_explained,
+            "measured_bytes": self.measured_bytes, "predicted_bytes": self.predicted_bytes,
+        }  # fmt: skip
 
 
 def memory_of(one: Case) -> MemoryPlan:

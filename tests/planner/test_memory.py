@@ -127,7 +127,7 @@ def test_a_plan_of_126_layers_takes_milliseconds() -> None:
     shape, spec = deepened(shape_for("llama-7b"), 126), wide(64, backend="lab")
     memory(spec, shape, device="cuda")
     best = min(_seconds(spec, shape) for _ in range(5))
-    assert best < 0.05
+    assert best < 0.25  # some 3 ms where nobody else is at work
 
 
 def _seconds(spec: Spec, shape: Any) -> float:
