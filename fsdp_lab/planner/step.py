@@ -84,15 +84,17 @@ class StepModel:
 
     @property
     def sends(self) -> int:
-        """Gathers and reductions of a micro-batch."""
+        """Collectives of a micro-batch."""
         return self._sends.total()
 
     @cached_property
     def _sends(self) -> Counter[tuple[int, Direction]]:
-        """How many gathers and reductions a unit issues each way."""
-        actions = schedule_of(len(self._units), self._rules).actions
-        sent = [a for a in actions if a.phase in (Phase.UNSHARD, Phase.REDUCE) and self.collectives(a)]
-        return Counter((a.unit, a.point.direction) for a in sent)
+        """How many collectives a unit issues each way."""
+        found = Counter[tuple[int, Direction]]()
+        for a in schedule_of(len(self._units), self._rules).actions:
+            if a.phase in (Phase.UNSHARD, Phase.REDUCE):
+                found[a.unit, a.point.direction] += len(self.collectives(a))
+        return found
 
     def _micro(self, *, ahead: bool, reduces: bool) -> Timeline:
         schedule = schedule_of(len(self._units), self._rules)
@@ -115,7 +117,9 @@ class StepModel:
         s = self._spec.strategy
         if not self._overlaps:
             return frozenset({Phase.REDUCE, Phase.UNSHARD})
-        if self._on_cpu and s.backend == "lab" and self._factor == 1:  # engine/reduction.py: sent when it is waited for
+        if (
+            self._on_cpu and s.backend == "lab" and self._replicas.size > 1
+        ):  # engine/reduction.py: sent when it is waited for
             return frozenset({Phase.REDUCE})
         if not self._on_cpu or s.backend not in AHEAD:
             return frozenset()

@@ -102,6 +102,23 @@ def test_where_nothing_overlaps_a_step_is_the_sum_of_all() -> None:
     def of(action: Action) -> float:
         return 0.0 if action.unit == 0 else seconds.get(action.phase, 0.0)
 
-    found = simulate(schedule, of, ahead=True, interference=0.5, overlaps=False)
+    found = simulate(schedule, of, ahead=True, interference=0.5,
+                     blocking=frozenset({Phase.UNSHARD, Phase.REDUCE}))  # fmt: skip
     assert found.seconds == pytest.approx(sum(map(of, schedule.actions)))
     assert found.exposed_s == pytest.approx(found.phase_s(Phase.UNSHARD) + found.phase_s(Phase.REDUCE))
+
+
+def test_what_blocks_is_waited_for_and_the_rest_overlaps() -> None:
+    """A backend on a CPU that waits for its reductions, and not for its gathers."""
+    free = simulated(gather=1.0, reduce=1.0, ahead=False)
+    schedule = schedule_of(BLOCKS + 1, Rules())
+    seconds = {Phase.UNSHARD: 1.0, Phase.REDUCE: 1.0}
+
+    def of(action: Action) -> float:
+        if action.unit == 0:
+            return 0.0
+        work = FORWARD if action.point.direction is Direction.FORWARD else BACKWARD
+        return work if action.phase is Phase.COMPUTE else seconds.get(action.phase, 0.0)
+
+    waits = simulate(schedule, of, ahead=False, interference=0.0, blocking=frozenset({Phase.REDUCE}))
+    assert waits.seconds == pytest.approx(free.seconds + BLOCKS - 1)  # the last reduction is waited for anyway

@@ -64,8 +64,11 @@ def run(args: argparse.Namespace) -> int:
 def wanted(args: argparse.Namespace) -> list[Spec]:
     """Raises Refused, in the words of the command line."""
     from fsdp_lab.bench.planned import strategies
+    from fsdp_lab.models.preset_shapes import shape_for
 
     try:
+        for model in args.model.split(","):
+            shape_for(model)  # one that nobody knows is refused before ranks start
         bases = [
             Spec(world_size=args.ranks).replace(
                 model=model, precision=precision, seq_len=args.seq_len, micro_batch=args.micro_batch
