@@ -278,12 +278,9 @@ def test_an_answer_is_at_once(capsys):
     page = WhatIf(hardware="h100")
     taken = []
     try:
-        for changes in (
-            {"world_size": 512},
-            {"model": "gpt2-6.7b"},
-            {"sharding": "hybrid_shard"},
-            {"recompute": "full"},
-        ):
+        wanted = ({"world_size": 1024}, {"sharding": "hybrid_shard"}, {"sharding": "full_shard"}, {"model": "llama-405b"},
+                  {"recompute": "full"}, {"hardware": "h200"})  # fmt: skip
+        for changes in wanted:
             page.choose(**changes)
             page.settle()
             taken.append((changes, page.answered_s, page.drawn_s))
