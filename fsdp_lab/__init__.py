@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fsdp_lab.report import write_report
     from fsdp_lab.runs import Comparison, Evaluating, History, Recommendation, Recovering, Run, RunState, Saving
     from fsdp_lab.spec import Precision, Spec, SpecError, Strategy, Workload
+    from fsdp_lab.table import Table
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ __all__ = [
     "SpecError",
     "StepEvent",
     "Strategy",
+    "Table",
     "Traffic",
     "WhatIf",
     "Workload",
@@ -69,6 +71,7 @@ _HOME = {
     "SpecError": "fsdp_lab.spec",
     "StepEvent": "fsdp_lab.events",
     "Strategy": "fsdp_lab.spec",
+    "Table": "fsdp_lab.table",
     "Traffic": "fsdp_lab.events",
     "WhatIf": "fsdp_lab.dashboard",
     "Workload": "fsdp_lab.spec",

@@ -148,7 +148,7 @@ def find(args: argparse.Namespace, spec: Spec, where: Where) -> int:
         nearest = None if search.nearest is None else search.nearest.to_dict()
         say({"top": top, "considered": search.considered, "fitting": search.fitting, "nearest": nearest})
     else:
-        plan_view.show_search(search, spec)
+        told(repr(search))
     return 0 if search.top else 1
 
 
@@ -185,13 +185,16 @@ def read_rows(file: Path) -> list[dict[str, str]]:
 
 
 def validate(args: argparse.Namespace) -> int:
-    from fsdp_lab.planner import validate as published
+    """Step times, each row predicted without its source; and memory, to which nothing is fitted but what is said."""
+    from fsdp_lab.planner import memory_rows
+    from fsdp_lab.planner import validate as times
 
-    found = published.validate(published.published())
+    rows = times.published()
+    found, (peaks, _) = times.validate(rows), memory_rows.memory_rows(rows)
     if args.json:
-        say(found.to_dict())
+        say({**found.to_dict(), "memory": [peak.to_dict() for peak in peaks]})
     else:
-        print("\n".join(found.lines()))
+        told("\n".join([*found.lines(), "", "Peak memory:", *memory_rows.lines(peaks)]))
     return 0
 
 

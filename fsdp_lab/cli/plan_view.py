@@ -10,7 +10,6 @@ from fsdp_lab.model_shape import ModelShape
 from fsdp_lab.planner import words
 from fsdp_lab.planner.devices import Machine
 from fsdp_lab.planner.plan import Plan
-from fsdp_lab.planner.search import Search
 from fsdp_lab.spec import Spec
 from fsdp_lab.table import Table, count
 
@@ -27,12 +26,6 @@ def show(plans: Sequence[Plan], along: Sequence[Plan], binds: str) -> None:
             [*words.sentences(plan), *(f"\n{table!r}" for table in tables), "", f"{binds[0].upper()}{binds[1:]}."]
         )
     )
-
-
-def show_search(search: Search, asked: Spec) -> None:
-    if search.top:
-        say(repr(words.search_table(search, asked)))
-    say(words.search_sentence(search, asked))
 
 
 def show_rows(rows: Sequence[Mapping[str, Any]]) -> None:

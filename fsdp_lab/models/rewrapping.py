@@ -101,6 +101,8 @@ def _whole(shape: ModelShape) -> ModelShape:
 
 # -- another depth ---------------------------------------------------------------------------------------------------
 
+MIDDLE = 2  # of a stack's blocks, the first that is as those after it
+
 
 def deepened(shape: ModelShape, blocks: int) -> ModelShape:
     """The model with so many blocks in all, of wrap "block"; those of its stacks in the same proportion. What its root saves
@@ -113,11 +115,12 @@ def deepened(shape: ModelShape, blocks: int) -> ModelShape:
     times: dict[int, int] = {}
     for places in stacks.values():
         wanted = max(1, round(blocks * len(places) / (len(shape.units) - 1)))
-        second = min(1, len(places) - 1)
+        middle = MIDDLE if len(places) > 2 * MIDDLE else min(1, len(places) - 1)
         if wanted >= len(places):
-            times[places[second]] = wanted - len(places) + 1
+            times[places[middle]] = wanted - len(places) + 1
         else:
-            times.update(dict.fromkeys(places[second : second + len(places) - wanted], 0))
+            first = min(middle, wanted)
+            times.update(dict.fromkeys(places[first : first + len(places) - wanted], 0))
     grown = repeated(shape, times)
     return dataclasses.replace(grown, name=f"{shape.name}, {len(grown.units) - 1} blocks")
 

@@ -1,7 +1,7 @@
 """`shape_of`: what a planner needs of a model, from its config alone: units, products, and the tapes of a step.
 
-The model is built on meta. Where its blocks are alike, as many as tell the first, a middle one and the last two apart are
-recorded, and the middle one is repeated; so a model of 126 layers takes as long as one of four.
+The model is built on meta. Where its blocks are alike, as many as tell the first two, a middle one and the last two apart
+are recorded, and the middle one is repeated; so a model of 126 layers takes as long as one of five.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from fsdp_lab.model_shape import ALLOCATED, FREED, Change, ModelShape, Saved, Si
 from fsdp_lab.models.build import build_skeleton
 from fsdp_lab.models.configs import first_line, resolve
 from fsdp_lab.models.facts import Facts, facts_of
-from fsdp_lab.models.rewrapping import repeated, rewrapped
+from fsdp_lab.models.rewrapping import MIDDLE, repeated, rewrapped
 from fsdp_lab.models.tape import SAMPLES, Recording, owners, products_of, record
 from fsdp_lab.schedule import Direction, Moment
 from fsdp_lab.spec import SpecError, Strategy
 
-ENOUGH = 4  # blocks of a stack: the first, one in the middle, the last two
+ENOUGH = (
+    5  # blocks of a stack: the first two (a T5's first makes biases, and sums of their gradients end in its second)
+)
 _DEPTHS = (
     "num_hidden_layers",
     "n_layer",
@@ -221,10 +223,10 @@ def _saved(tape: Sequence[Stretch], calls: set[int]) -> Saved:
 
 
 def _deepened(shape: ModelShape, model: nn.Module, inside: Sequence[Sequence[nn.Module]]) -> ModelShape:
-    """With the second block of each stack repeated as often as the whole model has it."""
+    """With the middle block of each stack repeated as often as the whole model has it."""
     names = _names(model, inside)
     whole, few = _stacks(names), _stacks(shape.unit_names[1:])
-    times = {few[stack][1] + 1: len(places) - ENOUGH + 1 for stack, places in whole.items()}
+    times = {few[stack][MIDDLE] + 1: len(places) - ENOUGH + 1 for stack, places in whole.items()}
     grown = repeated(shape, times)
     units = list(grown.units)
     saved = {dtype: _saved(grown.tapes[key], {0}) for dtype, key in _TAPES.items()}

@@ -27,9 +27,10 @@ def _predicted(row: Row, rates: Rates) -> dict[str, Any]:
     except SpecError as e:
         return {"id": name, "error": str(e)}
     tokens_per_s = found.tokens_per_s / one.spec.world_size
+    tflops = tokens_per_s * flops_per_token(one, row) / 1e12
     return {
-        "id": name, "tokens_per_s_per_gpu": tokens_per_s, "tflops_per_gpu": tokens_per_s * flops_per_token(one, row) / 1e12,
-        "peak_mem": in_kind(found.memory, row), "step_time_s": found.step_time_s, "assumed": {**found.assumed, **one.assumed},
+        "id": name, "tokens_per_s_per_gpu": tokens_per_s, "tflops_per_gpu": tflops, "peak_mem": in_kind(found.memory, row),
+        "step_time_s": found.step_time_s, "assumed": {**found.assumed, **one.assumed},
     }  # fmt: skip
 
 

@@ -47,7 +47,8 @@ class Software:
     (torchtitan's selective activation checkpoints). `stops_early`: recompute stops when the last tensor that the backward
     needs is there, before the unit's last product (torch's checkpoints since 2.1). `fused_optimizer`: one pass over AdamW's
     state; torch's default makes eight. `keeps_gradients`: between steps they are filled with zeros, and not dropped (torch's
-    optimizers before 2.0).
+    optimizers before 2.0). `holds_scores`: the peak has the matrix of scores in it, though the step is as quick as with a
+    fused kernel.
     """
 
     attention: Attention = Attention.FLASH2
@@ -55,6 +56,7 @@ class Software:
     stops_early: bool = True
     fused_optimizer: bool = False
     keeps_gradients: bool = False
+    holds_scores: bool = False
 
 
 USUAL = Software()

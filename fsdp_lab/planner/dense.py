@@ -220,7 +220,7 @@ def block_operators(unit: UnitShape, item: int, software: Software, compiled: bo
     width = unit.pair_flops / 4 / attends
     heads = unit.heads / attends
     kv = width if is_t5 else _kv(unit, width)
-    plain = is_t5 or software.attention is Attention.PLAIN
+    plain = is_t5 or software.holds_scores or software.attention is Attention.PLAIN
     one_kernel = compiled or not (gated or is_t5)
     weight = iter(range(len(unit.parameters)))
     x = X

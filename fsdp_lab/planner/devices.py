@@ -126,6 +126,7 @@ class Machine:
     network_bytes_per_s: float  # of a host
     assumed: Mapping[str, str]
     collectives: Mapping[str, Curve] = field(default_factory=dict)  # where measured: seconds by kind and link bytes
+    pairs: Mapping[str, Curve] = field(default_factory=dict)  # the same of groups of two, all at once
 
     @property
     def hosts(self) -> int:

@@ -35,7 +35,7 @@ def seconds(kind: str, payload_bytes: float, group: Group, machine: Machine, rat
         return 0.0
     sent = link_bytes(kind, payload_bytes, group.size)
     if kind in machine.collectives:
-        return machine.collectives[kind](sent)
+        return _measured(kind, sent, group.size, machine)
     inside = min(machine.per_host, group.size * group.stride)
     shared = 1 if machine.device.switched else inside
     slowest = sent * shared / (machine.device.link_bytes_per_s * rates.link)
@@ -43,6 +43,15 @@ def seconds(kind: str, payload_bytes: float, group: Group, machine: Machine, rat
         rings = min(group.stride, machine.per_host)  # as many groups cross a host's network at once
         slowest = max(slowest, sent * rings / (machine.network_bytes_per_s * rates.network))
     return slowest + rates.latency_s * (group.size - 1)
+
+
+def _measured(kind: str, sent: float, size: int, machine: Machine) -> float:
+    """Between what was measured of all ranks and of pairs, where there were pairs."""
+    whole = machine.collectives[kind](sent)
+    if kind not in machine.pairs or machine.ranks == 2:
+        return whole
+    along = (size - 2) / (machine.ranks - 2)
+    return along * whole + (1 - along) * machine.pairs[kind](sent)
 
 
 def late_s(size: int, rates: Rates) -> float:

@@ -21,7 +21,7 @@ as a GPU wants them. That path has not been held against a GPU's steps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean, median
 from typing import Any
@@ -35,6 +35,7 @@ from fsdp_lab.planner.step import AHEAD, StepModel
 from fsdp_lab.spec import BACKENDS, Spec
 
 SMALL = ("deep", "shallow", "whole")
+Row = Sequence[float]
 MOST = 4.0  # of interference, and of a collective's stretch
 
 
@@ -86,8 +87,8 @@ class Calibration:
     seconds: float  # how long it took
     name: str  # of the device
     devices: tuple[str, ...]  # one a rank
-    probes: Mapping[str, Any]  # what `fsdp_lab.rank.calibration` measured: the mean over ranks
-    shapes: tuple[ModelShape, ...]  # of the references, in their order
+    probes: Mapping[str, Any] = field(repr=False)  # what `fsdp_lab.rank.calibration` measured: the mean over ranks
+    shapes: tuple[ModelShape, ...] = field(repr=False)  # of the references, in their order
 
     @property
     def ranks(self) -> int:
@@ -125,10 +126,7 @@ class Calibration:
         copies = Curve.of(p["copies"])
         measured = Measured(products=products, scores=scores, copies=copies,
                             updates={name: Curve.of(rows) for name, rows in p["updates"].items()})  # fmt: skip
-        collectives = {
-            kind: Curve.of((link_bytes(kind, payload, self.ranks), seconds) for payload, seconds in rows)
-            for kind, rows in p["collectives"].items()
-        }
+        collectives, pairs = _curves(p["collectives"], self.ranks), _curves(p.get("pairs", {}), 2)
         fastest = max((curve.best for curve in collectives.values()), default=2 * copies.best)
         device = Device(
             name=self.name, peak_flops_per_s=peaks, matrix_share=1.0, memory_bytes=int(p["memory_bytes"]),
@@ -136,7 +134,7 @@ class Calibration:
             generation="here" if self.on_gpu else "cpu", assumed={}, measured=measured,
         )  # fmt: skip
         return Machine(device=device, ranks=self.ranks, per_host=self.ranks, network_bytes_per_s=fastest, assumed={},
-                       collectives=collectives)  # fmt: skip
+                       collectives=collectives, pairs=pairs)  # fmt: skip
 
     @cached_property
     def rates(self) -> Rates:
@@ -237,6 +235,14 @@ class Calibration:
                        probes=d["probes"], shapes=shapes)  # fmt: skip
         except (KeyError, TypeError) as e:
             raise ValueError(f"this is no calibration ({type(e).__name__}: {e}); make one with lab.calibrate()") from e
+
+
+def _curves(rows: Mapping[str, Sequence[Row]], size: int) -> dict[str, Curve]:
+    """By link bytes; rows of payload bytes."""
+    return {
+        kind: Curve.of((link_bytes(kind, payload, size), seconds) for payload, seconds in each)
+        for kind, each in rows.items()
+    }
 
 
 def _tensors(shape: ModelShape) -> int:

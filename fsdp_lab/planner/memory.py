@@ -164,7 +164,8 @@ def _micros(accumulate: int, sync: str) -> list[int]:
 
 
 def tape_of(shape: ModelShape, spec: Spec, software: Software = USUAL) -> Sequence[Stretch]:
-    """The tape of a precision; with some blocks computed again, block by block of the one or the other."""
+    """The tape of a precision; with some blocks computed again, block by block of the one or the other. Where a model is one
+    unit, "every:K" is taken as "none": rather too much than too little."""
     s = spec.strategy
     if not shape.tapes:
         again = frozenset(recomputed(spec, len(shape.units)))

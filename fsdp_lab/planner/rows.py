@@ -195,7 +195,7 @@ def _software(reader: _Reader) -> tuple[Software, str]:
     kernel = Attention.FLASH2
     if "Composer" in framework:
         kernel = Attention.FLASH1  # MPT's attn_impl of 2023
-    elif "t5" in model or "ATorch" in framework or re.search(r"2304\.11277|AWS'?$|1 Trillion|SC21|2104\.04473", named):
+    elif "t5" in model or re.search(r"2304\.11277|AWS'?$|1 Trillion|SC21|2104\.04473", named):
         kernel = Attention.PLAIN  # before fused attention
     reader.assume("attention", kernel.value)
     if not told and re.search("torchtitan|titan", framework):
@@ -208,7 +208,8 @@ def _software(reader: _Reader) -> tuple[Software, str]:
     if "op" in told or (told == "selective" and re.search("torchtitan|torchtrain", framework)):
         return Software(attention=kernel, operators=True, fused_optimizer=fused), "full"
     used = Software(attention=kernel, stops_early=not _before_torch_21(reader), fused_optimizer=fused,
-                    keeps_gradients="2304.11277" in reader.text("source"))  # fmt: skip
+                    keeps_gradients="2304.11277" in reader.text("source"),
+                    holds_scores="ATorch" in framework)  # fmt: skip
     if told.startswith("selective"):
         reader.assume("selective", "every second block")
         return used, "every:2"

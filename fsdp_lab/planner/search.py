@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 
 from fsdp_lab.model_shape import ModelShape
+from fsdp_lab.planner import words
 from fsdp_lab.planner.compute import USUAL, Software
 from fsdp_lab.planner.devices import Machine
 from fsdp_lab.planner.memory import memory
@@ -32,14 +34,23 @@ class Found:
     why: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Search:
     """`top`: at most as many as were asked for, the fastest first. Empty: nothing fits, and `nearest` lacks least."""
 
+    asked: Spec
     top: tuple[Found, ...]
     considered: int
     fitting: int
     nearest: Plan | None = None
+
+    def __repr__(self) -> str:
+        table = [repr(words.search_table(self))] if self.top else []
+        return "\n".join([*table, words.search_sentence(self)])
+
+    def _repr_html_(self) -> str:
+        table = words.search_table(self)._repr_html_() if self.top else ""
+        return f"{table}<p>{escape(words.search_sentence(self))}</p>"
 
 
 def search(
@@ -78,9 +89,9 @@ def search(
         if fitting:
             best = _different(sorted(fitting, key=lambda p: p.step_time_s), count)
             top = tuple(Found(plan=p, why=_why(p, best[0], len(fitting))) for p in best)
-            return Search(top=top, considered=considered, fitting=len(fitting))
+            return Search(asked=spec, top=top, considered=considered, fitting=len(fitting))
     nearest = planned(min(lacking, key=lambda one: one[0])[1]) if lacking else None
-    return Search(top=(), considered=considered, fitting=0, nearest=nearest)
+    return Search(asked=spec, top=(), considered=considered, fitting=0, nearest=nearest)
 
 
 def candidates(spec: Spec, per_host: int, offloads: Sequence[str] = ("none",)) -> Iterator[Spec]:

@@ -84,22 +84,22 @@ def figures(p: Plan) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def search_table(search: Search, asked: Spec) -> Table:
+def search_table(search: Search) -> Table:
     rows = (
-        (str(i), strategy(asked, one.plan.spec), one.why, duration(one.plan.step_time_s), f"{one.plan.mfu:.1%}",
+        (str(i), strategy(search.asked, one.plan.spec), one.why, duration(one.plan.step_time_s), f"{one.plan.mfu:.1%}",
          size(one.plan.memory.reserved_bytes))
         for i, one in enumerate(search.top, 1)
     )  # fmt: skip
     return Table(columns=("", "strategy", "why", "step", "MFU", "memory"), rows=tuple(rows), left=LEFT)
 
 
-def search_sentence(search: Search, asked: Spec) -> str:
+def search_sentence(search: Search) -> str:
     """How many fit; or what comes nearest."""
     if search.top:
         return f"{search.fitting} of {search.considered} strategies fit."
     if search.nearest is None:
-        return f"{asked.strategy.backend} has no strategy to choose from here."
-    nearest = f"{strategy(asked, search.nearest.spec)}. It {fits(search.nearest)}."
+        return f"{search.asked.strategy.backend} has no strategy to choose from here."
+    nearest = f"{strategy(search.asked, search.nearest.spec)}. It {fits(search.nearest)}."
     return f"None of {search.considered} strategies fits. Nearest: {nearest}"
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 from fsdp_lab.backends import build, fill
@@ -75,20 +76,22 @@ class Probe:
         `trainers`: of what steps are timed, in turns with all else.
 
         Returns: {"products": {dtype: [[FLOPs, s]]}, "scores": {dtype: [[scores, FLOPs, s]]}, "copies": [[bytes, s]],
-        "updates": {optimizer: [[elements, s]]}, "collectives": {kind: [[payload bytes, s]]}, "steps": [[s, ...]] by trainer,
-        "memory_bytes"}. Rows of one size come once a pass.
+        "updates": {optimizer: [[elements, s]]}, "collectives": {kind: [[payload bytes, s]]}, "pairs": the same of two,
+        "steps": [[s, ...]] by trainer, "memory_bytes"}. Rows of one size come once a pass.
         """
         self._prepare(trainers)
-        found = [{**self._rates(dtypes), "steps": self._turn(trainers)} for _ in range(passes)]
+        with self._paired() as pair:
+            found = [{**self._rates(dtypes, pair), "steps": self._turn(trainers)} for _ in range(passes)]
         return {**_joined(found), "memory_bytes": self._memory_bytes()}
 
-    def _rates(self, dtypes: Sequence[str]) -> dict[str, Any]:
+    def _rates(self, dtypes: Sequence[str], pair: dist.ProcessGroup | None) -> dict[str, Any]:
         return {
             "products": {d: list(self.products(DTYPES[d])) for d in dtypes},
             "scores": {d: list(self.scores(DTYPES[d])) for d in dtypes},
             "copies": list(self.copies()),
             "updates": {name: list(self.updates(name)) for name in ("adamw", "sgd")},
-            "collectives": {kind: list(self.collectives(kind)) for kind in KINDS if self._seat.world_size > 1},
+            "collectives": self.collectives(self._world),
+            "pairs": {} if pair is None else self.collectives(pair),
         }
 
     # -- computing ------------------------------------------------------------------------------------------------
@@ -148,11 +151,15 @@ class Probe:
 
     # -- communication --------------------------------------------------------------------------------------------
 
-    def collectives(self, kind: str) -> Iterator[list[float]]:
-        """[payload bytes, seconds] from issue to the end of the wait."""
+    def collectives(self, group: dist.ProcessGroup) -> dict[str, list[list[float]]]:
+        """By kind, of a group; none of one rank."""
+        return {kind: list(self._sent(kind, group)) for kind in KINDS if group.size() > 1}
+
+    def _sent(self, kind: str, group: dist.ProcessGroup) -> Iterator[list[float]]:
+        """[payload bytes, seconds] from issue to the end of the wait, behind a computation as in a step."""
         compute = self._work(BESIDE_S)
         for size, times in _SENT.items():
-            issue = self._issue(kind, size)
+            issue = self._issue(kind, size, group)
             issue().wait()
             taken = []
             for _ in range(times):
@@ -164,17 +171,32 @@ class Probe:
                 taken.append(time.perf_counter() - begun_s)
             yield [float(size), median(taken)]
 
-    def _issue(self, kind: str, size: int) -> Callable[[], Any]:
+    def _issue(self, kind: str, size: int, group: dist.ProcessGroup) -> Callable[[], Any]:
         """What begins a collective of so many bytes of payload."""
-        ranks, group = self._seat.world_size, self._world
-        part = torch.ones(max(1, size // 4 // ranks), device=self._device)
-        whole = torch.ones(part.numel() * ranks, device=self._device)
+        part = torch.ones(max(1, size // 4 // group.size()), device=self._device)
+        whole = torch.ones(part.numel() * group.size(), device=self._device)
         calls: Mapping[str, Callable[[], Any]] = {  # what they write is new memory, as in a step
             "all_gather": lambda: collectives.all_gather(torch.empty_like(whole), part, group),
             "reduce_scatter": lambda: collectives.reduce_scatter(torch.empty_like(part), whole, group),
             "all_reduce": lambda: collectives.all_reduce(whole, group),
         }
         return calls[kind]
+
+    @contextmanager
+    def _paired(self) -> Iterator[dist.ProcessGroup | None]:
+        """This rank's group with its neighbour; None where two are all, or one would be left over."""
+        size = self._seat.world_size
+        if size == 2 or size % 2:
+            yield None
+            return
+        groups = [dist.new_group([rank, rank + 1]) for rank in range(0, size, 2)]
+        try:
+            yield groups[self._seat.rank // 2]
+        finally:
+            self._meet()
+            for group in groups:
+                if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                    dist.destroy_process_group(group)
 
     # -- whole steps ----------------------------------------------------------------------------------------------
 

@@ -36,9 +36,10 @@ def test_products_are_those_that_are_counted(name: str) -> None:
     assert 3 * shape_for(name).forward_flops(128) == pytest.approx(counted, rel=0.003)
 
 
-def test_a_deep_model_is_recorded_by_four_of_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["llama-10m", "t5-60m"])
+def test_a_deep_model_is_recorded_by_five_of_its_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "ENOUGH", 1000)
-    assert shape_of("llama-10m") == shape_for("llama-10m")
+    assert shape_of(name) == shape_for(name)
 
 
 @pytest.mark.parametrize("name", SMALL)

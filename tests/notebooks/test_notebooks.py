@@ -18,6 +18,7 @@ NAMES = (
     "03_inside_a_step.ipynb",
     "04_compare_strategies.ipynb",
     "05_nothing_lost.ipynb",
+    "06_before_you_rent.ipynb",
 )
 
 
@@ -63,7 +64,7 @@ def test_the_second_one_was_saved_with_a_plot_a_table_and_equal_losses():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*NAMES[:3], NAMES[4]])  # the fourth: tests/browser/test_compare_notebook.py
+@pytest.mark.parametrize("name", [*NAMES[:3], *NAMES[4:]])  # the fourth: tests/browser/test_compare_notebook.py
 def test_it_runs_from_top_to_bottom(name: str, tmp_path: Path):
     notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
     if name == NAMES[0]:

@@ -13,7 +13,7 @@ from fsdp_lab.models.rewrapping import deepened
 from fsdp_lab.planner.compute import Software
 from fsdp_lab.planner.known import Known, shape_of
 from fsdp_lab.planner.memory import memory
-from fsdp_lab.planner.memory_rows import UNEXPLAINED, MemoryRow, in_kind, memory_rows
+from fsdp_lab.planner.memory_rows import UNEXPLAINED, MemoryRow, in_kind, lines, mape, memory_rows
 from fsdp_lab.planner.validate import published
 from fsdp_lab.spec import Spec
 from tests.planner.measured import USUAL, Beside, beside, measured, planned
@@ -127,7 +127,7 @@ def test_a_plan_of_126_layers_takes_milliseconds() -> None:
     shape, spec = deepened(shape_for("llama-7b"), 126), wide(64, backend="lab")
     memory(spec, shape, device="cuda")
     best = min(_seconds(spec, shape) for _ in range(5))
-    assert best < 0.05
+    assert best < 0.25  # some 3 ms where nobody else is at work
 
 
 def _seconds(spec: Spec, shape: Any) -> float:
@@ -144,17 +144,13 @@ def rows() -> list[MemoryRow]:
     return memory_rows(published())[0]
 
 
-def mape(found: list[MemoryRow]) -> float:
-    assert found
-    return sum(abs(m.error) for m in found) / len(found)
-
-
 def test_allocated_memory_of_published_rows(rows: list[MemoryRow]) -> None:
     allocated = [m for m in rows if m.kind == "allocated"]
     explained = [m for m in allocated if m.is_explained]
-    assert len(allocated) - len(explained) == len(UNEXPLAINED)
+    assert {m.case.id for m in rows if not m.is_explained} == set(UNEXPLAINED)
     assert mape(explained) <= 0.10 and max(abs(m.error) for m in explained) <= 0.15
     assert len({m.case.source for m in explained}) >= 2
+    assert any(line.startswith(f"allocated memory, {len(explained)} rows") for line in lines(rows))
 
 
 def test_the_rows_left_out_contradict_themselves(rows: list[MemoryRow]) -> None:
@@ -164,6 +160,8 @@ def test_the_rows_left_out_contradict_themselves(rows: list[MemoryRow]) -> None:
         few, many = by_id[f"fsdp-7c-B{batch}-8"], by_id[f"fsdp-7c-B{batch}-512"]
         between = (few.measured_bytes - many.measured_bytes) / few.case.shape.parameters / (1 / 8 - 1 / 512)
         assert between < 6
+    alone = by_id["kempner-01"]
+    assert alone.measured_bytes / alone.case.shape.parameters < 12
 
 
 def test_slopes_of_published_rows(rows: list[MemoryRow]) -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fsdp_lab.bench.planned import AIM, Compared, compared, figures, strategies
 from fsdp_lab.cli.bench.environment import environment
 from fsdp_lab.cli.console import Failed, Refused
 from fsdp_lab.cli.results import check_file, write_file
 from fsdp_lab.spec import Spec, SpecError
+
+if TYPE_CHECKING:
+    from fsdp_lab.bench.planned import Compared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         raise Refused(f"--rounds {args.rounds} is refused; give a whole number of 1 or more")
     specs = wanted(args)
 
+    from fsdp_lab.bench.planned import compared, figures
     from fsdp_lab.cli import session
     from fsdp_lab.cluster import ClusterError
 
@@ -59,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
 
 def wanted(args: argparse.Namespace) -> list[Spec]:
     """Raises Refused, in the words of the command line."""
+    from fsdp_lab.bench.planned import strategies
+
     try:
         bases = [
             Spec(world_size=args.ranks).replace(
@@ -74,6 +80,7 @@ def wanted(args: argparse.Namespace) -> list[Spec]:
 
 def report(rows: list[Compared]) -> str:
     """A line for each Spec, and one for all of them."""
+    from fsdp_lab.bench.planned import AIM, figures
     from fsdp_lab.table import Table
 
     cells = []
