@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from statistics import median
 
 import pytest
 from bokeh.document import Document
@@ -267,9 +268,8 @@ def test_every_card_draws_what_it_writes(page):
 
 
 def test_a_model_that_is_no_preset_is_built_off_the_thread_of_messages(page):
-    began = time.perf_counter()
     page.choose(model={**PRESETS["llama-1m"].config, "num_hidden_layers": 3}, seq_len=64)
-    assert time.perf_counter() - began < 0.5  # building takes seconds
+    assert page.choices.wanted.spec.workload.model == "gpt2-124m"  # building takes seconds, and this did not wait
     assert len(page.answer.plan.shape.units) == 4
     assert page.refusals == {}
 
@@ -278,12 +278,9 @@ def test_an_answer_is_at_once(capsys):
     page = WhatIf(hardware="h100")
     taken = []
     try:
-        for changes in (
-            {"world_size": 512},
-            {"model": "gpt2-6.7b"},
-            {"sharding": "hybrid_shard"},
-            {"recompute": "full"},
-        ):
+        wanted = ({"world_size": 1024}, {"sharding": "hybrid_shard"}, {"sharding": "full_shard"}, {"model": "llama-405b"},
+                  {"recompute": "full"}, {"hardware": "h200"})  # fmt: skip
+        for changes in wanted:
             page.choose(**changes)
             page.settle()
             taken.append((changes, page.answered_s, page.drawn_s))
@@ -294,8 +291,8 @@ def test_an_answer_is_at_once(capsys):
             print(
                 f"\n{changes}: answered in {1e3 * answered_s:.0f} ms, with its curve in {1e3 * drawn_s:.0f} ms", end=""
             )
-    assert min(answered_s for _, answered_s, _ in taken) < 0.5 * SOON_S
-    assert min(drawn_s for _, _, drawn_s in taken) < SOON_S
+    assert median(answered_s for _, answered_s, _ in taken) < 0.5 * SOON_S
+    assert median(drawn_s for _, _, drawn_s in taken) < SOON_S
 
 
 def test_closing_frees_every_widget():
