@@ -20,7 +20,7 @@ from fsdp_lab.planner.step import StepModel, StepTime, recomputed
 from fsdp_lab.spec import Spec, SpecError
 
 CONTEXT_BYTES = 1 << 30  # of a GPU's memory: CUDA's context, NCCL's buffers and the libraries' workspaces
-BOUND = 0.2  # of a step: more exposed communication than this, and communication is what binds
+BOUND = 0.2  # of a step: what is lost to communication, exposed or beside computing, binds from there on
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -94,7 +94,7 @@ class Plan:
     @property
     def binding(self) -> str:
         """What makes a step as long as it is: "communication", "computing" or "the loop"."""
-        if self.exposed_share > BOUND:
+        if self.step.exposed_comm_s + self.step.slowed_s > BOUND * self.step_time_s:
             return "communication"
         return "computing" if self.step.computing_s > self.step_time_s / 2 else "the loop"
 
@@ -123,7 +123,7 @@ class Plan:
             "memory_at_peak_bytes": {role.value: self.memory.at_peak.of_role(role) for role in Role},
             "step_time_s": self.step_time_s, "tokens_per_s": self.tokens_per_s,
             "tokens_per_s_per_rank": self.tokens_per_s / ranks, "tflops_per_rank": self.flops_per_s / 1e12,
-            "mfu": self.mfu, "hfu": self.hfu, "computing_s": self.step.computing_s, "optimizer_s": self.step.optimizer_s,
+            "mfu": self.mfu, "hfu": self.hfu, "computing_s": self.step.computing_s, "slowed_s": self.step.slowed_s, "optimizer_s": self.step.optimizer_s,
             "comm_s_per_step": dict(self.comm_s), "comm_bytes_per_step": dict(self.link_bytes),
             "exposed_comm_s": self.step.exposed_comm_s, "binding": self.binding, "assumed": dict(self.assumed),
         }  # fmt: skip

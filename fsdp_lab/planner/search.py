@@ -228,6 +228,7 @@ def _why(one: Plan, best: Plan, fitting: int) -> str:
     slower = one.step_time_s / best.step_time_s - 1
     causes = {
         "more exposed communication": one.step.exposed_comm_s - best.step.exposed_comm_s,
+        "slowed more by sending": one.step.slowed_s - best.step.slowed_s,
         "more computing": one.step.computing_s - best.step.computing_s,
         "a longer optimizer step": one.step.optimizer_s - best.step.optimizer_s,
     }

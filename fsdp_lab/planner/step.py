@@ -32,7 +32,8 @@ class StepTime:
     """Seconds of a rank."""
 
     seconds: float
-    computing_s: float  # of the step; with what is exposed, the optimizer and the loop it is the whole
+    computing_s: float  # by itself
+    slowed_s: float  # what computing loses to collectives beside it, and to ranks that come late
     exposed_comm_s: float
     optimizer_s: float
     loud: int  # micro-batches that communicate gradients, and those that do not
@@ -76,11 +77,18 @@ class StepModel:
         seconds = loud * whole.seconds + quiet * silent.seconds + optimizer
         seconds += self._rates.step_s + self._rates.host(s.backend).step_s
         exposed = loud * whole.exposed_s + quiet * silent.exposed_s
-        computing = loud * whole.phase_s(Phase.COMPUTE) + quiet * silent.phase_s(Phase.COMPUTE)
+        alone = (loud + quiet) * self._computing_s
+        slowed = loud * whole.phase_s(Phase.COMPUTE) + quiet * silent.phase_s(Phase.COMPUTE) - alone
         return StepTime(
-            seconds=seconds, computing_s=computing, exposed_comm_s=exposed, optimizer_s=optimizer, loud=loud, quiet=quiet,
-            timeline=whole,
+            seconds=seconds, computing_s=alone, slowed_s=slowed, exposed_comm_s=exposed, optimizer_s=optimizer, loud=loud,
+            quiet=quiet, timeline=whole,
         )  # fmt: skip
+
+    @property
+    def _computing_s(self) -> float:
+        """Of a micro-batch, with nothing beside it."""
+        schedule = schedule_of(len(self._units), self._rules)
+        return sum(self.seconds(action, schedule) for action in schedule.actions if action.phase is Phase.COMPUTE)
 
     @property
     def sends(self) -> int:

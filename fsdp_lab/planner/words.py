@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.events import Role
 from fsdp_lab.spec import Spec
@@ -50,8 +50,22 @@ def time_table(plan: Plan) -> Table:
     step = plan.step
     sent = [f"{duration(plan.comm_s[kind])}, {size(plan.link_bytes[kind])}" for kind in plan.comm_s]
     return Table(
-        columns=("computing", "exposed communication", "optimizer", *(kind.replace("_", " ") for kind in plan.comm_s)),
-        rows=((duration(step.computing_s), duration(step.exposed_comm_s), duration(step.optimizer_s), *sent),),
+        columns=(
+            "computing",
+            "slowed by sending",
+            "exposed communication",
+            "optimizer",
+            *(kind.replace("_", " ") for kind in plan.comm_s),
+        ),
+        rows=(
+            (
+                duration(step.computing_s),
+                duration(step.slowed_s),
+                duration(step.exposed_comm_s),
+                duration(step.optimizer_s),
+                *sent,
+            ),
+        ),
     )
 
 
@@ -69,11 +83,14 @@ def table(plans: Sequence[Plan]) -> Table:
     flat = [p.spec.flat() for p in plans]
     differing = [name for name in flat[0] if any(one[name] != flat[0][name] for one in flat)]
     names = tuple({"world_size": "ranks"}.get(name, name).replace("_", " ") for name in differing)
-    rows = (
-        (*("auto" if one[n] is None else str(one[n]) for n in differing), *figures(p))
-        for p, one in zip(plans, flat, strict=True)
-    )
+    rows = ((*(_cell(one[n]) for n in differing), *figures(p)) for p, one in zip(plans, flat, strict=True))
     return Table(columns=(*names, *FIGURES), rows=tuple(rows), left=LEFT | {n for n in names if n != "ranks"})
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "auto"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def figures(p: Plan) -> tuple[str, ...]:

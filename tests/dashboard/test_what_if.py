@@ -144,7 +144,7 @@ def test_a_choice_is_answered_and_drawn(page):
     assert classes == pytest.approx(after.plan.memory.peak_bytes / GIB)
     assert column(page, "need.before", "end")[0] == pytest.approx(before.plan.memory.peak_bytes / GIB)
     assert column(page, "need.now", "slack")[0] == pytest.approx(40 - after.plan.margin_bytes / GIB)
-    whole = sum(column(page, "step.time", part)[0] for part in ("computing", "exposed", "optimizer", "rest"))
+    whole = sum(column(page, "step.time", part)[0] for part in ("computing", "slowed", "exposed", "optimizer", "rest"))
     assert whole == pytest.approx(column(page, "step.time", "end")[0])
     assert column(page, "scaling.here", "gpus") == [64]
     assert column(page, "scaling.points", "gpus") == [1 << i for i in range(13)]

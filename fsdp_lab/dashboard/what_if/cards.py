@@ -160,9 +160,10 @@ class StepCard:
     name = "step"
     title = "A step"
     wide = False
-    PARTS = ("computing", "exposed", "optimizer", "rest")
+    PARTS = ("computing", "slowed", "exposed", "optimizer", "rest")
     FILLS: Mapping[str, tuple[str, str]] = {  # token, label
         "computing": ("timeline.backward", "computing"),
+        "slowed": ("timeline.forward", "slowed by sending"),
         "exposed": ("timeline.waiting", "exposed communication"),
         "optimizer": ("timeline.optimizer", "optimizer"),
         "rest": ("timeline.compute", "the loop and launching"),
@@ -211,7 +212,7 @@ class StepCard:
         p = answer.plan
         step, whole = p.step, p.step_time_s
         self._unit_s = 1.0 if whole >= 1 else 1e-3
-        known = (step.computing_s, step.exposed_comm_s, step.optimizer_s)
+        known = (step.computing_s, step.slowed_s, step.exposed_comm_s, step.optimizer_s)
         parts = [*known, max(0.0, whole - sum(known))]
         sent = [p.comm_s.get(kind, 0.0) for kind in self.KINDS]
         row = [0.0, *(s / self._unit_s for s in (*parts, whole))]
