@@ -123,7 +123,8 @@ class Plan:
             "memory_at_peak_bytes": {role.value: self.memory.at_peak.of_role(role) for role in Role},
             "step_time_s": self.step_time_s, "tokens_per_s": self.tokens_per_s,
             "tokens_per_s_per_rank": self.tokens_per_s / ranks, "tflops_per_rank": self.flops_per_s / 1e12,
-            "mfu": self.mfu, "hfu": self.hfu, "computing_s": self.step.computing_s, "slowed_s": self.step.slowed_s, "optimizer_s": self.step.optimizer_s,
+            "mfu": self.mfu, "hfu": self.hfu, "computing_s": self.step.computing_s, "slowed_s": self.step.slowed_s,
+            "optimizer_s": self.step.optimizer_s,
             "comm_s_per_step": dict(self.comm_s), "comm_bytes_per_step": dict(self.link_bytes),
             "exposed_comm_s": self.step.exposed_comm_s, "binding": self.binding, "assumed": dict(self.assumed),
         }  # fmt: skip

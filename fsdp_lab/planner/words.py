@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fsdp_lab.planner.plan import Plan
     from fsdp_lab.planner.search import Search
 
+PARTS = ("computing", "slowed by sending", "exposed communication", "optimizer")
 FIGURES = ("fits", "memory", "step", "tokens/s", "TFLOPS", "MFU", "exposed", "bound by")
 CHOSEN = ("shard_size", "recompute", "offload", "micro_batch", "accumulate", "forward_prefetch")
 LEFT = frozenset({"strategy", "why", "bound by", "fits"})
@@ -47,26 +48,10 @@ def fits(plan: Plan) -> str:
 
 def time_table(plan: Plan) -> Table:
     """Where a step's time goes."""
-    step = plan.step
-    sent = [f"{duration(plan.comm_s[kind])}, {size(plan.link_bytes[kind])}" for kind in plan.comm_s]
-    return Table(
-        columns=(
-            "computing",
-            "slowed by sending",
-            "exposed communication",
-            "optimizer",
-            *(kind.replace("_", " ") for kind in plan.comm_s),
-        ),
-        rows=(
-            (
-                duration(step.computing_s),
-                duration(step.slowed_s),
-                duration(step.exposed_comm_s),
-                duration(step.optimizer_s),
-                *sent,
-            ),
-        ),
-    )
+    step, kinds = plan.step, tuple(plan.comm_s)
+    parts = (step.computing_s, step.slowed_s, step.exposed_comm_s, step.optimizer_s)
+    sent = [f"{duration(plan.comm_s[kind])}, {size(plan.link_bytes[kind])}" for kind in kinds]
+    return Table(columns=(*PARTS, *(kind.replace("_", " ") for kind in kinds)), rows=((*map(duration, parts), *sent),))
 
 
 def memory_table(plan: Plan) -> Table:
