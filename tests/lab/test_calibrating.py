@@ -20,12 +20,19 @@ SMALL = {"model": "gpt2-1m", "micro_batch": 2, "seq_len": 64}
 def test_ranks_measure_their_machine_and_keep_what_they_hold(real_lab: Lab) -> None:
     run = real_lab.run(**SMALL, steps=2)
     run.wait(120)
+    with pytest.raises(SpecError, match="this machine is not calibrated; call lab.calibrate"):
+        real_lab.plan()
     beside = [Spec(world_size=2).replace(**SMALL), Spec(world_size=2).replace(**SMALL, backend="fsdp2")]
     here = real_lab.calibrate(beside, passes=1)
     assert (here.ranks, here.machine.device.generation) == (2, "cpu")
     for spec, taken in zip(beside, here.beside_s, strict=True):
-        found = plan(spec, shape_for("gpt2-1m"), here.machine, rates=here.rates)
+        found = real_lab.plan(spec)
+        assert found.step_time_s == plan(spec, shape_for("gpt2-1m"), here.machine, rates=here.rates).step_time_s
         assert 0.1 < found.step_time_s / statistics.median(taken) < 10, spec  # noise; the bench of plans asks for more
+    with pytest.raises(SpecError, match="2 ranks were calibrated, and the Spec has 4"):
+        real_lab.plan(Spec(world_size=4))
+    there = real_lab.plan(Spec(world_size=16).replace(model="llama-7b", precision="bf16"), "h100", hosts=2)
+    assert there.machine.hosts == 2 and there.fits and "16 x h100 in 2 hosts" in repr(there)
     on = real_lab.run(run.spec, fresh=False, steps=1)
     on.wait(120)
     assert on.step == 3

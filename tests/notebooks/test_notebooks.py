@@ -86,6 +86,13 @@ def test_it_runs_from_top_to_bottom(name: str, tmp_path: Path):
         assert "rank 1 is gone" in told and "It went on from a checkpoint at step" in told
         assert "True" in told.splitlines(), "the losses are those of the undisturbed run"
         assert "training stood" in told and "parameters'" in told
+    elif name == NAMES[5]:
+        assert "gpt2-1m, 1.0 million parameters" in told and "512 x h100 in 64 hosts" in told
+        rows = re.findall(r"[\d.]+ MiB  +[\d.]+ MiB$", told, re.MULTILINE)
+        assert len(rows) == 5 and all(len(set(re.findall(r"[\d.]+ MiB", row))) == 1 for row in rows), (
+            "to a tenth of a MiB"
+        )
+        assert "bound by" in told and "the fastest of" in told
     else:
         assert told.index("forward · unshard root") < told.index("backward · reduce") < told.index("update · optim")
         assert "unshard 2 ahead" in told and "<Moment" in told
