@@ -148,7 +148,9 @@ def plan(
     model = StepModel(spec, shape.units, shape.tokens(spec.workload.seq_len), where, rates, software, overlaps=overlaps)
     step = model.step()
     comm_s, link_bytes = model.communicated(loud=step.loud, quiet=step.quiet)
-    assumed = {**where.device.assumed, **where.assumed, "attention": software.attention.value}
+    assumed = {**where.device.assumed, **where.assumed}
+    if where.device.measured is None:
+        assumed["attention"] = software.attention.value
     held = memory(spec, shape, device=device_kind(where), software=software)
     return Plan(
         spec=spec, shape=shape, machine=where, step=step, memory=held, comm_s=comm_s, link_bytes=link_bytes,
@@ -171,7 +173,10 @@ def machine_like(where: Machine, ranks: int) -> Machine:
     """The same devices and network with another number of ranks: a part of a host, or whole hosts."""
     hosts = max(1, ranks // where.per_host)
     fewer = machine(where.device, ranks, hosts=hosts, network_gbit_per_s=where.network_bytes_per_s * 8 / 1e9)
-    return replace(fewer, assumed=where.assumed)
+    said = dict(where.assumed)
+    if "hosts" in said:
+        said["hosts"] = f"{hosts}, of {where.per_host} devices each"
+    return replace(fewer, assumed=said)
 
 
 def scaling(spec: Spec, shape: ModelShape, where: Machine, ranks: Sequence[int], **options: Any) -> list[Plan]:
