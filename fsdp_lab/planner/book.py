@@ -33,11 +33,6 @@ class Book:
         self.now[role] -= size
         self.total -= size
 
-    def move(self, source: int, target: int, size: float) -> None:
-        """The same block serves for something else."""
-        self.now[source] -= size
-        self.now[target] += size
-
     def add(self, other: Book) -> None:
         """What another book, which began at nothing, wrote: as if it had been written here."""
         if self.total + other.peak_total > self.peak_total:

@@ -39,13 +39,13 @@ SHORT = 4  # blocks that are simulated; the others repeat them
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibration:
+class Fit:
     rates: Rates
     rows: int
     sources: int
 
 
-def calibrate(cases: Sequence[Case]) -> Calibration:
+def calibrate(cases: Sequence[Case]) -> Fit:
     """Cases without a measured step are passed over. Raises ValueError where none is left."""
     told = _told(cases)
     x, weights = _START, _weights(told)
@@ -103,8 +103,8 @@ def _better(x: np.ndarray, r: np.ndarray, jacobian: np.ndarray, weights: np.ndar
     return np.array([min(value, 0.0) if name in SHARES else value for name, value in zip(FREE, x, strict=True)])
 
 
-def _calibration(told: Sequence[Case], x: np.ndarray) -> Calibration:
-    return Calibration(rates=_rates(x), rows=len(told), sources=len({case.source for case in told}))
+def _calibration(told: Sequence[Case], x: np.ndarray) -> Fit:
+    return Fit(rates=_rates(x), rows=len(told), sources=len({case.source for case in told}))
 
 
 def predicted_s(case: Case, rates: Rates) -> float:
