@@ -54,10 +54,10 @@ def calibrate(cases: Sequence[Case]) -> Fit:
         if i % CHORDS == 0:
             jacobian = _jacobian(told, x, r)
         x = _better(x, r, jacobian, weights)
-    return _calibration(told, x)
+    return _fit(told, x)
 
 
-def leave_out(cases: Sequence[Case], fold_of: Callable[[Case], str]) -> dict[str, Calibration]:
+def leave_out(cases: Sequence[Case], fold_of: Callable[[Case], str]) -> dict[str, Fit]:
     """By fold: what `calibrate` finds of the cases of all others, to less than a hundredth. Where that is near the solution
     of the whole it is reached from there, with the whole's Jacobian, in a tenth of the time."""
     told = _told(cases)
@@ -74,7 +74,7 @@ def leave_out(cases: Sequence[Case], fold_of: Callable[[Case], str]) -> dict[str
             x = _better(x, r, jacobian[keep], weights)
             r = _residuals(kept, _rates(x))
         near = np.abs(x - whole).max() < NEAR
-        found[name] = _calibration(kept, x) if near else calibrate(kept)
+        found[name] = _fit(kept, x) if near else calibrate(kept)
     return found
 
 
@@ -103,7 +103,7 @@ def _better(x: np.ndarray, r: np.ndarray, jacobian: np.ndarray, weights: np.ndar
     return np.array([min(value, 0.0) if name in SHARES else value for name, value in zip(FREE, x, strict=True)])
 
 
-def _calibration(told: Sequence[Case], x: np.ndarray) -> Fit:
+def _fit(told: Sequence[Case], x: np.ndarray) -> Fit:
     return Fit(rates=_rates(x), rows=len(told), sources=len({case.source for case in told}))
 
 
