@@ -141,6 +141,18 @@ def _in_time(found: list[list[float]], by_rank: list[list[Ends]], wanted_s: list
             found[i].append(ended)
 
 
+def _wakes_late(place: Place) -> float:
+    """By how many seconds a thread wakes late that an alarm wakes, all ranks at once: as `_off` takes it."""
+    late: list[float] = []
+    _start_together(place)
+    for _ in range(20):
+        over, at_s = threading.Event(), time.perf_counter() + 0.002
+        place.hub.alarm.at(at_s, over.set)
+        over.wait()
+        late.append(time.perf_counter() - at_s)
+    return sorted(late)[2]
+
+
 def _follow(
     pool: Pool, link: tuple[float, float], kinds: list[str], payload_bytes: int, by_future: bool = False
 ) -> None:
