@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -136,7 +137,8 @@ def test_ranks_that_hold_nothing_are_ended_and_others_are_left(temporary: Path):
         assert other.remarks == (f"other ranks are kept ({token[:8]}); `fsdp-lab kept` lists and ends them",)
     with Cluster(2, rank_module=FAKE, keep=1) as cluster:
         assert not cluster.attached and not marked(token) and [t["rank"] for t in cluster.call("status")] == [0, 1]
-        assert "new ones started: rank 0 failed in attach" in cluster.remarks[0]
+        said = re.search(r"and new ones started: rank [01] failed in attach", cluster.remarks[0])
+        assert said, "whichever answers first"
 
 
 @pytest.mark.slow
