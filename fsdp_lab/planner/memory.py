@@ -85,7 +85,7 @@ class _Step:
         batch = self._batch
         accumulate = self._spec.workload.accumulate
         tape = tape_of(self._shape, self._spec, self._software)
-        for micro in _micros(accumulate, self._spec.strategy.sync):
+        for micro in _micros(accumulate):
             book.take(OTHER, batch)
             backend.begin(loud=self._spec.strategy.sync == "every" or micro == accumulate - 1)
             self._play(tape)
@@ -158,7 +158,7 @@ class _Step:
         return found[1]
 
 
-def _micros(accumulate: int, sync: str) -> list[int]:
+def _micros(accumulate: int) -> list[int]:
     """The micro-batches that differ: the first, one in the middle, the last."""
     return sorted({0, min(1, accumulate - 1), accumulate - 1})
 

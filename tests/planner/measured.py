@@ -11,8 +11,8 @@ from fsdp_lab.events import Classes, Role, StepEvent
 from fsdp_lab.models.preset_shapes import shape_for
 from fsdp_lab.planner.memory import MemoryPlan, memory
 from fsdp_lab.spec import BACKENDS, OFFLOADS, SHARDINGS, Spec
-from tests.pool import Place, Pool, RankError
-from tests.rank.test_session import session
+from tests.pool import Pool, RankError
+from tests.rank.test_ledger import ledger_steps
 
 WITHIN = 0.02
 PRECISIONS = ("fp32", "bf16", "bf16-pure")
@@ -102,19 +102,8 @@ def _is_refused_on_cpu(fields: Mapping[str, Any]) -> bool:
 def measured(pool: Pool, specs: Mapping[str, Spec]) -> dict[str, StepEvent]:
     """Rank 0's ledger step of each."""
     world_size = next(iter(specs.values())).world_size
-    mine, *_ = pool.run(_ledgers, world_size, [s.to_dict() for s in specs.values()], reduction=None, timeout_s=600)
+    mine, *_ = pool.run(ledger_steps, world_size, [s.to_dict() for s in specs.values()], reduction=None, timeout_s=600)
     return {name: StepEvent.from_dict(e) for name, e in zip(specs, mine, strict=True) if e is not None}
-
-
-def _ledgers(place: Place, plan: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    s = session(place)
-    found = []
-    for given in plan:
-        s.apply("run", given, fresh=True)
-        (event,) = [e for e in s.train(3)["events"] if e["ledger"]]
-        found.append(event)
-    s.close()
-    return found
 
 
 def one_by_one(pool: Pool, specs: Mapping[str, Spec]) -> Iterator[tuple[str, StepEvent | str]]:

@@ -36,7 +36,7 @@ def spec(world_size: int = 2, **changes: Any) -> Spec:
     return Spec(world_size=world_size).replace(model=MODEL, seq_len=SEQ, micro_batch=BATCH, **changes)
 
 
-def _ledgers(place: Place, plan: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def ledger_steps(place: Place, plan: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The ledger step of each."""
     s = session(place)
     found = []
@@ -50,7 +50,7 @@ def _ledgers(place: Place, plan: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def ledgers(pool: Pool, *plan: Spec) -> list[StepEvent]:
     """Of rank 0, one for each."""
-    mine, *_ = pool.run(_ledgers, plan[0].world_size, [s.to_dict() for s in plan], reduction=None)
+    mine, *_ = pool.run(ledger_steps, plan[0].world_size, [s.to_dict() for s in plan], reduction=None)
     return [StepEvent.from_dict(e) for e in mine]
 
 
