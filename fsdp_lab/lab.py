@@ -285,7 +285,7 @@ class Lab:
         return find(told[-1]["path"])
 
     def calibrate(self, beside: Sequence[Spec] = (), *, passes: int = PASSES) -> Calibration:
-        """Measures this machine on all ranks at once, in less than two minutes, for `plan`. What the ranks hold stays.
+        """Measures this machine on all ranks at once, in a minute or two, for `plan`. What the ranks hold stays.
 
         Args:
             beside: Specs whose steps are timed in turns with it, for a comparison; see `Calibration.beside_s`.

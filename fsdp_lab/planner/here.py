@@ -1,6 +1,6 @@
 """`Calibration`: what was measured on this machine, and the `Machine` and `Rates` that it comes to.
 
-What is measured, in less than two minutes, on all ranks at once (`fsdp_lab.rank.calibration`), and what for:
+What is measured, in a minute or two, on all ranks at once (`fsdp_lab.rank.calibration`), and what for:
 
 * matrix products, attention, copies, the optimizer and collectives over the wire, each at several sizes: curves;
 * steps of GPT-2s of width 32, which hardly compute, of every backend: with 6 and with 2 blocks, and with 6 in one unit. What
