@@ -94,11 +94,12 @@ def _check_text_model(workload: Workload, facts: Facts) -> None:
     longest = facts.max_positions
     if longest is not None and workload.seq_len > longest:
         takers = [
-            p.name
+            p
             for p in PRESETS.values()
             if p.kind == facts.kind and (facts_of(p.config).max_positions or workload.seq_len) >= workload.seq_len
         ]
-        instead = f", or a model with more positions ({', '.join(takers[:2])})" if takers else ""
+        smallest = ", ".join(p.name for p in sorted(takers, key=lambda p: p.parameters)[:2])
+        instead = f", or a model with more positions ({smallest})" if takers else ""
         raise SpecError(
             "workload.seq_len",
             f"{workload.seq_len} is over the model's {longest} positions",
