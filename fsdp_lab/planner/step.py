@@ -21,6 +21,7 @@ AHEAD = (
     "fsdp1",
     "fsdp2",
 )  # on a GPU their host runs ahead; on a CPU, which has no streams, they wait for what they send
+SENDING = (Phase.UNSHARD, Phase.REDUCE)
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DDP's, its defaults
 # What a backend copies beside computing and sending, in payloads: of what is gathered, of what is reduced. FSDP2 gathers in
 # one buffer and copies out; all put gradients into one buffer before they are sent.
@@ -56,13 +57,13 @@ class StepModel:
                     unit, tokens, spec, machine.device, rates, software, recomputed=i in again
                 )
         self.works = [known[id(unit), i in again] for i, unit in enumerate(units)]
-        self._sent_s: dict[tuple[Phase, int], float] = {}
         self._factor = spec.shard_factor
         self._shard = Group(size=self._factor)
         self._replicas = Group(size=spec.world_size // self._factor, stride=self._factor)
         self._dtypes = spec.strategy.dtypes
         self._on_cpu = machine.device.generation == "cpu"
         self._buckets = self._filled() if spec.strategy.backend == "ddp" else None
+        self._sent_s: dict[tuple[Phase, int], float] = {}  # what alike collectives take is reckoned once
 
     def step(self) -> StepTime:
         """The whole of it."""
@@ -100,9 +101,21 @@ class StepModel:
         """How many collectives a unit issues each way."""
         found = Counter[tuple[int, Direction]]()
         for a in schedule_of(len(self._units), self._rules).actions:
-            if a.phase in (Phase.UNSHARD, Phase.REDUCE):
-                found[a.unit, a.point.direction] += len(self.collectives(a))
+            if a.phase in SENDING:
+                found[a.unit, a.point.direction] += len(self._collectives(a.phase, self._elements(a.unit)))
         return found
+
+    @cached_property
+    def _work_s(self) -> dict[Direction, list[float]]:
+        """Of each unit: its work, and what issuing its collectives takes."""
+        send_s = self._rates.host(self._spec.strategy.backend).send_s
+        alone = {
+            Direction.FORWARD: [w.forward_s for w in self.works],
+            Direction.BACKWARD: [w.backward_s + w.again_s for w in self.works],
+        }
+        return {
+            way: [s + send_s * self._sends[unit, way] for unit, s in enumerate(each)] for way, each in alone.items()
+        }
 
     def _micro(self, *, ahead: bool, reduces: bool) -> Timeline:
         schedule = schedule_of(len(self._units), self._rules)
@@ -146,38 +159,35 @@ class StepModel:
     def seconds(self, action: Action, schedule: Schedule, *, reduces: bool = True) -> float:
         """Of one action by itself."""
         if action.phase is Phase.COMPUTE:
-            if not computes(action, schedule):
-                return 0.0
-            w, sent = self.works[action.unit], self._sends[action.unit, action.point.direction]
-            issuing_s = sent * self._rates.host(self._spec.strategy.backend).send_s
-            return issuing_s + (
-                w.forward_s if action.point.direction is Direction.FORWARD else w.backward_s + w.again_s
-            )
+            return self._work_s[action.point.direction][action.unit] if computes(action, schedule) else 0.0
         if action.phase is Phase.HOST_COPY:
             return self._units[action.unit].numel / self._factor * 4 / self._machine.device.link_bytes_per_s
         if action.phase is Phase.REDUCE and not reduces:
             return 0.0
-        asked = (action.phase, action.unit if self._buckets else self._units[action.unit].numel)
+        asked = action.phase, self._elements(action.unit)
         if asked not in self._sent_s:
-            alone = sum(fabric.seconds(*what, self._machine, self._rates) for what in self.collectives(action))
+            alone = sum(fabric.seconds(*what, self._machine, self._rates) for what in self._collectives(*asked))
             stretch = self._rates.host(self._spec.strategy.backend).stretch
-            self._sent_s[asked] = self._copied_s(action) + stretch * alone
+            self._sent_s[asked] = self._copied_s(*asked) + stretch * alone
         return self._sent_s[asked]
 
-    def _copied_s(self, action: Action) -> float:
+    def _copied_s(self, phase: Phase, elements: int) -> float:
         """Where it was measured what copies take; elsewhere the traffic of computing covers them."""
-        measured, payloads = self._machine.device.measured, self.collectives(action)
+        measured, payloads = self._machine.device.measured, self._collectives(phase, elements)
         if measured is None or not payloads:
             return 0.0
-        times = COPIES[self._spec.strategy.backend][action.phase is Phase.REDUCE]
+        times = COPIES[self._spec.strategy.backend][phase is Phase.REDUCE]
         return measured.copies(times * payloads[0][1])
 
-    def collectives(self, action: Action) -> list[tuple[str, float, Group]]:
+    def _elements(self, unit: int) -> int:
+        """That a unit gathers and reduces; of DDP's, those of the bucket that is full with it."""
+        return self._units[unit].numel if self._buckets is None else self._buckets.get(unit, 0)
+
+    def _collectives(self, phase: Phase, elements: int) -> list[tuple[str, float, Group]]:
         """(kind, payload in bytes, group) of a gather or a reduction."""
-        numel = self._units[action.unit].numel if self._buckets is None else self._buckets.get(action.unit, 0)
-        if action.phase is Phase.UNSHARD:
-            return [("all_gather", numel * BYTES[self._dtypes.param], self._shard)] if self._factor > 1 else []
-        size = numel * BYTES[self._dtypes.reduce]
+        if phase is Phase.UNSHARD:
+            return [("all_gather", elements * BYTES[self._dtypes.param], self._shard)] if self._factor > 1 else []
+        size = elements * BYTES[self._dtypes.reduce]
         inside = [("reduce_scatter", size, self._shard)] if self._factor > 1 else []
         across = [("all_reduce", size / self._factor, self._replicas)] if self._replicas.size > 1 and size else []
         return inside + across
@@ -185,12 +195,13 @@ class StepModel:
     def communicated(self, *, loud: int, quiet: int) -> tuple[dict[str, float], dict[str, int]]:
         """Seconds and link bytes of a step by kind; `quiet` micro-batches reduce nothing."""
         taken, sent = defaultdict[str, float](float), defaultdict[str, float](float)
-        for action in schedule_of(len(self._units), self._rules).actions:
-            if action.phase in (Phase.UNSHARD, Phase.REDUCE):
-                times = loud + (quiet if action.phase is Phase.UNSHARD else 0)
-                for kind, size, group in self.collectives(action):
-                    taken[kind] += times * fabric.seconds(kind, size, group, self._machine, self._rates)
-                    sent[kind] += times * fabric.link_bytes(kind, size, group.size)
+        actions = schedule_of(len(self._units), self._rules).actions
+        alike = Counter((a.phase, self._elements(a.unit)) for a in actions if a.phase in SENDING)
+        for (phase, elements), count in alike.items():
+            times = count * (loud + (quiet if phase is Phase.UNSHARD else 0))
+            for kind, size, group in self._collectives(phase, elements):
+                taken[kind] += times * fabric.seconds(kind, size, group, self._machine, self._rates)
+                sent[kind] += times * fabric.link_bytes(kind, size, group.size)
         return dict(taken), {kind: round(size) for kind, size in sent.items()}
 
 

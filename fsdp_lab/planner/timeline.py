@@ -11,12 +11,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fsdp_lab.schedule import Action, Call, Direction, Moment, Phase, Rules, Schedule
 
 
-@dataclass(frozen=True, kw_only=True)
-class Done:
+class Done(NamedTuple):
     """An action and when it began and ended, in seconds from the beginning of the micro-batch."""
 
     action: Action
@@ -94,7 +94,10 @@ class _Simulation:
         return Timeline(done=tuple(done), waits=tuple(self._waits), seconds=last)
 
     def _place(self, action: Action) -> tuple[float, float]:
-        ready = max((self._ends[i] for i in action.waits_for), default=0.0)
+        ready = 0.0
+        for i in action.waits_for:
+            if self._ends[i] > ready:
+                ready = self._ends[i]
         if action.phase is Phase.COMPUTE:
             return self._compute(action, ready)
         if action.phase is Phase.RESHARD:
