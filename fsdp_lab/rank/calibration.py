@@ -8,6 +8,7 @@ the figures are for is said in `fsdp_lab.planner.here`.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -233,19 +234,20 @@ class Probe:
         return compute
 
     def _seconds(self, call: Callable[[], object]) -> float:
-        """Mean seconds of a call while all ranks call theirs."""
+        """Mean seconds of a call while all ranks call theirs: each for as long as the others, so that where they share cores
+        none has more of them because others were done."""
         call()
         self._meet()
-        count = 1
+        begun_s = time.perf_counter()
+        done, more = 0, 1
         while True:
-            begun_s = time.perf_counter()
-            for _ in range(count):
+            for _ in range(more):
                 call()
             self._finish()
-            taken_s = time.perf_counter() - begun_s
-            if taken_s > STRETCH_S / 2 or count > 1 << 14:
-                return taken_s / count
-            count = max(2 * count, round(count * STRETCH_S / max(taken_s, 1e-6)))
+            done, taken_s = done + more, time.perf_counter() - begun_s
+            if taken_s >= STRETCH_S:
+                return taken_s / done
+            more = min(done, math.ceil(done * (STRETCH_S / taken_s - 1)))
 
     def _meet(self) -> None:
         """A barrier; what the device still does is over, too."""
