@@ -26,9 +26,13 @@ from ..live import LiveView, Scene
 from ..parts import put
 from ..subshell import answer_while_busy
 from . import words
-from .cards import AnswerCard, FoundCard, MemoryCard, ScalingCard, StepCard
+from .answer_card import AnswerCard
 from .form import CUSTOM_ONLY, FIELDS, FORM
+from .found_card import FoundCard
+from .memory_card import MemoryCard
 from .question import CUSTOM, Answer, Question, answer, best, usual, with_curve
+from .scaling_card import ScalingCard
+from .step_card import StepCard
 
 RETRY_S = 0.05
 STALE = "fsdp-stale"
