@@ -9,7 +9,7 @@ forwards overlap without prefetching. DDP gathers nothing; its units stand for i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,9 +45,19 @@ class Timeline:
 
 
 @functools.lru_cache(maxsize=64)
+def schedule_for(calls: Sequence[Call], rules: Rules) -> Schedule:
+    """Made once: many questions are asked of one model."""
+    return Schedule(calls, rules)
+
+
 def schedule_of(units: int, rules: Rules) -> Schedule:
     """Of a root, unit 0, that calls the others once each, in order."""
-    return Schedule([Call(unit=0), *(Call(unit=i, parent=0) for i in range(1, units))], rules)
+    return schedule_for(_calls(units), rules)
+
+
+@functools.lru_cache(maxsize=64)
+def _calls(units: int) -> tuple[Call, ...]:
+    return (Call(unit=0), *(Call(unit=i, parent=0) for i in range(1, units)))
 
 
 def simulate(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable
 from typing import Any
 
 from fsdp_lab.model_shape import ModelShape, UnitShape
 from fsdp_lab.planner.book import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS, Book
 from fsdp_lab.planner.units import STATE, UnitBytes
-from fsdp_lab.schedule import Call, Point, Rules, Schedule
+from fsdp_lab.schedule import Point
 from fsdp_lab.spec import Spec
 
 Measure = Callable[[UnitShape, Spec, int], UnitBytes]
@@ -131,8 +130,3 @@ class Behaviour:
 
     def restore(self, unit: int, state: Any) -> None:
         raise NotImplementedError
-
-
-@lru_cache(maxsize=64)
-def schedule_for(calls: Sequence[Call], rules: Rules) -> Schedule:
-    return Schedule(calls, rules)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_lab.model_shape import ModelShape
-from fsdp_lab.planner.behaviour.base import Behaviour, schedule_for
+from fsdp_lab.planner.behaviour.base import Behaviour
 from fsdp_lab.planner.book import COMMUNICATION, GRADIENTS, PARAMETERS, UNSHARDED, Book
+from fsdp_lab.planner.timeline import schedule_for
 from fsdp_lab.planner.units import UnitBytes, lab_bytes
 from fsdp_lab.schedule import Direction, Moment, Phase, Point, Rules
 from fsdp_lab.spec import Spec
