@@ -247,7 +247,7 @@ class Probe:
             done, taken_s = done + more, time.perf_counter() - begun_s
             if taken_s >= STRETCH_S:
                 return taken_s / done
-            more = min(done, math.ceil(done * (STRETCH_S / taken_s - 1)))
+            more = min(done, math.ceil(done * (STRETCH_S / max(taken_s, 1e-6) - 1)))
 
     def _meet(self) -> None:
         """A barrier; what the device still does is over, too."""
