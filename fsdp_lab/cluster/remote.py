@@ -228,9 +228,8 @@ def take(owner: str) -> None:
 def load(module: str) -> None:
     """Imports the rank's code, torch with it: seconds, so it is a stage of its own.
 
-    Nearly all of what imports make stays, so collections meanwhile, a fifth of the time, find nothing; and those of each
-    switch need not walk it. Not later: what is frozen is kept, and whatever it refers to, a session with its groups and
-    connections.
+    What imports make stays anyway, so collections meanwhile would find next to nothing, and those of each switch need not
+    walk it. Not later: what is frozen is kept, and whatever it refers to, a session with its groups and connections.
     """
     gc.disable()
     try:

@@ -16,22 +16,16 @@ BAR_PX = 118
 
 
 class WhatIfCard:
-    """A table and words alone, where nothing is drawn."""
+    """Words and a table alone, until a card says what it draws (`root`) and from what (`sources`)."""
 
     name: str
     title: str
     wide = False
+    sources: Sequence[Columns] = ()
+    root: UIElement | None = None
 
     def __init__(self, captions: Captions | None = None) -> None:
         self._captions = captions or Captions()
-
-    @property
-    def sources(self) -> Sequence[Columns]:
-        return ()
-
-    @property
-    def root(self) -> UIElement | None:
-        return None
 
     def patches(self) -> Patches:
         return {}

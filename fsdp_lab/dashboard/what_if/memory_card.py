@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from bokeh.models.annotations import Span
-from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
 from ...events import Role
@@ -38,7 +36,8 @@ class MemoryCard(WhatIfCard):
         self._range = ZeroRange(headroom=1.22, slack=0.5, steps=FINE)
         self._limit, self._unit = 1.0, GIB
         self._shown: Plan | None = None
-        self._fig = self._draw()
+        self.sources = (self._now, self._before)
+        self.root = self._draw()
 
     def _draw(self) -> figure:
         fig = bar_figure("need", "GiB at the peak of a step")
@@ -68,14 +67,6 @@ class MemoryCard(WhatIfCard):
         for name, bar in zip(names, fig.hbar_stack(names, y="y", height=height, source=source), strict=True):
             paint_fill(bar.glyph, f"memory.{name}", theme.MEMORY[name])
             bar.glyph.fill_alpha = bar.glyph.hatch_alpha = alpha
-
-    @property
-    def sources(self) -> Sequence[Columns]:
-        return (self._now, self._before)
-
-    @property
-    def root(self) -> UIElement:
-        return self._fig
 
     def show(self, answer: Answer) -> None:
         p, before = answer.plan, self._shown

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from bokeh.models import FixedTicker, NumeralTickFormatter, Range1d
-from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
 from ...planner.plan import Plan
@@ -40,7 +39,8 @@ class ScalingCard(WhatIfCard):
         self._here = Columns("scaling.here", ["gpus", "mfu"], texts=["label"], limit=1)
         self._range = ZeroRange(headroom=1.2, slack=0.5)
         self._most = MOST
-        self._fig = self._draw()
+        self.sources = (self._points, self._lacking, self._here)
+        self.root = self._draw()
 
     def _draw(self) -> figure:
         fig = plain_figure("scaling", "MFU, %", x_range=Range1d(start=0.8, end=1.3 * MOST, name="scaling.x"),
@@ -71,14 +71,6 @@ class ScalingCard(WhatIfCard):
                            ("tokens/s", "@tokens_per_s{0,0}"), ("TFLOPS per GPU", "@tflops{0,0}"),
                            ("memory", "@gib{0,0.0} GiB")])  # fmt: skip
         return fig
-
-    @property
-    def sources(self) -> Sequence[Columns]:
-        return (self._points, self._lacking, self._here)
-
-    @property
-    def root(self) -> UIElement:
-        return self._fig
 
     def show(self, answer: Answer) -> None:
         """Nothing before there is a curve: the former one stays until then."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
-from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
 from .. import theme
@@ -39,7 +38,8 @@ class StepCard(WhatIfCard):
         self._sent = Columns("step.sent", ["y", *self.KINDS, "end"], texts=["label"], limit=1)
         self._range = ZeroRange(headroom=1.22, slack=0.5, steps=FINE)
         self._unit_s = 1e-3
-        self._fig = self._draw()
+        self.sources = (self._time, self._sent)
+        self.root = self._draw()
 
     def _draw(self) -> figure:
         fig = bar_figure("step", "ms")
@@ -62,14 +62,6 @@ class StepCard(WhatIfCard):
             return f"communication.{name}", theme.COMMUNICATION[name]
         token = self.FILLS[name][0]
         return token, theme.COMPUTE[token.partition(".")[2]]
-
-    @property
-    def sources(self) -> Sequence[Columns]:
-        return (self._time, self._sent)
-
-    @property
-    def root(self) -> UIElement:
-        return self._fig
 
     def show(self, answer: Answer) -> None:
         p = answer.plan
