@@ -16,7 +16,7 @@ from typing import Any
 
 WIDTH = 100
 _STDLIB = frozenset(
-    {"argparse", "contextlib", "dataclasses", "functools", "hashlib", "math", "os", "pathlib", "sysconfig"}
+    {"argparse", "contextlib", "dataclasses", "functools", "hashlib", "math", "os", "pathlib", "sysconfig", "time"}
 )
 
 

@@ -14,7 +14,7 @@ def training_part(spec: Spec) -> Part:
     """Raises SpecError for devices that ranks of torch's own cannot take."""
     w = spec.workload
     functions = [_start(spec), _optimizer(spec), *_clipping(spec), _main(spec)]
-    imports = ["argparse", "os", "torch", "torch:nn", "torch.distributed as dist"]
+    imports = ["argparse", "os", "time", "torch", "torch:nn", "torch.distributed as dist"]
     imports += ["math"] if votes(spec) else []
     imports += ["contextlib"] if _skips_sync(spec) and spec.strategy.backend != "fsdp2" else []
     constants = [
@@ -254,4 +254,5 @@ _MAIN = """
         arguments = parser.parse_args()
         train(start(), arguments.steps, arguments.seed)
         dist.destroy_process_group()  # when the model is gone: DDP would end the group itself, which can hang
+        time.sleep(0.3)  # a thread of Gloo that still holds a tensor when Python ends would abort this process
 """
