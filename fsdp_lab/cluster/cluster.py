@@ -738,6 +738,7 @@ class Cluster:
                 death = self._deaths.get(timeout=LOOK_S)
             except queue.Empty:
                 self._look_for_hangs()
+                self._look_for_stopped()
                 continue
             if death is None:
                 return
@@ -763,6 +764,13 @@ class Cluster:
             hung = RankHung(hang)
             for call in calls:
                 call.hang(hung)
+
+    def _look_for_stopped(self) -> None:
+        """Ends ranks that are stopped and that nobody waits for: otherwise their hearts alone would tell, later."""
+        with self._lock:
+            processes = {m.rank: m.process for m in self._members if m.lost is None and not m.fate}
+        for rank in self._doctor.long_stopped(processes):
+            self.end_rank(rank, "was stopped (SIGSTOP), did not go on, and was ended")
 
     def _bury_all(self, fate: str) -> None:
         """No rank can be reached any more."""

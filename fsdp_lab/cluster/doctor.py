@@ -18,6 +18,7 @@ import psutil
 from fsdp_lab.beats import Beat
 from fsdp_lab.hang import Hang, diagnose
 
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 READ_S = 0.8  # past the limit, a new word of a rank that is missing is waited for so long
 
 
@@ -44,6 +45,7 @@ class Doctor:
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
         self._heard: dict[int, Heard] = {}
+        self._stopped_at_s: dict[int, float] = {}  # by rank, when its process was first seen stopped
         self._lock = threading.Lock()
 
     def hear(self, beat: Mapping[str, Any]) -> None:
@@ -80,6 +82,16 @@ class Doctor:
         unsure = [rank for rank in hang.ranks if rank not in fates and not _fresh(heard.get(rank))]
         return None if unsure and hang.waited_s < self.limit_s + READ_S else hang
 
+    def long_stopped(self, processes: Mapping[int, psutil.Process | None]) -> list[int]:
+        """Ranks whose process has been stopped for longer than a collective is waited for, to be asked again and again.
+
+        Where nobody waits for them in one (a rank that saves, one that idles), `look` does not find them.
+        """
+        now_s = time.monotonic()
+        stopped = {rank for rank, process in processes.items() if _status(process) in STOPPED}
+        self._stopped_at_s = {rank: self._stopped_at_s.get(rank, now_s) for rank in stopped}
+        return [rank for rank, at_s in self._stopped_at_s.items() if now_s - at_s > self.limit_s + READ_S]
+
 
 def _fresh(heard: Heard | None) -> bool:
     """Whether a rank has just said where it stands, with its stack."""
@@ -88,15 +100,20 @@ def _fresh(heard: Heard | None) -> bool:
 
 def _fate(heard: Heard | None, process: psutil.Process | None) -> str:
     """Why a rank cannot speak; "" where it can."""
-    status = ""
-    with contextlib.suppress(psutil.Error):
-        status = str(process.status()) if process is not None else ""
-    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+    status = _status(process)
+    if status in STOPPED:
         return "its process is stopped"
     if heard is None or heard.age_s < heard.beat.silent_s:
         return ""
     why = f": native code holds its interpreter, or it gets no time (its process is {status})" if status else ""
     return f"nothing has been heard of it for {heard.age_s:.0f} s{why}"
+
+
+def _status(process: psutil.Process | None) -> str:
+    """As the system says it; "" where it cannot be seen from here."""
+    with contextlib.suppress(psutil.Error):
+        return str(process.status()) if process is not None else ""
+    return ""
 
 
 class Channel:

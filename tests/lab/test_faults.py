@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -96,6 +97,17 @@ def test_a_rank_that_stands_still_is_named_and_replaced(resident: Lab, run: Run,
     e = caught.value
     assert e.rank == 1 and e.waiting == (0,) and e.collective and LIMIT_S < e.after_s < LIMIT_S + 2
     assert ", in _sit\n" in e.stack if kind == "stall" else "its process is stopped" in e.sentence
+    begins_anew(resident, culprit)
+
+
+def test_a_stopped_rank_that_nobody_waits_for_is_found_too(resident: Lab, run: Run):
+    run.stop(10)
+    culprit = resident.cluster.pids[1]
+    before_s = time.monotonic()
+    os.kill(culprit, signal.SIGSTOP)
+    until(lambda: 1 in resident.lost, 20)
+    assert "was stopped (SIGSTOP), did not go on, and was ended" in str(resident.lost[1])
+    assert LIMIT_S < time.monotonic() - before_s < LIMIT_S + 4, "its heart would have told after 10 s"
     begins_anew(resident, culprit)
 
 
