@@ -30,6 +30,7 @@ SCREEN = KERNEL | {"bokeh", "ipywidgets", "anywidget", "rich", "jupyter_core", "
 FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (0, "hardware", frozenset()),
     (0, "host_memory", frozenset()),
+    (0, "identity", frozenset({"psutil"})),
     (0, "link_spec", frozenset()),
     (0, "spec", frozenset()),
     (0, "fault", frozenset()),

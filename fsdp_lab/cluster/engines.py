@@ -27,8 +27,9 @@ from fsdp_lab.cluster.guardian import Guardian, package_path
 from fsdp_lab.cluster.kept import Kept, kept_clusters
 from fsdp_lab.cluster.placement import usable_cores
 from fsdp_lab.cluster.private import private_folder, remove_private
-from fsdp_lab.cluster.processes import MARK, Identity, alive, end, machine, marked, sweep
+from fsdp_lab.cluster.processes import MARK, alive, end, marked, sweep
 from fsdp_lab.host_memory import HOST_MEMORY
+from fsdp_lab.identity import Identity, machine
 
 T = TypeVar("T")
 

@@ -27,7 +27,8 @@ import psutil
 
 from fsdp_lab.cluster.kept import Kept
 from fsdp_lab.cluster.private import remove_private
-from fsdp_lab.cluster.processes import Identity, alive, end, marked, sweep
+from fsdp_lab.cluster.processes import alive, end, marked, sweep
+from fsdp_lab.identity import Identity
 
 LOOK_S = 0.5  # between two looks at what became of ranks that are kept
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.cluster.private import is_private, private_folders, remove_private
-from fsdp_lab.cluster.processes import Identity, end, machine, marked, sweep
+from fsdp_lab.cluster.processes import end, marked, sweep
+from fsdp_lab.identity import Identity, machine
 from fsdp_lab.spec import SpecError
 
 FILE = "kept.json"

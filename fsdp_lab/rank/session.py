@@ -45,6 +45,7 @@ from fsdp_lab.rank.faults import Faults, slower
 from fsdp_lab.rank.guard import ANSWER_S, INTERRUPTED, Guard
 from fsdp_lab.rank.ledger import Found
 from fsdp_lab.rank.line import Line
+from fsdp_lab.rank.peers import Peers
 from fsdp_lab.rank.prepare import Preparation, Prepared
 from fsdp_lab.rank.pulse import Place, Pulse
 from fsdp_lab.rank.rendezvous import Seat, close_groups, find_store, open_groups
@@ -121,6 +122,7 @@ class Session:
         self._store = store if store is not None else find_store(host, port, timeout_s=timeout_s)
         self._line = Line(ANSWER_S)
         self._guard = Guard(self._hub, _own_connection(self._store), rank)
+        self._peers = Peers(self._store, rank)
         self._epoch = 0
         self.turn = self._turned = 0  # of the call that ranks work together in: the kernel's number, or counted here
         self._world: Wire = self._open()
@@ -618,11 +620,15 @@ class Session:
     def _await_record(self, rank: int, mine: int, limit_s: float) -> dict[str, Any]:
         """A rank's record, once it is of this abort or of a chunk that ended no earlier than this rank got."""
         key = f"at/{self._epoch}/{rank}"
+        self._line.ask(lambda: self._peers.meet(rank))
         while time.perf_counter() < limit_s and not self._guard.insisted:
+            gone = self._peers.gone(rank)  # before it is asked: what it said at last still counts
             if text := self._line.ask(lambda: self._store.get(key) if self._store.check([key]) else b""):
                 record: dict[str, Any] = json.loads(text)
                 if record["settled"] or record["step"] > mine:
                     return record
+            if gone:
+                break
             time.sleep(0.01)
         raise RankAborted(f"rank {rank} did not answer after the step was given up: {self._hub.aborted}")
 

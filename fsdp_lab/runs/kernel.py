@@ -7,7 +7,7 @@ import socket
 import time
 from dataclasses import dataclass
 
-from fsdp_lab.cluster.processes import born
+from fsdp_lab.identity import born
 
 SILENT_S = 90.0  # after that, a kernel on another machine is taken for dead: a live one says something every 5 s
 
@@ -16,7 +16,7 @@ SILENT_S = 90.0  # after that, a kernel on another machine is taken for dead: a 
 class Kernel:
     host: str
     pid: int
-    born: str  # as `fsdp_lab.cluster.processes.born` says
+    born: str  # as `fsdp_lab.identity.born` says
 
     @classmethod
     def this(cls) -> Kernel:

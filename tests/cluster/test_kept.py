@@ -21,7 +21,8 @@ from fsdp_lab.cli.main import main
 from fsdp_lab.cluster import Cluster, ClusterError
 from fsdp_lab.cluster.kept import FILE, Kept, kept_clusters, kept_pids
 from fsdp_lab.cluster.private import private_folder
-from fsdp_lab.cluster.processes import MARK, Identity, alive, end, machine, marked
+from fsdp_lab.cluster.processes import MARK, alive, end, marked
+from fsdp_lab.identity import Identity, machine
 from fsdp_lab.spec import SpecError
 from tests.cluster.conftest import FAKE
 from tests.lab.test_lab import until
@@ -224,7 +225,7 @@ def test_two_kernels_never_have_the_same_ranks(left: Kept):
 import sys
 from pathlib import Path
 from fsdp_lab.cluster.kept import Kept
-from fsdp_lab.cluster.processes import Identity
+from fsdp_lab.identity import Identity
 kept = Kept.read(Path(sys.argv[1]))
 input()
 print(kept.claim(Identity.this(), 60.0) is not None, flush=True)
