@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -95,4 +94,4 @@ def _from_launcher() -> SimpleQueue[bytes]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(main())  # all is said and flushed; why not Python's own end: end_process, rank/rendezvous.py

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from fsdp_lab.rank import Session, host_store
-from fsdp_lab.rank.rendezvous import find_store
+from fsdp_lab.rank.rendezvous import end_process, find_store
 from fsdp_lab.spec import Spec, SpecError
 
 
@@ -65,4 +65,4 @@ def _print(event: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())
