@@ -19,6 +19,7 @@ from fsdp_lab.beats import Beat
 from fsdp_lab.hang import Hang, diagnose
 
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+STILL_S = 2.0  # past the limit, a stopped rank that a collective waits for is named with that collective
 READ_S = 0.8  # past the limit, a new word of a rank that is missing is waited for so long
 
 
@@ -90,7 +91,7 @@ class Doctor:
         now_s = time.monotonic()
         stopped = {rank for rank, process in processes.items() if _status(process) in STOPPED}
         self._stopped_at_s = {rank: self._stopped_at_s.get(rank, now_s) for rank in stopped}
-        return [rank for rank, at_s in self._stopped_at_s.items() if now_s - at_s > self.limit_s + READ_S]
+        return [rank for rank, at_s in self._stopped_at_s.items() if now_s - at_s > self.limit_s + STILL_S]
 
 
 def _fresh(heard: Heard | None) -> bool:
