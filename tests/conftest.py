@@ -26,19 +26,6 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("patient")
 
 
-PROCESSES = ("browser", "cli", "cluster", "export", "lab", "notebooks", "rank", "wire")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What lives on processes, sockets and a browser is tried once more where it fails: on two busy cores one such test in
-    some thousand runs comes too late. The summary names it. What computes is never tried twice: not what the engine, the
-    backends and the planner say."""
-    here = config.rootpath / "tests"
-    for item in items:
-        if item.path.relative_to(here).parts[0] in PROCESSES:
-            item.add_marker(pytest.mark.flaky(reruns=1))
-
-
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Four rank processes for the whole test session."""
