@@ -6,7 +6,6 @@ import asyncio
 import atexit
 import contextlib
 import os
-import pkgutil
 import signal
 import threading
 import time
@@ -14,27 +13,32 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.checkpoints import Checkpoint, check_folder, check_same, find
-from fsdp_lab.cluster import Call, Cluster, ClusterError, Progress, RankLost, RankStatus
-from fsdp_lab.fault import SIGNALS, fault_of
-from fsdp_lab.planner.here import Calibration
+from fsdp_lab.cluster import Call, Cluster, ClusterError, RankLost, RankStatus, StartProgress
+from fsdp_lab.core.checkpoint_format import Checkpoint, check_folder, check_same, find
+from fsdp_lab.core.errors import ArgumentError, SpecError
+from fsdp_lab.core.faults import SIGNALS, fault_of
+from fsdp_lab.core.formatting import Table, duration, size
+from fsdp_lab.core.spec import Spec, part_of
+from fsdp_lab.history.history import History
+from fsdp_lab.history.run_list import RunList
+from fsdp_lab.planner.calibration import Calibration
 from fsdp_lab.planner.plan import Plan
-from fsdp_lab.plans import Where, planned, planned_here
+from fsdp_lab.planner.questions import Target, planned, planned_here
 from fsdp_lab.runs.calibrating import PASSES, calibrate
 from fsdp_lab.runs.comparison import Refusal
 from fsdp_lab.runs.drill import Drill
-from fsdp_lab.runs.evaluation import Evaluating
-from fsdp_lab.runs.history import History
-from fsdp_lab.runs.recovery import Recovering
-from fsdp_lab.runs.run import Run, RunState
-from fsdp_lab.runs.runs import Runs
-from fsdp_lab.runs.saving import Saving
+from fsdp_lab.runs.evaluation import EvalConfig
+from fsdp_lab.runs.recovery import RecoveryPolicy
+from fsdp_lab.runs.run import Run
+from fsdp_lab.runs.saving import CheckpointConfig
 from fsdp_lab.runs.slow_motion import SlowMotion, SlowStep
 from fsdp_lab.runs.sweep import ROUNDS, Sweep, combine
-from fsdp_lab.spec import Spec, SpecError, part_of
-from fsdp_lab.table import Table, duration, size
+from fsdp_lab.runs.view import RunState
+
+if TYPE_CHECKING:
+    from fsdp_lab.dashboard import Dashboard
 
 SAVE_S = 600.0  # for a checkpoint that somebody waits for
 
@@ -44,7 +48,7 @@ WAITING_S = 2.0  # what a rank waits for is worth a word after so long
 
 KEY = "_fsdp_lab_open"  # in the notebook's namespace
 
-Say = Callable[[Progress], None]
+Say = Callable[[StartProgress], None]
 
 
 class Lab:
@@ -55,7 +59,7 @@ class Lab:
         run.table()
 
     The constructor starts the ranks and returns when they are ready; some seconds, most of them torch's import.
-    `close()` ends them, as do `with`, `async with`, and, unless they are kept, the kernel's exit, its restart and its death.
+    `close()` ends them, as do `with`, `async with`, and, unless they are persistent, the kernel's exit, restart and death.
 
     Args:
         ranks: how many; None: 2, or all engines of a given cluster.
@@ -69,16 +73,17 @@ class Lab:
         timeout_s: for starting, and for a collective whose peer is missing.
         hang_s: how long a collective may wait for a rank; then the run fails with `RankHung`, which names the rank that does
             not come and shows where it is. The first steps count too: compiling, for one. None: half of `timeout_s`.
-        keep: the ranks outlive their kernel, however it ends, with what they have trained. `Lab` with the same arguments in
-            the next one (the same cell, run again) takes them over: `attached` says so, and `lab.run(lab.spec, fresh=False)`
-            goes on. True: they wait for a day; a number: so many hours. `close()` ends them, as does `fsdp-lab kept --end`.
+        persist: the ranks outlive their kernel, however it ends, with what they have trained. `Lab` with the same arguments
+            in the next one (the same cell, run again) takes them over: `attached` is true then, and
+            `lab.run(lab.spec, fresh=False)` continues. True: they wait for a day; a number: so many hours. `close()` ends
+            them, as does `fsdp-lab ranks --end`.
         alongside: in a notebook, a new lab closes the one before it, because a cell that is run again would leave that
             one's ranks behind; True keeps both.
         history: where runs are kept (`fsdp_lab.History`): True in the usual place, a path in that file, False nowhere.
         options: for `fsdp_lab.cluster.Cluster`.
 
     Raises:
-        StartError, SpecError: one sentence; nothing is left running.
+        StartError, FieldError: one sentence; nothing is left running.
     """
 
     def __init__(
@@ -92,7 +97,7 @@ class Lab:
         take_busy: bool = False,
         timeout_s: float = 60,
         hang_s: float | None = None,
-        keep: bool | float = False,
+        persist: bool | float = False,
         alongside: bool = False,
         history: History | str | os.PathLike[str] | bool = True,
         **options: Any,
@@ -110,7 +115,7 @@ class Lab:
         self._lock = threading.RLock()
         self._owner = os.getpid()
         self._closed = False
-        self._say = progress if callable(progress) else (Bar() if progress else lambda p: None)
+        self._say = progress if callable(progress) else (ProgressBar() if progress else lambda p: None)
         self._cluster = Cluster(
             ranks,
             devices=self._devices,
@@ -119,8 +124,8 @@ class Lab:
             take_busy=take_busy,
             timeout_s=timeout_s,
             hang_s=hang_s,
-            keep=keep,
-            say=self._say,
+            persist=persist,
+            report=self._say,
             **options,
         )
         self._at_exit = _closer(weakref.ref(self), self._owner)
@@ -139,7 +144,8 @@ class Lab:
             return
         former = shell.user_ns.get(KEY)
         if isinstance(former, Lab):
-            again = self.kept and former.kept and former.cluster.running and former.cluster.asked == self.cluster.asked
+            persistent = self.persistent and former.persistent
+            again = persistent and former.cluster.running and former.cluster.asked == self.cluster.asked
             former.detach() if again else former.close()
         shell.user_ns[KEY] = self
 
@@ -152,9 +158,9 @@ class Lab:
         steps: int | None = None,
         fresh: bool = True,
         ledger_every: int | None = None,
-        save: Saving | str | os.PathLike[str] | None = None,
-        recover: Recovering | str | bool = False,
-        evaluate: Evaluating | int | None = None,
+        save: CheckpointConfig | str | os.PathLike[str] | None = None,
+        recover: RecoveryPolicy | str | bool = False,
+        evaluate: EvalConfig | int | None = None,
         **changes: Any,
     ) -> Run:
         """Starts a run and returns it at once: `await` it, `wait()` for it, or go on and look at `table()`.
@@ -168,10 +174,10 @@ class Lab:
             fresh: begin at step 0 with initial values; False goes on with what the ranks hold, where that fits.
             ledger_every: make each n-th step a ledger step, which measures memory and is left out of medians; None: only
                 those that `Run.ledger` asks for, and the third after a switch.
-            save: a folder for its checkpoints, or a `Saving`, which says how often and how many are kept.
+            save: a folder for its checkpoints, or a `CheckpointConfig`, which says how often and how many are kept.
             recover: what to do when ranks fail, or a step does: True goes on by itself, "ask" waits for `recover` or
-                `stop`; see `Recovering`, which says also on how many ranks. `run.incidents` tells what happened.
-            evaluate: find the loss on held-out samples after so many steps each, and stop by it: see `Evaluating`.
+                `stop`; see `RecoveryPolicy`, which says also on how many ranks. `run.incidents` tells what happened.
+            evaluate: find the loss on held-out samples after so many steps each, and stop by it: see `EvalConfig`.
             changes: flat field names, as in `Spec.replace`.
 
         Raises:
@@ -179,8 +185,8 @@ class Lab:
         """
         wanted = self._wanted(spec, changes)
         return self._begin(
-            wanted, steps=steps, fresh=fresh, ledger_every=ledger_every, saving=Saving.of(save),
-            recovering=Recovering.of(recover), evaluate=evaluate,
+            wanted, steps=steps, fresh=fresh, ledger_every=ledger_every, saving=CheckpointConfig.of(save),
+            recovering=RecoveryPolicy.of(recover), evaluate=evaluate,
         )  # fmt: skip
 
     def resume(
@@ -189,9 +195,9 @@ class Lab:
         *,
         steps: int | None = None,
         ledger_every: int | None = None,
-        save: Saving | str | os.PathLike[str] | None = None,
-        recover: Recovering | str | bool = False,
-        evaluate: Evaluating | int | None = None,
+        save: CheckpointConfig | str | os.PathLike[str] | None = None,
+        recover: RecoveryPolicy | str | bool = False,
+        evaluate: EvalConfig | int | None = None,
         **changes: Any,
     ) -> Run:
         """Starts a run that goes on from a checkpoint: parameters, optimizer state, data and random numbers.
@@ -208,15 +214,20 @@ class Lab:
             the others: as in `run`.
 
         Raises:
-            SpecError: there is none that is whole, or a field or a combination that cannot be.
+            FieldError: there is none that is whole, or a field or a combination that cannot be.
         """
         saved = checkpoint if isinstance(checkpoint, Checkpoint) else find(checkpoint)
         wanted = self._wanted(saved.spec, changes)
         check_same(saved, wanted)
         return self._begin(
-            wanted, steps=steps, ledger_every=ledger_every, saving=Saving.of(save), recovering=Recovering.of(recover),
-            start=saved, evaluate=evaluate,
-        )  # fmt: skip
+            wanted,
+            steps=steps,
+            ledger_every=ledger_every,
+            saving=CheckpointConfig.of(save),
+            recovering=RecoveryPolicy.of(recover),
+            start=saved,
+            evaluate=evaluate,
+        )
 
     def recover(self, ranks: str | None = None) -> Run:
         """Goes on with the newest run after it failed, and returns the run that does: itself where it waits for that, else
@@ -250,7 +261,7 @@ class Lab:
             kind: see `fsdp_lab.runs.drill.DRILLS`: kill, stop, stall, cut, slow, out-of-memory, nan, raise.
 
         Raises:
-            SpecError: there is no such drill, or no such rank. ClusterError: no run trains, or the rank is not ours.
+            ArgumentError: there is no such drill, or no such rank. ClusterError: no run trains, or the rank is not ours.
         """
         fault = fault_of(kind, rank)
         with self._lock:
@@ -261,7 +272,7 @@ class Lab:
             fault.check(run.spec.world_size, run.step)
             drill = Drill(kind, rank, run)
             if kind in SIGNALS:
-                self._cluster.strike(rank, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+                self._cluster.send_signal(rank, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
                 run.strike(drill.made_unix_s)
             else:
                 run.arm(fault)
@@ -271,7 +282,7 @@ class Lab:
         """Saves what the ranks hold, and returns when it is whole. A run that goes on is saved by `run.save`.
 
         Raises:
-            SpecError: the folder. ClusterError: it could not be written, or a run goes on.
+            ArgumentError: the folder. ClusterError: it could not be written, or a run goes on.
         """
         root = check_folder(folder, field="folder")
         if self._current is not None and not self._current.done:
@@ -292,14 +303,14 @@ class Lab:
             passes: how often each figure is taken; with fewer it is shorter, and worth less.
 
         Raises:
-            SpecError: of a Spec, or of `passes`. ClusterError: a run goes on.
+            FieldError: of a Spec, or of `passes`. ClusterError: a run goes on.
         """
         self._must_be_open()
         for one in (self._sweep, self._current):
             if one is not None and not one.done:
                 raise ClusterError(f"{one!r} goes on, and would be measured too; stop it or wait for it")
         if passes < 1:
-            raise SpecError("passes", f"{passes} is refused", "give a whole number of 1 or more")
+            raise ArgumentError("passes", f"{passes} is refused", "give a whole number of 1 or more")
         self._here = calibrate(self._cluster, beside, passes=passes)
         return self._here
 
@@ -312,13 +323,13 @@ class Lab:
             hardware: a GPU such as "h100", of which nothing need be here; None: these ranks, as `calibrate` measured them.
 
         Raises:
-            SpecError: no calibration, or of other ranks; hardware that is unknown or cannot hold the ranks.
+            ArgumentError: no calibration, or of other ranks; hardware that is unknown or cannot hold the ranks.
         """
         wanted = self.spec if spec is None else spec
         if hardware is not None:
-            return planned(wanted, Where(hardware=hardware, hosts=hosts, network_gbit_per_s=network_gbit_per_s))
+            return planned(wanted, Target(hardware=hardware, hosts=hosts, network_gbit_per_s=network_gbit_per_s))
         if self._here is None:
-            raise SpecError(
+            raise ArgumentError(
                 "hardware", "this machine is not calibrated", "call lab.calibrate(), or name a GPU such as h100"
             )
         return planned_here(wanted, self._here)
@@ -355,11 +366,11 @@ class Lab:
             lists: flat field name, as in `Spec.replace`, with a list of values, or one for all.
 
         Raises:
-            SpecError: a field that is none, a list without values, or nothing that could run.
+            FieldError: a field that is none, a list without values, or nothing that could run.
         """
         for name, value in (("steps", steps), ("rounds", rounds)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise SpecError(name, f"{value!r} is refused", "give a whole number of 1 or more")
+                raise ArgumentError(name, f"{value!r} is refused", "give a whole number of 1 or more")
         several = spec if isinstance(spec, Sequence) else [spec]
         bases = [self._wanted(one, {}) for one in several]
         combined = [one for base in bases for one in combine(base, _as_lists(lists), self._wanted)]
@@ -371,7 +382,7 @@ class Lab:
                 if refused
                 else "it has no Spec"
             )
-            raise SpecError("compare", why, "change a list")
+            raise ArgumentError("compare", why, "change a list")
         with self._lock:
             self._must_be_open()
             clear = self._preparation("a comparison was started", seat=False)
@@ -388,23 +399,23 @@ class Lab:
         return run
 
     def _drop(self, runs: list[str]) -> None:
-        self._cluster.call("drop", timeout_s=5.0, runs=runs)
+        self._cluster.call("discard", timeout_s=5.0, runs=runs)
 
     @property
     def history(self) -> History | None:
         """Where runs are kept; None: nowhere."""
         return self._history
 
-    def runs(self, **filters: Any) -> Runs:
+    def runs(self, **filters: Any) -> RunList:
         """The runs that are kept, newest first, those of other labs and of earlier kernels too; see `History.runs`.
 
             lab.runs(backend="fsdp2", since="2026-11-20")[0].table()
 
         Raises:
-            SpecError: a field that there is not. HistoryError: the file cannot be read.
+            ArgumentError: a field that there is not. HistoryError: the file cannot be read.
         """
         if self._history is None:
-            return Runs((), of=0, where="this lab", notes=("this lab keeps none: it was made with history=False",))
+            return RunList((), of=0, where="this lab", notes=("this lab keeps none: it was made with history=False",))
         return self._history.runs(**filters)
 
     def slow_motion(self, spec: Spec | Mapping[str, Any] | None = None, **changes: Any) -> SlowMotion:
@@ -558,6 +569,11 @@ class Lab:
         return self._cluster.placement.devices
 
     @property
+    def most_ranks(self) -> int | None:
+        """How many ranks a given cluster has engines for; None: as many as are asked for."""
+        return self._cluster.most_ranks
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What the figures are worth on this machine, and what else there is to know, in words."""
         return (*self._cluster.notes, *self._cluster.remarks)
@@ -619,13 +635,11 @@ class Lab:
         """Which rank has waited for some seconds, and in which collective, in a sentence; "" where none has."""
         return self._cluster.waiting(WAITING_S)
 
-    def dashboard(self, **options: Any) -> Any:
-        """The dashboard widget for this lab, from the floor above.
+    def dashboard(self, **options: Any) -> Dashboard:
+        """The dashboard widget of this lab. Its options are those of `Dashboard`."""
+        from fsdp_lab import Dashboard  # imports Bokeh; where it is missing, the error says how to install it
 
-        A facade on floor 5 imports nothing from floor 6: it asks the package's table of public names for whatever
-        stands there as `Dashboard`, which is looked up when the user asks for a picture and not before.
-        """
-        return pkgutil.resolve_name("fsdp_lab:Dashboard")(self, **options)
+        return Dashboard(self, **options)
 
     # -- end --------------------------------------------------------------------------------------------------------
 
@@ -634,9 +648,9 @@ class Lab:
         return self._closed
 
     @property
-    def kept(self) -> bool:
+    def persistent(self) -> bool:
         """Whether the ranks outlive this kernel."""
-        return self._cluster.keeps
+        return self._cluster.persistent
 
     @property
     def attached(self) -> bool:
@@ -651,11 +665,11 @@ class Lab:
         """Stops the run and leaves the ranks as they are for the next kernel, as its exit does. The lab is closed then.
 
         Raises:
-            ClusterError: they are not kept.
+            ClusterError: they are not persistent.
         """
-        if not self.kept:
-            raise ClusterError("these ranks end with their lab; make it with Lab(keep=True) to leave them")
-        self._end(self._cluster.leave, "its kernel left the ranks")
+        if not self.persistent:
+            raise ClusterError("these ranks end with their lab; make it with Lab(persist=True) to leave them")
+        self._end(self._cluster.detach, "its kernel left the ranks")
 
     def _end(self, part: Callable[[], None], why: str) -> None:
         with self._lock:
@@ -718,17 +732,17 @@ class _Link:
         return self._cluster.ask(what, ranks, **arguments)
 
 
-class Bar:
+class ProgressBar:
     """A progress bar in a notebook cell; nothing elsewhere. IPython's display alone, so that it needs no widget."""
 
     def __init__(self) -> None:
         self._handle: Any = None
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: StartProgress) -> None:
         with contextlib.suppress(Exception):  # a bar that cannot be drawn keeps nobody from starting
             self._show(progress)
 
-    def _show(self, p: Progress) -> None:
+    def _show(self, p: StartProgress) -> None:
         from IPython.core.getipython import get_ipython
         from IPython.display import HTML, display
 
@@ -766,13 +780,13 @@ def _as_lists(given: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def kept_in(history: History | str | os.PathLike[str] | bool) -> History | None:
-    """Raises SpecError for what is neither."""
+    """Raises ArgumentError for what is neither."""
     if isinstance(history, bool):
         return History() if history else None
     if isinstance(history, (str, os.PathLike)):
         return History(history)
     if not isinstance(history, History):
-        raise SpecError("history", f"{history!r} is refused", "give True, False, the path of a file, or a History")
+        raise ArgumentError("history", f"{history!r} is refused", "give True, False, the path of a file, or a History")
     return history
 
 
@@ -789,6 +803,6 @@ def _closer(lab: weakref.ref[Lab], owner: int) -> Callable[[], None]:
 
     def close() -> None:
         if (found := lab()) is not None and os.getpid() == owner:
-            found.detach() if found.kept else found.close()
+            found.detach() if found.persistent else found.close()
 
     return close

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fsdp_lab.frame import ROOT, Frame, Holding
-from fsdp_lab.spec import Spec
+from fsdp_lab.core.phase_snapshot import ROOT, ParameterHolding, PhaseSnapshot
+from fsdp_lab.core.spec import Spec
 
 VOCABULARY, POSITIONS = 384, 1024
 
@@ -85,23 +85,23 @@ class Step:
         yield "reshard", unit, direction
         self.state[unit] = "sharded"
 
-    def holdings(self, rank: int) -> tuple[Holding, ...]:
+    def holdings(self, rank: int) -> tuple[ParameterHolding, ...]:
         return tuple(h for unit in self.model.units for h in self._unit(unit, rank % self.spec.shard_factor))
 
-    def _unit(self, unit: str, place: int) -> Iterator[Holding]:
+    def _unit(self, unit: str, place: int) -> Iterator[ParameterHolding]:
         """Shards of equal length that cut wherever they fall."""
         shard = -(-sum(self.model.units[unit].values()) // self.spec.shard_factor)
         first = 0
         for name, n in self.model.units[unit].items():
             start, stop = max(place * shard - first, 0), min((place + 1) * shard - first, n)
             start, stop = (start, stop) if start < stop else (0, 0)
-            yield Holding(name=name, unit=unit, numel=n, start=start, stop=stop, state=self.state[unit],
+            yield ParameterHolding(name=name, unit=unit, numel=n, start=start, stop=stop, state=self.state[unit],
                           gradient=self.gradient[unit])  # fmt: skip
             first += n
 
-    def frames(self, ranks: range | None = None) -> Iterator[list[Frame]]:
+    def frames(self, ranks: range | None = None) -> Iterator[list[PhaseSnapshot]]:
         """Phase after phase, the frames of these ranks, or of all."""
         world = self.spec.world_size
         for index, (phase, unit, direction) in enumerate(self.phases()):
-            yield [Frame(rank=r, world_size=world, step=self.number, index=index, phase=phase, unit=unit,
+            yield [PhaseSnapshot(rank=r, world_size=world, step=self.number, index=index, phase=phase, unit=unit,
                          direction=direction, parameters=self.holdings(r)) for r in ranks or range(world)]  # fmt: skip

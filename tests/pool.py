@@ -1,9 +1,11 @@
-"""Rank processes that stay: importing torch takes seconds, joining a rendezvous milliseconds.
+"""Resident rank processes: importing torch takes seconds, forking a process that has imported it milliseconds.
 
 `pool.run(function, world_size, *args)` calls `function(place, *args)` on that many processes, each with its `Place`
-(seat, hub, open wire), and returns the results by rank; an exception of a rank is raised here, with its traceback. Where
+(info, context, open wire), and returns the results by rank; an exception of a rank is raised here, with its traceback. Where
 a rank does not answer in time, what its threads do is in the error, and all ranks are replaced: the next run finds
 none that is still busy with this one.
+
+The ranks are forked from a server process that imports torch and transformers once and starts no thread of Gloo.
 """
 
 from __future__ import annotations
@@ -22,23 +24,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+IMPORTED_ONCE = [
+    "torch.distributed.fsdp",
+    "transformers.models.gpt2.modeling_gpt2",
+    "fsdp_lab.rank",
+    "tests.remembered",
+]
+
 
 @dataclass
 class Place:
     """What a function of a test is given in its rank."""
 
-    seat: Any
-    hub: Any
+    info: Any
+    context: Any
     world: Any
     store: Any
 
     @property
     def rank(self) -> int:
-        return int(self.seat.rank)
+        return int(self.info.rank)
 
     @property
     def world_size(self) -> int:
-        return int(self.seat.world_size)
+        return int(self.info.world_size)
 
 
 class RankError(AssertionError):
@@ -48,12 +57,9 @@ class RankError(AssertionError):
 def _serve(pipe: Any, stacks: Path) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks.open("w"), all_threads=True)
     import torch
-    import torch.distributed.fsdp
-    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
-    import fsdp_lab.rank  # noqa: F401
-    from fsdp_lab.rank.rendezvous import Seat, close_groups, find_store, open_groups
-    from fsdp_lab.wire import Hub, Reduction
+    from fsdp_lab.rank.rendezvous import RankInfo, close_groups, find_store, open_groups
+    from fsdp_lab.wire import ReductionOrder, WireContext
     from tests.remembered import remember
 
     torch.set_num_threads(1)
@@ -67,23 +73,23 @@ def _serve(pipe: Any, stacks: Path) -> None:
         function, rank, world_size, port, run, reduction, args = task
         joined = reduction is not None
         try:
-            hub = Hub(reduction=Reduction(reduction or "auto"), timeout_s=15)
-            seat = Seat(rank=rank, world_size=world_size, device=torch.device("cpu"))
+            context = WireContext(reduction=ReductionOrder(reduction or "auto"), timeout_s=15)
+            info = RankInfo(rank=rank, world_size=world_size, device=torch.device("cpu"))
             store = torch.distributed.PrefixStore(f"run{run}", find_store("127.0.0.1", port))
-            world = open_groups(seat, store, hub, 0) if joined else None
+            world = open_groups(info, store, context, 0) if joined else None
             try:
-                answer = ("ok", function(Place(seat, hub, world, store), *args))
+                answer = ("ok", function(Place(info, context, world, store), *args))
             except BaseException as e:
-                hub.abort(str(e))  # others may wait in a collective that this rank left
+                context.abort(str(e))  # others may wait in a collective that this rank left
                 raise
             finally:
                 if joined:
-                    close_groups(hub)
+                    close_groups(context)
         except BaseException:
             answer = ("error", traceback.format_exc())
         pipe.send(pickle.dumps(answer))
         del task, function, args, answer
-        world = hub = store = None
+        world = context = store = None
         if torch.distributed.is_initialized():  # by a function that raised before it gave its groups up
             torch.distributed.destroy_process_group()
         gc.collect()  # a mesh and its groups are a cycle, and each group has threads
@@ -122,13 +128,14 @@ class Pool:
         self._store = host_store()
         self._runs = 0
         self._folder = tempfile.TemporaryDirectory(prefix="fsdp_lab_pool_")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(IMPORTED_ONCE)
         self._workers = [self._start(rank) for rank in range(size)]
 
     def _start(self, rank: int) -> Worker:
-        context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe()
+        here, there = self._context.Pipe()
         stacks = Path(self._folder.name) / f"rank{rank}_run{self._runs}"
-        process = context.Process(target=_serve, args=(there, stacks), daemon=True)
+        process = self._context.Process(target=_serve, args=(there, stacks), daemon=True)
         process.start()
         return Worker(process, here, stacks)
 

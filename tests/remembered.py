@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_lab.models import build_skeleton, check
-from fsdp_lab.rank import prepare, session
+from fsdp_lab.rank import lifecycle, prepare
 
 
 def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,4 +48,4 @@ def remember() -> None:
     check.open_text = lambda data: stdlib() if data == check.STDLIB else other(data)
     prepare.Preparation._sample = shared  # type: ignore[method-assign]
     prepare.device_peak = functools.cache(prepare.device_peak)  # type: ignore[assignment]
-    prepare.build_skeleton = session.build_skeleton = skeleton
+    prepare.build_skeleton = lifecycle.build_skeleton = skeleton

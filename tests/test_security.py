@@ -14,7 +14,7 @@ from fsdp_lab.cli import kernel as kernel_command
 from fsdp_lab.cli.doctor import connections
 from fsdp_lab.cli.doctor.finding import State
 from fsdp_lab.cli.main import main, parser
-from fsdp_lab.cluster.engines import in_the_open
+from fsdp_lab.cluster.engines.external import exposure_notes
 from tests.test_house import PACKAGE, REPO, modules
 
 # -- no code comes out of files -----------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class _Client:
 )
 def test_what_crosses_a_network_in_the_open_is_said(hosts, registration, curve, words, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("socket.gethostname", lambda: "here")
-    told = in_the_open(_Client(registration, curve), hosts)
+    told = exposure_notes(_Client(registration, curve), hosts)
     assert len(told) == len(words) and all(word in note for word, note in zip(words, told, strict=True))
 
 

@@ -1,7 +1,8 @@
-"""Four ways to train one model, behind one Protocol: our engine, FSDP2, FSDP1, DDP. Read base.py first."""
+"""Four ways to train a model, behind one Protocol: our engine ("lab"), FSDP2, FSDP1, DDP. Read base.py first."""
 
-from fsdp_lab.backends.base import Backend, Piece
+from fsdp_lab.backends.base import Backend
 from fsdp_lab.backends.build import build
-from fsdp_lab.backends.carry import carry, fill
+from fsdp_lab.backends.transfer import fill, transfer_state
+from fsdp_lab.engine import ParamShard
 
-__all__ = ["Backend", "Piece", "build", "carry", "fill"]
+__all__ = ["Backend", "ParamShard", "build", "fill", "transfer_state"]

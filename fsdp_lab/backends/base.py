@@ -1,16 +1,14 @@
-"""`Backend`: a model under a Strategy, as something that trains. Read this first, then fsdp2.py, fsdp1.py, ddp.py.
+"""`Backend`: a model under a Strategy, ready to train. Read this first, then fsdp2.py, fsdp1.py, ddp.py.
 
-A backend is made from a skeleton (parameters on meta, buffers real) and filled through its `pieces`: each parameter by
-its original name, with the flat range of it that this rank holds as fp32 master. Everything that must know where a
-value lies goes through pieces: initial values, the move from one backend to another, gradient norms, byte counts. They
-name where torch keeps the master shard in every state of a module, so that a step that was given up loses nothing.
-"""
+A backend is made from a skeleton (parameters on meta, buffers real) and filled through its `param_shards`: each
+parameter by its original name, with the flat range of it that this rank holds as fp32 master. They locate values for
+everything else: initial values, the transfer from one backend to another, gradient norms, byte counts. They refer to
+torch's master shard, which exists in every state of a module, so that an aborted step loses nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,41 +17,25 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_lab.events import Role
-from fsdp_lab.spec import Spec, Workload
+from fsdp_lab.core.events import Role
+from fsdp_lab.core.spec import Spec, Workload
+from fsdp_lab.engine import ParamShard
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-Held = tuple[Role, Tensor]  # a tensor, and what its storage is for
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """What this rank holds of one parameter."""
-
-    name: str  # the original name
-    shape: torch.Size  # the whole parameter's
-    start: int  # range of the flattened parameter, [start, stop)
-    stop: int
-    local: Tensor  # [stop - start], a view of the master shard
-    param: nn.Parameter | None  # what the optimizer was given; None where it is frozen
-    offset: int = 0  # where the range begins in `param`, flat
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
+RoleTensor = tuple[Role, Tensor]  # a tensor, and what its storage is used for
 
 
 class Backend(Protocol):
-    """Four of them; a trainer knows no more than this. Not to be shared between threads."""
+    """The interface of the four backends to a trainer. Not thread-safe."""
 
     module: nn.Module  # what is called, and what a user sees as `model`
     optimizer: torch.optim.Optimizer
     mesh: DeviceMesh
     replicas: int  # ranks that hold the same gradient shard
-    groups: list[dist.ProcessGroup]  # made for it: `release` ends them
+    groups: list[dist.ProcessGroup]  # created for it: `release` destroys them
 
-    def pieces(self) -> list[Piece]:
-        """By original name, in the order of the model's parameters; the same names on every rank."""
+    def param_shards(self) -> list[ParamShard]:
+        """In the order of the model's parameters; the same names on every rank."""
         ...
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -61,64 +43,65 @@ class Backend(Protocol):
         ...
 
     def micro_batch(self, *, communicate: bool) -> AbstractContextManager[None]:
-        """Around one forward and backward; without communication gradients are kept for a later one."""
+        """Around one forward and backward; without communication, gradients are accumulated for a later one."""
         ...
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Around forwards that nothing is learned from, between steps: no gradients, modules in eval mode. Afterwards all is
-        as it was, for training to go on bit for bit."""
+        """Around forwards without training, between steps: no gradients, modules in eval mode. Afterwards all state is
+        restored, so that training continues bit for bit."""
         ...
 
-    def gradient(self, piece: Piece) -> Tensor | None:
-        """This rank's shard of the reduced gradient, as the optimizer will see it; None where there is none."""
+    def gradient(self, shard: ParamShard) -> Tensor | None:
+        """This rank's shard of the reduced gradient, as the optimizer will see it, or None."""
         ...
 
-    def standing_bytes(self) -> int:
-        """On the device between steps, beside shards and optimizer state: DDP's buckets, ZeRO-1's gathered parameters."""
+    def resident_bytes(self) -> int:
+        """Bytes on the device between steps besides shards and optimizer state: DDP's buckets, ZeRO-1's gathered
+        parameters."""
         ...
 
-    def kept(self) -> Iterator[Held]:
-        """What stays between steps, or under offload lies on the host: shards, their gradients, optimizer state."""
+    def persistent_tensors(self) -> Iterator[RoleTensor]:
+        """What exists between steps (on the host under offload): shards, their gradients, optimizer state."""
         ...
 
-    def passing(self) -> Iterator[Held]:
-        """What is held on the device just now to compute with: gathered parameters, gradients not yet reduced.
+    def transient_tensors(self) -> Iterator[RoleTensor]:
+        """What is on the device now to compute with: gathered parameters, unreduced gradients.
 
-        A storage may be named more than once, and by `kept` too, which then is right.
+        A storage may be listed several times; `persistent_tensors` takes precedence.
         """
         ...
 
     def leaves(self) -> Iterator[Tensor]:
-        """What autograd gives the gradients of parameters to, as of now."""
+        """The tensors that currently receive the gradients of parameters from autograd."""
         ...
 
     def unit_modules(self) -> list[tuple[str, nn.Module]]:
-        """The modules that are gathered by themselves, by original name, where the backend's own hooks are around them;
-        under DDP those that `Strategy.wrap` names. The root is not among them."""
+        """The modules that are units, by original name, with the backend's own hooks around them; under DDP those that
+        `Strategy.wrap` selects. Without the root."""
         ...
 
     def release(self, busy: Collection[int] = ()) -> None:
-        """Give up all storage, and its groups, now; torch's wrappers may outlive their last reference (see `free`).
+        """Free all storage and destroy its groups now; torch's wrappers may outlive their last reference (see `free`).
 
-        `busy`: addresses of storage that a given-up operation may still use; those go with their last reference.
+        `busy`: addresses of storage that an aborted operation may still use; it is freed with its last reference.
         """
         ...
 
 
 class TorchBackend:
-    """What torch's own three have in common: the original parameters, as the optimizer sees them, hold the gradients."""
+    """Common base: the optimizer's parameters hold the gradients."""
 
     def __init__(
-        self, module: nn.Module, pieces: list[Piece], spec: Spec, mesh: DeviceMesh, device: torch.device
+        self, module: nn.Module, shards: list[ParamShard], spec: Spec, mesh: DeviceMesh, device: torch.device
     ) -> None:
         self.module, self.mesh, self.device = module, mesh, device
         self.replicas = spec.world_size // spec.shard_factor
-        self.optimizer = make_optimizer(pieces, spec.workload)
+        self.optimizer = make_optimizer(shards, spec.workload)
         self.groups: list[dist.ProcessGroup] = []
-        self._pieces = pieces
+        self._param_shards = shards
 
-    def pieces(self) -> list[Piece]:
-        return self._pieces
+    def param_shards(self) -> list[ParamShard]:
+        return self._param_shards
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         loss: Tensor = self.module(**to_device(batch, self.device))["loss"]
@@ -135,24 +118,24 @@ class TorchBackend:
             for m in training:
                 m.training = True
 
-    def gradient(self, piece: Piece) -> Tensor | None:
-        if piece.param is None or piece.param.grad is None:
+    def gradient(self, shard: ParamShard) -> Tensor | None:
+        if shard.param is None or shard.param.grad is None:
             return None
-        return _range(piece, local_tensor(piece.param.grad))
+        return _range(shard, local_tensor(shard.param.grad))
 
-    def standing_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         return 0
 
-    def kept(self) -> Iterator[Held]:
-        for piece in self.pieces():
-            yield Role.PARAMETERS, piece.local
+    def persistent_tensors(self) -> Iterator[RoleTensor]:
+        for shard in self.param_shards():
+            yield Role.PARAMETERS, shard.local
         for p in (p for group in self.optimizer.param_groups for p in group["params"]):
             if p.grad is not None:
                 yield Role.GRADIENTS, p.grad
         for state in self.optimizer.state.values():
             yield from ((Role.OPTIMIZER, t) for t in state.values() if isinstance(t, Tensor) and t.dim())
 
-    def passing(self) -> Iterator[Held]:
+    def transient_tensors(self) -> Iterator[RoleTensor]:
         return iter(())
 
     def leaves(self) -> Iterator[Tensor]:
@@ -166,16 +149,16 @@ class TorchBackend:
         end_groups(self.groups)
 
 
-# -- what they share -------------------------------------------------------------------------------------------------
+# -- shared helpers --------------------------------------------------------------------------------------------------
 
 
-def make_optimizer(pieces: list[Piece], workload: Workload) -> torch.optim.Optimizer:
-    """The workload's optimizer over what the backend holds, with weight decay on matrices only.
+def make_optimizer(shards: list[ParamShard], workload: Workload) -> torch.optim.Optimizer:
+    """The workload's optimizer over the backend's shards, with weight decay on matrices only.
 
-    foreach, not fused: fused AdamW's bits depend on where an element lies.
+    foreach, not fused: the bits of fused AdamW depend on an element's position.
     """
-    decayed = dict.fromkeys(p.param for p in pieces if p.param is not None and len(p.shape) >= 2)
-    others = dict.fromkeys(p.param for p in pieces if p.param is not None and len(p.shape) < 2)
+    decayed = dict.fromkeys(p.param for p in shards if p.param is not None and len(p.shape) >= 2)
+    others = dict.fromkeys(p.param for p in shards if p.param is not None and len(p.shape) < 2)
     groups: list[dict[str, Any]] = [
         {"params": list(decayed), "weight_decay": workload.weight_decay, "decays": True},
         {"params": list(others), "weight_decay": 0.0, "decays": False},
@@ -186,8 +169,8 @@ def make_optimizer(pieces: list[Piece], workload: Workload) -> torch.optim.Optim
     return torch.optim.AdamW(groups, lr=workload.lr, foreach=True)
 
 
-def retune(optimizer: torch.optim.Optimizer, workload: Workload) -> None:
-    """Take over learning rate and weight decay without touching state."""
+def update_hyperparameters(optimizer: torch.optim.Optimizer, workload: Workload) -> None:
+    """Set learning rate and weight decay; the state is not touched."""
     for group in optimizer.param_groups:
         group["lr"] = workload.lr
         if group["decays"]:
@@ -201,31 +184,32 @@ def local_tensor(t: Tensor) -> Tensor:
 
 
 def local_part(t: Tensor) -> Tensor:
-    """The same, flat. Raises RuntimeError where that would be a copy."""
+    """The same, flat. Raises RuntimeError if that would be a copy."""
     return local_tensor(t).view(-1)
 
 
-def _range(piece: Piece, t: Tensor) -> Tensor:
-    """A piece's part of a tensor that is laid out as the optimizer's parameter; that tensor where it is all of it."""
-    return t if t.numel() == piece.numel else t.view(-1)[piece.offset : piece.offset + piece.numel]
+def _range(shard: ParamShard, t: Tensor) -> Tensor:
+    """A shard's part of a tensor that is laid out like the optimizer's parameter; the tensor itself if that is all of
+    it."""
+    return t if t.numel() == shard.numel else t.view(-1)[shard.offset : shard.offset + shard.numel]
 
 
-def state_slots(optimizer: torch.optim.Optimizer, piece: Piece) -> dict[str, Tensor]:
-    """The optimizer's tensors for a piece, by slot, flat: {"exp_avg": [n], "exp_avg_sq": [n]} for AdamW."""
-    state = {} if piece.param is None else optimizer.state.get(piece.param, {})
-    return {slot: _range(piece, local_part(t)) for slot, t in state.items() if isinstance(t, Tensor) and t.dim() > 0}
+def state_slots(optimizer: torch.optim.Optimizer, shard: ParamShard) -> dict[str, Tensor]:
+    """The optimizer's tensors for a shard, by slot, flat: {"exp_avg": [n], "exp_avg_sq": [n]} for AdamW."""
+    state = {} if shard.param is None else optimizer.state.get(shard.param, {})
+    return {slot: _range(shard, local_part(t)) for slot, t in state.items() if isinstance(t, Tensor) and t.dim() > 0}
 
 
 def steps_taken(optimizer: torch.optim.Optimizer) -> int:
-    """How often the optimizer stepped; 0 for one without state.
+    """How often the optimizer stepped; 0 without state.
 
-    The most that a parameter says: one of which this rank holds nothing has no gradient and is passed over.
+    The maximum over parameters: one of which this rank holds nothing has no gradient and is skipped.
     """
     return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
 
 
 def seed_state(optimizer: torch.optim.Optimizer, slots: tuple[str, ...], steps: int) -> None:
-    """Make the optimizer's state as it is after `steps`, with zeros to be filled in."""
+    """Create the optimizer's state as after `steps`, with zeros to be overwritten."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             state: dict[str, Any] = {"step": torch.tensor(float(steps))}
@@ -238,9 +222,9 @@ def to_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Te
 
 
 def materialiser(device: torch.device) -> Callable[[nn.Module], None]:
-    """Called for each module, it gives the module's own parameters storage on `device`, uninitialised.
+    """Returns a function that gives a module's own parameters uninitialised storage on `device`.
 
-    Buffers keep their values; ties stay ties, which `nn.Module.to_empty` does not promise.
+    Buffers keep their values, and ties stay tied, which `nn.Module.to_empty` does not guarantee.
     """
     made: dict[int, nn.Parameter] = {}
 
@@ -260,9 +244,9 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def free(tensors: list[Tensor], busy: Collection[int]) -> None:
-    """Return storage to the allocator at once, whoever still refers to it, unless its address is in `busy`.
+    """Return storage to the allocator now, even if it is still referenced, unless its address is in `busy`.
 
-    Dropping a wrapped model does not free it: FSDP1 keeps about 18 MiB for each build of a 3.3M-parameter GPT-2.
+    Dropping a wrapped model does not free it: FSDP1 leaks about 18 MiB for each build of a 3.3M-parameter GPT-2.
     """
     for t in tensors:
         inner = getattr(t, "_local_tensor", t)
@@ -271,11 +255,11 @@ def free(tensors: list[Tensor], busy: Collection[int]) -> None:
 
 
 def free_backend(backend: TorchBackend, busy: Collection[int]) -> None:
-    """What every `release` does: parameters, gradients, buffers, optimizer state."""
+    """Free parameters, gradients, buffers and optimizer state."""
     held: list[Tensor] = []
     for p in backend.module.parameters():
         held += [p] + ([p.grad] if p.grad is not None else [])
-    held += [p.local for p in backend.pieces()]
+    held += [p.local for p in backend.param_shards()]
     held += list(backend.module.buffers())
     for state in backend.optimizer.state.values():
         held += [t for t in state.values() if isinstance(t, Tensor)]
@@ -286,19 +270,19 @@ def free_backend(backend: TorchBackend, busy: Collection[int]) -> None:
 
 
 def original_name(name: str) -> str:
-    """A parameter's or a module's name without what wrappers put into it."""
+    """A parameter's or module's name without the prefixes of wrappers."""
     for part in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"):
         name = name.removesuffix(f".{part}").replace(f"{part}.", "")
     return name
 
 
 def known_groups() -> list[dist.ProcessGroup]:
-    """All groups that torch knows in this process, but the default one."""
+    """All groups that torch has registered in this process, except the default one."""
     return [group for group in c10d._world.pg_map if group is not dist.group.WORLD]
 
 
 def end_groups(groups: list[dist.ProcessGroup]) -> None:
-    """Give groups up, each with its threads and connections; those that an abort ended already are passed over."""
+    """Destroy groups, with their threads and connections; those that an abort has destroyed already are skipped."""
     for group in groups:
         if group in c10d._world.pg_map:
             dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""`build`: the backend that a Spec names, by name."""
+"""`build`: the backend of a Spec."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab.backends.base import Backend, known_groups
-from fsdp_lab.engine import build_mesh, units
-from fsdp_lab.spec import Spec, SpecError
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.engine import build_mesh
+from fsdp_lab.models.wrapping import units
 
 
 def check(skeleton: nn.Module, spec: Spec, device: torch.device) -> None:
-    """Raises SpecError for what only the model or the device can tell. Changes nothing, and is not collective."""
+    """Raises SpecError for combinations that depend on the model or the device. Changes nothing; not collective."""
     s = spec.strategy
     if s.backend != "ddp":
         units(skeleton, s.wrap)
@@ -22,15 +24,15 @@ def check(skeleton: nn.Module, spec: Spec, device: torch.device) -> None:
 
 
 def build(skeleton: nn.Module, spec: Spec, device: torch.device, *, mesh: DeviceMesh | None = None) -> Backend:
-    """Wrap a skeleton; collective. Its values are not set: `fill` or `carry` does that.
+    """Wrap a skeleton; collective. Its values are not set: use `fill` or `transfer_state`.
 
-    `mesh` is of the default group, the Wire, unless one of another group is given: a bench measures beside the Wire.
+    `mesh`: by default of the default group, the Wire. Benchmarks pass one of a plain torch group.
     """
     if not all(p.is_meta for p in skeleton.parameters()):
         raise ValueError("a backend is built from a skeleton: fsdp_lab.models.build_skeleton")
     check(skeleton, spec, device)
     before = known_groups()
-    backend = _make(skeleton, spec, device, mesh or build_mesh(spec.strategy, device.type))
+    backend = _make(skeleton, spec, device, mesh or build_mesh(device.type, shard_size=spec.shard_factor))
     backend.groups = [group for group in known_groups() if group not in before]
     return backend
 
@@ -38,9 +40,9 @@ def build(skeleton: nn.Module, spec: Spec, device: torch.device, *, mesh: Device
 def _make(skeleton: nn.Module, spec: Spec, device: torch.device, mesh: DeviceMesh) -> Backend:
     match spec.strategy.backend:
         case "lab":
-            from fsdp_lab.backends.lab import Lab
+            from fsdp_lab.backends.flat import FlatBackend
 
-            return Lab(skeleton, spec, mesh, device)
+            return FlatBackend(skeleton, spec, mesh, device)
         case "fsdp2":
             from fsdp_lab.backends.fsdp2 import FSDP2
 
@@ -54,4 +56,4 @@ def _make(skeleton: nn.Module, spec: Spec, device: torch.device, mesh: DeviceMes
 
             return DDP(skeleton, spec, mesh, device)
         case name:
-            raise NotImplementedError(f"there is no backend {name}")
+            raise NotImplementedError(f"unknown backend {name}")

@@ -1,11 +1,10 @@
-"""torch's DistributedDataParallel as a peer: a replica on every rank, gradients all-reduced in buckets.
+"""torch's DistributedDataParallel: a replica on every rank, gradients all-reduced in buckets.
 
 Buffers are not broadcast (`broadcast_buffers=False`): each rank keeps the running statistics of its own batches, as
-with FSDP. Mixed precision is autocast over fp32 parameters, which is how DDP is used.
+with FSDP. Mixed precision is autocast over fp32 parameters, as is usual with DDP.
 
-On the Wire gradients are summed, then divided, as the other backends do it; on a bare group of torch's (a bench's) DDP's
-own reduction stays.
-"""
+On the Wire, gradients are summed, then divided, as in the other backends; on a plain torch group (in benchmarks) DDP's
+own reduction is used."""
 
 from __future__ import annotations
 
@@ -20,15 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import DTYPES, Piece, TorchBackend
+from fsdp_lab.backends.base import DTYPES, TorchBackend
 from fsdp_lab.backends.wrapping import prepare
-from fsdp_lab.engine import units
-from fsdp_lab.spec import Spec, SpecError
+from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.engine import ParamShard
+from fsdp_lab.models.wrapping import units
 from fsdp_lab.wire import Wire
 
 
 class DDP(TorchBackend):
-    """Every piece is a whole parameter."""
+    """Every shard is a whole parameter."""
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         dtypes = spec.strategy.dtypes
@@ -36,22 +37,22 @@ class DDP(TorchBackend):
         prepare(skeleton, spec.strategy)
         skeleton.apply(base.materialiser(device))
         base.move_buffers(skeleton, device)
-        pieces = [_whole(base.original_name(n), p) for n, p in skeleton.named_parameters()]
+        shards = [_whole(base.original_name(n), p) for n, p in skeleton.named_parameters()]
         group = mesh.get_group()
         module = DistributedDataParallel(
             skeleton,
             process_group=group,
             device_ids=[device] if device.type == "cuda" else None,
             broadcast_buffers=False,
-            init_sync=False,  # filled alike on all ranks
+            init_sync=False,  # all ranks fill the same values
             gradient_as_bucket_view=True,
         )
         if isinstance(group, Wire):
             reduce = None if dtypes.reduce == "fp32" else DTYPES[dtypes.reduce]
-            # a lambda: DDP compares a hook's annotations with types, and ours are strings
+            # a lambda, since DDP compares a hook's annotations with types, and ours are strings
             module.register_comm_hook((group, reduce), lambda state, bucket: _sum_then_divide(state, bucket))
         self._wrap = spec.strategy.wrap
-        super().__init__(module, pieces, spec, mesh, device)
+        super().__init__(module, shards, spec, mesh, device)
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         with torch.autocast(self.device.type, dtype=self._autocast, enabled=self._autocast is not None):
@@ -62,13 +63,13 @@ class DDP(TorchBackend):
         model: nn.Module = self.module.module
         try:
             found = {id(m) for group in units(model, self._wrap) for m in group}
-        except SpecError:  # what names no module of this model means nothing to DDP
+        except FieldError:  # names without a module in this model do not matter for DDP
             return []
         return [(base.original_name(name), m) for name, m in model.named_modules() if id(m) in found]
 
-    def standing_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """The buckets."""
-        return sum(p.local.nbytes for p in self.pieces())
+        return sum(p.local.nbytes for p in self.param_shards())
 
     @contextmanager
     def micro_batch(self, *, communicate: bool) -> Iterator[None]:
@@ -77,17 +78,17 @@ class DDP(TorchBackend):
             yield
 
 
-def _whole(name: str, param: nn.Parameter) -> Piece:
+def _whole(name: str, param: nn.Parameter) -> ParamShard:
     local = param.detach().view(-1)
-    return Piece(name=name, shape=param.shape, start=0, stop=param.numel(), local=local, param=param)
+    return ParamShard(name=name, shape=param.shape, start=0, stop=param.numel(), local=local, param=param)
 
 
 def _sum_then_divide(state: tuple[Any, torch.dtype | None], bucket: Any) -> torch.futures.Future[Tensor]:
-    """DDP's own hook divides, then sums; the others sum, then divide. Equal bits need one order."""
+    """DDP's own hook divides, then sums; the other backends sum, then divide. Equal bits need the same order."""
     group, dtype = state
     buffer: Tensor = bucket.buffer()
     sent = buffer if dtype is None else buffer.to(dtype)
-    with group.hub.naming(f"bucket {bucket.index()}"):
+    with group.context.unit_scope(f"bucket {bucket.index()}"):
         work = dist.all_reduce(sent, op=dist.ReduceOp.AVG, group=group, async_op=True)
     assert work is not None
 

@@ -1,6 +1,6 @@
-"""torch's FSDP1 (`FullyShardedDataParallel`) as a peer.
+"""torch's FSDP1 (`FullyShardedDataParallel`).
 
-It reads torch's private FlatParameter: where a parameter's shard lies is said nowhere else.
+It reads torch's private FlatParameter, which alone has the location of a parameter's shard.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init, _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import DTYPES, Held, Piece, TorchBackend
-from fsdp_lab.backends.naming import hub_of, name_fsdp1
-from fsdp_lab.backends.wrapping import prepare
-from fsdp_lab.engine import units
-from fsdp_lab.events import Role
-from fsdp_lab.frame import ROOT
-from fsdp_lab.spec import Spec
+from fsdp_lab.backends.base import DTYPES, RoleTensor, TorchBackend
+from fsdp_lab.backends.wrapping import context_of, name_fsdp1_unit, prepare
+from fsdp_lab.core.events import Role
+from fsdp_lab.core.phase_snapshot import ROOT
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.engine import ParamShard
+from fsdp_lab.models.wrapping import units
 
 _SHARDING = {
     "full_shard": ShardingStrategy.FULL_SHARD,
@@ -49,20 +49,20 @@ _PREFETCH = {"before": BackwardPrefetch.BACKWARD_PRE, "after": BackwardPrefetch.
 
 
 class FSDP1(TorchBackend):
-    """Each unit is one flat parameter, sharded evenly; the original parameters are views of this rank's part."""
+    """Each unit is one evenly sharded flat parameter; the original parameters are views of this rank's part."""
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         shapes = {n: p.shape for n, p in skeleton.named_parameters()}
         module = _wrap(skeleton, spec, mesh, device)
-        super().__init__(module, _pieces(module, shapes), spec, mesh, device)
+        super().__init__(module, _param_shards(module, shapes), spec, mesh, device)
 
-    def passing(self) -> Iterator[Held]:
+    def transient_tensors(self) -> Iterator[RoleTensor]:
         for flat in (handle.flat_param for handle in _handles(self.module)):
             for role, names in _PASSING.items():
                 yield from ((role, t) for name in names if isinstance(t := getattr(flat, name, None), Tensor))
 
     def leaves(self) -> Iterator[Tensor]:
-        """The flat parameters, and the views of them of the last forward: autograd joins their gradients to a flat one."""
+        """The flat parameters, and the last forward's views of them: autograd joins the views' gradients."""
         for flat in (handle.flat_param for handle in _handles(self.module)):
             if flat.requires_grad:
                 yield flat
@@ -80,7 +80,7 @@ class FSDP1(TorchBackend):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The root, and under ZeRO-2 every unit, stays gathered after a forward."""
+        """Also reshards the root, and under ZeRO-2 every unit: they stay gathered after a forward."""
         with super().evaluating():
             yield
         for unit in FullyShardedDataParallel.fsdp_modules(self.module):
@@ -125,17 +125,17 @@ def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) 
         limit_all_gathers=s.limit_all_gathers > 0,
     )
     _divide_after_the_sum(wrapped, spec.world_size)
-    _lazy_init(wrapped, wrapped)  # now, not in the first forward: it is what names the local shards
+    _lazy_init(wrapped, wrapped)  # now, not in the first forward, since it creates the local shards
     for name, module in wrapped.named_modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
-            name_fsdp1(base.original_name(name) or ROOT, module._handle, hub_of(mesh))
+            name_fsdp1_unit(base.original_name(name) or ROOT, module._handle, context_of(mesh))
     return wrapped
 
 
 def _divide_after_the_sum(root: FullyShardedDataParallel, world_size: int) -> None:
-    """FSDP1 divides by about the root of W before its sum and by the rest after; for parity all of it comes after.
+    """FSDP1 divides by about sqrt(W) before its sum and by the rest after; for parity, all of the division comes after.
 
-    With fp16 that could overflow, but then the loss is scaled and an overflow skips the step.
+    With fp16 this can overflow, but there the loss is scaled and an overflow skips the step.
     """
     for module in FullyShardedDataParallel.fsdp_modules(root):
         module._gradient_predivide_factor = 1.0  # type: ignore[assignment]
@@ -143,25 +143,25 @@ def _divide_after_the_sum(root: FullyShardedDataParallel, world_size: int) -> No
 
 
 def _handles(root: nn.Module) -> list[Any]:
-    """The flat parameters' handles of all units, the root's too."""
+    """The flat parameters' handles of all units, including the root."""
     return [m._handle for m in FullyShardedDataParallel.fsdp_modules(root) if m._handle is not None]
 
 
-def _pieces(root: nn.Module, shapes: Mapping[str, torch.Size]) -> list[Piece]:
-    """In the order of the skeleton's parameters."""
+def _param_shards(root: nn.Module, shapes: Mapping[str, torch.Size]) -> list[ParamShard]:
+    """The shards in the order of the skeleton's parameters."""
     names = {id(p): base.original_name(n) for n, p in root.named_parameters()}
-    found: dict[str, Piece] = {}
+    found: dict[str, ParamShard] = {}
     for handle in _handles(root):
         flat: Any = handle.flat_param
         for p, info in zip(flat._params, flat._shard_param_infos, strict=True):
             name = names[id(p)]
-            found[name] = _piece(name, shapes[name], p, info, flat._local_shard)
+            found[name] = _param_shard(name, shapes[name], p, info, flat._local_shard)
     return [found[name] for name in shapes if name in found]
 
 
-def _piece(name: str, shape: torch.Size, param: nn.Parameter, info: Any, shard: Tensor) -> Piece:
+def _param_shard(name: str, shape: torch.Size, param: nn.Parameter, info: Any, shard: Tensor) -> ParamShard:
     if not info.in_shard:
-        return Piece(name=name, shape=shape, start=0, stop=0, local=shard.detach()[:0], param=param)
+        return ParamShard(name=name, shape=shape, start=0, stop=0, local=shard.detach()[:0], param=param)
     start, stop = info.intra_param_start_idx, info.intra_param_end_idx + 1
     local = shard.detach()[info.offset_in_shard : info.offset_in_shard + stop - start]
-    return Piece(name=name, shape=shape, start=start, stop=stop, local=local, param=param)
+    return ParamShard(name=name, shape=shape, start=start, stop=stop, local=local, param=param)

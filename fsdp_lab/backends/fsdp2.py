@@ -1,4 +1,4 @@
-"""torch's FSDP2 (`torch.distributed.fsdp.fully_shard`) as a peer."""
+"""torch's FSDP2 (`torch.distributed.fsdp.fully_shard`)."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import DTYPES, Held, Piece, TorchBackend
-from fsdp_lab.backends.naming import hub_of, name_fsdp2, named_units
-from fsdp_lab.backends.wrapping import prepare
-from fsdp_lab.engine import units
-from fsdp_lab.engine.policy import Kind, kind_of
-from fsdp_lab.events import Role
-from fsdp_lab.frame import ROOT
-from fsdp_lab.spec import Precision, Spec, Strategy
+from fsdp_lab.backends.base import DTYPES, RoleTensor, TorchBackend
+from fsdp_lab.backends.wrapping import context_of, name_fsdp2_unit, named_units, prepare
+from fsdp_lab.core.events import Role
+from fsdp_lab.core.phase_snapshot import ROOT
+from fsdp_lab.core.spec import Precision, Spec, Strategy
+from fsdp_lab.engine import ParamShard
+from fsdp_lab.engine.policy import ModuleKind, kind_of
+from fsdp_lab.models.wrapping import units
 
 
 class FSDP2(TorchBackend):
-    """Each parameter is a DTensor sharded in its first dimension; a unit's are gathered together and copied out."""
+    """Each parameter is a DTensor sharded in dimension 0; those of a unit are gathered together and copied out."""
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         module = _shard(skeleton, spec.strategy, mesh)
         _materialise(module, torch.device("cpu") if spec.strategy.offload == "all" else device)
         base.move_buffers(module, device)
-        pieces = [_piece(base.original_name(n), p, mesh["shard"]) for n, p in module.named_parameters()]
-        super().__init__(module, pieces, spec, mesh, device)
+        shards = [_param_shard(base.original_name(n), p, mesh["shard"]) for n, p in module.named_parameters()]
+        super().__init__(module, shards, spec, mesh, device)
 
-    def passing(self) -> Iterator[Held]:
+    def transient_tensors(self) -> Iterator[RoleTensor]:
         for group in _param_groups(self.module):
             yield from ((Role.GRADIENTS, t) for t in (group._partial_reduce_output,) if t is not None)
             for p in group.fsdp_params:
                 yield from ((Role.UNSHARDED, t) for t in p.all_gather_outputs)
-                full: Any = getattr(p, "_unsharded_param", None)  # from its first gather on
+                full: Any = getattr(p, "_unsharded_param", None)  # exists from its first gather on
                 gradients = (p.unsharded_accumulated_grad, None if full is None else full.grad)
                 yield from ((Role.GRADIENTS, t) for t in gradients if t is not None)
-                kept = getattr(p, "_sharded_post_forward_param_data", None)
-                yield from ((Role.UNSHARDED, t) for t in (kept,) if t is not None)
+                partial = getattr(p, "_sharded_post_forward_param_data", None)
+                yield from ((Role.UNSHARDED, t) for t in (partial,) if t is not None)
 
     def leaves(self) -> Iterator[Tensor]:
         for p in (p for group in _param_groups(self.module) for p in group.fsdp_params):
@@ -61,8 +61,8 @@ class FSDP2(TorchBackend):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The root stays gathered after a forward, under ZeRO-2 every unit, and the order of units until a backward, which
-        would prefetch by it."""
+        """Also reshards the root, and under ZeRO-2 every unit, and clears the recorded order of units, by which the
+        next backward would prefetch."""
         with super().evaluating():
             yield
         for group in _param_groups(self.module):
@@ -78,79 +78,80 @@ def _is_unit(module: nn.Module) -> bool:
 
 
 def _param_groups(root: nn.Module) -> Iterator[Any]:
-    """torch's private groups of parameters, of all units: where unsharded tensors lie is said nowhere else."""
+    """torch's private parameter groups of all units, which alone refer to the unsharded tensors."""
     return (group for module in root.modules() for group in _own_groups(module))
 
 
 def _own_groups(module: nn.Module) -> list[Any]:
-    """Of one unit; none of a module that is not one."""
+    """The parameter groups of one unit; empty for a module that is not a unit."""
     if not isinstance(module, FSDPModule):
         return []
     state: Any = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # one, and in the singular, before torch 2.13
+    groups = getattr(state, "_fsdp_param_groups", None)  # a single group before torch 2.13
     return list(groups if groups is not None else filter(None, [state._fsdp_param_group]))
 
 
-def _piece(name: str, param: nn.Parameter, shards: DeviceMesh) -> Piece:
+def _param_shard(name: str, param: nn.Parameter, shards: DeviceMesh) -> ParamShard:
     local = base.local_part(param)
     start = _rows_before(param.shape[0], shards) * (param.shape.numel() // max(1, param.shape[0]))
-    return Piece(name=name, shape=param.shape, start=start, stop=start + local.numel(), local=local, param=param)
+    return ParamShard(name=name, shape=param.shape, start=start, stop=start + local.numel(), local=local, param=param)
 
 
 def _rows_before(rows: int, shards: DeviceMesh) -> int:
-    """Rows of a parameter that lie on ranks before this one: torch.chunk's rule, ceil(rows / F) each till they end."""
+    """Rows of a parameter on lower ranks: as torch.chunk splits, ceil(rows / F) per rank."""
     each = -(-rows // shards.size())
     return min(rows, each * shards.get_local_rank())
 
 
 def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
-    """Wrap bottom-up, then the root, which is not resharded after forward: that is FSDP2's own default, as the backward
-    begins with its parameters and would gather them again at once."""
+    """Wrap bottom-up, then the root, which is not resharded after forward (FSDP2's default), since the backward begins
+    with its parameters."""
     inside = named_units(model, units(model, strategy.wrap))
     outer = prepare(model, strategy)
     groups = {name: [outer(m) for m in group] for name, group in inside.items()}
-    hub = hub_of(mesh)
+    context = context_of(mesh)
     policy = _precision(strategy.dtypes)
     on_gpu = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if strategy.offload == "all" else OffloadPolicy()
-    reshard: bool | int = strategy.reshard_size or strategy.sharding in ("full_shard", "hybrid_shard")
+    reshard: bool | int = strategy.reshard_size or strategy.reshards_after_forward
     options = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload, "reshard_after_forward": reshard}
     for name, module in _batch_norms(model) if policy.param_dtype else []:
         full = dataclasses.replace(policy, param_dtype=torch.float32, output_dtype=policy.param_dtype)
         fully_shard(module, **{**options, "mp_policy": full})  # type: ignore[call-overload]
-        name_fsdp2(name, _own_groups(module), hub)
+        name_fsdp2_unit(name, _own_groups(module), context)
     for name, group in groups.items():
         fully_shard(group if len(group) > 1 else group[0], **options)  # type: ignore[call-overload]
-        name_fsdp2(name, _own_groups(group[0]), hub)
+        name_fsdp2_unit(name, _own_groups(group[0]), context)
     output = None if strategy.dtypes.output is None else DTYPES[strategy.dtypes.output]
     whole = {**options, "reshard_after_forward": False, "mp_policy": dataclasses.replace(policy, output_dtype=output)}
     fully_shard(model, **whole)  # type: ignore[call-overload]
-    name_fsdp2(ROOT, _own_groups(model), hub)
+    name_fsdp2_unit(ROOT, _own_groups(model), context)
     _order_prefetch([g[0] for g in groups.values()], model, strategy)
     return model
 
 
 def _precision(dtypes: Precision) -> MixedPrecisionPolicy:
-    """Of a unit below the root: `output` is what the root alone returns."""
+    """The policy of a unit below the root; `output` applies to the root only."""
     param = None if dtypes.param == "fp32" else DTYPES[dtypes.param]
     return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=DTYPES[dtypes.reduce])
 
 
 def _batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """They compute in the dtype of their running statistics only, so each is a unit of its own, as FSDP1 makes it too."""
-    return [(name, m) for name, m in model.named_modules() if kind_of(m) is Kind.BATCH_NORM]
+    """BatchNorm computes only in the dtype of its running statistics, so each one is its own unit, as in FSDP1."""
+    return [(name, m) for name, m in model.named_modules() if kind_of(m) is ModuleKind.BATCH_NORM]
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
-    """By `to_empty`, since FSDP2 takes note of new parameters there only; buffers keep their values."""
-    kept = {name: b.clone() for name, b in model.named_buffers()}
+    """By `to_empty`, the only place where FSDP2 registers new parameters; buffers keep their values."""
+    values = {name: b.clone() for name, b in model.named_buffers()}
     model.to_empty(device=device)
     for name, b in model.named_buffers():
-        b.data = kept[name]
+        b.data = values[name]
 
 
 def _order_prefetch(wrapped: list[nn.Module], root: nn.Module, strategy: Strategy) -> None:
-    """Depths beyond torch's default; on a CPU a prefetch runs ahead only if the unshard is asynchronous."""
+    """Prefetch depths other than torch's default; on a CPU a prefetch runs ahead only if the unshard is
+    asynchronous."""
     for i, module in enumerate(wrapped):
         assert isinstance(module, FSDPModule)
         if strategy.forward_prefetch:

@@ -1,8 +1,8 @@
-"""What a checkpoint holds of a backend: each element of its parameters and optimizer state once, flat, by name.
+"""The content of a checkpoint: each element of a backend's parameters and optimizer state once, flat, by name.
 
-Note: shares. Ranks that hold the same range of a parameter divide it evenly, so that nothing is written twice and replicas
-write together: of DDP on four ranks each writes a quarter. Every rank knows all layouts (`Layouts`, gathered when the
-backend is built), so each finds its share without asking; also when some ranks are gone, of those that are left.
+Note: shares. Ranks that hold the same range of a parameter divide it evenly, so that nothing is written twice and
+replicas share the writing: with DDP on four ranks each writes a quarter. Every rank knows all layouts (`Layouts`,
+gathered when the backend is built), so each computes its share without communication, also when some ranks are lost.
 """
 
 from __future__ import annotations
@@ -14,8 +14,15 @@ import torch
 from torch import Tensor
 
 from fsdp_lab.backends.base import Backend, seed_state, state_slots, steps_taken
-from fsdp_lab.backends.carry import PARAM, everybodys, lasting, layout_of, place_of, value_of
-from fsdp_lab.backends.moves import Layout
+from fsdp_lab.backends.transfer import (
+    PARAM,
+    Layout,
+    gather_objects,
+    layout_of,
+    persistent_buffers,
+    slot_target,
+    slot_values,
+)
 
 Layouts = Sequence[Layout]  # of all ranks, by rank
 
@@ -26,7 +33,7 @@ class Chunk:
 
     name: str
     start: int
-    values: Tensor  # [n]; of a snapshot on the CPU, of a target where it is to go
+    values: Tensor  # [n]; in a snapshot on the CPU; in a target the tensor to fill
 
     @property
     def stop(self) -> int:
@@ -35,54 +42,54 @@ class Chunk:
 
 def layouts_of(backend: Backend) -> Layouts:
     """Collective."""
-    return everybodys(layout_of(backend.pieces()))
+    return gather_objects(layout_of(backend.param_shards()))
 
 
 def shapes_of(backend: Backend) -> dict[str, list[int]]:
-    return {p.name: list(p.shape) for p in backend.pieces()}
+    return {p.name: list(p.shape) for p in backend.param_shards()}
 
 
 def slots_of(backend: Backend) -> dict[str, object]:
-    """The optimizer's slots on this rank, and how often it stepped."""
-    slots = {slot for p in backend.pieces() for slot in state_slots(backend.optimizer, p)}
+    """The optimizer's slots on this rank, and its number of steps."""
+    slots = {slot for p in backend.param_shards() for slot in state_slots(backend.optimizer, p)}
     return {"slots": sorted(slots), "steps": steps_taken(backend.optimizer)}
 
 
 def snapshot(backend: Backend, layouts: Layouts, rank: int, writers: Collection[int]) -> list[Chunk]:
-    """A copy on the CPU of what this rank is to write, of which more than one `writers` may hold a part. Not collective.
+    """A CPU copy of the share that this rank writes, when the ranks `writers` write together. Not collective.
 
     Raises:
-        LookupError: the writers together do not hold all of it; the same on each of them.
+        LookupError: the writers do not hold all of the model; on each of them alike.
     """
     ranges = dict(_shares(layouts, rank, sorted(writers), shapes_of(backend)))
-    slots = {slot for p in backend.pieces() for slot in state_slots(backend.optimizer, p)}
+    slots = {slot for p in backend.param_shards() for slot in state_slots(backend.optimizer, p)}
     chunks = []
-    for piece in backend.pieces():
-        start, stop = ranges[piece.name]
+    for shard in backend.param_shards():
+        start, stop = ranges[shard.name]
         if start < stop:
             for slot in (PARAM, *sorted(slots)):
-                values = value_of(backend, piece, slot)[start - piece.start : stop - piece.start]
-                chunks.append(Chunk(name=key(piece.name, slot), start=start, values=_on_cpu(values)))
-    for path, buffer in lasting(backend.module):
+                values = slot_values(backend, shard, slot)[start - shard.start : stop - shard.start]
+                chunks.append(Chunk(name=key(shard.name, slot), start=start, values=_on_cpu(values)))
+    for path, buffer in persistent_buffers(backend.module):
         chunks.append(Chunk(name=buffer_key(rank, path), start=0, values=_on_cpu(buffer.reshape(-1))))
     return chunks
 
 
-def targets(backend: Backend, slots: Sequence[str], steps: int, whose: int) -> list[Chunk]:
-    """Where a checkpoint's values go in a backend that was just built, its optimizer's state seeded. Not collective.
+def targets(backend: Backend, slots: Sequence[str], steps: int, buffers_of: int) -> list[Chunk]:
+    """Where a checkpoint's values go in a new backend, whose optimizer state is seeded here. Not collective.
 
-    `whose`: the rank that saved the buffers which this one takes.
+    `buffers_of`: the rank whose saved buffers this one takes.
     """
     if slots:
         seed_state(backend.optimizer, tuple(slots), steps)
     wanted = [
-        Chunk(name=key(p.name, slot), start=p.start, values=place_of(backend, p, slot))
-        for p in backend.pieces()
+        Chunk(name=key(p.name, slot), start=p.start, values=slot_target(backend, p, slot))
+        for p in backend.param_shards()
         for slot in (PARAM, *slots)
         if p.numel
     ]
-    buffers = [Chunk(name=buffer_key(whose, path), start=0, values=b.view(-1))
-               for path, b in lasting(backend.module)]  # fmt: skip
+    buffers = [Chunk(name=buffer_key(buffers_of, path), start=0, values=b.view(-1))
+               for path, b in persistent_buffers(backend.module)]  # fmt: skip
     return wanted + buffers
 
 
@@ -92,7 +99,7 @@ def key(name: str, slot: str) -> str:
 
 
 def buffer_key(rank: int, path: str) -> str:
-    """Of each rank its own: statistics of a BatchNorm are of the samples that a rank saw."""
+    """Each rank has its own: BatchNorm's statistics are of the samples of one rank."""
     return f"buffer.{rank}.{path}"
 
 
@@ -103,7 +110,7 @@ def _on_cpu(values: Tensor) -> Tensor:
 def _shares(
     layouts: Layouts, rank: int, writers: Sequence[int], shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Parameter -> the range of it that `rank` writes. See the note."""
+    """(parameter, the range of it that `rank` writes). See the note."""
     for name, shape in shapes.items():
         holders: dict[tuple[int, int], list[int]] = {}
         for writer in writers:
@@ -118,7 +125,7 @@ def _shares(
 
 
 def _covers(ranges: Collection[tuple[int, int]], numel: int) -> bool:
-    """Whether they lie side by side from 0 to the end: in every layout of ours they are equal or apart."""
+    """Whether they are contiguous from 0 to the end: in our layouts, two ranges are equal or disjoint."""
     at = 0
     for start, stop in sorted(ranges):
         if start != at:

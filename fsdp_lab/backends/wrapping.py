@@ -1,20 +1,35 @@
-"""`Strategy.recompute` and `Strategy.compile` applied to a model before it is sharded."""
+"""What happens to a model around its wrapping: recompute and compile before, unit names for the wire after.
+
+Our engine names its units itself. torch's wrappers are identified by their own objects, one per unit: the methods that
+issue its collectives are wrapped, on that object only, so that the wire knows the unit. These methods are private to
+torch; if a release renames them, units stay nameless and nothing else changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_lab.engine import blocks
-from fsdp_lab.spec import Strategy
+from fsdp_lab.core.phase_snapshot import ROOT
+from fsdp_lab.core.schedule import Phase
+from fsdp_lab.core.spec import Strategy
+from fsdp_lab.engine import runtime_of
+from fsdp_lab.models.wrapping import blocks
+from fsdp_lab.wire import Wire, WireContext
+
+# -- recompute and compile -------------------------------------------------------------------------------------------
 
 
 def prepare(model: nn.Module, strategy: Strategy) -> Callable[[nn.Module], nn.Module]:
-    """Recompute and compile, block by block, before a backend wraps.
+    """Apply `Strategy.recompute` and `Strategy.compile`, block by block, before a backend wraps the model.
 
-    Returns: what stands where a module stood: its checkpoint wrapper, or the module itself.
+    Returns: module -> the module in its place: its checkpoint wrapper, or itself.
     """
     if strategy.compile:
         for block in blocks(model):
@@ -25,7 +40,7 @@ def prepare(model: nn.Module, strategy: Strategy) -> Callable[[nn.Module], nn.Mo
 
 
 def recomputed(model: nn.Module, strategy: Strategy) -> list[nn.Module]:
-    """The blocks whose activations are computed again in the backward, in the order of the forward."""
+    """The blocks whose activations are recomputed in the backward, in forward order."""
     if strategy.recompute == "none":
         return []
     each = int(strategy.recompute.partition(":")[2] or 1)
@@ -33,10 +48,81 @@ def recomputed(model: nn.Module, strategy: Strategy) -> list[nn.Module]:
 
 
 def _replace(module: nn.Module, chosen: set[int], wrappers: dict[int, nn.Module]) -> None:
-    """Put a checkpoint wrapper around each chosen child, wherever it hangs."""
+    """Put a checkpoint wrapper around each chosen descendant."""
     for name, child in list(module.named_children()):
         if id(child) in chosen:
             wrappers[id(child)] = checkpoint_wrapper(child, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
             setattr(module, name, wrappers[id(child)])
         else:
             _replace(child, chosen, wrappers)
+
+
+# -- unit names ------------------------------------------------------------------------------------------------------
+
+
+def named_units(model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> dict[str, Sequence[nn.Module]]:
+    """Each unit by the name of its first module in `model`; call it before anything is wrapped."""
+    names = {module: name for name, module in model.named_modules()}
+    return {names[group[0]] or ROOT: group for group in groups}
+
+
+def context_of(mesh: DeviceMesh) -> WireContext | None:
+    """The context of the mesh's groups; None for plain groups of torch's."""
+    group = mesh.get_all_groups()[0]
+    return group.context if isinstance(group, Wire) else None
+
+
+def name_flat_units(root: nn.Module, context: WireContext | None) -> None:
+    """Our engine reports each phase with its unit."""
+    if context is None:
+        return
+
+    @contextmanager
+    def around(phase: Phase, unit: str) -> Iterator[None]:
+        name, start_s = unit or ROOT, time.perf_counter()
+        with context.unit_scope(name):
+            yield
+        if phase is Phase.HOST_COPY:
+            context.meter.copied(name, start_s, time.perf_counter())
+
+    runtime_of(root).around = around
+
+
+def name_fsdp2_unit(name: str, groups: Iterable[Any], context: WireContext | None) -> None:
+    """A unit's parameter groups gather in `unshard` and reduce in `post_backward`."""
+    if context is not None:
+        for group in groups:
+            _wrap(group, ("unshard", "post_backward"), lambda call: _named(call, context, name))
+
+
+def name_fsdp1_unit(name: str, handle: Any, context: WireContext | None) -> None:
+    """A flat parameter gathers in `unshard`; its reduction follows its `reshard`, and its end is not visible."""
+    if context is not None:
+        _wrap(handle, ("unshard",), lambda call: _named(call, context, name))
+        _wrap(handle, ("reshard",), lambda call: _named_after(call, context, name))
+
+
+def _wrap(owner: Any, methods: Sequence[str], wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    for method in methods:
+        if hasattr(owner, method):
+            setattr(owner, method, wrapper(getattr(owner, method)))
+
+
+def _named(call: Callable[..., Any], context: WireContext, name: str) -> Callable[..., Any]:
+    @wraps(call)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with context.unit_scope(name):
+            return call(*args, **kwargs)
+
+    return named
+
+
+def _named_after(call: Callable[..., Any], context: WireContext, name: str) -> Callable[..., Any]:
+    @wraps(call)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        finally:
+            context.set_unit(name)
+
+    return named

@@ -1,5 +1,6 @@
-"""Backends against each other, step by step in one run: `fsdp-lab bench step`.
+"""Backends against each other in one run, a step of each in turn, and what else a bench measures: `fsdp-lab bench`.
 
-Read forms.py (what is compared), plan.py (on what work), interleave.py (the loop in a rank), ratios.py (what comes out
-of it), launch.py (how the ranks are started and ended). The kernel's side needs no torch, the ranks no Jupyter.
+Read plan.py (what is compared, on what work), interleave.py (the loop in a rank), launch.py (how ranks start and end),
+ratios.py (what comes out), benches.py (each bench: measure, ratios with a control, text and JSON). The launcher needs torch
+only to count GPUs, the ranks no Jupyter. Benches on a Lab are in cli/lab_benches.py.
 """

@@ -35,21 +35,21 @@ def _measure(job: dict[str, Any], told: SimpleQueue[bytes], say: Say) -> None:
 
     from fsdp_lab.bench.checkpoints import save_and_load
     from fsdp_lab.bench.interleave import interleave
-    from fsdp_lab.bench.plan import Plan
-    from fsdp_lab.rank.rendezvous import Seat, close_groups, find_store, host_store, open_groups
-    from fsdp_lab.wire import Hub
+    from fsdp_lab.bench.plan import BenchPlan
+    from fsdp_lab.rank.rendezvous import RankInfo, close_groups, find_store, host_store, open_groups
+    from fsdp_lab.wire import WireContext
 
-    plan, rank = Plan.from_dict(job["plan"]), int(job["rank"])
+    plan, rank = BenchPlan.from_dict(job["plan"]), int(job["rank"])
     if rank == 0:
         store = host_store()
         say("port", store.port)
     else:
         store = find_store("127.0.0.1", json.loads(told.get()))
     torch.set_num_threads(1)
-    hub = Hub()
+    context = WireContext()
     device = torch.device(plan.devices[rank])
-    seat = Seat(rank=rank, world_size=plan.ranks, device=device, shares_gpu=plan.shares_gpu)
-    world = open_groups(seat, store, hub, 0)
+    info = RankInfo(rank=rank, world_size=plan.ranks, device=device, shares_gpu=plan.shares_gpu)
+    world = open_groups(info, store, context, 0)
 
     def tell(done: int) -> None:
         if rank == 0:
@@ -57,12 +57,12 @@ def _measure(job: dict[str, Any], told: SimpleQueue[bytes], say: Say) -> None:
 
     result: Any
     if job["task"] == "checkpoints":
-        result = save_and_load(plan, seat, world, store, Path(job["folder"]), tell)
+        result = save_and_load(plan, info, world, store, Path(job["folder"]), tell)
     else:
-        result = interleave(plan, seat, world, tell, lambda events: say("events", events))
+        result = interleave(plan, info, world, tell, lambda events: say("events", events))
     say("result", result)
     world.control(torch.zeros(1, dtype=torch.float64))  # nobody closes while another still trains
-    close_groups(hub)
+    close_groups(context)
 
 
 def _private_output() -> Say:

@@ -23,18 +23,16 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from fsdp_lab.backends import Backend
-from fsdp_lab.bench.forms import LAB, REFERENCE
-from fsdp_lab.bench.interleave import Standing, batches_of, raise_forms, step
-from fsdp_lab.bench.plan import Plan
-from fsdp_lab.checkpoints import find
-from fsdp_lab.engine.scaler import Scaler
+from fsdp_lab.bench.interleave import BuiltForm, batches_of, build_forms, step
+from fsdp_lab.bench.plan import DCP, DCP_AGAIN, LAB, REFERENCE, BenchPlan
+from fsdp_lab.core.checkpoint_format import find
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.rank.checkpointing import Checkpointer
-from fsdp_lab.rank.rendezvous import Seat
-from fsdp_lab.rank.trainer import Progress
-from fsdp_lab.spec import Spec
+from fsdp_lab.rank.rendezvous import RankInfo
+from fsdp_lab.rank.trainer import TrainingProgress
 from fsdp_lab.wire import Wire
 
-DCP, DCP_AGAIN = "dcp", "dcp-again"
 METHODS = (LAB, DCP, DCP_AGAIN)
 ALONE = 3  # steps before each save, to compare with
 
@@ -46,22 +44,22 @@ class _Savable:
     run: str
     spec: Spec
     backend: Backend
-    progress: Progress
+    progress: TrainingProgress
     scaler: Scaler
 
 
 def save_and_load(
-    plan: Plan, seat: Seat, world: Wire, store: dist.Store, folder: Path, tell: Callable[[int], None]
+    plan: BenchPlan, info: RankInfo, world: Wire, store: dist.Store, folder: Path, tell: Callable[[int], None]
 ) -> dict[str, Any]:
     """Collective. `plan.forms` are the lab and FSDP2. Returns {method: {"save": [...], "load": [...]}} in seconds, and
     {"beside": [{"stall_s", "step_s", "slowed", "window_s"}, ...]}, a value a round."""
-    forms = {standing.form.name: standing for standing in raise_forms(plan, seat, world)}
-    batches = list(batches_of(plan, seat))
+    forms = {built.form.name: built for built in build_forms(plan, info, world)}
+    batches = list(batches_of(plan, info))
     for i, batch in enumerate(batches[: plan.warmup]):
-        for standing in forms.values():
-            step(standing, batch, seat.device, world, first=i == 0)
-    lab = _Lab(plan, seat, store, forms[LAB], folder)
-    plain = _Plain(forms[REFERENCE], seat, folder)
+        for built in forms.values():
+            step(built, batch, info.device, world, first=i == 0)
+    lab = _Lab(plan, info, store, forms[LAB], folder)
+    plain = _Plain(forms[REFERENCE], info, folder)
     told: dict[str, Any] = {method: {"save": [], "load": []} for method in METHODS}
     told["beside"] = []
     for i, batch in enumerate(batches[plan.warmup :]):
@@ -70,7 +68,7 @@ def save_and_load(
                 (lab.save if method == LAB else plain.save)()
             with _timed(world, told[method]["load"]):
                 (lab.load if method == LAB else plain.load)()
-        told["beside"].append(_beside(lab, lambda b=batch: step(forms[LAB], b, seat.device, world, first=False), world))  # type: ignore[misc]
+        told["beside"].append(_beside(lab, lambda b=batch: step(forms[LAB], b, info.device, world, first=False), world))  # type: ignore[misc]
         tell(plan.warmup + i + 1)
     lab.close()
     return told
@@ -102,10 +100,10 @@ def _beside(lab: _Lab, one_step: Callable[[], float], world: Wire) -> dict[str, 
 
 
 class _Lab:
-    def __init__(self, plan: Plan, seat: Seat, store: dist.Store, standing: Standing, folder: Path) -> None:
-        self._checkpointer = Checkpointer(seat, store)
-        self._checkpointer.know(standing.backend)
-        self._of = _Savable(run="bench", spec=plan.spec(standing.form), backend=standing.backend, progress=Progress(),
+    def __init__(self, plan: BenchPlan, info: RankInfo, store: dist.Store, built: BuiltForm, folder: Path) -> None:
+        self._checkpointer = Checkpointer(info, store)
+        self._checkpointer.register(built.backend)
+        self._of = _Savable(run="bench", spec=plan.spec(built.form), backend=built.backend, progress=TrainingProgress(),
                             scaler=Scaler(enabled=False))  # fmt: skip
         self._folder = folder
 
@@ -134,8 +132,8 @@ class _Lab:
 class _Plain:
     """As torch's tutorials do it."""
 
-    def __init__(self, standing: Standing, seat: Seat, folder: Path) -> None:
-        self._backend, self._rank, self._folder = standing.backend, seat.rank, folder / "dcp"
+    def __init__(self, built: BuiltForm, info: RankInfo, folder: Path) -> None:
+        self._backend, self._rank, self._folder = built.backend, info.rank, folder / "dcp"
         self._group = dist.new_group(backend="gloo")
 
     def save(self) -> None:

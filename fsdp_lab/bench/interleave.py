@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,19 +20,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab.backends import Backend, build, fill
 from fsdp_lab.backends.base import state_slots
-from fsdp_lab.bench.forms import FORMS, Form
-from fsdp_lab.bench.metering import Metered, Tell
-from fsdp_lab.bench.plan import Plan
-from fsdp_lab.engine import blocks
+from fsdp_lab.bench.plan import FORMS, BenchPlan, Form
+from fsdp_lab.core.events import StepEvent
 from fsdp_lab.models import Initializer, build_skeleton, resolve
-from fsdp_lab.rank.rendezvous import Seat
-from fsdp_lab.wire import Reduction, Wire
+from fsdp_lab.models.wrapping import blocks
+from fsdp_lab.rank.measure import StepMeter
+from fsdp_lab.rank.rendezvous import RankInfo
+from fsdp_lab.wire import ReductionOrder, Wire
 
 Batch = Mapping[str, Tensor]
+TRACE_EVERY_S = 0.5  # a lab traces the last step of a chunk, which lasts so long
+TELL_EVERY_S = 0.04  # as a lab's ranks do, however fast the steps are
+
+Tell = Callable[[list[dict[str, Any]]], None]
 
 
 @dataclass(kw_only=True)
-class Standing:
+class BuiltForm:
     """A form that is built, and what was measured of it on this rank."""
 
     form: Form
@@ -43,62 +47,64 @@ class Standing:
     peak_bytes: int = 0  # of this form alone, on a GPU; 0 on a CPU, where no allocator counts
     metered: Metered | None = None
 
-    def said(self) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         loss = float(self.loss)
         return {"seconds": self.seconds, "loss": loss, "squared_norm": self.squared_norm, "peak_bytes": self.peak_bytes}
 
 
 def interleave(
-    plan: Plan, seat: Seat, world: Wire, tell: Callable[[int], None], tell_events: Tell = lambda events: None
+    plan: BenchPlan, info: RankInfo, world: Wire, tell: Callable[[int], None], tell_events: Tell = lambda events: None
 ) -> dict[str, dict[str, Any]]:
     """Collective. Calls `tell` with each round that is over, warm-up counted too, and `tell_events` with the step events of
     metered forms; returns what `Measured` is made of."""
-    forms = list(raise_forms(plan, seat, world, tell_events))
-    batches = list(batches_of(plan, seat))
+    forms = list(build_forms(plan, info, world, tell_events))
+    batches = list(batches_of(plan, info))
     for i, batch in enumerate(batches):
         if i == plan.warmup:
             gc.collect()
             gc.freeze()  # what stands by now is many models: searching it would be counted as some form's time
-        for standing in forms if i % 2 else forms[::-1]:  # there and back: nobody always follows the same one
-            seconds = step(standing, batch, seat.device, world, first=i == 0)
+        for built in forms if i % 2 else forms[::-1]:  # there and back: nobody always follows the same one
+            seconds = step(built, batch, info.device, world, first=i == 0)
             if i >= plan.warmup:
-                standing.seconds.append(seconds)
-                standing.peak_bytes = max(standing.peak_bytes, _peak(standing.backend, seat.device))
+                built.seconds.append(seconds)
+                built.peak_bytes = max(built.peak_bytes, _peak(built.backend, info.device))
         tell(i + 1)
-    return {standing.form.name: standing.said() for standing in forms}
+    return {built.form.name: built.result() for built in forms}
 
 
-def batches_of(plan: Plan, seat: Seat) -> Iterator[Batch]:
+def batches_of(plan: BenchPlan, info: RankInfo) -> Iterator[Batch]:
     """Random tokens, of its own for each rank and round, the same for all forms."""
-    generator = torch.Generator().manual_seed(plan.seed * plan.ranks + seat.rank)
+    generator = torch.Generator().manual_seed(plan.seed * plan.ranks + info.rank)
     for _ in range(plan.warmup + plan.steps):
-        ids = torch.randint(plan.vocab, (plan.micro_batch, plan.seq_len), generator=generator).to(seat.device)
+        ids = torch.randint(plan.vocab, (plan.micro_batch, plan.seq_len), generator=generator).to(info.device)
         yield {"input_ids": ids, "labels": ids}
 
 
 # -- building --------------------------------------------------------------------------------------------------------
 
 
-def raise_forms(plan: Plan, seat: Seat, world: Wire, tell_events: Tell = lambda events: None) -> Iterator[Standing]:
+def build_forms(
+    plan: BenchPlan, info: RankInfo, world: Wire, tell_events: Tell = lambda events: None
+) -> Iterator[BuiltForm]:
     """Build every form of the plan, with equal initial values; collective."""
-    raw = _raw_mesh(seat, world) if any(FORMS[name].on == "raw" for name in plan.forms) else None
+    raw = _raw_mesh(info, world) if any(FORMS[name].on == "raw" for name in plan.forms) else None
     config = resolve(plan.model)
     for name in plan.forms:
         form = FORMS[name]
         skeleton = build_skeleton(config)
         initial = Initializer(skeleton, plan.seed)
-        backend = build(skeleton, plan.spec(form), seat.device, mesh=raw if form.on == "raw" else None)
+        backend = build(skeleton, plan.spec(form), info.device, mesh=raw if form.on == "raw" else None)
         fill(backend, initial)
         _keep_last(backend.module, form.keep_last)
-        metered = Metered(plan, seat, world, backend, tell_events) if form.metered else None
-        yield Standing(form=form, backend=backend, metered=metered)
+        metered = Metered(plan, info, world, backend, tell_events) if form.metered else None
+        yield BuiltForm(form=form, backend=backend, metered=metered)
 
 
-def _raw_mesh(seat: Seat, world: Wire) -> DeviceMesh:
+def _raw_mesh(info: RankInfo, world: Wire) -> DeviceMesh:
     """All ranks on a group of torch's own, beside the Wire."""
-    over_gloo = seat.device.type == "cpu" or seat.shares_gpu
-    group = dist.new_group(backend="gloo" if over_gloo else "nccl", timeout=world.hub.timeout)
-    return DeviceMesh.from_group(group, seat.device.type, mesh_dim_names=("shard",))
+    over_gloo = info.device.type == "cpu" or info.shares_gpu
+    group = dist.new_group(backend="gloo" if over_gloo else "nccl", timeout=world.context.timeout)
+    return DeviceMesh.from_group(group, info.device.type, mesh_dim_names=("shard",))
 
 
 def _keep_last(model: nn.Module, count: int) -> None:
@@ -110,10 +116,10 @@ def _keep_last(model: nn.Module, count: int) -> None:
 # -- one step --------------------------------------------------------------------------------------------------------
 
 
-def step(standing: Standing, batch: Batch, device: torch.device, world: Wire, *, first: bool) -> float:
+def step(built: BuiltForm, batch: Batch, device: torch.device, world: Wire, *, first: bool) -> float:
     """Train one step; returns its seconds on this rank. In the first, which is not counted, the gradients are looked at."""
-    backend, metered = standing.backend, standing.metered
-    world.hub.reduction = Reduction(standing.form.reduction)
+    backend, metered = built.backend, built.metered
+    world.context.reduction = ReductionOrder(built.form.reduction)
     world.control(torch.zeros(1, dtype=torch.float64))  # a barrier
     _synchronize(device)
     if device.type == "cuda":
@@ -126,7 +132,7 @@ def step(standing: Standing, batch: Batch, device: torch.device, world: Wire, *,
                 metered.measure.part("backward")
             torch.autograd.backward(loss)
         if first:
-            standing.squared_norm = _squared_norm(backend)
+            built.squared_norm = _squared_norm(backend)
         if metered:
             metered.measure.before_update()
             metered.measure.part("optimizer")
@@ -138,7 +144,7 @@ def step(standing: Standing, batch: Batch, device: torch.device, world: Wire, *,
     if metered:
         metered.tell()
     seconds = time.perf_counter() - begun_s
-    standing.loss = loss.detach()
+    built.loss = loss.detach()
     return seconds
 
 
@@ -147,9 +153,9 @@ def _peak(backend: Backend, device: torch.device) -> int:
     too. Nothing is left of the step now, so what stands is the same as before it."""
     if device.type != "cuda":
         return 0
-    slots = [state_slots(backend.optimizer, p) for p in backend.pieces()]
-    own = sum(p.local.nbytes for p in backend.pieces()) + sum(t.nbytes for s in slots for t in s.values())
-    others = torch.cuda.memory_allocated(device) - own - backend.standing_bytes()
+    slots = [state_slots(backend.optimizer, p) for p in backend.param_shards()]
+    own = sum(p.local.nbytes for p in backend.param_shards()) + sum(t.nbytes for s in slots for t in s.values())
+    others = torch.cuda.memory_allocated(device) - own - backend.resident_bytes()
     return torch.cuda.max_memory_allocated(device) - others
 
 
@@ -160,5 +166,63 @@ def _synchronize(device: torch.device) -> None:
 
 def _squared_norm(backend: Backend) -> float:
     """This rank's share: summed over ranks it is that of the whole gradient."""
-    gradients = [g for g in map(backend.gradient, backend.pieces()) if g is not None]
+    gradients = [g for g in map(backend.gradient, backend.param_shards()) if g is not None]
     return sum(float(g.double().square().sum()) for g in gradients) / backend.replicas
+
+
+# -- what a metered form does besides ---------------------------------------------------------------------------------
+
+
+class Metered:
+    """Measures and reports every step of a form as a lab's rank does: `step` around it, then `tell`, in the step's time too.
+
+    Only the transport differs: a rank publishes its events over ZMQ; here they go as JSON through the pipe to the launcher.
+    What the trainer does besides measuring (the vote that ends a step, the gradient norm) is not included, because training
+    without a lab may need it as well.
+    """
+
+    def __init__(self, plan: BenchPlan, info: RankInfo, world: Wire, backend: Backend, tell: Tell) -> None:
+        self._plan, self._seat, self._tell = plan, info, tell
+        self.measure = StepMeter(backend, world.context, info, offload="none")
+        self._waiting: list[dict[str, Any]] = []
+        self._steps = 0
+        self._told_s = self._traced_s = float("-inf")
+
+    def step(self) -> AbstractContextManager[None]:
+        """Around forward, backward and update."""
+        now_s = time.perf_counter()
+        traced = now_s - self._traced_s >= TRACE_EVERY_S
+        if traced:
+            self._traced_s = now_s
+        return self.measure.step(traced=traced)
+
+    def tell(self) -> None:
+        """When the step is over: its event, and what waits is sent."""
+        measured = self.measure.read()
+        self._waiting.append(
+            StepEvent(
+                run="bench",
+                spec_id="bench",
+                rank=self._seat.rank,
+                world_size=self._seat.world_size,
+                step=self._steps,
+                samples=self._steps * self._plan.micro_batch * self._plan.ranks,
+                end_unix_s=measured.end_unix_s,
+                step_time_s=measured.step_time_s,
+                tokens=self._plan.micro_batch * self._plan.seq_len,
+                loss=0.0,  # reading it would be a synchronisation that is the trainer's
+                mean_loss=0.0,
+                grad_norm=0.0,
+                flops=0,
+                memory=measured.memory,
+                comm=measured.comm,
+                begin_s=measured.begin_s,
+                spans=measured.spans,
+            ).to_dict()
+        )
+        self._steps += 1
+        now_s = time.perf_counter()
+        if now_s - self._told_s >= TELL_EVERY_S:
+            waiting, self._waiting = self._waiting, []
+            self._tell(waiting)
+            self._told_s = now_s

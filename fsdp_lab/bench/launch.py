@@ -18,18 +18,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from fsdp_lab.bench.plan import Plan, PlanError
-from fsdp_lab.bench.ratios import Measured
-from fsdp_lab.host_memory import HOST_MEMORY
+from fsdp_lab.bench.plan import BenchPlan, PlanError
+from fsdp_lab.bench.ratios import BenchError, BenchResult
+from fsdp_lab.core.host_memory import HOST_MEMORY
 
 SILENCE_S = 600.0  # without a word of any rank: longer than any wait of theirs that ends by itself
 _END_S = 3.0
 
 Word = tuple[int, str, Any]  # rank, kind, value
-
-
-class BenchError(RuntimeError):
-    """It was started and did not go well. `str()` is a sentence."""
 
 
 def place(ranks: int, device: str | None) -> tuple[str, ...]:
@@ -50,14 +46,14 @@ def place(ranks: int, device: str | None) -> tuple[str, ...]:
 
 
 def measure(
-    plan: Plan, tell: Callable[[int], None], take: Callable[[list[dict[str, Any]]], None] = lambda events: None
-) -> Measured:
+    plan: BenchPlan, tell: Callable[[int], None], take: Callable[[list[dict[str, Any]]], None] = lambda events: None
+) -> BenchResult:
     """`launch`, as figures of the forms' steps."""
-    return Measured.of_ranks(launch(plan, {"task": "steps"}, tell, take))
+    return BenchResult.of_ranks(launch(plan, {"task": "steps"}, tell, take))
 
 
 def launch(
-    plan: Plan,
+    plan: BenchPlan,
     job: Mapping[str, Any],
     tell: Callable[[int], None],
     take: Callable[[list[dict[str, Any]]], None] = lambda events: None,
@@ -125,7 +121,7 @@ class _Rank:
 
 
 @contextlib.contextmanager
-def _processes(plan: Plan, job: Mapping[str, Any]) -> Iterator[Sequence[_Rank]]:
+def _processes(plan: BenchPlan, job: Mapping[str, Any]) -> Iterator[Sequence[_Rank]]:
     """A process for each rank, told what to do; all are gone after it."""
     ranks: list[_Rank] = []
     try:

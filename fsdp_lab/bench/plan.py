@@ -1,25 +1,102 @@
-"""`Plan`: the work that all forms do, how often, and on what; refused before anything is started, or good."""
+"""What is compared and on what work: a `Form` is one way to train, a `BenchPlan` the work that all forms do.
+
+A peer has several forms, because a ratio counts only against its fastest one.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_lab.bench.forms import FORMS, PEERS, STEP, Form
-from fsdp_lab.spec import Spec, SpecError, Strategy, Workload
+from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.spec import Spec, Strategy, Workload
+
+LAB, CONTROL = "lab", "lab-again"
+DCP, DCP_AGAIN = "dcp", "dcp-again"  # plain Distributed Checkpoint, which `bench checkpoint` compares with
+WARM_UP, WINDOW = 100, 10  # of `bench soak`: switches before the first reading; readings of which the median counts
+REFERENCE = "fsdp2-raw"  # losses and printed times are compared with its
+
+
+class PlanError(ValueError):
+    """A refused option. `str()` is a sentence that names it and says what to give instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """One way to train. All forms do the same work from the same initial values; `peer` is the backend."""
+
+    name: str
+    peer: str
+    on: str = "wire"  # the process group: our Wire, or "raw", torch's own Gloo or NCCL group
+    reduction: str = "auto"  # of the Wire
+    forward_prefetch: int = 0
+    keep_last: int = 0  # blocks at the end of the model that are not resharded between forward and backward
+    metered: bool = False  # each step is measured and reported as a lab's rank does
+
+    def strategy(self, sharding: str, precision: str) -> dict[str, Any]:
+        """Fields of Strategy."""
+        whole = self.peer == "ddp"
+        return {
+            "backend": self.peer,
+            "sharding": "no_shard" if whole else sharding,
+            "precision": precision,
+            "forward_prefetch": self.forward_prefetch,
+        }
+
+
+# In the order in which they take turns. The control stands far from the form that it repeats.
+_ALL = (
+    Form(name=LAB, peer="lab", forward_prefetch=1),
+    Form(name=REFERENCE, peer="fsdp2", on="raw"),
+    Form(name="ddp-raw", peer="ddp", on="raw"),
+    Form(name="fsdp2-wire-native", peer="fsdp2", reduction="native"),
+    Form(name="fsdp2-wire", peer="fsdp2"),
+    Form(name=CONTROL, peer="lab", forward_prefetch=1),
+    Form(name="fsdp2-raw-prefetch", peer="fsdp2", on="raw", forward_prefetch=1),
+    Form(name="ddp-wire", peer="ddp"),
+    Form(name="fsdp2-wire-prefetch", peer="fsdp2", forward_prefetch=1),
+    Form(name="fsdp2-wire-tuned", peer="fsdp2", forward_prefetch=1, keep_last=2),  # as a careful user would have it
+)
+PEERS = ("fsdp2", "ddp")
+STEP = tuple(form.name for form in _ALL)
+
+
+def _metering(peer: str) -> tuple[Form, ...]:
+    """For the cost of measuring: torch's own group without any of our code, all measuring on, and the former again."""
+    return (
+        Form(name=f"{peer}-bare", peer=peer, on="raw"),
+        Form(name=f"{peer}-metered", peer=peer, reduction="native", metered=True),
+        Form(name=f"{peer}-bare-again", peer=peer, on="raw"),
+    )
+
+
+METERED_PEERS = ("fsdp2", "fsdp1", "ddp", "lab")
+METERING: Mapping[str, tuple[str, ...]] = {peer: tuple(f.name for f in _metering(peer)) for peer in METERED_PEERS}
+FORMS: Mapping[str, Form] = {form.name: form for form in (*_ALL, *(f for p in METERED_PEERS for f in _metering(p)))}
+
+
+def named(words: str) -> tuple[str, ...]:
+    """The forms of a comma-separated list; the name of a peer stands for all its forms. Raises PlanError."""
+    chosen: set[str] = set()
+    for word in (w.strip() for w in words.split(",") if w.strip()):
+        found = [f.name for f in _ALL if word in (f.name, f.peer)]
+        if not found:
+            raise PlanError(f"--only: there is no form {word}; choose from {', '.join((*STEP, *PEERS))}")
+        chosen.update(found)
+    return tuple(name for name in STEP if name in chosen)
+
+
+# -- the work -----------------------------------------------------------------------------------------------------
 
 _LEAST = {"seq_len": 2, "vocab": 2}  # of the numbers; 1 of those not named here
 SHARDINGS = ("full_shard", "shard_grad_op")  # that the lab and FSDP2 both have at any world size
 PRECISIONS = ("fp32", "bf16")  # fp16 would need a loss scale, which is the trainer's
 
 
-class PlanError(ValueError):
-    """A refused plan. `str()` is a sentence that names the option and the way out."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class BenchPlan:
     """GPT-2 of these sizes on random tokens, AdamW. Raises PlanError."""
 
     ranks: int = 2
@@ -34,7 +111,7 @@ class Plan:
     precision: str = "fp32"
     sharding: str = "full_shard"  # of lab and fsdp2
     forms: tuple[str, ...] = STEP
-    devices: tuple[str, ...] = ()  # one a rank; see launch.place
+    devices: tuple[str, ...] = ()  # one for each rank; see launch.place
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -54,7 +131,7 @@ class Plan:
     def _check(self, form: Form) -> None:
         try:
             self.spec(form)
-        except SpecError as e:
+        except FieldError as e:
             others = ",".join(peer for peer in PEERS if peer != form.peer)
             raise PlanError(
                 f"the form {form.name} cannot be run ({e.field}: {e.reason}); leave it out with --only {others}"
@@ -82,14 +159,14 @@ class Plan:
 
     @property
     def shares_gpu(self) -> bool:
-        """Whether ranks sit on one GPU; then all talk over Gloo."""
+        """Whether several ranks use one GPU; then all communicate over Gloo."""
         return self.devices[:1] != ("cpu",) and len(set(self.devices)) < len(self.devices)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Plan:
+    def from_dict(cls, d: dict[str, Any]) -> BenchPlan:
         return cls(**{**d, "forms": tuple(d["forms"]), "devices": tuple(d["devices"])})
 
 

@@ -1,4 +1,4 @@
-"""What the ranks measured, as figures: medians, and ratios of steps that were taken in the same round."""
+"""From what the ranks measured to figures: medians, and ratios of values from the same round."""
 
 from __future__ import annotations
 
@@ -8,29 +8,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fsdp_lab.bench.forms import CONTROL, FORMS, LAB, METERING, PEERS, REFERENCE
+from fsdp_lab.bench.plan import CONTROL, FORMS, LAB, METERING, PEERS, REFERENCE
+from fsdp_lab.core.spread import Spread
 
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}  # of losses and gradient norms, relative
 
 
+class BenchError(RuntimeError):
+    """The bench was started and failed. `str()` is a sentence."""
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Of one value or more."""
+    found = Spread.of(values)
+    assert found is not None
+    return found
+
+
+def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Round by round."""
+    return [one / other for one, other in zip(ones, others, strict=True)]
+
+
+def slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
+    """Of each round the seconds of the slowest rank."""
+    return [max(seconds) for seconds in zip(*ranks, strict=True)]
+
+
 @dataclass(frozen=True, kw_only=True)
-class Spread:
-    """The middle of some numbers, and where eight tenths of them lie."""
-
-    median: float
-    p10: float
-    p90: float
-    n: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Of one number or more; percentiles with linear interpolation between neighbours."""
-        deciles = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0]] * 9
-        return cls(median=statistics.median(values), p10=deciles[0], p90=deciles[8], n=len(values))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
+class BenchResult:
     """Of every form: the seconds of each counted step, and what shows that it did the same work as the others."""
 
     seconds: Mapping[str, Sequence[float]]  # of the slowest rank
@@ -39,22 +45,22 @@ class Measured:
     peak_bytes: Mapping[str, int]  # of the rank that allocated most; 0 on CPUs
 
     @classmethod
-    def of_ranks(cls, ranks: Sequence[Mapping[str, Any]]) -> Measured:
+    def of_ranks(cls, ranks: Sequence[Mapping[str, Any]]) -> BenchResult:
         """From what each rank says of each form: {"seconds": [...], "loss": x, "squared_norm": its share}."""
         forms = list(ranks[0])
         return cls(
-            seconds={f: [max(step) for step in zip(*(r[f]["seconds"] for r in ranks), strict=True)] for f in forms},
+            seconds={f: slowest([r[f]["seconds"] for r in ranks]) for f in forms},
             losses={f: [r[f]["loss"] for r in ranks] for f in forms},
             peak_bytes={f: max(r[f]["peak_bytes"] for r in ranks) for f in forms},
             gradient_norms={f: math.sqrt(sum(r[f]["squared_norm"] for r in ranks)) for f in forms},
         )
 
     def step_time(self, form: str) -> Spread:
-        return Spread.of(self.seconds[form])
+        return spread(self.seconds[form])
 
     def ratio(self, one: str, other: str) -> Spread:
         """Of the times of two forms, round by round: below 1, `one` is faster."""
-        return Spread.of([a / b for a, b in zip(self.seconds[one], self.seconds[other], strict=True)])
+        return spread(ratios(self.seconds[one], self.seconds[other]))
 
     @property
     def fastest(self) -> dict[str, str]:
@@ -91,7 +97,7 @@ class Measured:
         bare over itself."""
         bare, metered, again = (self.seconds[name] for name in METERING[peer])
         cost = [2 * m / (a + b) for m, a, b in zip(metered, bare, again, strict=True)]
-        return cost, [a / b for a, b in zip(bare, again, strict=True)]
+        return cost, ratios(bare, again)
 
     def difference(self) -> tuple[float, str]:
         """The largest relative difference to the reference, of last losses and first gradient norms, and its form."""
@@ -105,11 +111,20 @@ class Measured:
         gaps = [abs(a - b) / abs(b) if b else abs(a) for a, b in zip(mine, theirs, strict=True)]
         return max(gap if math.isfinite(gap) else math.inf for gap in gaps)
 
+    def check_same_work(self, precision: str) -> None:
+        """Raises BenchError if a form trained something else than the others: its step time then means nothing."""
+        difference, form = self.difference()
+        if difference > TOLERANCES[precision]:
+            raise BenchError(
+                f"{form} did other work than {self.reference}: losses or gradient norms differ by {difference:.2g}, "
+                f"and {TOLERANCES[precision]:g} is allowed in {precision}; no figure of this run counts"
+            )
+
     def figures(self, environment: Mapping[str, Any]) -> dict[str, Any]:
-        """What stands in a bench file."""
+        """The content of a bench file."""
         return {
-            "ratios": {name: asdict(spread) for name, spread in self.ratios.items()},
-            "control": {name: asdict(spread) for name, spread in self.control.items()},
+            "ratios": {name: asdict(found) for name, found in self.ratios.items()},
+            "control": {name: asdict(found) for name, found in self.control.items()},
             "environment": dict(environment),
             "step_time_s": {form: asdict(self.step_time(form)) for form in self.seconds},
             "fastest": self.fastest,
@@ -118,10 +133,25 @@ class Measured:
         }
 
 
-def mean_of_launches(medians: Sequence[float]) -> tuple[float, float]:
-    """The mean of what two launches or more gave, and its standard error.
+def of_launches(ratios: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """The ratios of the rounds of several launches; their error is what the medians of the launches differ by.
 
-    Rounds of one launch share what is the launch's own, as where in memory a form came to lie: their number does not make
-    it smaller, and only other launches show how large it is.
+    Rounds of one launch share what is particular to it, such as where in memory a form was placed. More rounds do not
+    reduce that part of the error; only other launches show how large it is.
     """
-    return statistics.mean(medians), statistics.stdev(medians) / math.sqrt(len(medians))
+    medians = [statistics.median(of) for of in ratios]
+    error = statistics.stdev(medians) / math.sqrt(len(medians))
+    every = spread([ratio for of in ratios for ratio in of])
+    return {**asdict(every), "launches": medians, "mean": statistics.mean(medians), "standard_error": error}
+
+
+# -- as text ---------------------------------------------------------------------------------------------------------
+
+
+def in_words(found: Spread) -> str:
+    return f"{found.median:.3f}, p10 {found.p10:.3f}, p90 {found.p90:.3f}, {found.n} rounds"
+
+
+def in_ms(found: Spread, digits: int = 1) -> str:
+    median, p10, p90 = (f"{1e3 * value:.{digits}f}" for value in (found.median, found.p10, found.p90))
+    return f"{median} ms, p10 {p10}, p90 {p90}"

@@ -8,16 +8,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdp_lab.checkpoints import checkpoints, find, torn
 from fsdp_lab.cli.console import Refused
+from fsdp_lab.core.checkpoint_format import checkpoints, find, incomplete_checkpoints
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="where a run was saved, or one checkpoint")
+    parser.add_argument("folder", type=Path, help="a folder of checkpoints, or one checkpoint")
     parser.add_argument(
-        "--export", type=Path, metavar="DIR", help="write the newest one's model there, for from_pretrained"
+        "--export", type=Path, metavar="DIR", help="export the newest model to DIR, for from_pretrained"
     )
-    parser.add_argument("--force", action="store_true", help="replace a model that is there already")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing model")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,10 +34,10 @@ def run(args: argparse.Namespace) -> int:
 
 def lines(folder: Path) -> Iterator[str]:
     """Oldest first; then what is torn."""
+    from fsdp_lab.core.formatting import size
     from fsdp_lab.runs.summary import how
-    from fsdp_lab.table import size
 
-    whole, broken = checkpoints(folder), torn(folder)
+    whole, broken = checkpoints(folder), incomplete_checkpoints(folder)
     for c in whole:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(c.saved_unix_s))
         said = f"{how(c.spec)} on {c.spec.world_size} ranks"

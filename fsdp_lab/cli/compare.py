@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.cli import fields
 from fsdp_lab.cli.console import Refused
 from fsdp_lab.cli.results import Results
-from fsdp_lab.spec import Spec, SpecError
+from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.spec import Spec
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
     from rich.table import Table
 
     from fsdp_lab.runs import Run, Sweep
-    from fsdp_lab.runs.comparison import Comparison, Row
-    from fsdp_lab.runs.kept import Kept
-    from fsdp_lab.runs.summary import Figures
+    from fsdp_lab.runs.comparison import Comparison
+    from fsdp_lab.runs.view import RunView
 
 WAITING, FAILED = "waiting", "failed"
 REDRAW_S = 1.0
@@ -36,11 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds", type=int, metavar="N", help="turns of each run (default: 3; 1: one after the other)"
     )
-    parser.add_argument("--devices", metavar="D,D", help="one for each rank: cpu, or cuda:0,cuda:2 (default: chosen)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    parser.add_argument(
-        "--report", type=Path, metavar="FILE", help="write a report there: one HTML file, to open offline"
-    )
+    parser.add_argument("--devices", metavar="D,D", help="one per rank: cpu, or cuda:0,cuda:2 (default: automatic)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write a report to FILE (HTML, works offline)")
     fields.add_options(parser)
 
 
@@ -51,28 +49,31 @@ def run(args: argparse.Namespace) -> int:
     results = Results(file=args.json)
     results.check()
     if args.report is not None:
-        from fsdp_lab.files import check_file
+        from fsdp_lab.core.files import check_file
         from fsdp_lab.report import SUFFIXES
 
         check_file(args.report, SUFFIXES, field="--report")
     specs = split(wanted(args), results)
     results.write()
-    refused = list(results.refused)  # those that failed come after them
+    refused = list(results.refused)  # before those that fail join them
 
     from fsdp_lab.cli import session
+    from fsdp_lab.runs import Comparison, Refusal
 
     console = session.console()
     sweep = compare(console, specs, args.steps, args.rounds, results) if specs else None
-    if results.refused:
-        console.print(refusals(results.refused))
+    rows: list[RunView | Refusal] = [
+        *(sweep.in_order if sweep else ()),
+        *(Refusal(r["spec"], r["reason"]) for r in refused),
+    ]
+    for line in Comparison.of(rows).reasons():
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     if sweep is not None and len(results.runs) > 1:
         for line in sweep.recommend().lines():
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     if sweep is not None and args.report is not None:
         from fsdp_lab.report import write_report
-        from fsdp_lab.runs import Refusal
 
-        rows: list[Kept | Refusal] = [*sweep.in_order, *(Refusal(r["spec"], r["reason"]) for r in refused)]
         console.print(f"written: {write_report(args.report, rows)}", markup=False, highlight=False)
     if args.json is not None:
         console.print(f"written: {args.json}", markup=False, highlight=False)
@@ -102,7 +103,7 @@ def split(dicts: Sequence[Mapping[str, Any]], results: Results) -> list[Spec]:
             spec = Spec.from_dict(made)
             check(spec.workload)
             specs.append(spec)
-        except SpecError as e:
+        except FieldError as e:
             results.add_refused(made, str(e))
     return specs
 
@@ -112,6 +113,7 @@ def compare(console: Console, specs: Sequence[Spec], steps: int, rounds: int | N
     from fsdp_lab.cli import session
 
     with session.lab(console, specs[0].world_size, specs[0].devices) as lab, session.live(console) as show:
+        session.tell_unread_weights(console, specs)
         sweep = lab.compare(specs, steps=steps, **({"rounds": rounds} if rounds else {}))
         drawn_s = float("-inf")
 
@@ -149,7 +151,7 @@ def keep(sweep: Sweep, results: Results) -> None:
 # -- what is shown ---------------------------------------------------------------------------------------------------
 
 WIDE = 110  # columns of a terminal
-FIGURES = ("loss", "step time", "ratio", "tokens/s", "TFLOPS/rank", "peak/rank", "exposed", "parity")
+FIGURES = ("loss", "step time", "ratio", "tokens/s", "TFLOPS", "peak/rank", "exposed", "parity")
 NARROW = ("loss", "step time", "ratio", "peak/rank", "parity")
 
 
@@ -164,7 +166,7 @@ def going(sweep: Sweep, width: int) -> Group:
 
 def said(sweep: Sweep) -> str:
     """Progress in a line."""
-    from fsdp_lab.table import duration
+    from fsdp_lab.core.formatting import duration
 
     p = sweep.progress
     if not sweep.done:
@@ -179,7 +181,10 @@ def table(sweep: Sweep, compared: Comparison, width: int) -> Table:
     from rich import box
     from rich.table import Table
 
-    shown = varying(sweep.specs)
+    from fsdp_lab.runs.comparison import SHOWN, cells, ratio_words, varying, words
+
+    flats = [spec.flat() for spec in sweep.specs]
+    shown = varying(flats) or SHOWN
     rows = {row.run: row for row in compared.rows}
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("")
@@ -188,14 +193,16 @@ def table(sweep: Sweep, compared: Comparison, width: int) -> Table:
     kept = FIGURES if width >= WIDE else NARROW
     for name in kept:
         drawn.add_column(name, justify="left" if name == "parity" else "right", no_wrap=name != "parity")
-    for spec in sweep.specs:
+    for spec, flat in zip(sweep.specs, flats, strict=True):
         run = sweep.run_of(spec)
         row = rows.get(run.id) if run is not None else None  # one that began this very moment is in no row yet
         state = state_of(run, sweep.steps)
-        cells = against(row, compared) if row is not None else {}
+        found: dict[str, str] = {}
+        if row is not None:
+            found = {**cells(row.figures), "ratio": ratio_words(row.time_ratio), "parity": compared.badge(row)}
         style = "red" if state == FAILED or (row and row.differs) else "dim" if state == WAITING else ""
-        label_ = row.label if row else ""
-        drawn.add_row(label_, label(spec, shown), state, *(cells.get(name, "") for name in kept), style=style)
+        told = [found.get(name, "") for name in kept]
+        drawn.add_row(row.label if row else "", words(flat, shown), state, *told, style=style)
     return drawn
 
 
@@ -203,43 +210,6 @@ def state_of(run: Run | None, steps: int) -> str:
     if run is None:
         return WAITING
     return FAILED if run.state.value == FAILED else "done" if run.step >= steps else f"step {run.step} of {steps}"
-
-
-def against(row: Row, compared: Comparison) -> dict[str, str]:
-    """The cells of FIGURES."""
-    from fsdp_lab.runs.comparison import ratio_words
-
-    badge = compared.badge(row) if row.parity is not None else ""
-    return {**figures(row.figures), "ratio": ratio_words(row.time_ratio), "parity": badge}
-
-
-def figures(f: Figures) -> dict[str, str]:
-    """In words, what was measured; nothing before the first step."""
-    from fsdp_lab.table import count, duration, size
-
-    cells: dict[str, tuple[Any, Callable[[Any], str]]] = {
-        "loss": (f.last_loss, "{:.4f}".format),
-        "step time": (f.step_time_s and f.step_time_s.median, duration),
-        "tokens/s": (f.tokens_per_s and f.tokens_per_s.median, count),
-        "TFLOPS/rank": (f.tflops_per_rank and f.tflops_per_rank.median, "{:.3g}".format),
-        "peak/rank": (f.peak_memory_bytes, size),
-        "exposed": (f.exposed_comm_s and f.exposed_comm_s.median, duration),
-    }
-    return {name: show(value) for name, (value, show) in cells.items() if value is not None}
-
-
-def varying(specs: Sequence[Spec]) -> list[str]:
-    found = [name for name in specs[0].flat() if len({str(spec.flat()[name]) for spec in specs}) > 1]
-    return found or ["backend", "sharding", "precision"]
-
-
-def cell(spec: Spec, name: str) -> str:
-    value = spec.flat()[name]
-    return "own config" if isinstance(value, dict) else fields.shown(value)
-
-
-def label(spec: Spec, shown: Sequence[str]) -> str:
-    return " ".join(cell(spec, name) for name in shown)
 
 
 def refusals(refused: Sequence[Mapping[str, Any]]) -> Table:

@@ -17,7 +17,7 @@ class Failed(Exception):
     """It was started and did not go well. `str()` is a sentence. Exit code 1."""
 
 
-class Ended(KeyboardInterrupt):
+class CommandEnded(KeyboardInterrupt):
     """SIGTERM or SIGHUP (a closed terminal), raised where Ctrl-C would be, so that both clean up alike."""
 
     def __init__(self, number: int) -> None:
@@ -27,13 +27,13 @@ class Ended(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def signals_raise() -> Iterator[None]:
-    """Within it SIGTERM and SIGHUP raise `Ended`. Elsewhere than in the main thread it does nothing."""
+    """Within it SIGTERM and SIGHUP raise `CommandEnded`. Elsewhere than in the main thread it does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise Ended(number)
+        raise CommandEnded(number)
 
     names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     before = {name: signal.signal(getattr(signal, name), end) for name in names}

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.cli.console import Failed, Refused
-from fsdp_lab.fault import DRILLS, check_kind
-from fsdp_lab.spec import Spec
+from fsdp_lab.core.faults import DRILLS, check_kind
+from fsdp_lab.core.spec import Spec
 
 if TYPE_CHECKING:
     from fsdp_lab.lab import Lab
@@ -37,8 +37,8 @@ FORMS: tuple[Mapping[str, str], ...] = (  # equal bit for bit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--count", type=int, default=COUNT, help="drills (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of what happens when (default: %(default)s)")
+    parser.add_argument("--count", type=int, default=COUNT, help="number of drills (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="(default: %(default)s)")
     parser.add_argument("--model", default=WORK["model"], help="a preset (default: %(default)s)")
     parser.add_argument("--kinds", metavar="KIND,KIND", help=f"only these of {', '.join(DRILLS)}")
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
     survived = 0
     with Lab(args.ranks, reduction="rank_ordered", hang_s=HANG_S, history=False, progress=False) as lab:
-        field = Field(lab, work)
+        field = DrillBench(lab, work)
         for number, plan in enumerate(plans(args.seed, args.count, args.ranks, kinds), 1):
             begun_s = time.monotonic()
             wrong = field.drill(plan)
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class DrillPlan:
     """One drill."""
 
     kind: str
@@ -90,15 +90,15 @@ class Plan:
         return f"{self.kind} of rank {self.rank} after step {self.step} of {self.form['backend']}"
 
 
-def plans(seed: int, count: int, ranks: int, kinds: list[str]) -> Iterator[Plan]:
+def plans(seed: int, count: int, ranks: int, kinds: list[str]) -> Iterator[DrillPlan]:
     """The same for the same seed."""
     chance = random.Random(seed)
     for _ in range(count):
-        yield Plan(kind=chance.choice(kinds), rank=chance.randrange(ranks), step=chance.randrange(1, STEPS - 6),
+        yield DrillPlan(kind=chance.choice(kinds), rank=chance.randrange(ranks), step=chance.randrange(1, STEPS - 6),
                    delay_s=chance.uniform(0, 0.05), form=chance.choice(FORMS))  # fmt: skip
 
 
-class Field:
+class DrillBench:
     """A lab, what an undisturbed run gives on it, and what it leaves behind."""
 
     def __init__(self, lab: Lab, work: Spec) -> None:
@@ -108,12 +108,12 @@ class Field:
         self._processes = len(lab.cluster.processes)
         self._rss_bytes = max(self._left_by(work.replace(**form)) for form in FORMS)
 
-    def drill(self, plan: Plan) -> list[str]:
+    def drill(self, plan: DrillPlan) -> list[str]:
         """What was wrong afterwards, in words."""
-        from fsdp_lab.runs import Saving
+        from fsdp_lab.runs import CheckpointConfig
 
         with tempfile.TemporaryDirectory(prefix="fsdp_lab-drill-") as folder:
-            saving = Saving(folder=Path(folder), every=EVERY)
+            saving = CheckpointConfig(folder=Path(folder), every=EVERY)
             work = self._work.replace(**plan.form)
             run = self._lab.run(work, steps=STEPS, save=saving, recover=True)
             try:
@@ -129,14 +129,14 @@ class Field:
 
     def _left_by(self, work: Spec) -> int:
         """What a rank holds after an undisturbed run that was saved, and one that went on from there."""
-        from fsdp_lab.runs import Saving
+        from fsdp_lab.runs import CheckpointConfig
 
         with tempfile.TemporaryDirectory(prefix="fsdp_lab-drill-") as folder:
-            self._finished(self._lab.run(work, steps=EVERY, save=Saving(folder=Path(folder), every=EVERY)))
+            self._finished(self._lab.run(work, steps=EVERY, save=CheckpointConfig(folder=Path(folder), every=EVERY)))
             self._finished(self._lab.resume(folder, steps=1))
         return max(self._held())
 
-    def _strike(self, run: Run, plan: Plan) -> None:
+    def _strike(self, run: Run, plan: DrillPlan) -> None:
         deadline = time.monotonic() + LIMIT_S
         while run.step < plan.step and not run.done and time.monotonic() < deadline:
             time.sleep(0.002)
@@ -147,7 +147,7 @@ class Field:
     def _finished(self, run: Run) -> Run:
         return run.wait(LIMIT_S)
 
-    def _wrong(self, run: Run, plan: Plan) -> Iterator[str]:
+    def _wrong(self, run: Run, plan: DrillPlan) -> Iterator[str]:
         told = losses(run)
         if told != self._losses:
             parted = sorted(step for step in {*told, *self._losses} if told.get(step) != self._losses.get(step))
@@ -164,5 +164,5 @@ class Field:
 
 
 def losses(run: Run) -> dict[int, Any]:
-    """By step; of one that was done again, what it gave then. All ranks tell the same, and one may die before it does."""
-    return {e.step: e.mean_loss for e in run.events.since()[0]}
+    """By step. All ranks report the same, and one may die before it does."""
+    return {step.number: step.mean_loss for step in run.events.steps()}

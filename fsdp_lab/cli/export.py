@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from fsdp_lab.cli.run import read_spec
+from fsdp_lab.core.files import check_file
 from fsdp_lab.export import TARGETS, export, text_of
-from fsdp_lab.files import check_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="script: for torchrun, with torch's own FSDP2, FSDP1 or DDP; accelerate: for accelerate launch --config_file; "
              "spec: for fsdp-lab run",
     )  # fmt: skip
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write it there (default: to the terminal)")
-    parser.add_argument("--force", action="store_true", help="replace FILE where it is there already")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="output file (default: standard output)")
+    parser.add_argument("--force", action="store_true", help="overwrite FILE")
     parser.add_argument("--ranks", type=int, help="instead of the file's world_size")
 
 

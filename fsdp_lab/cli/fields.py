@@ -9,10 +9,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fsdp_lab import link_spec
-from fsdp_lab import spec as spec_module
 from fsdp_lab.cli.console import Refused
-from fsdp_lab.spec import Spec, Strategy, Workload
+from fsdp_lab.core import link
+from fsdp_lab.core import spec as spec_module
+from fsdp_lab.core.spec import Spec, Strategy, Workload
 
 PARTS: tuple[tuple[str, type], ...] = (("workload", Workload), ("strategy", Strategy))
 LINK = ("emulate a slower interconnect: \"0.25 GB/s\", \"0.25 GB/s, 50 us\", or scaled to what is computed here: "
@@ -66,7 +66,7 @@ def chosen(args: argparse.Namespace) -> dict[str, list[Any]]:
             for value in lists[field.name]:
                 kind(**{field.name: value})
     if args.link is not None:
-        lists["link"] = [link_of(word) for word in link_spec.split_list(args.link)]
+        lists["link"] = [link_of(word) for word in link.split_list(args.link)]
     return lists
 
 

@@ -8,10 +8,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.cli.console import Refused
-from fsdp_lab.spec import SpecError
+from fsdp_lab.core.errors import FieldError
 
 if TYPE_CHECKING:
-    from fsdp_lab.runs import History, PastRun
+    from fsdp_lab.history import History, StoredRun
 
 NEWEST = 20
 
@@ -19,15 +19,15 @@ NEWEST = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(limit=NEWEST, json=False)
     parser.add_argument("--limit", type=int, metavar="N", help=f"list the newest N runs (default: {NEWEST}; 0: all)")
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(act=listed)
-    actions = parser.add_subparsers(title="what to do (default: list them)", metavar="ACTION")
+    actions = parser.add_subparsers(title="actions (default: list)", metavar="ACTION")
     for name, act, says in (
-        ("show", show, "one run: where it was trained, its switches, its last steps"),
+        ("show", show, "show one run: environment, switches, last steps"),
         ("delete", delete, "delete runs, by id or by age"),
         ("rename", rename, "give a run a name"),
-        ("pin", pin, "keep a run when the history is full"),
-        ("unpin", unpin, "let it make room again"),
+        ("pin", pin, "never delete this run automatically"),
+        ("unpin", unpin, "undo pin"),
     ):
         action = actions.add_parser(name, help=says, description=f"{says[0].upper()}{says[1:]}.", allow_abbrev=False)
         action.set_defaults(act=act)
@@ -35,18 +35,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "delete":
             action.add_argument("which", nargs="*", **what)  # type: ignore[arg-type]
             action.add_argument(
-                "--older-than", type=float, metavar="DAYS", help="all that ended so long ago, unless pinned"
+                "--older-than",
+                type=float,
+                metavar="DAYS",
+                help="all runs that ended more than DAYS ago, except pinned ones",
             )
         else:
             action.add_argument("which", **what)  # type: ignore[arg-type]
         if name == "rename":
-            action.add_argument("name", help='the name; "" takes it away')
+            action.add_argument("name", help='the new name; "" removes it')
         if name == "show":
-            action.add_argument("--json", action="store_true", help="as JSON, with the figures of compare's file")
+            action.add_argument(
+                "--json", action="store_true", help="print JSON, with the same figures as compare --json"
+            )
 
 
 def run(args: argparse.Namespace) -> int:
-    from fsdp_lab.runs import History, HistoryError
+    from fsdp_lab.history import History, HistoryError
 
     try:
         args.act(args, History())
@@ -71,7 +76,7 @@ def show(args: argparse.Namespace, history: History) -> None:
     say("\n".join([*head(past), "", repr(past.table())]))
 
 
-def head(past: PastRun) -> list[str]:
+def head(past: StoredRun) -> list[str]:
     """What is known of it but its figures."""
     lasted_s = (past.ended_unix_s or time.time()) - past.started_unix_s
     lines = [f"run {past.id}{f' {past.name}' if past.name else ''}{' (pinned)' if past.pinned else ''}",
@@ -93,9 +98,9 @@ def delete(args: argparse.Namespace, history: History) -> None:
         raise Refused("name the runs to delete, or give --older-than DAYS")
     try:
         gone = history.delete(*args.which) if args.which else history.delete_older(args.older_than)
-    except SpecError as e:
+    except FieldError as e:
         if e.field == "days":
-            raise Refused(f"--older-than {args.older_than} is refused; {e.way_out}") from e
+            raise Refused(f"--older-than {args.older_than} is refused; {e.hint}") from e
         raise
     say(f"{gone} run{'s' * (gone != 1)} deleted; {len(history.runs())} left")
 

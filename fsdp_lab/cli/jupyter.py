@@ -8,12 +8,14 @@ import errno
 import getpass
 import importlib.metadata
 import importlib.util
+import json
 import os
 import secrets
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -25,6 +27,7 @@ from fsdp_lab.cli.console import Refused, unhurried
 FIRST_NOTEBOOK = "01_live_dashboard.ipynb"
 DEFAULT_PORT = 8888
 LOOPBACK = "127.0.0.1"
+DEFAULTS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ip", default=LOOPBACK, help="the address to listen on (default: %(default)s)")
     parser.add_argument("--no-browser", action="store_true", help="do not open a browser here")
-    parser.add_argument("--dir", type=Path, help="the folder to open; the notebooks are copied into it where missing")
+    parser.add_argument("--dir", type=Path, help="the folder to open; missing notebooks are copied into it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -165,22 +168,37 @@ def jupyterlab(folder: Path, ip: str, port: int, token: str, *, browser: bool) -
         *("--LabApp.news_url=None", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"),
         *(["--allow-root"] if is_root() else []),
     ]
-    # The token goes by the environment: a command line can be read by every user of the machine. The notebooks' kernel
-    # is this environment's, whatever the user's own folder holds under the same name.
-    environment = {**os.environ, "JUPYTER_TOKEN": token, "JUPYTER_PREFER_ENV_PATH": "1"}
-    server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-    try:
-        yield server
-    finally:
-        with unhurried():
-            end(server)
+    with tempfile.TemporaryDirectory(prefix="fsdp-lab-") as config:
+        write_defaults(Path(config))
+        # The token goes by the environment: a command line can be read by every user of the machine. The notebooks' kernel
+        # is this environment's, whatever the user's own folder holds under the same name.
+        environment = {
+            **os.environ,
+            "JUPYTER_TOKEN": token,
+            "JUPYTER_PREFER_ENV_PATH": "1",
+            "JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, [config, os.environ.get("JUPYTER_CONFIG_PATH")])),
+        }
+        server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            yield server
+        finally:
+            with unhurried():
+                end(server)
+
+
+def write_defaults(config: Path) -> None:
+    """Defaults of JupyterLab's settings for this server alone; what the user has set stays. Without them its question
+    about news covers a corner of the first notebook."""
+    folder = config / "labconfig"
+    folder.mkdir()
+    (folder / "default_setting_overrides.json").write_text(json.dumps(DEFAULTS), encoding="utf-8")
 
 
 def end(server: subprocess.Popen[bytes], timeout_s: float = 10) -> None:
     """Asks the server to stop, which stops its kernels; then ends whatever of its family is still there."""
     import psutil
 
-    from fsdp_lab.cluster.kept import kept_pids
+    from fsdp_lab.cluster.detached import detached_pids
 
     family = []
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -190,7 +208,7 @@ def end(server: subprocess.Popen[bytes], timeout_s: float = 10) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(timeout_s)
     _, left = psutil.wait_procs(family, timeout=3)  # kernels end their ranks by themselves, a moment after the server
-    staying = kept_pids() if left else set()
+    staying = detached_pids() if left else set()
     for process in [p for p in left if p.pid not in staying]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from fsdp_lab import __version__
 from fsdp_lab.cli import (
     bench,
     checkpoints,
@@ -20,14 +19,15 @@ from fsdp_lab.cli import (
     export,
     history,
     jupyter,
-    kept,
     kernel,
     plan,
+    ranks,
     report,
     run,
 )
-from fsdp_lab.cli.console import Ended, Failed, Refused, signals_raise
-from fsdp_lab.spec import SpecError
+from fsdp_lab.cli.console import CommandEnded, Failed, Refused, signals_raise
+from fsdp_lab.core.errors import FieldError, not_installed
+from fsdp_lab.core.version import __version__
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,17 +39,17 @@ def parser() -> argparse.ArgumentParser:
     for name, module, says in (
         ("lab", jupyter, "start JupyterLab on the notebooks"),
         ("run", run, "train one Spec in this terminal"),
-        ("compare", compare, "train the same work under every combination of the given lists"),
-        ("plan", plan, "predict memory and step time of a Spec on hardware that need not be here"),
-        ("checkpoints", checkpoints, "list what a run saved, or write its model for transformers"),
-        ("history", history, "list, show and delete the runs that are kept on this machine"),
-        ("kept", kept, "list and end the ranks that outlive their kernels"),
-        ("report", report, "write kept runs side by side as one HTML file"),
+        ("compare", compare, "train every combination of the given lists and compare them"),
+        ("plan", plan, "predict memory and step time of a Spec on any hardware"),
+        ("checkpoints", checkpoints, "list the checkpoints in a folder, or export a model for transformers"),
+        ("history", history, "list, show, rename and delete stored runs"),
+        ("ranks", ranks, "list and end persistent ranks"),
+        ("report", report, "write stored runs as one HTML report"),
         ("export", export, "write a Spec as a torchrun script, an Accelerate config, or JSON"),
-        ("drill", drill, "make failures at random moments in small runs, and count those that are survived"),
-        ("bench", bench, "measure: waits, the backends against each other, toggles, what measuring costs"),
-        ("kernel", kernel, "make this environment a kernel of a JupyterLab that already runs"),
-        ("doctor", doctor, "say what is here, what will work, and what to do about the rest"),
+        ("drill", drill, "inject random faults into small runs and count the recoveries"),
+        ("bench", bench, "run a benchmark"),
+        ("kernel", kernel, "register this environment as a Jupyter kernel"),
+        ("doctor", doctor, "check this machine and suggest fixes"),
     ):
         command = commands.add_parser(name, help=says, description=f"{says[0].upper()}{says[1:]}.", allow_abbrev=False)
         command.set_defaults(run=module.run)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with signals_raise():
             code: int = args.run(args)
         return code
-    except (Refused, SpecError) as refusal:
+    except (Refused, FieldError) as refusal:
         print(f"fsdp-lab: {refusal}", file=sys.stderr)
         return 2
     except Failed as failure:
@@ -73,11 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as missing:
         if (missing.name or "fsdp_lab").startswith("fsdp_lab"):
             raise  # ours: a bug, not an installation that lacks something
-        print(f"fsdp-lab: {missing.name} is not installed; `fsdp-lab doctor` says what is missing", file=sys.stderr)
+        print(f"fsdp-lab: {not_installed('this command', missing)}", file=sys.stderr)
+        print("`fsdp-lab doctor` lists everything that is missing.", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
         print("fsdp-lab: interrupted; what was started has been ended", file=sys.stderr)
-        return interrupt.exit_code if isinstance(interrupt, Ended) else 130
+        return interrupt.exit_code if isinstance(interrupt, CommandEnded) else 130
     except BrokenPipeError:  # `fsdp-lab ... | head`: the reader has gone, and flushing at exit would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab.cli import fields
 from fsdp_lab.cli.console import Refused
 from fsdp_lab.cli.history import say as told
-from fsdp_lab.spec import Spec, SpecError
+from fsdp_lab.core.errors import ArgumentError, FieldError
+from fsdp_lab.core.spec import Spec
 
 if TYPE_CHECKING:
     from fsdp_lab.planner.plan import Plan
-    from fsdp_lab.plans import Where
+    from fsdp_lab.planner.questions import Target
 
 GIB = 1 << 30
 FINDS = ("strategy", "largest", "fewest")
@@ -30,18 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("where")
     where.add_argument("--hardware", metavar="NAME", help="a GPU: a100-80, h100, h200, v100, t4, ...")
     where.add_argument("--ranks", default="8", metavar="N,N", help="GPUs, one rank each (default: %(default)s)")
-    where.add_argument("--hosts", type=int, metavar="N", help="machines that they are in (default: of 8 GPUs each)")
+    where.add_argument("--hosts", type=int, metavar="N", help="number of hosts (default: 8 GPUs per host)")
     where.add_argument(
-        "--network", type=float, metavar="GB", help="Gb/s of all network cards of a host (default: as is usual)"
+        "--network", type=float, metavar="GB", help="network bandwidth of a host, Gb/s (default: typical for the GPU)"
     )
-    where.add_argument("--memory", type=float, metavar="GIB", help="use no more of a GPU than this")
+    where.add_argument("--memory", type=float, metavar="GIB", help="memory limit per GPU")
     what = parser.add_argument_group("what")
     what.add_argument(
-        "--global-batch", type=int, metavar="N", help="samples of a step, by as many micro-batches as it takes"
+        "--global-batch", type=int, metavar="N", help="samples per step; sets the number of micro-batches"
     )
     what.add_argument("--find", choices=FINDS, help="the fastest strategies that fit; the largest model that fits; the "
                       "fewest GPUs that hold it")  # fmt: skip
-    what.add_argument("--batch", type=Path, metavar="FILE", help="predict the rows of a table (CSV) instead")
+    what.add_argument("--batch", type=Path, metavar="FILE", help="predict every row of a CSV file")
     what.add_argument("--validate", action="store_true", help="hold predictions against published measurements that they "
                       "were not calibrated on; takes minutes")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -55,9 +56,9 @@ def run(args: argparse.Namespace) -> int:
         return batch(args)
     if args.hardware is None:
         raise Refused("no hardware is named; give --hardware a100-80, h100, h200, ... (or --batch, --validate)")
-    from fsdp_lab.plans import Where, curve, planned
+    from fsdp_lab.planner.questions import Target, curve, planned
 
-    where = Where(hardware=args.hardware, hosts=args.hosts, network_gbit_per_s=args.network)
+    where = Target(hardware=args.hardware, hosts=args.hosts, network_gbit_per_s=args.network)
     specs, refused = wanted(args, where)
     if args.find is not None:
         if len(specs) + len(refused) > 1:
@@ -78,17 +79,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def wanted(args: argparse.Namespace, where: Where) -> tuple[list[Spec], list[dict[str, Any]]]:
-    """The product of the lists, and what of it cannot be. Raises Refused; SpecError where nothing can."""
+def wanted(args: argparse.Namespace, where: Target) -> tuple[list[Spec], list[dict[str, Any]]]:
+    """The product of the lists, and what of it cannot be. Raises Refused; FieldError where nothing can."""
     if args.link is not None:
         raise Refused("--link emulates a network while training; a plan's is --network, in Gb/s of a host")
-    specs, refused, reasons = list[Spec](), list[dict[str, Any]](), list[SpecError]()
+    specs, refused, reasons = list[Spec](), list[dict[str, Any]](), list[FieldError]()
     for made in fields.product(Spec(), fields.chosen(args), fields.whole_numbers("--ranks", args.ranks)):
         try:
             spec = with_batch(Spec.from_dict(on_hosts(made, where)), args.global_batch)
             where.machine(spec.world_size)
             specs.append(spec)
-        except SpecError as e:
+        except FieldError as e:
             refused.append({"spec": made, "reason": str(e)})
             reasons.append(e)
     if not specs:
@@ -96,7 +97,7 @@ def wanted(args: argparse.Namespace, where: Where) -> tuple[list[Spec], list[dic
     return specs, refused
 
 
-def on_hosts(made: dict[str, Any], where: Where) -> dict[str, Any]:
+def on_hosts(made: dict[str, Any], where: Target) -> dict[str, Any]:
     """Hybrid sharding without a shard size shards inside a host."""
     strategy, ranks = made["strategy"], made["world_size"]
     if strategy["sharding"].startswith("hybrid") and strategy["shard_size"] is None:
@@ -107,13 +108,13 @@ def on_hosts(made: dict[str, Any], where: Where) -> dict[str, Any]:
 
 
 def with_batch(spec: Spec, samples: int | None) -> Spec:
-    """With as many micro-batches as make that global batch. Raises SpecError."""
+    """With as many micro-batches as make that global batch. Raises ArgumentError."""
     if samples is None:
         return spec
     once = spec.workload.micro_batch * spec.world_size
     if samples < once or samples % once:
         nearest = max(1, round(samples / once)) * once
-        raise SpecError("global_batch", f"{samples} samples are no multiple of micro_batch x ranks, {once}",
+        raise ArgumentError("global_batch", f"{samples} samples are no multiple of micro_batch x ranks, {once}",
                         f"use {nearest}, or a smaller micro_batch")  # fmt: skip
     return spec.replace(accumulate=samples // once)
 
@@ -131,10 +132,10 @@ def limited(plan: Plan, limit_bytes: int | None) -> Plan:
     return plan if limit_bytes is None else plan.within(limit_bytes)
 
 
-def find(args: argparse.Namespace, spec: Spec, where: Where) -> int:
+def find(args: argparse.Namespace, spec: Spec, where: Target) -> int:
     """0; 1 where nothing fits."""
     from fsdp_lab.cli import plan_view
-    from fsdp_lab.plans import fewest_ranks, largest_model, searched
+    from fsdp_lab.planner.questions import fewest_ranks, largest_model, searched
 
     limit_bytes, device = limit(args), where.machine(spec.world_size).device.name
     if args.find == "largest":

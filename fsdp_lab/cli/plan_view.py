@@ -6,26 +6,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdp_lab.cli.history import say
-from fsdp_lab.model_shape import ModelShape
-from fsdp_lab.planner import words
+from fsdp_lab.core.formatting import Table, count
+from fsdp_lab.core.model_shape import ModelShape
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.devices import Machine
-from fsdp_lab.planner.plan import Plan
-from fsdp_lab.spec import Spec
-from fsdp_lab.table import Table, count
+from fsdp_lab.planner.plan import Plan, memory_table, parameter_count, plan_table, sentences, time_table
 
 
 def show(plans: Sequence[Plan], along: Sequence[Plan], binds: str) -> None:
     """One plan with its scaling curve, or a table."""
     if len(plans) > 1 or not along:
-        say(repr(words.table(plans)))
+        say(repr(plan_table(plans)))
         return
     (plan,) = plans
-    tables = (words.time_table(plan), words.memory_table(plan), words.table(along))
-    say(
-        "\n".join(
-            [*words.sentences(plan), *(f"\n{table!r}" for table in tables), "", f"{binds[0].upper()}{binds[1:]}."]
-        )
-    )
+    tables = (time_table(plan), memory_table(plan), plan_table(along))
+    say("\n".join([*sentences(plan), *(f"\n{table!r}" for table in tables), "", f"{binds[0].upper()}{binds[1:]}."]))
 
 
 def show_rows(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -49,7 +44,7 @@ def largest(shape: ModelShape | None, spec: Spec, device: str) -> str:
     if shape is None:
         return f"Not even one block of {spec.workload.model} fits on {there}."
     return (
-        f"{there} hold {len(shape.units) - 1:,} blocks of {spec.workload.model}: {words.parameters(shape.parameters)}."
+        f"{there} hold {len(shape.units) - 1:,} blocks of {spec.workload.model}: {parameter_count(shape.parameters)}."
     )
 
 

@@ -11,20 +11,20 @@ from fsdp_lab.cli.console import Refused
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("which", nargs="+", metavar="RUN", help="the id of a run, the beginning of one, or its name")
     parser.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE",
-                        help="write it there (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--baseline", metavar="RUN", help="hold the others against this one (default: the first)")
-    parser.add_argument("--title", default="", help="at its head")
+                        help="output file (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--baseline", metavar="RUN", help="baseline run (default: the first)")
+    parser.add_argument("--title", default="", help="title of the report")
     parser.add_argument("--memory", type=float, metavar="GIB",
-                        help="recommend for a device of so much memory (default: what it ran on)")  # fmt: skip
+                        help="device memory for the recommendation (default: that of the runs)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     if args.memory is not None and not 0 < args.memory < float("inf"):
         raise Refused(f"--memory {args.memory:g} is refused; give the GiB of a device, such as 80")
     from fsdp_lab.cli.history import say
-    from fsdp_lab.files import check_file
+    from fsdp_lab.core.files import check_file
+    from fsdp_lab.history import History, HistoryError
     from fsdp_lab.report import SUFFIXES, write_report
-    from fsdp_lab.runs import History, HistoryError
 
     check_file(args.output, SUFFIXES, field="--output")
     try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab import files
+from fsdp_lab.core import files
 
 
 @dataclass(kw_only=True)
@@ -22,7 +22,7 @@ class Results:
     comparison: dict[str, Any] | None = None
 
     def check(self) -> None:
-        """Raises SpecError where the file cannot be written; before anything is started, not after an hour."""
+        """Raises ArgumentError where the file cannot be written; before anything is started, not after an hour."""
         check_file(self.file)
 
     def add_run(self, summary: Mapping[str, Any]) -> None:
@@ -39,7 +39,7 @@ class Results:
 
 
 def check_file(file: Path | None) -> None:
-    """Raises SpecError where what `--json` names cannot be written."""
+    """Raises ArgumentError where what `--json` names cannot be written."""
     if file is not None:
         files.check_file(file, field="--json")
 

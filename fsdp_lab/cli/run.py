@@ -8,19 +8,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.checkpoints import Checkpoint, check_same, find
-from fsdp_lab.cli import compare, fields
+from fsdp_lab.cli import fields
 from fsdp_lab.cli.console import Failed, Refused
 from fsdp_lab.cli.results import Results
-from fsdp_lab.spec import Spec, SpecError
+from fsdp_lab.core.checkpoint_format import Checkpoint, check_same, find
+from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.spec import Spec
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
     from rich.table import Table
 
-    from fsdp_lab.events import StepEvent
-    from fsdp_lab.runs import Evaluating, Recovering, Run, Saving
+    from fsdp_lab.core.events import StepEvent
+    from fsdp_lab.runs import CheckpointConfig, EvalConfig, RecoveryPolicy, Run
 
+LINE = ("loss", "step time", "tokens/s", "TFLOPS", "peak/rank", "exposed")
 LINE_S = 2.0  # between two lines where there is no terminal to draw on
 
 
@@ -28,24 +30,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "spec", type=Path, nargs="?", help='a file with {"workload": {...}, "strategy": {...}, "world_size": 2}'
     )
-    parser.add_argument("--steps", type=int, help="end after this many steps (default: train until Ctrl-C)")
+    parser.add_argument("--steps", type=int, help="number of steps (default: train until Ctrl-C)")
     parser.add_argument("--ranks", type=int, help="instead of the file's world_size")
     parser.add_argument("--link", metavar="LINK", help=f"instead of the file's: {fields.LINK}; none: the real wire")
-    parser.add_argument(
-        "--evaluate-every", type=int, metavar="N", help="find the loss on held-out samples every N steps"
-    )
-    parser.add_argument("--evaluate-samples", type=int, metavar="N", help="on so many of them")
-    parser.add_argument("--patience", type=int, metavar="N", help="stop when N evaluations in turn were not the best")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary there, as compare does")
+    parser.add_argument("--evaluate-every", type=int, metavar="N", help="evaluate on held-out samples every N steps")
+    parser.add_argument("--evaluate-samples", type=int, metavar="N", help="number of held-out samples")
+    parser.add_argument("--patience", type=int, metavar="N", help="stop after N evaluations without improvement")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary to FILE, as compare does")
     parser.add_argument(
         "--trace", type=Path, metavar="FILE",
-        help="write the traced steps there (.json or .json.gz), for ui.perfetto.dev or chrome://tracing",
+        help="write traced steps (.json or .json.gz) for ui.perfetto.dev or chrome://tracing",
     )  # fmt: skip
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint, or the newest in a folder; "
                         "with a Spec under that one, without as it was")  # fmt: skip
-    parser.add_argument("--save", type=Path, metavar="DIR", help="save the last step there, and see --save-every")
-    parser.add_argument("--save-every", type=int, metavar="N", help="save each N-th step")
-    parser.add_argument("--save-last", type=int, metavar="N", help="keep so many, and the best")
+    parser.add_argument(
+        "--save", type=Path, metavar="DIR", help="save a checkpoint of the last step to DIR; see --save-every"
+    )
+    parser.add_argument("--save-every", type=int, metavar="N", help="save every N steps")
+    parser.add_argument("--save-last", type=int, metavar="N", help="number of checkpoints to keep, besides the best")
     parser.add_argument("--recover", choices=("same", "fewer"), help="when a rank is lost, go on by itself: with as many "
                         "ranks, or with those that are left")  # fmt: skip
 
@@ -56,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
     results = Results(file=args.json)
     results.check()
     if args.trace is not None:
-        from fsdp_lab.runs.trace import check_path
+        from fsdp_lab.runs.timeline import check_trace_path
 
-        check_path(args.trace, field="--trace")
+        check_trace_path(args.trace, field="--trace")
     spec, start = begun(args.spec, args.resume)
     if args.ranks is not None:
         spec = spec.replace(world_size=args.ranks, devices=None)
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def begun(file: Path | None, resume: Path | None) -> tuple[Spec, Checkpoint | None]:
-    """What to train, and from where. Raises Refused, SpecError."""
+    """What to train, and from where. Raises Refused, FieldError."""
     if resume is None:
         if file is None:
             raise Refused("no Spec is given; name a JSON file, or a folder of checkpoints with --resume")
@@ -91,32 +93,34 @@ def begun(file: Path | None, resume: Path | None) -> tuple[Spec, Checkpoint | No
     return spec, start
 
 
-def saving(args: argparse.Namespace) -> Saving | None:
-    """Raises SpecError, Refused."""
+def saving(args: argparse.Namespace) -> CheckpointConfig | None:
+    """Raises FieldError, Refused."""
     if args.save is None:
         if args.save_every is not None:
             raise Refused("--save-every is given and no folder; name it with --save")
         return None
-    from fsdp_lab.runs.saving import LAST, Saving
+    from fsdp_lab.runs.saving import LAST, CheckpointConfig
 
-    return Saving(folder=args.save, every=args.save_every, last=LAST if args.save_last is None else args.save_last)
-
-
-def recovering(ranks: str | None) -> Recovering:
-    from fsdp_lab.runs.recovery import Recovering
-
-    return Recovering() if ranks is None else Recovering(how="auto", ranks=ranks)
+    return CheckpointConfig(
+        folder=args.save, every=args.save_every, last=LAST if args.save_last is None else args.save_last
+    )
 
 
-def evaluating(args: argparse.Namespace) -> Evaluating | None:
-    """Raises Refused for options without the one that they belong to, SpecError for their values."""
-    from fsdp_lab.runs.evaluation import Evaluating
+def recovering(ranks: str | None) -> RecoveryPolicy:
+    from fsdp_lab.runs.recovery import RecoveryPolicy
+
+    return RecoveryPolicy() if ranks is None else RecoveryPolicy(how="auto", ranks=ranks)
+
+
+def evaluating(args: argparse.Namespace) -> EvalConfig | None:
+    """Raises Refused for options without the one that they belong to, FieldError for their values."""
+    from fsdp_lab.runs.evaluation import EvalConfig
 
     given = {"every": args.evaluate_every, "samples": args.evaluate_samples, "patience": args.patience}
     given = {name: value for name, value in given.items() if value is not None}
     if given and "every" not in given:
         raise Refused("there are no evaluations to be patient with, or samples for; give --evaluate-every too")
-    return Evaluating(**given) if given else None
+    return EvalConfig(**given) if given else None
 
 
 def read_spec(path: Path) -> Spec:
@@ -145,6 +149,7 @@ def train(
 
     with session.lab(console, spec.world_size, spec.devices) as lab:
         if start is None:
+            session.tell_unread_weights(console, [spec])
             run = lab.run(spec, **options)
         else:
             changes = {name: there for name, (_, there) in start.spec.difference(spec).items()}
@@ -186,7 +191,7 @@ def write_trace(run: Run, file: Path) -> str:
     """Writes the traced steps and says so; or why not, since what was trained is not to end in an error."""
     try:
         run.export_trace(file)
-    except SpecError as e:
+    except FieldError as e:
         return f"no trace was written: {e.reason}"
     steps = len(run.events.traced())
     return f"{steps} traced step{'s' * (steps != 1)} in {file}: open it at ui.perfetto.dev or chrome://tracing"
@@ -198,13 +203,15 @@ def write_trace(run: Run, file: Path) -> str:
 def line(run: Run) -> str:
     """For a log: one line."""
     from fsdp_lab.cli import session
+    from fsdp_lab.runs.comparison import NONE, cells
 
-    told = ", ".join(f"{name} {word}" for name, word in compare.figures(session.recent(run)).items())
+    found = cells(session.recent(run))
+    told = ", ".join(f"{name} {found[name]}" for name in LINE if found[name] != NONE)
     return (
         f"step {run.step}"
         + (f" of {run.steps}" if run.steps else "")
         + (f": {told}" if told else f": {run.state.value}")
-        + (f", {found}" if (found := run.judge.words(run.spec.workload)) else "")
+        + (f", {judged}" if (judged := run.judge.words(run.spec.workload)) else "")
     )
 
 
@@ -226,7 +233,7 @@ def ranks(latest: Sequence[StepEvent]) -> Table:
     from rich import box
     from rich.table import Table
 
-    from fsdp_lab.table import count, duration, size
+    from fsdp_lab.core.formatting import count, duration, size
 
     kinds = sorted({kind for event in latest for kind, traffic in event.comm.items() if traffic.calls})
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)

@@ -11,9 +11,10 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from fsdp_lab.cli.console import Failed, Refused, unhurried
-from fsdp_lab.spec import SpecError
+from fsdp_lab.core.errors import FieldError
 
 if TYPE_CHECKING:
+    from fsdp_lab.core.spec import Spec
     from fsdp_lab.lab import Lab
     from fsdp_lab.runs import Run, Sweep
     from fsdp_lab.runs.summary import Figures
@@ -60,6 +61,15 @@ def lab(console: Console, ranks: int, devices: Sequence[str] | None, *, history:
             opened.close()
 
 
+def tell_unread_weights(console: Console, specs: Sequence[Spec]) -> None:
+    """A note for each model whose folder holds weights: they are not loaded."""
+    from fsdp_lab.models.check import unread_weights
+
+    for note in dict.fromkeys(unread_weights(spec.workload) for spec in specs):
+        if note:
+            console.print(f"note: {note}", style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
 @contextlib.contextmanager
 def live(console: Console, *, transient: bool = False) -> Iterator[Callable[[RenderableType], None]]:
     """What is shown replaces what was shown before; nothing is, where there is no terminal."""
@@ -91,13 +101,14 @@ def watch(run: Run | Sweep, look: Callable[[], None]) -> None:
 
 def recent(run: Run, steps: int = 100) -> Figures:
     """Of the newest steps: it costs the same after an hour as after a second."""
-    from fsdp_lab.runs.summary import figures, whole_steps
+    from fsdp_lab.runs.steps import last_stretch
+    from fsdp_lab.runs.summary import figures
 
-    return figures(whole_steps(run.spec, [event for step in run.events.last_steps(steps) for event in step]))
+    return figures(last_stretch(run.events.last_steps(steps), run.spec))
 
 
 def reason_of(error: BaseException) -> str:
     """One line for a table or a file."""
-    if isinstance(error, SpecError):
+    if isinstance(error, FieldError):
         return str(error)
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

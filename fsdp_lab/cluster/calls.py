@@ -1,10 +1,10 @@
-"""One call on many ranks: sent at once, waited for with a bound, and over for all as soon as it is over for one.
+"""One call on many ranks: sent at once, waited for with a limit, and over for all as soon as it is over for one.
 
-A collective joins its ranks: when one dies or raises, the others sit in it until its timeout. So a failure frees them,
-in rungs: an interrupt (SIGINT, which the rank's wire turns into an abort), another one with a ping beside it, and then,
-for engines that are ours, the end of the process. The caller gets one exception, of the rank that failed first.
+A collective joins its ranks: when one dies or raises, the others wait in it until its timeout. So a failure frees them, in
+steps: an interrupt (SIGINT, which the rank's wire turns into an abort), a second one with a ping beside it, and then, for
+engines that are ours, the end of the process. The caller gets one exception, of the rank that failed first.
 
-Where a rank is found to hang (doctor.py), patience has been had: it is interrupted once with all others, then ended.
+If a rank hangs (supervisor.py), the grace period has already elapsed: it is interrupted once with all others, then ended.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from fsdp_lab.cluster.errors import ClusterError, Interrupted, RankError, RankHung, RankLost, RankStuck
-from fsdp_lab.spec import SpecError
+from fsdp_lab.cluster.errors import Interrupted, RankError, RankHung, RankLost, RankStuck
+from fsdp_lab.core.errors import ArgumentError, SpecError
 
-LOST_S = 0.4  # survivors of a lost rank settle by themselves; the news does not wait for all of that
+LOST_S = 0.4  # survivors of a lost rank settle by themselves; the error does not wait for all of that
 HUNG_S = 0.3  # for a rank that hangs to answer an interrupt after all
-GRACE_S = 0.3  # ranks that fail by themselves, with the same refusal, need no interrupt
-RUNG_S = 2.5  # between one rung of the ladder and the next
-DEATH_NOTICE_S = 2.0  # a lost peer is noticed by its neighbours' sockets before the kernel hears of it
+GRACE_S = 0.3  # ranks that fail by themselves, with the same error, need no interrupt
+RUNG_S = 2.5  # between one step of the ladder and the next
+DEATH_NOTICE_S = 2.0  # its neighbors' sockets notice a lost peer before the kernel does
 
 
 class Sink(dict[str, Any]):
-    """Takes the place of ipyparallel's `metadata[msg_id]["data"]`, which keeps only the last value a key.
+    """Replaces ipyparallel's `metadata[msg_id]["data"]`, which keeps only the last value per key.
 
     `update` is called on the client's IO thread for every published message.
     """
@@ -49,7 +49,6 @@ class Outcome:
     error: Mapping[str, Any] | None = None  # as `remote.described` wrote it
     lost: RankLost | None = None
     stuck: RankStuck | None = None
-    unix_s: float = 0.0
 
     @property
     def failed(self) -> bool:
@@ -69,11 +68,10 @@ class Ladder(Protocol):
 
 
 class Call:
-    """One call that is under way. Waited for by one thread; outcomes arrive from others."""
+    """One call. Waited for by one thread; outcomes arrive from others."""
 
     def __init__(self, what: str, ranks: Sequence[int], ladder: Ladder) -> None:
         self.what = what
-        self.started_unix_s = time.time()
         self.started_s = time.monotonic()
         self._ranks = tuple(ranks)
         self._ladder = ladder
@@ -85,7 +83,7 @@ class Call:
     # -- from other threads ---------------------------------------------------------------------------------------
 
     def finish(self, rank: int, outcome: Outcome) -> None:
-        """The first outcome of a rank counts; but one that we ended is stuck, also if its death was heard of before."""
+        """The first outcome of a rank counts, except that one which we ended is stuck, even if its death came first."""
         with self._changed:
             if outcome.stuck is not None:
                 self._outcomes[rank] = outcome
@@ -93,14 +91,14 @@ class Call:
             self._changed.notify_all()
 
     def lose(self, rank: int, lost: RankLost) -> None:
-        """A rank is gone; what its peers said about its socket a moment before is not the cause."""
+        """A rank is gone; its error of a moment before, such as a closed socket, is not the cause."""
         with self._changed:
             if rank in self._ranks and (rank not in self._outcomes or self._outcomes[rank].error):
-                self._outcomes[rank] = Outcome(lost=lost, unix_s=lost.unix_s)
+                self._outcomes[rank] = Outcome(lost=lost)
             self._changed.notify_all()
 
     def hang(self, hung: RankHung) -> None:
-        """The ranks wait for one that does not come: the call is over."""
+        """The ranks wait for one that does not come, so the call is over."""
         with self._changed:
             if len(self._outcomes) < len(self._ranks):
                 self._hung = self._hung or hung
@@ -116,16 +114,13 @@ class Call:
     @property
     def failed(self) -> bool:
         with self._changed:
-            return self._failed()
-
-    def _failed(self) -> bool:
-        return self._hung is not None or any(o.failed for o in self._outcomes.values())
+            return self._hung is not None or any(o.failed for o in self._outcomes.values())
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether every rank is done, or one has failed, within `timeout_s`. Ctrl-C gets through."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            while len(self._outcomes) < len(self._ranks) and not self._failed():
+            while len(self._outcomes) < len(self._ranks) and not self.failed:
                 left = 0.5 if deadline is None else min(0.5, deadline - time.monotonic())
                 if left <= 0:
                     return False
@@ -133,21 +128,18 @@ class Call:
         return True
 
     def wait_all(self, timeout_s: float) -> bool:
-        """Whether every rank is done, well or not, within `timeout_s`."""
-        return self._settle(timeout_s)
-
-    def failed_on(self, rank: int) -> bool:
+        """Whether every rank is done, with success or not, within `timeout_s`."""
         with self._changed:
-            return rank in self._outcomes and (self._outcomes[rank].failed or self._outcomes[rank].interrupted)
+            return self._changed.wait_for(lambda: len(self._outcomes) == len(self._ranks), timeout_s)
 
     @property
     def values(self) -> dict[int, Any]:
-        """Of the ranks where it went well, by rank."""
+        """Of the ranks where it succeeded, by rank."""
         with self._changed:
             return {r: o.value for r, o in self._outcomes.items() if not o.failed and not o.interrupted}
 
     def interrupt(self) -> None:
-        """SIGINT to the ranks that have not answered."""
+        """SIGINT to the ranks that have not replied."""
         if pending := self.pending:
             self._ladder.signal(pending)
 
@@ -155,20 +147,20 @@ class Call:
         """The values in rank order.
 
         Raises:
-            SpecError: the ranks refused a value.
-            RankError, RankStuck: which rank, what and when; the others are freed by then.
-            RankLost, RankHung: the same; the others are interrupted, and may take some seconds more to settle.
+            FieldError: the ranks refused a value.
+            RankError, RankStuck: the others are freed by then.
+            RankLost, RankHung: the others are interrupted, and may take some more seconds to settle.
             Interrupted: a rank was interrupted before it had a result.
         """
         over = self.wait(timeout_s)
         if self._hung is not None:
             self._free_from(self._hung)
             raise self._hung
-        if not over or (self.pending and not self._settle(GRACE_S)):
+        if not over or (self.pending and not self.wait_all(GRACE_S)):
             self._free()
         with self._changed:
             outcomes = dict(self._outcomes)
-        gone = any(o.error and o.error["kind"] == "EngineError" for o in outcomes.values())  # ipyparallel's word for it
+        gone = any(o.error and o.error["kind"] == "EngineError" for o in outcomes.values())  # ipyparallel's name for it
         if gone or (any(o.error for o in outcomes.values()) and self._ladder.may_be_dying(self._ranks)):
             self._await_death_notice()
             with self._changed:
@@ -180,39 +172,34 @@ class Call:
 
     # -- the ladder -----------------------------------------------------------------------------------------------
 
-    def _settle(self, seconds: float) -> bool:
-        """Waits for all ranks; whether all are done."""
-        with self._changed:
-            return self._changed.wait_for(lambda: len(self._outcomes) == len(self._ranks), seconds)
-
     def _free(self) -> None:
         """Ends the call on the ranks that are still in it."""
         self.interrupt()
-        if self._settle(LOST_S) or self._lost():
+        if self.wait_all(LOST_S) or self._lost():
             return
-        if self._settle(RUNG_S - LOST_S) or self._lost():
+        if self.wait_all(RUNG_S - LOST_S) or self._lost():
             return
         self.interrupt()
         for rank in self.pending:
             self._ladder.ping(rank, lambda rank=rank: self._answered.add(rank))  # type: ignore[misc]
-        if self._settle(RUNG_S):
+        if self.wait_all(RUNG_S):
             return
         for rank in self.pending:
             if rank in self._answered:  # the interrupt fell between the work and the reply: only the reply is lost
-                self.finish(rank, Outcome(interrupted=True, unix_s=time.time()))
+                self.finish(rank, Outcome(interrupted=True))
                 continue
             ended = self._ladder.end_rank(rank, "did not answer an interrupt and was ended")
             outcome = "its process was ended" if ended else "it is not ours to end, and is left as it is"
             stuck = RankStuck(rank=rank, what=self.what, after_s=2 * RUNG_S, outcome=outcome)
-            self.finish(rank, Outcome(stuck=stuck, unix_s=time.time()))
+            self.finish(rank, Outcome(stuck=stuck))
 
     def _free_from(self, hung: RankHung) -> None:
-        """The news does not wait for the others, who settle by themselves once the one that hangs has gone."""
+        """The error does not wait for the others, which settle by themselves once the one that hangs is gone."""
         self.interrupt()
-        self._settle(HUNG_S)
+        self.wait_all(HUNG_S)
         ended = [rank for rank in set(self.pending) & set(hung.absent)
                  if self._ladder.end_rank(rank, "did not come to a collective and was ended")]  # fmt: skip
-        with self._changed:  # the next call must find that they are gone
+        with self._changed:  # the next call must find them lost
             self._changed.wait_for(lambda: all(rank in self._outcomes and self._outcomes[rank].lost for rank in ended),
                                    DEATH_NOTICE_S)  # fmt: skip
 
@@ -222,60 +209,51 @@ class Call:
 
     def _await_death_notice(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: any(o.lost for o in self._outcomes.values()), DEATH_NOTICE_S)
+            self._changed.wait_for(self._lost, DEATH_NOTICE_S)
 
 
 def verdict(what: str, outcomes: Mapping[int, Outcome]) -> Exception | None:
-    """The one exception for what happened on all ranks, or None. The first cause wins, not what followed from it."""
+    """One exception for what happened on all ranks, or None: the first cause, not what followed from it."""
     lost = [o.lost for o in outcomes.values() if o.lost]
     if lost:
         return min(lost, key=lambda e: e.unix_s)
-    said = {rank: o for rank, o in outcomes.items() if o.error}
-    causes = {rank: o for rank, o in said.items() if o.error and o.error["kind"] != "RankAborted"}
+    errors = {rank: o.error for rank, o in outcomes.items() if o.error}
+    causes = {rank: error for rank, error in errors.items() if error["kind"] != "RankAborted"}
     stuck = [o.stuck for o in outcomes.values() if o.stuck]
     if stuck and not causes:
         return stuck[0]
-    if said and not causes and any("interrupted" in o.error["reason"] for o in said.values() if o.error):
+    if not causes and any("interrupted" in error["reason"] for error in errors.values()):
         return Interrupted(f"{what} was interrupted")
-    if causes := causes or said:
-        rank, first = min(causes.items(), key=lambda item: item[1].error["unix_s"])  # type: ignore[index]
-        assert first.error is not None
-        if "refusal" in first.error:
-            field, why, way_out = first.error["refusal"]
-            return SpecError(field, why, way_out, first.error["fix"])
-        others = {r: f"{o.error['kind']}: {o.error['reason']}" for r, o in said.items() if o.error and r != rank}
-        return RankError(
-            rank=rank,
-            what=what,
-            kind=first.error["kind"],
-            reason=first.error["reason"],
-            trace=first.error["trace"],
-            unix_s=first.error["unix_s"],
-            others=others,
-        )
+    if causes := causes or errors:
+        rank, first = min(causes.items(), key=lambda item: item[1]["unix_s"])
+        if "refusal" in first:
+            field, reason, hint = first["refusal"]
+            refused = ArgumentError if first["kind"] == "ArgumentError" else SpecError
+            return refused(field, reason, hint, first["fix"])
+        others = {r: f"{error['kind']}: {error['reason']}" for r, error in errors.items() if r != rank}
+        described = {name: first[name] for name in ("kind", "reason", "trace", "unix_s")}
+        return RankError(rank=rank, what=what, others=others, **described)
     if any(o.interrupted for o in outcomes.values()):
         return Interrupted(f"{what} was interrupted")
     return None
 
 
 def read_reply(future: Any) -> Outcome:
-    """The outcome in an ipyparallel future that is done: what `remote.call` returned, or what kept it from running."""
-    now = time.time()
+    """The outcome of an ipyparallel future: what `remote.call` returned, or what kept it from running."""
     try:
         reply = future.result(0)
-    except BaseException as e:  # RemoteError, EngineError, TaskAborted: all by their name
-        kind = str(getattr(e, "ename", type(e).__name__))
-        if kind == "KeyboardInterrupt":
-            return Outcome(interrupted=True, unix_s=now)
-        reason = str(getattr(e, "evalue", e))
-        if kind == "ModuleNotFoundError" and "fsdp_lab" in reason:
-            reason += ": install fsdp-lab in the environment of your engines"
-        return Outcome(error={"kind": kind, "reason": reason, "trace": "", "unix_s": now}, unix_s=now)
+    except BaseException as e:
+        return failure(e)
     if "error" in reply:
-        return Outcome(error=reply["error"], unix_s=now)
-    if reply.get("interrupted"):
-        return Outcome(interrupted=True, unix_s=now)
-    return Outcome(value=reply["ok"], unix_s=now)
+        return Outcome(error=reply["error"])
+    return Outcome(interrupted=True) if reply.get("interrupted") else Outcome(value=reply["ok"])
 
 
-__all__ = ["Call", "ClusterError", "Outcome", "Sink", "read_reply", "verdict"]
+def failure(e: BaseException) -> Outcome:
+    """The outcome of a call that was not run: RemoteError, EngineError, TaskAborted, all by their name."""
+    kind, reason = str(getattr(e, "ename", type(e).__name__)), str(getattr(e, "evalue", e))
+    if kind == "KeyboardInterrupt":
+        return Outcome(interrupted=True)
+    if kind == "ModuleNotFoundError" and "fsdp_lab" in reason:
+        reason += ": install fsdp-lab in the environment of your engines"
+    return Outcome(error={"kind": kind, "reason": reason, "trace": "", "unix_s": time.time()})

@@ -1,28 +1,28 @@
-"""What can go wrong with ranks, as exceptions that say which rank, what, and when, in one sentence.
+"""Failures of ranks, as exceptions that say in one sentence which rank failed, how, and when.
 
-A refused value stays what it was on the rank, a `fsdp_lab.spec.SpecError`: it is the user's, not the cluster's.
+A value that ranks refuse stays a `fsdp_lab.core.errors.FieldError`: the user's error, not the cluster's.
 """
 
 from __future__ import annotations
 
 import time
 
-from fsdp_lab.hang import Hang
+from fsdp_lab.core.hang import Hang
 
 
 def clock(unix_s: float) -> str:
-    """Local wall time, as a person would look it up in a log."""
+    """Local wall time, as in a log."""
     return time.strftime("%H:%M:%S", time.localtime(unix_s))
 
 
 class ClusterError(RuntimeError):
-    """Any failure of the cluster. `details` has lines for who wants to know more, such as a rank's stack, or is empty."""
+    """Any failure of the cluster. `details` may hold more lines, such as a rank's stack."""
 
     details: str = ""
 
     @property
     def sentence(self) -> str:
-        """What happened, without the details."""
+        """The message without the details."""
         return str(self).partition("\n")[0]
 
 
@@ -38,25 +38,23 @@ class RankLost(ClusterError):
     """A rank's process is gone.
 
     Attributes:
-        rank, engine, pid, host: who.
-        reason: how it ended, as far as that can be known.
-        doing: what it was asked to do at that time, or "nothing".
-        unix_s: when the kernel noticed. log: the last lines that the engine wrote, where it is ours.
+        rank, engine, pid, host: which.
+        reason: how it ended, as far as known. log: the last lines that its engine wrote, if it is ours.
+        doing: what it was asked to do at that time, or "nothing". unix_s: when the kernel noticed.
     """
 
     def __init__(
-        self, *, rank: int, engine: int, pid: int, host: str, reason: str, doing: str = "", unix_s: float
+        self, *, rank: int, engine: int, pid: int, host: str, reason: str, doing: str = "", unix_s: float, log: str = ""
     ) -> None:
         self.rank, self.engine, self.pid, self.host = rank, engine, pid, host
-        self.reason, self.doing, self.unix_s = reason, doing or "nothing", unix_s
-        self.log = ""  # the last lines of the engine's own log, where it is ours
+        self.reason, self.doing, self.unix_s, self.log = reason, doing or "nothing", unix_s, log
         super().__init__(
             f"rank {rank} is gone: its process {pid} on {host} {reason} at {clock(unix_s)}, while doing {self.doing}"
         )
 
 
 class RankStuck(ClusterError):
-    """A rank did not even answer an interrupt."""
+    """A rank did not answer an interrupt."""
 
     def __init__(self, *, rank: int, what: str, after_s: float, outcome: str) -> None:
         self.rank, self.what, self.after_s = rank, what, after_s
@@ -64,13 +62,13 @@ class RankStuck(ClusterError):
 
 
 class RankHung(ClusterError):
-    """A collective did not finish within the limit (`hang_s`), for the sake of the ranks named.
+    """A collective did not finish within the limit (`hang_s`).
 
     Attributes:
-        rank, ranks: who did not come, or issued another collective than the others; None and () where the link stands still.
-        collective, unit, group: what the others wait in, in words; whose parameters it moves; its group.
-        waiting: ranks that wait in it. after_s: for how long.
-        stack: of the ranks named, as text, where it could be read. unix_s: when the kernel found out.
+        rank, ranks: which did not come, or issued another collective than the others; None and () if the link stands still.
+        collective, unit, group: what the others wait for; whose parameters it moves; its group.
+        waiting: ranks that wait in it. after_s: for how long. unix_s: when the kernel found out.
+        stack: of the ranks named, as text, if it could be read.
     """
 
     def __init__(self, hang: Hang) -> None:
@@ -86,8 +84,8 @@ class RankError(ClusterError):
     """A rank raised.
 
     Attributes:
-        rank: who raised first. `kind`: the name of the exception there. `reason`: its message.
-        what: what was called. `trace`: the traceback over there, as text. `others`: rank -> what the others said.
+        rank: which raised first. kind: the name of its exception. reason: its message. trace: its traceback, as text.
+        what: what was called. others: rank -> what the others raised.
     """
 
     def __init__(
@@ -107,4 +105,4 @@ class RankError(ClusterError):
 
 
 class Interrupted(ClusterError):
-    """The call was interrupted on purpose before it had a result."""
+    """The call was interrupted before it had a result."""

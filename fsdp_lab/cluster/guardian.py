@@ -1,15 +1,15 @@
-"""A small process that ends a cluster when its kernel is gone, however it went: exit, restart, crash or SIGKILL.
+"""A small process that ends a cluster when its kernel is gone: by exit, restart, crash or SIGKILL.
 
 `python -m fsdp_lab.cluster.guardian TOKEN OWNER_PID FOLDER` holds the reading end of a pipe whose writing end only the
-kernel has. At end of file, or when the owner's process is gone (a forked child of the kernel could keep the pipe open),
-it ends every process that carries TOKEN in its environment and removes FOLDER, the cluster's private files. The word
-"release" on the pipe lets it go without doing anything.
+kernel has. At end of file, or when the owner's process is gone (a forked child of the kernel could keep the pipe open), it
+ends every process that carries TOKEN in its environment and removes FOLDER, the cluster's private files. The line
+"release" on the pipe makes it exit without doing anything.
 
-Where the ranks are kept (kept.py) it waits instead, until another kernel has taken them over, with a guardian of its own, or
-nobody has come for as long as was agreed, or one of them has died: then there is nothing to come back to.
+For ranks that may outlive their kernel (detached.py) it waits instead: until another kernel has taken them over, with a
+guardian of its own, until the time limit is reached, or until a rank has died, since then nothing can be resumed.
 
-It needs no list of pids: it looks for the token when the time has come, so that an engine that was just being started,
-and an engine's own children, are found too. Busy engines ignore SIGTERM and are ended by SIGKILL a moment later.
+It needs no list of pids: it looks for the token at the end, so it also finds engines that were just being started, and the
+engines' children. Busy engines ignore SIGTERM and are ended by SIGKILL a moment later.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ from pathlib import Path
 
 import psutil
 
-from fsdp_lab.cluster.kept import Kept
-from fsdp_lab.cluster.private import remove_private
+from fsdp_lab.cluster.detached import DetachedCluster, remove_private
 from fsdp_lab.cluster.processes import alive, end, marked, sweep
-from fsdp_lab.identity import Identity
+from fsdp_lab.core.process import Identity
 
-LOOK_S = 0.5  # between two looks at what became of ranks that are kept
+CHECK_S = 0.5  # between two checks of detached ranks
 
 
 class Guardian:
-    """The kernel's side: starts the process, and lets it go after an orderly end."""
+    """The kernel's side: starts the process, and releases it after an orderly end."""
 
     def __init__(self, token: str, folder: Path) -> None:
         self._process = subprocess.Popen(
@@ -43,25 +42,21 @@ class Guardian:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": package_path()},
-            start_new_session=True,  # what is sent to the kernel's group does not reach it
+            start_new_session=True,  # signals to the kernel's process group do not reach it
         )
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def identity(self) -> Identity:
-        return Identity.of(self.pid)
+        return Identity.of(self._process.pid)
 
-    def leave(self) -> None:
-        """The kernel has nothing to do with the ranks any more: as if it had ended."""
+    def detach(self) -> None:
+        """The kernel no longer uses the ranks: the guardian acts as if it had ended."""
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
 
     def release(self) -> None:
-        """Everything is ended: the guardian has nothing left to do."""
+        """All processes have ended: the guardian has nothing left to do."""
         stdin = self._process.stdin
         with contextlib.suppress(OSError, ValueError):
             if stdin is not None:
@@ -75,48 +70,41 @@ class Guardian:
 
 
 def package_path() -> str:
-    """PYTHONPATH with the folder in front that this package was imported from: it need not be installed."""
+    """PYTHONPATH, starting with the folder that this package was imported from: it need not be installed."""
     here = str(Path(__file__).resolve().parents[2])
     rest = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != here]
     return os.pathsep.join([here, *rest])
 
 
 def watch(owner_pid: int) -> bool:
-    """Waits for the owner's end. Returns whether it asked for nothing to be done."""
+    """Waits until the owner ends. Returns whether it released the guardian."""
     try:
         owner = psutil.Process(owner_pid)
     except psutil.Error:
         return False
     while not select.select([sys.stdin], [], [], 1.0)[0]:
-        if not owner.is_running() or owner.status() == psutil.STATUS_ZOMBIE:
+        if not alive(owner):
             return False
     return sys.stdin.readline().strip() == "release"
 
 
 def handed_over(folder: Path) -> bool:
-    """Waits, where the ranks are kept. Returns whether a kernel has taken them over; else they are to be ended."""
-    kept = Kept.read(folder)
-    if kept is None or kept.guardian.pid != os.getpid():
-        return kept is not None
-    began_s, kept = time.monotonic(), kept.release()  # a laptop that sleeps does not count as waiting
-    while kept is not None and time.monotonic() - began_s < kept.limit_s and all(_lives(pid) for pid in kept.pids):
-        time.sleep(LOOK_S)
-        now = Kept.read(folder)
-        if now is None or now.guardian != kept.guardian:
+    """Waits for another kernel if the ranks may outlive theirs. Returns False if they are to be ended."""
+    cluster = DetachedCluster.read(folder)
+    if cluster is None or cluster.guardian.pid != os.getpid():
+        return cluster is not None
+    began_s, cluster = time.monotonic(), cluster.release()  # monotonic: a laptop's sleep does not count
+    while cluster is not None and time.monotonic() - began_s < cluster.limit_s and all(map(alive, cluster.pids)):
+        time.sleep(CHECK_S)
+        now = DetachedCluster.read(folder)
+        if now is None or now.guardian != cluster.guardian:
             return now is not None
-    return kept is None or not kept.forget()
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return alive(psutil.Process(pid))
-    except psutil.Error:
-        return False
+    return cluster is None or not cluster.remove()
 
 
 def main(token: str, owner_pid: int, folder: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it outlives what ends its owner
+        signal.signal(number, signal.SIG_IGN)  # it outlives the signals that end its owner
     if watch(owner_pid) or handed_over(folder):
         return
     end(marked(token), term_s=1.0)

@@ -1,7 +1,7 @@
 """Which rank sits on which device, and what has to be said about it.
 
 Pure decisions (`place`) over facts (`probe`), apart so that every case is tested without a GPU. The kernel asks
-nvidia-smi and reads torch's version file: it neither imports torch nor makes a CUDA context, so that the GPUs belong to
+NVML and reads torch's version file: it neither imports torch nor makes a CUDA context, so that the GPUs belong to
 the ranks alone.
 """
 
@@ -12,7 +12,6 @@ import math
 import os
 import re
 import socket
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,32 +19,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from fsdp_lab.spec import SpecError
+from fsdp_lab.core import nvml
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.nvml import GpuProcess, GpuReport, GpuStatus
 
 SHARED_GPU_BYTES_FRACTION = 0.92  # of a shared GPU, over all its ranks; the rest is for CUDA contexts
 UNSEEN_USE_FRACTION = 0.05  # of a GPU's memory in use with no process to show for it: somebody outside this container
 
-Shell = Callable[[Sequence[str]], str]
-
 
 @dataclass(frozen=True, kw_only=True)
-class User:
-    """A process that computes on a GPU."""
-
-    pid: int
-    name: str
-    memory_bytes: int
-    owner: str = ""
-
-    def __str__(self) -> str:
-        who = f", of {self.owner}" if self.owner else ""
-        return f"process {self.pid} ({self.name}{who}, {self.memory_bytes / 2**30:.1f} GiB)"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
+class CudaDevice:
     """One GPU that torch can see here, by torch's name for it."""
 
     device: str  # "cuda:0", as torch counts: after CUDA_VISIBLE_DEVICES, in PCI order
@@ -53,7 +36,7 @@ class Gpu:
     name: str
     total_bytes: int
     used_bytes: int = 0
-    users: tuple[User, ...] = ()  # processes that are not ours
+    users: tuple[GpuProcess, ...] = ()  # processes that are not ours
 
     @property
     def busy(self) -> str:
@@ -72,7 +55,7 @@ class Host:
 
     name: str
     cores: int
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[CudaDevice, ...] = ()
     torch_cuda: str | None = None  # the CUDA version that torch was built for; None: a CPU build
     note: str = ""  # why GPUs could not be listed
 
@@ -109,73 +92,44 @@ class Placement:
 # -- facts -----------------------------------------------------------------------------------------------------------
 
 
-def run_shell(command: Sequence[str]) -> str:
-    """The command's output. Raises OSError where there is no such command, or it fails or hangs."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except subprocess.TimeoutExpired:
-        raise OSError(f"{command[0]} did not answer within 20 s") from None
-    if done.returncode:
-        raise OSError(f"{command[0]} failed: {(done.stderr or done.stdout).strip()[:200]}")
-    return done.stdout
-
-
 def probe(
-    shell: Shell = run_shell, *, env: Mapping[str, str] | None = None, ours: frozenset[int] = frozenset()
+    query: Callable[[], GpuReport] = nvml.query,
+    *,
+    env: Mapping[str, str] | None = None,
+    ours: frozenset[int] = frozenset(),
 ) -> Host:
     """What this machine offers. `ours`: pids whose use of a GPU is not somebody else's."""
     env = os.environ if env is None else env
-    name, cores = socket.gethostname(), usable_cores()
+    name, cores, found = socket.gethostname(), usable_cores(), query()
     try:
-        gpus = _visible(_list_gpus(shell, ours), env.get("CUDA_VISIBLE_DEVICES"))
-    except FileNotFoundError:
-        return Host(name=name, cores=cores)  # no driver, no GPU: nothing to say
+        if found.error:
+            raise OSError(found.error)
+        gpus = _visible(
+            tuple(_device(i, gpu, ours) for i, gpu in enumerate(found.gpus)), env.get("CUDA_VISIBLE_DEVICES")
+        )
     except (OSError, ValueError) as e:
         return Host(name=name, cores=cores, note=f"the GPUs of {name} could not be listed: {e}")
-    return Host(name=name, cores=cores, gpus=gpus, torch_cuda=torch_cuda_version())
+    return Host(name=name, cores=cores, gpus=gpus, torch_cuda=torch_cuda_version() if found.gpus else None)
 
 
-def _list_gpus(shell: Shell, ours: frozenset[int]) -> tuple[Gpu, ...]:
-    """All GPUs of the machine in PCI order, named as if all were visible."""
-    rows = _csv(
-        shell(["nvidia-smi", "--query-gpu=uuid,name,memory.total,memory.used", "--format=csv,noheader,nounits"])
-    )
-    apps = _csv(
-        shell(
-            [
-                "nvidia-smi",
-                "--query-compute-apps=gpu_uuid,pid,process_name,used_memory",
-                "--format=csv,noheader,nounits",
-            ]
-        )
-    )
-    users: dict[str, list[User]] = {}
-    for uuid, pid, process, used in (row[:4] for row in apps if len(row) >= 4):
-        if pid.isdigit() and int(pid) not in ours:
-            name, owner = _who(int(pid), process)
-            users.setdefault(uuid, []).append(User(pid=int(pid), name=name, owner=owner, memory_bytes=_mib(used)))
-    mine = {
-        row[0]: sum(_mib(r[3]) for r in apps if len(r) >= 4 and r[0] == row[0] and r[1] in map(str, ours))
-        for row in rows
-    }
-    return tuple(
-        Gpu(
-            device=f"cuda:{i}",
-            uuid=row[0],
-            name=row[1],
-            total_bytes=_mib(row[2]),
-            used_bytes=max(0, _mib(row[3]) - mine[row[0]]),
-            users=tuple(users.get(row[0], ())),
-        )
-        for i, row in enumerate(rows)
+def _device(index: int, gpu: GpuStatus, ours: frozenset[int]) -> CudaDevice:
+    """The GPU, named as if all were visible."""
+    used_by_ours = sum(process.used_bytes for process in gpu.processes if process.pid in ours)
+    return CudaDevice(
+        device=f"cuda:{index}",
+        uuid=gpu.uuid,
+        name=gpu.name,
+        total_bytes=gpu.total_bytes,
+        used_bytes=max(0, gpu.used_bytes - used_by_ours),
+        users=tuple(process for process in gpu.processes if process.pid not in ours),
     )
 
 
-def _visible(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
+def _visible(gpus: tuple[CudaDevice, ...], visible: str | None) -> tuple[CudaDevice, ...]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves, renamed as torch counts them. CUDA stops at the first bad entry."""
     if visible is None:
         return gpus
-    chosen: list[Gpu] = []
+    chosen: list[CudaDevice] = []
     for entry in (e.strip() for e in visible.split(",")):
         if entry.isdigit() and int(entry) < len(gpus):
             chosen.append(gpus[int(entry)])
@@ -187,35 +141,7 @@ def _visible(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
             )
         else:
             break
-    return tuple(
-        Gpu(
-            device=f"cuda:{i}",
-            uuid=g.uuid,
-            name=g.name,
-            total_bytes=g.total_bytes,
-            used_bytes=g.used_bytes,
-            users=g.users,
-        )
-        for i, g in enumerate(chosen)
-    )
-
-
-def _csv(text: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if "," in line]
-
-
-def _mib(cell: str) -> int:
-    """Bytes; nvidia-smi writes [N/A] where it does not know."""
-    return int(float(cell)) * 2**20 if re.fullmatch(r"\d+(\.\d+)?", cell) else 0
-
-
-def _who(pid: int, process: str) -> tuple[str, str]:
-    """Name and owner of a process, as far as they can be seen from here."""
-    try:
-        p = psutil.Process(pid)
-        return Path(process).name or p.name(), p.username()
-    except (psutil.Error, KeyError):
-        return Path(process).name or "unknown", ""
+    return tuple(dataclasses.replace(gpu, device=f"cuda:{i}") for i, gpu in enumerate(chosen))
 
 
 def torch_cuda_version() -> str | None:
@@ -284,7 +210,7 @@ def _choose(hosts: Sequence[Host], take_busy: bool) -> tuple[list[str], list[str
     """One device a rank, where the user named none: GPUs if every host has a free one, else CPU for all."""
     machines = {host.name: host for host in hosts}
     notes = [host.note for host in machines.values() if host.note]
-    free: dict[str, list[Gpu]] = {}
+    free: dict[str, list[CudaDevice]] = {}
     for host in machines.values():
         busy = [gpu for gpu in host.gpus if gpu.busy and not take_busy]
         free[host.name] = [gpu for gpu in host.gpus if gpu not in busy]

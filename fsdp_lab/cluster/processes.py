@@ -1,8 +1,8 @@
-"""Processes of ours: found by a mark in their environment, ended within a bound, their end put in words.
+"""The processes of a cluster: found by a token in their environment, ended within a time limit, their exit described.
 
-Every process that a cluster starts inherits a token in its environment, so that grandchildren, and processes that were
-just being started when their owner died, are found too. Ending is safe against reused pids: psutil compares the
-creation time before it signals, and who is remembered in a file is remembered with its birth (`identity.py`).
+Every process that a cluster starts inherits the token, so grandchildren are found too, as are processes that were just
+being started when their owner died. Reused pids are safe: psutil compares the creation time before it sends a signal, and
+files store a process together with its creation time (`identity.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MARK = "FSDP_LAB_CLUSTER"  # the environment variable that carries the token
 
 
 def marked(token: str) -> list[psutil.Process]:
-    """Running processes that carry the token, this one left out."""
+    """Running processes that carry the token, except this one."""
     found = []
     for p in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -29,9 +29,9 @@ def marked(token: str) -> list[psutil.Process]:
 
 
 def end(processes: Iterable[psutil.Process], *, term_s: float, kill_s: float = 1.0) -> list[psutil.Process]:
-    """SIGTERM, then after `term_s` SIGKILL; returns what is still there `kill_s` after that.
+    """SIGTERM, then SIGKILL after `term_s`; returns the processes that still run `kill_s` after that.
 
-    An engine that computes ignores SIGTERM until its task returns, hence the second rung.
+    An engine that computes ignores SIGTERM until its task returns, hence SIGKILL.
     """
     left = [p for p in processes if alive(p)]
     for p in left:
@@ -45,23 +45,24 @@ def end(processes: Iterable[psutil.Process], *, term_s: float, kill_s: float = 1
 
 
 def still_alive(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Those that have not ended within the time. Not `psutil.wait_procs`, to which an unreaped zombie is alive."""
+    """Those that have not ended within the time. Not `psutil.wait_procs`, which counts unreaped zombies as alive."""
     deadline = time.monotonic() + timeout_s
     while (left := [p for p in processes if alive(p)]) and time.monotonic() < deadline:
         time.sleep(0.01)
     return left
 
 
-def alive(process: psutil.Process) -> bool:
-    """Whether it still runs; a zombie does not."""
+def alive(process: psutil.Process | int) -> bool:
+    """Whether a process, or the one with this pid, still runs; a zombie does not."""
     try:
+        process = psutil.Process(process) if isinstance(process, int) else process
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
 
 
 def sweep(token: str, *, rounds: int = 3) -> list[int]:
-    """Ends what still carries the token, until a look finds nothing. Returns the pids that could not be ended."""
+    """Ends all processes that carry the token, until none is found. Returns the pids that could not be ended."""
     for _ in range(rounds):
         left = marked(token)
         if not left:

@@ -1,11 +1,11 @@
-"""What runs in an engine, on behalf of the kernel: one entry, `call`, and the resident it speaks to.
+"""What runs in an engine on behalf of the kernel: one entry point, `call`, and the `Resident` that holds the rank's Session.
 
-The rank's Session lives in a `Resident`, and that in the engine's IPython namespace under `KEY`; nothing is kept in a
-module. What the Session offers by name (model, optimizer, mesh, ...) is pushed beside it, so that `%%px` cells
-reach it, and taken away before the Session drops a model: a name that a cell still holds would keep its memory.
+The Resident lives in the engine's IPython namespace under `KEY`; modules hold no state. The names that the Session offers
+(model, optimizer, mesh, ...) are put beside it for `%%px` cells, and removed before the Session drops a model: a name that
+a cell still holds would keep its memory.
 
-`call` never lets an exception reach IPython: formatting it there costs tenths of a second, and `sys.last_value` would
-hold the failed step's tensors. Errors travel as plain dicts and become exceptions again in the kernel.
+`call` never lets an exception reach IPython: formatting it there costs tenths of a second, and `sys.last_value` would hold
+the failed step's tensors. Errors travel as plain dicts and become exceptions again in the kernel.
 """
 
 from __future__ import annotations
@@ -14,86 +14,106 @@ import contextlib
 import gc
 import os
 import pkgutil
-import platform
 import re
 import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 KEY = "_fsdp_lab"
-PUBLISH_EVERY_S = 0.04  # at most 25 messages a second and rank, however fast the steps are
-
+PUBLISH_EVERY_S = 0.04  # at most 25 messages per second and rank, however fast the steps are
 TRACE_CHARACTERS = 20_000
+
+# The methods of Session that the kernel may call. The first ones replace or drop the model.
+MODEL_METHODS = frozenset({"apply", "restore", "suspend", "resume", "unload"})
+SESSION_METHODS = MODEL_METHODS | frozenset(
+    ["train", "slow_next", "slow_end", "calibrate", "arm", "disarm", "discard", "save", "saves", "rescue", "status"]
+)
 
 
 def call(what: str, arguments: Mapping[str, Any], owner: str, turn: int) -> dict[str, Any]:
-    """Does `what` on this rank for the cluster `owner`, in its call of number `turn`.
+    """An action of this module, or a method of the rank's Session, for the cluster `owner`, in its call of number `turn`.
 
-    Returns {"ok": value}, {"interrupted": True} or {"error": {...}}. Engines that are the user's can be taken over by
-    another lab; the former one is told so.
+    Returns {"ok": value}, {"interrupted": True} or {"error": {...}}. Another lab can take over engines that are the user's;
+    the former one gets an error that says so.
     """
     try:
-        if what not in ANYBODYS:
+        if what not in ANY_OWNER:
             here = resident()
             if here.owner != owner:
                 raise RuntimeError("another lab has taken these ranks over; close this one")
             if here.session is not None:
                 here.session.turn = turn
-        return {"ok": ACTIONS[what](**arguments)}
+        return {"ok": ACTIONS[what](**arguments) if what in ACTIONS else call_session(what, arguments)}
     except KeyboardInterrupt:
         return {"interrupted": True}
     except BaseException as e:
         return {"error": described(e)}
     finally:
-        # A second SIGINT must not lose the reply. ipykernel puts its own handler back when the request is done.
+        # A second SIGINT must not lose the reply. ipykernel restores its own handler when the request is done.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+def call_session(method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Events are published while `train` runs, and returned too, so that a lost message does no harm."""
+    if method not in SESSION_METHODS:
+        raise LookupError(f"{method} is no method of Session that may be called from the kernel")
+    here, s = resident(), session()
+    if method in MODEL_METHODS:
+        here.withdraw()
+    try:
+        return dict(getattr(s, method)(**arguments))
+    finally:
+        if method in MODEL_METHODS:
+            here.push()
+        here.publisher.flush()
+
+
 def described(error: BaseException) -> dict[str, Any]:
-    """The error as plain values; its frames let go of what they hold."""
+    """The error as plain values; its frames release what they hold."""
     text = "".join(traceback.format_exception(error))[-TRACE_CHARACTERS:]
-    reason = " ".join(str(error).split()) or "no message"
-    kind, reason = ("OutOfMemory", short) if (short := memory_short(error)) else (type(error).__name__, reason)
-    told = {"kind": kind, "reason": reason, "trace": text, "unix_s": time.time()}
-    if told["kind"] == "SpecError":
-        told["refusal"] = [getattr(error, name) for name in ("field", "reason", "way_out")]
-        told["fix"] = dict(getattr(error, "fix", {}))
+    kind, reason = type(error).__name__, " ".join(str(error).split()) or "no message"
+    if short := memory_short(error):
+        kind, reason = "OutOfMemory", short
+    d = {"kind": kind, "reason": reason, "trace": text, "unix_s": time.time()}
+    if kind in ("ArgumentError", "SpecError"):
+        d["refusal"] = [getattr(error, name) for name in ("field", "reason", "hint")]
+        d["fix"] = dict(getattr(error, "fix", {}))
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
         seen.__traceback__, seen = None, seen.__cause__ or seen.__context__
-    return told
+    return d
 
 
 def memory_short(error: BaseException) -> str:
-    """What to do, where torch could not have the memory it asked for, of a GPU or of the host; empty of other errors."""
+    """What to do if torch did not get the memory it asked for, of a GPU or of the host; "" for other errors."""
     text, kind = str(error), type(error).__name__
-    of_host = kind == "RuntimeError" and "can't allocate memory" in text  # not what another rank says of this one
+    of_host = kind == "RuntimeError" and "can't allocate memory" in text  # not when another rank reports it
     if kind not in ("OutOfMemoryError", "MemoryError") and not of_host:
         return ""
     size = "what it asked for"
     if asked := re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", text):
         number, unit = asked.groups()
         size = f"{int(number) / (1 << 20):,.1f} MiB" if unit == "bytes" else f"{number} {unit}"
-    way_out = 'give a smaller micro_batch or seq_len, more sharding, recompute="full", offload="all", or more ranks'
-    return f"{size} more could not be had; {way_out}"
+    hint = 'give a smaller micro_batch or seq_len, more sharding, recompute="full", offload="all", or more ranks'
+    return f"{size} more could not be had; {hint}"
 
 
 # -- the resident ----------------------------------------------------------------------------------------------------
 
 
-class Publisher:
-    """Step events on their way to the kernel: the first at once, then bundled, so that fast steps are not slowed."""
+class EventPublisher:
+    """Sends step events to the kernel: the first at once, then in bundles, so that fast steps are not slowed."""
 
     def __init__(self) -> None:
         self._waiting: list[dict[str, Any]] = []
         self._last_s = 0.0
 
-    def say(self, event: dict[str, Any]) -> None:
+    def publish(self, event: dict[str, Any]) -> None:
         self._waiting.append(event)
         if time.monotonic() - self._last_s >= PUBLISH_EVERY_S:
             self.flush()
@@ -107,36 +127,35 @@ class Publisher:
             self._last_s = time.monotonic()
 
 
-class BeatPublisher:
-    """Beats on their way to the kernel, from the thread that makes them: see `fsdp_lab.cluster.doctor.Channel`."""
+class HeartbeatPublisher:
+    """Sends heartbeats to the kernel, from the thread that makes them, under the header of a channel (supervisor.py)."""
 
     def __init__(self, header: Mapping[str, str]) -> None:
         from ipyparallel.engine.datapub import ZMQDataPublisher
         from IPython.core.getipython import get_ipython
 
         events: Any = get_ipython().data_pub  # type: ignore[union-attr]
-        # The socket hands messages over to the thread that sends them, so any thread may write to it.
+        # The socket passes messages to the thread that sends them, so any thread may write to it.
         self._publisher = ZMQDataPublisher(session=events.session, pub_socket=events.pub_socket, topic=events.topic)
-        self.turn_to(header)
+        self.set_header(header)
 
-    def turn_to(self, header: Mapping[str, str]) -> None:
-        """Whoever opened a channel under this header hears the next one."""
+    def set_header(self, header: Mapping[str, str]) -> None:
         self._publisher.set_parent(dict(header))
 
-    def tell(self, beat: dict[str, Any]) -> None:
+    def publish(self, beat: dict[str, Any]) -> None:
         self._publisher.publish_data({"beat": beat})
 
 
 class Resident:
-    """A rank's Session and the names that it has in the engine's namespace."""
+    """A rank's Session, and the names that it has in the engine's namespace."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.namespace = namespace
-        self.publisher = Publisher()
+        self.publisher = EventPublisher()
         self.owner = ""
         self.store: Any = None
         self.session: Any = None
-        self.beats: BeatPublisher | None = None
+        self.heartbeats: HeartbeatPublisher | None = None
         self._pushed: dict[str, Any] = {}
 
     def push(self) -> None:
@@ -145,19 +164,19 @@ class Resident:
         self.namespace.update(self._pushed)
 
     def withdraw(self) -> None:
-        """Takes back every name that still means what we meant, and what IPython remembers of it."""
-        gone = list(self._pushed.values())
+        """Removes every name that still has our value, and what IPython remembers of it."""
+        gone = [value for value in self._pushed.values() if value is not None]
         for name, value in self._pushed.items():
             if self.namespace.get(name) is value:
                 del self.namespace[name]
         self._pushed = {}
-        outputs = self.namespace.get("Out")
         for name, value in [*self.namespace.items()]:
-            if name.startswith("_") and any(value is x for x in gone if x is not None):
+            if name.startswith("_") and any(value is x for x in gone):
                 del self.namespace[name]
+        outputs = self.namespace.get("Out")
         if isinstance(outputs, dict):
             for number, value in [*outputs.items()]:
-                if any(value is x for x in gone if x is not None):
+                if any(value is x for x in gone):
                     del outputs[number]
         for name in ("last_value", "last_traceback", "last_type", "last_exc"):
             if hasattr(sys, name):
@@ -165,7 +184,7 @@ class Resident:
 
 
 def resident() -> Resident:
-    """This engine's Resident; made when there is none. Raises RuntimeError outside an engine."""
+    """This engine's Resident; made if there is none. Raises RuntimeError outside an engine."""
     from IPython.core.getipython import get_ipython
 
     shell = get_ipython()
@@ -178,7 +197,7 @@ def resident() -> Resident:
 
 
 def session() -> Any:
-    """This rank's Session. Raises RuntimeError where there is none, as after `%reset` in a cell."""
+    """This rank's Session. Raises RuntimeError if there is none, as after `%reset` in a cell."""
     here = resident()
     if here.session is None:
         raise RuntimeError("this rank has no session: it was closed, or the namespace was cleared; start the lab again")
@@ -189,18 +208,13 @@ def session() -> Any:
 
 
 def describe(probe: bool) -> dict[str, Any]:
-    """Who this engine is. With `probe`, what its machine offers, too."""
-    told: dict[str, Any] = {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "python": platform.python_version(),
-        "address": own_address() if probe else "",  # looked up where ranks may be on several machines
-    }
-    if probe:
-        from fsdp_lab.cluster.placement import probe as look
+    """Which process this engine is; with `probe`, also the address and hardware of its machine."""
+    report: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname()}
+    if probe:  # where ranks may be on several machines
+        from fsdp_lab.cluster.placement import probe as probe_host
 
-        told["machine"] = look(ours=frozenset({os.getpid()}))
-    return told
+        report |= {"address": own_address(), "machine": probe_host(ours=frozenset({os.getpid()}))}
+    return report
 
 
 def own_address(toward: str = "") -> str:
@@ -219,37 +233,46 @@ def own_address(toward: str = "") -> str:
         return "127.0.0.1"
 
 
-def take(owner: str) -> None:
-    """Makes this rank the owner's; closes the session of whoever had it."""
+def claim(owner: str) -> None:
+    """Makes this rank the owner's; closes the session of the former owner."""
     leave()
     resident().owner = owner
 
 
-def load(module: str) -> None:
+def rank_code(module: str | None) -> Any:
+    """The module with `Session` and `host_store`. It imports torch, so only engines import it."""
+    if module is not None:
+        return pkgutil.resolve_name(module)
+    from fsdp_lab import rank
+
+    return rank
+
+
+def load(module: str | None) -> None:
     """Imports the rank's code, torch with it: seconds, so it is a stage of its own.
 
-    What imports make stays anyway, so collections meanwhile would find next to nothing, and those of each switch need not
-    walk it. Not later: what is frozen is kept, and whatever it refers to, a session with its groups and connections.
+    What imports allocate stays, so a collection meanwhile finds next to nothing, and later ones, at each switch, need not
+    visit it. Not frozen later: that would also keep a session with its groups and connections.
     """
     gc.disable()
     try:
-        pkgutil.resolve_name(module)
+        rank_code(module)
     finally:
         gc.enable()
     gc.collect()
     gc.freeze()
 
 
-def host(module: str, address: str, toward: str) -> tuple[str, int]:
+def host(module: str | None, address: str, toward: str) -> tuple[str, int]:
     """On rank 0: opens the store where all ranks meet. Returns its address and port."""
     here = resident()
     address = address or own_address(toward)
-    here.store, port = pkgutil.resolve_name(f"{module}:host_store")(address)
+    here.store, port = rank_code(module).host_store(address)
     return address, int(port)
 
 
 def reach(address: str, port: int) -> None:
-    """Raises ConnectionError where the store cannot be reached from here."""
+    """Raises ConnectionError if the store cannot be reached from here."""
     try:
         socket.create_connection((address, port), timeout=5).close()
     except OSError as e:
@@ -259,23 +282,23 @@ def reach(address: str, port: int) -> None:
         ) from None
 
 
-def join(module: str, beats: Mapping[str, str], **arguments: Any) -> dict[str, Any]:
-    """Makes this rank's Session; returns when all ranks have joined. `beats` is where its beats go."""
-    here, make = resident(), pkgutil.resolve_name(f"{module}:Session")
-    here.beats = BeatPublisher(beats)
-    here.session = make(store=here.store, say=here.publisher.say, beat=here.beats.tell, **arguments)
+def join(module: str | None, beats: Mapping[str, str], **arguments: Any) -> None:
+    """Makes this rank's Session; returns when all ranks have joined. `beats` is the header of its heartbeats."""
+    here = resident()
+    here.heartbeats = HeartbeatPublisher(beats)
+    here.session = rank_code(module).Session(
+        store=here.store, on_event=here.publisher.publish, on_heartbeat=here.heartbeats.publish, **arguments
+    )
     here.push()
-    return dict(here.session.status())
 
 
 def attach(beats: Mapping[str, str]) -> dict[str, Any]:
-    """Goes on for a new kernel: beats go there now, and what the former one had put aside nobody will ask for. Returns
-    `Session.status`."""
-    told = dict(session().status())
-    drop(told.pop("aside", ()))
-    if (publisher := resident().beats) is not None:
-        publisher.turn_to(beats)
-    return told
+    """Works for a new kernel from now on. What the former one suspended is dropped. Returns `Session.status`."""
+    status = dict(session().status())
+    session().discard(status.pop("suspended", ()))
+    if (heartbeats := resident().heartbeats) is not None:
+        heartbeats.set_header(beats)
+    return status
 
 
 def leave() -> None:
@@ -290,134 +313,12 @@ def leave() -> None:
         here.store = None
 
 
-def apply(run: str, spec: dict[str, Any], fresh: bool, evaluated: int = 0) -> dict[str, Any]:
-    """See `Session.apply`. Names of the old model are gone before it is dropped."""
-    here, s = resident(), session()
-    here.withdraw()
-    try:
-        return dict(s.apply(run, spec, fresh=fresh, evaluated=evaluated))
-    finally:
-        here.push()
-
-
-def park() -> dict[str, Any]:
-    """See `Session.park`."""
-    here, s = resident(), session()
-    here.withdraw()
-    try:
-        return dict(s.park())
-    finally:
-        here.push()
-
-
-def unpark(run: str) -> dict[str, Any]:
-    """See `Session.unpark`."""
-    here, s = resident(), session()
-    here.withdraw()
-    try:
-        return dict(s.unpark(run))
-    finally:
-        here.push()
-
-
-def drop(runs: Collection[str]) -> dict[str, Any]:
-    """See `Session.drop`."""
-    return dict(session().drop(runs))
-
-
-def save(root: str, kind: str, last: int) -> dict[str, Any]:
-    """See `Session.save`."""
-    return dict(session().save(root, kind, last))
-
-
-def saves(wait_s: float) -> dict[str, Any]:
-    """See `Session.saves`."""
-    return dict(session().saves(wait_s))
-
-
-def rescue(partial: str, writers: Collection[int]) -> dict[str, Any]:
-    """See `Session.rescue`."""
-    return dict(session().rescue(partial, writers))
-
-
-def restore(run: str, spec: dict[str, Any], path: str) -> dict[str, Any]:
-    """See `Session.restore`. Names of the old model are gone before it is dropped."""
-    here, s = resident(), session()
-    here.withdraw()
-    try:
-        return dict(s.restore(run, spec, path))
-    finally:
-        here.push()
-
-
-def train(
-    steps: int,
-    ledgers: Collection[int] = (),
-    checks: Collection[int] = (),
-    evaluations: Mapping[int, int] = {},
-) -> dict[str, Any]:
-    """See `Session.train`. Events are said while it runs and returned too, so that a lost message heals."""
-    try:
-        return dict(session().train(steps, ledgers, checks, evaluations))
-    finally:
-        resident().publisher.flush()
-
-
-def calibrate(specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str], passes: int) -> dict[str, Any]:
-    """See `Session.calibrate`."""
-    return dict(session().calibrate(specs, dtypes, passes))
-
-
-def arm(fault: Mapping[str, Any]) -> dict[str, Any]:
-    """See `Session.arm`."""
-    return dict(session().arm(fault))
-
-
-def disarm() -> dict[str, Any]:
-    """See `Session.disarm`."""
-    return dict(session().disarm())
-
-
-def slow_next() -> dict[str, Any]:
-    """See `Session.slow_next`."""
-    try:
-        return dict(session().slow_next())
-    finally:
-        resident().publisher.flush()
-
-
-def slow_end() -> dict[str, Any]:
-    """See `Session.slow_end`."""
-    try:
-        return dict(session().slow_end())
-    finally:
-        resident().publisher.flush()
-
-
-def forget() -> dict[str, Any]:
-    """See `Session.forget`."""
-    here, s = resident(), session()
-    here.withdraw()
-    try:
-        return dict(s.forget())
-    finally:
-        here.push()
-
-
-def status() -> dict[str, Any]:
-    return dict(session().status())
-
-
 def ping() -> int:
     """Whether this engine answers at all."""
     return os.getpid()
 
 
 ACTIONS: Mapping[str, Callable[..., Any]] = {
-    f.__name__: f
-    for f in (
-        describe, take, load, host, reach, join, attach, leave, apply, train, calibrate, arm, disarm, park, unpark, drop,
-        slow_next, slow_end, forget, save, saves, rescue, restore, status, ping,
-    )
-}  # fmt: skip
-ANYBODYS = ("describe", "take", "ping")
+    f.__name__: f for f in (describe, claim, load, host, reach, join, attach, leave, ping)
+}
+ANY_OWNER = ("describe", "claim", "ping")

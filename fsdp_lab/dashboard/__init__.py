@@ -1,7 +1,12 @@
 """The live dashboard: controls and plots of a lab in a notebook. `Dashboard(lab)` is all that a user needs; `WhatIf()` asks
 the planner, and needs no lab."""
 
-from .dashboard import Dashboard
-from .what_if import WhatIf
+from fsdp_lab.core.errors import not_installed
+
+try:
+    from fsdp_lab.dashboard.dashboard import Dashboard
+    from fsdp_lab.dashboard.what_if import WhatIf
+except ModuleNotFoundError as e:
+    raise not_installed(__name__, e) from None
 
 __all__ = ["Dashboard", "WhatIf"]

@@ -16,14 +16,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from ..runs import Comparison, Refusal
-from ..runs.comparison import SHOWN, Row, varying, words
-from ..runs.kept import Kept
-from ..spec import SpecError
-from . import theme
-from .panels.overlay import Overlay
-from .pins import Pinned
-from .ports import LabLike, RunLike, SweepLike
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.panels.overlay import Overlay
+from fsdp_lab.dashboard.pins import Pinned
+from fsdp_lab.dashboard.ports import LabLike, RunLike, SweepLike
+from fsdp_lab.runs import Comparison, Refusal
+from fsdp_lab.runs.comparison import SHOWN, Row, varying, words
+from fsdp_lab.runs.view import RunView
 
 MOST_PINS = len(theme.PINS)
 LETTERS = tuple(fill.label for fill in theme.PINS.values())
@@ -45,7 +45,7 @@ class Entry:
 
     label: str
     kind: Kind
-    source: Kept | Refusal
+    source: RunView | Refusal
     version: tuple[object, ...]
     place: int | None = None  # in the palette
     going: bool = False  # it is the run that is shown in the plots
@@ -57,7 +57,7 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Shown:
+class BoardView:
     """What was compared last. `entries` are in the order of the comparison's rows."""
 
     comparison: Comparison
@@ -86,27 +86,27 @@ class Board:
         self._rows: dict[tuple[object, ...], Row] = {}
         self._dirty = True
         self._due_s = 0.0
-        self.shown = Shown(comparison=Comparison.of([]))
+        self.shown = BoardView(comparison=Comparison.of([]))
 
     # -- what a person does -----------------------------------------------------------------------------------------
 
-    def pin(self, run: Kept | RunLike | None = None, label: str | None = None) -> str:
+    def pin(self, run: RunView | RunLike | None = None, label: str | None = None) -> str:
         """Keeps a run as it is now, by default the one that goes on; returns its label.
 
         Raises:
-            SpecError: there is nothing to pin, no place, or the label is taken.
+            ArgumentError: there is nothing to pin, no place, or the label is taken.
         """
         with self._lock:
             run = run if run is not None else running(self._lab)
-            if run is None or not len(cast(Kept, run).events):
-                raise SpecError("pin", "there is no step to pin yet", "start a run, and pin it after some steps")
+            if run is None or not len(cast(RunView, run).events):
+                raise ArgumentError("pin", "there is no step to pin yet", "start a run, and pin it after some steps")
             place = next((i for i in range(MOST_PINS) if i not in self._pins), None)
             if place is None:
-                raise SpecError(
+                raise ArgumentError(
                     "pin", f"{MOST_PINS} runs are pinned already", f"unpin one of {', '.join(self.pins)} first"
                 )
             name = self._free_label(place) if label is None else self._checked_label(label)
-            self._pins[place] = _Pin(label=name, told=_told(run), run=Pinned.of(cast(Kept, run)))
+            self._pins[place] = _Pin(label=name, told=_told(run), run=Pinned.of(cast(RunView, run)))
             self._dirty = True
             return name
 
@@ -119,15 +119,15 @@ class Board:
         text = label.strip() if isinstance(label, str) else ""
         taken = {entry.label for entry in self.shown.entries} | {*self.pins, LIVE}
         if not text or len(text) > LONGEST or text in taken or text.isdigit():
-            way_out = f"give a name of 1 to {LONGEST} characters that is not a number and no other row's"
-            raise SpecError("label", f"{label!r} is refused", way_out)
+            hint = f"give a name of 1 to {LONGEST} characters that is not a number and no other row's"
+            raise ArgumentError("label", f"{label!r} is refused", hint)
         return text
 
     def unpin(self, label: str) -> None:
         """Takes a row away: a pin, or one of a sweep that is over.
 
         Raises:
-            SpecError: there is no such row.
+            ArgumentError: there is no such row.
         """
         with self._lock:
             self.refresh()
@@ -139,7 +139,7 @@ class Board:
                 self._dismissed.add(_identity(row.source))
             else:
                 there = f"take one of {', '.join(self.pins)}" if self._pins else "nothing is pinned"
-                raise SpecError("unpin", f"there is no pin {label!r}", there)
+                raise ArgumentError("unpin", f"there is no pin {label!r}", there)
             if self._baseline == label:
                 self._baseline = None
             self._dirty = True
@@ -160,7 +160,7 @@ class Board:
 
     # -- what is shown ----------------------------------------------------------------------------------------------
 
-    def tick(self) -> Shown:
+    def tick(self) -> BoardView:
         """Brings `shown` up to date where that is due."""
         with self._lock:
             now_s = time.monotonic()
@@ -176,7 +176,7 @@ class Board:
             entries = self._entries()
             if self._dirty or _versions(entries) != _versions(self.shown.entries):
                 self._dirty = False
-                self.shown = Shown(comparison=self._compare(entries), entries=entries)
+                self.shown = BoardView(comparison=self._compare(entries), entries=entries)
             return self.shown.comparison
 
     def overlays(self) -> dict[int, Overlay]:
@@ -211,7 +211,7 @@ class Board:
 
     def _live(self, going: RunLike | None, others: set[object]) -> Iterator[Entry]:
         """The run that is shown, unless it is among the others, or has told nothing since it was pinned."""
-        if going is None or going.id in others or not len(cast(Kept, going).events):
+        if going is None or going.id in others or not len(cast(RunView, going).events):
             return
         if all(pin.told != _told(going) for pin in self._pins.values()):
             version = _version(going)
@@ -243,7 +243,7 @@ class Board:
     def _freeze(self, run: RunLike, version: tuple[object, ...], *, curve: bool) -> Pinned:
         known = self._frozen.get(run.id)
         if known is None or known[0] != version:
-            known = self._frozen[run.id] = (version, Pinned.of(cast(Kept, run), curve=curve))
+            known = self._frozen[run.id] = (version, Pinned.of(cast(RunView, run), curve=curve))
         return known[1]
 
     # -- rows -----------------------------------------------------------------------------------------------------------
@@ -275,8 +275,8 @@ def _row(entry: Entry, base: Entry | None) -> Row:
     return Comparison.of([base.source, entry.source], names=[base.label, entry.label]).rows[1]
 
 
-def _told(run: Kept | RunLike) -> tuple[object, ...]:
-    return (run.id, len(cast(Kept, run).events), run.spec.id)
+def _told(run: RunView | RunLike) -> tuple[object, ...]:
+    return (run.id, len(cast(RunView, run).events), run.spec.id)
 
 
 def _version(run: RunLike) -> tuple[object, ...]:
@@ -287,5 +287,5 @@ def _versions(entries: Sequence[Entry]) -> list[tuple[object, ...]]:
     return [(*e.version, e.going) for e in entries]
 
 
-def _identity(source: Kept | Refusal) -> str:
+def _identity(source: RunView | Refusal) -> str:
     return f"{source.spec}" if isinstance(source, Refusal) else source.id

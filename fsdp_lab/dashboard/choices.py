@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from ..spec import SpecError
+from fsdp_lab.core.errors import FieldError
 
 MOST_FIXES = 6
 
@@ -86,7 +86,7 @@ class Choices(Generic[T]):
         self.held = {name: value for name, value in self.held.items() if not same(spec.flat()[name], value)}
         self._review()
 
-    def revert(self, names: Mapping[str, Any], to: T, error: SpecError) -> None:
+    def revert(self, names: Mapping[str, Any], to: T, error: FieldError) -> None:
         """Fields that were accepted here and refused by the ranks: they are held with the ranks' reason."""
         refused = {name: self.wanted.flat()[name] for name in names}
         self.wanted = to
@@ -111,10 +111,10 @@ class Choices(Generic[T]):
                 fix = self._way_out({name: value})
                 self.notes[name] = Note(standing=Standing.REFUSED, text=str(error), fix=fix)
 
-    def _refusal(self, changes: Mapping[str, Any]) -> SpecError | None:
+    def _refusal(self, changes: Mapping[str, Any]) -> FieldError | None:
         try:
             self._check(self.wanted.replace(**changes))
-        except SpecError as e:
+        except FieldError as e:
             return e
         return None
 

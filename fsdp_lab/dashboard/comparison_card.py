@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..events import Role
-from ..runs.comparison import Comparison, Row, ratio_words
-from ..runs.parity import Verdict
-from ..runs.recommend import recommend
-from ..runs.summary import RULE, Spread
-from . import theme
-from .board import Entry, Kind, Shown
-from .columns import Columns
-from .panels.base import Captions, Cell, Key, Part, Patches
-from .panels.classes import ON_DEVICE, class_keys
-from .panels.units import duration, figures, memory, rate
+from fsdp_lab.core.events import Role
+from fsdp_lab.core.formatting import count, duration, figures, size
+from fsdp_lab.core.spread import Spread
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.board import BoardView, Entry, Kind
+from fsdp_lab.dashboard.columns import Columns
+from fsdp_lab.dashboard.panels.base import Captions, Cell, Key, Part, Patches
+from fsdp_lab.dashboard.panels.classes import ON_DEVICE, class_keys
+from fsdp_lab.runs.comparison import Comparison, Row, ratio_words
+from fsdp_lab.runs.parity import Verdict
+from fsdp_lab.runs.recommend import recommend
+from fsdp_lab.runs.summary import RULE
 
 NONE = "–"
 ICONS = {Verdict.EQUAL: "=", Verdict.WITHIN: "≈", Verdict.DIFFERENT: "✗", Verdict.UNKNOWN: "?"}
@@ -48,7 +49,7 @@ class ComparisonCard:
     def press(self, word: str, about: str) -> None:
         self._press(word, about)
 
-    def show(self, shown: Shown, *, over: bool) -> None:
+    def show(self, shown: BoardView, *, over: bool) -> None:
         """`over`: a sweep among the rows has ended, so that a recommendation can be made."""
         compared = shown.comparison
         if not compared.rows:
@@ -59,13 +60,15 @@ class ComparisonCard:
         self._captions = Captions(
             reading=" ".join([f"{_reading(compared, shown.entries)}.", *said]),
             legend=tuple(class_keys(drawn)),
-            note=" ".join([*_reasons(compared), RULE, *_pairing(compared), *compared.fidelity()]),
+            note=" ".join(
+                [*compared.refusals(), *_reasons(compared), RULE, *_pairing(compared), *compared.fidelity(common=False)]
+            ),
             table=table(compared, shown.entries),
         )
 
 
 def table(compared: Comparison, entries: Sequence[Entry]) -> tuple[tuple[str | Cell, ...], ...]:
-    """Heads, then a row each."""
+    """Heads, then a row for each run that began."""
     base = compared.baseline or NONE
     longest_s = max((s.p90 for r in compared.rows if (s := r.figures.step_time_s)), default=0.0)
     largest = max((r.figures.peak_memory_bytes or 0 for r in compared.rows), default=0)
@@ -78,7 +81,7 @@ def table(compared: Comparison, entries: Sequence[Entry]) -> tuple[tuple[str | C
             _badge(row, compared),
             _time(row, longest_s),
             _times(ratio_words(row.time_ratio)),
-            _median(row.figures.tokens_per_s, rate),
+            _median(row.figures.tokens_per_s, count),
             _compute(row),
             _median(row.figures.exposed_comm_s, duration),
             _memory(row, largest),
@@ -87,6 +90,7 @@ def table(compared: Comparison, entries: Sequence[Entry]) -> tuple[tuple[str | C
             _away(row, entry),
         )
         for row, entry in zip(compared.rows, entries, strict=True)
+        if not row.refused
     )
     return (heads, *rows)
 
@@ -158,16 +162,16 @@ def _memory(row: Row, largest: int) -> Cell:
     if not peak or not largest:
         return Cell(text=NONE, title="Not measured yet: the third step of a run does")
     sizes = {c: row.figures.at_peak.of_role(Role(c)) for c in ON_DEVICE}
-    host = f", {memory(row.figures.host_bytes)} on the host" if row.figures.host_bytes else ""
-    classes = ", ".join(f"{theme.MEMORY[c].label} {memory(b)}" for c, b in sizes.items() if b)
+    host = f", {size(row.figures.host_bytes)} on the host" if row.figures.host_bytes else ""
+    classes = ", ".join(f"{theme.MEMORY[c].label} {size(b)}" for c, b in sizes.items() if b)
     parts = tuple(
         Part(share=b / largest, token=f"memory.{c}", hatch=theme.MEMORY[c].hatch) for c, b in sizes.items() if b
     )
-    return Cell(text=f"{memory(peak)}{' + host' if host else ''}", title=f"Fullest rank: {classes}{host}", parts=parts)
+    return Cell(text=f"{size(peak)}{' + host' if host else ''}", title=f"Fullest rank: {classes}{host}", parts=parts)
 
 
 def _state(row: Row, entry: Entry) -> Cell:
-    tone = "bad" if row.state in ("failed", "refused") or row.state.startswith("lost") else ""
+    tone = "bad" if row.state == "failed" or row.state.startswith("lost") else ""
     text = f"▶ {row.state}" if entry.going and row.state == "running" else row.state
     if entry.kind is Kind.PIN and row.state in ("running", "paused"):
         text = "pinned"  # as it was then
@@ -197,7 +201,7 @@ def _reading(compared: Comparison, entries: Sequence[Entry]) -> str:
     )
 
 
-def _recommended(shown: Shown) -> tuple[str, ...]:
+def _recommended(shown: BoardView) -> tuple[str, ...]:
     """Of the sweep's runs: they were trained in turns, and what is pinned was not."""
     rows = tuple(r for r, e in zip(shown.comparison.rows, shown.entries, strict=True) if e.kind is Kind.SWEEP)
     return recommend(replace(shown.comparison, rows=rows, baseline=None)).sentences

@@ -15,16 +15,17 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from ..events import StepEvent
-from ..models.check import check
-from ..spec import Spec, SpecError, Workload
-from .board import running
-from .choices import Choices, Standing
-from .fields import GROUPS, Control, Group
-from .parts import put
-from .ports import LabLike, RunLike, SweepLike, TicketLike
+from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.spec import Spec, Workload
+from fsdp_lab.dashboard.board import running
+from fsdp_lab.dashboard.choices import Choices, Standing
+from fsdp_lab.dashboard.fields import GROUPS, LIVELY, Control, Group, Offer
+from fsdp_lab.dashboard.parts import put
+from fsdp_lab.dashboard.ports import LabLike, RunLike, SweepLike, SwitchRequestLike
+from fsdp_lab.models.check import check
 
-SWEEPING = "The strategy is the comparison's until it is over. Stop ends it and keeps what is done."
+SWEEPING = "A comparison is running, so the strategy cannot be changed. Stop ends it and keeps what was measured."
 WAITING = "The run waits: see Safety below, or press Stop."
 NEEDS_NEW_RUN = ("world_size", "devices")
 
@@ -46,7 +47,7 @@ class _Sent:
     names: dict[str, Any]
     spec_id: str
     run: RunLike
-    ticket: TicketLike | None  # None where a new run was started for it
+    ticket: SwitchRequestLike | None  # None where a new run was started for it
 
 
 class Controls:
@@ -66,7 +67,7 @@ class Controls:
         self._lab, self._options = lab, options
         self._lock = threading.RLock()
         self._checked: Workload | None = None
-        self.choices = Choices(lab.spec, check=self._check)
+        self.choices = Choices(_first(lab), check=self._check)
         self._sent: list[_Sent] = []
         self._complaint = ""
         self._controls = {f.name: Control(f, self.choices.wanted, self._choose) for _, fields in GROUPS for f in fields}
@@ -74,11 +75,11 @@ class Controls:
         self._groups = [
             Group(title, [self._controls[f.name] for f in fields], self.accept, every) for title, fields in GROUPS
         ]
-        self._start = self._button("Start", "play", "Begin at step 0", self.start)
-        self._pause = self._button("Pause", "pause", "Hold after the running chunk", self.pause)
-        self._stop = self._button("Stop", "stop", "End the run; the ranks stay", self.stop)
+        self._start = self._button("Start", "play", "Start training at step 0", self.start)
+        self._pause = self._button("Pause", "pause", "Pause after the steps in progress", self.pause)
+        self._stop = self._button("Stop", "stop", "End the run and keep the ranks", self.stop)
         self._ledger = self._button(
-            "Memory", "microscope", "Measure memory in the next step, which that slows", self.ledger
+            "Profile memory", "microscope", "Profile memory in the next step (slower)", self.ledger
         )
         self._more = [self._button(e.word, e.icon, e.tooltip, e.press) for e in more]
         self._start.button_style = "primary"
@@ -172,10 +173,21 @@ class Controls:
         wanted = self.choices.wanted
         try:
             ticket = run.apply(wanted)
-        except SpecError as e:
+        except FieldError as e:
             self.choices.revert(accepted, run.pending or run.spec, e)
             return
         self._await(accepted, wanted, run, ticket)
+
+    def _offer(self, fix: Mapping[str, Any]) -> Offer:
+        """What a way out does; one that needs other ranks ends the run."""
+        if self._sweep() is not None:
+            return Offer(blocked=SWEEPING)
+        ranks, most = fix.get("world_size"), self._lab.most_ranks
+        if ranks is not None and most is not None and ranks > most:
+            return Offer(blocked=f"The given cluster has {most} engine{'s' * (most != 1)}; start more of them first.")
+        if self._alive() is not None and any(name in fix for name in NEEDS_NEW_RUN):
+            return Offer(effect="Another number of ranks stops this run and starts a new one at step 0.")
+        return Offer()
 
     def _begin(self, accepted: Mapping[str, Any]) -> None:
         """A new run; choices that waited for one are on their way with it."""
@@ -202,7 +214,7 @@ class Controls:
         wanted = self.choices.wanted.flat()
         return {n: wanted[n] for n, note in self.choices.notes.items() if note.standing is Standing.NEXT}
 
-    def _await(self, names: Mapping[str, Any], spec: Spec, run: RunLike, ticket: TicketLike | None) -> None:
+    def _await(self, names: Mapping[str, Any], spec: Spec, run: RunLike, ticket: SwitchRequestLike | None) -> None:
         for name in names:
             self.choices.note(name, Standing.PENDING, "pending")
         self._sent.append(_Sent(names=dict(names), spec_id=spec.id, run=run, ticket=ticket))
@@ -264,7 +276,7 @@ class Controls:
         elif sent.ticket.done:
             try:
                 step = sent.ticket.wait(0).step
-            except SpecError as e:
+            except FieldError as e:
                 self.choices.revert(sent.names, sent.run.pending or sent.run.spec, e)
                 return True
             except Exception:  # the run is over, and its state says why
@@ -293,7 +305,7 @@ class Controls:
             note = self.choices.notes.get(name)
             control.say(note.standing if note else Standing.IDLE, note.text if note else "")
         for group in self._groups:
-            group.explain(self.choices)
+            group.explain(self.choices, self._offer)
 
     def _show_state(self) -> None:
         run, sweeping = running(self._lab), self._sweep() is not None
@@ -323,6 +335,13 @@ class Controls:
         if spec.workload != self._checked:
             check(spec.workload)
             self._checked = spec.workload
+
+
+def _first(lab: LabLike) -> Spec:
+    """What the controls begin with: the lab's Spec, on CPUs with a small model in place of the default one."""
+    spec = lab.spec
+    untouched = lab.current is None and not lab.attached and spec.workload == Workload()
+    return spec.replace(model=LIVELY) if untouched and set(lab.devices) == {"cpu"} else spec
 
 
 def _folded(lines: str) -> str:

@@ -11,20 +11,21 @@ from typing import Any
 
 import ipywidgets
 
-from ..runs import Comparison
-from ..runs.kept import Kept
-from ..spec import Spec, SpecError
-from .board import Board
-from .comparison_card import ComparisonCard
-from .controls import Controls, Extra
-from .feed import Feed
-from .latency import Latency
-from .live import LiveView
-from .ports import LabLike
-from .safety import SafetyBox
-from .slow_motion import SlowMotionBox
-from .subshell import answer_while_busy
-from .sweep_form import SweepForm
+from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.dashboard.board import Board
+from fsdp_lab.dashboard.comparison_card import ComparisonCard
+from fsdp_lab.dashboard.controls import Controls, Extra
+from fsdp_lab.dashboard.feed import Feed
+from fsdp_lab.dashboard.latency import Latency
+from fsdp_lab.dashboard.live import LiveView
+from fsdp_lab.dashboard.ports import LabLike
+from fsdp_lab.dashboard.safety import SafetyBox
+from fsdp_lab.dashboard.slow_motion import SlowMotionBox
+from fsdp_lab.dashboard.subshell import answer_while_busy
+from fsdp_lab.dashboard.sweep_form import SweepForm
+from fsdp_lab.runs import Comparison
+from fsdp_lab.runs.view import RunView
 
 TICK_S = 0.1
 SHOWN = "_shown_dashboard"  # the lab's attribute that holds its dashboard, so that a cell run again replaces it
@@ -90,7 +91,7 @@ class Dashboard:
 
     # -- runs side by side ----------------------------------------------------------------------------------------
 
-    def pin(self, run: Kept | None = None, label: str | None = None) -> str:
+    def pin(self, run: RunView | None = None, label: str | None = None) -> str:
         """Keeps a run as it is now beside those that follow; returns its label, A to H or your own.
 
         Its curves, of the whole run, stay under the live ones; its figures are of the strategy that was applied last, and
@@ -101,16 +102,16 @@ class Dashboard:
             run: a live one or one of the past; None: the one that is shown.
 
         Raises:
-            SpecError: there is nothing to pin, eight are pinned already, or the label is taken.
+            ArgumentError: there is nothing to pin, eight are pinned already, or the label is taken.
         """
         return self._board.pin(run, label)
 
     def unpin(self, label: str) -> None:
-        """Takes a pin away, or a row of a sweep that is over. Raises SpecError: there is none of this label."""
+        """Takes a pin away, or a row of a sweep that is over. Raises ArgumentError: there is none of this label."""
         self._board.unpin(label)
 
     @property
-    def pins(self) -> dict[str, Kept]:
+    def pins(self) -> dict[str, RunView]:
         """What is pinned, by label, as it was then: for `report`, `recommend`, `Comparison.of`."""
         return {**self._board.pins}
 
@@ -123,7 +124,7 @@ class Dashboard:
         return self._controls.choices.wanted
 
     def _buttons(self) -> list[Extra]:
-        pin = "Keep this run's curves and figures as they are now, to compare others with"
+        pin = "Keep this run's curves and figures to compare other runs with"
         compare = "Train several strategies side by side"
         return [
             Extra(word="Pin", icon="thumb-tack", tooltip=pin, press=self.pin),
@@ -134,7 +135,7 @@ class Dashboard:
         """A button in the comparison's table."""
         try:
             {"baseline": self._board.choose_baseline, "unpin": self._board.unpin}[word](about)
-        except SpecError as e:  # a row of a page that is behind, or of a sweep that goes on
+        except FieldError as e:  # a row of a page that is behind, or of a sweep that goes on
             self._controls.complain(str(e))
 
     # -- what it costs --------------------------------------------------------------------------------------------
@@ -195,6 +196,7 @@ class Dashboard:
             self._slow.retire()
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
+        self._live.prepare()
         return self._box._repr_mimebundle_(**options)
 
     def __repr__(self) -> str:

@@ -1,12 +1,12 @@
-"""A failure on purpose: which one, on which rank, and *Do it*."""
+"""A failure on purpose: which one, on which rank, and *Inject fault*."""
 
 from __future__ import annotations
 
 import ipywidgets as widgets
 
-from ..fault import DRILLS
-from .parts import button, field, line, part, put, row, sentence, status
-from .ports import DrillLike, LabLike, RunLike
+from fsdp_lab.core.faults import DRILLS
+from fsdp_lab.dashboard.parts import button, field, line, part, put, row, sentence, status
+from fsdp_lab.dashboard.ports import DrillLike, LabLike, RunLike
 
 LASTING = "slow"  # of the drills, the one that goes on until it is mended
 
@@ -16,11 +16,11 @@ class DrillForm:
 
     def __init__(self, lab: LabLike) -> None:
         self._lab = lab
-        self._kind = widgets.Dropdown(options=list(DRILLS), description="drill", tooltip="What is to go wrong")
-        self._rank = widgets.BoundedIntText(value=1, min=0, max=4095, description="rank", tooltip="On which rank")
-        self._do = button("Do it", "bolt", "It happens in the run that goes on", self.do)
+        self._kind = widgets.Dropdown(options=list(DRILLS), description="fault", tooltip="What fails")
+        self._rank = widgets.BoundedIntText(value=1, min=0, max=4095, description="rank", tooltip="The rank that fails")
+        self._do = button("Inject fault", "bolt", "Inject it into the run that trains now", self.do)
         self._do.button_style = "danger"
-        self._mend = button("Mend", "undo", "The link is as it was before", self.mend)
+        self._mend = button("Restore link", "undo", "Remove the slowdown of the link", self.mend)
         self._made: tuple[RunLike, DrillLike] | None = None  # that lasts until it is mended
         self._what, self._said = line("fsdp-drill-what"), line("fsdp-safety-said")
         self._kind.observe(lambda _: self._explain(), "value")
@@ -42,7 +42,7 @@ class DrillForm:
             run, made = self._lab.current, self._lab.drill(kind, rank=rank)
             if kind == LASTING and run is not None:
                 self._made = run, made
-            put(self._said, "value", status(f"Asked for: {kind} on rank {rank}."))
+            put(self._said, "value", status(f"Requested: {kind} on rank {rank}."))
         except Exception as e:
             put(self._said, "value", status(sentence(e), wrong=True))
 
@@ -52,7 +52,7 @@ class DrillForm:
         try:
             if made is not None:
                 made[1].end()
-                put(self._said, "value", status("The link is mended from the next chunk of steps on."))
+                put(self._said, "value", status("The link is restored with the next steps."))
         except Exception as e:
             put(self._said, "value", status(sentence(e), wrong=True))
 

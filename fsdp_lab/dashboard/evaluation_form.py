@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import ipywidgets as widgets
 
-from ..runs.evaluation import Evaluating
-from .parts import field, line, part, put, row, status
-from .ports import RunLike
+from fsdp_lab.dashboard.parts import field, line, part, put, row, status
+from fsdp_lab.dashboard.ports import RunLike
+from fsdp_lab.runs.evaluation import EvalConfig
 
 OFF, EVERY = "off", "every n steps"
 EVERY_STEPS = 50
 NEVER = 0
-NOTHING = "What is found is drawn in the card of the loss; with saving on, the best is kept as a checkpoint."
+NOTHING = "Results are drawn in the loss card. With checkpoints on, the best one is kept."
 
 
 class EvaluationForm:
     """`widget` is to be shown, `tick` to be called often."""
 
     def __init__(self) -> None:
-        later = "A change takes effect with the next start"
+        later = "Takes effect at the next start"
         self._when = widgets.Dropdown(options=(OFF, EVERY), value=OFF, description="evaluate", tooltip=later)
-        self._every = widgets.BoundedIntText(value=EVERY_STEPS, min=1, max=1_000_000, description="after steps",
+        self._every = widgets.BoundedIntText(value=EVERY_STEPS, min=1, max=1_000_000, description="every (steps)",
                                              tooltip="Steps from one evaluation to the next")  # fmt: skip
-        self._samples = widgets.BoundedIntText(value=Evaluating.samples, min=1, max=1_000_000, description="samples",
+        self._samples = widgets.BoundedIntText(value=EvalConfig.samples, min=1, max=1_000_000, description="samples",
                                                tooltip="How many held-out samples an evaluation takes")  # fmt: skip
         self._patience = widgets.BoundedIntText(
             value=NEVER, min=NEVER, max=1000, description="patience",
@@ -43,12 +43,12 @@ class EvaluationForm:
         """What is chosen, shortly; empty where nothing is."""
         return "" if self._when.value == OFF else f"evaluation every {self._every.value} steps"
 
-    def evaluating(self) -> Evaluating | None:
+    def evaluating(self) -> EvalConfig | None:
         """How the next run is to be evaluated."""
         if self._when.value == OFF:
             return None
         patience = self._patience.value if self._patience.value != NEVER else None
-        return Evaluating(every=self._every.value, samples=self._samples.value, patience=patience)
+        return EvalConfig(every=self._every.value, samples=self._samples.value, patience=patience)
 
     def tick(self, run: RunLike | None) -> None:
         """Shows what the run that is shown has found."""

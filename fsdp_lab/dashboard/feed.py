@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..events import StepEvent
-from ..models.check import is_language
-from ..spec import Spec
-from .board import Board, Kind, Shown, running
-from .comparison_card import ComparisonCard
-from .foretelling import Foretelling
-from .live import LiveView, Scene
-from .panels import PANELS, Assembler, Frame, Panel, Pinnable, Step
-from .panels.base import Overlaid
-from .panels.ghost import Foretold, Ghost
-from .panels.overlay import Overlay
-from .panels.units import duration
-from .ports import LabLike, RunLike, SwitchLike
+from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.formatting import duration
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.dashboard.board import Board, BoardView, Kind, running
+from fsdp_lab.dashboard.comparison_card import ComparisonCard
+from fsdp_lab.dashboard.foretelling import Predictor
+from fsdp_lab.dashboard.live import LiveView, Scene
+from fsdp_lab.dashboard.panels import PANELS, Panel, Pinnable, StepAxis
+from fsdp_lab.dashboard.panels.base import STEP_LIMIT, Overlaid
+from fsdp_lab.dashboard.panels.ghost import Prediction, PredictionPanel
+from fsdp_lab.dashboard.panels.overlay import Overlay
+from fsdp_lab.dashboard.ports import LabLike, RunLike
+from fsdp_lab.models.check import is_language
+from fsdp_lab.runs.steps import Assembler, Step
+from fsdp_lab.runs.view import Switch, switches_in_force
 
 MOST_WAITING = 16  # runs of a sweep whose panels are kept; of more, some are told again from their first step
 SPEAKING = ("backend", "sharding", "precision", "model")  # fields whose values say what they are
@@ -29,7 +31,7 @@ class Stage:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.cursor = 0
-        self.told = 0  # switches of the run that were seen to
+        self.attempt: int | None = None  # of what is shown (see `runs.steps`); None before that
         self.begin(world_size)
 
     def begin(self, world_size: int) -> None:
@@ -37,10 +39,11 @@ class Stage:
         self.world_size = world_size
         self.assembler = Assembler()
         self.last: Step | None = None
-        self.frame = Frame()
+        self.switches = 0  # of the run, when its markers were drawn
+        self.frame = StepAxis()
         self.panels: list[Panel] = [make(self.frame, world_size) for make in PANELS]
         self.pinnable = [panel for panel in self.panels if isinstance(panel, Pinnable)]
-        self.ghost: Ghost | None = None
+        self.ghost: Prediction | None = None
 
     def show(self, steps: Sequence[Step]) -> None:
         if not steps:
@@ -50,13 +53,13 @@ class Stage:
         for panel in self.panels:
             panel.update(steps)
 
-    def foretell(self, ghost: Ghost | None) -> None:
+    def predict(self, ghost: Prediction | None) -> None:
         """What is predicted of what is chosen; the former prediction stays until there is another."""
         if ghost is not None and ghost != self.ghost:
             self.ghost = ghost
             for panel in self.panels:
-                if isinstance(panel, Foretold):
-                    panel.foretell(ghost)
+                if isinstance(panel, PredictionPanel):
+                    panel.predict(ghost)
 
     def overlay(self, overlays: Mapping[int, Overlay]) -> None:
         """The curves of other runs, in ranges that hold them."""
@@ -69,7 +72,8 @@ class Stage:
 class Feed:
     """Takes what is new of the run that is shown, gives it to the panels and sends one message.
 
-    Another run, another world size, or steps that begin again make new panels: a plot shows one thing. In a sweep each run
+    Another run, another world size, or ranks that begin again from an earlier step make new panels: a plot shows one thing,
+    and only steps that count. In a sweep each run
     has panels of its own until it is over; those of the run whose turn it is take the place of the former one's, in the
     same pictures, so that the page builds nothing anew.
     """
@@ -78,7 +82,7 @@ class Feed:
                  wanted: Callable[[], Spec] | None = None) -> None:  # fmt: skip
         """wanted: what is chosen, of which is predicted; None: what the run has, or is about to have."""
         self._lab, self._wanted = lab, wanted
-        self._foretelling = Foretelling(lab)
+        self._foretelling = Predictor(lab)
         self._live = live
         self._board = board
         self._card = card
@@ -103,14 +107,12 @@ class Feed:
             stage = self._stage
             # Events first: a switch is known to the run before the first event of its Spec is.
             events, stage.cursor = run.events.since(stage.cursor)
-            switches = run.switches
-            for part in self._parts(events, switches[stage.told :]):
-                stage.show(stage.assembler.add(part))
+            self._follow(run, events)
             if run.state.over:
                 stage.show(stage.assembler.flush())
         for panel in self._stage.pinnable:
             panel.update(())  # another step may have been asked for
-        self._stage.foretell(self._foretelling.of(self._chosen()))
+        self._stage.predict(self._foretelling.of(self._chosen()))
         self._compare(self._board.tick())
         self._live.flush([e.end_unix_s for e in events])
         return events
@@ -143,25 +145,33 @@ class Feed:
             self._stage.frame.language = is_language(run.spec.workload)
             return
         self._stage = self._waiting.pop(run.id) if run.id in self._waiting else Stage(run.spec.world_size)
-        self._put_up(calm=sweeping and self._stage.world_size == shape)
+        of_sweep = sweep is not None and (sweeping or run in sweep.runs)  # its last turn may be shown when it is over
+        self._put_up(calm=of_sweep and self._stage.world_size == shape)
 
-    def _parts(self, events: Sequence[StepEvent], switches: Sequence[SwitchLike]) -> Iterator[Sequence[StepEvent]]:
-        """The events up to each switch; a switch is marked, or makes new panels where it began again at step 0, or went on
-        with other ranks."""
-        rest = list(events)
-        for switch in switches:
-            if switch.before is not None and (not switch.carried or resized(switch)):
-                cut = next((i for i, e in enumerate(rest) if e.spec_id == switch.after.id), len(rest))
-                yield rest[:cut]
-                rest = rest[cut:]
-                self._stage.begin(switch.after.world_size)
-                self._put_up(calm=False)
-            elif switch.before is not None:
-                self._stage.frame.mark(switch.step, *describe(switch))
-            self._stage.told += 1
-        yield rest
+    def _follow(self, run: RunLike, events: Sequence[StepEvent]) -> None:
+        """Shows new events, and marks the switches. Where the ranks have begun again, or are another number, the panels are
+        new and are given all the steps that still count."""
+        stage, switches, attempt = self._stage, list(run.switches), run.events.attempt
+        ranks = switches[-1].after.world_size if switches else stage.world_size
+        held: list[int | None] = []
+        if (attempt, ranks) != (stage.attempt, stage.world_size):
+            calm = ranks == stage.world_size
+            if stage.attempt is not None or not calm:
+                held = [pin.step if (pin := panel.captions().pin) and pin.held else None for panel in stage.pinnable]
+                stage.begin(ranks)
+                self._put_up(calm=calm)
+            stage.attempt = attempt
+            events = [e for step in drawn_of(run.events.steps(), ranks) for e in step.events]
+        if len(switches) != stage.switches:
+            stage.switches = len(switches)
+            stage.frame.language = is_language(switches[-1].after.workload)
+            stage.frame.mark_all([(s.step, *describe(s)) for s in marked(switches)])
+        stage.show(stage.assembler.add(events))
+        for panel, step in zip(stage.pinnable, held, strict=False):
+            if step is not None:
+                panel.pin(step)
 
-    def _compare(self, shown: Shown) -> None:
+    def _compare(self, shown: BoardView) -> None:
         """The card and the curves of other runs follow the board."""
         sweep = self._lab.sweep
         over = sweep is not None and sweep.done and any(e.kind is Kind.SWEEP for e in shown.entries)
@@ -181,13 +191,18 @@ class Feed:
             shared_sources=stage.frame.sources,
             shared_patches=stage.frame.patches,
             headline=self._headline,
+            caution=self._caution,
             ranks=stage.world_size,
         )
         (self._live.swap if calm else self._live.show)(scene)
 
+    def _caution(self) -> str:
+        """What the run's times are worth."""
+        return "" if self._run is None else " ".join(self._run.notes)
+
     def _headline(self) -> str:
-        """What is trained, how, and how far it is."""
-        spec = (self._run or self._lab).spec
+        """What is trained or about to be, how, and how far it is."""
+        spec = self._chosen() if self._run is None else self._run.spec
         s = spec.strategy
         how = [s.backend, s.sharding, _token(s.precision), *([f"offload {s.offload}"] if s.offload != "none" else [])]
         what = [_token(spec.workload.model), " ".join(how), f"{spec.world_size} rank{'s' * (spec.world_size != 1)}"]
@@ -196,12 +211,29 @@ class Feed:
         return " · ".join(what)
 
 
-def resized(switch: SwitchLike) -> bool:
+def drawn_of(steps: Sequence[Step], ranks: int) -> list[Step]:
+    """Those of a past that new panels are given: the newest, and of older ones those that more than curves show."""
+    same = [s for s in steps if s.world_size == ranks]
+    older = [
+        s for s in same[:-STEP_LIMIT] if any(e.spans or e.memory_curve or e.eval_loss is not None for e in s.events)
+    ]
+    return older + same[-STEP_LIMIT:]
+
+
+def marked(switches: Sequence[Switch]) -> list[Switch]:
+    """Those to mark in the plots: in force, and since the last change of world size."""
+    found: list[Switch] = []
+    for switch in switches_in_force(switches):
+        found = [] if resized(switch) else [*found, switch]
+    return [switch for switch in found if switch.before is not None]
+
+
+def resized(switch: Switch) -> bool:
     """Whether it is trained by another number of ranks than before."""
     return switch.before is not None and switch.before.world_size != switch.after.world_size
 
 
-def describe(switch: SwitchLike) -> tuple[str, str]:
+def describe(switch: Switch) -> tuple[str, str]:
     """A change in a few words, to write along a line; and in a sentence."""
     assert switch.before is not None
     changes = switch.before.difference(switch.after)

@@ -10,19 +10,20 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from ..link_spec import OFFERED
-from ..models.presets import PRESETS
-from ..spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, SYNCS
-from .choices import Choices, Chosen, Standing
-from .parts import put
+from fsdp_lab.core.link import OFFERED
+from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, SYNCS
+from fsdp_lab.dashboard.choices import Choices, Chosen, Standing
+from fsdp_lab.dashboard.parts import put
+from fsdp_lab.models.presets import PRESETS
 
 AUTO = "auto"
 OTHER = "other…"
+LIVELY = "gpt2-1m"  # what a dashboard begins with on CPUs: some tens of milliseconds a step
 OFFERED_PARAMETERS = 10**10  # larger presets are there to be planned; by code they can be trained all the same
 
 
 @dataclass(frozen=True, kw_only=True)
-class Field:
+class ControlSpec:
     """A field of the Spec and how it is chosen.
 
     `tokens` are the values offered, in order, given what is chosen now; a value that is none of them is added, so that
@@ -62,34 +63,34 @@ def _devices_text(value: Any) -> str:
     return "" if value is None else ", ".join(value)
 
 
-GROUPS: tuple[tuple[str, tuple[Field, ...]], ...] = (
+GROUPS: tuple[tuple[str, tuple[ControlSpec, ...]], ...] = (
     ("Sharding", (
-        Field(name="backend", label="backend", help="Who shards", tokens=fixed(*BACKENDS)),
-        Field(name="sharding", label="sharding", help="What is sharded", tokens=fixed(*SHARDINGS)),
-        Field(name="shard_size", label="shard size", help="Ranks in one shard group", tokens=_shard_sizes),
-        Field(name="precision", label="precision", help="dtype of computing and reducing", tokens=fixed(*PRECISIONS)),
-        Field(name="offload", label="offload", help="What is kept on the host", tokens=fixed(*OFFLOADS)),
-        Field(name="wrap", label="wrap", help="What becomes one unit",
+        ControlSpec(name="backend", label="backend", help="Who shards", tokens=fixed(*BACKENDS)),
+        ControlSpec(name="sharding", label="sharding", help="What is sharded", tokens=fixed(*SHARDINGS)),
+        ControlSpec(name="shard_size", label="shard size", help="Ranks in one shard group", tokens=_shard_sizes),
+        ControlSpec(name="precision", label="precision", help="dtype of computing and reducing", tokens=fixed(*PRECISIONS)),
+        ControlSpec(name="offload", label="offload", help="What is kept on the host", tokens=fixed(*OFFLOADS)),
+        ControlSpec(name="wrap", label="wrap", help="What becomes one unit",
               tokens=fixed("block", "every:2", "every:4", "min_params:100000", "whole")),
     )),
     ("Schedule", (
-        Field(name="forward_prefetch", label="forward prefetch", help="Units gathered ahead", least=0, most=16),
-        Field(name="backward_prefetch", label="backward prefetch", help="Units gathered ahead", least=0, most=16),
-        Field(name="recompute", label="recompute", help="Activations computed again in the backward",
+        ControlSpec(name="forward_prefetch", label="forward prefetch", help="Units gathered ahead", least=0, most=16),
+        ControlSpec(name="backward_prefetch", label="backward prefetch", help="Units gathered ahead", least=0, most=16),
+        ControlSpec(name="recompute", label="recompute", help="Activations computed again in the backward",
               tokens=fixed("none", "every:2", "full")),
-        Field(name="accumulate", label="accumulate", help="Micro-batches in a step", least=1),
-        Field(name="sync", label="sync", help="Micro-batches that communicate", tokens=fixed(*SYNCS)),
-        Field(name="link", label="link", help="A slower interconnect, emulated; of a GPU: scaled to what is computed here",
+        ControlSpec(name="accumulate", label="accumulate", help="Micro-batches in a step", least=1),
+        ControlSpec(name="sync", label="sync", help="Micro-batches that communicate", tokens=fixed(*SYNCS)),
+        ControlSpec(name="link", label="link", help="Emulate a slower interconnect; a GPU's is scaled to this machine",
               tokens=fixed(None, *OFFERED), typed="0.25 GB/s, 50 us", none="off"),
     )),
     ("Workload", (
-        Field(name="model", label="model", help="A change begins at step 0",
+        ControlSpec(name="model", label="model", help="A change begins at step 0",
               tokens=fixed(*(name for name, p in PRESETS.items() if p.parameters < OFFERED_PARAMETERS))),
-        Field(name="micro_batch", label="micro batch", help="Samples per rank and forward", least=1),
-        Field(name="seq_len", label="sequence length", help="Tokens of a sample",
+        ControlSpec(name="micro_batch", label="micro batch", help="Samples per rank and forward", least=1),
+        ControlSpec(name="seq_len", label="sequence length", help="Tokens of a sample",
               tokens=fixed(32, 64, 128, 256, 512, 1024)),
-        Field(name="world_size", label="ranks", help="A change starts a new run", least=1, most=256),
-        Field(name="devices", label="devices", help="auto, or one a rank: cuda:0, cuda:1. A change starts a new run",
+        ControlSpec(name="world_size", label="ranks", help="A change starts a new run", least=1, most=256),
+        ControlSpec(name="devices", label="devices", help="auto, or one a rank: cuda:0, cuda:1. A change starts a new run",
               read=_devices, write=_devices_text),
     )),
 )  # fmt: skip
@@ -98,7 +99,7 @@ GROUPS: tuple[tuple[str, tuple[Field, ...]], ...] = (
 class Control:
     """The widget of one field, with its label above and its note below."""
 
-    def __init__(self, field: Field, now: Chosen, choose: Callable[[str, Any], None]) -> None:
+    def __init__(self, field: ControlSpec, now: Chosen, choose: Callable[[str, Any], None]) -> None:
         self.field = field
         self._choose = choose
         self._quiet = False
@@ -202,11 +203,19 @@ class Control:
         self._choose(self.field.name, value)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """What taking a way out does to a run, and why it cannot be taken."""
+
+    effect: str = ""
+    blocked: str = ""
+
+
 class Group:
     """A named row of controls and the line under it that explains refusals."""
 
     def __init__(self, title: str, controls: Sequence[Control], accept: Callable[[Mapping[str, Any]], None],
-                 fields: Sequence[Field]) -> None:  # fmt: skip
+                 fields: Sequence[ControlSpec]) -> None:  # fmt: skip
         """`fields` of all groups: a way out may be in another."""
         self._fields = {f.name: f for f in fields}
         self.names = [c.field.name for c in controls]
@@ -225,8 +234,9 @@ class Group:
         self.box = widgets.VBox([head, row, self._line])
         self.box.add_class("fsdp-group")
 
-    def explain(self, choices: Choices[Any]) -> None:
-        """The reasons of what is refused in this group, and a button for the way out where there is one."""
+    def explain(self, choices: Choices[Any], offer: Callable[[Mapping[str, Any]], Offer] = lambda fix: Offer()) -> None:
+        """The reasons of what is refused in this group, and a button for the way out where there is one. `offer` says what
+        that does, or why it cannot be."""
         refused = [(n, choices.notes[n]) for n in self.names if n in choices.held and n in choices.notes]
         text = "<br>".join(escape(_sentence(note.text)) for _, note in refused)
         self._fix = {}
@@ -240,8 +250,14 @@ class Group:
             if more
             else ""
         )
+        if set(more) <= {"world_size", "devices"} and "world_size" in more:
+            label = f"Use {more['world_size']} ranks"
+        found = offer(more) if label else Offer()
+        text = " ".join(filter(None, [text, escape(found.blocked or found.effect)]))
         put(self._words, "value", text)
         put(self.button, "description", label)
+        put(self.button, "disabled", bool(found.blocked))
+        put(self.button, "tooltip", found.blocked or found.effect)
         put(self.button.layout, "display", "" if label else "none")
         put(self._line.layout, "display", "" if text else "none")
 
@@ -283,16 +299,14 @@ def _label(value: Any) -> str:
     return str(value)
 
 
-def said(name: str, value: Any, field: Field | None) -> str:
+def said(name: str, value: Any, field: ControlSpec | None) -> str:
     """A field and a value of it, in words."""
     label = field.label if field is not None else name.replace("_", " ")
     return f"{label} {field.none if field is not None and value is None else _label(value)}"
 
 
 def _sentence(text: str) -> str:
-    """A SpecError's "field: reason; way out" as two sentences. A reason that starts with its value stays as it is."""
+    """A FieldError's "field: reason; way out" as two sentences. A reason that starts with its value stays as it is."""
     _, _, rest = text.partition(": ")
-    reason, _, way_out = (rest or text).partition("; ")
-    return " ".join(
-        f"{part[0].upper()}{part[1:]}." if part is way_out else f"{part}." for part in (reason, way_out) if part
-    )
+    reason, _, hint = (rest or text).partition("; ")
+    return " ".join(f"{part[0].upper()}{part[1:]}." if part is hint else f"{part}." for part in (reason, hint) if part)

@@ -1,4 +1,4 @@
-"""`Foretelling`: predictions of Specs for the live panels, made by a thread of their own so that nobody waits for one."""
+"""`Predictor`: predictions of Specs for the live panels, made by a thread of their own so that nobody waits for one."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import threading
 import time
 from collections import OrderedDict
 
-from ..models.check import is_language
-from ..planner.plan import Plan
-from ..plans import planned_memory
-from ..spec import Spec, SpecError
-from .panels.ghost import Ghost
-from .ports import LabLike, PlansLike
+from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.dashboard.panels.ghost import Prediction
+from fsdp_lab.dashboard.ports import LabLike, PlansLike
+from fsdp_lab.models.check import is_language
+from fsdp_lab.planner.plan import Plan
+from fsdp_lab.planner.questions import planned_memory
 
 MOST = 32  # that are remembered
 AGAIN_S = 3.0  # where a time was lacking, it is asked for again after so long: the lab may have been calibrated
@@ -20,16 +21,18 @@ AGAIN_S = 3.0  # where a time was lacking, it is asked for again after so long: 
 log = logging.getLogger(__name__)
 
 
-class Foretelling:
+class Predictor:
     """`of` may be called ten times a second: it looks up, or has a thread work out what is not known yet."""
 
     def __init__(self, lab: LabLike) -> None:
         self._lab = lab
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, tuple[Ghost | None, float]] = OrderedDict()  # spec -> prediction, due again at
+        self._known: OrderedDict[str, tuple[Prediction | None, float]] = (
+            OrderedDict()
+        )  # spec -> prediction, due again at
         self._busy = False
 
-    def of(self, spec: Spec) -> Ghost | None:
+    def of(self, spec: Spec) -> Prediction | None:
         """What is predicted of it; None where nothing is, or not yet."""
         with self._lock:
             ghost, due_s = self._known.get(spec.id, (None, 0.0))
@@ -44,7 +47,7 @@ class Foretelling:
             ghost = self._foretold(spec)
             if ghost.step_time_s is None and isinstance(self._lab, PlansLike):
                 again_s = time.monotonic() + AGAIN_S
-        except SpecError:
+        except FieldError:
             pass  # of such a model nothing can be said
         except Exception:
             log.exception("nothing could be predicted of %s", spec.workload.model)
@@ -55,12 +58,12 @@ class Foretelling:
                 self._known.popitem(last=False)
             self._busy = False
 
-    def _foretold(self, spec: Spec) -> Ghost:
+    def _foretold(self, spec: Spec) -> Prediction:
         devices = spec.devices or self._lab.devices
         memory = planned_memory(spec, device="cpu" if "cpu" in devices else "cuda")
         plan = self._planned(spec)
         samples = spec.global_batch
-        return Ghost(
+        return Prediction(
             spec_id=spec.id,
             at_peak=memory.at_peak,
             host_bytes=memory.host_bytes,
@@ -73,5 +76,5 @@ class Foretelling:
             return None
         try:
             return self._lab.plan(spec)
-        except SpecError:  # the machine is not calibrated, or not for as many ranks
+        except FieldError:  # the machine is not calibrated, or not for as many ranks
             return None

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 
-from ..runs.recovery import CHECKPOINT, Incident
-from ..table import duration
+from fsdp_lab.core.formatting import duration
+from fsdp_lab.runs.recovery import CHECKPOINT, Incident
 
 MOST = 5
 NOTHING = (
-    "No rank has failed in this run. If one does, it is told here when that was noticed, when the other ranks were free, "
-    "when training went on, and from what."
+    "No rank has failed in this run. If one does, this shows when it was noticed, when the other ranks were released, "
+    "when training resumed, and from what."
 )
 UNFINISHED = {"broken": "waits for Recover or Stop", "recovering": "is being recovered", "stopping": "is given up"}
 

@@ -16,34 +16,43 @@ const SILENT = "No answer from the kernel. It may be busy; if it was restarted, 
 
 // -- BokehJS, from the kernel --------------------------------------------------------------------------------------
 
-/** BokehJS of the wanted version: the one on the page, or the kernel's own copy, asked for once. */
+/** BokehJS of the wanted version: the one on the page, else the kernel's, which came with the widget or is asked for once. */
 function loadBokeh(model) {
   const version = model.get("bokeh_version");
   const present = () => window.Bokeh?.[version] ?? (window.Bokeh?.version === version ? window.Bokeh : undefined);
   if (present()) return Promise.resolve(present());
   const loading = (window.__fsdpLabBokeh ??= {});
-  loading[version] ??= fetchBokeh(model).then(present).catch((error) => {
+  const given = model.get("first")?.bokehjs;
+  loading[version] ??= Promise.resolve(given ?? askForBokeh(model)).then(runScript).then(present).catch((error) => {
     delete loading[version]; // the next view may be luckier
     throw error;
   });
   return loading[version];
 }
 
-function fetchBokeh(model) {
+function askForBokeh(model) {
   return new Promise((resolve, reject) => {
     const timer = setTimeout(() => reject(new Error(GONE)), LOAD_TIMEOUT_MS);
     const onMessage = (message, buffers) => {
       if (message.kind !== "bokehjs") return;
       clearTimeout(timer);
       model.off("msg:custom", onMessage);
-      const script = document.createElement("script");
-      script.src = URL.createObjectURL(new Blob([buffers[0]], { type: "text/javascript" }));
-      script.onload = () => (URL.revokeObjectURL(script.src), resolve());
-      script.onerror = () => reject(new Error("BokehJS could not be loaded by this page."));
-      document.head.appendChild(script);
+      resolve(buffers[0]);
     };
     model.on("msg:custom", onMessage);
     model.send({ kind: "bokehjs" });
+  });
+}
+
+async function runScript(compressed) {
+  const inflated = new Blob([compressed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const text = await new Response(inflated).blob();
+  return new Promise((resolve, reject) => {
+    const script = document.createElement("script");
+    script.src = URL.createObjectURL(new Blob([text], { type: "text/javascript" }));
+    script.onload = () => (URL.revokeObjectURL(script.src), resolve());
+    script.onerror = () => reject(new Error("BokehJS could not be loaded by this page."));
+    document.head.appendChild(script);
   });
 }
 
@@ -301,7 +310,7 @@ class PinBar {
     this.number.title = `${kept.toLocaleString("en")} traced steps are kept, from ${oldest} to ${newest}`;
     this.before.disabled = step <= oldest;
     this.after.disabled = step >= newest;
-    this.hold.textContent = held ? "Let go" : "Pin";
+    this.hold.textContent = held ? "Unpin" : "Pin";
     this.hold.title = held ? "Show the newest step again" : "Hold this step while training goes on";
     this.hold.setAttribute("aria-pressed", String(held));
   }
@@ -345,7 +354,16 @@ class View {
       if (this.gone) return;
       await new Promise((resolve) => setTimeout(resolve, 20));
     }
+    await this.drawFirst();
     this.mount();
+  }
+
+  /** What came with the widget itself: a kernel that is busy with the next cell answers later. */
+  async drawFirst() {
+    const first = this.model.get("first");
+    if (!first?.layout) return;
+    await this.draw(first, [first.numbers]);
+    this.root.dataset.first = String(first.scene);
   }
 
   mount() {
@@ -363,13 +381,26 @@ class View {
     else if (message.kind === "remount" && this.Bokeh) this.mount();
   }
 
-  // A snapshot: the scene from nothing.
+  // A snapshot: all there is of a scene. Pictures that show this scene already are kept and filled anew.
 
   async draw(message, buffers) {
     this.seq = message.seq;
+    if (!this.doc || this.scene !== message.scene) await this.build(message);
+    if (this.gone) return;
+    this.sources.at.clear();
+    for (const card of this.cardOf.values()) card.waiting.clear();
+    for (const table of readTables(message.tables, buffers[0])) this.sources.write(table);
+    this.patch(message.patches);
+    this.caption(message.captions);
+    this.mounting = false;
+    this.pump(); // ticks that came while Bokeh was building
+    this.root.dataset.scene = String(message.scene);
+    if (message.view) this.root.dataset.ready = String(message.seq);
+  }
+
+  async build({ layout, scene }) {
     this.forgetDocument();
     this.body.replaceChildren();
-    const { layout } = message;
     const plots = this.buildCards(layout);
     const docid = "document";
     const roots = Object.fromEntries(Object.entries(layout.roots).map(([card, id]) => [id, plots.get(card)]));
@@ -378,17 +409,11 @@ class View {
     if (this.gone) return;
     this.bokehViews = views;
     this.doc = this.Bokeh.documents[this.Bokeh.documents.length - 1];
+    this.scene = scene;
     this.byName = new Map([...this.doc.all_models].filter((m) => m.name).map((m) => [m.name, m]));
     this.ranges = new Map();
     this.sources = new Sources(this.doc);
     this.repaint();
-    for (const table of readTables(message.tables, buffers[0])) this.sources.write(table);
-    this.patch(message.patches);
-    this.caption(message.captions);
-    this.mounting = false;
-    this.pump(); // ticks that came while Bokeh was building
-    this.root.dataset.ready = String(message.seq);
-    this.root.dataset.scene = String(message.scene);
   }
 
   buildCards(layout) {
@@ -398,8 +423,9 @@ class View {
     top.append(headline, ranks);
     for (const rank of layout.ranks) ranks.append(legendEntry(rank));
     if (layout.rank_count && !layout.ranks.length) ranks.append(element("span", "", `${layout.rank_count} ranks, drawn as mean and band`));
+    const caution = element("p", "fsdp-note fsdp-caution");
     const grid = element("div", "fsdp-grid");
-    this.words = new Map([["", { reading: headline }]]);
+    this.words = new Map([["", { reading: headline, note: caution }]]);
     const cards = new Map();
     this.cardOf = new Map(); // source -> its card
     const plots = new Map();
@@ -424,7 +450,7 @@ class View {
       for (const source of card.sources) this.cardOf.set(source, shown);
       this.words.set(card.name, { section, reading, legend, note, plot, pin });
     }
-    this.body.append(top, grid);
+    this.body.append(top, caution, grid);
     this.watchCards(cards);
     return plots;
   }

@@ -1,17 +1,15 @@
 """The live view: Bokeh figures in a widget of our own, fed with one binary message a tick.
 
 Why not what exists: jupyter_bokeh carries no BokehJS and goes dead offline and on reload, `push_notebook` dies with the
-page. Here the page asks the kernel for BokehJS (one binary message from site-packages), is given a snapshot of everything
-when it mounts, and then what is new, at most two messages unacknowledged. It acknowledges after painting, so a slow page
-gets fewer and larger messages, and the time from a step's end to its pixels is measured by the way.
-
-`live.js` is the other half. The protocol, page to kernel: `bokehjs` (send it), `mount` (send a snapshot to this view),
-`ack` (painted up to seq), `pin` (a card shall hold another step), `press` (a button in a card's table), `ping`, `leave`.
-Kernel to page: `bokehjs`, `snapshot`, `tick`, `remount` (another scene: ask for a snapshot), `pong`.
+page. Here the widget's own state carries BokehJS and a first picture when it is displayed, so that it is drawn even while
+the kernel is busy with the next cell. The page then mounts: it gets a snapshot of everything, and after that what is new,
+with at most two messages unacknowledged. It acknowledges after painting, so a slow page gets fewer and larger messages, and
+the time from a step's end to its pixels is measured. After the first mount the state is empty: later views ask for BokehJS.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
 import time
@@ -28,10 +26,10 @@ import traitlets
 from bokeh.document import Document
 from bokeh.models.ui import UIElement
 
-from . import theme
-from .columns import Block, Columns, Numbers
-from .latency import Latency, Stamps
-from .panels.base import Pinnable, Pressable
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.columns import Block, Columns, Numbers
+from fsdp_lab.dashboard.latency import Latency, Stamps
+from fsdp_lab.dashboard.panels.base import Pinnable, Pressable
 
 HERE = Path(__file__).parent
 BOKEH_JS = Path(bokeh.__file__).parent / "server/static/js/bokeh.min.js"
@@ -66,6 +64,7 @@ class Scene:
     shared_sources: Sequence[Columns] = ()
     shared_patches: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
     headline: Callable[[], str] = str
+    caution: Callable[[], str] = str  # what the times are worth, once for all cards
     ranks: int = 0
 
     @property
@@ -79,8 +78,11 @@ class Scene:
         return merged
 
     def captions(self) -> dict[str, dict[str, Any]]:
-        """Card -> what is written in it; the line above the cards goes by the name ""."""
-        return {"": {"reading": self.headline()}, **{card.name: self._said(card) for card in self.cards}}
+        """Card -> what is written in it; the lines above the cards go by the name ""."""
+        return {
+            "": {"reading": self.headline(), "note": self.caution()},
+            **{card.name: self._said(card) for card in self.cards},
+        }
 
     def _said(self, card: Card) -> dict[str, Any]:
         """A card's words as a dict, made once of what it says again: ten times a second, a table of cells is dear."""
@@ -103,8 +105,10 @@ class Scene:
         for _, root in drawn:
             document.add_root(root)
         lines = self.ranks <= theme.MOST_LINES
+        written = json.dumps(document.to_json(deferred=False))
+        document.clear()  # another scene may show the same panels
         return {
-            "document": json.dumps(document.to_json(deferred=False)),
+            "document": written,
             "roots": {name: root.id for name, root in drawn},
             "cards": [
                 {"name": c.name, "title": c.title, "wide": c.wide, "sources": [s.name for s in c.sources]}
@@ -140,6 +144,7 @@ class LiveView(anywidget.AnyWidget):
     _css = HERE / "live.css"
     bokeh_version = traitlets.Unicode(bokeh.__version__).tag(sync=True)
     tokens = traitlets.Dict(theme.tokens()).tag(sync=True)
+    first = traitlets.Dict().tag(sync=True)  # a snapshot, its numbers and BokehJS, until a page has mounted
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -151,6 +156,7 @@ class LiveView(anywidget.AnyWidget):
         self._sent_s = 0.0
         self._stamps = Stamps()
         self._closed = False
+        self._was_mounted = False
         self.ticks_held = 0  # because the page had not painted yet
         super().__init__()
         self.on_msg(self._on_message)
@@ -163,7 +169,20 @@ class LiveView(anywidget.AnyWidget):
             self._scene = scene
             self._scenes += 1
             self._sent = _Sent()
+            if self.first:
+                self.prepare()
             self.send({"kind": "remount"})
+
+    def prepare(self) -> None:
+        """Puts a first picture into the widget's state; to be called when it is displayed, before the page asks."""
+        with self._lock:
+            if not self._was_mounted:
+                header, numbers = self._snapshot()
+                self.first = {**header, "numbers": numbers, "bokehjs": bokeh_js()}
+
+    def _repr_mimebundle_(self, **options: Any) -> Any:
+        self.prepare()
+        return super()._repr_mimebundle_(**options)
 
     def swap(self, scene: Scene) -> None:
         """Replaces what is shown by a scene with the same cards, plots and tables: mounted views keep their pictures, and
@@ -228,7 +247,7 @@ class LiveView(anywidget.AnyWidget):
                 self._views[view].heard_s = time.monotonic()
             match kind:
                 case "bokehjs":
-                    self.send({"kind": "bokehjs"}, buffers=[BOKEH_JS.read_bytes()])
+                    self.send({"kind": "bokehjs"}, buffers=[bokeh_js()])
                 case "mount":
                     self._mount(view)
                 case "ack":
@@ -244,18 +263,24 @@ class LiveView(anywidget.AnyWidget):
 
     def _mount(self, view: str) -> None:
         """Gives one view everything up to now; rows that a later tick brings again are passed over by number."""
-        scene = self._scene
-        blocks = [(s, s.all()) for s in scene.sources]
+        header, numbers = self._snapshot()
         if not self._views:  # nobody else has to be brought up to date by the next tick
             self._sent = _Sent(
-                rows={s.name: (b.generation, b.next) for s, b in blocks},
-                patches=scene.patches(),
-                captions=scene.captions(),
+                rows={t["name"]: (t["generation"], t["first"] + t["rows"]) for t in header["tables"]},
+                patches=self._scene.patches(),
+                captions=self._scene.captions(),
             )
         self._views[view] = _View(acked=self._seq, heard_s=time.monotonic())
+        self.send({**header, "view": view}, buffers=[numbers])
+        if not self._was_mounted:
+            self._was_mounted, self.first = True, {}
+
+    def _snapshot(self) -> tuple[dict[str, Any], bytes]:
+        """Everything up to now: the header of a message, and its numbers."""
+        scene = self._scene
+        blocks = [(s, s.all()) for s in scene.sources]
         header = {
             "kind": "snapshot",
-            "view": view,
             "seq": self._seq,
             "scene": self._scenes,
             "layout": scene.layout,
@@ -263,7 +288,7 @@ class LiveView(anywidget.AnyWidget):
             "patches": scene.patches(),
             "captions": scene.captions(),
         }
-        self.send(header, buffers=[_bytes([b.numbers for _, b in blocks])])
+        return header, _bytes([b.numbers for _, b in blocks])
 
     def _acknowledge(self, view: str, seq: int, painted_unix_s: float) -> None:
         known = self._views.setdefault(view, _View(acked=seq, heard_s=time.monotonic()))
@@ -311,6 +336,11 @@ class LiveView(anywidget.AnyWidget):
         if not (tables or patches or captions):
             return {}, []
         return {"tables": tables, "patches": patches, "captions": captions}, numbers
+
+
+def bokeh_js() -> bytes:
+    """The installed BokehJS, compressed: 0.4 MB of 1.3."""
+    return gzip.compress(BOKEH_JS.read_bytes(), compresslevel=1, mtime=0)
 
 
 def _describe(source: Columns, block: Block) -> dict[str, Any]:

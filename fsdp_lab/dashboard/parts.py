@@ -8,7 +8,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from ..spec import SpecError
+from fsdp_lab.core.errors import FieldError
 
 
 def put(widget: Any, name: str, value: Any) -> None:
@@ -64,6 +64,6 @@ def status(text: str, *, wrong: bool = False) -> str:
 
 def sentence(error: BaseException) -> str:
     """What went wrong, for who pressed a button: a refusal without the name of its field, the first line of the others."""
-    if isinstance(error, SpecError):
-        return f"{error.reason[0].upper()}{error.reason[1:]}: {error.way_out}."
+    if isinstance(error, FieldError):
+        return f"{error.reason[0].upper()}{error.reason[1:]}: {error.hint}."
     return str(error).partition("\n")[0] or type(error).__name__

@@ -8,9 +8,9 @@ from typing import Any
 
 from bokeh.models import Plot
 
-from .columns import Columns
-from .live import LiveView, Scene
-from .panels.base import Captions, tint
+from fsdp_lab.dashboard.columns import Columns
+from fsdp_lab.dashboard.live import LiveView, Scene
+from fsdp_lab.dashboard.panels.base import Captions, tint
 
 
 def picture(figure: Plot, title: str = "") -> LiveView:
@@ -22,12 +22,12 @@ def picture(figure: Plot, title: str = "") -> LiveView:
         legend.background_fill_alpha = legend.border_line_alpha = 0
         tint(legend, label_text_color="ink.mean")
     view = LiveView()
-    view.show(Scene(cards=(Still(title=title, root=figure),)))
+    view.show(Scene(cards=(StaticView(title=title, root=figure),)))
     return view
 
 
 @dataclass(frozen=True, kw_only=True)
-class Still:
+class StaticView:
     """A card whose picture does not change."""
 
     title: str

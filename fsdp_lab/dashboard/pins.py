@@ -11,20 +11,21 @@ from typing import Any
 
 import numpy as np
 
-from ..events import StepEvent
-from ..runs import EventStore, RunState, Switch
-from ..runs.kept import Kept
-from ..spec import Spec
-from . import theme
-from .columns import Numbers
-from .panels.base import MOST_ROWS, SMOOTH_STEPS, STEP_LIMIT
-from .panels.overlay import CURVE
-from .panels.units import MIB
+from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.formatting import MIB
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.columns import Numbers
+from fsdp_lab.dashboard.panels.base import MOST_ROWS, SMOOTH_STEPS, STEP_LIMIT
+from fsdp_lab.dashboard.panels.overlay import CURVE
+from fsdp_lab.runs import EventStore, RunState, Step, Switch
+from fsdp_lab.runs.steps import last_stretch
+from fsdp_lab.runs.view import RunView
 
 
 @dataclass(kw_only=True, eq=False)
 class Pinned:
-    """A `Kept` that nobody changes any more.
+    """A `RunView` that nobody changes any more.
 
     Its figures are one strategy's: `events` are those under the Spec that was applied last, since it was applied. Its
     `curve` is of the whole run, changes included, because a loss is read from its beginning. Of a run of more than
@@ -44,17 +45,16 @@ class Pinned:
     environment: Mapping[str, Any]
 
     @classmethod
-    def of(cls, run: Kept, *, curve: bool = True) -> Pinned:
+    def of(cls, run: RunView, *, curve: bool = True) -> Pinned:
         """As it is now. Without its curve where only figures are wanted."""
-        told, spec, state, reason = run.events.since()[0], run.spec, run.state, run.reason
-        life = last_life(told)
+        steps, spec, state, reason = run.events.steps(), run.spec, run.state, run.reason
         store = EventStore()
-        store.add(_bare(e) for e in ends(stretch(life, spec.id), STEP_LIMIT * spec.world_size))
+        store.add(_bare(e) for step in ends(last_stretch(steps, spec), STEP_LIMIT) for e in step.events)
         return cls(
             id=run.id,
             spec=spec,
             events=store,
-            curve=curve_of(ends(life, STEP_LIMIT * spec.world_size)) if curve else np.empty((0, len(CURVE))),
+            curve=curve_of(ends(steps, STEP_LIMIT)) if curve else np.empty((0, len(CURVE))),
             switches=tuple(run.switches),
             state=state,
             reason=reason,
@@ -70,58 +70,37 @@ def _bare(event: StepEvent) -> StepEvent:
     return replace(event, spans=(), memory_curve=()) if event.spans or event.memory_curve else event
 
 
-def last_life(events: Sequence[StepEvent]) -> Sequence[StepEvent]:
-    """What was told since the ranks last began again at step 0."""
-    newer: dict[int, int] = {}  # rank -> the step that it told next
-    for at in range(len(events) - 1, -1, -1):
-        e = events[at]
-        if e.step >= newer.get(e.rank, e.step + 1):
-            return events[at + 1 :]
-        newer[e.rank] = e.step
-    return events
-
-
-def stretch(events: Sequence[StepEvent], spec_id: str) -> Sequence[StepEvent]:
-    """The end of them that was trained under this Spec."""
-    at = next((i for i in range(len(events), 0, -1) if events[i - 1].spec_id != spec_id), 0)
-    return events[at:]
-
-
-def ends(events: Sequence[StepEvent], most: int) -> list[StepEvent]:
+def ends(steps: Sequence[Step], most: int) -> list[Step]:
     """The first and the last `most` of them, or all."""
-    return [*events[:most], *events[-most:]] if len(events) > 2 * most else list(events)
+    return [*steps[:most], *steps[-most:]] if len(steps) > 2 * most else list(steps)
 
 
-def curve_of(events: Iterable[StepEvent]) -> Numbers:
-    """A row a step that all ranks told. Rates and exposed communication are medians of nine ordinary steps, a peak is a
+def curve_of(steps: Iterable[Step]) -> Numbers:
+    """A row for each whole step. Rates and exposed communication are medians of nine ordinary steps, a peak is a
     rank's in MiB; of more ranks than colours the first two peaks are the fullest's and the emptiest's."""
-    by_step: dict[int, dict[int, StepEvent]] = {}
-    for e in events:
-        by_step.setdefault(e.step, {})[e.rank] = e
     recent: deque[tuple[float, float, float]] = deque(maxlen=SMOOTH_STEPS)
     rows: list[list[float]] = []
-    for number, by_rank in sorted(by_step.items()):
-        step = list(by_rank.values())
-        if len(step) != step[0].world_size:
+    for step in steps:
+        if not step.is_whole:
             continue
-        if rows and number > rows[-1][0] + 1:
+        if rows and step.number > rows[-1][0] + 1:
             rows.append([math.nan] * len(CURVE))
-        if step[0].first_after_switch:
+        if step.events[0].first_after_switch:
             recent.clear()
-        if all(e.counts for e in step):
+        if step.counts:
             recent.append(_rates(step))
         smooth = [median(values) for values in zip(*recent, strict=True)] if recent else [math.nan] * 3
-        rows.append([number, step[0].mean_loss, *smooth, *_peaks(by_rank)])
+        rows.append([step.number, step.mean_loss, *smooth, *_peaks(step)])
     return np.array(rows[-MOST_ROWS:], dtype=np.float64).reshape(-1, len(CURVE))
 
 
-def _rates(step: Sequence[StepEvent]) -> tuple[float, float, float]:
-    tokens_per_s = sum(e.tokens for e in step) / max(e.step_time_s for e in step)
-    return tokens_per_s, fmean(e.tflops for e in step), 1e3 * fmean(e.exposed_comm_s for e in step)
+def _rates(step: Step) -> tuple[float, float, float]:
+    tflops, exposed_s = fmean(e.tflops for e in step.events), fmean(e.exposed_comm_s for e in step.events)
+    return step.tokens_per_s, tflops, 1e3 * exposed_s
 
 
-def _peaks(by_rank: Mapping[int, StepEvent]) -> list[float]:
-    peaks = [(by_rank[r].memory.peak_bytes or math.nan) / MIB for r in sorted(by_rank)]
+def _peaks(step: Step) -> list[float]:
+    peaks = [(e.memory.peak_bytes or math.nan) / MIB for e in step.events]
     if len(peaks) > theme.MOST_LINES:
         peaks = [max(peaks), min(peaks)]
     return [*peaks, *[math.nan] * (theme.MOST_LINES - len(peaks))]

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import ipywidgets as widgets
 
-from ..cluster import ClusterError
-from ..runs.recovery import Recovering
-from .incident_picture import incidents_picture
-from .parts import button, field, line, part, put, row, sentence
-from .ports import LabLike, RunLike
+from fsdp_lab.cluster import ClusterError
+from fsdp_lab.dashboard.incident_picture import incidents_picture
+from fsdp_lab.dashboard.parts import button, field, line, part, put, row, sentence
+from fsdp_lab.dashboard.ports import LabLike, RunLike
+from fsdp_lab.runs.recovery import RecoveryPolicy
 
-HOWS = (("off: the run has failed", "off"), ("ask: it waits for me", "ask"), ("automatic", "auto"))
-RANKS = (("same ranks: lost ones are replaced", "same"), ("fewer ranks: those that are left", "fewer"))
+HOWS = (("off: the run fails", "off"), ("ask: wait for a decision", "ask"), ("automatic", "auto"))
+RANKS = (("same number of ranks", "same"), ("remaining ranks", "fewer"))
 
 
 class RecoveryForm:
@@ -26,13 +26,13 @@ class RecoveryForm:
     def __init__(self, lab: LabLike, say: Callable[[str], None]) -> None:
         self._lab, self._say = lab, say
         self._how = widgets.Dropdown(options=HOWS, value="ask", description="when ranks fail",
-                                     tooltip="A change takes effect with the next start")  # fmt: skip
-        self._ranks = widgets.Dropdown(options=RANKS, value="same", description="it goes on with",
-                                       tooltip="A change takes effect with the next start")  # fmt: skip
-        same = "Replaces the ranks that are lost, and goes on where nothing is lost"
-        fewer = "Goes on with the ranks that are left, with the same global batch where it can be divided"
+                                     tooltip="Takes effect at the next start")  # fmt: skip
+        self._ranks = widgets.Dropdown(options=RANKS, value="same", description="resume on",
+                                       tooltip="Takes effect at the next start")  # fmt: skip
+        same = "Replace the lost ranks and resume"
+        fewer = "Resume on the ranks that remain, with the same global batch where it divides"
         self._same = button("Recover", "medkit", same, lambda: self.recover("same"))
-        self._fewer = button("Go on with fewer", "minus-circle", fewer, lambda: self.recover("fewer"))
+        self._fewer = button("Resume on fewer ranks", "minus-circle", fewer, lambda: self.recover("fewer"))
         self._same.button_style = "primary"
         self.buttons = (self._same, self._fewer)
         self._incidents = line("fsdp-incidents")
@@ -50,9 +50,9 @@ class RecoveryForm:
         """What is chosen, shortly."""
         return f"recovery: {'automatic' if self._how.value == 'auto' else self._how.value}"
 
-    def recovering(self) -> Recovering:
+    def recovering(self) -> RecoveryPolicy:
         """What the next run is to do when its ranks fail."""
-        return Recovering(how=self._how.value, ranks=self._ranks.value)
+        return RecoveryPolicy(how=self._how.value, ranks=self._ranks.value)
 
     def recover(self, ranks: str) -> None:
         """Leaves word that the run goes on, on the same ranks or on fewer; of one that failed, another takes the place."""

@@ -12,12 +12,12 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from .drill_form import DrillForm
-from .evaluation_form import EvaluationForm
-from .parts import button, put, status
-from .ports import LabLike, RunLike
-from .recovery_form import RecoveryForm, can_recover
-from .saving_form import SavingForm
+from fsdp_lab.dashboard.drill_form import DrillForm
+from fsdp_lab.dashboard.evaluation_form import EvaluationForm
+from fsdp_lab.dashboard.parts import button, put, status
+from fsdp_lab.dashboard.ports import LabLike, RunLike
+from fsdp_lab.dashboard.recovery_form import RecoveryForm, can_recover
+from fsdp_lab.dashboard.saving_form import SavingForm
 
 FOLDED = "none"
 Begin = Callable[[Callable[[Mapping[str, Any]], RunLike]], None]
@@ -67,7 +67,7 @@ class SafetyBox:
         return self._saving, self._evaluation, self._recovery, self._drill
 
     def options(self) -> dict[str, Any]:
-        """How the next run is saved, evaluated and recovered. Raises SpecError, which is said in the card too."""
+        """How the next run is saved, evaluated and recovered. Raises FieldError, which is said in the card too."""
         saving, recovering = self._saving.saving(), self._recovery.recovering()
         return {"save": saving, "recover": recovering, "evaluate": self._evaluation.evaluating()}
 

@@ -13,19 +13,19 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from ..checkpoints import Checkpoint
-from ..runs.saving import LAST, Saved, Saving
-from ..spec import SpecError
-from ..table import duration, size
-from .parts import button, field, line, part, put, row, sentence, status
-from .ports import LabLike, RunLike, SaveTicketLike
+from fsdp_lab.core.checkpoint_format import Checkpoint
+from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.formatting import duration, size
+from fsdp_lab.dashboard.parts import button, field, line, part, put, row, sentence, status
+from fsdp_lab.dashboard.ports import LabLike, RunLike, SaveRequestLike
+from fsdp_lab.runs.saving import LAST, CheckpointConfig, SavedCheckpoint
 
 FOLDER = "checkpoints"
 EVERY_STEPS = 100
-OFF, ASKED, EVERY = "off", "when I ask, and at the end", "every n steps"
+OFF, ASKED, EVERY = "off", "on demand and at the end", "every n steps"
 SHOWN = 3  # saves in the list
-HEADS = ("step", "size", "training stood", "written in", "")
-NOTHING = "Nothing is saved yet. What is chosen here takes effect with Start; the folder is made then."
+HEADS = ("step", "size", "training paused", "write time", "")
+NOTHING = "No checkpoint yet. These settings take effect at Start, which creates the folder."
 
 
 class SavingForm:
@@ -38,7 +38,7 @@ class SavingForm:
     def __init__(self, lab: LabLike, resume: Callable[[str], None]) -> None:
         self._lab, self._begin = lab, resume
         self._words, self._wrong = "", False
-        self._ticket: SaveTicketLike | None = None  # of the run
+        self._ticket: SaveRequestLike | None = None  # of the run
         self._aside: threading.Thread | None = None  # saves what the ranks hold
         self._make_widgets()
         self.tick(None)
@@ -47,11 +47,11 @@ class SavingForm:
         self._folder = widgets.Text(value=FOLDER, description="folder", tooltip="Where checkpoints go",
                                     continuous_update=False)  # fmt: skip
         self._when = widgets.Dropdown(options=(OFF, ASKED, EVERY), value=OFF, description="save",
-                                      tooltip="A change takes effect with the next start")  # fmt: skip
+                                      tooltip="Takes effect at the next start")  # fmt: skip
         self._every = self._number("n steps", EVERY_STEPS, "Steps from one checkpoint to the next", 1_000_000)
         self._last = self._number("keep last", LAST, "How many of a run are kept; older ones are removed", 1000)
-        self._save = button("Save now", "save", "A checkpoint of this moment; training goes on", self.save)
-        self._resume = button("Resume", "history", "A run that goes on from the newest checkpoint in the folder, with the "
+        self._save = button("Save now", "save", "Write a checkpoint now; training continues", self.save)
+        self._resume = button("Resume", "history", "Start a run from the newest checkpoint in the folder, with the "
                               "choices that wait for a start", self.resume)  # fmt: skip
         self._said, self._list = line("fsdp-safety-said"), line("fsdp-safety-list")
         entries = [field(entry) for entry in (self._folder, self._when, self._every, self._last)]
@@ -72,16 +72,16 @@ class SavingForm:
         when = {OFF: "is off", ASKED: "when asked", EVERY: f"every {self._every.value} steps"}[self._when.value]
         return f"saving {when}"
 
-    def saving(self) -> Saving | None:
-        """What the next run is to be saved by. Its folder is made. Raises SpecError, which is said beside the field too."""
+    def saving(self) -> CheckpointConfig | None:
+        """What the next run is to be saved by. Its folder is made. Raises ArgumentError, which is shown beside the field."""
         self._say("")
         if self._when.value == OFF:
             return None
         try:
             every = self._every.value if self._when.value == EVERY else None
-            return Saving(folder=self._folder.value, every=every, last=self._last.value)
-        except SpecError as e:
-            self._say(f"The folder {e.reason}: {e.way_out}.", wrong=True)
+            return CheckpointConfig(folder=self._folder.value, every=every, last=self._last.value)
+        except FieldError as e:
+            self._say(f"The folder {e.reason}: {e.hint}.", wrong=True)
             raise
 
     # -- what a person does -----------------------------------------------------------------------------------------
@@ -92,14 +92,14 @@ class SavingForm:
         if run is not None and not run.state.over:
             self._guarded(lambda: self._save_run(run))
         elif self._aside is None or not self._aside.is_alive():
-            self._say("What the ranks hold is being saved.")
+            self._say("Saving what the ranks hold.")
             folder = self._folder.value
             self._aside = threading.Thread(target=self._save_held, args=(folder,), name="fsdp-lab-save", daemon=True)
             self._aside.start()
 
     def _save_run(self, run: RunLike) -> None:
         self._ticket = run.save()
-        self._say("It is saved after the running chunk of steps.")
+        self._say("A checkpoint is written after the steps in progress.")
 
     def _save_held(self, folder: str) -> None:
         self._guarded(lambda: self._say(saved_words(self._lab.save(folder))))
@@ -148,7 +148,7 @@ def saved_words(made: Checkpoint) -> str:
     return f"Step {made.step:,} is saved in {made.path.parent.name}."
 
 
-def saves_table(saves: Sequence[Saved]) -> str:
+def saves_table(saves: Sequence[SavedCheckpoint]) -> str:
     """The newest saves as a table, newest first."""
     if not saves:
         return status(NOTHING)
@@ -159,7 +159,7 @@ def saves_table(saves: Sequence[Saved]) -> str:
     return f'<table class="fsdp-saves"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{under}'
 
 
-def _row(saved: Saved) -> str:
+def _row(saved: SavedCheckpoint) -> str:
     stood = duration(saved.stall_s)
     if saved.pending:
         cells = (f"{saved.step:,}", "", stood, "…", "is being written")

@@ -15,12 +15,13 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from ..runs import Moment
-from ..spec import Spec, SpecError
-from .live import LiveView, Scene
-from .panels.holdings import HoldingsPanel
-from .parts import put, sentence
-from .ports import LabLike, SlowLike
+from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.dashboard.live import LiveView, Scene
+from fsdp_lab.dashboard.panels.holdings import HoldingsPanel
+from fsdp_lab.dashboard.parts import put, sentence
+from fsdp_lab.dashboard.ports import LabLike, SlowLike
+from fsdp_lab.runs import StepMoment
 
 SPEEDS_PER_S = (0.5, 1.0, 2.0, 5.0)
 MOST_PRESSES = 20  # of Next that may wait for the ranks
@@ -57,7 +58,7 @@ class SlowMotionBox:
         self._slow: SlowLike | None = None  # the one that our buttons move
         self._worker: threading.Thread | None = None
         self._panel: HoldingsPanel | None = None
-        self._drawn: Moment | None = None
+        self._drawn: StepMoment | None = None
         self._live = LiveView()
         self._make_widgets()
         self._show()
@@ -65,9 +66,9 @@ class SlowMotionBox:
     def _make_widgets(self) -> None:
         head = widgets.HTML("<h4>Slow motion</h4>")
         head.add_class("fsdp-slow-head")
-        self._next = self._button("Next", "step-forward", "Let the ranks go on to the next phase", self.next)
-        self._play = self._button("Play", "play", "One phase after the other, at this speed", self.play)
-        self._stop = self._button("Stop", "stop", "Let the step run to its end", self.stop)
+        self._next = self._button("Next", "step-forward", "Advance all ranks to the next phase", self.next)
+        self._play = self._button("Play", "play", "Advance at this speed", self.play)
+        self._stop = self._button("Stop", "stop", "Finish the step", self.stop)
         self._next.button_style = "primary"
         self._speed = widgets.Dropdown(
             options=[(f"{s:g} phase{'s' * (s > 1)} a second", s) for s in SPEEDS_PER_S],
@@ -78,7 +79,7 @@ class SlowMotionBox:
         self._speed.observe(lambda _: self._hurry(), "value")
         self._say = widgets.HTML()
         self._say.add_class("fsdp-state-line")
-        self._way_out = self._button("", "", "Choose it, and go on", self._take_way_out)
+        self._way_out = self._button("", "", "Apply and continue", self._take_way_out)
         self._way_out.add_class("fsdp-fix")
         bar = widgets.Box([head, self._next, self._play, self._speed, self._stop, self._say, self._way_out])
         bar.add_class("fsdp-bar")
@@ -214,7 +215,7 @@ class SlowMotionBox:
         with self._changed:
             self._playing, self._asked, self._failed = False, 0, True
             self._words = sentence(error)
-            self._fix = dict(error.fix) if isinstance(error, SpecError) else {}
+            self._fix = dict(error.fix) if isinstance(error, FieldError) else {}
 
     # -- what is shown --------------------------------------------------------------------------------------------
 
@@ -233,7 +234,7 @@ class SlowMotionBox:
         ours, newest = self._slow, self._lab.slow
         return newest if newest is not None and (ours is None or ours.closed) else ours
 
-    def _draw(self, moment: Moment) -> None:
+    def _draw(self, moment: StepMoment) -> None:
         self._drawn = moment
         if self._panel is not None and self._panel.fits(moment):
             self._panel.update(moment)

@@ -15,15 +15,15 @@ from typing import Any, cast
 
 import ipywidgets as widgets
 
-from ..runs import Refusal
-from ..runs.comparison import words
-from ..runs.kept import Kept
-from ..runs.summary import how, slowest
-from ..runs.sweep import ROUNDS, combine
-from ..spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec
-from .board import running
-from .parts import put
-from .ports import LabLike, SweepLike
+from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec
+from fsdp_lab.dashboard.board import running
+from fsdp_lab.dashboard.parts import put
+from fsdp_lab.dashboard.ports import LabLike, SweepLike
+from fsdp_lab.runs import Refusal
+from fsdp_lab.runs.comparison import words
+from fsdp_lab.runs.summary import how
+from fsdp_lab.runs.sweep import ROUNDS, combine
+from fsdp_lab.runs.view import RunView
 
 COMBINED: Mapping[str, Sequence[Any]] = {
     "backend": BACKENDS,
@@ -59,14 +59,16 @@ class SweepForm:
         self._chips = {name: [self._chip(name, value) for value in values] for name, values in COMBINED.items()}
         rows = [self._row(_name(name), chips) for name, chips in self._chips.items()]
         self._steps = self._number("steps", STEPS, "Of each run", 1, 100_000)
-        self._rounds = self._number("rounds", ROUNDS, "Turns of each run: what drifts meets all alike", 1, 100)
+        self._rounds = self._number(
+            "rounds", ROUNDS, "Turns of each run, so that drift of the machine affects all alike", 1, 100
+        )
         self._start = self._button("Start comparison", "play", "Train all that can run, in turns", self.start)
         self._start.button_style = "primary"
         self._away = self._button("Close", "", "Close this form", self.toggle)
         self._ask = widgets.VBox([*rows, self._row("", [self._steps, self._rounds, self._start, self._away])])
         self._said = widgets.HTML()
         self._said.add_class("fsdp-sweep-said")
-        self._stop = self._button("Stop comparison", "stop", "End it, and keep what is done", self.stop)
+        self._stop = self._button("Stop comparison", "stop", "End it and keep what was measured", self.stop)
         self._far = widgets.HTML()
         self._far.add_class("fsdp-sweep-said")
         self._going = self._row("", [self._stop, self._far])
@@ -188,10 +190,10 @@ class SweepForm:
 
     def _estimate(self, runs: int) -> str:
         run = running(self._lab)
-        steps = cast(Kept, run).events.last_steps(MEASURED_STEPS) if run is not None else []
+        steps = cast(RunView, run).events.last_steps(MEASURED_STEPS) if run is not None else []
         if not steps or not runs:
-            return "How long it takes is said after the first turns." if runs else ""
-        seconds = median(slowest(step) for step in steps) * self._steps.value * runs
+            return "The estimate follows after the first turns." if runs else ""
+        seconds = median(step.step_time_s for step in steps) * self._steps.value * runs
         seconds += TURN_S * runs * min(self._rounds.value, self._steps.value)
         return f"About {_while(seconds)}, by the step time of the run that is shown."
 

@@ -1,4 +1,6 @@
-"""Fully Sharded Data Parallel as its paper describes it (arXiv 2304.11277), to be read in an hour; torch alone is needed.
+"""Fully Sharded Data Parallel as its paper describes it (arXiv 2304.11277), to be read in an hour.
+
+It needs torch only. To install it alone, in a clone: `pip install torch && pip install --no-deps .`
 
     from fsdp_lab.engine import fully_shard, sharded_parameters
 
@@ -7,76 +9,91 @@
     fully_shard(model)
     optimizer = torch.optim.AdamW(sharded_parameters(model))
 
-Read in this order: `fsdp_lab/schedule.py` (what is issued when, as data), layout.py (where a parameter lies), flat.py (the
-buffer), collectives.py (streams and lifetimes), reduction.py, unit.py (its states), runtime.py (a step), hooks.py
-(autograd), fully_shard.py (the entry and its contract). Beside them: grid.py and policy.py (mesh and strategy in these
-terms), wrapping.py, ties.py, initialise.py, state.py, norms.py, scaler.py, optimizers.py, slow_motion.py, account.py,
-tensors.py, errors.py.
+The core is 1,900 lines. Read its files in this order:
+
+    fully_shard.py    the entry and its contract; how units are made
+    unit.py           `Unit`: the parameters of one module, gathered and freed together; its states
+    flat.py           `FlatBuffer`: those parameters as one buffer, of which each rank keeps a shard
+    layout.py         where each parameter lies in it, and which part is whose
+    gradients.py      what comes from autograd, its reduction, and what the optimizer is given
+    collectives.py    all-gather, reduce-scatter and all-reduce on streams of their own
+    runtime.py        a training step: what is gathered and reduced when
+    hooks.py          how autograd and modules report where they are
+    ../core/schedule.py  what is issued at which point of a step, as data; the planner simulates the same list
+
+Beside the core: mesh.py (replicas and shards), policy.py (dtypes), state.py (state by parameter names, checkpoints, deferred
+initialisation), scaling.py (gradient norm, clipping, loss scaling), memory.py (bytes by class), ties.py (shared
+parameters), guards.py (mistakes that would go unnoticed), tensors.py (tensors inside nested values), errors.py.
 """
 
-from fsdp_lab.engine.account import Account, account
+from fsdp_lab.core.schedule import OffloadPolicy, PrefetchPolicy
 from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.flat import FlatBuffer
 from fsdp_lab.engine.fully_shard import (
-    free,
+    flats_of,
     fully_shard,
     no_sync,
     parameter_groups,
-    raise_gradients,
     runtime_of,
     sharded_parameters,
     units_of,
     unshard,
 )
-from fsdp_lab.engine.grid import Grid, build_mesh
-from fsdp_lab.engine.initialise import broadcast_full_state, load_ranges
-from fsdp_lab.engine.norms import clip_gradients, gradient_norm
-from fsdp_lab.engine.scaler import Scaler
-from fsdp_lab.engine.slow_motion import Holding, SlowMotion, Stop, holdings
+from fsdp_lab.engine.memory import MemoryBreakdown, free, memory_stats
+from fsdp_lab.engine.mesh import ShardMesh, build_mesh
+from fsdp_lab.engine.policy import MixedPrecisionPolicy
+from fsdp_lab.engine.runtime import TrainingState
+from fsdp_lab.engine.scaling import Scaler, clip_gradients, gradient_norm, upcast_gradients
 from fsdp_lab.engine.state import (
-    Shard,
+    ParamShard,
+    broadcast_full_state,
     full_optimizer_state,
     full_state,
     load_full_optimizer_state,
     load_full_state,
+    load_ranges,
     local_optimizer_state,
     local_state,
+    original_parameters,
     shards_of,
 )
-from fsdp_lab.engine.wrapping import blocks, shard_model, units
+from fsdp_lab.engine.unit import Unit, UnitState
 
 __all__ = [
-    "Account",
-    "Grid",
-    "Holding",
+    "FlatBuffer",
+    "MemoryBreakdown",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ParamShard",
+    "PrefetchPolicy",
     "Scaler",
-    "Shard",
     "ShardError",
-    "SlowMotion",
-    "Stop",
-    "account",
-    "blocks",
+    "ShardMesh",
+    "TrainingState",
+    "Unit",
+    "UnitState",
     "broadcast_full_state",
     "build_mesh",
     "clip_gradients",
+    "flats_of",
     "free",
     "full_optimizer_state",
     "full_state",
     "fully_shard",
     "gradient_norm",
-    "holdings",
     "load_full_optimizer_state",
     "load_full_state",
     "load_ranges",
     "local_optimizer_state",
     "local_state",
+    "memory_stats",
     "no_sync",
+    "original_parameters",
     "parameter_groups",
-    "raise_gradients",
     "runtime_of",
-    "shard_model",
     "sharded_parameters",
     "shards_of",
-    "units",
     "units_of",
     "unshard",
+    "upcast_gradients",
 ]

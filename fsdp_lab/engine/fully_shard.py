@@ -10,16 +10,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_lab.core.schedule import OffloadPolicy, PrefetchPolicy, Rules
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.flat import FlatBuffer, OriginalParameter, Use
-from fsdp_lab.engine.grid import Grid, build_mesh, same_everywhere
+from fsdp_lab.engine.guards import refuse_state_dict
 from fsdp_lab.engine.hooks import UnitHooks, unit_hooks
-from fsdp_lab.engine.optimizers import watch_optimizers
-from fsdp_lab.engine.policy import Kind, Policy, kind_of
+from fsdp_lab.engine.mesh import ShardMesh, check_equal_on_all_ranks
+from fsdp_lab.engine.policy import MixedPrecisionPolicy, ModuleKind, ShardPolicy, kind_of
 from fsdp_lab.engine.runtime import Runtime, guess_calls
-from fsdp_lab.engine.ties import find_ties, give_up, has_ties
+from fsdp_lab.engine.ties import describe_ties, find_ties, untie
 from fsdp_lab.engine.unit import Unit
-from fsdp_lab.spec import Strategy
 
 GroupOf = Callable[[str, nn.Parameter], Hashable]
 
@@ -32,10 +32,14 @@ def one_group(name: str, parameter: nn.Parameter) -> Hashable:
 def fully_shard(
     module: nn.Module | Sequence[nn.Module],
     *,
-    mesh: DeviceMesh | Grid | None = None,
-    strategy: Strategy | None = None,
+    mesh: DeviceMesh | ShardMesh | None = None,
+    reshard_after_forward: bool | int = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy = OffloadPolicy.NONE,
+    prefetch_policy: PrefetchPolicy | None = None,
+    shard_optimizer_only: bool = False,
+    ignored_params: Collection[nn.Parameter] = (),
     group_of: GroupOf = one_group,
-    ignored: Collection[nn.Parameter] = (),
 ) -> Any:
     """Make a module a unit of Fully Sharded Data Parallel (arXiv 2304.11277, section 3); collective over the mesh.
 
@@ -53,46 +57,53 @@ def fully_shard(
     - An unused parameter has a gradient of zero, not None, as soon as any other of its buffer has one.
     - `module.state_dict()` raises outside `unshard`: use `full_state` or `local_state`.
     - Parameters that the module held before are emptied; make optimizers, hooks on parameters and other references to them
-      after sharding. An optimizer over `module.parameters()` is refused at its first step; `module.zero_grad()` is void.
+      after sharding. Where nobody has asked for the flat tensors before the first backward, an optimizer over
+      `module.parameters()` is refused at its step; `module.zero_grad()` has no effect.
     - The module cannot be copied, pickled, moved or cast afterwards: that is refused, the latter two at the next forward.
     - Outputs of two forwards before one backward are refused; accumulate with `backward` after each.
 
     Args:
         module: a module, or several that form one unit; on meta, or with the same values on all ranks.
-        mesh: ("shard",), or ("replicate", "shard") for hybrid sharding; None: all ranks, on the GPU if there is one. A
-            `Grid` made of a mesh lets units share the smaller groups of `reshard_size`, which each makes for itself else.
-        strategy: how; None: full sharding in fp32.
+        mesh: ("shard",), ("replicate",), or both for hybrid sharding; None: shard over all ranks, on the GPU if there is
+            one. Make a `ShardMesh` of it where units share the smaller groups of an integer `reshard_after_forward`.
+        reshard_after_forward: True: free parameters after the forward and gather them again for the backward (ZeRO-3).
+            False: keep them until then (ZeRO-2). An integer: reshard to groups of so many ranks.
+        mp_policy: dtypes; None: as they are.
+        offload_policy: what is kept on the host.
+        prefetch_policy: what is gathered ahead, and how much of it; None: the next unit in the backward.
+        shard_optimizer_only: ZeRO-1: gradients and gathered parameters keep their full size. It implies not to reshard after
+            the forward.
+        ignored_params: parameters to leave alone; the caller keeps them equal on all ranks.
         group_of: the optimizer group of a parameter, by its name in `module`.
-        ignored: parameters to leave alone; the caller keeps them equal on all ranks.
 
     Returns:
         `module` itself.
 
     Raises:
-        ShardError: it is sharded already, or a module around it is, or the ranks' models differ.
-        SpecError: the mesh does not fit the strategy.
+        ShardError: it is sharded already, or a module around it is; or the ranks' models differ; or the mesh does not fit.
     """
     modules = list(module) if isinstance(module, Sequence) else [module]
-    strategy = strategy if strategy is not None else Strategy(backend="lab")
+    reshard = bool(reshard_after_forward) and not shard_optimizer_only
+    prefetch = prefetch_policy if prefetch_policy is not None else PrefetchPolicy()
+    rules = Rules.of(prefetch, reshard_after_forward=reshard, offload=offload_policy)
+    mp = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
+    policy = ShardPolicy(mp=mp, rules=rules, shard_optimizer_only=shard_optimizer_only)
     inside = _inside(modules)
     tied = find_ties(modules, list(inside))
-    leave = set(map(id, ignored))
-    if mesh is None:
-        mesh = build_mesh(strategy, "cuda" if torch.cuda.is_available() else "cpu")
-    grid = mesh if isinstance(mesh, Grid) else Grid.of(mesh, strategy)
-    grid.check(strategy)
-    policy = Policy.of(strategy)
-    told = [*_told(_take(modules, leave), group_of), *_told_of_ties(tied, inside)]
-    same_everywhere(grid, [*(f"{one} in {type(modules[0]).__name__}" for one in told), str(strategy)])
-    _untie(tied, inside)
-    unit = Unit(modules, _flats(_take(modules, leave), grid, policy, group_of), grid, policy)
-    _place_buffers(modules, grid, policy)
+    ignored = set(map(id, ignored_params))
+    post_forward_size = None if isinstance(reshard_after_forward, bool) else reshard_after_forward
+    sharded = ShardMesh.resolve(mesh, post_forward_size=post_forward_size)
+    entries = [*_described(_take(modules, ignored), group_of), *describe_ties(inside, tied)]
+    check_equal_on_all_ranks(sharded, [*(f"{one} in {type(modules[0]).__name__}" for one in entries), str(policy)])
+    for other, its_hooks in inside.items():
+        if untie(other, tied):
+            its_hooks.install()
+    unit = Unit(modules, _flats(_take(modules, ignored), sharded, policy, group_of), sharded, policy)
+    _place_buffers(modules, sharded, policy)
     hooks = UnitHooks(unit, _adopt)
     for h in inside.values():
         h.outer = h.outer if h.outer is not None else hooks
-    for m in modules:
-        m.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
-        m.register_load_state_dict_pre_hook(_refuse_load)  # type: ignore[no-untyped-call]
+    refuse_state_dict(unit)
     return module
 
 
@@ -101,23 +112,35 @@ def fully_shard(
 
 def units_of(module: nn.Module) -> list[Unit]:
     """Its units, the module's own first, then as modules are defined."""
+    hooks = unit_hooks(module)
+    if hooks is not None and hooks.runtime is not None and module is hooks.runtime.root.modules[0]:
+        return list(hooks.runtime.units)
     found = (unit_hooks(m) for m in module.modules())
     return list(dict.fromkeys(h.unit for h in found if h is not None))
 
 
+def flats_of(module: nn.Module) -> list[FlatBuffer]:
+    """The flat buffers of its units."""
+    return [flat for unit in units_of(module) for flat in unit.flats]
+
+
 def sharded_parameters(module: nn.Module) -> list[nn.Parameter]:
     """What an optimizer is given: flat shards, [m] each, in the dtype and place of the master copy."""
-    return [region for unit in units_of(module) for flat in unit.flats for region in flat.regions.values()]
+    return [region for _, region in _regions(module)]
 
 
 def parameter_groups(module: nn.Module) -> dict[Hashable, list[nn.Parameter]]:
     """The same by optimizer group: `[{"params": groups["decay"], "weight_decay": 0.1}, ...]`."""
     groups: dict[Hashable, list[nn.Parameter]] = {}
-    for unit in units_of(module):
-        for flat in unit.flats:
-            for group, region in flat.regions.items():
-                groups.setdefault(group, []).append(region)
+    for group, region in _regions(module):
+        groups.setdefault(group, []).append(region)
     return groups
+
+
+def _regions(module: nn.Module) -> Iterator[tuple[Hashable, nn.Parameter]]:
+    for flat in flats_of(module):
+        flat.gradients.handed_out = True
+        yield from flat.gradients.regions.items()
 
 
 def runtime_of(module: nn.Module) -> Runtime:
@@ -132,16 +155,16 @@ def runtime_of(module: nn.Module) -> Runtime:
 def unshard(module: nn.Module) -> Iterator[nn.Module]:
     """Within it every parameter is whole and may be read, and written under `torch.no_grad()`; collective.
 
-    What was written is taken over into the shards at the end; each rank must write the same.
+    What was written is copied to the shards at the end; each rank must write the same.
     """
     runtime = runtime_of(module)
     pinned: list[Unit] = []
     try:
         for unit in units_of(module):
-            if unit.policy.offload != "none":
-                unit.fetch(runtime.gathers)
+            if unit.policy.offload != OffloadPolicy.NONE:
+                unit.copy_to_device(runtime.gathers)
             unit.unshard(runtime.gathers)
-            unit.ready()
+            unit.wait_for_unshard()
             unit.pins += 1
             pinned.append(unit)
         yield module
@@ -164,27 +187,6 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         runtime.communicate = before
 
 
-def raise_gradients(module: nn.Module) -> None:
-    """With `keep_low_precision_gradients`: bring gradients to the masters' dtype, for an optimizer that needs them so."""
-    for unit in units_of(module):
-        for flat in unit.flats:
-            flat.raise_gradient()
-
-
-def free(module: nn.Module, *, busy: Collection[int] = ()) -> None:
-    """Take the hooks off and give all storage back at once, whoever still refers to it. The model is of no use then.
-
-    `busy`: addresses of storage that a collective may still use, as after an abort; it goes with its last reference.
-    """
-    hooks = {h.unit: h for h in map(unit_hooks, module.modules()) if h is not None}
-    for unit, h in hooks.items():
-        h.remove()
-        for flat in unit.flats:
-            for t in flat.held():
-                if t.untyped_storage().size() and t.untyped_storage().data_ptr() not in busy:
-                    t.untyped_storage().resize_(0)
-
-
 # -- making units ----------------------------------------------------------------------------------------------------
 
 
@@ -196,16 +198,16 @@ class _Taken:
         self.uses: list[Use] = []
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> ModuleKind:
         kinds = {kind_of(module) for module, _ in self.uses}
-        return kinds.pop() if len(kinds) == 1 else Kind.PLAIN
+        return kinds.pop() if len(kinds) == 1 else ModuleKind.PLAIN
 
 
 def _take(modules: Sequence[nn.Module], ignored: set[int]) -> list[_Taken]:
     """The parameters that no earlier call took, each once. Raises ShardError where that is not what was meant."""
     found: dict[int, _Taken] = {}
     for root in modules:
-        inner = {id(p) for unit in units_of(root) for flat in unit.flats for p in flat.parameters}
+        inner = {id(p) for flat in flats_of(root) for p in flat.parameters}
         for path, module in root.named_modules():
             for attribute, p in module._parameters.items():
                 if p is None or id(p) in ignored or id(p) in inner:
@@ -231,33 +233,20 @@ def _inside(modules: Sequence[nn.Module]) -> dict[Unit, UnitHooks]:
     return inside
 
 
-def _told(taken: Sequence[_Taken], group_of: GroupOf) -> list[str]:
-    """What must be the same on all ranks. Groups go by number: their names may differ from process to process."""
+def _described(taken: Sequence[_Taken], group_of: GroupOf) -> list[str]:
+    """What must be the same on all ranks. Groups are numbered: their names may differ from process to process."""
     groups = [group_of(t.name, t.value) for t in taken]
     numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
     of = [(t.name, t.value, numbers[group]) for t, group in zip(taken, groups, strict=True)]
     return [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad} group={n}" for name, p, n in of]
 
 
-def _told_of_ties(tied: set[int], inside: dict[Unit, UnitHooks]) -> list[str]:
-    held = [(unit, flat, i, p) for unit in inside for flat in unit.flats for i, p in enumerate(flat.originals)]
-    return [f"{flat.names[i]} of {unit.name} tied" for unit, flat, i, p in held if id(p) in tied]
-
-
-def _untie(tied: set[int], inside: dict[Unit, UnitHooks]) -> None:
-    """Take out of inner units what others use too; see ties.py."""
-    for unit, hooks in inside.items():
-        if has_ties(unit, tied):
-            give_up(unit, tied)
-            hooks.install()
-
-
-def _flats(taken: Sequence[_Taken], grid: Grid, policy: Policy, group_of: GroupOf) -> list[FlatBuffer]:
+def _flats(taken: Sequence[_Taken], mesh: ShardMesh, policy: ShardPolicy, group_of: GroupOf) -> list[FlatBuffer]:
     """One buffer for each dtype, own and gathered, and each trainability."""
     alike: dict[tuple[torch.dtype, torch.dtype, bool], list[_Taken]] = {}
     for t in taken:
         dtype = t.value.dtype
-        key = (dtype, policy.gathered(dtype, t.kind), t.value.requires_grad)
+        key = (dtype, policy.gathered_dtype(dtype, t.kind), t.value.requires_grad)
         alike.setdefault(key, []).append(t)
     return [
         FlatBuffer(
@@ -265,7 +254,7 @@ def _flats(taken: Sequence[_Taken], grid: Grid, policy: Policy, group_of: GroupO
             [t.uses for t in some],
             [t.name for t in some],
             [group_of(t.name, t.value) for t in some],
-            grid=grid,
+            mesh=mesh,
             policy=policy,
             dtype=dtype,
         )
@@ -273,13 +262,16 @@ def _flats(taken: Sequence[_Taken], grid: Grid, policy: Policy, group_of: GroupO
     ]
 
 
-def _place_buffers(modules: Sequence[nn.Module], grid: Grid, policy: Policy) -> None:
+def _place_buffers(modules: Sequence[nn.Module], mesh: ShardMesh, policy: ShardPolicy) -> None:
     """Buffers stay whole on every rank, on its device."""
     for module in {m: None for root in modules for m in root.modules()}:
-        dtype = None if kind_of(module) is Kind.BATCH_NORM else policy.buffer
+        dtype = None if kind_of(module) is ModuleKind.BATCH_NORM else policy.mp.buffer_dtype
         for b in module.buffers(recurse=False):
             if not b.is_meta:
-                b.data = b.data.to(device=grid.device, dtype=dtype if b.is_floating_point() else None)
+                b.data = b.data.to(device=mesh.device, dtype=dtype if b.is_floating_point() else None)
+
+
+# -- the root --------------------------------------------------------------------------------------------------------
 
 
 def _adopt(hooks: UnitHooks) -> Runtime:
@@ -296,7 +288,6 @@ def _adopt(hooks: UnitHooks) -> Runtime:
         return None if found is None else index[found.unit]
 
     runtime = Runtime(hooks.unit, units, guess_calls(root, unit_at))
-    watch_optimizers(runtime)
     names = {module: name for name, module in root.named_modules()}
     for unit, h in inside.items():
         h.runtime, unit.name = runtime, names[unit.modules[0]]
@@ -304,17 +295,3 @@ def _adopt(hooks: UnitHooks) -> Runtime:
         if isinstance(p, OriginalParameter):
             p.flat.names[p.number] = name
     return runtime
-
-
-def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
-    hooks = unit_hooks(module)
-    if hooks is not None and not hooks.unit.pins:
-        raise ShardError("state_dict() would hold NaN for parameters that are sharded; use full_state(model), "
-                         "local_state(model), or `with unshard(model):`")  # fmt: skip
-
-
-def _refuse_load(module: nn.Module, *_: Any) -> None:
-    hooks = unit_hooks(module)
-    if hooks is not None and not hooks.unit.pins:
-        raise ShardError("load_state_dict() cannot write to parameters that are sharded; use load_full_state(model, "
-                         "values), or `with unshard(model):`")  # fmt: skip

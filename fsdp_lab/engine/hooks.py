@@ -1,11 +1,11 @@
-"""The hooks that a unit's modules and tensors carry: they tell the runtime where the model has arrived.
+"""The hooks that a unit's modules and tensors carry: they report to the runtime where the model has arrived.
 
-Note: hooks and autograd. Four places tell it all. Before a module's forward its inputs pass through views of themselves; a
+Note: hooks and autograd. Four places are enough. Before a module's forward its inputs pass through views of themselves; a
 hook on such a view runs when its gradient is complete, which is when the backward of everything inside the module is over,
 and not, as a hook on the input itself would, when that of every other user of the input is. A hook on the module's outputs
 runs before its backward. A parameter's gradient is taken by a hook of autograd's accumulation node: it is copied into the
-flat buffer while it is in the cache and let go, so that a unit's gradients are not held twice. Accumulation nodes run as
-soon as they can, before any hook on a view, so a unit's gradients are complete when its backward is said to be over; what
+gradient buffer while it is in cache and released, so that a unit's gradients are not held twice. Accumulation nodes run as
+soon as they can, before any hook on a view, so a unit's gradients are complete when its backward is reported as over; what
 comes later all the same (a parameter used again outside) is reduced at the end of the backward. The hooks of a pass hold
 its `Pass`; when the graph is freed without a backward they are, and the runtime sees it by its weak reference.
 
@@ -22,12 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_lab.core.schedule import Direction
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.flat import OriginalParameter
-from fsdp_lab.engine.policy import Kind, kind_of
+from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.engine.runtime import Pass, Runtime
 from fsdp_lab.engine.tensors import hiding_in, map_tensors, tensors_in
 from fsdp_lab.engine.unit import Unit
+
+_STATE = "_fsdp_lab_hooks"  # the attribute of a sharded module that holds its `UnitHooks`
 
 
 class UnitHooks:
@@ -44,9 +47,10 @@ class UnitHooks:
     def install(self) -> None:
         """Put the hooks on; again, when the unit's buffers were made anew."""
         self.remove()
-        before, after = map(_uncompiled, (self.before_forward, self.after_forward))
-        before.unit_hooks = self
+        disable: Any = torch.compiler.disable
+        before, after = disable(self.before_forward), disable(self.after_forward)
         for module in self.unit.modules:
+            module.__dict__[_STATE] = self
             self._handles += [
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                 module.register_forward_hook(after),
@@ -61,15 +65,17 @@ class UnitHooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for module in self.unit.modules:
+            module.__dict__.pop(_STATE, None)
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         runtime = self.runtime if self.runtime is not None else self._adopt(self)
-        inputs = self._cast_inputs((args, kwargs))
+        inputs = _cast((args, kwargs), self.unit.policy.mp.param_dtype)
         if runtime.recomputes:
-            runtime.recompute(self.unit)
+            runtime.make_ready(self.unit, Direction.BACKWARD)
             return inputs[0], inputs[1]
         current, k = runtime.before_forward(self.unit)
-        if current.backward and self.unit is not runtime.root:
+        if current.with_backward and self.unit is not runtime.root:
             inputs = self._watch_inputs(runtime, current, k, inputs)
         return inputs[0], inputs[1]
 
@@ -80,8 +86,8 @@ class UnitHooks:
             return None
         current, k = call
         if k == 0:
-            output = self._cast_output(output)
-        if current.backward:
+            output = _cast(output, self.unit.policy.mp.output_dtype)
+        if current.with_backward:
             self._watch_outputs(runtime, current, k, output)
         runtime.after_forward(self.unit, current, k)
         return output
@@ -120,31 +126,22 @@ class UnitHooks:
         assert isinstance(p, OriginalParameter) and p.grad is not None
         grad, p.grad = p.grad, None
         if self.runtime is not None:
-            self.runtime.before_gradient(self.unit, p.flat.names[p.number])
-        p.flat.receive(p.number, grad)
-
-    def _cast_inputs(self, inputs: Any) -> Any:
-        return _cast(inputs, self.unit.policy.param)
-
-    def _cast_output(self, output: Any) -> Any:
-        return _cast(output, self.unit.policy.output)
+            self.runtime.before_gradient(self.unit, p.fqn)
+        p.flat.gradients.receive(p.number, grad)
 
 
 def unit_hooks(module: nn.Module) -> UnitHooks | None:
-    """The hooks of the unit that a module was sharded as, or None. Its first hook has a mark by which they are found."""
-    return next((h.unit_hooks for h in module._forward_pre_hooks.values() if hasattr(h, "unit_hooks")), None)
-
-
-def _uncompiled(function: Callable[..., Any]) -> Any:
-    return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    """The hooks of the unit that a module was sharded as, or None. Wrappers forward attributes, so only its own count."""
+    found: UnitHooks | None = module.__dict__.get(_STATE)
+    return found
 
 
 def _cast_around_norms(unit: Unit) -> list[Any]:
-    """Normalisation layers that compute in a dtype of their own take their inputs in it and give back the unit's."""
-    plain = unit.policy.gathered(torch.float32, Kind.PLAIN)
+    """Normalisation layers that compute in a dtype of their own take their inputs in it and return the unit's."""
+    plain = unit.policy.gathered_dtype(torch.float32, ModuleKind.PLAIN)
     handles: list[Any] = []
     for module in {use[0]: None for flat in unit.flats for uses in flat.uses for use in uses}:
-        own = unit.policy.gathered(torch.float32, kind_of(module))
+        own = unit.policy.gathered_dtype(torch.float32, kind_of(module))
         if own is not plain:
             handles.append(module.register_forward_pre_hook(lambda _, args, inside=own: _cast(args, inside)))
             handles.append(module.register_forward_hook(lambda _, __, output: _cast(output, plain)))

@@ -1,77 +1,62 @@
-"""`Policy`: a strategy in torch's terms, as one unit needs it."""
+"""How a unit is sharded, in torch's terms: precision, offload and, for the schedule, prefetching and limits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import nn
 
-from fsdp_lab.schedule import Rules
-from fsdp_lab.spec import Strategy
-
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from fsdp_lab.core.schedule import OffloadPolicy, Rules
 
 
-class Kind(Enum):
-    """What precision asks of a module before it says the dtype of its parameters."""
+class ModuleKind(Enum):
+    """What mixed precision asks of a module before it chooses the dtype of its parameters."""
 
     PLAIN = "plain"
     NORM = "norm"
-    BATCH_NORM = (
-        "batch norm"  # torch wants its parameters in the dtype of its running statistics: both stay as they are
-    )
+    BATCH_NORM = "batch norm"  # torch wants parameters in the dtype of the running statistics: both stay as they are
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
-    """A dtype of None leaves things in the dtype they have."""
+class MixedPrecisionPolicy:
+    """As torch's, with three fields more. Master shards keep the dtype that parameters had; None keeps a dtype."""
 
-    param: torch.dtype | None  # gathered parameters, hence inputs and products
-    norm: torch.dtype | None  # the same, of normalisation layers
-    reduce: torch.dtype | None
-    output: torch.dtype | None
-    buffer: torch.dtype | None
-    low_gradients: bool  # gradient shards stay in the reduce dtype until the optimizer's step
-    offload: str
-    whole_gradients: bool  # ZeRO-1: gradients keep their unsharded size ...
-    whole_parameters: bool  # ... and gathered parameters their storage, between steps
-    reshard_to_few: bool  # after the forward, to a smaller group
+    param_dtype: torch.dtype | None = None  # gathered parameters, and inputs of the module
+    reduce_dtype: torch.dtype | None = None  # gradients while they are reduced; None: the master's
+    output_dtype: torch.dtype | None = None
+    norm_dtype: torch.dtype | None = None  # gathered parameters of normalisation layers; None: `param_dtype`
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_gradients: bool = False  # gradient shards stay in `reduce_dtype`: see `upcast_gradients`
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPolicy:
+    """What `fully_shard` was told, but for the mesh; one for each unit."""
+
+    mp: MixedPrecisionPolicy
     rules: Rules
+    shard_optimizer_only: bool  # ZeRO-1: gradients and gathered parameters keep their storage
 
-    @classmethod
-    def of(cls, strategy: Strategy) -> Policy:
-        d = strategy.dtypes
-        param = None if d.param == "fp32" else DTYPES[d.param]
-        norm = param if d.norm is None else DTYPES[d.norm]
-        return cls(
-            param=param,
-            norm=None if norm is torch.float32 else norm,
-            reduce=DTYPES[d.reduce] if d.reduce != "fp32" or param is not None else None,
-            output=None if d.output is None else DTYPES[d.output],
-            buffer=None if d.buffer is None else DTYPES[d.buffer],
-            low_gradients=d.keep_low_precision_gradients,
-            offload=strategy.offload,
-            whole_gradients=strategy.sharding == "zero1",
-            whole_parameters=strategy.sharding == "zero1",
-            reshard_to_few=strategy.reshard_size is not None,
-            rules=Rules.of(strategy),
-        )
+    @property
+    def offload(self) -> OffloadPolicy:
+        return self.rules.offload
 
-    def gathered(self, own: torch.dtype, kind: Kind) -> torch.dtype:
-        """The dtype in which a parameter of dtype `own`, of a module of that kind, is gathered."""
-        wanted = {Kind.PLAIN: self.param, Kind.NORM: self.norm, Kind.BATCH_NORM: None}[kind]
+    def gathered_dtype(self, own: torch.dtype, kind: ModuleKind) -> torch.dtype:
+        """The dtype in which a parameter of dtype `own`, in a module of that kind, is gathered."""
+        norm = self.mp.norm_dtype or self.mp.param_dtype
+        wanted = {ModuleKind.PLAIN: self.mp.param_dtype, ModuleKind.NORM: norm, ModuleKind.BATCH_NORM: None}[kind]
         return wanted if wanted is not None and own.is_floating_point else own
 
-    def reduced(self, own: torch.dtype) -> torch.dtype:
+    def reduced_dtype(self, own: torch.dtype) -> torch.dtype:
         """The dtype in which its gradient is reduced."""
-        return self.reduce if self.reduce is not None and own.is_floating_point else own
+        wanted = self.mp.reduce_dtype
+        return wanted if wanted is not None and own.is_floating_point else own
 
 
-def kind_of(module: nn.Module) -> Kind:
-    """Norms are torch's own classes, and those that say so by their name."""
+def kind_of(module: nn.Module) -> ModuleKind:
+    """Norms are torch's own classes, and others with "Norm" in their name."""
     if "Norm" not in type(module).__name__ or next(module.children(), None) is not None:
-        return Kind.PLAIN
-    return Kind.NORM if getattr(module, "running_mean", None) is None else Kind.BATCH_NORM
+        return ModuleKind.PLAIN
+    return ModuleKind.NORM if getattr(module, "running_mean", None) is None else ModuleKind.BATCH_NORM

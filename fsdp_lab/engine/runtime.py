@@ -1,17 +1,18 @@
-"""`Runtime`: the units of one root at work: what is gathered, what is in flight, where in a step we are.
+"""`Runtime`: the units of one root during training: what is gathered, what is in flight, where in a step we are.
 
-It owns no parameter and computes nothing. The hooks (hooks.py) tell it at which point of the step the model has arrived; it
-asks the schedule what to issue there, and does it.
+It owns no parameter and computes nothing. The hooks (hooks.py) report at which point of the step the model has arrived; it
+asks the schedule what to issue there, and issues it.
 
 Note: following the schedule. Before the first forward the order of units is a guess, that of the modules' definition; every
-forward records the real one, and the next step is scheduled by it. A forward that departs from its schedule goes on without
+forward records the real one, by which the next step is scheduled. A forward that departs from its schedule goes on without
 one: each unit is gathered when its turn comes. All ranks run the same model, so they depart alike, and collectives keep one
-order on all ranks. Whatever the schedule said, a unit that computes is gathered first, and the end of a backward frees
-and reduces what is left, in one order.
+order on all ranks. Whatever the schedule says, a unit that computes is gathered first, and the end of a backward frees and
+reduces what is left, in one order.
 """
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,99 +22,120 @@ import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 
-from fsdp_lab.engine.collectives import Lane
+from fsdp_lab.core.schedule import Direction, OffloadPolicy, Phase, Point, PointSide, Rules, Schedule, UnitCall
+from fsdp_lab.engine.collectives import CommStream
 from fsdp_lab.engine.errors import ShardError
-from fsdp_lab.engine.reduction import Reduction
+from fsdp_lab.engine.gradients import Reduction
+from fsdp_lab.engine.guards import refuse_optimizers_of_originals
 from fsdp_lab.engine.unit import Unit, UnitState
-from fsdp_lab.schedule import Action, Call, Direction, Moment, Phase, Point, Rules, Schedule
 
 Watcher = Callable[[Phase, str, Direction], None]
 Around = Callable[[Phase, str], AbstractContextManager[None]]  # within it a phase of a unit is issued
 
 
+class TrainingState(enum.Enum):
+    """Of a pass, by the names of torch's FSDP2."""
+
+    IDLE = "idle"  # nothing is to come: the backward is over, or there is none
+    FORWARD = "forward"
+    PRE_BACKWARD = "pre backward"  # the forward is over, and its backward is still to come
+    BACKWARD = "backward"
+
+
 class Pass:
     """One forward of the root, and the backward that belongs to it."""
 
-    def __init__(self, schedule: Schedule, *, backward: bool) -> None:
-        self.schedule, self.backward = schedule, backward
-        self.calls: list[Call] = []
+    def __init__(self, schedule: Schedule, *, with_backward: bool) -> None:
+        self.schedule: Schedule | None = schedule  # None where the forward has departed from it
+        self.with_backward = with_backward
+        self.state = TrainingState.FORWARD
+        self.calls: list[UnitCall] = []
         self.open: list[int] = []  # calls whose forward has begun and not ended, outermost first
-        self.follows = True  # the schedule, so far
-        self.begun: set[int] = set()  # calls whose backward has begun, ended
-        self.ended: set[int] = set()
-        self.done = False  # its backward is over
+        self.backwards: dict[int, TrainingState] = {}  # of calls: BACKWARD once it has begun, IDLE when it is over
         self.spans: dict[tuple[Direction, int], record_function] = {}  # of computations under way, for the profiler
 
     def enter(self, unit: int) -> int:
         """A call begins. Returns its number."""
-        k = len(self.calls)
-        self.calls.append(Call(unit, self.open[-1] if self.open else None))
+        k, call = len(self.calls), UnitCall(unit, self.open[-1] if self.open else None)
+        self.calls.append(call)
         self.open.append(k)
-        expected = self.schedule.calls
-        self.follows = self.follows and k < len(expected) and expected[k] == self.calls[k]
+        if self.schedule is not None and self.schedule.calls[k : k + 1] != (call,):
+            self.schedule = None
         return k
 
     def is_open(self, unit: int) -> bool:
         """Whether a call of the unit has begun and not ended."""
         return any(self.calls[k].unit == unit for k in self.open)
 
+    def in_backward(self) -> list[int]:
+        """Calls whose backward has begun and not ended, in the order of the schedule."""
+        order = self.backwards if self.schedule is None else self.schedule.order[Direction.BACKWARD]
+        return [k for k in order if self.backwards.get(k) is TrainingState.BACKWARD]
+
 
 class Runtime:
     """One for each root; made at its first forward, or when something is asked of the whole model."""
 
-    def __init__(self, root: Unit, units: Sequence[Unit], guess: Sequence[Call]) -> None:
+    def __init__(self, root: Unit, units: Sequence[Unit], guess: Sequence[UnitCall]) -> None:
         self.root, self.units = root, tuple(units)
         self.rules: Rules = root.policy.rules
-        self.gathers, self.reductions = Lane(root.grid.device), Lane(root.grid.device)
+        self.gathers, self.reductions = CommStream(root.mesh.device), CommStream(root.mesh.device)
         self.communicate = True  # whether backwards reduce
         self.watch: Watcher | None = None
         self.around: Around = _nothing_around
-        self.peak_alive = 0  # units gathered at once, since it was last set to 0
-        self.last: weakref.ref[Pass] | None = None  # the last pass with gradients, while its graph is alive
-        self.current: Pass | None = None  # whose forward is running
-        self.backward: Pass | None = None  # whose backward is running
+        self._active: Pass | None = None  # whose forward or backward is running
+        self._last: weakref.ref[Pass] | None = None
         self._index = {unit: i for i, unit in enumerate(self.units)}
         self._calls = {True: tuple(guess), False: tuple(guess)}  # of the last forward, with and without gradients
         self._schedules: dict[bool, Schedule] = {}
         self._reducing: list[Reduction] = []
         self._reduced: Unit | None = None  # whose they are
+        self._optimizers_checked = False
+
+    @property
+    def state(self) -> TrainingState:
+        current = self._active or self.last
+        return TrainingState.IDLE if current is None else current.state
+
+    @property
+    def last(self) -> Pass | None:
+        """The last pass with a backward, while its graph is alive."""
+        return None if self._last is None else self._last()
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> Pass:
         """The root's forward begins. Raises ShardError where the backward of the last one is still to come."""
-        if self.current is not None or self.backward is not None:
+        if self._active is not None:
             self.reset()  # an exception ended what was in progress
-        backward = torch.is_grad_enabled()
-        last = self.last() if self.last is not None else None
-        if backward and last is not None and not last.done:
+        with_backward = torch.is_grad_enabled()
+        if with_backward and self.state is TrainingState.PRE_BACKWARD:
             raise ShardError(
                 f"{type(self.root.modules[0]).__name__} was called again before the backward of its last forward; call "
                 "backward first, let go of its outputs, or use torch.no_grad()"
             )
-        if self.rules.offload == "optimizer":  # which has stepped since
+        if self.rules.offload == OffloadPolicy.OPTIMIZER:  # which has stepped since
             for unit in self.units:
-                self._fetch(unit, Direction.FORWARD)
-        self.current = Pass(self._schedule(backward), backward=backward)
-        if backward:
-            self.last = weakref.ref(self.current)
-        return self.current
+                self._copy_to_device(unit, Direction.FORWARD)
+        self._active = Pass(self._schedule(with_backward), with_backward=with_backward)
+        if with_backward:
+            self._last = weakref.ref(self._active)
+        return self._active
 
     def before_forward(self, unit: Unit) -> tuple[Pass, int]:
         """Gather the unit, and those ahead of it. Returns the pass and the number of the call."""
-        current = self.begin() if unit is self.root else self.current  # also where an exception left the last one open
+        current = self.begin() if unit is self.root else self._in_forward()  # an exception may have left one open
         if current is None:
             raise ShardError(f"{unit.name} was called by itself; call {type(self.root.modules[0]).__name__}, the root")
         k = current.enter(self._index[unit])
-        if current.follows:
-            self._issue(current, Point(Direction.FORWARD, k, Moment.BEFORE))
-        self._make_ready(unit, Direction.FORWARD)
+        self._issue(current, Point(Direction.FORWARD, k, PointSide.BEFORE))
+        self.make_ready(unit, Direction.FORWARD)
         self._begin_computing(unit, current, Direction.FORWARD, k)
         return current, k
 
     def ending(self, unit: Unit) -> tuple[Pass, int] | None:
         """The pass and the number of the unit's call whose forward is about to end; None where there is none."""
-        current, index = self.current, self._index[unit]
+        current, index = self._in_forward(), self._index[unit]
         if current is None:
             return None
         k = next((k for k in reversed(current.open) if current.calls[k].unit == index), None)
@@ -124,114 +146,118 @@ class Runtime:
         self._end_computing(current, Direction.FORWARD, k)
         while current.open.pop() != k:
             pass  # inner calls that never came to their end
-        if current.follows:
-            self._issue(current, Point(Direction.FORWARD, k, Moment.AFTER))
-        elif self.rules.reshard_after_forward and not current.is_open(self._index[unit]) and unit is not self.root:
+        self._issue(current, Point(Direction.FORWARD, k, PointSide.AFTER))
+        departed = current.schedule is None and self.rules.reshard_after_forward
+        if departed and not current.is_open(self._index[unit]) and unit is not self.root:
             self._reshard(unit, Direction.FORWARD)
         if k == 0:
             self._end_forward(current)
 
     def _end_forward(self, current: Pass) -> None:
-        self.current = None
-        if tuple(current.calls) != current.schedule.calls:  # the next one is scheduled by what was seen
-            self._calls[current.backward] = tuple(current.calls)
-            self._schedules.pop(current.backward)
+        self._active = None
+        current.state = TrainingState.PRE_BACKWARD if current.with_backward else TrainingState.IDLE
+        calls = tuple(current.calls)
+        if current.schedule is None or calls != current.schedule.calls:  # the next one is scheduled by what was seen
+            self._calls[current.with_backward] = calls
+            self._schedules.pop(current.with_backward)
             if self.rules.reshard_after_forward:
                 self._free_all(but=self.root)
-            current.schedule = self._schedule(current.backward)
-        if not current.backward:
+            current.schedule = self._schedule(current.with_backward)
+        if not current.with_backward:
             self._free_all()
+
+    def _in_forward(self) -> Pass | None:
+        return self._active if self.state is TrainingState.FORWARD else None
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def before_backward(self, unit: Unit, current: Pass, k: int) -> None:
         """Gradients of a call's outputs are there: gather it, and those ahead."""
-        if current.done:  # the graph was kept, and gone through again
-            current.begun, current.ended, current.done = set(), set(), False
-        if k in current.begun:
+        if current.state is TrainingState.IDLE:  # the graph was kept, and is gone through again
+            current.backwards = {}
+        if k in current.backwards:
             return
         self._begin_backward(current)
-        current.begun.add(k)
-        self._issue(current, Point(Direction.BACKWARD, k, Moment.BEFORE))
-        self._make_ready(unit, Direction.BACKWARD)
+        current.backwards[k] = TrainingState.BACKWARD
+        self._issue(current, Point(Direction.BACKWARD, k, PointSide.BEFORE))
+        self.make_ready(unit, Direction.BACKWARD)
         self._begin_computing(unit, current, Direction.BACKWARD, k)
 
     def after_backward(self, unit: Unit, current: Pass, k: int) -> None:
         """Gradients of a call's inputs are there, hence those of its parameters: free it, and reduce them."""
-        if k not in current.begun or k in current.ended:
+        if current.backwards.get(k) is not TrainingState.BACKWARD:
             return
-        current.ended.add(k)
+        current.backwards[k] = TrainingState.IDLE
         self._end_computing(current, Direction.BACKWARD, k)
-        self._issue(current, Point(Direction.BACKWARD, k, Moment.AFTER))
+        self._issue(current, Point(Direction.BACKWARD, k, PointSide.AFTER))
 
     def before_gradient(self, unit: Unit, name: str) -> None:
-        """A parameter's gradient comes. Raises ShardError where the backward could not be seen to begin."""
+        """A parameter's gradient comes. Raises ShardError where the begin of the backward was missed."""
         if unit.state is not UnitState.UNSHARDED:
             raise ShardError(
                 f"the gradient of {name} came while {unit.name or 'the root'} was not gathered: its backward was not seen; "
                 "let its forward return tensors, or tuples, lists, dicts or dataclasses of them"
             )
-        if (
-            self.backward is None
-        ):  # the root gave back nothing to hang a hook on, or a parameter was used inside `unshard`
-            last = self.last() if self.last is not None else None
-            self._begin_backward(Pass(self._schedule(True), backward=True) if last is None or last.done else last)
+        if self.state is not TrainingState.BACKWARD:  # the root's output had no hook, or it was used inside `unshard`
+            last = self.last
+            if last is None or last.state is TrainingState.IDLE:
+                last = Pass(self._schedule(True), with_backward=True)
+            self._begin_backward(last)
 
     def _begin_backward(self, current: Pass) -> None:
-        if self.backward is not current:
-            self.backward = current
+        if self._active is not current or current.state is not TrainingState.BACKWARD:
+            self._active, current.state = current, TrainingState.BACKWARD
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: self.end_backward(current))
 
     def end_backward(self, current: Pass) -> None:
         """What is left: units whose inputs need no gradient, late gradients, reductions in flight."""
-        for k in current.schedule.order[Direction.BACKWARD] if current.schedule.backward else ():
-            if k in current.begun and k not in current.ended:
-                self.after_backward(self.units[current.calls[k].unit], current, k)
+        for k in current.in_backward():
+            self.after_backward(self.units[current.calls[k].unit], current, k)
         for unit in reversed(self.units):
             self._reduce(unit)
         self._finish_reducing()
         self._free_all()
-        current.done, self.backward = True, None
+        self._active, current.state = None, TrainingState.IDLE
+        if not self._optimizers_checked:
+            self._optimizers_checked = True
+            if not any(flat.gradients.handed_out for unit in self.units for flat in unit.flats):
+                refuse_optimizers_of_originals()
 
     # -- what the schedule names ------------------------------------------------------------------------------------
 
     def _issue(self, current: Pass, point: Point) -> None:
-        for action in current.schedule.at(point):
-            self._do(action)
-
-    def _do(self, action: Action) -> None:
-        unit, direction = self.units[action.unit], action.point.direction
-        match action.phase:
-            case Phase.UNSHARD:
-                self._unshard(unit, direction)
-            case Phase.RESHARD:
-                self._reshard(unit, direction)
-            case Phase.REDUCE:
+        """What the schedule names at a point; host copies are issued with what they belong to."""
+        for action in current.schedule.at(point) if current.schedule is not None else ():
+            unit = self.units[action.unit]
+            if action.phase is Phase.UNSHARD:
+                self._unshard(unit, point.direction)
+            elif action.phase is Phase.RESHARD:
+                self._reshard(unit, point.direction)
+            elif action.phase is Phase.REDUCE:
                 self._reduce(unit)
-            case _:
-                pass  # host copies are issued with what they belong to
 
     def _unshard(self, unit: Unit, direction: Direction) -> None:
-        if unit.state in (UnitState.SHARDED, UnitState.FEW):
-            if self.rules.offload == "all" and unit.state is UnitState.SHARDED:
-                self._fetch(unit, direction)
+        if unit.is_sharded:
+            if self.rules.offload == OffloadPolicy.ALL and unit.state is UnitState.SHARDED:
+                self._copy_to_device(unit, direction)
             with self.span(Phase.UNSHARD, unit, direction):
                 unit.unshard(self.gathers)
-            self.peak_alive = max(self.peak_alive, sum(u.state in _ALIVE for u in self.units))
 
-    def _fetch(self, unit: Unit, direction: Direction) -> None:
+    def _copy_to_device(self, unit: Unit, direction: Direction) -> None:
         with self.span(Phase.HOST_COPY, unit, direction):
-            unit.fetch(self.gathers)
+            unit.copy_to_device(self.gathers)
 
-    def _make_ready(self, unit: Unit, direction: Direction) -> None:
+    def make_ready(self, unit: Unit, direction: Direction) -> None:
+        """Gather a unit now, unless it is."""
         self._unshard(unit, direction)
-        unit.ready()
+        unit.wait_for_unshard()
 
     def _reshard(self, unit: Unit, direction: Direction) -> None:
-        to_few = unit.policy.reshard_to_few and direction is Direction.FORWARD and self._has_backward()
+        current = self._in_forward()
+        post_forward = unit.mesh.post_forward_group is not None and current is not None and current.with_backward
         with self.span(Phase.RESHARD, unit, direction):
-            unit.reshard(to_few=to_few)
+            unit.reshard(post_forward=post_forward)
 
     def _reduce(self, unit: Unit) -> None:
         """At most one unit's reduction in flight: its buffer is freed before the next one's is sent."""
@@ -246,17 +272,12 @@ class Runtime:
         """Wait for the reduction in flight; under offload its shard then is on the host."""
         if not self._reducing or self._reduced is None:
             return
-        unit = self._reduced
-        if self.rules.offload == "none":
-            with self.around(Phase.REDUCE, unit.name):
-                self._finish_each()
-            return
-        with self.span(Phase.HOST_COPY, unit, Direction.BACKWARD):
-            self._finish_each()
-
-    def _finish_each(self) -> None:
-        for reduction in self._reducing:
-            reduction.finish()
+        unit, on_device = self._reduced, self.rules.offload == OffloadPolicy.NONE
+        with (
+            self.around(Phase.REDUCE, unit.name) if on_device else self.span(Phase.HOST_COPY, unit, Direction.BACKWARD)
+        ):
+            for reduction in self._reducing:
+                reduction.finish()
         self._reducing = []
 
     # -- spans ------------------------------------------------------------------------------------------------------
@@ -264,14 +285,14 @@ class Runtime:
     @contextmanager
     def span(self, phase: Phase, unit: Unit, direction: Direction) -> Iterator[None]:
         """A phase under its name, for the watcher and for profiler traces."""
-        self._say(phase, unit, direction)
+        self._report(phase, unit, direction)
         named = record_function(_label(phase, unit)) if torch.autograd._profiler_enabled() else nullcontext()
         with named, self.around(phase, unit.name):
             yield
 
     def _begin_computing(self, unit: Unit, current: Pass, direction: Direction, k: int) -> None:
         """Its span ends in another hook, or with the pass."""
-        self._say(Phase.COMPUTE, unit, direction)
+        self._report(Phase.COMPUTE, unit, direction)
         if torch.autograd._profiler_enabled():
             current.spans[direction, k] = record_function(_label(Phase.COMPUTE, unit))
             current.spans[direction, k].__enter__()  # type: ignore[no-untyped-call]
@@ -281,7 +302,7 @@ class Runtime:
         if span is not None:
             span.__exit__(None, None, None)
 
-    def _say(self, phase: Phase, unit: Unit, direction: Direction) -> None:
+    def _report(self, phase: Phase, unit: Unit, direction: Direction) -> None:
         if self.watch is not None:
             self.watch(phase, unit.name, direction)
 
@@ -295,16 +316,12 @@ class Runtime:
     @property
     def recomputes(self) -> bool:
         """Whether a forward that begins now is a checkpoint's, inside a backward."""
-        return self.backward is not None and torch._C._current_graph_task_id() != -1
-
-    def recompute(self, unit: Unit) -> None:
-        """A unit's forward inside the backward: it needs its parameters, and nothing is recorded."""
-        self._make_ready(unit, Direction.BACKWARD)
+        return self.state is TrainingState.BACKWARD and torch._C._current_graph_task_id() != -1
 
     def reset(self) -> None:
         """After an exception in the middle of a step: free everything; of a backward, forget what was not reduced."""
-        in_backward = self.backward is not None
-        self.current = self.backward = self.last = None
+        in_backward = self.state is TrainingState.BACKWARD
+        self._active = self._last = None
         self._reducing = []
         for unit in self.units if in_backward else ():
             unit.drop_gradient()
@@ -315,36 +332,30 @@ class Runtime:
             if unit is not but:
                 unit.reshard()
 
-    def _has_backward(self) -> bool:
-        return self.current is not None and self.current.backward
-
-    def _schedule(self, backward: bool) -> Schedule:
-        if backward not in self._schedules:
-            self._schedules[backward] = Schedule(self._calls[backward], self.rules, backward=backward)
-        return self._schedules[backward]
+    def _schedule(self, with_backward: bool) -> Schedule:
+        if with_backward not in self._schedules:
+            self._schedules[with_backward] = Schedule(self._calls[with_backward], self.rules, backward=with_backward)
+        return self._schedules[with_backward]
 
 
 def _nothing_around(phase: Phase, unit: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-_ALIVE = (UnitState.GATHERING, UnitState.UNSHARDED)
-
-
 def _label(phase: Phase, unit: Unit) -> str:
     return f"{phase.value} {unit.name or 'root'}"
 
 
-def guess_calls(root: nn.Module, unit_of: Callable[[nn.Module], int | None]) -> list[Call]:
+def guess_calls(root: nn.Module, unit_of: Callable[[nn.Module], int | None]) -> list[UnitCall]:
     """The calls of a forward that calls every module of every unit once, in the order in which modules are defined."""
-    calls: list[Call] = []
+    calls: list[UnitCall] = []
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, parent: int | None) -> None:
         unit = unit_of(module)
         if unit is not None and module not in seen:
             seen.add(module)
-            calls.append(Call(unit, parent))
+            calls.append(UnitCall(unit, parent))
             parent = len(calls) - 1
         for child in module.children():
             visit(child, parent)

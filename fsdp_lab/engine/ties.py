@@ -1,12 +1,12 @@
 """Parameters shared by modules of different units: they belong to the lowest unit that contains all their uses.
 
-Inner units are sharded first, when nobody can know that a module outside holds one of their parameters too. So when an
-outer module is sharded, what turns out to be shared is taken out of the inner units, which are made again without it.
+Inner units are sharded first, when nobody can know that a module outside holds one of their parameters too. So when an outer
+module is sharded, what turns out to be shared is taken out of the inner units, which are rebuilt without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -25,15 +25,21 @@ def find_ties(modules: Sequence[nn.Module], inner: Sequence[Unit]) -> set[int]:
     return {original for original, units in owners.items() if len(units) > 1 or original in held}
 
 
-def has_ties(unit: Unit, tied: set[int]) -> bool:
-    return any(id(original) in tied for flat in unit.flats for original in flat.originals)
+def describe_ties(inner: Iterable[Unit], tied: set[int]) -> list[str]:
+    """For the comparison between ranks."""
+    held = [(unit, flat, i, p) for unit in inner for flat in unit.flats for i, p in enumerate(flat.originals)]
+    return [f"{flat.names[i]} of {unit.name} tied" for unit, flat, i, p in held if id(p) in tied]
 
 
-def give_up(unit: Unit, tied: set[int]) -> None:
-    """Make a unit's buffers again without the tied parameters, which its modules hold as they were before; collective.
+def untie(unit: Unit, tied: set[int]) -> bool:
+    """Rebuild a unit without the tied parameters, which its modules then hold as before; collective.
 
     Of two units that are tied to each other the one that was sharded first has the values.
+
+    Returns: whether it had any.
     """
+    if not any(id(original) in tied for flat in unit.flats for original in flat.originals):
+        return False
     flats = []
     for flat in unit.flats:
         kept = []
@@ -45,5 +51,6 @@ def give_up(unit: Unit, tied: set[int]) -> None:
                 continue
             for module, attribute in flat.uses[i]:
                 setattr(module, attribute, original)
-        flats += [flat.again(kept)] if kept else []
-    unit.renew(flats)
+        flats += [flat.rebuild(kept)] if kept else []
+    unit.replace_buffers(flats)
+    return True

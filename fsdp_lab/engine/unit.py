@@ -1,6 +1,6 @@
 """`Unit`: the parameters of one wrapped module, gathered and freed together.
 
-unshard -> ready -> (computation) -> reshard; receive (from autograd) -> reduce.
+unshard -> wait_for_unshard -> (computation) -> reshard; then, from autograd's gradients, reduce.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from fsdp_lab.engine.collectives import Lane, Pending
+from fsdp_lab.engine.collectives import CommHandle, CommStream
 from fsdp_lab.engine.flat import FlatBuffer
-from fsdp_lab.engine.grid import Grid
-from fsdp_lab.engine.policy import Policy
-from fsdp_lab.engine.reduction import Reduction
+from fsdp_lab.engine.gradients import Reduction
+from fsdp_lab.engine.mesh import ShardMesh
+from fsdp_lab.engine.policy import ShardPolicy
 
 
 class UnitState(enum.Enum):
     SHARDED = "sharded"
-    FEW = "few"  # between forward and backward, shared by a smaller group
+    SHARDED_POST_FORWARD = "sharded post forward"  # between forward and backward, shared by a smaller group
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
 
@@ -30,80 +30,83 @@ class Unit:
     `name` is that of its first module in the root, "" for the root itself; it is known once the root is.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], flats: Sequence[FlatBuffer], grid: Grid, policy: Policy) -> None:
-        self.modules, self.flats, self.grid, self.policy = tuple(modules), tuple(flats), grid, policy
+    def __init__(
+        self, modules: Sequence[nn.Module], flats: Sequence[FlatBuffer], mesh: ShardMesh, policy: ShardPolicy
+    ) -> None:
+        self.modules, self.flats, self.mesh, self.policy = tuple(modules), tuple(flats), mesh, policy
         self.name = type(modules[0]).__name__
         self.state = UnitState.SHARDED
         self.pins = 0  # `unshard` contexts that hold it gathered
-        self._pending: list[Pending] = []
+        self._handles: list[CommHandle] = []
 
-    def renew(self, flats: Sequence[FlatBuffer]) -> None:
-        """Go on with other buffers."""
-        self.flats, self.state, self._pending = tuple(flats), UnitState.SHARDED, []
+    def replace_buffers(self, flats: Sequence[FlatBuffer]) -> None:
+        self.flats, self.state, self._handles = tuple(flats), UnitState.SHARDED, []
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
-    def fetch(self, lane: Lane) -> None:
-        """Under offload: issue the copies from the host that a gather begins with."""
-        with lane.entered():
+    def copy_to_device(self, stream: CommStream) -> None:
+        """Under offload: issue the copies from the host with which a gather begins."""
+        with stream.entered():
             for flat in self.flats:
-                flat.fetch()
+                flat.copy_to_device()
 
-    def unshard(self, lane: Lane) -> None:
-        """Issue the all-gathers, if it is not gathered."""
-        if self.state not in (UnitState.SHARDED, UnitState.FEW):
-            return
-        with lane.entered():
-            self._pending = [flat.gather(lane) for flat in self.flats]
-        self.state = UnitState.GATHERING
+    @property
+    def is_sharded(self) -> bool:
+        return self.state in (UnitState.SHARDED, UnitState.SHARDED_POST_FORWARD)
 
-    def ready(self) -> None:
-        """Wait for them, and let the modules see the values."""
-        if self.state is not UnitState.GATHERING:
-            return
-        self._land()
-        for flat in self.flats:
-            flat.show()
-        self.state = UnitState.UNSHARDED
+    def unshard(self, stream: CommStream) -> None:
+        """Issue the all-gathers, unless they have been."""
+        if self.is_sharded:
+            with stream.entered():
+                self._handles = [flat.gather(stream) for flat in self.flats]
+            self.state = UnitState.GATHERING
 
-    def reshard(self, *, to_few: bool = False) -> None:
-        """Free what was gathered; `to_few`: keep what a smaller group shares. Nothing happens while it is pinned."""
+    def wait_for_unshard(self) -> None:
+        """Wait for the all-gathers, and let the modules see the values."""
+        if self.state is UnitState.GATHERING:
+            self._wait()
+            for flat in self.flats:
+                flat.use_unsharded_views()
+            self.state = UnitState.UNSHARDED
+
+    def reshard(self, *, post_forward: bool = False) -> None:
+        """Free what was gathered, unless it is pinned; `post_forward`: keep what the smaller group shares."""
         if self.state is UnitState.SHARDED or self.pins:
             return
         if self.state is UnitState.GATHERING:
-            self._land()
+            self._wait()
         for flat in self.flats:
-            if to_few and self.state is UnitState.UNSHARDED:
-                flat.keep_few()
-            elif not to_few:
-                flat.forget_few()
-            flat.hide()
-        self.state = UnitState.FEW if to_few else UnitState.SHARDED
+            if post_forward and self.state is UnitState.UNSHARDED:
+                flat.keep_post_forward_shard()
+            elif not post_forward:
+                flat.post_forward_shard = None
+            flat.use_sharded_views()
+        self.state = UnitState.SHARDED_POST_FORWARD if post_forward else UnitState.SHARDED
 
     @property
     def sent(self) -> list[tuple[FlatBuffer, Tensor]]:
-        """What gathers in flight are sending, by buffer."""
-        return [(flat, t) for flat, pending in zip(self.flats, self._pending, strict=False) for t in pending.keeps]
+        """What all-gathers in flight are sending, by buffer."""
+        return [(flat, t) for flat, handle in zip(self.flats, self._handles, strict=False) for t in handle.keeps]
 
-    def _land(self) -> None:
-        pending, self._pending = self._pending, []
-        for p in pending:
-            p.wait()
+    def _wait(self) -> None:
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.wait()
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
     @property
     def has_gradient(self) -> bool:
         """Whether gradients have come that were not reduced yet."""
-        return any(flat.gradient is not None for flat in self.flats)
+        return any(flat.gradients.unsharded is not None for flat in self.flats)
 
-    def reduce(self, lane: Lane) -> list[Reduction]:
+    def reduce(self, stream: CommStream) -> list[Reduction]:
         """Issue the reductions of what has come."""
-        with lane.entered():
-            taken = [(flat, flat.take_gradient()) for flat in self.flats]
-            return [Reduction(flat, gradient, lane) for flat, gradient in taken if gradient is not None]
+        with stream.entered():
+            taken = [(flat.gradients, flat.gradients.take()) for flat in self.flats]
+            return [Reduction(target, gradient, stream) for target, gradient in taken if gradient is not None]
 
     def drop_gradient(self) -> None:
-        """Forget what came in a backward that was given up."""
+        """Forget what came in a backward that failed."""
         for flat in self.flats:
-            flat.take_gradient()
+            flat.gradients.take()

@@ -15,11 +15,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_lab.files import check_file, write_whole
+from fsdp_lab.core.files import check_file, write_whole
 
 if TYPE_CHECKING:
-    from fsdp_lab.checkpoints import Checkpoint
-    from fsdp_lab.spec import Spec
+    from fsdp_lab.core.checkpoint_format import Checkpoint
+    from fsdp_lab.core.spec import Spec
 
 TARGETS = ("script", "accelerate", "spec")
 
@@ -59,7 +59,7 @@ def export_model(checkpoint: Checkpoint | StrPath, path: StrPath, *, force: bool
 
     Raises SpecError: there is none that is whole, or the path.
     """
-    from fsdp_lab.checkpoints import Checkpoint, find
+    from fsdp_lab.core.checkpoint_format import Checkpoint, find
     from fsdp_lab.export.pretrained import export_pretrained
 
     saved = checkpoint if isinstance(checkpoint, Checkpoint) else find(checkpoint)

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from fsdp_lab import __version__
-from fsdp_lab.engine import units
-from fsdp_lab.engine.wrapping import block_class_names
-from fsdp_lab.export.source import paragraph
+import yaml
+
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import Precision, Spec
+from fsdp_lab.core.version import __version__
+from fsdp_lab.export.script import paragraph
 from fsdp_lab.export.target import CARRIES, TITLES, Peer, gpus, peer, refuse
 from fsdp_lab.models import build_skeleton, resolve
 from fsdp_lab.models.check import check
-from fsdp_lab.spec import HYBRIDS, Precision, Spec, SpecError
+from fsdp_lab.models.wrapping import block_class_names, units
 
 Values = dict[str, Any]
 
@@ -30,7 +32,8 @@ def config(spec: Spec) -> str:
     found = peer(spec)
     values = {"ddp": _ddp, "fsdp1": _fsdp1, "fsdp2": _fsdp2}[found.spec.strategy.backend](found.spec)
     common = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "num_processes": spec.world_size}
-    return _head(found, spec) + _yaml(common | _devices(found.spec) | _compile(found.spec) | values)
+    values = common | _devices(found.spec) | _compile(found.spec) | values
+    return f"{_head(found, spec)}{yaml.safe_dump(values, sort_keys=False)}"
 
 
 # -- each backend ----------------------------------------------------------------------------------------------------
@@ -46,14 +49,14 @@ def _fsdp2(spec: Spec) -> Values:
         raise refuse("backward_prefetch", "Accelerate leaves FSDP2's own, one unit ahead", "use 1", backward_prefetch=1)
     sharding = {
         "fsdp_version": 2,
-        "fsdp_reshard_after_forward": s.sharding in ("full_shard", "hybrid_shard"),
+        "fsdp_reshard_after_forward": s.reshards_after_forward,
         "fsdp_offload_params": s.offload == "all",
         "fsdp_cpu_ram_efficient_loading": False,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     }
     values: Values = {"distributed_type": "FSDP", "mixed_precision": _mixed_precision(spec)}
     values["fsdp_config"] = sharding | _wrapping(spec) | _recompute(spec)
-    if s.sharding in HYBRIDS:
+    if s.is_hybrid:
         factor = spec.shard_factor
         values["parallelism_config"] = {
             "parallelism_config_dp_replicate_size": spec.world_size // factor,
@@ -64,7 +67,7 @@ def _fsdp2(spec: Spec) -> Values:
 
 def _fsdp1(spec: Spec) -> Values:
     s = spec.strategy
-    if s.sharding in HYBRIDS:
+    if s.is_hybrid:
         raise refuse("sharding", "Accelerate gives FSDP1 no mesh, so that its shard group is a whole machine",
                      "use full_shard, or backend fsdp2", sharding="full_shard", shard_size=None)  # fmt: skip
     if not s.limit_all_gathers:
@@ -194,13 +197,3 @@ def _for_the_script(spec: Spec) -> Iterator[str]:
         yield "wrap: Accelerate counts a module's parameters in its own way, so that its units can be others"
     if s.backend != "ddp" and s.dtypes.param != "fp32":
         yield f"precision: Accelerate computes under autocast too, and returns outputs in {s.dtypes.param} or fp32"
-
-
-def _yaml(values: Mapping[str, Any], indent: str = "") -> str:
-    """Scalars in JSON's spelling, which YAML reads too."""
-    lines = []
-    for key, value in values.items():
-        nested = isinstance(value, Mapping)
-        said = f"\n{_yaml(value, indent + '  ')}" if nested else f" {json.dumps(value)}\n"
-        lines.append(f"{indent}{key}:{said}")
-    return "".join(lines)

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsdp_lab.backends.carry import PARAM, lasting
 from fsdp_lab.backends.snapshot import Chunk, buffer_key, key
-from fsdp_lab.checkpoints import Checkpoint
+from fsdp_lab.backends.transfer import PARAM, persistent_buffers
+from fsdp_lab.core.checkpoint_format import Checkpoint
+from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.models import build_skeleton, resolve
 from fsdp_lab.rank.storage import read_shards
-from fsdp_lab.spec import SpecError
 
 
 def export_pretrained(saved: Checkpoint, folder: Path, *, force: bool = False) -> Path:
@@ -23,16 +23,16 @@ def export_pretrained(saved: Checkpoint, folder: Path, *, force: bool = False) -
 
     Of buffers that are each rank's own, such as BatchNorm's statistics, those of the first rank are taken.
 
-    Returns the folder's absolute path. Raises SpecError of the path, or of a checkpoint that cannot be read.
+    Returns the folder's absolute path. Raises ArgumentError of the path, or of a checkpoint that cannot be read.
     """
     target = _checked(folder, force=force)
     model = build_skeleton(resolve(saved.spec.workload.model))
     values = {name: torch.empty(p.shape) for name, p in model.named_parameters()}
-    values.update({name: torch.empty_like(b) for name, b in lasting(model)})
+    values.update({name: torch.empty_like(b) for name, b in persistent_buffers(model)})
     try:
         read_shards(saved.path, list(_chunks(saved, values)), optional=())
     except (LookupError, OSError) as e:
-        raise SpecError("checkpoint", f"{saved.path.name} cannot be read: {e}", "take another one") from e
+        raise ArgumentError("checkpoint", f"{saved.path.name} cannot be read: {e}", "take another one") from e
     try:
         part = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
@@ -46,20 +46,20 @@ def export_pretrained(saved: Checkpoint, folder: Path, *, force: bool = False) -
         finally:
             shutil.rmtree(part, ignore_errors=True)
     except OSError as e:
-        raise SpecError(
+        raise ArgumentError(
             "path", f"{target} could not be written: {e.strerror}", "make room, or name another place"
         ) from e
     return target
 
 
 def _checked(folder: Path, *, force: bool) -> Path:
-    """Raises SpecError. With `force` a folder is replaced only where it holds a model, and nothing else is."""
+    """Raises ArgumentError. With `force` a folder is replaced only where it holds a model, and nothing else is."""
     target = folder.expanduser().absolute()
-    way_out = "name a new folder in one that exists and is yours"
+    hint = "name a new folder in one that exists and is yours"
     if not target.parent.is_dir():
-        raise SpecError("path", f"{folder} cannot be written: there is no folder {target.parent}", way_out)
+        raise ArgumentError("path", f"{folder} cannot be written: there is no folder {target.parent}", hint)
     if target.exists() and not (force and (target / "config.json").is_file()):
-        raise SpecError("path", f"{folder} is there already", f"{way_out}, or give force (--force) to replace a model")
+        raise ArgumentError("path", f"{folder} is there already", f"{hint}, or give force (--force) to replace a model")
     return target
 
 

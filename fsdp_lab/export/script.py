@@ -1,63 +1,206 @@
-"""`script`: a Spec as the text of a torchrun script, section by section."""
+"""`script`: a Spec as the text of a torchrun script. torchrun_script.py.jinja is its shape; here its values are derived."""
 
 from __future__ import annotations
 
+import json
 import platform
-from collections.abc import Iterator
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from fsdp_lab import __version__
-from fsdp_lab.export.data_part import data_part
-from fsdp_lab.export.model_part import Model, model_of, model_part
-from fsdp_lab.export.sharding_part import sharding_part
-from fsdp_lab.export.source import assemble, paragraph
-from fsdp_lab.export.target import TITLES, Peer, peer
-from fsdp_lab.export.training_part import training_part
-from fsdp_lab.spec import HYBRIDS, Spec
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.version import __version__
+from fsdp_lab.export.model import Model, config_of, initial_values, loss_type_is_missing, model_of
+from fsdp_lab.export.target import TITLES, gpus, peer
+from fsdp_lab.models.batches import IGNORED, MASK_ID, MASKED_SHARE
+from fsdp_lab.models.check import STDLIB, check_shapes, checked_text
+from fsdp_lab.models.presets import Kind
+from fsdp_lab.models.text import BYTE_OFFSET, FOLDER_CAP_BYTES, STDLIB_CAP_BYTES
+from fsdp_lab.models.wrapping import blocks, units
+
+WIDTH = 100
+TEMPLATE = "torchrun_script.py.jinja"
+AUTO: Mapping[Kind, str] = {
+    "causal": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+}
+DTYPES: Mapping[str, str] = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
 
 def script(spec: Spec) -> str:
     """Raises SpecError for what torch's own backends or the script cannot express."""
     found = peer(spec)
     model = model_of(found.spec)
-    parts = (
-        model_part(model, deferred=found.spec.strategy.backend == "fsdp2"),
-        data_part(found.spec, model.facts),
-        sharding_part(model, found.spec),
-        training_part(found.spec),
-    )
-    return assemble(_head(model, found, spec), parts)
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined,
+                              trim_blocks=True, keep_trailing_newline=True)  # fmt: skip
+    environment.filters.update(dtype=DTYPES.__getitem__, literal=literal, paragraph=paragraph, from_import=from_import)
+    return environment.get_template(TEMPLATE).render(
+        spec=found.spec,
+        title=TITLES[found.spec.strategy.backend],
+        remarks=[*found.remarks, *_inexact(found.spec)],
+        versions={"fsdp_lab": __version__, "torch": torch.__version__, "transformers": transformers.__version__,
+                  "python": platform.python_version()},
+        gpus=gpus(found.spec),
+        **_model(model),
+        **_data(found.spec, model),
+        **_modules(found.spec, model),
+        **_sharding(found.spec),
+    )  # fmt: skip
 
 
-def _head(model: Model, found: Peer, asked: Spec) -> str:
-    s, world = found.spec.strategy, asked.world_size
-    remarks = [_remark(text) for text in (*found.remarks, *_of_script(found.spec))]
-    lines = [
-        f"Train {model.name} under {TITLES[s.backend]}, {s.sharding}, on {world} rank{'s' * (world > 1)}.",
-        "",
-        f"    torchrun --nproc-per-node {world} THIS_FILE --steps 100",
-        "",
-        paragraph("Each step prints its mean loss, unrounded. In fp32 on a CPU the losses are those of the run it was "
-                  "written from, bit for bit, with the same number of ranks, torch, transformers and processor; elsewhere "
-                  f"within rounding. Written by fsdp_lab {__version__} with torch {torch.__version__}, transformers "
-                  f"{transformers.__version__}, Python {platform.python_version()}."),
-        *(["", "Of that run:", *remarks] if remarks else []),
-    ]  # fmt: skip
-    return "\n".join(lines)
-
-
-def _remark(text: str) -> str:
-    return "- " + paragraph(text + ".", "  ").lstrip()
-
-
-def _of_script(spec: Spec) -> Iterator[str]:
+def _inexact(spec: Spec) -> Iterator[str]:
     """Where torch's own backend may give other bits than in the lab."""
     s = spec.strategy
-    if s.backend == "fsdp1" and s.sharding in HYBRIDS and spec.shard_factor > 2:
+    if s.backend == "fsdp1" and s.is_hybrid and spec.shard_factor > 2:
         yield ("sharding: FSDP1 takes no hook under hybrid sharding, so over Gloo the sums of its shard groups come in "
                "another order than in the run, and losses agree within rounding, not to the bit")  # fmt: skip
     if s.backend == "fsdp1" and s.dtypes.reduce == "fp16":
         yield ("precision: FSDP1 divides by a part of the ranks before it adds up, and in the lab after, so that in fp16 "
                "another step may overflow and be skipped")  # fmt: skip
+
+
+# -- what the template is given --------------------------------------------------------------------------------------
+
+
+def _model(model: Model) -> dict[str, Any]:
+    return {
+        "model_name": model.name,
+        "auto_class": AUTO[model.facts.kind],
+        "config": config_of(model.config),
+        "attention": getattr(model.skeleton.config, "_attn_implementation", "sdpa"),
+        "sets_loss_type": loss_type_is_missing(model),
+        "initial_values": initial_values(model),
+    }
+
+
+def _data(spec: Spec, model: Model) -> dict[str, Any]:
+    """Raises SpecError for a text that the run could not read either."""
+    w = spec.workload
+    check_shapes(w, model.facts)
+    checked_text(w)
+    path = None if w.data == STDLIB else Path(w.data).expanduser().absolute()
+    return {
+        "text": "stdlib" if path is None else "folder" if path.is_dir() else "file",
+        "text_path": str(path),
+        "cap_mib": (STDLIB_CAP_BYTES if path is None else FOLDER_CAP_BYTES) // 2**20,
+        "kind": model.facts.kind,
+        "byte_offset": BYTE_OFFSET,
+        "mask_id": MASK_ID,
+        "masked_share": MASKED_SHARE,
+        "ignored": IGNORED,
+    }
+
+
+def _modules(spec: Spec, model: Model) -> dict[str, Any]:
+    """Modules by name: units are sharded together, blocks recomputed or compiled. Raises SpecError where there are none."""
+    s = spec.strategy
+    names = {id(m): name for name, m in model.skeleton.named_modules()}
+    found = [] if s.backend == "ddp" else units(model.skeleton, s.wrap)
+    groups = [[names[id(m)] for m in group] for group in found]
+    repeated = [names[id(m)] for m in blocks(model.skeleton)]
+    same = groups == [[name] for name in repeated]
+    grouped = any(len(group) > 1 for group in groups)
+    return {
+        "blocks": name_list(repeated) if s.compile or s.recompute != "none" or (same and groups) else "",
+        "recompute_every": int(s.recompute.partition(":")[2] or 1),
+        "units": name_list(groups if grouped else [group[0] for group in groups]) if groups else "",
+        "units_name": "BLOCKS" if same else "UNITS",
+        "units_are_groups": grouped,
+    }
+
+
+def _sharding(spec: Spec) -> dict[str, Any]:
+    s, dtypes = spec.strategy, spec.strategy.dtypes
+    hybrid, ordered = s.is_hybrid, rank_ordered(spec)
+    given = {"param": dtypes.param, "reduce": dtypes.reduce}
+    if s.backend == "fsdp2":
+        mixed = (dtypes.param, dtypes.reduce, dtypes.output) != ("fp32", "fp32", None)
+        given = {role: dtype for role, dtype in given.items() if (role, dtype) != ("param", "fp32")}
+        names = {"fully_shard": True, "MixedPrecisionPolicy": mixed, "CPUOffloadPolicy": s.offload == "all",
+                 "FSDPModule": ordered}  # fmt: skip
+    else:
+        given |= {"buffer": dtypes.buffer} if dtypes.buffer is not None else {}
+        after = s.backward_prefetch > 0 and s.backward_prefetch_point == "after"
+        names = {"FullyShardedDataParallel": True, "ShardingStrategy": True, "MixedPrecision": s.precision != "fp32",
+                 "CPUOffload": s.offload == "all", "BackwardPrefetch": after}  # fmt: skip
+    return {
+        "fsdp_names": [name for name, needed in names.items() if needed],
+        "hybrid": hybrid,
+        "reshard_after_forward": s.reshard_size or s.reshards_after_forward,
+        "dtype_arguments": ", ".join(f"{role}_dtype={DTYPES[dtype]}" for role, dtype in given.items()),
+        "rank_ordered": ordered,
+        "sums_then_divides": s.backend == "ddp" and (dtypes.reduce != "fp32" or spec.world_size.bit_count() > 1),
+        # Ranks that hold the same part of a gradient, which is to be counted once.
+        "replicas": "world_size" if spec.shard_factor == 1 else "(world_size // SHARD_SIZE)" if hybrid else "",
+    }
+
+
+def rank_ordered(spec: Spec) -> bool:
+    """Whether three or more summands of a reduce-scatter are added up in the order of the ranks, as over the lab's wire.
+
+    Two have no order. Over NCCL the lab takes its order as it is."""
+    on_gpu = spec.devices is not None and spec.devices[0] != "cpu"
+    hookless = spec.strategy.backend == "fsdp1" and spec.strategy.is_hybrid
+    return spec.strategy.backend != "ddp" and spec.shard_factor > 2 and not on_gpu and not hookless
+
+
+# -- Python as text --------------------------------------------------------------------------------------------------
+
+
+def literal(value: Any) -> str:
+    """A plain value as Python; a dict or a long list takes a line for each entry."""
+    flat = _flat(value)
+    if isinstance(value, Mapping) and value:
+        return "{\n" + "".join(f"    {_flat(k)}: {_flat(v)},\n" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)) and len(flat) > WIDTH - 20:
+        return "[\n" + "".join(f"    {_flat(v)},\n" for v in value) + "]"
+    return flat
+
+
+def _flat(value: Any) -> str:
+    if isinstance(value, str):
+        return json.dumps(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_flat(k)}: {_flat(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_flat, value)) + "]"
+    return repr(value)
+
+
+def name_list(names: Sequence[str] | Sequence[list[str]]) -> str:
+    """["h.0", "h.1", "h.2"] as a comprehension, where that is what they are."""
+    runs: list[str] = []
+    rest = list(names)
+    while rest:
+        found = re.fullmatch(r"(.*\.)(\d+)", rest[0]) if isinstance(rest[0], str) else None
+        count = 0
+        while found and count < len(rest) and rest[count] == f"{found[1]}{count}":
+            count += 1
+        if found is None or count < 2:
+            return literal(list(names))
+        runs.append(f'[f"{found[1]}{{i}}" for i in range({count})]')
+        rest = rest[count:]
+    return " + ".join(runs)
+
+
+def paragraph(text: str, indent: str = "") -> str:
+    """Wrapped to the width of a script; `indent` is that of all lines but the first."""
+    return textwrap.fill(
+        text.strip(), WIDTH - 8, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def from_import(names: Sequence[str], module: str) -> str:
+    """As isort and ruff write it."""
+    ordered = sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    line = f"from {module} import {', '.join(ordered)}"
+    if len(line) <= 88:
+        return line
+    return f"from {module} import (\n" + "".join(f"    {name},\n" for name in ordered) + ")"

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from fsdp_lab.spec import Spec, SpecError
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import Spec
 
 TITLES: Mapping[str, str] = {"lab": "the lab's own engine", "fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP"}
 CARRIES = "or export the Spec itself, which carries it"
@@ -28,8 +29,8 @@ def peer(spec: Spec) -> Peer:
     """Raises SpecError for what no backend of torch's expresses."""
     if spec.strategy.backend != "lab":
         return Peer(spec=spec, remarks=tuple(_idle(spec)))
-    backend = "ddp" if spec.strategy.sharding == "no_shard" else "fsdp2"
-    refused = spec.refusal(backend=backend)
+    backend = "ddp" if spec.strategy.is_replicated else "fsdp2"
+    refused = spec.validate(backend=backend)
     if refused is not None:
         raise stands_in(refused, backend)
     found = spec.replace(backend=backend)
@@ -42,16 +43,16 @@ def peer(spec: Spec) -> Peer:
 
 def stands_in(refused: SpecError, backend: str) -> SpecError:
     """The refusal of a field that the lab's engine has and its stand-in has not."""
-    way_out = refused.way_out
+    hint = refused.hint
     for end in (", or use backend lab", ", or backend lab"):  # which it is
-        way_out = way_out.removesuffix(end)
+        hint = hint.removesuffix(end)
     reason = f"{refused.reason}, and outside the lab {TITLES[backend]} stands in for the lab's engine"
-    return SpecError(refused.field, reason, f"{way_out}, {CARRIES}", refused.fix)
+    return SpecError(refused.field, reason, f"{hint}, {CARRIES}", refused.fix)
 
 
-def refuse(field: str, reason: str, way_out: str, **fix: object) -> SpecError:
+def refuse(field: str, reason: str, hint: str, **fix: object) -> SpecError:
     """Of a field of a Strategy that a target cannot express."""
-    return SpecError(f"strategy.{field}", reason, f"{way_out}, {CARRIES}", fix)
+    return SpecError(f"strategy.{field}", reason, f"{hint}, {CARRIES}", fix)
 
 
 def gpus(spec: Spec) -> list[str]:

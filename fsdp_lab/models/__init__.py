@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fsdp_lab.models.flops import count_flops as count_flops
     from fsdp_lab.models.flops import flops_per_sample as flops_per_sample
     from fsdp_lab.models.initial import Initializer as Initializer
+    from fsdp_lab.models.peaks import BestPeak as BestPeak
     from fsdp_lab.models.peaks import device_peak as device_peak
     from fsdp_lab.models.presets import PRESETS as PRESETS
     from fsdp_lab.models.presets import Preset as Preset
@@ -31,6 +32,7 @@ _HOMES = {
     "Weights": "weights",
     "build_skeleton": "build",
     "count_flops": "flops",
+    "BestPeak": "peaks",
     "device_peak": "peaks",
     "facts_of": "facts",
     "flops_per_sample": "flops",

@@ -13,10 +13,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from fsdp_lab.core.errors import SpecError
 from fsdp_lab.models.configs import first_line
 from fsdp_lab.models.facts import facts_of
 from fsdp_lab.models.presets import Kind
-from fsdp_lab.spec import SpecError
 
 _HEADS: dict[Kind, str] = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING",

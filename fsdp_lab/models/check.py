@@ -7,16 +7,19 @@ run on the meta device, which takes a fraction of a second once transformers is 
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
+from fsdp_lab.core.errors import FieldError, SpecError
+from fsdp_lab.core.spec import Workload
 from fsdp_lab.models.facts import Facts, facts_of
 from fsdp_lab.models.held_out import check_held_out
 from fsdp_lab.models.images import MADE_COUNT, FolderImages
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.models.text import SMALLEST_VOCABULARY, Text, open_text
-from fsdp_lab.spec import SpecError, Workload
 
 IMAGES = "images"
 STDLIB = "stdlib"
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # as save_pretrained writes them
 
 
 def check(workload: Workload, *, evaluated: int = 0) -> None:
@@ -42,8 +45,20 @@ def is_language(workload: Workload) -> bool:
     preset = PRESETS.get(model) if isinstance(model, str) else None
     try:
         return facts_of(preset.config if preset is not None else resolve(model)).is_text
-    except SpecError:  # one of a kept run, that is no longer there
+    except FieldError:  # one of a kept run, that is no longer there
         return False
+
+
+def unread_weights(workload: Workload) -> str:
+    """A sentence where the model's folder holds weights, which are not loaded; "" where it holds none."""
+    model = workload.model
+    if not isinstance(model, str) or model in PRESETS:
+        return ""
+    path = Path(model).expanduser()
+    folder = path if path.is_dir() else path.parent
+    if not path.exists() or not any(file for pattern in WEIGHTS for file in folder.glob(pattern)):
+        return ""
+    return f"Weights in {folder} are not loaded: training begins from random values."
 
 
 def check_shapes(workload: Workload, facts: Facts) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_lab.core.errors import SpecError
 from fsdp_lab.models.presets import Kind
-from fsdp_lab.spec import SpecError
 
 DEFAULT_IMAGE_PIXELS = 224  # for vision configs that, like ResNet's, do not say
 

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedConfig
 
+from fsdp_lab.core.errors import SpecError
 from fsdp_lab.models.build import build_skeleton
 from fsdp_lab.models.configs import first_line
 from fsdp_lab.models.facts import Facts, facts_of
-from fsdp_lab.spec import SpecError
 
 _SAMPLES = 2  # a BatchNorm refuses to normalise a single value
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fsdp_lab.spec import MOST_HELD_OUT, SpecError, Workload
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import MOST_HELD_OUT, Workload
 
 _STEPS = 1000  # a share that is proposed is a multiple of one in so many
 

@@ -16,8 +16,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from fsdp_lab.core.errors import SpecError
 from fsdp_lab.models.facts import Facts
-from fsdp_lab.spec import SpecError
 
 Pixels: TypeAlias = npt.NDArray[np.float32]
 
@@ -110,17 +110,17 @@ class FolderImages:
 
 def _entries(folder: str, facts: Facts) -> list[_Entry]:
     root = Path(folder).expanduser()
-    way_out = 'give a folder with one sub-folder of images for each class, or "images"'
+    hint = 'give a folder with one sub-folder of images for each class, or "images"'
     try:
         if not root.is_dir():
             reason = "is a file, and this model wants images" if root.is_file() else "there is no such folder"
-            raise SpecError("workload.data", f"{folder}: {reason}", way_out, {"data": "images"})
+            raise SpecError("workload.data", f"{folder}: {reason}", hint, {"data": "images"})
         classes = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
         with_images = [images for c in classes if (images := list(_images(c)))]
     except OSError as e:
-        raise SpecError("workload.data", f"{folder} cannot be read ({e.strerror or e})", way_out) from None
+        raise SpecError("workload.data", f"{folder} cannot be read ({e.strerror or e})", hint) from None
     if not with_images:
-        raise SpecError("workload.data", f"{folder} has no sub-folder with images", way_out, {"data": "images"})
+        raise SpecError("workload.data", f"{folder} has no sub-folder with images", hint, {"data": "images"})
     if len(with_images) > facts.classes:
         raise SpecError(
             "workload.data",

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsdp_lab.spec import SpecError
+from fsdp_lab.core.errors import SpecError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -1,8 +1,13 @@
-"""What a step needs and how long it takes, before anybody measures it; on hardware that need not be here. No torch.
+"""Predictions of memory and step time before anything is measured, for hardware that need not be present. No torch.
 
-To be read in this order: `devices`, `fabric` and `compute` (with `moved`) are the physics of one operation, by the few
-free `rates` that `calibrate` finds; `timeline` puts the actions of the engine's own schedule into a step, `step` says how
-long each takes; `memory` plays a model's tape under a backend's `behaviour`; `plan` is both together, `search` the best of
-many. `rows`, `known` and `dense` read published tables, which `validate` and `memory_rows` hold predictions against and
-`batch` fills in; `here` is the machine that you have. `words` says it all.
+Reading order:
+
+- `devices`, `fabric`, `compute`, `memory_traffic`: the time of one operation, from the free `rates` that `calibrate` fits.
+- `timeline`, `step`: the actions of the engine's own schedule, simulated as a step.
+- `memory`: a model's allocation tape, played through the backend's model in `memory_models`.
+- `plan`, `search`: both together, and the best of many. `questions` answers for the command line and the dashboard.
+- `published`, `named_models`, `dense`: published measurements, which `validate` and `memory_rows` compare with predictions
+  and `batch` fills in.
+- `calibration`: the machine at hand.
+- `shapes`: what the planner needs of a model. Recording one runs torch; presets come from a file.
 """

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fsdp_lab.core.errors import FieldError
 from fsdp_lab.planner.memory_rows import in_kind
 from fsdp_lab.planner.plan import plan
+from fsdp_lab.planner.published import PublishedCase, Row, case, counted_flops_per_token
 from fsdp_lab.planner.rates import PUBLISHED, Rates
-from fsdp_lab.planner.rows import Case, Row, case, counted_flops_per_token
-from fsdp_lab.spec import SpecError
 
 
 def predict(rows: Iterable[Row], rates: Rates = PUBLISHED) -> list[dict[str, Any]]:
@@ -24,7 +24,7 @@ def _predicted(row: Row, rates: Rates) -> dict[str, Any]:
     try:
         one = case(row)
         found = plan(one.spec, one.shape, one.machine, rates=rates, software=one.software)
-    except SpecError as e:
+    except FieldError as e:
         return {"id": name, "error": str(e)}
     tokens_per_s = found.tokens_per_s / one.spec.world_size
     tflops = tokens_per_s * flops_per_token(one, row) / 1e12
@@ -34,7 +34,7 @@ def _predicted(row: Row, rates: Rates) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def flops_per_token(one: Case, row: Mapping[str, str]) -> float:
+def flops_per_token(one: PublishedCase, row: Mapping[str, str]) -> float:
     """As the row counts them."""
     recomputed = one.spec.strategy.recompute == "full"
     return counted_flops_per_token(

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_lab.planner.pressure import pressed
+from fsdp_lab.planner.memory_pressure import pressed
+from fsdp_lab.planner.published import PublishedCase
 from fsdp_lab.planner.rates import Rates
-from fsdp_lab.planner.rows import Case
 from fsdp_lab.planner.step import StepModel
 
 START = Rates(
@@ -45,7 +45,7 @@ class Fit:
     sources: int
 
 
-def calibrate(cases: Sequence[Case]) -> Fit:
+def calibrate(cases: Sequence[PublishedCase]) -> Fit:
     """Cases without a measured step are passed over. Raises ValueError where none is left."""
     told = _told(cases)
     x, weights = _START, _weights(told)
@@ -57,7 +57,7 @@ def calibrate(cases: Sequence[Case]) -> Fit:
     return _fit(told, x)
 
 
-def leave_out(cases: Sequence[Case], fold_of: Callable[[Case], str]) -> dict[str, Fit]:
+def leave_out(cases: Sequence[PublishedCase], fold_of: Callable[[PublishedCase], str]) -> dict[str, Fit]:
     """By fold: what `calibrate` finds of the cases of all others, to less than a hundredth. Where that is near the solution
     of the whole it is reached from there, with the whole's Jacobian, in a tenth of the time."""
     told = _told(cases)
@@ -78,19 +78,19 @@ def leave_out(cases: Sequence[Case], fold_of: Callable[[Case], str]) -> dict[str
     return found
 
 
-def _told(cases: Sequence[Case]) -> list[Case]:
+def _told(cases: Sequence[PublishedCase]) -> list[PublishedCase]:
     told = [case for case in cases if case.measured_s]
     if not told:
         raise ValueError("no case tells the seconds of its step")
     return told
 
 
-def _weights(told: Sequence[Case]) -> np.ndarray:
+def _weights(told: Sequence[PublishedCase]) -> np.ndarray:
     sizes = Counter(case.source for case in told)
     return np.array([0.5 / len(told) + 0.5 / (len(sizes) * sizes[case.source]) for case in told])
 
 
-def _jacobian(told: Sequence[Case], x: np.ndarray, r: np.ndarray) -> np.ndarray:
+def _jacobian(told: Sequence[PublishedCase], x: np.ndarray, r: np.ndarray) -> np.ndarray:
     return np.stack([(_residuals(told, _rates(x + 0.02 * e)) - r) / 0.02 for e in np.eye(len(x))], axis=1)
 
 
@@ -103,11 +103,11 @@ def _better(x: np.ndarray, r: np.ndarray, jacobian: np.ndarray, weights: np.ndar
     return np.array([min(value, 0.0) if name in SHARES else value for name, value in zip(FREE, x, strict=True)])
 
 
-def _fit(told: Sequence[Case], x: np.ndarray) -> Fit:
+def _fit(told: Sequence[PublishedCase], x: np.ndarray) -> Fit:
     return Fit(rates=_rates(x), rows=len(told), sources=len({case.source for case in told}))
 
 
-def predicted_s(case: Case, rates: Rates) -> float:
+def predicted_s(case: PublishedCase, rates: Rates) -> float:
     """Seconds of a step, of which only some blocks are simulated; the others repeat them."""
     units = case.shape.units
     overlaps = not pressed(case.spec, case.shape, case.machine)
@@ -125,7 +125,7 @@ def predicted_s(case: Case, rates: Rates) -> float:
     return short + (long - short) * (len(units) - SHORT - 1) / period
 
 
-def _residuals(cases: Sequence[Case], rates: Rates) -> np.ndarray:
+def _residuals(cases: Sequence[PublishedCase], rates: Rates) -> np.ndarray:
     return np.array([math.log(predicted_s(case, rates) / case.measured_s) for case in cases if case.measured_s])
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_lab.planner.calibrate import predicted_s
+from fsdp_lab.planner.published import PublishedCase, Row, case
 from fsdp_lab.planner.rates import PUBLISHED, Rates
-from fsdp_lab.planner.rows import Case, Row, case
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ def _check(name: str, kind: str, row: Row, beside: Row, rates: Rates, published:
     return Check(name=name, kind=kind, published=published or _told(ours[0]) / _told(ours[1]), predicted=a / b)
 
 
-def _told(one: Case) -> float:
+def _told(one: PublishedCase) -> float:
     """Tokens a second of a GPU."""
     if not one.measured_s:
         raise ValueError(f"{one.id} tells no step time")

@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from fsdp_lab.model_shape import UnitShape
+from fsdp_lab.core.model_shape import UnitShape
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.devices import Device
-from fsdp_lab.planner.moved import PER_SAVED, moved
+from fsdp_lab.planner.memory_traffic import PER_SAVED, memory_traffic
 from fsdp_lab.planner.rates import Rates
-from fsdp_lab.spec import Spec
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # Read and written for each fp32 element: value, gradient, moments; torch's foreach AdamW, operation by operation.
@@ -104,7 +104,7 @@ def kept_bytes(unit: UnitShape, tokens: int, dtype: str) -> float:
 
 def moved_bytes(unit: UnitShape, tokens: int, dtype: str, *, joined: bool) -> tuple[float, float]:
     """Of one sample, forward and backward, by what is neither a product nor attention."""
-    counted = moved(unit)
+    counted = memory_traffic(unit)
     if counted is None:
         kept = kept_bytes(unit, tokens, dtype)
         forward, backward = PER_SAVED[2:] if joined else PER_SAVED[:2]

@@ -1,4 +1,4 @@
-"""`dense_tape`: the tape of a transformer of which only sizes are known (`fsdp_lab.planner.known`), operator by operator.
+"""`dense_tape`: the tape of a transformer from its sizes alone (`fsdp_lab.planner.named_models`), operator by operator.
 
 A unit is written down as the operators of its forward, each with its output and what it saves for its backward; playing
 them forwards and backwards, as autograd would, gives what is allocated and freed when. So the highest moment inside a block
@@ -16,15 +16,25 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_lab.model_shape import ALLOCATED, ARRIVED, FREED, MADE, Change, ModelShape, Size, Stretch, UnitShape
+from fsdp_lab.core.model_shape import (
+    ALLOCATED,
+    ARRIVED,
+    FREED,
+    MADE,
+    ModelShape,
+    SizeFormula,
+    TapeChange,
+    TapeSegment,
+    UnitShape,
+)
+from fsdp_lab.core.schedule import Direction, Point, PointSide
 from fsdp_lab.planner.compute import BYTES, Attention, Software
-from fsdp_lab.schedule import Direction, Moment, Point
 
 X = "x"  # the unit's input
 _GRAD_COPIES = 4.0  # bytes of an element of attention's fp32 gradient of queries, while its backward runs
 
 
-NOTHING = Size(())
+NOTHING = SizeFormula(())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,24 +43,24 @@ class Operator:
     output, the same block."""
 
     output: str
-    size: Size
+    size: SizeFormula
     inputs: tuple[str, ...]
     saves: tuple[str, ...] = ()
-    extra: Size = NOTHING  # what it saves beside: masks, statistics
-    scratch: Size = NOTHING  # of its backward
+    extra: SizeFormula = NOTHING  # what it saves beside: masks, statistics
+    scratch: SizeFormula = NOTHING  # of its backward
     weights: tuple[int, ...] = ()
     through: bool = False
     kept: bool = False  # by a checkpoint that keeps some operators' outputs
 
 
-def tokens(each: float) -> Size:
+def tokens(each: float) -> SizeFormula:
     """Bytes of a token."""
-    return Size(((1, 1, each),))
+    return SizeFormula(((1, 1, each),))
 
 
-def pairs(each: float) -> Size:
+def pairs(each: float) -> SizeFormula:
     """Bytes of two tokens of one sample."""
-    return Size(((1, 2, each),)) if each else NOTHING
+    return SizeFormula(((1, 2, each),)) if each else NOTHING
 
 
 @dataclass(kw_only=True)
@@ -58,11 +68,11 @@ class _Run:
     """Plays operators; what happens is written as changes."""
 
     operators: Sequence[Operator]
-    input: Size
+    input: SizeFormula
     item: int
     numel: Sequence[int]
-    changes: list[Change] = field(default_factory=list)
-    alive: dict[str, Size] = field(default_factory=dict)
+    changes: list[TapeChange] = field(default_factory=list)
+    alive: dict[str, SizeFormula] = field(default_factory=dict)
     holds: dict[str, int] = field(default_factory=dict)  # how many operators' backwards still need it
 
     def forward(
@@ -122,27 +132,27 @@ class _Run:
             release(own)
 
     def gradient(self, weight: int) -> None:
-        size = Size(((0, 0, self.item * self.numel[weight]),))
-        self.changes.append(Change(MADE, size, None, weight))
-        self.changes.append(Change(ARRIVED, size, None, weight))
+        size = SizeFormula(((0, 0, self.item * self.numel[weight]),))
+        self.changes.append(TapeChange(MADE, size, None, weight))
+        self.changes.append(TapeChange(ARRIVED, size, None, weight))
 
-    def _size(self, name: str) -> Size:
+    def _size(self, name: str) -> SizeFormula:
         return next((op.size for op in self.operators if op.output == name), self.input)
 
-    def _take(self, name: str, size: Size) -> None:
+    def _take(self, name: str, size: SizeFormula) -> None:
         self.alive[name] = size
         self._write(ALLOCATED, size)
 
     def _drop(self, name: str) -> None:
         self._write(FREED, self.alive.pop(name))
 
-    def _write(self, kind: str, size: Size) -> None:
+    def _write(self, kind: str, size: SizeFormula) -> None:
         if size.terms:
-            self.changes.append(Change(kind, size))
+            self.changes.append(TapeChange(kind, size))
 
 
 def dense_tape(shape: ModelShape, dtype: str, software: Software, *, compiled: bool,
-               recomputed: frozenset[int]) -> tuple[Stretch, ...]:  # fmt: skip
+               recomputed: frozenset[int]) -> tuple[TapeSegment, ...]:  # fmt: skip
     """One forward and one backward. recomputed: numbers of the units that are computed again."""
     forward, backward = Direction.FORWARD, Direction.BACKWARD
     root = _root(shape, dtype, compiled)
@@ -152,24 +162,30 @@ def dense_tape(shape: ModelShape, dtype: str, software: Software, *, compiled: b
         if i and key not in made:
             made[key] = _block(unit, dtype, software, compiled, i in recomputed)
     blocks = [made[id(unit), i in recomputed] for i, unit in enumerate(shape.units) if i]
-    found = [Stretch(Point(forward, 0, Moment.BEFORE), root[0])]
+    found = [TapeSegment(Point(forward, 0, PointSide.BEFORE), root[0])]
     for i, (there, _) in enumerate(blocks, 1):
-        found += [Stretch(Point(forward, i, Moment.BEFORE), there), Stretch(Point(forward, i, Moment.AFTER), ())]
-    if blocks:
-        found[-1] = Stretch(found[-1].point, root[1])
-    found += [Stretch(Point(forward, 0, Moment.AFTER), ()), Stretch(Point(backward, 0, Moment.BEFORE), root[2])]
-    for i in range(len(blocks), 0, -1):
         found += [
-            Stretch(Point(backward, i, Moment.BEFORE), blocks[i - 1][1]),
-            Stretch(Point(backward, i, Moment.AFTER), ()),
+            TapeSegment(Point(forward, i, PointSide.BEFORE), there),
+            TapeSegment(Point(forward, i, PointSide.AFTER), ()),
         ]
     if blocks:
-        found[-1] = Stretch(found[-1].point, root[3])
-    found.append(Stretch(Point(backward, 0, Moment.AFTER), ()))
+        found[-1] = TapeSegment(found[-1].point, root[1])
+    found += [
+        TapeSegment(Point(forward, 0, PointSide.AFTER), ()),
+        TapeSegment(Point(backward, 0, PointSide.BEFORE), root[2]),
+    ]
+    for i in range(len(blocks), 0, -1):
+        found += [
+            TapeSegment(Point(backward, i, PointSide.BEFORE), blocks[i - 1][1]),
+            TapeSegment(Point(backward, i, PointSide.AFTER), ()),
+        ]
+    if blocks:
+        found[-1] = TapeSegment(found[-1].point, root[3])
+    found.append(TapeSegment(Point(backward, 0, PointSide.AFTER), ()))
     return tuple(found)
 
 
-Half = tuple[tuple[Change, ...], tuple[Change, ...]]
+Half = tuple[tuple[TapeChange, ...], tuple[TapeChange, ...]]
 
 
 def _beside(op: Operator) -> str:
@@ -199,7 +215,7 @@ def _block(unit: UnitShape, dtype: str, software: Software, compiled: bool, agai
     back = run()
     back.alive |= {op.output: op.size for op in operators if op.output in kept}
     back.forward(saving=True, there=kept)
-    back.changes.append(Change(FREED, operators[-1].size))  # nobody uses the output again
+    back.changes.append(TapeChange(FREED, operators[-1].size))  # nobody uses the output again
     back.backward()
     return tuple(there.changes), tuple(back.changes)
 
@@ -208,7 +224,7 @@ def _block(unit: UnitShape, dtype: str, software: Software, compiled: bool, agai
 
 
 def block_operators(unit: UnitShape, item: int, software: Software, compiled: bool) -> Iterator[Operator]:
-    """Of a block as `fsdp_lab.planner.known` makes it: gated where it has two products into its inner width, with two
+    """Of a block as `fsdp_lab.planner.named_models` makes it: gated where it has two products into its inner width, with two
     attentions where it has two products out of its heads."""
     h = unit.boundary_elements
     numbers = {(p.inputs, p.outputs): p.count for p in unit.products}
@@ -297,7 +313,7 @@ def _mlp(x: str, h: float, inner: float, item: int, gated: bool, is_t5: bool, dr
     yield Operator(output="sum", size=tokens(item * h), inputs=(x, "mlp: out"), through=True, weights=rest)
 
 
-def _root(shape: ModelShape, dtype: str, compiled: bool) -> tuple[tuple[Change, ...], ...]:
+def _root(shape: ModelShape, dtype: str, compiled: bool) -> tuple[tuple[TapeChange, ...], ...]:
     """Before the blocks and after them, in the forward and in the backward."""
     unit = shape.units[0]
     item, vocabulary, h = BYTES[dtype], unit.products[-1].outputs, unit.boundary_elements
@@ -306,36 +322,47 @@ def _root(shape: ModelShape, dtype: str, compiled: bool) -> tuple[tuple[Change, 
     kernels = not compiled
     biases = pairs(item * _bias_heads(shape))
     tied = sum(n == vocabulary * h for n in unit.parameters) == 1
-    table = Size(((0, 0, item * float(unit.parameters[0])),))
+    table = SizeFormula(((0, 0, item * float(unit.parameters[0])),))
     head = 0 if tied else 1
 
-    def when(is_so: bool, *changes: Change) -> tuple[Change, ...]:
+    def when(is_so: bool, *changes: TapeChange) -> tuple[TapeChange, ...]:
         return changes if is_so else ()
 
     forward = (
-        Change(ALLOCATED, x), Change(ALLOCATED, logits), *when(copied and kernels, Change(ALLOCATED, logits32)),
-        Change(ALLOCATED, logits32), *when(copied and kernels, Change(FREED, logits32)), Change(FREED, logits),
+        TapeChange(ALLOCATED, x), TapeChange(ALLOCATED, logits), *when(copied and kernels, TapeChange(ALLOCATED, logits32)),
+        TapeChange(ALLOCATED, logits32), *when(copied and kernels, TapeChange(FREED, logits32)), TapeChange(FREED, logits),
     )  # fmt: skip
-    first = Change(ALLOCATED, table) if tied else Change(MADE, table, 0, head)
-    arrived = when(not tied, Change(ARRIVED, table, 0, head))
+    first = TapeChange(ALLOCATED, table) if tied else TapeChange(MADE, table, 0, head)
+    arrived = when(not tied, TapeChange(ARRIVED, table, 0, head))
     backward = (
-        *when(kernels, Change(ALLOCATED, logits32), Change(ALLOCATED, logits32), Change(FREED, logits32),
-              Change(FREED, logits32)),
-        *when(kernels and copied, Change(ALLOCATED, logits), Change(FREED, logits32)),
-        *when(compiled, Change(ALLOCATED, logits), Change(FREED, logits32)),
-        Change(ALLOCATED, x), first, *arrived, Change(FREED, logits if copied or compiled else logits32),
-        Change(ALLOCATED, x), Change(FREED, x), Change(FREED, x), *when(bool(biases.terms), Change(ALLOCATED, biases)),
-    )  # fmt: skip
+        *when(
+            kernels,
+            TapeChange(ALLOCATED, logits32),
+            TapeChange(ALLOCATED, logits32),
+            TapeChange(FREED, logits32),
+            TapeChange(FREED, logits32),
+        ),
+        *when(kernels and copied, TapeChange(ALLOCATED, logits), TapeChange(FREED, logits32)),
+        *when(compiled, TapeChange(ALLOCATED, logits), TapeChange(FREED, logits32)),
+        TapeChange(ALLOCATED, x),
+        first,
+        *arrived,
+        TapeChange(FREED, logits if copied or compiled else logits32),
+        TapeChange(ALLOCATED, x),
+        TapeChange(FREED, x),
+        TapeChange(FREED, x),
+        *when(bool(biases.terms), TapeChange(ALLOCATED, biases)),
+    )
     others = [i for i in range(len(unit.parameters)) if i not in (0, head)]
-    rest: list[Change] = []
+    rest: list[TapeChange] = []
     for i in (*others, 0):
-        size = Size(((0, 0, item * float(unit.parameters[i])),))
-        rest.append(Change(MADE, size, 0, i))
+        size = SizeFormula(((0, 0, item * float(unit.parameters[i])),))
+        rest.append(TapeChange(MADE, size, 0, i))
         if i == 0 and tied:
-            rest.append(Change(FREED, table))  # both of its gradients become one
-        rest.append(Change(ARRIVED, size, 0, i))
-    there, gone = (when(bool(biases.terms), Change(kind, biases)) for kind in (ALLOCATED, FREED))
-    return (Change(ALLOCATED, x), *there), forward, backward, (*gone, *gone, *rest, Change(FREED, x))
+            rest.append(TapeChange(FREED, table))  # both of its gradients become one
+        rest.append(TapeChange(ARRIVED, size, 0, i))
+    there, gone = (when(bool(biases.terms), TapeChange(kind, biases)) for kind in (ALLOCATED, FREED))
+    return (TapeChange(ALLOCATED, x), *there), forward, backward, (*gone, *gone, *rest, TapeChange(FREED, x))
 
 
 def _bias_heads(shape: ModelShape) -> float:

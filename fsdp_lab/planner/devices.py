@@ -1,4 +1,4 @@
-"""`Device` and `Machine`: what a prediction is made for. Peaks are of `fsdp_lab.hardware`, the rest stands here.
+"""`Device` and `Machine`: what a prediction is made for. Peaks are of `fsdp_lab.core.hardware`, the rest stands here.
 
 Sources: memory, its bandwidth and PCI Express of the vendor's data sheets; `matrix_share`, what a large bf16 matrix product
 reaches of the data sheet's peak, of stas00/ml-engineering@744d01e (compute/accelerator: 271.2 TFLOPS on an A100, 794.5 on an
@@ -11,16 +11,16 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fsdp_lab.hardware import GPUS, PCIE4_BYTES_PER_S
+from fsdp_lab.core.errors import ArgumentError, SpecError
+from fsdp_lab.core.hardware import GPUS, PCIE4_BYTES_PER_S
 from fsdp_lab.planner.curve import Curve
-from fsdp_lab.spec import SpecError
 
 GIB = 1 << 30
 ASSUMED_SHARE = 0.87
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredCurves:
     """Seconds by size, of one device while all ranks of its machine do the same."""
 
     products: Mapping[str, Curve]  # by dtype: of one matrix product, by its FLOPs
@@ -42,7 +42,9 @@ class Device:
     switched: bool  # each device has that link to itself; False: the host's devices share it
     generation: str  # of its tensor cores: "volta", "turing", "ampere", "hopper", "blackwell"; "cpu"
     assumed: Mapping[str, str]  # what no source says, and what was taken
-    measured: Measured | None = None  # seconds by size, of a device that was measured; they go before the rates above
+    measured: MeasuredCurves | None = (
+        None  # seconds by size, of a device that was measured; they go before the rates above
+    )
 
     def flops_per_s(self, dtype: str) -> float:
         """The peak for matrix products of this dtype. Raises SpecError where the device has none."""
@@ -107,13 +109,13 @@ _OTHER_NAMES = {"a100": "a100-80", "h100-sxm": "h100", "h100-80": "h100", "h200-
 
 
 def device(name: str) -> Device:
-    """By name. Raises SpecError, with the nearest names."""
+    """By name. Raises ArgumentError, with the nearest names."""
     low = name.strip().lower().replace(" ", "-").replace("_", "-")
     low = _OTHER_NAMES.get(low, low)
     if low in DEVICES:
         return DEVICES[low]
     near = difflib.get_close_matches(low, DEVICES, n=3, cutoff=0.3) or list(DEVICES)
-    raise SpecError("hardware", f"{name!r} is not known", f"use one of {', '.join(near)}", {"hardware": near[0]})
+    raise ArgumentError("hardware", f"{name!r} is not known", f"use one of {', '.join(near)}", {"hardware": near[0]})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,19 +151,19 @@ def machine(hardware: str | Device, ranks: int, *, hosts: int | None = None,
         network_gbit_per_s: of all network cards of a host together, one way.
 
     Raises:
-        SpecError: an unknown device, ranks that the hosts do not divide, a rate that cannot be.
+        ArgumentError: an unknown device, ranks that the hosts do not divide, a rate that cannot be.
     """
     found = hardware if isinstance(hardware, Device) else device(hardware)
     if ranks < 1:
-        raise SpecError("ranks", f"{ranks} is refused", "give a whole number of 1 or more")
+        raise ArgumentError("ranks", f"{ranks} is refused", "give a whole number of 1 or more")
     if hosts is not None and (hosts < 1 or ranks % hosts):
         good = [n for n in range(1, ranks + 1) if ranks % n == 0]
         nearest = min(good, key=lambda n: (abs(n - hosts), n))
-        raise SpecError(
+        raise ArgumentError(
             "hosts", f"{ranks} ranks cannot be divided among {hosts} hosts", f"use {nearest}", {"hosts": nearest}
         )
     if network_gbit_per_s is not None and not 0 < network_gbit_per_s < 1e6:
-        raise SpecError("network", f"{network_gbit_per_s} Gb/s is refused", "give a number above 0, such as 400")
+        raise ArgumentError("network", f"{network_gbit_per_s} Gb/s is refused", "give a number above 0, such as 400")
     assumed = {}
     per_host = ranks // hosts if hosts is not None else min(8, ranks)
     if hosts is None and ranks > 8:

@@ -17,7 +17,7 @@ PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class RankGroup:
     """`size` ranks, `stride` apart: 1 for those that share a shard, the shard's size for its replicas."""
 
     size: int
@@ -29,7 +29,7 @@ def link_bytes(kind: str, payload_bytes: float, size: int) -> float:
     return PASSES[kind] * payload_bytes * (size - 1) / size
 
 
-def seconds(kind: str, payload_bytes: float, group: Group, machine: Machine, rates: Rates) -> float:
+def seconds(kind: str, payload_bytes: float, group: RankGroup, machine: Machine, rates: Rates) -> float:
     """Of one collective by itself; 0 for a group of one."""
     if group.size < 2:
         return 0.0

@@ -1,7 +1,7 @@
 """`memory`: what a rank holds in a step, by the classes of the measured ledger, and the highest moment of it.
 
-A step of the plain model, as its tape has it (see `fsdp_lab.model_shape`), is played with the sizes of the Spec; at every
-point the backend's behaviour takes and gives what it gathers, keeps and sends. The highest moment of all is the peak.
+The model's tape of one step (`fsdp_lab.core.model_shape`) is replayed with the sizes of the Spec. At every point the
+backend's `MemoryModel` allocates and frees what it gathers, keeps and sends. The peak is the highest moment.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp_lab.events import Classes
-from fsdp_lab.model_shape import ALLOCATED, ARRIVED, FREED, Change, ModelShape, Stretch
-from fsdp_lab.planner.behaviour.base import Behaviour
-from fsdp_lab.planner.behaviour.ddp import DDPBehaviour
-from fsdp_lab.planner.behaviour.fsdp1 import FSDP1Behaviour
-from fsdp_lab.planner.behaviour.fsdp2 import FSDP2Behaviour
-from fsdp_lab.planner.behaviour.lab import LabBehaviour
-from fsdp_lab.planner.book import ACTIVATIONS, GRADIENTS, OTHER, Book, classes_of
+from fsdp_lab.core.events import RoleBytes
+from fsdp_lab.core.model_shape import ALLOCATED, ARRIVED, FREED, ModelShape, TapeChange, TapeSegment
+from fsdp_lab.core.schedule import Direction, PointSide
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.compute import USUAL, Software
 from fsdp_lab.planner.dense import dense_tape
+from fsdp_lab.planner.memory_models.base import MemoryModel
+from fsdp_lab.planner.memory_models.ddp import DDPMemory
+from fsdp_lab.planner.memory_models.flat import FlatMemory
+from fsdp_lab.planner.memory_models.fsdp1 import FSDP1Memory
+from fsdp_lab.planner.memory_models.fsdp2 import FSDP2Memory
+from fsdp_lab.planner.memory_tracker import ACTIVATIONS, GRADIENTS, OTHER, MemoryTracker, classes_of
 from fsdp_lab.planner.step import recomputed
-from fsdp_lab.schedule import Direction, Moment
-from fsdp_lab.spec import Spec
 
 GPU_SLACK = (
     0.06  # of what is allocated at the peak: what a caching allocator holds beside it, in blocks that do not fit
@@ -32,8 +32,8 @@ GPU_SLACK = (
 class MemoryPlan:
     """Bytes of one rank's compute device, as the ledger counts them. `held`: between steps."""
 
-    held: Classes
-    at_peak: Classes
+    held: RoleBytes
+    at_peak: RoleBytes
     peak_phase: str  # "forward", "backward", "update"
     peak_unit: str
     host_bytes: int  # that offload keeps there
@@ -44,8 +44,8 @@ class MemoryPlan:
         return self.at_peak.total_bytes
 
 
-_BEHAVIOURS: Mapping[str, type[Behaviour]] = {
-    "lab": LabBehaviour, "fsdp2": FSDP2Behaviour, "fsdp1": FSDP1Behaviour, "ddp": DDPBehaviour,
+_BEHAVIOURS: Mapping[str, type[MemoryModel]] = {
+    "lab": FlatMemory, "fsdp2": FSDP2Memory, "fsdp1": FSDP1Memory, "ddp": DDPMemory,
 }  # fmt: skip
 
 
@@ -63,11 +63,11 @@ def memory(spec: Spec, shape: ModelShape, *, device: str, software: Software = U
 class _Step:
     def __init__(self, spec: Spec, shape: ModelShape, software: Software, *, on_gpu: bool) -> None:
         self._software = software
-        self._spec, self._shape, self._book, self._on_gpu = spec, shape, Book(), on_gpu
+        self._spec, self._shape, self._book, self._on_gpu = spec, shape, MemoryTracker(), on_gpu
         self._backend = _BEHAVIOURS[spec.strategy.backend](spec, shape, self._book, on_gpu=on_gpu)  # type: ignore[call-arg]
         self._samples, self._tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
-        self._sizes: dict[int, tuple[Sequence[Change], list[tuple[str, float, int | None, int]]]] = {}
-        self._folded: dict[tuple[object, ...], tuple[Book, tuple[float, object]]] = {}
+        self._sizes: dict[int, tuple[Sequence[TapeChange], list[tuple[str, float, int | None, int]]]] = {}
+        self._folded: dict[tuple[object, ...], tuple[MemoryTracker, tuple[float, object]]] = {}
 
     @property
     def _batch(self) -> float:
@@ -78,7 +78,7 @@ class _Step:
 
     def plan(self) -> MemoryPlan:
         book, backend = self._book, self._backend
-        book.take(OTHER, self._shape.buffers_bytes)
+        book.alloc(OTHER, self._shape.buffers_bytes)
         backend.keeps_gradients = self._software.keeps_gradients
         backend.hold()
         held = classes_of(book.now)
@@ -86,10 +86,10 @@ class _Step:
         accumulate = self._spec.workload.accumulate
         tape = tape_of(self._shape, self._spec, self._software)
         for micro in _micros(accumulate):
-            book.take(OTHER, batch)
+            book.alloc(OTHER, batch)
             backend.begin(loud=self._spec.strategy.sync == "every" or micro == accumulate - 1)
             self._play(tape)
-            book.give(OTHER, batch)
+            book.free(OTHER, batch)
         book.where = (Direction.UPDATE, 0)
         backend.update()
         backend.forget()
@@ -101,12 +101,12 @@ class _Step:
             reserved_bytes=round(peak.total_bytes * (1 + GPU_SLACK)),
         )  # fmt: skip
 
-    def _play(self, tape: Sequence[Stretch]) -> None:
+    def _play(self, tape: Sequence[TapeSegment]) -> None:
         calls, book, backend = self._shape.call_tree, self._book, self._backend
         for stretch in tape:
             point = stretch.point
             own = calls[point.call].unit
-            last = point.direction is Direction.BACKWARD and point.call == 0 and point.moment is Moment.AFTER
+            last = point.direction is Direction.BACKWARD and point.call == 0 and point.moment is PointSide.AFTER
             book.where = (point.direction, own)
             backend.landed()
             if not last:
@@ -117,7 +117,7 @@ class _Step:
                 backend.end_backward()
                 backend.landed()
 
-    def _change(self, changes: Sequence[Change], own: int) -> None:
+    def _change(self, changes: Sequence[TapeChange], own: int) -> None:
         """What the model allocates and frees; of units that are alike it is reckoned once."""
         if not changes:
             return
@@ -128,7 +128,7 @@ class _Step:
             if any(c.unit is not None for c in changes if c.kind == ARRIVED):
                 self._write(changes, own)
                 return
-            whole, backend.book = self._book, Book()
+            whole, backend.book = self._book, MemoryTracker()
             self._book = backend.book
             self._write(changes, own)
             found = self._folded[key] = (self._book, (backend.flying, backend.after(own)))
@@ -137,20 +137,20 @@ class _Step:
         backend.flying, state = found[1]
         backend.restore(own, state)
 
-    def _write(self, changes: Sequence[Change], own: int) -> None:
+    def _write(self, changes: Sequence[TapeChange], own: int) -> None:
         book, backend = self._book, self._backend
         for kind, size, unit, index in self._numbers(changes):
             if kind == ALLOCATED:
-                book.take(ACTIVATIONS, size)
+                book.alloc(ACTIVATIONS, size)
             elif kind == FREED:
-                book.give(ACTIVATIONS, size)
+                book.free(ACTIVATIONS, size)
             elif kind == ARRIVED:
                 backend.arrived(own if unit is None else unit, index, size)
                 backend.landed()
             else:
-                book.take(GRADIENTS, size)
+                book.alloc(GRADIENTS, size)
 
-    def _numbers(self, changes: Sequence[Change]) -> list[tuple[str, float, int | None, int]]:
+    def _numbers(self, changes: Sequence[TapeChange]) -> list[tuple[str, float, int | None, int]]:
         found = self._sizes.get(id(changes))
         if found is None:
             sized = [(c.kind, c.size.bytes_of(self._samples, self._tokens), c.unit, c.index) for c in changes]
@@ -163,7 +163,7 @@ def _micros(accumulate: int) -> list[int]:
     return sorted({0, min(1, accumulate - 1), accumulate - 1})
 
 
-def tape_of(shape: ModelShape, spec: Spec, software: Software = USUAL) -> Sequence[Stretch]:
+def tape_of(shape: ModelShape, spec: Spec, software: Software = USUAL) -> Sequence[TapeSegment]:
     """The tape of a precision; with some blocks computed again, block by block of the one or the other. Where a model is one
     unit, "every:K" is taken as "none": rather too much than too little."""
     s = spec.strategy

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_lab.core.errors import FieldError
 from fsdp_lab.planner.memory import MemoryPlan, memory
 from fsdp_lab.planner.plan import CONTEXT_BYTES, device_kind
-from fsdp_lab.planner.rows import Case, Row, case
-from fsdp_lab.spec import SpecError
+from fsdp_lab.planner.published import PublishedCase, Row, case
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -30,7 +30,7 @@ UNEXPLAINED = (
 class MemoryRow:
     """Bytes, as measured and as predicted; `kind`: "allocated", "reserved" or "used"."""
 
-    case: Case
+    case: PublishedCase
     kind: str
     measured_bytes: float
     predicted_bytes: float
@@ -51,7 +51,7 @@ class MemoryRow:
         }  # fmt: skip
 
 
-def memory_of(one: Case) -> MemoryPlan:
+def memory_of(one: PublishedCase) -> MemoryPlan:
     """What is predicted of a row."""
     return memory(one.spec, one.shape, device=device_kind(one.machine), software=one.software)
 
@@ -102,7 +102,7 @@ def memory_rows(rows: Iterable[Row]) -> tuple[list[MemoryRow], list[tuple[str, s
             continue
         try:
             one = case(row)
-        except SpecError as e:
+        except FieldError as e:
             refused.append((row.get("id", ""), str(e)))
             continue
         kind = kind_of(row)

@@ -8,18 +8,22 @@ from functools import cached_property
 from html import escape
 from typing import Any
 
-from fsdp_lab.events import Role
-from fsdp_lab.model_shape import ModelShape
-from fsdp_lab.planner import words
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.events import Role
+from fsdp_lab.core.formatting import Table, count, duration, size
+from fsdp_lab.core.model_shape import ModelShape
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.compute import USUAL, Software
 from fsdp_lab.planner.devices import Machine, machine
 from fsdp_lab.planner.memory import MemoryPlan, memory
-from fsdp_lab.planner.pressure import pressed
+from fsdp_lab.planner.memory_pressure import pressed
 from fsdp_lab.planner.rates import PUBLISHED, Rates
 from fsdp_lab.planner.step import StepModel, StepTime, recomputed
-from fsdp_lab.spec import Spec, SpecError
 
 CONTEXT_BYTES = 1 << 30  # of a GPU's memory: CUDA's context, NCCL's buffers and the libraries' workspaces
+PARTS = ("computing", "slowed by sending", "exposed communication", "optimizer")
+FIGURES = ("fits", "memory", "step", "tokens/s", "TFLOPS", "MFU", "exposed", "bound by")
+LEFT_ALIGNED = frozenset({"strategy", "why", "bound by", "fits"})
 BOUND = 0.2  # of a step: what is lost to communication, exposed or beside computing, binds from there on
 
 
@@ -99,11 +103,11 @@ class Plan:
         return "computing" if self.step.computing_s > self.step_time_s / 2 else "the loop"
 
     def __repr__(self) -> str:
-        return "\n".join(words.sentences(self))
+        return "\n".join(sentences(self))
 
     def _repr_html_(self) -> str:
-        told = "".join(f"<p>{escape(line)}</p>" for line in words.sentences(self))
-        return f"{told}{words.time_table(self)._repr_html_()}{words.memory_table(self)._repr_html_()}"
+        told = "".join(f"<p>{escape(line)}</p>" for line in sentences(self))
+        return f"{told}{time_table(self)._repr_html_()}{memory_table(self)._repr_html_()}"
 
     def within(self, limit_bytes: int) -> Plan:
         """The same, where no more of a device's memory may be used."""
@@ -140,10 +144,12 @@ def plan(
         where: with as many ranks as the Spec has.
 
     Raises:
-        SpecError: ranks that differ, a dtype that the device has not.
+        FieldError: ranks that differ, a dtype that the device has not.
     """
     if where.ranks != spec.world_size:
-        raise SpecError("ranks", f"the machine has {where.ranks} and the Spec {spec.world_size}", "give both the same")
+        raise ArgumentError(
+            "ranks", f"the machine has {where.ranks} and the Spec {spec.world_size}", "give both the same"
+        )
     overlaps = not pressed(spec, shape, where)
     model = StepModel(spec, shape.units, shape.tokens(spec.workload.seq_len), where, rates, software, overlaps=overlaps)
     step = model.step()
@@ -182,11 +188,11 @@ def machine_like(where: Machine, ranks: int) -> Machine:
 def scaling(spec: Spec, shape: ModelShape, where: Machine, ranks: Sequence[int], **options: Any) -> list[Plan]:
     """The same work of each rank on other numbers of ranks in such hosts; those that the Spec cannot have are left out."""
     found = []
-    for count in ranks:
-        whole = count <= where.per_host or count % where.per_host == 0
-        changes = {"world_size": count, "devices": None}
-        if whole and spec.refusal(**changes) is None:
-            found.append(plan(spec.replace(**changes), shape, machine_like(where, count), **options))
+    for world_size in ranks:
+        whole = world_size <= where.per_host or world_size % where.per_host == 0
+        changes = {"world_size": world_size, "devices": None}
+        if whole and spec.validate(**changes) is None:
+            found.append(plan(spec.replace(**changes), shape, machine_like(where, world_size), **options))
     return found
 
 
@@ -200,3 +206,73 @@ def limit(plans: Sequence[Plan]) -> str:
     if not before:
         return f"bound by communication from {bound.machine.ranks:,} GPUs on at {network:,.0f} Gb/s a host"
     return f"bound by communication above {before[-1].machine.ranks:,} GPUs at {network:,.0f} Gb/s a host"
+
+
+# -- text and tables, for a terminal and a notebook ------------------------------------------------------------------
+
+
+def sentences(plan: Plan) -> list[str]:
+    """What is planned, whether it fits, how fast it is, and what was assumed."""
+    s, w, m = plan.spec.strategy, plan.spec.workload, plan.machine
+    network = f" at {m.network_bytes_per_s * 8 / 1e9:,.0f} Gb/s a host" if m.hosts > 1 else ""
+    model = w.model if isinstance(w.model, str) else str(w.model.get("model_type", "model"))
+    assumed = "; ".join(f"{name} {value}" for name, value in plan.assumed.items())
+    return [
+        f"{model}, {parameter_count(plan.shape.parameters)}, {s.backend} {s.sharding}, {s.precision}, on {m.ranks:,} x "
+        f"{m.device.name} in {m.hosts:,} host{'s' * (m.hosts > 1)}{network}",
+        f"It {fit_sentence(plan)}.",
+        f"Step {duration(plan.step_time_s)}, {count(plan.tokens_per_s)} tokens/s, {plan.flops_per_s / 1e12:.3g} TFLOPS a "
+        f"rank, MFU {plan.mfu:.1%}, HFU {plan.hfu:.1%}; bound by {plan.binding}.",
+        *([f"Assumed: {assumed}."] if assumed else []),
+    ]
+
+
+def parameter_count(number: int) -> str:
+    return f"{number / 1e9:.2f} billion parameters" if number >= 1e9 else f"{number / 1e6:.1f} million parameters"
+
+
+def fit_sentence(plan: Plan) -> str:
+    words, limit = size(plan.memory.reserved_bytes), size(plan.machine.device.memory_bytes)
+    if plan.fits:
+        return f"fits: {words} of {limit}, {size(plan.margin_bytes)} to spare"
+    return f"does not fit: {words} of {limit}, {size(-plan.margin_bytes)} too much"
+
+
+def time_table(plan: Plan) -> Table:
+    """Where a step's time goes."""
+    step, kinds = plan.step, tuple(plan.comm_s)
+    parts = (step.computing_s, step.slowed_s, step.exposed_comm_s, step.optimizer_s)
+    sent = [f"{duration(plan.comm_s[kind])}, {size(plan.link_bytes[kind])}" for kind in kinds]
+    return Table(columns=(*PARTS, *(kind.replace("_", " ") for kind in kinds)), rows=((*map(duration, parts), *sent),))
+
+
+def memory_table(plan: Plan) -> Table:
+    """What the peak is made of."""
+    held = plan.memory
+    kinds = [role for role in Role if held.at_peak.of_role(role)]
+    sizes = [size(held.at_peak.of_role(role)) for role in kinds]
+    return Table(columns=(*(role.value for role in kinds), "peak", "reserved"),
+                 rows=((*sizes, size(held.peak_bytes), size(held.reserved_bytes)),))  # fmt: skip
+
+
+def plan_table(plans: Sequence[Plan]) -> Table:
+    """A row a plan: what sets it apart from the others, and its figures."""
+    flat = [p.spec.flat() for p in plans]
+    differing = [name for name in flat[0] if any(one[name] != flat[0][name] for one in flat)]
+    names = tuple({"world_size": "ranks"}.get(name, name).replace("_", " ") for name in differing)
+    rows = ((*(_cell(one[n]) for n in differing), *plan_figures(p)) for p, one in zip(plans, flat, strict=True))
+    return Table(columns=(*names, *FIGURES), rows=tuple(rows), left=LEFT_ALIGNED | {n for n in names if n != "ranks"})
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "auto"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def plan_figures(p: Plan) -> tuple[str, ...]:
+    """Of the columns `FIGURES`."""
+    return (
+        "yes" if p.fits else "no", size(p.memory.reserved_bytes), duration(p.step_time_s), count(p.tokens_per_s),
+        f"{p.flops_per_s / 1e12:.3g}", f"{p.mfu:.1%}", f"{p.exposed_share:.0%}", p.binding,
+    )  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class HostOverhead:
     """What Python, autograd and a backend take beside the work, where computing waits for them: on a CPU. On a GPU the host
     runs ahead."""
 
@@ -34,7 +34,7 @@ class Rates:
     jitter_s: float  # by how much each rank more makes the last rank later to a collective
     interference: float  # how much a collective in flight slows computing down, of its own time
     step_s: float  # what a step costs beside its micro-batches: the loop, the optimizer's launches, logging
-    hosts: Mapping[str, Host] = field(default_factory=dict)  # by backend; none: the host is not waited for
+    hosts: Mapping[str, HostOverhead] = field(default_factory=dict)  # by backend; none: the host is not waited for
     # By dtype, where it was measured: bytes moved each way by what is no product, of those that the forward keeps.
     traffic_of: Mapping[str, float] = field(default_factory=dict)
 
@@ -42,8 +42,8 @@ class Rates:
         """Of another generation than those that were calibrated: the newest of them."""
         return self.attention.get(generation, self.attention["hopper"])
 
-    def host(self, backend: str) -> Host:
-        return self.hosts.get(backend, Host())
+    def host(self, backend: str) -> HostOverhead:
+        return self.hosts.get(backend, HostOverhead())
 
 
 # Of all usable rows of data/fsdp_measurements.csv. A test holds them against the procedure.

@@ -11,23 +11,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-from fsdp_lab.model_shape import ModelShape
-from fsdp_lab.planner import words
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.formatting import Table, duration, size
+from fsdp_lab.core.model_shape import ModelShape
+from fsdp_lab.core.spec import SHARDINGS, Spec, Strategy
 from fsdp_lab.planner.compute import USUAL, Software
 from fsdp_lab.planner.devices import Machine
 from fsdp_lab.planner.memory import memory
-from fsdp_lab.planner.plan import Plan, device_kind, machine_like, margin_bytes, plan
+from fsdp_lab.planner.plan import LEFT_ALIGNED, Plan, device_kind, fit_sentence, machine_like, margin_bytes, plan
 from fsdp_lab.planner.rates import PUBLISHED, Rates
-from fsdp_lab.spec import HYBRIDS, SHARDINGS, Spec, SpecError
 
 RECOMPUTES = ("none", "every:2", "full")
+CHOSEN = ("shard_size", "recompute", "offload", "micro_batch", "accumulate", "forward_prefetch")
 OFFLOADS = ("optimizer", "all")  # tried where nothing fits without
 MOST_RANKS, MOST_BLOCKS = 4096, 2048
 GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class Candidate:
     """A plan that fits, and why it stands where it stands."""
 
     plan: Plan
@@ -39,18 +41,18 @@ class Search:
     """`top`: at most as many as were asked for, the fastest first. Empty: nothing fits, and `nearest` lacks least."""
 
     asked: Spec
-    top: tuple[Found, ...]
+    top: tuple[Candidate, ...]
     considered: int
     fitting: int
     nearest: Plan | None = None
 
     def __repr__(self) -> str:
-        table = [repr(words.search_table(self))] if self.top else []
-        return "\n".join([*table, words.search_sentence(self)])
+        table = [repr(_table(self))] if self.top else []
+        return "\n".join([*table, _sentence(self)])
 
     def _repr_html_(self) -> str:
-        table = words.search_table(self)._repr_html_() if self.top else ""
-        return f"{table}<p>{escape(words.search_sentence(self))}</p>"
+        table = _table(self)._repr_html_() if self.top else ""
+        return f"{table}<p>{escape(_sentence(self))}</p>"
 
 
 def search(
@@ -69,7 +71,7 @@ def search(
         limit_bytes: of a device's memory; None: all of it.
 
     Raises:
-        SpecError: ranks that differ from the machine's.
+        FieldError: ranks that differ from the machine's.
     """
     where = _limited(where, limit_bytes)
 
@@ -88,7 +90,7 @@ def search(
                 lacking.append((-margin, wanted))
         if fitting:
             best = _different(sorted(fitting, key=lambda p: p.step_time_s), count)
-            top = tuple(Found(plan=p, why=_why(p, best[0], len(fitting))) for p in best)
+            top = tuple(Candidate(plan=p, why=_why(p, best[0], len(fitting))) for p in best)
             return Search(asked=spec, top=top, considered=considered, fitting=len(fitting))
     nearest = planned(min(lacking, key=lambda one: one[0])[1]) if lacking else None
     return Search(asked=spec, top=(), considered=considered, fitting=0, nearest=nearest)
@@ -105,7 +107,7 @@ def candidates(spec: Spec, per_host: int, offloads: Sequence[str] = ("none",)) -
             "sharding": sharding, "shard_size": factor, "recompute": recompute, "micro_batch": micro_batch,
             "accumulate": rank_samples // micro_batch, "forward_prefetch": prefetch, "offload": offload,
         }  # fmt: skip
-        if spec.refusal(**changes) is None:
+        if spec.validate(**changes) is None:
             yield spec.replace(**changes)
 
 
@@ -151,9 +153,9 @@ def spread(spec: Spec, ranks: int) -> Spec | None:
     if rest or not each:
         return None
     micro = next(m for m in range(min(spec.workload.micro_batch, each), 0, -1) if each % m == 0)
-    base = {"sharding": "full_shard", "shard_size": None} if spec.strategy.sharding in HYBRIDS else {}
+    base = {"sharding": "full_shard", "shard_size": None} if spec.strategy.is_hybrid else {}
     changes = {**base, "micro_batch": micro, "accumulate": each // micro, "world_size": ranks, "devices": None}
-    return None if spec.refusal(**changes) else spec.replace(**changes)
+    return None if spec.validate(**changes) else spec.replace(**changes)
 
 
 # -- small parts -----------------------------------------------------------------------------------------------------
@@ -163,7 +165,7 @@ def _limited(where: Machine, limit_bytes: int | None) -> Machine:
     if limit_bytes is None:
         return where
     if limit_bytes <= 0:
-        raise SpecError("memory_limit", f"{limit_bytes} bytes are refused", "give a size above 0")
+        raise ArgumentError("memory_limit", f"{limit_bytes} bytes are refused", "give a size above 0")
     least = min(limit_bytes, where.device.memory_bytes)
     return replace(where, device=replace(where.device, memory_bytes=least))
 
@@ -173,18 +175,21 @@ def _margin(spec: Spec, shape: ModelShape, where: Machine, software: Software = 
 
 
 def _shardings(ranks: int, per_host: int) -> list[tuple[str, int | None]]:
-    whole = [(sharding, None) for sharding in SHARDINGS if sharding not in HYBRIDS]
+    hybrids = [sharding for sharding in SHARDINGS if Strategy(sharding=sharding).is_hybrid]
+    whole = [(sharding, None) for sharding in SHARDINGS if sharding not in hybrids]
     factors = [per_host * n for n in (1, 2, 4) if 1 < per_host * n < ranks]
-    return [*whole, *((sharding, factor) for sharding in HYBRIDS for factor in factors)]
+    return [*whole, *((sharding, factor) for sharding in hybrids for factor in factors)]
 
 
 def _leanest(spec: Spec, per_host: int) -> list[Spec]:
     """What takes least memory: all is sharded, recomputed, one sample at a time; offload as it was asked for."""
-    return [
-        c for c in candidates(spec, per_host, (spec.strategy.offload,))
-        if c.strategy.sharding in ("full_shard", "no_shard") and c.strategy.recompute == "full"
-        and c.workload.micro_batch == 1 and c.strategy.forward_prefetch == 0
-    ]  # fmt: skip
+
+    def is_lean(c: Spec) -> bool:
+        s = c.strategy
+        wide = s.is_replicated or (s.reshards_after_forward and not s.is_hybrid)
+        return wide and s.recompute == "full" and c.workload.micro_batch == 1 and s.forward_prefetch == 0
+
+    return [c for c in candidates(spec, per_host, (spec.strategy.offload,)) if is_lean(c)]
 
 
 def _powers(most: int) -> list[int]:
@@ -236,3 +241,34 @@ def _why(one: Plan, best: Plan, fitting: int) -> str:
     less = best.memory.reserved_bytes - one.memory.reserved_bytes
     memory_words = f"{abs(less) / GIB:.1f} GiB {'less' if less > 0 else 'more'} memory"
     return f"{slower:+.1%} step time ({cause}), {memory_words}" if slower >= 5e-4 else f"as fast, {memory_words}"
+
+
+# -- text and tables ---------------------------------------------------------------------------------------------------
+
+
+def _table(search: Search) -> Table:
+    rows = (
+        (str(i), strategy_label(search.asked, one.plan.spec), one.why, duration(one.plan.step_time_s), f"{one.plan.mfu:.1%}",
+         size(one.plan.memory.reserved_bytes))
+        for i, one in enumerate(search.top, 1)
+    )  # fmt: skip
+    return Table(columns=("", "strategy", "why", "step", "MFU", "memory"), rows=tuple(rows), left=LEFT_ALIGNED)
+
+
+def _sentence(search: Search) -> str:
+    """How many fit; or what comes nearest."""
+    if search.top:
+        return f"{search.fitting} of {search.considered} strategies fit."
+    if search.nearest is None:
+        return f"{search.asked.strategy.backend} has no strategy to choose from here."
+    nearest = f"{strategy_label(search.asked, search.nearest.spec)}. It {fit_sentence(search.nearest)}."
+    return f"None of {search.considered} strategies fits. Nearest: {nearest}"
+
+
+def strategy_label(asked: Spec, found: Spec) -> str:
+    """What was chosen, where it is neither as asked nor as it is by itself."""
+    changed = {**Spec(world_size=found.world_size).difference(found), **asked.difference(found)}
+    named = [
+        f"{name.replace('_', ' ')} {changed[name][1]}" for name in CHOSEN if changed.get(name, (0, None))[1] is not None
+    ]
+    return ", ".join([found.strategy.sharding, *named])

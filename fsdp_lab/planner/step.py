@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fsdp_lab.model_shape import UnitShape
+from fsdp_lab.core.model_shape import UnitShape
+from fsdp_lab.core.schedule import Action, Direction, Phase, Rules, Schedule
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner import fabric
 from fsdp_lab.planner.compute import BYTES, USUAL, Software, Work, optimizer_seconds, work
 from fsdp_lab.planner.devices import Machine
-from fsdp_lab.planner.fabric import Group
+from fsdp_lab.planner.fabric import RankGroup
 from fsdp_lab.planner.rates import Rates
-from fsdp_lab.planner.timeline import Timeline, computes, schedule_of, simulate
-from fsdp_lab.schedule import Action, Direction, Phase, Rules, Schedule
-from fsdp_lab.spec import Spec
+from fsdp_lab.planner.timeline import SimulatedTimeline, computes, schedule_of, simulate
 
 AHEAD = (
     "fsdp1",
@@ -39,7 +39,7 @@ class StepTime:
     optimizer_s: float
     loud: int  # micro-batches that communicate gradients, and those that do not
     quiet: int
-    timeline: Timeline  # of the last micro-batch
+    timeline: SimulatedTimeline  # of the last micro-batch
 
 
 class StepModel:
@@ -58,8 +58,8 @@ class StepModel:
                 )
         self.works = [known[id(unit), i in again] for i, unit in enumerate(units)]
         self._factor = spec.shard_factor
-        self._shard = Group(size=self._factor)
-        self._replicas = Group(size=spec.world_size // self._factor, stride=self._factor)
+        self._shard = RankGroup(size=self._factor)
+        self._replicas = RankGroup(size=spec.world_size // self._factor, stride=self._factor)
         self._dtypes = spec.strategy.dtypes
         self._on_cpu = machine.device.generation == "cpu"
         self._buckets = self._filled() if spec.strategy.backend == "ddp" else None
@@ -117,7 +117,7 @@ class StepModel:
             way: [s + send_s * self._sends[unit, way] for unit, s in enumerate(each)] for way, each in alone.items()
         }
 
-    def _micro(self, *, ahead: bool, reduces: bool) -> Timeline:
+    def _micro(self, *, ahead: bool, reduces: bool) -> SimulatedTimeline:
         schedule = schedule_of(len(self._units), self._rules)
         return simulate(
             schedule, lambda action: self.seconds(action, schedule, reduces=reduces), ahead=ahead,
@@ -129,7 +129,7 @@ class StepModel:
     def _rules(self) -> Rules:
         """Of FSDP1's and FSDP2's on a GPU all gathers are ahead of their use, and a few more of them count little."""
         keeps_first = not (self._on_cpu and self._spec.strategy.backend in AHEAD)
-        return replace(Rules.of(self._spec.strategy), keeps_first=keeps_first)
+        return replace(self._spec.strategy.schedule_rules, keeps_first=keeps_first)
 
     @property
     def _blocking(self) -> frozenset[Phase]:
@@ -140,7 +140,7 @@ class StepModel:
             return frozenset({Phase.REDUCE, Phase.UNSHARD})
         if (
             self._on_cpu and s.backend == "lab" and self._replicas.size > 1
-        ):  # engine/reduction.py: sent when it is waited for
+        ):  # engine/gradients.py: sent when it is waited for
             return frozenset({Phase.REDUCE})
         if not self._on_cpu or s.backend not in AHEAD:
             return frozenset()
@@ -183,7 +183,7 @@ class StepModel:
         """That a unit gathers and reduces; of DDP's, those of the bucket that is full with it."""
         return self._units[unit].numel if self._buckets is None else self._buckets.get(unit, 0)
 
-    def _collectives(self, phase: Phase, elements: int) -> list[tuple[str, float, Group]]:
+    def _collectives(self, phase: Phase, elements: int) -> list[tuple[str, float, RankGroup]]:
         """(kind, payload in bytes, group) of a gather or a reduction."""
         if phase is Phase.UNSHARD:
             return [("all_gather", elements * BYTES[self._dtypes.param], self._shard)] if self._factor > 1 else []

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fsdp_lab.schedule import Action, Call, Direction, Moment, Phase, Rules, Schedule
+from fsdp_lab.core.schedule import Action, Direction, Phase, PointSide, Rules, Schedule, UnitCall
 
 
-class Done(NamedTuple):
+class TimedAction(NamedTuple):
     """An action and when it began and ended, in seconds from the beginning of the micro-batch."""
 
     action: Action
@@ -29,10 +29,10 @@ class Done(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
+class SimulatedTimeline:
     """One micro-batch. `waits` are the gaps in which computing stood for communication: (unit, begin_s, end_s)."""
 
-    done: tuple[Done, ...]
+    done: tuple[TimedAction, ...]
     waits: tuple[tuple[int, float, float], ...]
     seconds: float
 
@@ -45,7 +45,7 @@ class Timeline:
 
 
 @functools.lru_cache(maxsize=64)
-def schedule_for(calls: Sequence[Call], rules: Rules) -> Schedule:
+def schedule_for(calls: Sequence[UnitCall], rules: Rules) -> Schedule:
     """Made once: many questions are asked of one model."""
     return Schedule(calls, rules)
 
@@ -56,14 +56,14 @@ def schedule_of(units: int, rules: Rules) -> Schedule:
 
 
 @functools.lru_cache(maxsize=64)
-def _calls(units: int) -> tuple[Call, ...]:
-    return (Call(unit=0), *(Call(unit=i, parent=0) for i in range(1, units)))
+def _calls(units: int) -> tuple[UnitCall, ...]:
+    return (UnitCall(unit=0), *(UnitCall(unit=i, parent=0) for i in range(1, units)))
 
 
 def simulate(
     schedule: Schedule, seconds: Callable[[Action], float], *, ahead: bool, interference: float, late_s: float = 0.0,
     blocking: frozenset[Phase] = frozenset(),
-) -> Timeline:  # fmt: skip
+) -> SimulatedTimeline:  # fmt: skip
     """`seconds` of each action by itself.
 
     Args:
@@ -92,16 +92,16 @@ class _Simulation:
         self._waited_s = 0.0  # for ranks that came late
         self._waits: list[tuple[int, float, float]] = []
 
-    def run(self) -> Timeline:
+    def run(self) -> SimulatedTimeline:
         done = []
         for action in self._schedule.actions:
             begin, end = self._place(action)
             self._ends.append(end)
-            done.append(Done(action=action, begin_s=begin, end_s=end))
+            done.append(TimedAction(action=action, begin_s=begin, end_s=end))
         last = max((d.end_s for d in done), default=0.0)
         if last > self._computing:  # the last gradients are under way
             self._waits.append((done[-1].action.unit, self._computing, last))
-        return Timeline(done=tuple(done), waits=tuple(self._waits), seconds=last)
+        return SimulatedTimeline(done=tuple(done), waits=tuple(self._waits), seconds=last)
 
     def _place(self, action: Action) -> tuple[float, float]:
         ready = 0.0
@@ -165,5 +165,5 @@ def computes(action: Action, schedule: Schedule) -> bool:
     forward, before them in the backward."""
     if not schedule.children[action.point.call]:
         return True
-    after = Moment.AFTER if action.point.direction is Direction.FORWARD else Moment.BEFORE
+    after = PointSide.AFTER if action.point.direction is Direction.FORWARD else PointSide.BEFORE
     return action.point.moment is after

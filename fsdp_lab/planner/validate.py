@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from fsdp_lab.core.errors import FieldError
 from fsdp_lab.planner.calibrate import leave_out, predicted_s
 from fsdp_lab.planner.checks import Check, checks
+from fsdp_lab.planner.published import PublishedCase, Row, case
 from fsdp_lab.planner.rates import PUBLISHED
-from fsdp_lab.planner.rows import Case, Row, case
-from fsdp_lab.spec import SpecError
 
 # ZeRO-3 with the global batch held fixed while GPUs are added: DeepSpeed of 2021, bound by communication on a network that
 # the table does not give (arXiv 2104.04473, table 2).
@@ -27,10 +27,10 @@ LARGEST = "llm-foundry"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class HeldOutError:
     """A row that was predicted without having been calibrated on. `error`: predicted over measured, less one."""
 
-    case: Case
+    case: PublishedCase
     fold: str
     predicted_s: float
 
@@ -43,11 +43,11 @@ class Held:
 class Errors:
     """Of rows, all left out of what predicted them."""
 
-    held: tuple[Held, ...]
+    held: tuple[HeldOutError, ...]
 
     @property
-    def by_source(self) -> dict[str, list[Held]]:
-        found: dict[str, list[Held]] = {}
+    def by_source(self) -> dict[str, list[HeldOutError]]:
+        found: dict[str, list[HeldOutError]] = {}
         for one in self.held:
             found.setdefault(one.case.source, []).append(one)
         return found
@@ -61,7 +61,7 @@ class Errors:
         return sum(mape(rows) for rows in self.by_source.values()) / len(self.by_source)
 
     @property
-    def worst(self) -> Held:
+    def worst(self) -> HeldOutError:
         return max(self.held, key=lambda one: abs(one.error))
 
 
@@ -71,7 +71,7 @@ class Validation:
 
     errors: Errors
     constant: Errors  # by one MFU for each GPU, the mean of the other folds' rows
-    stress: tuple[Held, ...]  # predicted, and no part of any average
+    stress: tuple[HeldOutError, ...]  # predicted, and no part of any average
     checks: tuple[Check, ...]
     refused: tuple[tuple[str, str], ...]  # row, why
 
@@ -114,16 +114,16 @@ class Validation:
         }  # fmt: skip
 
 
-def mape(held: Sequence[Held]) -> float:
+def mape(held: Sequence[HeldOutError]) -> float:
     """Mean absolute error, relative to what was measured."""
     return sum(abs(one.error) for one in held) / len(held)
 
 
-def _bias(held: Sequence[Held]) -> float:
+def _bias(held: Sequence[HeldOutError]) -> float:
     return sum(one.error for one in held) / len(held)
 
 
-def _row(one: Held) -> dict[str, Any]:
+def _row(one: HeldOutError) -> dict[str, Any]:
     return {"id": one.case.id, "source": one.case.source, "fold": one.fold, "measured_s": one.case.measured_s,
             "predicted_s": one.predicted_s, "error": one.error}  # fmt: skip
 
@@ -134,7 +134,7 @@ def published() -> list[Row]:
     return list(csv.DictReader(text.splitlines()))
 
 
-def usable(rows: Iterable[Row]) -> tuple[list[Case], list[tuple[str, str]]]:
+def usable(rows: Iterable[Row]) -> tuple[list[PublishedCase], list[tuple[str, str]]]:
     """Rows in bf16 that tell a step and can be predicted; and why the others are left out."""
     cases, refused = [], []
     for row in rows:
@@ -143,7 +143,7 @@ def usable(rows: Iterable[Row]) -> tuple[list[Case], list[tuple[str, str]]]:
             try:
                 found = case(row)
                 reason = "" if found.measured_s else "it tells no step time and no throughput"
-            except SpecError as e:
+            except FieldError as e:
                 reason = str(e)
         if reason:
             refused.append((row["id"], reason))
@@ -166,16 +166,16 @@ def validate(rows: Sequence[Row]) -> Validation:
     """Predicts every usable row by rates that were found without its fold. Takes a minute or two."""
     cases, refused = usable(rows)
     found = leave_out(cases, fold)
-    held = tuple(Held(case=c, fold=fold(c), predicted_s=predicted_s(c, found[fold(c)].rates)) for c in cases)
+    held = tuple(HeldOutError(case=c, fold=fold(c), predicted_s=predicted_s(c, found[fold(c)].rates)) for c in cases)
     stress = [case(row) for row in rows if row["id"] in STRESS]
     return Validation(
         errors=Errors(held=held), constant=Errors(held=tuple(by_constant(cases))), checks=checks(rows),
-        stress=tuple(Held(case=c, fold="stress", predicted_s=predicted_s(c, PUBLISHED)) for c in stress),
+        stress=tuple(HeldOutError(case=c, fold="stress", predicted_s=predicted_s(c, PUBLISHED)) for c in stress),
         refused=tuple(refused),
     )  # fmt: skip
 
 
-def by_constant(cases: Sequence[Case]) -> list[Held]:
+def by_constant(cases: Sequence[PublishedCase]) -> list[HeldOutError]:
     """What one number for each GPU would predict: the mean MFU that other folds reached on it; on any, where none did."""
     at_peak = {c.id: _at_peak_s(c) for c in cases}
     reached = {c.id: at_peak[c.id] / (c.measured_s or 1.0) for c in cases}
@@ -184,18 +184,18 @@ def by_constant(cases: Sequence[Case]) -> list[Held]:
         others = [c for c in cases if fold(c) != fold(one)]
         alike = [c for c in others if c.machine.device.name == one.machine.device.name] or others
         mfu = sum(reached[c.id] for c in alike) / len(alike)
-        held.append(Held(case=one, fold=fold(one), predicted_s=at_peak[one.id] / mfu))
+        held.append(HeldOutError(case=one, fold=fold(one), predicted_s=at_peak[one.id] / mfu))
     return held
 
 
-def _at_peak_s(one: Case) -> float:
+def _at_peak_s(one: PublishedCase) -> float:
     """Of the model's FLOPs at the data sheet's peak."""
     w = one.spec.workload
     flops = 3 * w.micro_batch * w.accumulate * one.shape.forward_flops(w.seq_len)
     return flops / one.machine.device.flops_per_s(one.spec.strategy.dtypes.param)
 
 
-def fold(one: Case) -> str:
+def fold(one: PublishedCase) -> str:
     """What is left out together."""
     if LARGEST not in one.source:
         return one.source

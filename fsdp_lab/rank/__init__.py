@@ -1,4 +1,4 @@
-"""One rank: a resident `Session`, with no knowledge of notebooks. Read session.py, then trainer.py, then guard.py."""
+"""One rank: a resident `Session`, independent of notebooks. Read session.py, trainer.py, lifecycle.py, abort.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fsdp_lab.rank.session import Session
 
 
 def host_store(host: str = "127.0.0.1") -> tuple[Any, int]:
-    """On rank 0: the store where ranks meet, and its port."""
+    """On rank 0: the store through which ranks find each other, and its port."""
     store = rendezvous.host_store(host)
     return store, store.port
 

@@ -1,6 +1,6 @@
-"""`torchrun --nproc-per-node 2 -m fsdp_lab.rank spec.json`: train a Spec with no notebook and no cluster.
+"""`torchrun --nproc-per-node 2 -m fsdp_lab.rank spec.json`: train a Spec without a notebook or a cluster.
 
-Prints one line of JSON for each step, from rank 0: the step, the mean loss over ranks, and each rank's event.
+Rank 0 prints its event of each step as one line of JSON.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
+from fsdp_lab.core.errors import FieldError, SpecError
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.rank import Session, host_store
 from fsdp_lab.rank.rendezvous import end_process, find_store
-from fsdp_lab.spec import Spec, SpecError
 
 
 def main() -> int:
@@ -29,13 +30,13 @@ def main() -> int:
     try:
         spec = Spec.from_json(arguments.spec.read_text())
         session = _join(spec, arguments.hang_s)
-    except (SpecError, OSError, ConnectionError) as e:
+    except (FieldError, OSError, ConnectionError) as e:
         sys.stderr.write(f"{e}\n")
         return 2
     try:
         session.apply("torchrun", spec.to_dict(), fresh=True)
         stopped = session.train(arguments.steps)["stopped"]
-    except SpecError as e:
+    except FieldError as e:
         sys.stderr.write(f"{e}\n")
         return 2
     finally:
@@ -44,18 +45,18 @@ def main() -> int:
 
 
 def _join(spec: Spec, hang_s: float | None) -> Session:
-    """This process's rank, as torchrun says in the environment; alone where it says nothing."""
+    """This process's rank, from torchrun's environment variables; a single rank without them."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world_size != spec.world_size:
-        raise SpecError("world_size", f"the Spec wants {spec.world_size} ranks and torchrun started {world_size}",
+        raise SpecError("world_size", f"the Spec needs {spec.world_size} ranks and torchrun started {world_size}",
                         f"give torchrun --nproc-per-node {spec.world_size}")  # fmt: skip
     local, on_gpu = int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.is_available()
     device = spec.devices[rank] if spec.devices else f"cuda:{local}" if on_gpu else "cpu"
     if world_size == 1:
         store, _ = host_store()
-    else:  # the store that torchrun itself keeps
+    else:  # torchrun's own store
         store = find_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    return Session(rank=rank, world_size=world_size, device=device, store=store, say=_print, hang_s=hang_s)
+    return Session(rank=rank, world_size=world_size, device=device, store=store, on_event=_print, hang_s=hang_s)
 
 
 def _print(event: dict[str, object]) -> None:

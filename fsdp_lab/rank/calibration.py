@@ -1,9 +1,9 @@
-"""`probe`: what this machine does, measured on all ranks at once, since ranks on one machine share its cores.
+"""`HardwareProbe`: the speed of this machine, measured on all ranks at once, since ranks on one machine share its
+cores.
 
-Every figure is a mean over a stretch of time, not the best of many: what a neighbour takes, a step does not get either. A
-collective is timed by itself behind a computation, as in a step, so that waiting for the last rank is part of it. What
-the figures are for is said in `fsdp_lab.planner.here`.
-"""
+Every figure is a mean over some time, not the best of many: a step loses to its neighbours as well. A collective is
+timed behind a computation, as in a step, so that waiting for the last rank is included. `fsdp_lab.planner.calibration`
+describes how the figures are used."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fsdp_lab.backends import build, fill
 from fsdp_lab.backends.base import DTYPES
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.engine import collectives
-from fsdp_lab.engine.scaler import Scaler
+from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.models import Initializer
-from fsdp_lab.rank.clocks import Clock
 from fsdp_lab.rank.prepare import Preparation
-from fsdp_lab.rank.rendezvous import Seat
-from fsdp_lab.rank.trainer import Progress, Trainer, squared_norm
-from fsdp_lab.spec import Spec
+from fsdp_lab.rank.rendezvous import RankInfo
+from fsdp_lab.rank.tracing import ClockOffset
+from fsdp_lab.rank.trainer import Trainer, TrainingProgress, squared_norm
 from fsdp_lab.wire import Wire
 
 STRETCH_S = 0.03  # of one figure
 BESIDE_S = 3e-4  # of computing before a collective
 TURN = 4  # steps
-UNCOUNTED = 4  # steps: the third of a training is a ledger step, and DDP lays its buckets anew in the second
+UNCOUNTED = 4  # steps: the third of a training is a ledger step, and DDP rebuilds its buckets in the second
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 _Rows = tuple[tuple[int, int, int], ...]
@@ -64,21 +64,21 @@ HEADS, WIDTH = 4, 64
 TENSOR = 1 << 20  # elements of one that the optimizer is given, at most
 
 
-class Probe:
-    """One rank's measurements; every method is collective, and the same ones are called on all ranks."""
+class HardwareProbe:
+    """One rank's measurements; every method is collective."""
 
-    def __init__(self, seat: Seat, world: Wire) -> None:
-        self._seat, self._world, self._device = seat, world, seat.device
-        self._kind = "cuda" if seat.device.type == "cuda" else "cpu"
+    def __init__(self, info: RankInfo, world: Wire) -> None:
+        self._info, self._world, self._device = info, world, info.device
+        self._kind = "cuda" if info.device.type == "cuda" else "cpu"
 
     def all(self, trainers: Sequence[Trainer], dtypes: Sequence[str], passes: int) -> dict[str, Any]:
-        """Everything, as plain values: seconds of this rank.
+        """All measurements, as plain values: seconds of this rank.
 
-        `trainers`: of what steps are timed, in turns with all else.
+        `trainers`: their steps are timed, alternating with everything else.
 
         Returns: {"products": {dtype: [[FLOPs, s]]}, "scores": {dtype: [[scores, FLOPs, s]]}, "copies": [[bytes, s]],
         "updates": {optimizer: [[elements, s]]}, "collectives": {kind: [[payload bytes, s]]}, "pairs": the same of two,
-        "steps": [[s, ...]] by trainer, "memory_bytes"}. Rows of one size come once a pass.
+        "steps": [[s, ...]] by trainer, "memory_bytes"}. Each size has one row per pass.
         """
         self._prepare(trainers)
         with self._paired() as pair:
@@ -100,11 +100,8 @@ class Probe:
     def products(self, dtype: torch.dtype) -> Iterator[list[float]]:
         """[FLOPs, seconds] of one product: the mean of the forward's and the backward's two."""
         for rows, inputs, outputs in _PRODUCTS[self._kind]:
-            x, w, g = (
-                self._full(rows, inputs, dtype),
-                self._full(inputs, outputs, dtype),
-                self._full(rows, outputs, dtype),
-            )
+            shapes = (rows, inputs), (inputs, outputs), (rows, outputs)
+            x, w, g = (self._full(*shape, dtype) for shape in shapes)
             bias = self._full(outputs, 1, dtype).view(-1)
 
             def three(x: Tensor = x, w: Tensor = w, g: Tensor = g, bias: Tensor = bias) -> None:
@@ -153,7 +150,7 @@ class Probe:
     # -- communication --------------------------------------------------------------------------------------------
 
     def collectives(self, group: dist.ProcessGroup) -> dict[str, list[list[float]]]:
-        """By kind, of a group; none of one rank."""
+        """By kind, in a group of more than one rank."""
         return {kind: list(self._sent(kind, group)) for kind in KINDS if group.size() > 1}
 
     def _sent(self, kind: str, group: dist.ProcessGroup) -> Iterator[list[float]]:
@@ -173,10 +170,10 @@ class Probe:
             yield [float(size), median(taken)]
 
     def _issue(self, kind: str, size: int, group: dist.ProcessGroup) -> Callable[[], Any]:
-        """What begins a collective of so many bytes of payload."""
+        """A function that issues a collective with so many bytes of payload."""
         part = torch.ones(max(1, size // 4 // group.size()), device=self._device)
         whole = torch.ones(part.numel() * group.size(), device=self._device)
-        calls: Mapping[str, Callable[[], Any]] = {  # what they write is new memory, as in a step
+        calls: Mapping[str, Callable[[], Any]] = {  # outputs are new memory, as in a step
             "all_gather": lambda: collectives.all_gather(torch.empty_like(whole), part, group),
             "reduce_scatter": lambda: collectives.reduce_scatter(torch.empty_like(part), whole, group),
             "all_reduce": lambda: collectives.all_reduce(whole, group),
@@ -185,16 +182,16 @@ class Probe:
 
     @contextmanager
     def _paired(self) -> Iterator[dist.ProcessGroup | None]:
-        """This rank's group with its neighbour; None where two are all, or one would be left over."""
-        size = self._seat.world_size
+        """This rank's group with its neighbour; None for two ranks, or an odd number."""
+        size = self._info.world_size
         if size == 2 or size % 2:
             yield None
             return
         groups = [dist.new_group([rank, rank + 1]) for rank in range(0, size, 2)]
         try:
-            yield groups[self._seat.rank // 2]
+            yield groups[self._info.rank // 2]
         finally:
-            self._meet()
+            self._barrier()
             for group in groups:
                 if group is not dist.GroupMember.NON_GROUP_MEMBER:
                     dist.destroy_process_group(group)
@@ -206,13 +203,13 @@ class Probe:
             for _ in range(UNCOUNTED):
                 trainer.step()
         gc.collect()
-        gc.freeze()  # what stands by now is many models: searching it would be counted as some step's time
+        gc.freeze()  # many models exist now: collecting them would count as a step's time
 
     def _turn(self, trainers: Sequence[Trainer]) -> dict[str, list[float]]:
-        """Seconds of some steps of each, of which the first is not counted: a run's caches are its own."""
+        """Seconds of some steps of each; the first does not count, since each training has its own caches."""
         taken = {}
         for i, trainer in enumerate(trainers):
-            self._meet()
+            self._barrier()
             taken[str(i)] = [trainer.step().step_time_s for _ in range(TURN)][1:]
         return taken
 
@@ -222,7 +219,7 @@ class Probe:
         return torch.full((rows, columns), 0.5, dtype=dtype, device=self._device)
 
     def _work(self, seconds: float) -> Callable[[], None]:
-        """Matrix products that take about so long."""
+        """A function that computes matrix products for about so long."""
         edge = 2048 if self._kind == "cuda" else 128
         a = self._full(edge, edge, torch.float32)
         times = max(1, round(seconds / self._seconds(lambda: torch.mm(a, a))))
@@ -234,10 +231,10 @@ class Probe:
         return compute
 
     def _seconds(self, call: Callable[[], object]) -> float:
-        """Mean seconds of a call while all ranks call theirs: each for as long as the others, so that where they share cores
-        none has more of them because others were done."""
+        """Mean seconds of a call while all ranks call theirs, all for the same time, so that none has more of the
+        shared cores because others are done."""
         call()
-        self._meet()
+        self._barrier()
         begun_s = time.perf_counter()
         done, more = 0, 1
         while True:
@@ -249,8 +246,8 @@ class Probe:
                 return taken_s / done
             more = min(done, math.ceil(done * (STRETCH_S / max(taken_s, 1e-6) - 1)))
 
-    def _meet(self) -> None:
-        """A barrier; what the device still does is over, too."""
+    def _barrier(self) -> None:
+        """For ranks and devices."""
         self._finish()
         self._world.control(torch.zeros(1, dtype=torch.float64))
 
@@ -259,37 +256,40 @@ class Probe:
             torch.cuda.synchronize(self._device)
 
     def _memory_bytes(self) -> int:
-        """That this rank may take: its GPU's, or its part of the host's."""
+        """Of this rank: its GPU's, or its part of the host's."""
         if self._kind == "cuda":
             return int(torch.cuda.get_device_properties(self._device).total_memory)
-        return int(psutil.virtual_memory().total) // self._seat.world_size
+        return int(psutil.virtual_memory().total) // self._info.world_size
 
 
 def _joined(passes: Sequence[Any]) -> Any:
-    """Rows of all of them in one list."""
+    """The rows of all passes in one list."""
     if isinstance(passes[0], dict):
         return {key: _joined([one[key] for one in passes]) for key in passes[0]}
     return [row for one in passes for row in one]
 
 
 @contextmanager
-def standing(specs: Sequence[Spec], seat: Seat, world: Wire, preparation: Preparation) -> Iterator[list[Trainer]]:
-    """Trainers of these Specs from initial values, beside whatever the rank trains; collective. They are gone afterwards."""
+def calibration_trainers(
+    specs: Sequence[Spec], info: RankInfo, world: Wire, preparation: Preparation
+) -> Iterator[list[Trainer]]:
+    """Trainers of these Specs from initial values, besides the live training; collective. They are released
+    afterwards."""
     found: list[Trainer] = []
     try:
         for spec in specs:
-            found.append(_trainer(spec, seat, world, preparation, found[-1] if found else None))
+            found.append(_trainer(spec, info, world, preparation, found[-1] if found else None))
         yield found
     finally:
         for trainer in found:
-            trainer.backend.release(world.hub.busy())
+            trainer.backend.release(world.context.busy_addresses())
         gc.collect()
 
 
-def _trainer(spec: Spec, seat: Seat, world: Wire, preparation: Preparation, former: Trainer | None) -> Trainer:
+def _trainer(spec: Spec, info: RankInfo, world: Wire, preparation: Preparation, former: Trainer | None) -> Trainer:
     p = preparation.prepare(spec, None if former is None else (former.spec, former.batches))
     initial = Initializer(p.skeleton, spec.workload.seed)
-    backend = build(p.skeleton, spec, seat.device)
+    backend = build(p.skeleton, spec, info.device)
     fill(backend, initial)
-    return Trainer(run="calibration", spec=spec, seat=seat, backend=backend, batches=p.batches, world=world, cost=p.cost,
-                   progress=Progress(), scaler=Scaler(enabled=False), notes=(), clock=Clock())  # fmt: skip
+    return Trainer(run="calibration", spec=spec, info=info, backend=backend, batches=p.batches, world=world, cost=p.cost,
+                   progress=TrainingProgress(), scaler=Scaler(enabled=False), notes=(), clock=ClockOffset())  # fmt: skip

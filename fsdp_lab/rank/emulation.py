@@ -1,4 +1,4 @@
-"""`Emulation`: the emulated link that a Spec asks for, as it is on these ranks; refused on all of them alike."""
+"""`LinkEmulation`: the emulated link of a Spec on these ranks. All ranks refuse it, or none does."""
 
 from __future__ import annotations
 
@@ -9,71 +9,72 @@ from dataclasses import dataclass
 import torch
 from torch import distributed as dist
 
-from fsdp_lab.link_spec import LinkError, LinkSpec, spoken_rate, spoken_time
-from fsdp_lab.rank.rendezvous import Seat
-from fsdp_lab.spec import Spec, SpecError
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.link import LinkError, LinkSpec, spoken_rate, spoken_time
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.wire import Link, Wire
 
 _PROBE_BYTES = 4 << 20  # of an all-gather's output
 _PROBES = 7
-_INSTEAD = "100 Gb/s of h100"  # what is proposed to who asks for a link that is too fast
+_INSTEAD = "100 Gb/s of h100"  # proposed instead of a link that is too fast
 
 
 @dataclass(frozen=True, kw_only=True)
-class Emulated:
-    """What collectives take while steps are trained."""
+class EmulatedLink:
+    """The link of collectives in training steps; None: the real one."""
 
     link: Link | None = None
-    notes: tuple[str, ...] = ()  # what that does to the times, in words
+    notes: tuple[str, ...] = ()  # on the effect on timings
 
 
-class Emulation:
-    """Keeps what the wire itself can do, which is measured when a link is first asked for."""
+class LinkEmulation:
+    """Caches the speed of the real wire, which is measured when a link is first requested."""
 
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
+    def __init__(self, info: RankInfo) -> None:
+        self._info = info
         self._wire_bytes_per_s: float | None = None
 
-    def of(self, spec: Spec, peak_flops_per_s: float | None, world: Wire) -> Emulated:
-        """Collective. `peak_flops_per_s`: of this rank in the Spec's compute dtype, None where it is not known.
+    def of(self, spec: Spec, peak_flops_per_s: float | None, world: Wire) -> EmulatedLink:
+        """Collective. `peak_flops_per_s`: of this rank in the Spec's compute dtype, None if unknown.
 
         Raises:
             SpecError: on every rank, for a link faster than the wire, or one that cannot be scaled here.
         """
         if spec.link is None:
-            return Emulated()
+            return EmulatedLink()
         asked, dtype = LinkSpec.parse(spec.link), spec.strategy.dtypes.param
-        compute, wire = self._least(peak_flops_per_s or 0.0, self.measure(world))
+        compute, wire = self._minimum(peak_flops_per_s or 0.0, self.measure(world))
         try:
             scale = asked.scale(compute, dtype)
         except LinkError as e:
-            raise SpecError("link", e.reason, e.way_out, {"link": None}) from None
+            raise SpecError("link", e.reason, e.hint, {"link": None}) from None
         bytes_per_s = asked.bytes_per_s * scale
         if bytes_per_s > wire:
             raise _too_fast(asked, bytes_per_s, wire)
         link = Link(bytes_per_s=bytes_per_s, latency_s=asked.latency_s)
-        return Emulated(link=link, notes=(_note(asked, link, scale, dtype),))
+        return EmulatedLink(link=link, notes=(_note(asked, link, scale, dtype),))
 
     def measure(self, world: Wire) -> float:
-        """Link bytes/s of this rank in an all-gather by itself, the median of a few; collective when it is first asked for.
-        Without bound where nothing leaves the rank."""
+        """Link bytes/s of this rank in an all-gather, the median of a few; collective at the first call. Infinite for
+        one rank."""
         if self._wire_bytes_per_s is None:
             self._wire_bytes_per_s = (
-                measured_speed(world, self._seat.device) if self._seat.world_size > 1 else float("inf")
+                measured_speed(world, self._info.device) if self._info.world_size > 1 else float("inf")
             )
         return self._wire_bytes_per_s
 
-    def _least(self, *values: float) -> list[float]:
-        """Of each, what the slowest rank has."""
-        told = torch.tensor(values, dtype=torch.float64)
-        if self._seat.world_size > 1:
-            dist.all_reduce(told, op=dist.ReduceOp.MIN)
-        least: list[float] = told.tolist()
-        return least
+    def _minimum(self, *values: float) -> list[float]:
+        """Each value of the slowest rank."""
+        reduced = torch.tensor(values, dtype=torch.float64)
+        if self._info.world_size > 1:
+            dist.all_reduce(reduced, op=dist.ReduceOp.MIN)
+        minimum: list[float] = reduced.tolist()
+        return minimum
 
 
 def measured_speed(world: Wire, device: torch.device) -> float:
-    """Bytes/s over one rank's link, in one direction, for a large all-gather over the real wire. Collective."""
+    """Bytes/s over one rank's link, in one direction, in a large all-gather over the real wire. Collective."""
     part = torch.zeros(_PROBE_BYTES // 4 // world.size(), device=device)
     whole = torch.empty(part.numel() * world.size(), device=device)
     rates = []
@@ -83,7 +84,7 @@ def measured_speed(world: Wire, device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         rates.append((whole.nbytes - part.nbytes) / (time.perf_counter() - start_s))
-    return statistics.median(rates[1:])  # the first makes connections
+    return statistics.median(rates[1:])  # the first opens connections
 
 
 def _too_fast(asked: LinkSpec, bytes_per_s: float, wire: float) -> SpecError:
@@ -96,7 +97,7 @@ def _too_fast(asked: LinkSpec, bytes_per_s: float, wire: float) -> SpecError:
 
 
 def _note(asked: LinkSpec, link: Link, scale: float, dtype: str) -> str:
-    """The fidelity label."""
+    """On the fidelity of timings."""
     what = spoken_rate(link.bytes_per_s) + (f", {spoken_time(link.latency_s)} latency" if link.latency_s else "")
     if asked.gpu is None:
         return f"Emulated link: {what}."

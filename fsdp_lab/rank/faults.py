@@ -1,8 +1,8 @@
-"""`Faults`: what goes wrong in this rank on purpose (`fsdp_lab.fault`).
+"""`FaultInjector`: injects faults (`fsdp_lab.core.faults`) into this rank.
 
-A fault hangs on hooks that are there for one step alone: on a module in the middle of the model that computes by itself
-(below it the backends' own hooks have done their part), on the gradient of what that returns, or on the optimizer. Where
-nothing is armed, a step costs nothing. What concerns communication is the wire's (`Hub.sever`, `Hub.link`).
+A fault uses hooks that exist for one step only: on a leaf module in the middle of the model (so that the backends' own
+hooks have run), on the gradient of its output, or on the optimizer. Without armed faults a step has no overhead. Faults
+of the link belong to the wire (`WireContext.cut_link`, `WireContext.link`).
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.fault import Fault, FaultKind, FaultPhase
-from fsdp_lab.link_spec import LinkSpec
-from fsdp_lab.rank.rendezvous import Seat
+from fsdp_lab.core.faults import Fault, FaultKind, FaultPhase
+from fsdp_lab.core.link import LinkSpec
+from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.trainer import Trainer
-from fsdp_lab.wire import Hub, Link
+from fsdp_lab.wire import Link, WireContext
 
-_MORE_BYTES = 1 << 50  # than a process of 47 address bits can have
-_SIT_S = 60.0  # in native code at a time; poll counts milliseconds in an int
-
-
-class FaultMade(RuntimeError):
-    """What a fault of kind "raise" raises."""
+_TOO_MANY_BYTES = 1 << 50  # for a process with 47 address bits
+_POLL_S = 60.0  # per call of poll, which counts milliseconds in an int
 
 
-class Faults:
-    """Those of one rank, from `arm` until they have happened, or `disarm`."""
+class InjectedFault(RuntimeError):
+    """Raised by a fault of kind "raise"."""
 
-    def __init__(self, seat: Seat, hub: Hub) -> None:
-        self._seat, self._hub = seat, hub
-        self._armed: list[Charge] = []
-        self.link: Link | None = None  # that a fault has put in the place of the one which was there
+
+class FaultInjector:
+    """Holds the faults of one rank, from `arm` until they have happened, or `disarm`."""
+
+    def __init__(self, info: RankInfo, context: WireContext) -> None:
+        self._info, self._context = info, context
+        self._armed: list[ArmedFault] = []
+        self.link: Link | None = None  # by which a fault has replaced the original one
 
     def arm(self, fault: Fault, link: Link | None = None) -> bool:
-        """Returns whether it is for this rank. `link`: what a fault of kind "slow" makes of it."""
-        mine = self._seat.rank in fault.ranks
+        """Returns whether it is for this rank. `link`: the slower link of a fault of kind "slow"."""
+        mine = self._info.rank in fault.ranks
         if mine:
-            self._armed.append(Charge(fault, lambda: self._happen(fault, link)))
+            self._armed.append(ArmedFault(fault, lambda: self._happen(fault, link)))
         return mine
 
     def disarm(self) -> int:
-        """Nothing is armed any more, and what has happened to the link is undone. Returns how many had not happened."""
+        """Remove all faults, and restore the link. Returns how many faults had not happened yet."""
         count, self._armed, self.link = len(self._armed), [], None
-        self._hub.mend()
+        self._context.restore_link()
         return count
 
     @contextmanager
     def during(self, trainer: Trainer) -> Iterator[None]:
-        """Around one step. What happens in it is armed no longer."""
+        """Around one step. Faults that happen in it are not armed any more."""
         due = [charge for charge in self._armed if charge.due(trainer.progress.step)]
         if not due:
             yield
@@ -72,25 +72,25 @@ class Faults:
     def _happen(self, fault: Fault, link: Link | None) -> None:
         match fault.kind:
             case FaultKind.RAISE:
-                raise FaultMade(f"made on purpose {fault.where}")
+                raise InjectedFault(f"injected {fault.where}")
             case FaultKind.OOM:
-                on_gpu = self._seat.device.type == "cuda"
-                more = 2 * torch.cuda.mem_get_info(self._seat.device)[1] if on_gpu else _MORE_BYTES
-                torch.empty(more, dtype=torch.uint8, device=self._seat.device)
+                on_gpu = self._info.device.type == "cuda"
+                nbytes = 2 * torch.cuda.mem_get_info(self._info.device)[1] if on_gpu else _TOO_MANY_BYTES
+                torch.empty(nbytes, dtype=torch.uint8, device=self._info.device)
             case FaultKind.STALL:
-                _sit(math.inf if fault.for_s is None else fault.for_s)
+                _stall(math.inf if fault.for_s is None else fault.for_s)
             case FaultKind.CUT:
-                self._hub.sever(heals=fault.heals is not False)
+                self._context.cut_link(until_reset=fault.heals is not False)
             case FaultKind.SLOW:
-                self.link = self._hub.link = link
+                self.link = self._context.link = link
             case FaultKind.KILL:
                 os.kill(os.getpid(), signal.SIGKILL)
             case FaultKind.STOP:
                 os.kill(os.getpid(), signal.SIGSTOP)
 
 
-class Charge:
-    """One fault that is armed. `happen` does what its kind is; NaN, which is a value, is made here."""
+class ArmedFault:
+    """`happen` executes the fault, except for a NaN, which is inserted here."""
 
     def __init__(self, fault: Fault, happen: Callable[[], None]) -> None:
         self._fault, self._happen = fault, happen
@@ -101,15 +101,15 @@ class Charge:
         return self._fault.at_step is None or self._fault.at_step <= step
 
     def hooks(self, trainer: Trainer) -> list[Any]:
-        """Handles of what it hangs on, in the step that begins."""
+        """Install its hooks for the step that begins; returns their handles."""
         backend = trainer.backend
         if self._fault.phase is FaultPhase.UPDATE:
-            return [backend.optimizer.register_step_pre_hook(lambda *_: self._strike())]
+            return [backend.optimizer.register_step_pre_hook(lambda *_: self._trigger())]
         self._where = None
-        return [m.register_forward_hook(self._leave) for m in _places(backend.module)]
+        return [m.register_forward_hook(self._after_forward) for m in _candidates(backend.module)]
 
-    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> Tensor | None:
-        """A module has computed. The first of those asked is the place, each time that it is called."""
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> Tensor | None:
+        """The first candidate that is called becomes the place of the fault, each time that it is called."""
         known = self._where is None or self._where is module
         if not known or not isinstance(output, Tensor) or not output.requires_grad:
             return None
@@ -123,17 +123,17 @@ class Charge:
         if self._fault.kind is FaultKind.NAN:
             self.happened = True
             return t * math.nan
-        self._strike()
+        self._trigger()
         return None
 
-    def _strike(self) -> None:
+    def _trigger(self) -> None:
         if not self.happened:
             self.happened = True
             self._happen()
 
 
 def slower(fault: Fault, now: Link | None, real_bytes_per_s: Callable[[], float]) -> Link:
-    """The link that a fault of kind "slow" makes of the one which is emulated now, or of the real one."""
+    """The link of a fault of kind "slow", from the emulated link `now`, or from the real one."""
     if fault.link is not None:
         asked = LinkSpec.parse(fault.link)
         return Link(bytes_per_s=asked.bytes_per_s, latency_s=asked.latency_s)
@@ -142,16 +142,16 @@ def slower(fault: Fault, now: Link | None, real_bytes_per_s: Callable[[], float]
     return Link(bytes_per_s=bytes_per_s / fault.factor, latency_s=latency_s * fault.factor)
 
 
-def _places(model: nn.Module) -> list[nn.Module]:
-    """The second half of the modules that have none inside, and that are not part of what is compiled, where a hook that
-    comes later is not called. Several, since a model need not call each of its modules."""
+def _candidates(model: nn.Module) -> list[nn.Module]:
+    """The second half of the leaf modules, without compiled ones, where later hooks are not called. Several, since a
+    model need not call each of its modules."""
     compiled = {id(inner) for m in model.modules() if m._compiled_call_impl is not None for inner in m.modules()}
     alone = [m for m in model.modules() if id(m) not in compiled and not any(m.children())]
     return alone[len(alone) // 2 :]
 
 
-def _sit(seconds: float) -> None:
-    """In native code, without the interpreter: other threads go on. A signal wakes it, and it sits down again."""
+def _stall(seconds: float) -> None:
+    """Block in native code without the GIL, so that other threads continue; a signal does not end it."""
     end_s, libc = time.monotonic() + seconds, ctypes.CDLL(None)
     while (left_s := end_s - time.monotonic()) > 0:
-        libc.poll(None, 0, int(1e3 * min(left_s, _SIT_S)) + 1)
+        libc.poll(None, 0, int(1e3 * min(left_s, _POLL_S)) + 1)

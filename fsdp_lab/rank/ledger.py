@@ -1,20 +1,24 @@
-"""`Ledger`: one step under the allocator's eye: every block of device memory, how long it lived, and what it was for.
+"""`Ledger`: the memory of one step: every block of device memory, its lifetime, and what it was used for.
 
-torch's profiler reports each allocation and each free, on a CPU as on a GPU; nothing is sampled. What a block is for is
-seen from outside, by its address, while it is alive: the backend names the storages it holds (`Backend.kept`,
-`Backend.passing`), the wire those that collectives move, and a hook on each parameter its gradient, at every begin and end
-of a unit, at every collective and at every gradient. What nobody names goes by where it was allocated: inside the work of
-communication, by a forward or a backward, by the optimizer; only what is none of these is other. So the classes of any
-moment add up to what was allocated at that moment.
+torch's profiler reports each allocation and each free, on a CPU as on a GPU; nothing is sampled. The role of a block is
+found by its address while it is alive: the backend lists its storages (`Backend.persistent_tensors`,
+`Backend.transient_tensors`), the wire those that collectives move, and a hook on each parameter its gradient. This
+happens at every begin and end of a unit, at every collective and at every gradient. A block that nothing lists is
+classified by where it was allocated: in communication, in a forward or a backward, in the optimizer; only the rest is
+"other". So the classes add up to the allocated memory at any moment.
 
-Note: frees that are not reported. The profiler sees the threads of the step, but Gloo's own may be the last to let go of a
-tensor; and on a CPU it does not see the end of what was there before it. So what the wire moves, and what the backend holds
-when the step begins, is followed by weak references, and its end is taken at the next mark after it.
+Note: frees that are not reported. The profiler sees the threads of the step, but a thread of Gloo's may release a
+tensor last; and on a CPU it does not see frees of blocks that existed before. So storages that the wire moves, and
+those of the backend at the begin of the step, are followed by weak references, and their end is assigned to the next
+mark.
 
-Note: what is counted. On a GPU, what the caching allocator handed out, in its sizes. On a CPU, torch's allocator: what the
-step allocates, what the backend keeps, and what the step frees of what was there before; tensors of nobody's, such as a
-dataset's, are outside.
-"""
+Note: what is counted. On a GPU, the blocks of the caching allocator, with its sizes. On a CPU, torch's allocator: what
+the step allocates, what the backend holds, and what the step frees of what existed before. Other tensors, such as a
+dataset's, are not counted.
+
+Note: exposed communication on a GPU. Over NCCL streams wait, not threads, and torch's wrappers order their streams
+themselves, so the wire's clocks do not see it. The profiler does: exposed communication is the duration of all kernels
+minus that of the computing ones, as in Holistic Trace Analysis. Copies are neither."""
 
 from __future__ import annotations
 
@@ -30,20 +34,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile, record_function
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import DeviceType
 
 from fsdp_lab.backends import Backend
-from fsdp_lab.backends.base import Held, local_tensor
+from fsdp_lab.backends.base import RoleTensor, local_tensor
+from fsdp_lab.core.events import MemorySample, Role, RoleBytes
+from fsdp_lab.core.schedule import Direction
 from fsdp_lab.engine.tensors import tensors_in
-from fsdp_lab.events import Classes, MemorySample, Role
-from fsdp_lab.rank.profiled import exposed_on_device
-from fsdp_lab.schedule import Direction
-from fsdp_lab.wire import Hub
+from fsdp_lab.wire import WireContext
 
-MOST_SAMPLES = 240  # of a curve, so that an event stays small
+MOST_SAMPLES = 240  # of a curve, to limit the size of an event
 ROOT = "root"
 _MARK = "fsdp_lab.ledger "
-_BEGIN = "begin"  # the phase of what happens before the forward: the batch
-_BY_WIRE, _BY_BACKEND, _BY_SHARD = 1, 2, 3  # who names a block: the later one knows better
+_BEGIN = "begin"  # the phase before the forward: the batch
+_BY_WIRE, _BY_BACKEND, _BY_SHARD = 1, 2, 3  # which source named a block; the higher one takes precedence
 _COMMUNICATING = (
     "wire", "unshard ", "reshard ", "reduce ", "host_copy ", "c10d::", "gloo:", "nccl:",
     "FSDP::all_gather", "FSDP::pre_", "FSDP::post_", "FSDP::root_p", "FullyShardedDataParallel._",
@@ -52,17 +56,17 @@ _Role = Role | None  # None: on the host, under offload
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """What a ledger step found, in bytes of the compute device; `end_bytes` with what offload keeps, on a CPU."""
+class LedgerResult:
+    """Memory of a ledger step, in bytes of the compute device; on a CPU `end_bytes` includes offloaded tensors."""
 
-    peak: Classes
+    peak: RoleBytes
     end_bytes: int
     curve: tuple[MemorySample, ...]
-    exposed: dict[str, float] | None = None  # on a GPU: see profiled.py
+    exposed: dict[str, float] | None = None  # seconds by kind of collective, on a GPU
 
 
-_Seen = tuple[int, int]  # the number of a mark, and the address of what was alive then
-_Name = tuple[int, int, _Role, int]  # address, bytes, role, by whom
+_Seen = tuple[int, int]  # the number of a mark, and the address of a block that was alive then
+_Name = tuple[int, int, _Role, int]  # address, bytes, role, source
 
 
 @dataclass(slots=True)
@@ -71,14 +75,14 @@ class _Mark:
 
     phase: str
     unit: str
-    moment: str  # "begin" or "end" of the unit; "" for what is no point of the curve
+    moment: str  # "begin" or "end" of the unit; "" if it is not a point of the curve
     names: list[_Name] = field(default_factory=list)
-    gone: list[_Seen] = field(default_factory=list)  # what was followed and is no more
+    gone: list[_Seen] = field(default_factory=list)  # followed storages that have been freed
 
 
 @dataclass(slots=True)
-class Block:
-    """A block of memory and its life, in nanoseconds of the profiler's clock."""
+class MemoryBlock:
+    """A block of memory and its lifetime, in nanoseconds of the profiler's clock."""
 
     size: int
     role: _Role
@@ -91,61 +95,61 @@ class Ledger:
     """Records one step of one rank.
 
     Args:
-        offloaded: whether shards, their gradients and optimizer state are the host's. On a CPU only this tells.
+        offloaded: whether shards, their gradients and optimizer state are on the host; needed to tell on a CPU.
     """
 
-    def __init__(self, backend: Backend, hub: Hub, device: torch.device, *, offloaded: bool) -> None:
-        self._backend, self._hub, self._device, self._offloaded = backend, hub, device, offloaded
+    def __init__(self, backend: Backend, context: WireContext, device: torch.device, *, offloaded: bool) -> None:
+        self._backend, self._context, self._device, self._offloaded = backend, context, device, offloaded
         self._marks: list[_Mark] = []
         self._at = (_BEGIN, ROOT)
         self._followed: list[tuple[_Seen, StorageWeakRef]] = []
         self._handles: list[Any] = []
-        self._hooked: dict[int, Tensor] = {}  # by id; held, so that an id stays its tensor's
+        self._hooked: dict[int, Tensor] = {}  # by id; referenced, so that ids stay unique
         self._before_bytes = 0
-        self.found: Found | None = None
+        self.result: LedgerResult | None = None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around the step. Afterwards `found` is there, unless the step raised."""
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes to stderr at each start
+        """Around the step. Sets `result`, unless the step raised."""
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it writes to stderr at each start
         if self._device.type == "cuda":
             self._before_bytes = torch.cuda.memory_allocated(self._device)
         self._install()
         try:
             kind = self._device.type if self._device.type != "cpu" else None
             with profile(profile_memory=True, use_kineto=True, use_device=kind) as profiler:
-                self._mark(_BEGIN, ROOT, "begin", kept=True)
+                self._mark(_BEGIN, ROOT, "begin", persistent=True)
                 yield
-                self._mark(Direction.UPDATE, ROOT, "end", kept=True)
+                self._mark(Direction.UPDATE, ROOT, "end", persistent=True)
         finally:
             self._remove()
-        self.found = self._find(profiler.kineto_results.experimental_event_tree())
+        self.result = self._analyse(profiler.kineto_results.experimental_event_tree())
         if kind is not None:
             exposed = exposed_on_device(profiler.kineto_results.events())
-            self.found = dataclasses.replace(self.found, exposed=exposed)
+            self.result = dataclasses.replace(self.result, exposed=exposed)
         self._hooked, self._followed = {}, []
 
     def before_update(self) -> None:
-        """While the reduced gradients are there."""
-        self._mark(Direction.UPDATE, ROOT, "begin", kept=True)
+        """While the reduced gradients exist."""
+        self._mark(Direction.UPDATE, ROOT, "begin", persistent=True)
 
-    # -- seeing -----------------------------------------------------------------------------------------------------
+    # -- recording --------------------------------------------------------------------------------------------------
 
     def _install(self) -> None:
-        """For this step alone: other steps carry no hook of ours."""
-        self._hub.watch = self._see_moved
+        """For this step only: other steps have no hooks."""
+        self._context.on_issue = self._see_moved
         self._watch_module(ROOT, self._backend.module)
         for name, module in self._backend.unit_modules():
             self._watch_module(name or ROOT, module)
 
     def _remove(self) -> None:
-        self._hub.watch = None
+        self._context.on_issue = None
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def _watch_module(self, unit: str, module: nn.Module) -> None:
-        """Its hooks run inside the backend's own: after the gather, before what was gathered is freed."""
+        """Its hooks run inside the backend's own: after the gather, and before the gathered parameters are freed."""
 
         def before(*_: Any) -> None:
             self._mark(_direction(), unit, "begin")
@@ -165,7 +169,7 @@ class Ledger:
         ]
 
     def _watch_gradients(self) -> None:
-        """Of what autograd gives gradients to just now; FSDP1 makes it anew in every forward."""
+        """Of the tensors that receive gradients now; FSDP1 creates them anew in every forward."""
         for t in self._backend.leaves():
             if t.requires_grad and id(t) not in self._hooked:
                 self._hooked[id(t)] = t
@@ -175,28 +179,32 @@ class Ledger:
         self._mark(*self._at).names += self._named([(Role.GRADIENTS, gradient)], _BY_BACKEND)
 
     def _see_moved(self, tensors: Sequence[Tensor]) -> None:
-        """A collective is being issued."""
+        """A collective is issued."""
         mark = self._mark(*self._at)
         mark.names += self._named(((Role.COMMUNICATION, t) for t in tensors), _BY_WIRE, follow=True)
 
-    def _mark(self, phase: str, unit: str, moment: str = "", *, kept: bool = False) -> _Mark:
+    def _mark(self, phase: str, unit: str, moment: str = "", *, persistent: bool = False) -> _Mark:
         with record_function(f"{_MARK}{len(self._marks)}"):
             mark = _Mark(str(phase), unit, moment)
             self._marks.append(mark)
         self._at = (mark.phase, unit)
         first = len(self._marks) == 1
-        mark.names += self._named(self._backend.passing(), _BY_BACKEND, follow=first)
-        if kept:
+        mark.names += self._named(self._backend.transient_tensors(), _BY_BACKEND, follow=first)
+        if persistent:
             mark.names += self._named(((Role.OTHER, b) for b in self._backend.module.buffers()), _BY_WIRE)
-            mark.names += self._named(self._backend.kept(), _BY_SHARD, on_host=self._offloaded, follow=first)
+            mark.names += self._named(
+                self._backend.persistent_tensors(), _BY_SHARD, on_host=self._offloaded, follow=first
+            )
         gone = [(seen, bool(ref.expired())) for seen, ref in self._followed]  # type: ignore[no-untyped-call]
         mark.gone = [seen for seen, over in gone if over]
         self._followed = [entry for entry, (_, over) in zip(self._followed, gone, strict=True) if not over]
         return mark
 
-    def _named(self, held: Iterable[Held], by: int, *, on_host: bool = False, follow: bool = False) -> list[_Name]:
+    def _named(
+        self, tensors: Iterable[RoleTensor], by: int, *, on_host: bool = False, follow: bool = False
+    ) -> list[_Name]:
         found: list[_Name] = []
-        for role, tensor in held:
+        for role, tensor in tensors:
             t = local_tensor(tensor)
             storage = t.untyped_storage()
             if t.device.type == self._device.type and (size := storage.nbytes()):
@@ -206,25 +214,25 @@ class Ledger:
                     self._followed.append((seen, StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
         return found
 
-    # -- finding ----------------------------------------------------------------------------------------------------
+    # -- analysis ---------------------------------------------------------------------------------------------------
 
-    def _find(self, tree: Sequence[Any]) -> Found:
+    def _analyse(self, tree: Sequence[Any]) -> LedgerResult:
         moments = sorted(_read(tree, self._device.type), key=lambda moment: moment[0])
-        blocks, marks = self._lives(moments)
+        blocks, marks = self._lifetimes(moments)
         if self._device.type == "cuda":
             known = sum(b.size for b in blocks if b.start == -math.inf)
-            blocks.append(Block(max(0, self._before_bytes - known), Role.OTHER))
+            blocks.append(MemoryBlock(max(0, self._before_bytes - known), Role.OTHER))
         return _follow(blocks, marks)
 
-    def _lives(self, moments: Sequence[_Moment]) -> tuple[list[Block], list[tuple[float, _Mark]]]:
-        """Every block with its life and its role, and every mark with its time."""
-        blocks: list[Block] = []
-        alive: dict[int, Block] = {}
-        named: dict[_Seen, Block] = {}
+    def _lifetimes(self, moments: Sequence[_Moment]) -> tuple[list[MemoryBlock], list[tuple[float, _Mark]]]:
+        """Every block with its lifetime and role, and every mark with its time."""
+        blocks: list[MemoryBlock] = []
+        alive: dict[int, MemoryBlock] = {}
+        named: dict[_Seen, MemoryBlock] = {}
         marks: list[tuple[float, _Mark]] = []
         phase = _BEGIN
 
-        def begin(address: int, block: Block) -> Block:
+        def begin(address: int, block: MemoryBlock) -> MemoryBlock:
             blocks.append(block)
             alive[address] = block
             return block
@@ -235,25 +243,25 @@ class Ledger:
                 marks.append((at, mark))
                 phase = mark.phase
                 for where, bytes_, role, by in mark.names:
-                    block = alive.get(where) or begin(where, Block(bytes_, role))  # it was there before the step
+                    block = alive.get(where) or begin(where, MemoryBlock(bytes_, role))  # it existed before the step
                     if by > block.named_by:
                         block.role, block.named_by = role, by
                     named[number, where] = block
-                for seen in mark.gone:  # by now its address may be another's
+                for seen in mark.gone:  # its address may have been reused by now
                     if seen in named and alive.get(seen[1]) is named[seen]:
                         alive.pop(seen[1]).end = at
             elif size > 0:
                 if address in alive:
                     alive.pop(address).end = at  # its free was not reported
-                begin(address, Block(size, self._unnamed(phase, communicating), at))
+                begin(address, MemoryBlock(size, self._role_by_place(phase, communicating), at))
             else:
                 if address not in alive:
-                    begin(address, Block(-size, Role.OTHER))  # it was there before, and nobody named it
+                    begin(address, MemoryBlock(-size, Role.OTHER))  # it existed before, and nothing listed it
                 alive.pop(address).end = at
         return blocks, marks
 
-    def _unnamed(self, phase: str, communicating: bool) -> _Role:
-        """The role of what nobody names, by where it was allocated."""
+    def _role_by_place(self, phase: str, communicating: bool) -> _Role:
+        """The role of a block that nothing lists, by where it was allocated."""
         if communicating:
             return Role.COMMUNICATION
         if phase == Direction.UPDATE:
@@ -265,7 +273,7 @@ _Moment = tuple[float, int, int, bool, int | None]  # ns, address, bytes (freed:
 
 
 def _read(tree: Sequence[Any], kind: str) -> Iterator[_Moment]:
-    """What was allocated and freed of one kind of device, and our marks."""
+    """Allocations and frees on one kind of device, and our marks."""
     left = [(event, False) for event in tree]
     while left:
         event, communicating = left.pop()
@@ -281,12 +289,12 @@ def _read(tree: Sequence[Any], kind: str) -> Iterator[_Moment]:
         left += [(child, inside) for child in event.children]
 
 
-def _follow(blocks: Sequence[Block], marks: Sequence[tuple[float, _Mark]]) -> Found:
-    """Through the step from its first mark to its last: sums by role, the peak, and the curve."""
+def _follow(blocks: Sequence[MemoryBlock], marks: Sequence[tuple[float, _Mark]]) -> LedgerResult:
+    """Sums by role from the first mark to the last: the peak, and the curve."""
     begin, end = marks[0][0], marks[-1][0]
     now = dict.fromkeys(Role, 0)
     on_host = 0
-    changes: list[tuple[float, int, Block]] = []
+    changes: list[tuple[float, int, MemoryBlock]] = []
     for block in blocks:
         if block.start < begin < block.end:
             if block.role is None:
@@ -297,31 +305,33 @@ def _follow(blocks: Sequence[Block], marks: Sequence[tuple[float, _Mark]]) -> Fo
     changes.sort(key=lambda change: change[:2])
     curve = _Curve(begin, marks, now)
     for at, sign, block in changes:
-        curve.come_to(at)
+        curve.advance(at)
         if block.role is None:
             on_host += sign * block.size
         else:
             now[block.role] += sign * block.size
-            curve.look(at)
-    curve.come_to(math.inf)
-    return Found(peak=Classes.of(curve.peak), end_bytes=sum(now.values()) + on_host, curve=tuple(curve.samples))
+            curve.changed(at)
+    curve.advance(math.inf)
+    return LedgerResult(
+        peak=RoleBytes.of(curve.peak), end_bytes=sum(now.values()) + on_host, curve=tuple(curve.samples)
+    )
 
 
 class _Curve:
-    """Takes samples of sums that change: at marks, and at the highest moment between two of them."""
+    """Samples sums that change: at marks, and at the maximum between two marks."""
 
     def __init__(self, begin: float, marks: Sequence[tuple[float, _Mark]], now: dict[Role, int]) -> None:
-        told = [(at, mark) for at, mark in marks if mark.moment]
-        each = math.ceil(2 * len(told) / MOST_SAMPLES)
-        self._left = [*told[:-1][::each], told[-1]][::-1]
+        points = [(at, mark) for at, mark in marks if mark.moment]
+        each = math.ceil(2 * len(points) / MOST_SAMPLES)
+        self._left = [*points[:-1][::each], points[-1]][::-1]
         self._begin, self._now = begin, now
         self._label = (_BEGIN, ROOT)
         self._top: tuple[float, dict[Role, int]] | None = None  # since the last mark
         self.peak = dict(now)
         self.samples: list[MemorySample] = []
 
-    def come_to(self, at: float) -> None:
-        """Take the samples of marks before `at`."""
+    def advance(self, at: float) -> None:
+        """Take the samples of the marks up to `at`."""
         while self._left and self._left[-1][0] <= at:
             when, mark = self._left.pop()
             if self._top is not None and sum(self._top[1].values()) > sum(self._now.values()):
@@ -329,7 +339,7 @@ class _Curve:
             self._label, self._top = (mark.phase, mark.unit), None
             self._take(when, self._now, mark.moment)
 
-    def look(self, at: float) -> None:
+    def changed(self, at: float) -> None:
         """The sums have changed."""
         total = sum(self._now.values())
         if total > sum(self.peak.values()):
@@ -339,14 +349,54 @@ class _Curve:
 
     def _take(self, at: float, sums: dict[Role, int], moment: str) -> None:
         phase, unit = self._label
-        at_s, classes = (at - self._begin) / 1e9, Classes.of(sums)
+        at_s, classes = (at - self._begin) / 1e9, RoleBytes.of(sums)
         self.samples.append(MemorySample(at_s=at_s, phase=phase, unit=unit, moment=moment, classes=classes))
 
 
 def _direction() -> Direction:
-    """A forward inside a backward is a checkpoint's."""
+    """A forward inside a backward is a recomputation."""
     return Direction.FORWARD if torch._C._current_graph_task_id() == -1 else Direction.BACKWARD
 
 
 def _uncompiled(function: Callable[..., Any]) -> Any:
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+
+# -- exposed communication on a GPU -----------------------------------------------------------------------------------
+
+_NCCL = ("AllGather", "all_gather"), ("ReduceScatter", "reduce_scatter"), ("AllReduce", "all_reduce")
+_COPIES = ("Memcpy", "Memset")
+
+
+def exposed_on_device(events: Iterable[Any]) -> dict[str, float]:
+    """Seconds by kind of collective. `events` are kineto's, with `name()`, `device_type()`, `start_ns()`, `end_ns()`.
+
+    Time with several collectives counts for the one that began first.
+    """
+    sent: list[tuple[float, float, str]] = []
+    computed: list[tuple[float, float]] = []
+    for event in events:
+        name, span = event.name(), (event.start_ns() / 1e9, event.end_ns() / 1e9)
+        if event.device_type() == DeviceType.CUDA and not name.startswith(_COPIES):
+            if "nccl" in name.lower():
+                sent.append((*span, next((kind for part, kind in _NCCL if part in name), "other")))
+            else:
+                computed.append(span)
+    found: dict[str, float] = {}
+    until = float("-inf")
+    for start, end, kind in sorted(sent):
+        alone = (max(start, until), end)
+        if alone[0] < alone[1]:
+            beside = [(max(a, alone[0]), min(b, alone[1])) for a, b in computed if a < alone[1] and b > alone[0]]
+            found[kind] = found.get(kind, 0.0) + alone[1] - alone[0] - covered(beside)
+            until = end
+    return found
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """The length of the union."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total

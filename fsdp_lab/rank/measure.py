@@ -1,35 +1,45 @@
-"""`Measure`: what is read of a step, on its way and when it is over. The trainer and the bench of metering read the same.
+"""`StepMeter`: what is measured of a step. The trainer and the metering benchmark use the same. `MemoryProbe`: its
+memory.
 
-Note: when a GPU is read. What a step leaves on the device's streams to be timed is read when the step has ended, with the
-device synchronised, and not a step later: the vote (trainer.py) has waited for the device in this very step, so that little
-but the optimizer is left to wait for, and a step's event is whole when it is told, also the last one's.
-"""
+Note: when a GPU is read. The timings that a step leaves on the device's streams are read when the step has ended, with
+the device synchronised, and not one step later. The vote (trainer.py) has waited for the device in this step already,
+so that little more than the optimizer remains to be waited for, and every step's event is complete, including the last
+one's.
+
+Note: memory. Sizes do not change between two switches, so most of them are found once and repeated: bytes of shards,
+gradients and optimizer state when they first exist, and the peak and its composition in a ledger step (ledger.py). An
+ordinary step adds what the allocator, the driver and the system report, in some microseconds."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
 import torch
 
 from fsdp_lab.backends import Backend
-from fsdp_lab.events import Memory, MemorySample, Traffic
-from fsdp_lab.rank.ledger import Found
-from fsdp_lab.rank.probes import MemoryProbe
-from fsdp_lab.rank.rendezvous import Seat
+from fsdp_lab.backends.base import state_slots
+from fsdp_lab.core.events import Memory, MemorySample, RoleBytes, Traffic
+from fsdp_lab.core.spans import Span
+from fsdp_lab.rank.ledger import Ledger, LedgerResult
+from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import StepTrace
-from fsdp_lab.spans import Span
-from fsdp_lab.wire import Collective, Hub, traffic
+from fsdp_lab.wire import Collective, WireContext, traffic
+
+_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """Of one step; the fields are those of its `StepEvent`."""
+class StepMetrics:
+    """Of one step, with the fields of its `StepEvent`."""
 
-    begin_s: float  # what spans count from, on this rank's own clock
+    begin_s: float  # the origin of spans, on this rank's clock
     end_unix_s: float
     step_time_s: float
     memory: Memory
@@ -38,73 +48,152 @@ class Measured:
     spans: tuple[Span, ...]
 
 
-class Measure:
-    """One for each backend that is built. Around a step: `step`; in it `part`, `before_update` and `after_update`; then
-    `read`, unless it was given up."""
+class StepMeter:
+    """One per backend. Around a step: `step`; inside `part`, `before_update`, `after_update`; then `read`, unless aborted.
 
-    def __init__(self, backend: Backend, hub: Hub, seat: Seat, *, offload: str, found: Found | None = None) -> None:
-        """`found`: by a ledger step of the same Spec, before it was parked."""
-        self._backend, self._hub, self._seat = backend, hub, seat
-        self._memory = MemoryProbe(backend, hub, seat.device, offload=offload, found=found)
-        self._on_gpu = seat.device.type == "cuda"
+    Attributes:
+        ledger: of the last ledger step; plain values.
+    """
+
+    def __init__(self, backend: Backend, context: WireContext, info: RankInfo, *, offload: str,
+                 ledger: LedgerResult | None = None) -> None:  # fmt: skip
+        """`ledger`: of an earlier ledger step of the same Spec, before it was suspended."""
+        self._backend, self._context, self._info, self._offload = backend, context, info, offload
+        self._device, self._on_gpu = info.device, info.device.type == "cuda"
+        self._process = psutil.Process()
+        self._parameters = sum(s.local.nbytes for s in backend.param_shards())
+        self._gradients = self._optimizer = 0  # bytes, when they first exist
+        self._limit = limit_bytes(info.device)
+        self.ledger = ledger
+        self._recording: Ledger | None = None  # of the ledger step in progress
+        self._curve: tuple[MemorySample, ...] = ()  # of the step in progress, if it is a ledger step
+        self._trace: StepTrace | None = None  # of the step in progress, or the last one
         self._start_s = 0.0
-        self._trace: StepTrace | None = None  # of the step in progress, or the last
-        self._ledger = False
-
-    @property
-    def found(self) -> Found | None:
-        """What the last ledger step found; plain values."""
-        return self._memory.found
 
     @contextmanager
     def step(self, *, ledger: bool = False, traced: bool = False) -> Iterator[None]:
-        """`ledger`: find every block that is allocated; `traced`: note when each unit computes."""
-        meter = self._hub.meter
-        meter.take()  # what was sent between steps, by a switch for one
-        meter.take_copies()
-        self._ledger = ledger
-        self._trace = StepTrace(self._backend.unit_modules(), self._seat.device) if traced else None
+        """`ledger`: record every allocation; `traced`: record when each unit computes."""
+        self._context.meter.take()  # what was sent between steps, for example by a switch
+        self._context.meter.take_copies()
+        self._trace = StepTrace(self._backend.unit_modules(), self._device) if traced else None
+        self._curve = ()
         if self._on_gpu:
-            self._hub.start_clocks()
-        self._memory.begin()
+            self._context.start_timing()
+            torch.cuda.reset_peak_memory_stats(self._device)
         self._start_s = time.perf_counter()
-        with self._memory.ledger() if ledger else nullcontext(), self._trace or nullcontext():
+        with self._ledger_step() if ledger else nullcontext(), self._trace or nullcontext():
             yield
 
+    @contextmanager
+    def _ledger_step(self) -> Iterator[None]:
+        self._recording = Ledger(self._backend, self._context, self._device, offloaded=self._offload != "none")
+        try:
+            with self._recording.recording():
+                yield
+            self.ledger = self._recording.result
+            self._curve = self.ledger.curve if self.ledger is not None else ()
+        finally:
+            self._recording = None
+
     def part(self, name: str) -> None:
-        """Another part of the step begins: "forward", "backward" or "optimizer"."""
+        """The next part of the step begins: "forward", "backward" or "optimizer"."""
         if self._trace is not None:
             self._trace.begin(name)
 
     def before_update(self) -> None:
-        """While the gradients are there."""
-        self._memory.before_update()
+        """While the gradients exist."""
+        if not self._gradients:
+            shards = (self._backend.gradient(s) for s in self._backend.param_shards())
+            self._gradients = sum(g.nbytes for g in shards if g is not None)
+        if self._recording is not None:
+            self._recording.before_update()
 
     def after_update(self) -> None:
         """When the optimizer has its state."""
-        self._memory.after_update()
+        if not self._optimizer:
+            slots = [state_slots(self._backend.optimizer, s) for s in self._backend.param_shards()]
+            self._optimizer = sum(t.nbytes for s in slots for t in s.values())
 
-    def read(self) -> Measured:
+    def read(self) -> StepMetrics:
         """Of the step that has ended."""
         if self._on_gpu:
-            torch.cuda.synchronize(self._seat.device)
-            self._hub.read_clocks()
+            torch.cuda.synchronize(self._device)
+            self._context.read_timing()
         seconds = time.perf_counter() - self._start_s
-        collectives, copies = self._hub.meter.take(), self._hub.meter.take_copies()
+        collectives, copies = self._context.meter.take(), self._context.meter.take_copies()
         trace = self._trace
-        return Measured(
+        return StepMetrics(
             begin_s=trace.begin_s if trace else self._start_s,
             end_unix_s=time.time(),
             step_time_s=seconds,
-            memory=self._memory.read(),
-            memory_curve=self._memory.curve if self._ledger else (),
+            memory=self._memory(),
+            memory_curve=self._curve,
             comm=self._traffic(collectives),
             spans=trace.spans(collectives, copies) if trace else (),
         )
 
     def _traffic(self, collectives: Sequence[Collective]) -> dict[str, Traffic]:
-        """Over NCCL exposed communication is what the last ledger step found, repeated; not known before the first."""
-        if not self._on_gpu or self._seat.shares_gpu:
+        """Over NCCL, exposed communication is that of the last ledger step, and unknown before the first."""
+        if not self._on_gpu or self._info.shares_gpu:
             return traffic(collectives)
         unknown = dict.fromkeys((c.kind for c in collectives), math.nan)
-        return traffic(collectives, unknown if self._memory.exposed is None else self._memory.exposed)
+        exposed = None if self.ledger is None else self.ledger.exposed
+        return traffic(collectives, unknown if exposed is None else exposed)
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def _memory(self) -> Memory:
+        parameters, gradients, optimizer, host = self._parameters, self._gradients, self._optimizer, 0
+        if self._offload != "none":
+            host, gradients, optimizer = parameters + gradients + optimizer, 0, 0
+            parameters = self._backend.resident_bytes() if self._offload == "optimizer" else 0  # a copy to gather from
+        whole = Memory(
+            parameters_bytes=parameters,
+            gradients_bytes=gradients,
+            optimizer_bytes=optimizer,
+            host_bytes=host,
+            limit_bytes=self._limit,
+            rss_bytes=self._process.memory_info().rss,
+        )
+        return self._gpu_memory(whole) if self._on_gpu else self._cpu_memory(whole)
+
+    def _cpu_memory(self, m: Memory) -> Memory:
+        """No allocator statistics exist: the last ledger step is repeated, since all steps allocate the same."""
+        if self.ledger is not None:
+            allocated, peak = self.ledger.end_bytes, self.ledger.peak
+        else:
+            allocated, peak = self._parameters + self._optimizer + self._backend.resident_bytes(), RoleBytes()
+        outside = max(0, m.rss_bytes - allocated)
+        return dataclasses.replace(
+            m, peak_bytes=peak.total_bytes, at_peak=peak, allocated_bytes=allocated, outside_bytes=outside
+        )
+
+    def _gpu_memory(self, m: Memory) -> Memory:
+        """From the allocator; what it reports beyond the last ledger step counts as other."""
+        reserved, peak = torch.cuda.memory_reserved(self._device), torch.cuda.max_memory_allocated(self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        known = RoleBytes(parameters_bytes=m.parameters_bytes, optimizer_bytes=m.optimizer_bytes)
+        if self.ledger is not None:
+            known = self.ledger.peak
+        other = known.other_bytes + max(0, peak - known.total_bytes)
+        return dataclasses.replace(
+            m,
+            peak_bytes=peak,
+            at_peak=dataclasses.replace(known, other_bytes=other),
+            allocated_bytes=torch.cuda.memory_allocated(self._device),
+            reserved_bytes=reserved,
+            outside_bytes=max(0, total - free - reserved),
+        )
+
+
+def limit_bytes(device: torch.device) -> int:
+    """The memory limit of this process: its part of the GPU's memory; otherwise the machine's memory, or the
+    container's."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return int(total * torch.cuda.get_per_process_memory_fraction(device))
+    limits = [psutil.virtual_memory().total]
+    for path in map(Path, _CGROUPS):
+        if path.is_file() and (text := path.read_text().strip()).isdigit():
+            limits.append(int(text))
+    return min(limits)

@@ -1,4 +1,4 @@
-"""Where ranks meet: a store, and the process groups that are opened over it, anew after each abort."""
+"""How ranks find each other: a store, and the process groups that are opened over it, again after each abort."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp_lab.wire import Hub, Wire, register
+from fsdp_lab.wire import Wire, WireContext, register
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
-    """Which rank this process is, and on which device it computes."""
+class RankInfo:
+    """Which rank this process is, and its device."""
 
     rank: int
     world_size: int
     device: torch.device
-    shares_gpu: bool = False  # then CUDA tensors go over Gloo: NCCL wants a GPU for each rank
+    shares_gpu: bool = False  # then CUDA tensors go over Gloo: NCCL needs one GPU per rank
 
 
 def host_store(host: str = "127.0.0.1", *, timeout_s: float = 60.0) -> dist.TCPStore:
-    """The store that the other ranks connect to, on a free port (`.port`); rank 0 makes it.
+    """The store that the other ranks connect to, on a free port (`.port`); created by rank 0.
 
-    It listens at `host` alone; left to itself torch's would on every network, and whoever reaches it is served.
+    It listens on `host` only; by default torch's listens on all networks, without authentication.
     """
     listener = socket.create_server((host, 0))
     return dist.TCPStore(
@@ -43,7 +43,7 @@ def host_store(host: str = "127.0.0.1", *, timeout_s: float = 60.0) -> dist.TCPS
 
 
 def find_store(host: str, port: int, *, timeout_s: float = 60.0) -> dist.TCPStore:
-    """A connection to rank 0's store. Raises ConnectionError with a sentence when nobody answers."""
+    """A connection to rank 0's store. Raises ConnectionError if it does not answer."""
     try:
         return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, TimeoutError) as e:
@@ -53,46 +53,47 @@ def find_store(host: str, port: int, *, timeout_s: float = 60.0) -> dist.TCPStor
         ) from None
 
 
-def open_groups(seat: Seat, store: dist.Store, hub: Hub, epoch: int) -> Wire:
-    """Make the default process group a `Wire`; collective. `epoch` must be the same on all ranks, and new each time."""
-    nccl = seat.device.type == "cuda" and not seat.shares_gpu
-    if seat.device.type == "cuda":
-        torch.cuda.set_device(seat.device)
-    backend = register(hub, nccl=nccl)
-    # a store connection of its own: a rank that waits here must not block whoever watches the other one
-    place = dist.PrefixStore(f"epoch{epoch}", store.clone())  # type: ignore[attr-defined]
-    _name_anew()
+def open_groups(info: RankInfo, store: dist.Store, context: WireContext, epoch: int) -> Wire:
+    """Make the default process group a `Wire`; collective. `epoch` is the same on all ranks, and different each
+    time."""
+    nccl = info.device.type == "cuda" and not info.shares_gpu
+    if info.device.type == "cuda":
+        torch.cuda.set_device(info.device)
+    backend = register(context, nccl=nccl)
+    # a connection of its own: waiting here must not block threads that use the other one
+    own = dist.PrefixStore(f"epoch{epoch}", store.clone())  # type: ignore[attr-defined]
+    _reset_group_count()
     dist.init_process_group(
-        backend, store=place, rank=seat.rank, world_size=seat.world_size, timeout=timedelta(seconds=hub.timeout_s)
+        backend, store=own, rank=info.rank, world_size=info.world_size, timeout=timedelta(seconds=context.timeout_s)
     )
     group = dist.group.WORLD
     assert isinstance(group, Wire)
     return group
 
 
-def _name_anew() -> None:
-    """torch names groups by counting them, and counts one that could not be opened, too: a rank that had such a one would
-    never meet the others again. There is no group now, so that all may begin at 0."""
+def _reset_group_count() -> None:
+    """torch names groups by a count that includes those that could not be opened: a rank that had one would never find
+    the others again. No group is open now, so all ranks can start at 0."""
     if not dist.is_initialized():
         c10d._world.group_count = 0
 
 
-def close_groups(hub: Hub) -> None:
-    """Give the process groups up. After an abort their inner groups are buried (Note: abort, wire/hub.py)."""
-    if hub.aborted is not None:
-        for group in hub.groups():
+def close_groups(context: WireContext) -> None:
+    """Destroy the process groups; after an abort without waiting for their operations (see the note in
+    wire/context.py)."""
+    if context.aborted is not None:
+        for group in context.groups():
             group.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
-    hub.clear()
+    context.reset()
 
 
 def end_process(code: int) -> NoReturn:
-    """End a process that was a rank, at once, when its groups are closed.
+    """End the process of a rank at once, when its groups are closed.
 
-    Python's own end would race against Gloo's threads: one that only then lets go of a collective's last tensor needs
-    Python's lock, is ended in a destructor for asking, and the process aborts, though all its work is done.
-    """
+    Python's own shutdown would race with Gloo's threads: one that releases the last tensor of a collective only then
+    needs the GIL, is terminated inside a destructor, and the process aborts although all work is done."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,8 +1,8 @@
-"""`write_shard` and `read_shards`: flat tensors to and from the files of a checkpoint, by torch's Distributed Checkpoint.
+"""`write_shard` and `read_shards`: flat tensors to and from the files of a checkpoint, with torch's Distributed
+Checkpoint.
 
-The files are safetensors in its Hugging Face format. What lies where is known beforehand (backends/snapshot.py), so that its
-planners have nothing to negotiate and no process group is needed: a thread may write while training goes on.
-"""
+The files are safetensors in its Hugging Face format. The layout is known beforehand (backends/snapshot.py), so that its
+planners have nothing to negotiate and need no process group: a thread can write while training continues."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from fsdp_lab.backends.snapshot import Chunk
 
 
 def write_shard(folder: Path, rank: int, chunks: Sequence[Chunk]) -> tuple[str | None, int]:
-    """Writes this rank's file; returns its name and length in bytes, None and 0 where there is nothing to write. Not
+    """Writes this rank's file; returns its name and size in bytes, or None and 0 if there is nothing to write. Not
     collective. Each name at most once. Raises OSError."""
     if not chunks:
         return None, 0
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no process group is used is meant
+        warnings.simplefilter("ignore")  # that no process group is used
         try:
             dcp.save({}, storage_writer=_Writer(folder, rank), planner=_SavePlanner(chunks), no_dist=True)
         except dcp.api.CheckpointException as e:
@@ -56,7 +56,7 @@ def write_shard(folder: Path, rank: int, chunks: Sequence[Chunk]) -> tuple[str |
 def read_shards(folder: Path, targets: Sequence[Chunk], optional: tuple[str, ...]) -> None:
     """Fills the targets from the files of all ranks that saved. Not collective.
 
-    `optional`: how names begin that may be missing; such a target is left as it is, or that part of it.
+    `optional`: prefixes of names that may be missing; such a target, or the missing part of it, is left unchanged.
 
     Raises:
         LookupError: a target is not in the files, or only a part of it. OSError: a file cannot be read.
@@ -76,7 +76,7 @@ class _Writer(HuggingFaceStorageWriter):
         self._rank = rank
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Each rank plans alone; the file's name says whose it is."""
+        """Each rank plans by itself; its rank is in the file's name."""
         return [dataclasses.replace(plan, storage_data={"shard_index": self._rank + 1}) for plan in plans]
 
 
@@ -91,7 +91,7 @@ class _SavePlanner(SavePlanner):
         return SavePlan([_item(c) for c in self._chunks.values()])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return all_plans, Metadata(state_dict_metadata={})  # it stands in the files
+        return all_plans, Metadata(state_dict_metadata={})  # the files have it
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
@@ -107,7 +107,7 @@ def _item(c: Chunk) -> WriteItem:
         tensor_data=TensorWriteData(
             chunk=_extent(c),
             properties=TensorProperties.create_from_tensor(c.values),
-            size=c.values.shape,  # of what is written: the whole is known when all files are read
+            size=c.values.shape,  # of this part: the whole is known when all files are read
         ),
     )
 
@@ -136,7 +136,7 @@ class _LoadPlanner(LoadPlanner):
                 return []
             raise LookupError(f"it has no {c.name}")
         if saved.properties.dtype != c.values.dtype:
-            raise LookupError(f"its {c.name} is {saved.properties.dtype}, and {c.values.dtype} is wanted")
+            raise LookupError(f"its {c.name} is {saved.properties.dtype}, not {c.values.dtype}")
         items = create_read_items_for_chunk_list(c.name, saved, [_extent(c)])
         if sum(item.lengths.numel() for item in items) != c.values.numel() and not c.name.startswith(self._optional):
             raise LookupError(f"it lacks a part of {c.name}[{c.start}:{c.stop}]")
@@ -153,7 +153,7 @@ class _LoadPlanner(LoadPlanner):
         return self._targets[read_item.dest_index.fqn].values[offset : offset + n]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass  # it was copied to its place
+        pass  # it was read into its target
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise TypeError("a checkpoint holds tensors alone")
+        raise TypeError("a checkpoint has only tensors")

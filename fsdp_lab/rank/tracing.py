@@ -1,46 +1,54 @@
-"""`StepTrace`: what a rank computed when, in one step, unit by unit; the same for every backend.
+"""`StepTrace`: when a rank computed what in one step, unit by unit, for every backend. `compare_clocks`: offsets
+between ranks.
 
-Note: marks. The rank's thread is always at one thing, so its computing is told by marks: from here on, this. A unit's
-forward is marked by hooks before and after its modules, its backward by hooks on the tensors that leave them (their
-gradients are there: it begins) and on those that enter them (it is over). The hooks are there for the traced step alone;
-they change no value and add nothing to the graph. What a checkpoint computes again is part of the unit's backward. On a GPU
-the thread only hands out work, so marks are CUDA events on the stream that computes.
-"""
+Note: marks. A thread does one thing at a time, so computing is recorded as marks: from now on, this. A unit's forward
+is marked by hooks before and after its modules, its backward by hooks on their output tensors (gradients arrive: it
+begins) and input tensors (it is over). The hooks exist for the traced step only; they change no value and add nothing
+to the graph. Recomputation is part of the unit's backward. On a GPU the thread only launches work, so marks are CUDA
+events on the computing stream.
+
+Note: clocks. A few all-gathers of the ranks' own times bound the offset of each clock to rank 0's from both sides: no
+rank has the result before rank 0 gave its part, and rank 0 not before this rank gave its own. The offset is the middle
+of the two closest bounds, as in Marzullo's intersection of intervals (1984), and half their distance is the error. All
+ranks are compared at once. Processes of one machine share `time.perf_counter` on Linux, where the offset is within the
+duration of an exchange."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fsdp_lab.core.phase_snapshot import ROOT
+from fsdp_lab.core.spans import Span, Track
 from fsdp_lab.engine.tensors import tensors_in
-from fsdp_lab.frame import ROOT
-from fsdp_lab.spans import Span, Track
-from fsdp_lab.wire import Collective, spans, waits
+from fsdp_lab.wire import Collective, Wire, spans, waits
 
-_SHORTEST_S = 5e-6  # what is shorter is not worth its place in an event
+_SHORTEST_S = 5e-6  # shorter spans are left out of the event
+_EXCHANGES = 8
 Interval = tuple[float, float]
 
 
 class StepTrace:
-    """Around one step. `mark` says what is computed from then on; afterwards `spans` are the step's."""
+    """Around one step; afterwards `spans` returns the step's."""
 
     def __init__(self, units: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:
         self._units, self._on_gpu = units, device.type == "cuda"
         self._handles: list[Any] = []
         self._marks: list[tuple[Any, str, str]] = []  # when (seconds, or a CUDA event), what, of which unit
-        self._open: list[str] = []  # units whose forward, or backward, is under way, outermost first
+        self._open: list[str] = []  # units whose forward or backward is in progress, outermost first
         self.begin_s = 0.0
 
     def __enter__(self) -> StepTrace:
         for name, module in self._units:
-            self._watch(name, module)
+            self._install(name, module)
         self.begin_s = time.perf_counter()
         self.mark("forward")
         return self
@@ -54,11 +62,11 @@ class StepTrace:
         self._handles = []
 
     def mark(self, name: str, unit: str = ROOT) -> None:
-        """From here on the thread is at `name` of `unit`; "" is nothing."""
+        """From now on the thread computes `name` of `unit`; "" is nothing."""
         self._marks.append((self._now(), name, unit))
 
     def begin(self, name: str) -> None:
-        """Another part of the step: no unit is at work."""
+        """The next part of the step: no unit computes."""
         self._open = []
         self.mark(name)
 
@@ -71,7 +79,7 @@ class StepTrace:
 
     # -- hooks ------------------------------------------------------------------------------------------------------
 
-    def _watch(self, name: str, module: nn.Module) -> None:
+    def _install(self, name: str, module: nn.Module) -> None:
         before = torch.compiler.disable(partial(self._before_forward, name))  # type: ignore[no-untyped-call]
         after = torch.compiler.disable(partial(self._after_forward, name))  # type: ignore[no-untyped-call]
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -99,17 +107,17 @@ class StepTrace:
             self.mark(what, unit)
 
     def _end(self, what: str, unit: str, *_: Any) -> None:
-        if unit in self._open:  # where two units meet in one tensor the next begins before this one ends
-            was_at_work = self._open[-1] == unit
+        if unit in self._open:  # if two units share a tensor, the next begins before this one ends
+            was_innermost = self._open[-1] == unit
             self._open.remove(unit)
-            if was_at_work:
+            if was_innermost:
                 self.mark(what, self._open[-1] if self._open else ROOT)
 
-    # -- what has become of it ----------------------------------------------------------------------------------------
+    # -- result -------------------------------------------------------------------------------------------------------
 
     def spans(self, collectives: Sequence[Collective], copies: Sequence[tuple[str, float, float]]) -> tuple[Span, ...]:
-        """Of the whole step, when it is over and the device synchronised: computing without the waits, the waits, and what
-        was under way beside it."""
+        """The spans of the step, when it is over and the device synchronised: computing without waits, waits,
+        communication and host copies."""
         stalls = [(start - self.begin_s, end - self.begin_s) for start, end, _ in waits(collectives)]
         moved = [(start - self.begin_s, end - self.begin_s) for _, start, end in copies]
         found = self._computing([*stalls, *moved])
@@ -126,12 +134,12 @@ class StepTrace:
         return found
 
     def _seconds(self, stamp: Any) -> float:
-        """Since the step's beginning."""
+        """Since the begin of the step."""
         return float(self._marks[0][0].elapsed_time(stamp) / 1e3 if self._on_gpu else stamp - self.begin_s)
 
 
 def _is_recomputing() -> bool:
-    """A forward inside a backward is a checkpoint's."""
+    """A forward inside a backward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -144,7 +152,7 @@ def _span(track: Track, name: str, unit: str, interval: Interval) -> Span:
 
 
 def _without(interval: Interval, others: Sequence[Interval]) -> list[Interval]:
-    """What is left of an interval beside others."""
+    """An interval minus others."""
     left, (at, end) = list[Interval](), interval
     for start, stop in sorted(others):
         if stop <= at or start >= end:
@@ -155,3 +163,33 @@ def _without(interval: Interval, others: Sequence[Interval]) -> list[Interval]:
     if at < end:
         left.append((at, end))
     return left
+
+
+# -- clocks ----------------------------------------------------------------------------------------------------------
+
+
+class ClockOffset(NamedTuple):
+    """`time.perf_counter` of this rank plus `offset_s` is rank 0's, within `error_s`."""
+
+    offset_s: float = 0.0
+    error_s: float | None = None
+
+
+def compare_clocks(world: Wire) -> ClockOffset:
+    """Collective; some tenths of a millisecond per exchange."""
+    if world.size() == 1:
+        return ClockOffset(0.0, 0.0)
+    least, most = float("-inf"), float("inf")
+    sent_s = received_s = float("nan")  # of the previous exchange, by this clock
+    for _ in range(_EXCHANGES + 1):  # each also has the time at which rank 0 received the previous result
+        before_s, now_s = sent_s, time.perf_counter()
+        times = torch.empty(2 * world.size(), dtype=torch.float64)
+        world.all_gather_single(times, torch.tensor([now_s, received_s], dtype=torch.float64)).wait()
+        sent_s, received_s = now_s, time.perf_counter()
+        sent_0_s, received_0_s = times[:2].tolist()
+        least = max(least, sent_0_s - received_s)
+        if not math.isnan(before_s):
+            most = min(most, received_0_s - before_s)
+    if world.rank() == 0:
+        return ClockOffset(0.0, 0.0)
+    return ClockOffset((least + most) / 2, max(0.0, most - least) / 2)

@@ -1,12 +1,11 @@
-"""`Trainer`: one optimizer step of one rank, the same lines for every backend.
+"""`Trainer`: one optimizer step of one rank, with the same code for every backend.
 
-Note: the vote. After its last backward each rank gives its loss and its part of the squared gradient norm to one small
-sum over all ranks (`Wire.control`), and only then updates. So the mean loss, the gradient norm, clipping and the fp16
-overflow check cost one exchange of 16 bytes and are alike for all backends; and a rank that has the result knows that
-every rank has all its gradients. A step that is given up before that is discarded by all. One that is given up by a rank
-which waits for the result is decided by the others: who has the result has updated, and passes it on (session.py). A result
-that is not finite is applied by none (finite.py), but where fp16's scale can still be lowered.
-"""
+Note: the vote. After its last backward each rank contributes its loss and its part of the squared gradient norm to one
+small sum over all ranks (`Wire.control`), and only then updates. So the mean loss, the gradient norm, clipping and the
+fp16 overflow check cost one exchange of 16 bytes, the same for all backends; and a rank that has the result knows that
+every rank has all its gradients. If a step is aborted before the vote, all ranks discard it. If a rank aborts while it
+waits for the result, the others decide: a rank that has the result has committed, and passes it on (abort.py). No rank
+applies a result that is not finite (checks.py), unless fp16's loss scale can still be lowered."""
 
 from __future__ import annotations
 
@@ -14,43 +13,64 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from fsdp_lab.backends import Backend
-from fsdp_lab.engine.scaler import Scaler
-from fsdp_lab.events import StepEvent
-from fsdp_lab.models import Batches
-from fsdp_lab.rank.checksum import checksum
-from fsdp_lab.rank.clocks import Clock
-from fsdp_lab.rank.finite import not_finite
-from fsdp_lab.rank.ledger import Found
-from fsdp_lab.rank.measure import Measure
-from fsdp_lab.rank.rendezvous import Seat
-from fsdp_lab.schedule import Phase
-from fsdp_lab.spec import Spec
+from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.schedule import Phase
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.engine.scaling import Scaler
+from fsdp_lab.models import Batches, BestPeak
+from fsdp_lab.rank.checks import checksum, not_finite
+from fsdp_lab.rank.ledger import LedgerResult
+from fsdp_lab.rank.measure import StepMeter
+from fsdp_lab.rank.rendezvous import RankInfo
+from fsdp_lab.rank.tracing import ClockOffset
 from fsdp_lab.wire import Wire
 
 _NORM_ELEMENTS = 1 << 15
-_LEDGER_STEP = 2  # the third: the first makes optimizer state, in the second DDP lays its buckets anew
+_LEDGER_STEP = 2  # the third: the first creates optimizer state, in the second DDP rebuilds its buckets
+
+
+class StepState(Enum):
+    """How far the step in progress is."""
+
+    IDLE = "no step in progress"
+    COMPUTING = "forward and backward"
+    VOTING = "the vote is cast, and its result is not known"
+    UPDATING = "gradients are unscaled and clipped, and the optimizer steps"
+
+
+STEP_TRANSITIONS = {  # from every state a step can be discarded
+    StepState.IDLE: {StepState.COMPUTING, StepState.IDLE},
+    StepState.COMPUTING: {StepState.VOTING, StepState.IDLE},
+    StepState.VOTING: {StepState.UPDATING, StepState.IDLE},  # IDLE: committed without an update after fp16 overflow
+    StepState.UPDATING: {StepState.IDLE},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
-    """What a step amounts to, for the event."""
+class StepCost:
+    """What a step costs, with the fields of its `StepEvent`."""
 
     flops: int  # model FLOPs of this rank
-    recompute_flops: int  # beside them, what recompute makes it do again
+    recompute_flops: int  # additional FLOPs of recompute
     tokens: int
-    peak_flops_per_s: float | None
-    peak_source: str
+    peak: BestPeak  # shared by all trainings of this dtype on this rank
+
+    @property
+    def peak_flops_per_s(self) -> float | None:
+        """Before any step, so that an emulated link is scaled alike in every run."""
+        return self.peak.given.flops_per_s
 
 
 @dataclass(kw_only=True)
-class Progress:
-    """What outlives a switch of strategy."""
+class TrainingProgress:
+    """Survives a switch of strategy."""
 
     step: int = 0  # optimizer steps committed
     samples: int = 0  # the global sample counter
@@ -58,100 +78,96 @@ class Progress:
 
 
 class Trainer:
-    """Made anew for each applied Spec; `progress` and `scaler` are handed on."""
+    """A new one for each applied Spec; `progress` and `scaler` are passed on."""
 
     def __init__(
         self,
         *,
         run: str,
         spec: Spec,
-        seat: Seat,
+        info: RankInfo,
         backend: Backend,
         batches: Batches,
         world: Wire,
-        cost: Cost,
-        progress: Progress,
+        cost: StepCost,
+        progress: TrainingProgress,
         scaler: Scaler,
         notes: tuple[str, ...],
-        clock: Clock,
-        found: Found | None = None,
+        clock: ClockOffset,
+        ledger: LedgerResult | None = None,
     ) -> None:
-        """`found`: by a ledger step of this very training before it was parked; it needs no other at once."""
-        self.run, self.spec, self.seat, self.backend, self.batches = run, spec, seat, backend, batches
+        """`ledger`: of a ledger step of this training before it was suspended, so that none is needed now."""
+        self.run, self.spec, self.info, self.backend, self.batches = run, spec, info, backend, batches
         self.world, self.cost, self.progress, self.scaler, self.notes = world, cost, progress, scaler, notes
         self.clock = clock
-        self.measure = Measure(backend, world.hub, seat, offload=spec.strategy.offload, found=found)
-        self.voting = False  # between giving the vote and having its result
-        self._scaled = False  # the gradients, by a commit that was cut off and will be made again
+        self.meter = StepMeter(backend, world.context, info, offload=spec.strategy.offload, ledger=ledger)
+        self.state = StepState.IDLE
         self._steps_here = 0
-        self._ledger_due = found is None
+        self._ledger_due = ledger is None
 
     def step(self, *, slow: bool = False, ledger: bool = False, traced: bool = False) -> StepEvent:
-        """Forward, backward, vote, update; `slow`: somebody halts it on its way; `ledger`: make it a ledger step; `traced`:
-        its event carries spans.
+        """Forward, backward, vote, update. `slow`: it is stopped between phases; `ledger`: make it a ledger step;
+        `traced`: its event gets spans.
 
-        The third step after a switch is a ledger step anyway; one that is asked for earlier is put off until then.
+        The third step after a switch is always a ledger step; one requested earlier is postponed until then.
 
-        Raises RankAborted or WireTimeout when it is given up, NotFinite when it cannot be applied.
+        Raises RankAborted or WireTimeout if it is aborted, NotFinite if it cannot be applied.
         """
         self._ledger_due = self._ledger_due or ledger
-        busy = slow or torch.autograd._profiler_enabled()  # there can be one profiler
+        busy = slow or torch.autograd._profiler_enabled()  # only one profiler can be active
         ledger = self._ledger_due and self._steps_here >= _LEDGER_STEP and not busy
-        with self.measure.step(ledger=ledger, traced=traced and not slow):
+        with self.meter.step(ledger=ledger, traced=traced and not slow):
+            self._enter(StepState.COMPUTING)
             loss = self._accumulate()
             mean_loss, norm, skipped = self._vote_and_update(loss)
-        measured = self.measure.read()
+        metrics = self.meter.read()
+        metrics = dataclasses.replace(metrics, begin_s=metrics.begin_s + self.clock.offset_s)
+        peak = self.cost.peak.reach((self.cost.flops + self.cost.recompute_flops) / metrics.step_time_s)
         first = self._steps_here == 0
         self._steps_here += 1
         self._ledger_due = self._ledger_due and not ledger
         return StepEvent(
             run=self.run,
             spec_id=self.spec.id,
-            rank=self.seat.rank,
-            world_size=self.seat.world_size,
+            rank=self.info.rank,
+            world_size=self.info.world_size,
             step=self.progress.step - 1,
             samples=self.progress.samples,
-            end_unix_s=measured.end_unix_s,
-            step_time_s=measured.step_time_s,
-            tokens=self.cost.tokens,
             loss=loss,
             mean_loss=mean_loss,
             grad_norm=norm,
             flops=self.cost.flops,
             recompute_flops=self.cost.recompute_flops,
-            peak_flops_per_s=self.cost.peak_flops_per_s,
-            peak_source=self.cost.peak_source,
-            memory=measured.memory,
-            memory_curve=measured.memory_curve,
-            comm=measured.comm,
+            tokens=self.cost.tokens,
+            peak_flops_per_s=peak.flops_per_s,
+            peak_source=peak.source,
             first_after_switch=first,
             ledger=ledger,
             slow=slow,
             skipped=skipped,
-            begin_s=measured.begin_s + self.clock.offset_s,
             clock_error_s=self.clock.error_s,
-            spans=measured.spans,
             notes=self.notes,
+            **vars(metrics),
         )
 
     def checked(self, event: StepEvent) -> StepEvent:
-        """The event of the step that has just ended, with a checksum of what it left."""
-        replica = self.seat.rank // self.spec.shard_factor  # a shard group is so many ranks that follow each other
+        """The event of the step that has just ended, with a checksum of the parameters."""
+        replica = self.info.rank // self.spec.shard_factor  # the ranks of a shard group are consecutive
         return dataclasses.replace(event, checksum=checksum(self.backend), replica=replica)
 
     def evaluated(self, event: StepEvent, samples: int) -> StepEvent:
-        """The event of the step that has just ended, with the mean loss of so many held-out samples; collective, and none of
-        the step's time or traffic.
+        """The event of the step that has just ended, with the mean loss of so many held-out samples; collective, and
+        not part of the step's time or traffic.
 
         Raises:
-            SpecError: fewer are held out. RankAborted or WireTimeout: it was given up.
+            SpecError: fewer are held out. RankAborted or WireTimeout: it was aborted.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self.seat.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.info.device)
         with self.backend.evaluating():
             for batch, counted in self.batches.held_out(samples):
-                self.world.hub.check()  # DDP has no collective here that would
+                self.world.context.check()  # DDP has no collective here that checks
                 loss = self.backend.loss(batch).double()
-                self.world.hub.name("")
+                self.world.context.set_unit("")
                 total += loss * counted if counted else 0.0
         mean = total.cpu().reshape(1) / samples
         self.world.control(mean)
@@ -163,73 +179,79 @@ class Trainer:
         """Forward and backward of every micro-batch. Returns this rank's mean loss."""
         count = self.spec.workload.accumulate
         every = self.spec.strategy.sync == "every"
-        total = torch.zeros((), dtype=torch.float32, device=self.seat.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.info.device)
         for micro in range(count):
-            self.measure.part("forward")
+            self.meter.part("forward")
             batch = self.batches.batch(self.progress.samples, micro)
             with self.backend.micro_batch(communicate=every or micro == count - 1):
                 loss = self.backend.loss(batch).float()
-                self.measure.part("backward")
+                self.meter.part("backward")
                 torch.autograd.backward(loss * (self.scaler.scale / count))
-            self.world.hub.meter.end_backward()
-            self.world.hub.name("")
+            self.world.context.meter.end_backward()
+            self.world.context.set_unit("")
             total += loss.detach()
         return float(total) / count
 
     def _vote_and_update(self, loss: float) -> tuple[float, float, bool]:
         """Returns the mean loss over ranks, the gradient norm, and whether fp16 overflow skipped the update."""
-        self.measure.part("optimizer")
+        self.meter.part("optimizer")
         gradients = self._gradients()
         vote = torch.tensor([loss, squared_norm(gradients)], dtype=torch.float64)
-        self.world.hub.check()
-        self.voting = True
+        self.world.context.check()
+        self._enter(StepState.VOTING)
         self.world.control(vote)
         if not self._usable(vote.tolist()):
-            raise not_finite(
-                step=self.progress.step, loss=loss, backend=self.backend, world=self.world, again=self._again
-            )
+            step = self.progress.step
+            raise not_finite(step=step, loss=loss, backend=self.backend, world=self.world, again=self._repeat)
         return self.commit(vote.tolist())
 
     def _usable(self, vote: Sequence[float]) -> bool:
-        """Whether all is finite, or fp16's scale may be to blame, and can be lowered."""
+        """Whether all values are finite, or fp16's scale may be the cause, and can be lowered."""
         return all(map(math.isfinite, vote)) or (self.scaler.enabled and self.scaler.scale > 1.0)
 
-    def _again(self) -> None:
+    def _repeat(self) -> None:
         self.discard()
+        self._enter(StepState.COMPUTING)
         self._accumulate()
 
     def commit(self, vote: Sequence[float]) -> tuple[float, float, bool]:
-        """What every rank does with the same result: update, or skip. Not collective, so it cannot be aborted."""
-        mean_loss = vote[0] / self.seat.world_size
-        norm = (
-            math.sqrt(max(0.0, vote[1] / self.backend.replicas)) / self.scaler.scale
-            if math.isfinite(vote[1])
-            else math.inf
-        )
+        """Update, or skip the update; every rank does the same with the same result. Not collective, so it cannot be
+        aborted.
+
+        If the update raises, it can be committed again (abort.py): gradients are not scaled twice.
+        """
+        mean_loss = vote[0] / self.info.world_size
+        finite = math.isfinite(vote[1])
+        norm = math.sqrt(max(0.0, vote[1] / self.backend.replicas)) / self.scaler.scale if finite else math.inf
         skipped = not (math.isfinite(norm) and math.isfinite(mean_loss))  # fp16 overflow: see `_usable`
-        self.measure.before_update()
+        self.meter.before_update()
         if not skipped:
-            if not self._scaled:
+            if self.state is StepState.VOTING:
                 self._scale_gradients(norm)
-            self._scaled = True
+                self._enter(StepState.UPDATING)
             with record_function(Phase.OPTIM.value):
                 self.backend.optimizer.step()
-            self.measure.after_update()
+            self.meter.after_update()
         self.backend.optimizer.zero_grad(set_to_none=True)
         self.scaler.update(overflowed=skipped)
         self.progress.step += 1
         self.progress.samples += self.spec.global_batch
         self.progress.vote = tuple(vote)
-        self.voting = self._scaled = False
+        self._enter(StepState.IDLE)
         return mean_loss, norm, skipped
 
     def discard(self) -> None:
-        """Forget the step in progress."""
+        """Drop the step in progress, if any."""
         self.backend.optimizer.zero_grad(set_to_none=True)
-        self.voting = self._scaled = False
+        self._enter(StepState.IDLE)
+
+    def _enter(self, state: StepState) -> None:
+        if state not in STEP_TRANSITIONS[self.state]:
+            raise RuntimeError(f"a step cannot go from {self.state.name} to {state.name}")
+        self.state = state
 
     def _scale_gradients(self, norm: float) -> None:
-        """Undo the loss scale and clip, in one pass, or none where neither is asked for."""
+        """Undo the loss scale and clip, in one pass, or none if neither is needed."""
         factor = 1.0 / self.scaler.scale
         clip = self.spec.workload.clip_norm
         if clip is not None and norm > clip:
@@ -238,13 +260,14 @@ class Trainer:
             torch._foreach_mul_(self._gradients(), factor)
 
     def _gradients(self) -> list[Tensor]:
-        shards = (self.backend.gradient(p) for p in self.backend.pieces())
+        shards = (self.backend.gradient(p) for p in self.backend.param_shards())
         return [g for g in shards if g is not None and g.numel()]
 
 
 def squared_norm(tensors: list[Tensor]) -> float:
-    """Of all of them together. Norms are taken in a tensor's dtype, their squares summed in float64; on a CPU, where a norm
-    is a running sum in fp32 whose error grows with the tensor, of a part at a time (tests/rank/test_norm.py)."""
+    """The squared norm of all tensors together. Norms are computed in a tensor's dtype, their squares summed in
+    float64. On a CPU a norm is a running fp32 sum, whose error grows with the tensor, so it is taken in parts
+    (tests/rank/test_norm.py)."""
     if not tensors:
         return 0.0
     parts = [part for t in tensors for part in _slices(t)] if tensors[0].is_cpu else tensors
@@ -252,6 +275,6 @@ def squared_norm(tensors: list[Tensor]) -> float:
 
 
 def _slices(t: Tensor) -> Sequence[Tensor]:
-    """Parts of a tensor; rows of one that is not contiguous."""
+    """Parts of a tensor; rows if it is not contiguous."""
     rows = t.view(-1) if t.is_contiguous() else t
     return torch.split(rows, max(1, _NORM_ELEMENTS * rows.shape[0] // rows.numel()))

@@ -14,17 +14,17 @@ from bokeh.models.renderers import DataRenderer
 from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
+from fsdp_lab.core.events import Role
+from fsdp_lab.core.formatting import GIB, MIB, duration, size
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels.base import Key, hover, paint_fill, plain_figure, tint
 from fsdp_lab.dashboard.panels.classes import ON_DEVICE, class_keys
 from fsdp_lab.dashboard.panels.ranges import FINE, SpanRange, ZeroRange
-from fsdp_lab.dashboard.panels.units import GIB, MIB
-from fsdp_lab.events import Role
 from fsdp_lab.runs.comparison import Comparison, Row, ratio_words
-from fsdp_lab.runs.kept import Kept
 from fsdp_lab.runs.ratio import Pairing, Ratio
-from fsdp_lab.runs.summary import Step, slowest, throughput
-from fsdp_lab.table import duration, size
+from fsdp_lab.runs.steps import Step
+from fsdp_lab.runs.summary import counting
+from fsdp_lab.runs.view import RunView, switches_in_force
 
 # Curves that lie on each other: each is seen in the gaps of the next, and the fifth to eighth as bands below the first four.
 DASHES = ("solid", "8 4", "2 3", "10 3 2 3")
@@ -33,7 +33,6 @@ MOST_POINTS = 1500  # of a curve; above it a point is the median of some steps
 CURVE_PX, BAR_PX, FOOT_PX = 230, 38, 56
 LABEL_CHARS = 30
 REACH = 3.0  # a limit within so many times the peak is drawn
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier", "other", "control")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """A run over steps: its row in the comparison, the steps of its last life, and where it was switched."""
+    """A run over steps: its row in the comparison, its whole steps, and where it was switched."""
 
     place: int
     row: Row
@@ -60,9 +59,10 @@ class Course:
     switches: tuple[tuple[int, str], ...] = ()  # step, what changed
 
     @classmethod
-    def of(cls, place: int, row: Row, run: Kept) -> Course:
-        found = tuple((s.step, changed(s.before.difference(s.after))) for s in run.switches if s.before and s.carried)
-        return cls(place=place, row=row, steps=last_life(run), switches=found)
+    def of(cls, place: int, row: Row, run: RunView) -> Course:
+        found = [(s.step, s.before.difference(s.after)) for s in switches_in_force(run.switches) if s.before]
+        switches = tuple((step, changed(difference)) for step, difference in found if difference)
+        return cls(place=place, row=row, steps=[s for s in run.events.steps() if s.is_whole], switches=switches)
 
     @property
     def color(self) -> str:
@@ -83,17 +83,6 @@ def changed(difference: Mapping[str, tuple[object, object]]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {was} → {now}" for name, (was, now) in difference.items())
 
 
-def last_life(run: Kept) -> list[Step]:
-    """Steps that all ranks told, under whatever Spec, since the ranks began at step 0 the last time."""
-    found: dict[int, dict[int, object]] = {}
-    for e in run.events.since()[0]:
-        if e.step == 0 and e.rank in found.get(0, {}):
-            found = {}
-        found.setdefault(e.step, {})[e.rank] = e
-    return [[by_rank[r] for r in sorted(by_rank)] for _, by_rank in sorted(found.items())  # type: ignore[misc]
-            if len(by_rank) == run.spec.world_size]  # fmt: skip
-
-
 # -- curves ------------------------------------------------------------------------------------------------------------
 
 
@@ -102,13 +91,13 @@ def curves(courses: Sequence[Course], note: str) -> list[Chart]:
     told = [c for c in courses if c.steps]
     if not told:
         return []
-    end = max(c.steps[-1][0].step for c in told)
-    x_range = Range1d(start=min(c.steps[0][0].step for c in told), end=max(end, 1))
+    end = max(c.steps[-1].number for c in told)
+    x_range = Range1d(start=min(c.steps[0].number for c in told), end=max(end, 1))
     kinds: tuple[tuple[str, str, str, Callable[[Step], float], bool], ...] = (
-        ("loss", "Loss", "loss, mean of all ranks", lambda s: s[0].mean_loss, False),
-        ("time", "Step time", "ms, slowest rank", lambda s: 1e3 * slowest(s), True),
-        ("throughput", "Throughput", "tokens/s, all ranks", throughput, True),
-        ("tflops", "TFLOPS", "TFLOPS a rank, mean", lambda s: statistics.fmean(e.tflops for e in s), True),
+        ("loss", "Loss", "loss, mean of all ranks", lambda s: s.mean_loss, False),
+        ("time", "Step time", "ms, slowest rank", lambda s: 1e3 * s.step_time_s, True),
+        ("throughput", "Throughput", "tokens/s, all ranks", lambda s: s.tokens_per_s, True),
+        ("tflops", "TFLOPS", "TFLOPS a rank, mean", lambda s: statistics.fmean(e.tflops for e in s.events), True),
     )
     return [_curve(name, title, label, value, timed, told, x_range, note) for name, title, label, value, timed in kinds]
 
@@ -153,10 +142,10 @@ def _curve(
 
 def _points(c: Course, value: Callable[[Step], float], timed: bool) -> tuple[list[int], list[float], int]:
     """Steps, values, and of how many steps each is the median."""
-    steps = [s for s in c.steps if s[0].counts] or c.steps if timed else c.steps
+    steps = counting(c.steps) if timed else c.steps
     stride = -(-len(steps) // MOST_POINTS)
     groups = [steps[i : i + stride] for i in range(0, len(steps), stride)] if steps else []
-    return [g[-1][0].step for g in groups], [statistics.median(map(value, g)) for g in groups], stride
+    return [g[-1].number for g in groups], [statistics.median(map(value, g)) for g in groups], stride
 
 
 def _mark_switches(fig: figure, courses: Sequence[Course]) -> None:
@@ -232,9 +221,7 @@ def _ratios(name: str, title: str, compared: Comparison, found: Mapping[str, Rat
         whisker = fig.segment(x0=x0, x1=x1, y0=y0, y1=y1, line_width=2, source=source)
         tint(whisker.glyph, line_color="ink.peak")
     _label_ends(fig, source)
-    one = Ruler(location=1, dimension="height", line_dash="6 4", line_width=1.5, level="underlay")
-    tint(one, line_color="ink.marker")
-    fig.add_layout(one)
+    _rule(fig, 1)
     fig.x_range = Range1d(start=0, end=ZeroRange(steps=FINE, headroom=1.45).cover(np.array([1.0, *source.data["end"]])))
     words = "; ".join(f"{compared.rows[i].label} {ratio_words(r)}" for i, r in zip(places, ratios, strict=True))
     legend = [Key(label=f"{compared.baseline}", token="ink.marker", hatch="dashes")]
@@ -255,19 +242,12 @@ def _memory(compared: Comparison, note: str) -> Chart:
         "end": [peak / unit for peak in peaks],
         "label": [size(peak) + (f" + {size(h)} on the host" if h else "") for peak, h in zip(peaks, host, strict=True)],
     })  # fmt: skip
-    stacked = fig.hbar_stack(list(ON_DEVICE), y="y", height=0.6, source=source, line_width=1)
-    for name, bar in zip(ON_DEVICE, stacked, strict=True):
-        paint_fill(bar.glyph, f"memory.{name}", theme.MEMORY[name])
-    whole = fig.hbar(y="y", left=0, right="end", height=0.9, source=source, fill_alpha=0, line_alpha=0)
-    hover(fig, whole, [(theme.MEMORY[c].label, f"@{c}{{0,0.00}} {unit_name}") for c in ON_DEVICE], mode="mouse")
-    _label_ends(fig, source)
+    _stack(fig, source, "memory", {name: theme.MEMORY[name] for name in ON_DEVICE}, unit_name, height=0.6)
     limit = min((row.figures.limit_bytes for row in rows if row.figures.limit_bytes), default=None)
     legend = class_keys(ON_DEVICE)
     ends = [*source.data["end"]]
     if limit is not None and limit <= REACH * max(peaks):
-        line = Ruler(location=limit / unit, dimension="height", line_dash="6 4", line_width=1.5, level="underlay")
-        tint(line, line_color="ink.marker")
-        fig.add_layout(line)
+        _rule(fig, limit / unit)
         legend.append(Key(label=f"limit {size(limit)}", token="ink.marker", hatch="dashes"))
         ends.append(limit / unit)
     room = 1.65 if any(host) else 1.3
@@ -279,7 +259,7 @@ def _memory(compared: Comparison, note: str) -> Chart:
 
 def _communication(compared: Comparison, note: str) -> Chart:
     rows = [row for row in compared.rows if row.figures.comm_s]
-    kinds = [k for k in KINDS if any(row.figures.comm_s_by_kind.get(k) for row in rows)]
+    kinds = [k for k in theme.COMMUNICATION if any(row.figures.comm_s_by_kind.get(k) for row in rows)]
     fig = _bar_figure("communication", "ms a step, mean over ranks", rows)
     exposed = [1e3 * row.figures.exposed_comm_s.median if row.figures.exposed_comm_s else math.nan for row in rows]
     source = ColumnDataSource({
@@ -290,18 +270,13 @@ def _communication(compared: Comparison, note: str) -> Chart:
         "end": [1e3 * sum(row.figures.comm_s_by_kind.values()) for row in rows],
         "label": [_comm_words(row) for row in rows],
     })  # fmt: skip
-    for kind, bar in zip(kinds, fig.hbar_stack(kinds, y="y", height=0.42, source=source, line_width=1), strict=True):
-        paint_fill(bar.glyph, f"communication.{kind}", theme.COMMUNICATION[kind])
     waited = fig.hbar(y="y_exposed", left=0, right="exposed", height=0.2, source=source, line_alpha=0)
     tint(waited.glyph, fill_color="timeline.waiting")
-    whole = fig.hbar(y="y", left=0, right="end", height=0.42, source=source, fill_alpha=0, line_alpha=0)
-    rows_said = [(theme.COMMUNICATION[k].label, f"@{k}{{0,0.00}} ms") for k in kinds]
-    hover(fig, whole, [*rows_said, ("exposed", "@exposed{0,0.00} ms")], mode="mouse")
-    _label_ends(fig, source)
+    fills = {kind: theme.COMMUNICATION[kind] for kind in kinds}
+    _stack(fig, source, "communication", fills, "ms", height=0.42, more=[("exposed", "@exposed{0,0.00} ms")])
     ends = np.array([*source.data["end"], *exposed])
     fig.x_range = Range1d(start=0, end=ZeroRange(steps=FINE, headroom=1.7).cover(ends))
-    keys = [Key(label=theme.COMMUNICATION[k].label, token=f"communication.{k}", hatch=theme.COMMUNICATION[k].hatch)
-            for k in kinds]  # fmt: skip
+    keys = [Key(label=fill.label, token=f"communication.{kind}", hatch=fill.hatch) for kind, fill in fills.items()]
     keys.append(Key(label="exposed: computing waited", token="timeline.waiting"))
     described = "; ".join(f"{row.label} {_comm_words(row)}" for row in rows)
     apart = "Issue to completion, by kind; collectives that overlap count each."
@@ -324,6 +299,26 @@ def _bar_figure(name: str, x_label: str, rows: Sequence[Row]) -> figure:
     fig.yaxis.major_label_overrides = {i: _short(f"{row.label}  {row.name}") for i, row in enumerate(rows)}
     fig.ygrid.visible = False
     return fig
+
+
+def _stack(
+    fig: figure, source: ColumnDataSource, part: str, fills: Mapping[str, theme.Fill], unit: str, *, height: float,
+    more: Sequence[tuple[str, str]] = (),
+) -> None:  # fmt: skip
+    """Stacked bars, a column of `source` each, with a tooltip over the whole and the words of column `label` behind it."""
+    bars = fig.hbar_stack(list(fills), y="y", height=height, source=source, line_width=1)
+    for (name, fill), bar in zip(fills.items(), bars, strict=True):
+        paint_fill(bar.glyph, f"{part}.{name}", fill)
+    whole = fig.hbar(y="y", left=0, right="end", height=height, source=source, fill_alpha=0, line_alpha=0)
+    hover(fig, whole, [*((fill.label, f"@{n}{{0,0.00}} {unit}") for n, fill in fills.items()), *more], mode="mouse")
+    _label_ends(fig, source)
+
+
+def _rule(fig: figure, at: float) -> None:
+    """A dashed line across the bars."""
+    line = Ruler(location=at, dimension="height", line_dash="6 4", line_width=1.5, level="underlay")
+    tint(line, line_color="ink.marker")
+    fig.add_layout(line)
 
 
 def _short(text: str) -> str:

@@ -11,16 +11,16 @@ from typing import Any
 import bokeh
 from bokeh.document import Document
 
-from fsdp_lab import __version__
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.files import check_file, write_whole
+from fsdp_lab.core.version import __version__
 from fsdp_lab.dashboard import theme
-from fsdp_lab.files import check_file, write_whole
-from fsdp_lab.report import page
 from fsdp_lab.report.charts import Chart, Course, bars, curves
+from fsdp_lab.report.page import page
 from fsdp_lab.report.still import timeline
 from fsdp_lab.runs.comparison import Comparison, Refusal, word
-from fsdp_lab.runs.kept import Kept
 from fsdp_lab.runs.recommend import Recommendation, recommend
-from fsdp_lab.spec import SpecError
+from fsdp_lab.runs.view import RunView
 
 SUFFIXES = (".html", ".htm")
 BOKEH_JS = Path(bokeh.__file__).parent / "server/static/js/bokeh.min.js"  # 1.3 MB, most of a report
@@ -29,7 +29,7 @@ MOST_TIMELINES = 12
 
 def write_report(
     path: str | os.PathLike[str],
-    runs: Sequence[Kept | Refusal],
+    runs: Sequence[RunView | Refusal],
     *,
     baseline: str | int | None = 0,
     title: str = "",
@@ -48,18 +48,22 @@ def write_report(
         limit_bytes: the memory of the device that is meant, as for `recommend`.
 
     Raises:
-        SpecError: the path cannot be written, there are no runs, or there is no such baseline; before anything is made.
+        ArgumentError: the path cannot be written, there are no runs, or there is no such baseline; before anything is made.
     """
     file = check_file(path, SUFFIXES)
     if not runs:
-        raise SpecError("runs", "there are none", "give a report one run or more")
+        raise ArgumentError("runs", "there are none", "give a report one run or more")
     compared = Comparison.of(runs, baseline=baseline, names=names)
     text = render(compared, runs, recommend(compared, limit_bytes), title or _title(compared), time.time())
     return write_whole(file, text.encode())
 
 
 def render(
-    compared: Comparison, runs: Sequence[Kept | Refusal], recommended: Recommendation, title: str, written_unix_s: float
+    compared: Comparison,
+    runs: Sequence[RunView | Refusal],
+    recommended: Recommendation,
+    title: str,
+    written_unix_s: float,
 ) -> str:
     """The file's content."""
     note = " ".join(compared.fidelity())
@@ -67,16 +71,6 @@ def render(
     kept = [(i, row, run) for i, (row, run) in places if not isinstance(run, Refusal)]
     drawn = [*curves([Course.of(i, row, run) for i, row, run in kept], note), *bars(compared, note)]
     lanes = [found for i, row, run in kept if (found := timeline(i, row, run, note))][:MOST_TIMELINES]
-    body = [
-        page.header(title, compared, written_unix_s),
-        page.advice(recommended),
-        page.comparison(compared),
-        page.plots("plots", "Plots", drawn),
-        page.plots("timelines", "Step timelines: the newest traced step of each run", lanes),
-        page.specs(compared, runs),
-        page.environments(compared, runs),
-        page.footer(__version__),
-    ]
     data = {
         "fsdp-lab-records": {
             "title": title,
@@ -91,7 +85,8 @@ def render(
         "fsdp-lab-theme": theme.tokens(),
         "fsdp-lab-plots": _document([*drawn, *lanes]),
     }
-    return page.page(title, body, bokeh_js=BOKEH_JS.read_text(encoding="utf-8"), data=data)
+    return page(title, compared, runs, recommended, written_unix_s, charts=drawn, timelines=lanes,
+                bokeh_js=BOKEH_JS.read_text(encoding="utf-8"), data=data)  # fmt: skip
 
 
 def _document(charts: Sequence[Chart]) -> dict[str, Any]:

@@ -7,22 +7,20 @@ from typing import Any
 
 from bokeh.models import ColumnDataSource, Model
 
-from fsdp_lab.dashboard.panels.base import Frame, Panel, Step
+from fsdp_lab.dashboard.panels.base import Panel, StepAxis
 from fsdp_lab.dashboard.panels.timeline import TimelinePanel
 from fsdp_lab.report.charts import Chart
 from fsdp_lab.runs.comparison import Row
-from fsdp_lab.runs.kept import Kept
+from fsdp_lab.runs.view import RunView
 
 
-def timeline(place: int, row: Row, run: Kept, note: str) -> Chart | None:
-    """What every rank did in the newest traced step that all told; None where none is kept."""
-    kept = run.events.traced()
-    whole = [events for events in kept if len(events) == events[0].world_size]
-    if not kept:
+def timeline(place: int, row: Row, run: RunView, note: str) -> Chart | None:
+    """What every rank did in the newest traced step; None where none is kept."""
+    step = run.events.newest_traced()
+    if step is None:
         return None
-    events = (whole or kept)[-1]
-    panel = TimelinePanel(Frame(), events[0].world_size)
-    panel.update([Step(number=events[0].step, events=tuple(events))])
+    panel = TimelinePanel(StepAxis(), step.world_size)
+    panel.update([step])
     freeze(panel)
     said = panel.captions()
     return Chart(

@@ -1,45 +1,40 @@
 """One Spec being trained, as the kernel sees it: its events, its switches, its end, and what is said of it."""
 
-from fsdp_lab.runs.archive import HistoryError
+from fsdp_lab.core.formatting import Table
 from fsdp_lab.runs.comparison import Comparison, Refusal
-from fsdp_lab.runs.evaluation import Evaluating, Evaluation
-from fsdp_lab.runs.history import History
-from fsdp_lab.runs.past import PastRun
+from fsdp_lab.runs.evaluation import EvalConfig, Evaluation
 from fsdp_lab.runs.recommend import Recommendation, recommend
-from fsdp_lab.runs.recovery import Incident, Recovering
-from fsdp_lab.runs.run import Run, RunState, Switch, Ticket
-from fsdp_lab.runs.runs import Runs
-from fsdp_lab.runs.saving import Saved, Saving
-from fsdp_lab.runs.slow_motion import Moment, SlowMotion
+from fsdp_lab.runs.recovery import Incident, RecoveryPolicy
+from fsdp_lab.runs.run import Run, SwitchRequest
+from fsdp_lab.runs.saving import CheckpointConfig, SavedCheckpoint
+from fsdp_lab.runs.slow_motion import SlowMotion, StepMoment
+from fsdp_lab.runs.steps import Step
 from fsdp_lab.runs.store import EventStore
 from fsdp_lab.runs.summary import step_table, summarize
 from fsdp_lab.runs.sweep import Sweep
 from fsdp_lab.runs.timeline import Timeline
-from fsdp_lab.table import Table
+from fsdp_lab.runs.view import RunState, Switch
 
 __all__ = [
+    "CheckpointConfig",
     "Comparison",
-    "Evaluating",
+    "EvalConfig",
     "Evaluation",
     "EventStore",
-    "History",
-    "HistoryError",
     "Incident",
-    "Moment",
-    "PastRun",
     "Recommendation",
-    "Recovering",
+    "RecoveryPolicy",
     "Refusal",
     "Run",
     "RunState",
-    "Runs",
-    "Saved",
-    "Saving",
+    "SavedCheckpoint",
     "SlowMotion",
+    "Step",
+    "StepMoment",
     "Sweep",
     "Switch",
+    "SwitchRequest",
     "Table",
-    "Ticket",
     "Timeline",
     "recommend",
     "step_table",

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdp_lab.cluster import Cluster
-from fsdp_lab.models.preset_shapes import shape_for
-from fsdp_lab.planner.here import Calibration, references
-from fsdp_lab.spec import Spec
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.planner.calibration import Calibration, references
+from fsdp_lab.planner.shapes.presets import shape_for
 
 PASSES = 6
 

@@ -18,14 +18,17 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
-from fsdp_lab.events import Role
-from fsdp_lab.files import check_file, write_whole
-from fsdp_lab.runs.kept import Kept
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.events import Role
+from fsdp_lab.core.files import check_file, write_whole
+from fsdp_lab.core.formatting import Table, count, duration, size
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.spread import Spread
 from fsdp_lab.runs.parity import Parity, Verdict, parity
 from fsdp_lab.runs.ratio import Pairing, Ratio, Timed, ratio
-from fsdp_lab.runs.summary import RULE, Figures, Spread, counting, figures, slowest, throughput, whole_steps
-from fsdp_lab.spec import Spec, SpecError
-from fsdp_lab.table import Table, count, duration, size
+from fsdp_lab.runs.steps import last_stretch
+from fsdp_lab.runs.summary import RULE, Figures, counting, figures
+from fsdp_lab.runs.view import RunView
 
 SHOWN = ("backend", "sharding", "precision")  # of runs that do not differ
 PLAIN = ("model", "data", "backend", "sharding", "precision", "optimizer")  # fields whose value says what it is
@@ -65,6 +68,11 @@ class Row:
     memory_ratio: float | None = None
 
     @property
+    def refused(self) -> bool:
+        """Whether it never began."""
+        return not self.run and self.state == REFUSED
+
+    @property
     def differs(self) -> bool:
         return self.parity is not None and self.parity.verdict is Verdict.DIFFERENT
 
@@ -85,7 +93,7 @@ class Comparison:
     @classmethod
     def of(
         cls,
-        runs: Sequence[Kept | Refusal],
+        runs: Sequence[RunView | Refusal],
         *,
         baseline: str | int | None = 0,
         names: Sequence[str] | None = None,
@@ -98,7 +106,7 @@ class Comparison:
             names: labels of the rows; None: A, B, C, ...
 
         Raises:
-            SpecError: there is no such baseline, or the names are not one for each run.
+            ArgumentError: there is no such baseline, or the names are not one for each run.
         """
         labels = _labels(len(runs), names)
         at = _place(runs, labels, baseline)
@@ -124,27 +132,25 @@ class Comparison:
     # -- tables ---------------------------------------------------------------------------------------------------
 
     def table(self) -> Table:
-        """A row each; figures that nobody has are left out. Medians, in brackets p10 to p90; TFLOPS, MFU, exposed and all
-        communication are means over ranks, link is what a rank sends in a step, peak that of the fullest rank."""
-        base = self.baseline
+        """A row for each run that began; figures that nobody has are left out. Medians, in brackets p10 to p90; TFLOPS,
+        MFU, exposed and all communication are means over ranks, link is what a rank sends in a step, peak that of the
+        fullest rank."""
+        base, rows = self.baseline, [r for r in self.rows if not r.refused]
+        shown = [cells(r.figures, spread=True) for r in rows]
+        columns = {head: [row[head] for row in shown] for head in cells(Figures())}
+        step_time, loss = columns.pop("step time"), columns.pop("loss")
         heads = {
-            "": [r.label for r in self.rows],
-            "what": [r.name for r in self.rows],
-            "state": [r.state for r in self.rows],
-            f"parity with {base}": [self.badge(r) for r in self.rows],
-            "step time": [_of(r.figures.step_time_s, duration, spread=True) for r in self.rows],
-            f"time / {base}": [ratio_words(r.time_ratio) for r in self.rows],
-            "tokens/s": [_of(r.figures.tokens_per_s, count) for r in self.rows],
-            "TFLOPS": [_of(r.figures.tflops_per_rank, "{:.3g}".format) for r in self.rows],
-            "MFU": [_of(r.figures.mfu, "{:.1%}".format) for r in self.rows],
-            "exposed": [_of(r.figures.exposed_comm_s, duration) for r in self.rows],
-            "comm": [_of(r.figures.comm_s, duration) for r in self.rows],
-            "link": [_of(r.figures.link_bytes, size) for r in self.rows],
-            "peak/rank": [size(r.figures.peak_memory_bytes) for r in self.rows],
-            f"peak / {base}": [NONE if r.memory_ratio is None else f"{r.memory_ratio:.2f}" for r in self.rows],
-            "loss": [NONE if r.figures.last_loss is None else f"{r.figures.last_loss:.4f}" for r in self.rows],
+            "": [r.label for r in rows],
+            "what": [r.name for r in rows],
+            "state": [r.state for r in rows],
+            f"parity with {base}": [self.badge(r) for r in rows],
+            "step time": step_time,
+            f"time / {base}": [ratio_words(r.time_ratio) for r in rows],
+            **columns,
+            f"peak / {base}": [NONE if r.memory_ratio is None else f"{r.memory_ratio:.2f}" for r in rows],
+            "loss": loss,
         }
-        kept = {head: cells for head, cells in heads.items() if any(c not in (NONE, "") for c in cells)}
+        kept = {head: texts for head, texts in heads.items() if any(text not in (NONE, "") for text in texts)}
         return _table(kept, ("", "what", "state", f"parity with {base}"), notes=self.notes())
 
     def memory_table(self) -> Table:
@@ -171,21 +177,33 @@ class Comparison:
 
     def notes(self) -> tuple[str, ...]:
         """Why rows are as they are, the rules, and what the times are worth."""
-        reasons = gathered([(r.label, f"{r.state}: {r.reason}") for r in self.rows if r.reason])
         since = gathered((r.label, f"figures of step {r.figures.first_step} on, under the Spec applied last")
                          for r in self.rows if r.figures.first_step)  # fmt: skip
         apart = [(r.label, r.parity.sentence) for r in self.rows if r.parity and r.parity.verdict is not Verdict.EQUAL]
         return (
-            *(f"{labels} {said}" for said, labels in reasons.items()),
+            *self.reasons(),
             *(f"{labels}: {said}" for said, labels in (since | gathered(apart)).items()),
             *(RULE, *self._pairings(), *self.fidelity()),
         )
 
-    def fidelity(self) -> tuple[str, ...]:
-        """What the times are worth, each sentence once; with the labels it is true of, where that is not all."""
+    def reasons(self) -> tuple[str, ...]:
+        """Why some combinations never began and runs ended as they did."""
+        found = gathered([(r.label, f"{r.state}: {r.reason}") for r in self.rows if r.reason and not r.refused])
+        return (*self.refusals(), *(f"{labels} {reason}" for reason, labels in found.items()))
+
+    def refusals(self) -> tuple[str, ...]:
+        """The combinations that never began, in one line, grouped by reason; nothing where there are none."""
+        found = gathered((f"{r.label} {r.name}", r.reason) for r in self.rows if r.refused)
+        groups = "; ".join(f"{combinations} ({reason})" for reason, combinations in found.items())
+        return (f"Refused, so not in the table: {groups}.",) if found else ()
+
+    def fidelity(self, *, common: bool = True) -> tuple[str, ...]:
+        """What the times are worth, each sentence once; with the labels it is true of, where that is not all. Without
+        `common` only those that are not true of all."""
         told = [r for r in self.rows if r.figures.steps]
         said = dict.fromkeys(note for r in told for note in r.notes)
-        return tuple(note + _only([r.label for r in told if note in r.notes], len(told)) for note in said)
+        only = {note: _only([r.label for r in told if note in r.notes], len(told)) for note in said}
+        return tuple(note + labels for note, labels in only.items() if labels or common)
 
     def _pairings(self) -> list[str]:
         found = {r.time_ratio.pairing for r in self.rows if r.time_ratio and r.label != self.baseline}
@@ -233,7 +251,7 @@ class Comparison:
         }
 
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the records, a line each under a line of heads; returns where. Raises SpecError: the path cannot be."""
+        """Writes the records, a line each under a line of heads; returns where. Raises ArgumentError: the path cannot be."""
         file = check_file(path, (".csv",))
         records, text = self.records(), io.StringIO()
         writer = csv.DictWriter(text, list(records[0]) if records else ["label"], lineterminator="\n")
@@ -242,7 +260,7 @@ class Comparison:
         return write_whole(file, text.getvalue().encode())
 
     def to_json(self, path: str | os.PathLike[str]) -> Path:
-        """Writes {"baseline", "rules", "records"}; returns where. What is not finite is null. Raises SpecError."""
+        """Writes {"baseline", "rules", "records"}; returns where. What is not finite is null. Raises ArgumentError."""
         file = check_file(path, (".json",))
         content = {"baseline": self.baseline, "rules": [RULE, *self._pairings()], "records": finite(self.records())}
         return write_whole(file, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
@@ -251,12 +269,12 @@ class Comparison:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def _row(run: Kept | Refusal, label: str, flat: Mapping[str, Any], differing: Sequence[str]) -> Row:
+def _row(run: RunView | Refusal, label: str, flat: Mapping[str, Any], differing: Sequence[str]) -> Row:
     name = words(flat, differing or SHOWN)
     if isinstance(run, Refusal):
         spec = run.spec if isinstance(run.spec, Spec) else None
         return Row(label=label, name=name, run="", spec=spec, flat=flat, state=REFUSED, reason=run.reason)
-    steps = whole_steps(run.spec, run.events.since()[0])
+    steps = last_stretch(run.events.steps(), run.spec)
     counted, found = counting(steps), figures(steps)
     return Row(
         label=label,
@@ -269,12 +287,12 @@ def _row(run: Kept | Refusal, label: str, flat: Mapping[str, Any], differing: Se
         started_unix_s=run.started_unix_s,
         figures=found,
         notes=tuple(dict.fromkeys([*run.notes, *found.notes])),
-        step_times=tuple((s[0].end_unix_s, slowest(s)) for s in counted),
-        throughputs=tuple((s[0].end_unix_s, throughput(s)) for s in counted),
+        step_times=tuple((s.events[0].end_unix_s, s.step_time_s) for s in counted),
+        throughputs=tuple((s.events[0].end_unix_s, s.tokens_per_s) for s in counted),
     )
 
 
-def _held(row: Row, base_row: Row, run: Kept | Refusal, base: Kept) -> Row:
+def _held(row: Row, base_row: Row, run: RunView | Refusal, base: RunView) -> Row:
     """The row with what it is beside the baseline."""
     if isinstance(run, Refusal) or row is base_row:
         # Of the baseline's own replicas nobody else would tell.
@@ -295,7 +313,7 @@ def _labels(number: int, names: Sequence[str] | None) -> list[str]:
         return [letters(i) for i in range(number)]
     if isinstance(names, str) or len(names) != number or len(set(names)) != number or not all(names):
         reason = f"{names!r} does not name {number} runs apart"
-        raise SpecError("names", reason, "give one name for each run, all different, or none at all")
+        raise ArgumentError("names", reason, "give one name for each run, all different, or none at all")
     return list(names)
 
 
@@ -305,21 +323,21 @@ def letters(place: int) -> str:
     return (letters(before - 1) if before else "") + ascii_uppercase[here]
 
 
-def _place(runs: Sequence[Kept | Refusal], labels: Sequence[str], baseline: str | int | None) -> int | None:
+def _place(runs: Sequence[RunView | Refusal], labels: Sequence[str], baseline: str | int | None) -> int | None:
     """Of the baseline among the runs."""
     if baseline is None or (not runs and baseline == 0):
         return None
-    way_out = f"name one of {', '.join(labels)}, a run's id, or a place from 0 on" if labels else "give it some runs"
+    hint = f"name one of {', '.join(labels)}, a run's id, or a place from 0 on" if labels else "give it some runs"
     if isinstance(baseline, str):
         ids = [None if isinstance(r, Refusal) else r.id for r in runs]
         if baseline not in labels and baseline not in ids:
-            raise SpecError("baseline", f"there is no run {baseline!r}", way_out)
+            raise ArgumentError("baseline", f"there is no run {baseline!r}", hint)
         at = labels.index(baseline) if baseline in labels else ids.index(baseline)
         if isinstance(runs[at], Refusal):
-            raise SpecError("baseline", f"{baseline} was refused before it began", way_out)
+            raise ArgumentError("baseline", f"{baseline} was refused before it began", hint)
         return at
     if not isinstance(baseline, int) or isinstance(baseline, bool) or not 0 <= baseline < len(runs):
-        raise SpecError("baseline", f"there is no run at place {baseline!r} of {len(runs)}", way_out)
+        raise ArgumentError("baseline", f"there is no run at place {baseline!r} of {len(runs)}", hint)
     order = [*range(baseline, len(runs)), *range(baseline)]
     return next((i for i in order if not isinstance(runs[i], Refusal)), None)
 
@@ -368,6 +386,21 @@ def word(field: str, value: Any) -> str:
 def _table(heads: Mapping[str, Sequence[str]], left: Sequence[str], **more: Any) -> Table:
     rows = tuple(zip(*heads.values(), strict=True))
     return Table(columns=tuple(heads), rows=rows, left=frozenset(left), **more)
+
+
+def cells(f: Figures, *, spread: bool = False) -> dict[str, str]:
+    """The figures of a run as text, by column; a dash for what was not measured. `spread`: p10 to p90 of the step time."""
+    return {
+        "step time": _of(f.step_time_s, duration, spread=spread),
+        "tokens/s": _of(f.tokens_per_s, count),
+        "TFLOPS": _of(f.tflops_per_rank, "{:.3g}".format),
+        "MFU": _of(f.mfu, "{:.1%}".format),
+        "exposed": _of(f.exposed_comm_s, duration),
+        "comm": _of(f.comm_s, duration),
+        "link": _of(f.link_bytes, size),
+        "peak/rank": size(f.peak_memory_bytes),
+        "loss": NONE if f.last_loss is None else f"{f.last_loss:.4f}",
+    }
 
 
 def _of(found: Spread | None, shown: Callable[[float], str], *, spread: bool = False) -> str:

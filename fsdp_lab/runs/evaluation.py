@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from fsdp_lab.core.errors import ArgumentError, SpecError
+from fsdp_lab.core.spec import Spec, Workload
 from fsdp_lab.models.check import is_language
-from fsdp_lab.spec import Spec, SpecError, Workload
-
-if TYPE_CHECKING:
-    from fsdp_lab.runs.kept import Kept
+from fsdp_lab.runs.view import RunView
 
 HELD_OUT_BY = ("data", "held_out", "seq_len")  # a change of model or seed begins again anyway
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluating:
+class EvalConfig:
     """After each `every` steps, and after the run's last, the mean loss of so many held-out `samples` is found.
 
     `patience`: the run stops when so many evaluations in turn were not better than the best; None: never.
 
     Raises:
-        SpecError: what is no whole number of 1 or more.
+        ArgumentError: what is no whole number of 1 or more.
     """
 
     every: int
@@ -40,11 +39,13 @@ class Evaluating:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 more = ", or None to go on in any case" if name == "patience" else ""
-                raise SpecError(f"evaluate.{name}", f"{value!r} is refused", f"give a whole number of 1 or more{more}")
+                raise ArgumentError(
+                    f"evaluate.{name}", f"{value!r} is refused", f"give a whole number of 1 or more{more}"
+                )
 
     @classmethod
-    def of(cls, given: Evaluating | int | None) -> Evaluating | None:
-        """An int is `every`. Raises SpecError."""
+    def of(cls, given: EvalConfig | int | None) -> EvalConfig | None:
+        """An int is `every`. Raises ArgumentError."""
         return given if given is None or isinstance(given, cls) else cls(every=given)  # type: ignore[arg-type]
 
     def check(self, spec: Spec) -> None:
@@ -62,7 +63,7 @@ class Evaluation(NamedTuple):
     loss: float
 
 
-class Judge:
+class EarlyStopping:
     """Takes evaluations in the order of steps. `stale`: how many in turn were not better than the best."""
 
     def __init__(self, patience: int | None = None) -> None:
@@ -113,23 +114,18 @@ class Judge:
         return f"{said}, best {_words(self.best, workload)}" if self.best else said
 
 
-def judged(run: Kept) -> Judge:
-    """Of a run that is kept, from its events."""
-    judge, before = Judge(), None
+def judged(run: RunView) -> EarlyStopping:
+    """Of a run that is kept, from the steps that count."""
+    judge, before = EarlyStopping(), None
     specs = {switch.after.id: switch.after for switch in run.switches}
-    restarts = list(run.events.restarts)
-    events, cursor = run.events.since(0)
-    told = [(at, e) for at, e in enumerate(events, cursor - len(events)) if e.eval_loss is not None]
-    for at, event in told:
-        while restarts and restarts[0][0] <= at:
-            judge.forget(restarts.pop(0)[1])
-        if event.eval_loss is None or (judge.evaluations and judge.evaluations[-1].step == event.step):
-            continue  # another rank has said it
-        spec = specs.get(event.spec_id)
+    for step in run.events.steps():
+        if step.eval_loss is None:
+            continue
+        spec = specs.get(step.spec_id)
         if before is not None and spec is not None:
             judge.switched(before, spec)
         before = spec or before
-        judge.take(event.step, event.eval_loss)
+        judge.take(step.number, step.eval_loss)
     return judge
 
 

@@ -1,8 +1,9 @@
 """`parity`: whether two runs computed the same thing, from their losses, gradient norms and checksums.
 
-The rule. Two runs are held against each other at the steps that both have told, when they train the same: model, data,
-seed, optimizer and its values, and the same samples a step. What is compared of a step is what all ranks agreed on: the mean
-loss, the global gradient norm, and where both have one the checksum of the parameters after it.
+The rule. Two runs are held against each other at the whole steps that both have (`runs.steps`: without those abandoned by a
+restart), when they train the same: model, data, seed, optimizer and its values, and the same samples a step. Compared of
+a step is what all ranks agree on: the mean loss, the global gradient norm, and where both have one the checksum of the
+parameters after it.
 
 - *equal*: losses and checksums are equal bit for bit, in every one of these steps; gradient norms to `NORM_ROUNDING`, since
   the order in which squares are summed follows the shards.
@@ -20,14 +21,14 @@ that were not equal before, is found if losses show that much, and not otherwise
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
-from fsdp_lab.events import StepEvent
-from fsdp_lab.runs.kept import Kept
-from fsdp_lab.spec import Spec
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.runs.steps import Step
+from fsdp_lab.runs.view import RunView
 
 TRAINED = ("model", "data", "held_out", "seq_len", "optimizer", "lr", "weight_decay", "clip_norm", "seed")
 
@@ -37,7 +38,7 @@ MOST = 0.03  # of a loss: two precisions that train alike
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bound:
+class RoundingBound:
     """Relative differences that rounding may make in the first step.
 
     In units of roundoff (2^-24, 2^-11, 2^-8): 4 and 256 in fp32, whose norm is summed over all of the model (more than
@@ -48,10 +49,10 @@ class Bound:
     norm: float
 
 
-BOUNDS: Mapping[str, Bound] = {
-    "fp32": Bound(loss=4 * 2.0**-24, norm=256 * 2.0**-24),
-    "fp16": Bound(loss=2.0**-11, norm=4 * 2.0**-11),
-    "bf16": Bound(loss=2.0**-8, norm=4 * 2.0**-8),
+BOUNDS: Mapping[str, RoundingBound] = {
+    "fp32": RoundingBound(loss=4 * 2.0**-24, norm=256 * 2.0**-24),
+    "fp16": RoundingBound(loss=2.0**-11, norm=4 * 2.0**-11),
+    "bf16": RoundingBound(loss=2.0**-8, norm=4 * 2.0**-8),
 }
 
 
@@ -75,8 +76,8 @@ class Parity:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """What all ranks agreed on of one step."""
+class StepDigest:
+    """What all ranks agree on in one step."""
 
     loss: float
     norm: float
@@ -85,13 +86,13 @@ class Told:
     skipped: bool  # its gradients overflowed
 
 
-def parity(baseline: Kept, other: Kept) -> Parity:
+def parity(baseline: RunView, other: RunView) -> Parity:
     """`other` held against `baseline`; the rule is in the module's docstring."""
     for spec in (s.after for s in other.switches):
         if reason := _incomparable(baseline.spec, spec):
             return Parity(verdict=Verdict.UNKNOWN, sentence=reason)
-    mine, theirs = agreed(baseline.events.since()[0]), agreed(other.events.since()[0])
-    torn = next((n for n, told in sorted(theirs.items()) if told.torn), None)
+    mine, theirs = digests(baseline.events.steps()), digests(other.events.steps())
+    torn = next((n for n, digest in theirs.items() if digest.torn), None)
     if torn is not None:
         return Parity(verdict=Verdict.DIFFERENT, first_step=torn, what="replicas",
                       sentence=f"different: from step {torn} on its replicas hold different parameters")  # fmt: skip
@@ -101,26 +102,19 @@ def parity(baseline: Kept, other: Kept) -> Parity:
     return _judge([(n, mine[n], theirs[n]) for n in common], _coarsest(baseline, other))
 
 
-def agreed(events: list[StepEvent]) -> dict[int, Told]:
-    """Step -> what its ranks told, of steps that all of them have told; of a step told twice the newer."""
-    steps: dict[int, dict[int, StepEvent]] = {}
-    for e in events:
-        by_rank = steps.setdefault(e.step, {})
-        if e.rank in by_rank:  # begun again
-            by_rank.clear()
-        by_rank[e.rank] = e
-    return {n: _told(list(by_rank.values())) for n, by_rank in steps.items()
-            if len(by_rank) == next(iter(by_rank.values())).world_size}  # fmt: skip
+def digests(steps: Iterable[Step]) -> dict[int, StepDigest]:
+    """Step number -> digest, of the whole steps."""
+    return {s.number: _digest(s) for s in steps if s.is_whole}
 
 
-def _told(events: list[StepEvent]) -> Told:
+def _digest(step: Step) -> StepDigest:
     copies: dict[int, int] = {}
-    for e in events:
+    for e in step.events:
         if e.checksum is not None:
             copies[e.replica] = (copies.get(e.replica, 0) + e.checksum) % (1 << 64)
-    one = next(iter(copies.values()), None)
-    return Told(loss=events[0].mean_loss, norm=events[0].grad_norm, checksum=one, torn=len(set(copies.values())) > 1,
-                skipped=events[0].skipped)  # fmt: skip
+    one, first = next(iter(copies.values()), None), step.events[0]
+    return StepDigest(loss=first.mean_loss, norm=first.grad_norm, checksum=one, torn=len(set(copies.values())) > 1,
+                      skipped=first.skipped)  # fmt: skip
 
 
 def _incomparable(one: Spec, other: Spec) -> str:
@@ -131,7 +125,7 @@ def _incomparable(one: Spec, other: Spec) -> str:
     return f"another training: {', '.join(differing)} differ{'s' if len(differing) == 1 else ''}" if differing else ""
 
 
-def _coarsest(one: Kept, other: Kept) -> Bound:
+def _coarsest(one: RunView, other: RunView) -> RoundingBound:
     """Of the dtypes that either computed or reduced in."""
     specs = [one.spec, *(s.after for s in one.switches), other.spec, *(s.after for s in other.switches)]
     dtypes = {d for spec in specs for d in (spec.strategy.dtypes.param, spec.strategy.dtypes.reduce)}
@@ -149,7 +143,7 @@ def far(bound: float, since: int) -> float:
     return max(bound, min(MOST, near(bound, ALIKE) * math.exp2(doublings)))
 
 
-def _judge(common: list[tuple[int, Told, Told]], bound: Bound) -> Parity:
+def _judge(common: list[tuple[int, StepDigest, StepDigest]], bound: RoundingBound) -> Parity:
     checksums = sum(a.checksum is not None and b.checksum is not None for _, a, b in common)
     found = partial(Parity, steps=len(common), checksums=checksums)
     over = f"over {len(common)} step{'s' if len(common) != 1 else ''}"
@@ -169,7 +163,7 @@ def _judge(common: list[tuple[int, Told, Told]], bound: Bound) -> Parity:
     return found(verdict=Verdict.WITHIN, first_step=first, what=what, sentence=sentence)
 
 
-def _early(a: Told, b: Told, bound: Bound, since: int) -> tuple[str, str] | None:
+def _early(a: StepDigest, b: StepDigest, bound: RoundingBound, since: int) -> tuple[str, str] | None:
     """What is beyond its bound in a step while parameters are alike, and how it differs."""
     if a.skipped != b.skipped:
         return (
@@ -184,7 +178,7 @@ def _early(a: Told, b: Told, bound: Bound, since: int) -> tuple[str, str] | None
     return None
 
 
-def _late(newest: list[tuple[int, Told, Told]], bound: Bound, since: int) -> tuple[str, str] | None:
+def _late(newest: list[tuple[int, StepDigest, StepDigest]], bound: RoundingBound, since: int) -> tuple[str, str] | None:
     """The same of the mean over the newest steps, when training has gone on from the first difference."""
     pairs = [(a.loss, b.loss) for _, a, b in newest]
     x, y = pairs[-1]
@@ -198,7 +192,7 @@ def _late(newest: list[tuple[int, Told, Told]], bound: Bound, since: int) -> tup
     return "loss", f"{mean}, more than rounding explains ({limit:.1e})"
 
 
-def _unequal(a: Told, b: Told) -> str:
+def _unequal(a: StepDigest, b: StepDigest) -> str:
     """Which part of a step is not equal; empty where none is."""
     if a.loss != b.loss and not (math.isnan(a.loss) and math.isnan(b.loss)):
         return "loss"

@@ -17,11 +17,11 @@ from html import escape
 from itertools import combinations
 from typing import Any
 
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.formatting import count, size
 from fsdp_lab.runs.comparison import Comparison, Refusal, Row, gathered, word
-from fsdp_lab.runs.kept import Kept
 from fsdp_lab.runs.ratio import Ratio, ratio
-from fsdp_lab.spec import SpecError
-from fsdp_lab.table import count, size
+from fsdp_lab.runs.view import RunView
 
 WITHIN = 0.10
 SAME_WORK = ("model", "data", "seq_len", "link")
@@ -92,19 +92,19 @@ class Recommendation:
         return chosen + items(self.lines()[len(self.sentences) :]) + notes
 
 
-def recommend(runs: Comparison | Sequence[Kept | Refusal], limit_bytes: int | None = None) -> Recommendation:
+def recommend(runs: Comparison | Sequence[RunView | Refusal], limit_bytes: int | None = None) -> Recommendation:
     """By the rule of the module.
 
     Args:
         limit_bytes: the memory of the device that is meant, for each rank; None: that of the devices the runs had.
 
     Raises:
-        SpecError: a limit that is no number of bytes.
+        ArgumentError: a limit that is no number of bytes.
     """
     if limit_bytes is not None and (
         not isinstance(limit_bytes, int) or isinstance(limit_bytes, bool) or limit_bytes < 1
     ):
-        raise SpecError("limit_bytes", f"{limit_bytes!r} is refused", "give a whole number of bytes, or nothing")
+        raise ArgumentError("limit_bytes", f"{limit_bytes!r} is refused", "give a whole number of bytes, or nothing")
     compared = runs if isinstance(runs, Comparison) else Comparison.of(runs)
     excluded = {row.label: why for row in compared.rows if (why := _excluded(compared, row, limit_bytes))}
     fit = [row for row in compared.rows if row.label not in excluded]

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from fsdp_lab.checkpoints import Checkpoint, begin, checkpoints, discard, finish
 from fsdp_lab.cluster import ClusterError
-from fsdp_lab.spec import Spec, SpecError
+from fsdp_lab.core.checkpoint_format import Checkpoint, begin, checkpoints, discard, finish
+from fsdp_lab.core.errors import ArgumentError, FieldError
+from fsdp_lab.core.spec import Spec
 
 LIVE, REPLICA, CHECKPOINT, BEGINNING = "the ranks", "a replica", "a checkpoint", "the beginning"
 HOWS = ("off", "ask", "auto")
@@ -25,8 +26,8 @@ RANKS = ("same", "fewer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recovering:
-    """What a run does when its ranks fail. Raises SpecError.
+class RecoveryPolicy:
+    """What a run does when its ranks fail. Raises ArgumentError.
 
     how: "off": it has failed; "ask": it waits for `recover` or `stop`; "auto": it recovers by itself.
     ranks: "same": lost ranks are replaced; "fewer": it goes on with those that are left.
@@ -40,14 +41,14 @@ class Recovering:
     def __post_init__(self) -> None:
         for name, value, known in (("how", self.how, HOWS), ("ranks", self.ranks, RANKS)):
             if value not in known:
-                raise SpecError(f"recover.{name}", f"{value!r} is refused", f"choose from {', '.join(known)}")
+                raise ArgumentError(f"recover.{name}", f"{value!r} is refused", f"choose from {', '.join(known)}")
         if not isinstance(self.times, int) or isinstance(self.times, bool) or self.times < 1:
-            raise SpecError("recover.times", f"{self.times!r} is refused", "give a whole number of 1 or more")
+            raise ArgumentError("recover.times", f"{self.times!r} is refused", "give a whole number of 1 or more")
 
     @classmethod
-    def of(cls, given: Recovering | str | bool | None) -> Recovering:
-        """From what a user gives: a Recovering, its `how`, or whether it is to be automatic. Raises SpecError."""
-        if isinstance(given, Recovering):
+    def of(cls, given: RecoveryPolicy | str | bool | None) -> RecoveryPolicy:
+        """From what a user gives: a Recovering, its `how`, or whether it is to be automatic. Raises ArgumentError."""
+        if isinstance(given, RecoveryPolicy):
             return given
         if given is None or isinstance(given, bool):
             return cls(how="auto" if given else "off")
@@ -115,7 +116,7 @@ def rescue(ranks: Survivors, told: Mapping[int, Mapping[str, Any]], root: Path) 
             partial = begin(root, step)
             parts = ranks.ask("rescue", writers, partial=str(partial), writers=writers)
             return finish(partial, [parts[rank] for rank in writers], kind="rescue")
-        except (ClusterError, SpecError, OSError, ValueError):
+        except (ClusterError, FieldError, OSError, ValueError):
             if partial is not None:
                 discard(partial)
     return None

@@ -8,26 +8,28 @@ so a cell or a widget callback never waits for the ranks unless it asks to.
 
 from __future__ import annotations
 
-import enum
 import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from fsdp_lab.checkpoints import Checkpoint
 from fsdp_lab.cluster import Call, ClusterError, Interrupted, RankError
-from fsdp_lab.fault import Fault, FaultKind
+from fsdp_lab.core.checkpoint_format import Checkpoint
+from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError
+from fsdp_lab.core.faults import Fault, FaultKind
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.models.check import unread_weights
 from fsdp_lab.runs.awaited import Awaited
 from fsdp_lab.runs.environment import fingerprint
-from fsdp_lab.runs.evaluation import Evaluating, Evaluation, Judge
-from fsdp_lab.runs.reading import Reading
-from fsdp_lab.runs.recovery import LIVE, Incident, Recovering, refitted, source_of
-from fsdp_lab.runs.saving import Saved, Saves, SaveTicket, Saving
+from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig, Evaluation
+from fsdp_lab.runs.queries import RunQueries
+from fsdp_lab.runs.recovery import LIVE, Incident, RecoveryPolicy, refitted, source_of
+from fsdp_lab.runs.saving import CheckpointConfig, CheckpointSchedule, SavedCheckpoint, SaveRequest
 from fsdp_lab.runs.store import EventStore
-from fsdp_lab.spec import Spec, SpecError
+from fsdp_lab.runs.view import RunState, Switch
 
 CHUNK_S = 0.5  # between two looks at what was asked for
 CHUNK_STEPS = 256
@@ -40,36 +42,7 @@ SAVES_S = 60.0  # at a run's end, for its last checkpoint to be written
 T = TypeVar("T")
 
 
-class RunState(enum.Enum):
-    STARTING = "starting"
-    RUNNING = "running"
-    PAUSED = "paused"
-    BROKEN = "broken"  # its ranks failed, and it waits for `recover` or `stop`
-    RECOVERING = "recovering"
-    STOPPING = "stopping"
-    STOPPED = "stopped"
-    FINISHED = "finished"
-    FAILED = "failed"
-    LOST = "lost with its kernel"  # of one that was read back: nobody was left to say how it ended
-
-    @property
-    def over(self) -> bool:
-        return self in (RunState.STOPPED, RunState.FINISHED, RunState.FAILED, RunState.LOST)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Switch:
-    """A Spec that was applied: `before` is None for a run's first."""
-
-    step: int  # the first step with the new Spec
-    before: Spec | None
-    after: Spec
-    seconds: float  # from the word to the ranks until they were ready
-    carried: bool  # parameters and optimizer state went along; otherwise the ranks began at step 0
-    notes: tuple[str, ...] = ()
-
-
-class Ticket(Awaited[Switch]):
+class SwitchRequest(Awaited[Switch]):
     """An `apply` on its way: `await` it, or `wait()`, for the Switch. Nobody has to."""
 
     def __init__(self, spec: Spec) -> None:
@@ -111,7 +84,7 @@ class Ranks(Protocol):
     def ask(self, what: str, ranks: Collection[int], **arguments: Any) -> dict[int, Any]: ...
 
 
-class Run(Reading, Awaited["Run"]):
+class Run(RunQueries, Awaited["Run"]):
     """One training run. Made by `Lab.run`; starts at once.
 
     `run.wait()` and `await run` return the run when it has finished or was stopped, and raise its error when it failed.
@@ -138,12 +111,12 @@ class Run(Reading, Awaited["Run"]):
         steps: int | None = None,
         fresh: bool = True,
         ledger_every: int | None = None,
-        evaluate: Evaluating | int | None = None,
+        evaluate: EvalConfig | int | None = None,
         share: int | None = None,
         prepare: Callable[[Spec], None] = lambda spec: None,
         run_id: str | None = None,
-        saving: Saving | None = None,
-        recovering: Recovering | None = None,
+        saving: CheckpointConfig | None = None,
+        recovering: RecoveryPolicy | None = None,
         start: Checkpoint | None = None,
         broken: Run | None = None,
     ) -> None:
@@ -156,18 +129,18 @@ class Run(Reading, Awaited["Run"]):
         self.id = run_id or secrets.token_hex(4)
         self.steps = steps
         self.ledger_every = ledger_every
-        self.evaluate = Evaluating.of(evaluate)
+        self.evaluate = EvalConfig.of(evaluate)
         self._check_evaluation(spec)
-        self._judge = Judge(self.evaluate.patience if self.evaluate else None)
+        self._judge = EarlyStopping(self.evaluate.patience if self.evaluate else None)
         self.on_best: list[Callable[[Evaluation], None]] = []
         self.events = EventStore()
         self.switches: list[Switch] = []
         self.saving = saving
-        self._saves = Saves(saving, self.id, start.step if start is not None else 0)
+        self._saves = CheckpointSchedule(saving, self.id, start.step if start is not None else 0)
         if saving is not None:
             self.on_best.append(lambda evaluation: self._save("best"))
-        self.recovering, self.incidents = recovering or Recovering(), list[Incident]()
-        self.refused: SpecError | None = None
+        self.recovering, self.incidents = recovering or RecoveryPolicy(), list[Incident]()
+        self.refused: FieldError | None = None
         self.error: BaseException | None = None
         self.environment: Mapping[str, Any] = {}
         self.started_unix_s = time.time()
@@ -177,15 +150,16 @@ class Run(Reading, Awaited["Run"]):
         self._state, self._reason = RunState.STARTING, ""
         self._changed = threading.Condition()  # guards the words below, _state and _reason
         self._pending: Spec | None = None
-        self._tickets: list[Ticket] = []
+        self._tickets: list[SwitchRequest] = []
         self._start, self._broken = start, broken
-        self._word: Recovering | None = None  # to go on after a failure
+        self._unread = ""  # which weights its values did not begin from
+        self._word: RecoveryPolicy | None = None  # to go on after a failure
         self._struck_unix_s: float | None = None  # when a drill did what will be found
         self._vain = 0  # failures since the last step
         self._faults: list[Fault | None] = []  # to be armed; None: disarm
         self._paused = False
         self._ledger = False  # asked for and not yet sent
-        self._share, self._turn_left, self._is_aside = share, share or 0, False
+        self._share, self._turn_left, self._is_suspended = share, share or 0, False
         self._stop_s: float | None = None  # when a stop was asked for, on the monotonic clock
         self._stop_reason = ""
         self._step = broken.step if broken is not None else 0
@@ -220,7 +194,7 @@ class Run(Reading, Awaited["Run"]):
         return self.error.details if isinstance(self.error, ClusterError) else ""
 
     @property
-    def judge(self) -> Judge:
+    def judge(self) -> EarlyStopping:
         return self._judge
 
     @property
@@ -247,7 +221,7 @@ class Run(Reading, Awaited["Run"]):
 
     # -- what the user asks for -------------------------------------------------------------------------------------
 
-    def apply(self, spec: Spec | None = None, **changes: Any) -> Ticket:
+    def apply(self, spec: Spec | None = None, **changes: Any) -> SwitchRequest:
         """Another Spec from the next chunk on: `run.apply(sharding="shard_grad_op")`. Returns at once.
 
         Changes are made to what is pending, else to what is applied. A newer word replaces one that is still pending.
@@ -265,7 +239,7 @@ class Run(Reading, Awaited["Run"]):
                     raise SpecError(name, f"a run keeps its {self._spec.world_size} ranks and their devices",
                                     f"start a new run: lab.run(spec, {name}=...)")  # fmt: skip
             self._check_evaluation(wanted)
-            ticket = Ticket(wanted)
+            ticket = SwitchRequest(wanted)
             self._pending = wanted
             self._tickets.append(ticket)
             self._changed.notify_all()
@@ -284,14 +258,14 @@ class Run(Reading, Awaited["Run"]):
                 raise ClusterError(f"run {self.id} is {self._state.value}; start another one with lab.run")
             self._ledger = True
 
-    def save(self) -> SaveTicket:
+    def save(self) -> SaveRequest:
         """Take a checkpoint after the running chunk, in the folder of `saving`. Returns at once.
 
         Raises:
-            SpecError: the run has no folder. ClusterError: it is over.
+            ArgumentError: the run has no folder. ClusterError: it is over.
         """
         if self.saving is None:
-            raise SpecError("save", "this run has no folder for checkpoints", "start it with lab.run(save=folder)")
+            raise ArgumentError("save", "this run has no folder for checkpoints", "start it with lab.run(save=folder)")
         with self._changed:
             if self._state.over or self._stop_s is not None:
                 raise ClusterError(f"run {self.id} is {self._state.value}; lab.save(folder) saves what the ranks hold")
@@ -321,7 +295,7 @@ class Run(Reading, Awaited["Run"]):
         """Let something go wrong on purpose from the next chunk on; None: nothing any more. Returns at once.
 
         Raises:
-            SpecError: the ranks cannot have it. ClusterError: the run does not train.
+            ArgumentError: the ranks cannot have it. ClusterError: the run does not train.
         """
         with self._changed:
             if self._state not in (RunState.RUNNING, RunState.PAUSED):
@@ -336,15 +310,15 @@ class Run(Reading, Awaited["Run"]):
         self._struck_unix_s = unix_s
 
     def take_turn(self) -> None:
-        """Go on after standing aside; the ranks must be free."""
+        """Continue a suspended run; the ranks must be free."""
         with self._changed:
-            self._is_aside = False
+            self._is_suspended = False
             self._changed.notify_all()
 
-    def wait_aside(self, timeout_s: float | None = None) -> bool:
-        """Blocks until its turn is over: it stands aside, or has ended. Returns whether that is so."""
+    def wait_suspended(self, timeout_s: float | None = None) -> bool:
+        """Blocks until the run is suspended or has ended. Returns whether it is."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._is_aside or self._state.over, timeout_s)
+            return self._changed.wait_for(lambda: self._is_suspended or self._state.over, timeout_s)
 
     def pause(self) -> None:
         """Holds after the running chunk; parameters and optimizer state stay on the ranks."""
@@ -368,7 +342,7 @@ class Run(Reading, Awaited["Run"]):
                 self._stop_s, self._stop_reason = time.monotonic(), reason
                 self._set(RunState.STOPPING, reason)
             self._changed.notify_all()
-        return self._over.wait(timeout_s) if timeout_s > 0 else self.done
+        return self._wait_over(timeout_s) if timeout_s > 0 else self.done
 
     def _given_up(self, blocking: bool) -> None:
         self.stop(STOP_S if blocking else 0, "interrupted")
@@ -443,7 +417,7 @@ class Run(Reading, Awaited["Run"]):
             if enough := self._judge.reason:
                 return RunState.STOPPED, enough
             if self._share is not None and self._turn_left == 0:
-                self._stand_aside(self._share)
+                self._suspend(self._share)
                 continue
             with self._changed:
                 if self._stop_s is None:
@@ -459,12 +433,12 @@ class Run(Reading, Awaited["Run"]):
         left = min(
             [left, self._saves.until_due(self._step), *(n + 1 - self._step for n in evaluations)]
         )  # it ends with one, for `on_best`
-        ledgers, checks = self._ledgers(left), self._checks(left)
+        ledgers, checks, attempt = self._ledgers(left), self._checks(left), self.events.attempt
         told = threading.Event()  # after that, what still arrives was in the return values
         results = self._await(
             self._ranks.submit(
                 "train",
-                take=lambda data: None if told.is_set() else self._take(data),
+                take=lambda data: None if told.is_set() else self._take(data, attempt),
                 steps=left,
                 ledgers=ledgers,
                 checks=checks,
@@ -472,7 +446,7 @@ class Run(Reading, Awaited["Run"]):
             )
         )
         for result in results:
-            self._keep(result["events"])
+            self._keep(result["events"], attempt)
         told.set()
         self._saves.note(results[0].get("saves", ()))
         trained = len(results[0]["events"])
@@ -539,7 +513,7 @@ class Run(Reading, Awaited["Run"]):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     @property
-    def saves(self) -> Sequence[Saved]:
+    def saves(self) -> Sequence[SavedCheckpoint]:
         """The checkpoints it took, oldest first."""
         return self._saves.taken
 
@@ -565,7 +539,7 @@ class Run(Reading, Awaited["Run"]):
 
     # -- after a failure ----------------------------------------------------------------------------------------------
 
-    def _how_to_go_on(self, error: ClusterError) -> Recovering | None:
+    def _how_to_go_on(self, error: ClusterError) -> RecoveryPolicy | None:
         """What is to be done; None where the run is to end. Waits for a word where it has to be asked."""
         self._vain += 1
         policy = self.recovering
@@ -584,7 +558,7 @@ class Run(Reading, Awaited["Run"]):
             self.error = None if word is not None else error
         return word
 
-    def _after(self, former: Run) -> Recovering:
+    def _after(self, former: Run) -> RecoveryPolicy:
         """What a run that failed leaves to this one."""
         self._found(former.error or ClusterError(former.reason), former.step)
         return self.recovering
@@ -603,7 +577,7 @@ class Run(Reading, Awaited["Run"]):
         )
         self._struck_unix_s = None
 
-    def _go_on(self, how: Recovering) -> None:
+    def _go_on(self, how: RecoveryPolicy) -> None:
         """See the note in `runs.recovery`."""
         sentence = self.incidents[-1].sentence
         with self._changed:
@@ -652,20 +626,20 @@ class Run(Reading, Awaited["Run"]):
         told = self._await(self._ranks.submit("restore", run=self.id, spec=spec.to_dict(), path=str(saved.path)))[0]
         self._switched(spec, before, told, time.monotonic() - began)
 
-    def _stand_aside(self, share: int) -> None:
+    def _suspend(self, share: int) -> None:
         """What is trained waits on the host until `take_turn` or `stop`. Ranks that are new by then begin again."""
-        self._await(self._ranks.submit("park"))
+        self._await(self._ranks.submit("suspend"))
         with self._changed:
-            self._is_aside = True
+            self._is_suspended = True
             if self._stop_s is None:
                 self._set(RunState.PAUSED, "waits for its turn")
-            while self._is_aside and self._stop_s is None:
+            while self._is_suspended and self._stop_s is None:
                 self._changed.wait()
             if self._stop_s is not None:
                 return
             self._turn_left = share
         self._prepare(self._spec)
-        told = self._await(self._ranks.submit("unpark", run=self.id))
+        told = self._await(self._ranks.submit("resume", run=self.id))
         if told[0]["step"] is None:
             self._done_steps = 0
             self._switch(self._spec, fresh=True)
@@ -689,7 +663,7 @@ class Run(Reading, Awaited["Run"]):
         """A Spec that the ranks refuse leaves the run as it was."""
         try:
             self._switch(spec, fresh=False)
-        except SpecError as e:
+        except FieldError as e:
             with self._changed:
                 self.refused = e
                 if self._pending is spec:
@@ -705,13 +679,15 @@ class Run(Reading, Awaited["Run"]):
 
     def _switched(self, spec: Spec, before: Spec | None, told: Mapping[str, Any], seconds: float) -> None:
         """The ranks train `spec` from the next chunk on."""
+        if not told["carried"]:
+            self._unread = unread_weights(spec.workload)
         switch = Switch(
             step=int(told["step"]),
             before=before,
             after=spec,
             seconds=seconds,
             carried=bool(told["carried"]),
-            notes=tuple(told.get("notes", ())),
+            notes=(*told.get("notes", ()), *filter(None, [self._unread])),
         )
         again = switch.step < self.step or (before is not None and before.world_size != spec.world_size)
         if not switch.carried or before is None or again:
@@ -739,12 +715,12 @@ class Run(Reading, Awaited["Run"]):
     def _why_stopped(self) -> str:
         return self._stop_reason if self._stop_s is not None else "interrupted"
 
-    def _take(self, data: Mapping[str, Any]) -> None:
-        """On the client's IO thread: what a rank published."""
-        self._keep(data.get("events", ()))
+    def _take(self, data: Mapping[str, Any], attempt: int) -> None:
+        """On the client's IO thread: what a rank published. A message may arrive after the ranks have begun again."""
+        self._keep(data.get("events", ()), attempt)
 
-    def _keep(self, events: Any) -> None:
-        self.events.add((e for e in events if e["run"] == self.id), self._ranks.notes)
+    def _keep(self, events: Any, attempt: int) -> None:
+        self.events.add((e for e in events if e["run"] == self.id), self._ranks.notes, attempt=attempt)
 
     def _set(self, state: RunState, reason: str = "") -> None:
         self._state, self._reason = state, reason
@@ -763,6 +739,6 @@ class Run(Reading, Awaited["Run"]):
 
 
 def _whole_number(name: str, value: int | None, none: str) -> None:
-    """Raises SpecError for what is no count of steps; `none` says what None stands for."""
+    """Raises ArgumentError for what is no count of steps; `none` says what None stands for."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise SpecError(name, f"{value!r} is refused", f"give a whole number of 1 or more, or None for {none}")
+        raise ArgumentError(name, f"{value!r} is refused", f"give a whole number of 1 or more, or None for {none}")

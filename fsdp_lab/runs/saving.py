@@ -1,4 +1,4 @@
-"""`Saving`: what a run saves, where and how often; and `Saved`: what came of each checkpoint."""
+"""`CheckpointConfig`: what a run saves, where and how often; and `SavedCheckpoint`: what came of each checkpoint."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.checkpoints import Checkpoint, check_folder, checkpoints, read
 from fsdp_lab.cluster import ClusterError
+from fsdp_lab.core.checkpoint_format import Checkpoint, check_folder, checkpoints, read
+from fsdp_lab.core.errors import ArgumentError, FieldError
 from fsdp_lab.runs.awaited import Awaited
-from fsdp_lab.spec import SpecError
 
 LAST = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saving:
-    """Where a run's checkpoints go: `Saving(folder="checkpoints", every=100)`. Raises SpecError.
+class CheckpointConfig:
+    """Where a run's checkpoints go: `CheckpointConfig(folder="checkpoints", every=100)`. Raises ArgumentError.
 
     The last step of a run that ends in good order is saved, too.
     """
@@ -31,17 +31,17 @@ class Saving:
     def __post_init__(self) -> None:
         for name, value in (("every", self.every), ("last", self.last)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise SpecError(f"save.{name}", f"{value!r} is refused", "give a whole number of 1 or more")
+                raise ArgumentError(f"save.{name}", f"{value!r} is refused", "give a whole number of 1 or more")
         object.__setattr__(self, "folder", check_folder(self.folder))
 
     @classmethod
-    def of(cls, given: Saving | str | os.PathLike[str] | None) -> Saving | None:
-        """From what a user gives: a Saving, a folder, or None. Raises SpecError."""
-        return given if given is None or isinstance(given, Saving) else cls(folder=given)
+    def of(cls, given: CheckpointConfig | str | os.PathLike[str] | None) -> CheckpointConfig | None:
+        """From what a user gives: a Saving, a folder, or None. Raises ArgumentError."""
+        return given if given is None or isinstance(given, CheckpointConfig) else cls(folder=given)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint that a run took."""
 
     step: int
@@ -67,7 +67,7 @@ class Saved:
         return f"step {self.step} is saved in {self.path}"
 
 
-class SaveTicket(Awaited[Checkpoint]):
+class SaveRequest(Awaited[Checkpoint]):
     """A checkpoint on its way: `await` it, or `wait()`, for the Checkpoint. Nobody has to."""
 
     def __init__(self) -> None:
@@ -75,14 +75,14 @@ class SaveTicket(Awaited[Checkpoint]):
         self._made: Checkpoint | None = None
         self._error: Exception | None = None
 
-    def settle(self, saved: Saved | None, error: Exception | None = None) -> None:
+    def settle(self, saved: SavedCheckpoint | None, error: Exception | None = None) -> None:
         self._error = error
         try:
             if saved is not None and saved.path is not None:
                 self._made = read(saved.path)
             elif saved is not None:
                 self._error = ClusterError(saved.words)
-        except SpecError as e:  # it has made room for newer ones already
+        except FieldError as e:  # it has made room for newer ones already
             self._error = e
         self._end()
 
@@ -92,21 +92,21 @@ class SaveTicket(Awaited[Checkpoint]):
         return self._made
 
 
-class Saves:
+class CheckpointSchedule:
     """The checkpoints of one run: when one is due, who waits for it, and what came of it.
 
     `ask` is called under the run's lock, all else on its driver; `taken` may be read by all.
     """
 
-    def __init__(self, saving: Saving | None, run: str, start: int) -> None:
+    def __init__(self, saving: CheckpointConfig | None, run: str, start: int) -> None:
         """`start`: the step that the run goes on from; that one is saved already."""
         self._saving, self._run, self._came_from = saving, run, start
-        self.taken: tuple[Saved, ...] = ()
-        self._asking: list[SaveTicket] = []  # not yet taken
-        self._waiting: dict[int, list[SaveTicket]] = {}  # index in `taken` -> who waits for it
+        self.taken: tuple[SavedCheckpoint, ...] = ()
+        self._asking: list[SaveRequest] = []  # not yet taken
+        self._waiting: dict[int, list[SaveRequest]] = {}  # index in `taken` -> who waits for it
 
-    def ask(self) -> SaveTicket:
-        self._asking.append(ticket := SaveTicket())
+    def ask(self) -> SaveRequest:
+        self._asking.append(ticket := SaveRequest())
         return ticket
 
     @property
@@ -145,16 +145,18 @@ class Saves:
         def take(told: Sequence[Mapping[str, Any]]) -> None:
             stall_s, waited_s = (max(t[name] for t in told) for name in ("seconds", "waited_s"))
             self._waiting[len(self.taken)] = tickets
-            self.taken += (Saved(step=int(told[0]["step"]), kind=kind, stall_s=stall_s, waited_s=waited_s),)
+            self.taken += (SavedCheckpoint(step=int(told[0]["step"]), kind=kind, stall_s=stall_s, waited_s=waited_s),)
 
         try:
             yield take
         except BaseException as e:
             for ticket in tickets:
                 ticket.settle(None, e if isinstance(e, Exception) else None)
-            if not isinstance(e, SpecError):
+            if not isinstance(e, FieldError):
                 raise
-            self.taken += (Saved(step=step, kind=kind, stall_s=0.0, waited_s=0.0, seconds=0.0, error=e.reason),)
+            self.taken += (
+                SavedCheckpoint(step=step, kind=kind, stall_s=0.0, waited_s=0.0, seconds=0.0, error=e.reason),
+            )
 
     def note(self, ended: Collection[Mapping[str, Any]]) -> None:
         """What the ranks have written meanwhile."""
@@ -176,7 +178,7 @@ class Saves:
         self._asking, self._waiting = [], {}
 
 
-def settled(saves: Iterable[Saved], ended: Iterable[Mapping[str, Any]]) -> tuple[Saved, ...]:
+def settled(saves: Iterable[SavedCheckpoint], ended: Iterable[Mapping[str, Any]]) -> tuple[SavedCheckpoint, ...]:
     """The same, with what rank 0 said of those that ended (`Checkpointer.ended`): they end in the order of their taking."""
     told = list(ended)
     found = []
@@ -189,7 +191,9 @@ def settled(saves: Iterable[Saved], ended: Iterable[Mapping[str, Any]]) -> tuple
     return tuple(found)
 
 
-def given_up(saves: Iterable[Saved], why: str, whole: Mapping[int, Checkpoint]) -> tuple[Saved, ...]:
+def given_up(
+    saves: Iterable[SavedCheckpoint], why: str, whole: Mapping[int, Checkpoint]
+) -> tuple[SavedCheckpoint, ...]:
     """The same, where ranks are gone: what was being written and is not whole on the disk will never be."""
     found = []
     for saved in saves:

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_lab.cluster import ClusterError, Interrupted
-from fsdp_lab.events import StepEvent
-from fsdp_lab.frame import Frame, Holding
+from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.formatting import Table, count, size
+from fsdp_lab.core.phase_snapshot import ParameterHolding, PhaseSnapshot
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs.run import Ranks
-from fsdp_lab.spec import HYBRIDS, Spec
-from fsdp_lab.table import Table, count, size
 
 END_S = 15.0  # for a step to run to its end; then it is interrupted, and the parameters stay as they were before it
 POLL_S = 0.05
@@ -36,13 +36,13 @@ MASTER_BYTES = 4  # an element of a shard: fp32, whatever is computed in
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepMoment:
     """All ranks at one phase, which is about to happen.
 
     `frames` are in rank order; `spec` is what is trained.
     """
 
-    frames: tuple[Frame, ...]
+    frames: tuple[PhaseSnapshot, ...]
     spec: Spec
 
     @property
@@ -80,7 +80,7 @@ class Moment:
         """Bytes of parameters on this rank: its fp32 shards, and beside them what is gathered, in the dtype of computing."""
         return sum(self._bytes_of(p) for p in self.frames[rank].parameters)
 
-    def _bytes_of(self, p: Holding) -> int:
+    def _bytes_of(self, p: ParameterHolding) -> int:
         strategy = self.spec.strategy
         shard = MASTER_BYTES * (p.stop - p.start)
         one_copy = self.spec.shard_factor == 1 and strategy.dtypes.param == "fp32" and strategy.offload == "none"
@@ -124,7 +124,7 @@ class Moment:
             return f"its {n} gradients are complete, there is one rank"
         if factor == 1:
             return f"all-reduce of {n} gradients, each rank gets the mean"
-        more = ", then an all-reduce with the ranks of the same shard" if self.spec.strategy.sharding in HYBRIDS else ""
+        more = ", then an all-reduce with the ranks of the same shard" if self.spec.strategy.is_hybrid else ""
         return f"reduce-scatter of {n} gradients, each rank gets the mean of its shard{more}"
 
     def table(self) -> Table:
@@ -163,7 +163,7 @@ class SlowStep:
     def __init__(self, ranks: Ranks, spec: Spec, prepare: Callable[[Spec], None]) -> None:
         """`prepare(spec)` is called before anything is sent: it sees to the right ranks, with nothing else going on."""
         self.spec = spec
-        self.moment: Moment | None = None
+        self.moment: StepMoment | None = None
         self.events: tuple[StepEvent, ...] = ()
         self.over = False
         self.reason = ""
@@ -175,7 +175,7 @@ class SlowStep:
         self.ready = False
         self._under_way = False  # on the ranks
 
-    def advance(self) -> Moment | None:
+    def advance(self) -> StepMoment | None:
         """To the next phase; None when the step is over. Raises what a call to the ranks raises."""
         with self._turn:
             if self.over or self._asked_s is not None:
@@ -217,7 +217,7 @@ class SlowStep:
             self._results("apply", run=secrets.token_hex(4), spec=self.spec.to_dict(), fresh=False)
         self.ready = True
 
-    def _next(self) -> Moment | None:
+    def _next(self) -> StepMoment | None:
         self._under_way = True
         told = self._results("slow_next")
         if any(t["frame"] is None for t in told):
@@ -225,8 +225,8 @@ class SlowStep:
             self._take(told)
             self._finish("the step is over")
             return None
-        frames = sorted((Frame.from_dict(t["frame"]) for t in told), key=lambda f: f.rank)
-        self.moment = Moment(tuple(frames), self.spec)
+        frames = sorted((PhaseSnapshot.from_dict(t["frame"]) for t in told), key=lambda f: f.rank)
+        self.moment = StepMoment(tuple(frames), self.spec)
         return self.moment
 
     def _results(self, what: str, **arguments: Any) -> list[Any]:
@@ -244,7 +244,7 @@ class SlowStep:
         self.reason, self.over, self._under_way = reason, True, False
 
 
-class SlowMotion(Iterator[Moment]):
+class SlowMotion(Iterator[StepMoment]):
     """An iterator over the phases of one training step. Made by `Lab.slow_motion`; begins with the first `next`.
 
     It ends with the step. Ended early, by `close()`, `with`, Ctrl-C, or by dropping it (a `break` out of a loop), it lets
@@ -258,7 +258,7 @@ class SlowMotion(Iterator[Moment]):
         # An iterator that is dropped must not wait for ranks on the thread that happens to collect it.
         weakref.finalize(self, _end_later, step).atexit = False
 
-    def __next__(self) -> Moment:
+    def __next__(self) -> StepMoment:
         try:
             moment = self._step.advance()
         except KeyboardInterrupt:
@@ -273,7 +273,7 @@ class SlowMotion(Iterator[Moment]):
         return self._step.spec
 
     @property
-    def moment(self) -> Moment | None:
+    def moment(self) -> StepMoment | None:
         """The last one; None before the first."""
         return self._step.moment
 

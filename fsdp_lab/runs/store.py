@@ -12,24 +12,15 @@ import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
 from typing import Any
 
-from fsdp_lab.events import StepEvent
+from fsdp_lab.core.events import StepEvent
+from fsdp_lab.runs.steps import Step, assemble, assemble_all
 
 CAP = 100_000  # events, over all ranks
 TRACED_STEPS = 200
 SPAN_CAP = 250_000  # over all ranks
 CURVE_STEPS = 20
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Traced:
-    """An event that carries spans."""
-
-    cursor: int
-    spans: int
-    life: int  # how many times the ranks had begun again
 
 
 class _Seen:
@@ -64,19 +55,33 @@ class EventStore:
         self._seen: dict[int, _Seen] = {}
         self._start = 0  # the step that a rank not heard of yet begins with
         self._notes: dict[tuple[str, ...], tuple[str, ...]] = {}
-        self._traced: deque[_Traced] = deque()
+        self._traced: deque[tuple[int, int]] = deque()  # cursor of an event that carries spans, and how many
         self._spans = 0
         self._curves: deque[int] = deque()  # cursors of events that carry a memory curve
-        self._life = 0
+        self._attempt = 0
         self._restarts: list[tuple[int, int]] = []
         self._lock = threading.Lock()
 
-    def add(self, events: Iterable[Mapping[str, Any] | StepEvent], notes: tuple[str, ...] = ()) -> int:
-        """Appends what is new; `notes` go in front of each event's own. Returns how many were new."""
+    def add(
+        self,
+        events: Iterable[Mapping[str, Any] | StepEvent],
+        notes: tuple[str, ...] = (),
+        *,
+        attempt: int | None = None,
+    ) -> int:
+        """Appends what is new; `notes` go in front of each event's own. Returns how many were new.
+
+        Each event gets the current attempt; one that carries a later attempt begins that. `attempt`: the one in which these
+        were measured; if the ranks have begun again since, they are dropped.
+        """
         added = 0
         for given in events:
-            rank, step = (given.rank, given.step) if isinstance(given, StepEvent) else (given["rank"], given["step"])
+            rank, step, carried = _place(given)
             with self._lock:
+                if attempt is not None and attempt != self._attempt:
+                    continue
+                if carried > self._attempt:
+                    self._begin_attempt(carried, step)
                 if self._seen.setdefault(rank, _Seen(self._start)).add(step):
                     self._events.append(self._made(given, notes))
                     self._note_spans(self._events[-1])
@@ -94,12 +99,12 @@ class EventStore:
         if not event.spans:
             return
         cursor = self._first + len(self._events) - 1
-        self._traced.append(_Traced(cursor=cursor, spans=len(event.spans), life=self._life))
+        self._traced.append((cursor, len(event.spans)))
         self._spans += len(event.spans)
         while len(self._traced) > self._traced_steps * len(self._seen) or self._spans > self._span_cap:
-            oldest = self._traced.popleft()
-            self._spans -= oldest.spans
-            at = oldest.cursor - self._first
+            oldest, spans = self._traced.popleft()
+            self._spans -= spans
+            at = oldest - self._first
             if at >= 0:
                 self._events[at] = dataclasses.replace(self._events[at], spans=())
 
@@ -115,19 +120,22 @@ class EventStore:
 
     def _made(self, given: Mapping[str, Any] | StepEvent, notes: tuple[str, ...]) -> StepEvent:
         if isinstance(given, StepEvent):
-            return given
+            return given if given.attempt == self._attempt else dataclasses.replace(given, attempt=self._attempt)
         both = tuple(dict.fromkeys([*notes, *given["notes"]]))
         shared = self._notes.setdefault(both, both)  # one tuple, not one an event
-        return StepEvent.from_dict({**given, "notes": shared})
+        return StepEvent.from_dict({**given, "notes": shared, "attempt": self._attempt})
 
     def restart(self, step: int) -> None:
-        """The ranks begin again at `step`: what they say from there on is new. The events of before stay."""
+        """The ranks begin again at `step`: a new attempt, unless there are no events yet. Earlier events stay."""
         with self._lock:
-            self._start = step
-            self._life += 1
-            self._restarts.append((self._first + len(self._events), step))
-            for seen in self._seen.values():
-                seen.floor, seen.above = step, set()
+            self._begin_attempt(self._attempt + bool(self._first + len(self._events)), step)
+
+    def _begin_attempt(self, attempt: int, step: int) -> None:
+        """Called with the lock held."""
+        self._attempt, self._start = attempt, step
+        self._restarts.append((self._first + len(self._events), step))
+        for seen in self._seen.values():
+            seen.floor, seen.above = step, set()
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -152,40 +160,57 @@ class EventStore:
         return out, cursor
 
     def latest(self) -> dict[int, StepEvent]:
-        """The newest event of each rank since the ranks last began again, in rank order."""
+        """The newest event of each rank in the current attempt, in rank order."""
         with self._lock:
             found: dict[int, StepEvent] = {}
-            for event in islice(reversed(self._events), len(self._events) - self._begun()):
+            for event in reversed(self._events):
+                if event.attempt != self._attempt:
+                    break
                 found.setdefault(event.rank, event)
                 if len(found) == event.world_size:
                     break
         return dict(sorted(found.items()))
 
-    def last_steps(self, n: int) -> list[list[StepEvent]]:
-        """The newest `n` steps that every rank has told, oldest first; each as its events in rank order."""
-        with self._lock:
-            ranks = len(self._seen)
-            window = list(islice(reversed(self._events), (n + 4) * max(1, ranks)))
-            here = len(self._events) - self._begun()  # of the window, those told since the ranks began again
-        by_step: dict[tuple[bool, str, int], list[StepEvent]] = {}
-        for i, event in enumerate(window):
-            by_step.setdefault((i < here, event.spec_id, event.step), []).append(event)
-        told = (sorted({e.rank: e for e in events}.values(), key=lambda e: e.rank) for events in by_step.values())
-        whole = [events for events in told if len(events) == events[0].world_size]
-        return whole[:n][::-1]
+    def steps(self) -> list[Step]:
+        """The steps that count, whole or partial, in order: see `runs.steps`."""
+        return self._steps(None)
 
-    def _begun(self) -> int:
-        """The index in `_events` since which the ranks have not begun again. Called with the lock held."""
-        return max(0, self._restarts[-1][0] - self._first) if self._restarts else 0
+    def last_steps(self, n: int) -> list[Step]:
+        """The newest `n` whole steps that count, oldest first. Costs what it returns, not what is stored."""
+        window = (n + 4) * max(1, len(self.ranks))
+        while True:
+            whole = [s for s in self._steps(window) if s.is_whole]
+            if len(whole) >= n or window >= len(self._events):
+                return whole[max(0, len(whole) - n) :]
+            window *= 4
 
-    def traced(self) -> list[list[StepEvent]]:
-        """The traced steps whose spans are kept, oldest first: of each the events that have spans, in rank order."""
+    def _steps(self, newest: int | None) -> list[Step]:
+        """The steps that count among the newest events, or all."""
         with self._lock:
-            kept = [(t, self._events[t.cursor - self._first]) for t in self._traced if t.cursor >= self._first]
-        found: dict[tuple[int, int], list[StepEvent]] = {}
-        for traced, event in kept:
-            found.setdefault((traced.life, event.step), []).append(event)
-        return [sorted(found[key], key=lambda e: e.rank) for key in sorted(found)]
+            events = self._events[-newest:] if newest else self._events[:]
+            attempt, start = self._attempt, self._start
+        steps = assemble(events)
+        return [s for s in steps if s.attempt == attempt or s.number < start] if attempt else steps
+
+    def traced(self) -> list[Step]:
+        """The traced steps whose spans are kept, those of abandoned attempts included: of each the events with spans."""
+        with self._lock:
+            kept = [self._events[cursor - self._first] for cursor, _ in self._traced if cursor >= self._first]
+        return assemble_all(kept)
+
+    def newest_traced(self) -> Step | None:
+        """The newest traced step that counts, if possible a whole one; None where no spans are kept."""
+        kept = self.traced()
+        current = {(s.attempt, s.number) for s in self.steps()}
+        counting = [s for s in kept if (s.attempt, s.number) in current] or kept
+        found = [s for s in counting if s.is_whole] or counting
+        return found[-1] if found else None
+
+    @property
+    def attempt(self) -> int:
+        """How often the ranks have begun again from an earlier step."""
+        with self._lock:
+            return self._attempt
 
     @property
     def restarts(self) -> tuple[tuple[int, int], ...]:
@@ -207,6 +232,13 @@ class EventStore:
         """Events that arrived, those let go included."""
         with self._lock:
             return self._first + len(self._events)
+
+
+def _place(given: Mapping[str, Any] | StepEvent) -> tuple[int, int, int]:
+    """Rank, step and attempt."""
+    if isinstance(given, StepEvent):
+        return given.rank, given.step, given.attempt
+    return given["rank"], given["step"], given.get("attempt", 0)
 
 
 def reader(name: str) -> Callable[[StepEvent], Any]:

@@ -1,6 +1,7 @@
 """What a run was, in figures: the entry of `fsdp-lab compare`'s JSON, `Figures`, and the table of its last steps.
 
-The rule of what counts, everywhere: figures are of the steps trained with the Spec that was applied last. A step's
+The rule of what counts, everywhere: figures are of the steps trained with the Spec that was applied last; which steps a run
+has after a restart is said in `runs.steps`. A step's
 time is that of its slowest rank. Medians and percentiles of time, throughput, TFLOPS and communication leave out
 the first step after a switch (allocations, first-time set-up) and ledger steps (slowed by measuring memory); where
 nothing is left, as in a run of one step, they take all. Losses and memory leave out nothing.
@@ -10,45 +11,50 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from fsdp_lab.events import Classes, Role, StepEvent
-from fsdp_lab.spec import Spec
-from fsdp_lab.table import Table, count, duration, size
-
-Step = Sequence[StepEvent]  # one step's events, in rank order
+from fsdp_lab.core.events import Role, RoleBytes, StepEvent
+from fsdp_lab.core.formatting import Table, count, duration, size
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.spread import Spread, known, quantile
+from fsdp_lab.runs.steps import Step, last_stretch
 
 # The rule of what counts, for whoever reads the figures.
 RULE = ("Medians (and p10 to p90) leave out the first step after a change and ledger steps; a step's time is that of its "
         "slowest rank.")  # fmt: skip
 
 
-def summarize(spec: Spec, events: Sequence[StepEvent]) -> dict[str, Any]:
+def summarize(spec: Spec, steps: Sequence[Step]) -> dict[str, Any]:
     """The `runs` entry of compare's JSON. Figures that nothing was measured for are None, lists are empty."""
-    steps = whole_steps(spec, events)
+    steps = last_stretch(steps, spec)
     counted = counting(steps)
-    ranks = range(len(steps[0]) if steps else 0)
-    times = [slowest(s) for s in counted]
-    kinds = sorted({kind for s in counted for e in s for kind in e.comm})
+    ranks = range(steps[0].world_size if steps else 0)
+    times = [s.step_time_s for s in counted]
+    kinds = comm_kinds(counted)
+    peaks = Peaks(steps)
     return {
         "spec": spec.to_dict(),
-        "losses": [s[0].mean_loss for s in steps],
+        "losses": [s.mean_loss for s in steps],
         "step_time_s": {"median": quantile(times, 0.5), "p10": quantile(times, 0.1), "p90": quantile(times, 0.9)},
-        "tokens_per_s": median([throughput(s) for s in counted]),
-        "tflops_per_rank": [median([s[r].tflops for s in counted]) for r in ranks],
-        "mfu_per_rank": [median([share for s in counted if (share := s[r].mfu) is not None]) for r in ranks],
-        "hfu_per_rank": [median([share for s in counted if (share := s[r].hfu) is not None]) for r in ranks],
-        "peak_flops_source": steps[-1][0].peak_source if steps else "",
-        "peak_memory_bytes": [max(s[r].memory.peak_bytes for s in steps) for r in ranks],
-        "memory_at_peak_bytes": {k.value: [steps[-1][r].memory.at_peak.of_role(k) for r in ranks] for k in Role},
-        "rss_bytes": [steps[-1][r].memory.rss_bytes for r in ranks],
-        "comm_s_per_step": {k: median([statistics.fmean(seconds(e, k) for e in s) for s in counted]) for k in kinds},
-        "comm_bytes_per_step": {k: rounded(median([link_bytes(s[0], k) for s in counted])) for k in kinds},
+        "tokens_per_s": median([s.tokens_per_s for s in counted]),
+        "tflops_per_rank": [median([s.events[r].tflops for s in counted]) for r in ranks],
+        "mfu_per_rank": [
+            median([share for s in counted if (share := peaks.mfu(s.events[r])) is not None]) for r in ranks
+        ],
+        "hfu_per_rank": [
+            median([share for s in counted if (share := peaks.hfu(s.events[r])) is not None]) for r in ranks
+        ],
+        "peak_flops_source": steps[-1].events[0].peak_source if steps else "",
+        "peak_memory_bytes": [max(s.events[r].memory.peak_bytes for s in steps) for r in ranks],
+        "memory_at_peak_bytes": {k.value: [steps[-1].events[r].memory.at_peak.of_role(k) for r in ranks] for k in Role},
+        "rss_bytes": [steps[-1].events[r].memory.rss_bytes for r in ranks],
+        "comm_s_per_step": {k: median([comm_seconds(s, k) for s in counted]) for k in kinds},
+        "comm_bytes_per_step": {k: rounded(median([link_bytes(s.events[0], k) for s in counted])) for k in kinds},
         "exposed_comm_s_per_step": {
-            k: median(known([statistics.fmean(exposed(e, k) for e in s) for s in counted])) for k in kinds
+            k: median(known([statistics.fmean(exposed(e, k) for e in s.events) for s in counted])) for k in kinds
         },
         **evaluated(steps),
     }
@@ -56,40 +62,58 @@ def summarize(spec: Spec, events: Sequence[StepEvent]) -> dict[str, Any]:
 
 def evaluated(steps: Sequence[Step]) -> dict[str, Any]:
     """Evaluation losses and the least of those that are finite; nothing of a run without."""
-    found = [{"step": s[0].step, "loss": s[0].eval_loss} for s in steps if s[0].eval_loss is not None]
+    found = [{"step": s.number, "loss": s.eval_loss} for s in steps if s.eval_loss is not None]
     finite = [e for e in found if math.isfinite(e["loss"])]
     best = min(finite, key=lambda e: float(e["loss"]), default=None)
     return {"evaluations": found, "best_evaluation": best} if found else {}
 
 
-def whole_steps(spec: Spec, events: Sequence[StepEvent]) -> list[Step]:
-    """The last unbroken stretch of steps under `spec` that every rank has told, in order of step."""
-    spec_id = spec.id  # computed anew each time it is asked for
-    found: dict[int, dict[int, StepEvent]] = {}
-    for event in events:
-        if event.spec_id != spec_id:
-            if event.rank == 0:
-                found = {}
-            continue
-        if event.step == 0 and event.rank in found.get(0, {}):
-            found = {}  # begun again with the same Spec
-        found.setdefault(event.step, {})[event.rank] = event
-    return [
-        [by_rank[r] for r in sorted(by_rank)] for _, by_rank in sorted(found.items()) if len(by_rank) == spec.world_size
-    ]
-
-
 def counting(steps: Sequence[Step]) -> Sequence[Step]:
     """Those whose times belong in a median; where there is none, all."""
-    return [s for s in steps if s[0].counts] or steps
+    return [s for s in steps if s.counts] or steps
 
 
-def slowest(step: Step) -> float:
-    return max(e.step_time_s for e in step)
+def comm_kinds(steps: Iterable[Step]) -> list[str]:
+    return sorted({kind for s in steps for e in s.events for kind in e.comm})
 
 
-def seconds(event: StepEvent, kind: str) -> float:
-    return event.comm[kind].seconds if kind in event.comm else 0.0
+class Peaks:
+    """What utilisation is relative to: of each rank and Spec the greatest peak of the steps added so far. A step that
+    goes beyond the peak raises it for later events only; here earlier ones follow, so that all have one scale."""
+
+    def __init__(self, steps: Sequence[Step] = ()) -> None:
+        self._best: dict[tuple[int, str], tuple[float, str]] = {}
+        for step in steps:
+            self.add(step)
+
+    def add(self, step: Step) -> None:
+        for event in step.events:
+            if (best := event.best_flops_per_s) is not None:
+                found = self._best.get((event.rank, event.spec_id), (0.0, ""))
+                self._best[event.rank, event.spec_id] = max(found, (best, event.peak_source))
+
+    def of(self, event: StepEvent) -> tuple[float, str] | None:
+        """FLOP/s and where they are from; None where no peak is known."""
+        return self._best.get((event.rank, event.spec_id))
+
+    def mfu(self, event: StepEvent) -> float | None:
+        return self._share(event, event.flops)
+
+    def hfu(self, event: StepEvent) -> float | None:
+        return self._share(event, event.hardware_flops)
+
+    def _share(self, event: StepEvent, flops: int) -> float | None:
+        return flops / event.step_time_s / best[0] if (best := self.of(event)) is not None else None
+
+    @property
+    def by_source(self) -> dict[str, float]:
+        """Where the peaks are from, with the greatest of each."""
+        return {source: best for best, source in sorted(self._best.values())}
+
+
+def comm_seconds(step: Step, kind: str) -> float:
+    """Issue to completion, mean over ranks."""
+    return statistics.fmean(e.comm[kind].seconds if kind in e.comm else 0.0 for e in step.events)
 
 
 def exposed(event: StepEvent, kind: str) -> float:
@@ -100,11 +124,6 @@ def link_bytes(event: StepEvent, kind: str) -> float:
     return event.comm[kind].link_bytes if kind in event.comm else 0.0
 
 
-def known(values: Sequence[float]) -> list[float]:
-    """Without what was not measured."""
-    return [v for v in values if math.isfinite(v)]
-
-
 def median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
@@ -113,36 +132,7 @@ def rounded(value: float | None) -> int | None:
     return None if value is None else round(value)
 
 
-def quantile(values: Sequence[float], q: float) -> float | None:
-    """With linear interpolation between neighbours; None of nothing."""
-    if not values:
-        return None
-    ordered, place = sorted(values), q * (len(values) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
 # -- figures of a whole run, one value each with its spread ---------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """A median of `n` values with the 10th and the 90th percentile."""
-
-    median: float
-    p10: float
-    p90: float
-    n: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread | None:
-        """Of the finite ones; None where there is none."""
-        finite = known(values)
-        m, low, high = quantile(finite, 0.5), quantile(finite, 0.1), quantile(finite, 0.9)
-        if m is None or low is None or high is None:
-            return None
-        return cls(median=m, p10=low, p90=high, n=len(finite))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +143,7 @@ class Figures:
     any rank at the last step; `limit_bytes`: the least.
     """
 
-    steps: int = 0  # told by all ranks
+    steps: int = 0  # whole ones
     counted: int = 0  # of them, in medians
     first_step: int | None = None
     step_time_s: Spread | None = None
@@ -166,7 +156,7 @@ class Figures:
     link_bytes: Spread | None = None  # that rank 0 sends in a step
     comm_s_by_kind: Mapping[str, float] = field(default_factory=dict)  # medians
     peak_memory_bytes: int | None = None
-    at_peak: Classes = field(default_factory=Classes)
+    at_peak: RoleBytes = field(default_factory=RoleBytes)
     host_bytes: int = 0
     outside_bytes: int = 0
     limit_bytes: int | None = None
@@ -177,12 +167,11 @@ class Figures:
 
 
 def figures(steps: Sequence[Step]) -> Figures:
-    """Of the steps that `whole_steps` found."""
+    """Of the whole steps under one Spec (`steps.last_stretch`)."""
     if not steps:
         return Figures()
-    counted, last = counting(steps), steps[-1]
-    fullest = max((e.memory for s in steps for e in s), key=attrgetter("peak_bytes"))
-    kinds = sorted({kind for s in counted for e in s for kind in e.comm})
+    counted, last, peaks = counting(steps), steps[-1].events, Peaks(steps)
+    fullest = max((e.memory for s in steps for e in s.events), key=attrgetter("peak_bytes"))
 
     def spread(value: Callable[[StepEvent], float | None]) -> Spread | None:
         return Spread.of([of_ranks(s, value) for s in counted])
@@ -190,18 +179,16 @@ def figures(steps: Sequence[Step]) -> Figures:
     return Figures(
         steps=len(steps),
         counted=len(counted),
-        first_step=steps[0][0].step,
-        step_time_s=Spread.of([slowest(s) for s in counted]),
-        tokens_per_s=Spread.of([throughput(s) for s in counted]),
+        first_step=steps[0].number,
+        step_time_s=Spread.of([s.step_time_s for s in counted]),
+        tokens_per_s=Spread.of([s.tokens_per_s for s in counted]),
         tflops_per_rank=spread(attrgetter("tflops")),
-        mfu=spread(attrgetter("mfu")),
-        hfu=spread(attrgetter("hfu")),
+        mfu=spread(peaks.mfu),
+        hfu=spread(peaks.hfu),
         comm_s=spread(lambda e: sum(t.seconds for t in e.comm.values())),
         exposed_comm_s=spread(attrgetter("exposed_comm_s")),
-        link_bytes=Spread.of([sum(t.link_bytes for t in s[0].comm.values()) for s in counted]),
-        comm_s_by_kind={
-            k: statistics.median(statistics.fmean(seconds(e, k) for e in s) for s in counted) for k in kinds
-        },
+        link_bytes=Spread.of([sum(t.link_bytes for t in s.events[0].comm.values()) for s in counted]),
+        comm_s_by_kind={k: statistics.median(comm_seconds(s, k) for s in counted) for k in comm_kinds(counted)},
         peak_memory_bytes=fullest.peak_bytes or None,
         at_peak=fullest.at_peak,
         host_bytes=max(e.memory.host_bytes for e in last),
@@ -214,14 +201,9 @@ def figures(steps: Sequence[Step]) -> Figures:
     )
 
 
-def throughput(step: Step) -> float:
-    """Tokens a second, of all ranks."""
-    return sum(e.tokens for e in step) / slowest(step)
-
-
 def of_ranks(step: Step, value: Callable[[StepEvent], float | None]) -> float:
     """The mean over the ranks that know it; NaN where none does, or one knows that it does not."""
-    told = [v for e in step if (v := value(e)) is not None]
+    told = [v for e in step.events if (v := value(e)) is not None]
     return statistics.fmean(told) if told else math.nan
 
 
@@ -231,26 +213,25 @@ def of_ranks(step: Step, value: Callable[[StepEvent], float | None]) -> float:
 def step_table(steps: Sequence[Step], specs: dict[str, Spec], caption: str = "", notes: Sequence[str] = ()) -> Table:
     """One row a step over all ranks: slowest time, summed throughput, mean TFLOPS, communication and what of it
     is exposed, highest peak."""
-    marked = any(e[0].first_after_switch or e[0].ledger for e in steps)
+    marked = any(step.events[0].first_after_switch or step.events[0].ledger for step in steps)
     legend = ("* first step after a switch, or slowed by measuring: not counted in medians",) if marked else ()
-    recomputes = any(e.recompute_flops for step in steps for e in step)
-    shares = ("MFU", "HFU") if recomputes else ("MFU",)
+    recomputes = any(e.recompute_flops for step in steps for e in step.events)
+    shares, peaks = ("MFU", "HFU") if recomputes else ("MFU",), Peaks(steps)
     figures = ("step", "loss", "grad norm", "step time", "tokens/s", "TFLOPS/rank", *shares, "peak/rank", "comm/rank")
     return Table(
         columns=(*figures, "exposed", "how"),
-        rows=tuple(row(step, specs.get(step[0].spec_id), hfu=recomputes) for step in steps),
+        rows=tuple(row(step, specs.get(step.spec_id), peaks, hfu=recomputes) for step in steps),
         caption=caption,
-        notes=(*legend, *relation(steps, shares), *notes),
+        notes=(*legend, *relation(peaks, shares), *notes),
         left=frozenset({"how"}),
     )
 
 
-def relation(steps: Sequence[Step], shares: Sequence[str]) -> tuple[str, ...]:
-    """What utilisation is relative to, in words: the best of the device, and where that figure is from."""
-    peaks = {e.peak_source: e.peak_flops_per_s for step in steps for e in step if e.peak_flops_per_s}
-    said = "; ".join(f"{peak / 1e12:.3g} TFLOPS a rank ({source})" for source, peak in peaks.items())
+def relation(peaks: Peaks, shares: Sequence[str]) -> tuple[str, ...]:
+    """The sentence on what utilisation is relative to; none where no peak is known."""
+    best = "; ".join(f"{peak / 1e12:.3g} TFLOPS a rank ({source})" for source, peak in peaks.by_source.items())
     counted = " (HFU counts recompute)" if "HFU" in shares else ""
-    return (f"{' and '.join(shares)}{counted} relative to {said}",) if peaks else ()
+    return (f"{' and '.join(shares)}{counted} relative to {best}",) if best else ()
 
 
 def percent(shares: Sequence[float | None]) -> str:
@@ -259,20 +240,20 @@ def percent(shares: Sequence[float | None]) -> str:
     return f"{statistics.fmean(known):.1%}" if known else "–"
 
 
-def row(step: Step, spec: Spec | None, *, hfu: bool = False) -> tuple[str, ...]:
-    first, time_s = step[0], slowest(step)
+def row(step: Step, spec: Spec | None, peaks: Peaks, *, hfu: bool = False) -> tuple[str, ...]:
+    events = step.events
     return (
-        f"{first.step}{'' if first.counts else '*'}",
-        f"{first.mean_loss:.4f}",
-        f"{first.grad_norm:.3f}",
-        duration(time_s),
-        count(sum(e.tokens for e in step) / time_s),
-        f"{statistics.fmean(e.tflops for e in step):.3g}",
-        percent([e.mfu for e in step]),
-        *([percent([e.hfu for e in step])] if hfu else []),
-        size(max(e.memory.peak_bytes for e in step)),
-        duration(statistics.fmean(sum(t.seconds for t in e.comm.values()) for e in step)),
-        duration(statistics.fmean(e.exposed_comm_s for e in step)),
+        f"{step.number}{'' if step.counts else '*'}",
+        f"{step.mean_loss:.4f}",
+        f"{events[0].grad_norm:.3f}",
+        duration(step.step_time_s),
+        count(step.tokens_per_s),
+        f"{statistics.fmean(e.tflops for e in events):.3g}",
+        percent([peaks.mfu(e) for e in events]),
+        *([percent([peaks.hfu(e) for e in events])] if hfu else []),
+        size(max(e.memory.peak_bytes for e in events)),
+        duration(statistics.fmean(sum(t.seconds for t in e.comm.values()) for e in events)),
+        duration(statistics.fmean(e.exposed_comm_s for e in events)),
         how(spec),
     )
 

@@ -12,26 +12,28 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import product
+from statistics import fmean
 from typing import Any
 
-from fsdp_lab.events import StepEvent
+from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.spec import Spec, part_of
 from fsdp_lab.runs.awaited import Awaited
 from fsdp_lab.runs.comparison import Comparison, Refusal
 from fsdp_lab.runs.recommend import Recommendation, recommend
-from fsdp_lab.runs.run import STOP_S, Run, RunState
-from fsdp_lab.runs.summary import slowest
-from fsdp_lab.spec import Spec, SpecError, part_of
+from fsdp_lab.runs.run import STOP_S, Run
+from fsdp_lab.runs.steps import assemble_all
+from fsdp_lab.runs.view import RunState
 
 ROUNDS = 3
 LEAST_TURN = 3  # steps: in the third of them memory is measured
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class SweepProgress:
     """How far a sweep is. `left_s` is None until a step has been measured of each run or the sweep is over."""
 
     done_steps: int
@@ -104,20 +106,20 @@ class Sweep(Awaited["Sweep"]):
     @property
     def outside_share(self) -> float | None:
         """Time outside of steps (switches, builds, the wait for a chunk's end) over time in them; None before the first."""
-        in_steps = sum(_seconds_of(run.events.since()[0]) for run in list(self.runs))
+        in_steps = sum(s.step_time_s for run in list(self.runs) for s in assemble_all(run.events.since()[0]))
         return self.progress.seconds / in_steps - 1 if in_steps else None
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> SweepProgress:
         runs = list(self.runs)
         done = sum(self.steps if r.done else min(r.step, self.steps) for r in runs)
         seconds = (self._ended_s or time.monotonic()) - self._began_s
         left = 0.0 if self.done else self._left_s(runs)
-        return Progress(done_steps=done, all_steps=self.steps * len(self.specs), seconds=seconds, left_s=left)
+        return SweepProgress(done_steps=done, all_steps=self.steps * len(self.specs), seconds=seconds, left_s=left)
 
     def _left_s(self, runs: Sequence[Run]) -> float | None:
         """By what the steps of each have taken; of those that have not begun, by the mean of the others."""
-        means = {r.id: mean for r in runs if (mean := _seconds_a_step(r.events.last_steps(20))) is not None}
+        means = {r.id: fmean(s.step_time_s for s in steps) for r in runs if (steps := r.events.last_steps(20))}
         if not means:
             return None
         usual = sum(means.values()) / len(means)
@@ -140,7 +142,7 @@ class Sweep(Awaited["Sweep"]):
             self._stopped.set()
             for run in list(self.runs):
                 run.stop(0, reason)
-        return self._over.wait(timeout_s) if timeout_s > 0 else self.done
+        return self._wait_over(timeout_s) if timeout_s > 0 else self.done
 
     def _given_up(self, blocking: bool) -> None:
         self.stop(5.0 if blocking else 0, "interrupted")
@@ -196,20 +198,7 @@ class Sweep(Awaited["Sweep"]):
         """Until the run's turn is over."""
         if self._stopped.is_set():
             run.stop(0, self.reason)  # it began just after the word was left
-        run.wait_aside()
-
-
-def _seconds_of(events: Sequence[StepEvent]) -> float:
-    """In all steps, each as long as its slowest rank took."""
-    slowest_s: dict[int, float] = {}
-    for e in events:
-        slowest_s[e.step] = max(slowest_s.get(e.step, 0.0), e.step_time_s)
-    return sum(slowest_s.values())
-
-
-def _seconds_a_step(steps: Iterable[Sequence[StepEvent]]) -> float | None:
-    times = [slowest(step) for step in steps]
-    return sum(times) / len(times) if times else None
+        run.wait_suspended()
 
 
 def combine(
@@ -229,7 +218,7 @@ def combine(
         seen.append(changes)
         try:
             yield replace(base, changes)
-        except SpecError as e:
+        except FieldError as e:
             yield Refusal(spec=_wanted(base, changes), reason=str(e))
 
 

@@ -1,24 +1,24 @@
-"""The wire: one process group of ours that all bytes between ranks cross.
+"""The wire: one instrumented process group that all bytes between ranks cross.
 
-Read hub.py, work.py, group.py, in this order; link.py by itself.
+Read context.py, work.py, group.py, in this order; link.py stands alone.
 """
 
+from fsdp_lab.wire.context import RankAborted, ReductionOrder, WireContext, WireTimeout
 from fsdp_lab.wire.group import Wire, register
-from fsdp_lab.wire.hub import Hub, RankAborted, Reduction, WireTimeout
-from fsdp_lab.wire.link import Alarm, Link, Way
+from fsdp_lab.wire.link import Alarm, Link, LinkDirection
 from fsdp_lab.wire.meter import Collective, Meter, exposed, link_bytes, spans, traffic, waits
 from fsdp_lab.wire.work import WireWork
 
 __all__ = [
     "Alarm",
     "Collective",
-    "Hub",
     "Link",
+    "LinkDirection",
     "Meter",
     "RankAborted",
-    "Reduction",
-    "Way",
+    "ReductionOrder",
     "Wire",
+    "WireContext",
     "WireTimeout",
     "WireWork",
     "exposed",

@@ -1,11 +1,10 @@
 """`Wire`: the process group that all collectives of all backends cross.
 
-It stands where torch expects a `ProcessGroup` and hands each collective to Gloo or NCCL by the tensor's device. On the
-way it numbers and meters it, and where sums are asked for decides their order (`Reduction`). Read hub.py first.
+It takes the place of torch's `ProcessGroup` and passes each collective to Gloo or NCCL, by the tensor's device. It
+numbers and meters each one, and decides the order of sums (`ReductionOrder`). Read context.py first.
 
-Names: torch 2.13 renamed the tensor collectives; the C++ and Python callers of 2.11 to 2.13 use either spelling, so
-both are defined, as one function. What torch's stubs say of a group differs from what its trampolines call; these
-follow the trampolines.
+Names: torch 2.13 renamed the tensor collectives; C++ and Python callers of 2.11 to 2.13 use either spelling, so both
+are defined, as one function. torch's stubs and trampolines differ in their signatures; these follow the trampolines.
 """
 
 # mypy: disable-error-code="override,attr-defined,assignment"
@@ -21,50 +20,49 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp_lab.wire.hub import Hub, Reduction
-from fsdp_lab.wire.link import Way
+from fsdp_lab.wire.context import ReductionOrder, WireContext
+from fsdp_lab.wire.link import LinkDirection
 from fsdp_lab.wire.meter import link_bytes
 from fsdp_lab.wire.work import WireWork
 
 BACKEND = "fsdp_lab_wire"
 _Op = dist.ReduceOp.RedOpType
+_InnerCall = Callable[[Any, list[Tensor], list[Tensor]], Any]  # of an inner group, with its inputs and outputs
 _RANK_ORDERED_OPS = (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM)
 
 
-def register(hub: Hub, *, nccl: bool = False) -> str:
-    """Tell torch how to make a `Wire` that reports to `hub`; returns what `init_process_group` takes as its backend.
+def register(context: WireContext, *, nccl: bool = False) -> str:
+    """Register `Wire` as a backend that reports to `context`; returns its name for `init_process_group`.
 
-    With `nccl`, CUDA tensors go over NCCL; without, they are staged through host memory and Gloo, which is how ranks
-    share one GPU.
-    """
+    With `nccl`, CUDA tensors go over NCCL; otherwise they are staged through host memory and Gloo, so that ranks can
+    share one GPU."""
 
     def create(options: Any, _: Any) -> Wire:
-        return Wire(options, hub, nccl=nccl)
+        return Wire(options, context, nccl=nccl)
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
     return f"cpu:{BACKEND},cuda:{BACKEND}" if torch.cuda.is_available() else f"cpu:{BACKEND}"
 
 
 class Wire(dist.ProcessGroup):
-    """See the module. `options` is torch's `_DistributedBackendOptions`: store, rank, size, group."""
+    """See the module docstring. `options` is torch's `_DistributedBackendOptions`: store, rank, size, group."""
 
-    def __init__(self, options: Any, hub: Hub, *, nccl: bool) -> None:
+    def __init__(self, options: Any, context: WireContext, *, nccl: bool) -> None:
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stub names a store; the trampoline takes none
-        self.hub = hub
+        self.context = context
         self._rank, self._size = int(rank), int(size)
         self._name_, self._desc = str(options.group_id), ""
-        self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", options.store), rank, size, hub.timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", options.store), rank, size, context.timeout)
         self._nccl: Any = None
         if nccl:
-            os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # for Hub.read_clocks
+            os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # for WireContext.read_clocks
             store = dist.PrefixStore("nccl", options.store)
             self._nccl = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
-        hub.join(
-            self, self._name_, options.global_ranks_in_group or range(self._size)
-        )  # torch gives none for the world
+        ranks = options.global_ranks_in_group or range(self._size)  # torch passes none for the world
+        context.add_group(self, self._name_, ranks)
 
-    # -- what torch asks of a group -------------------------------------------------------------------------------
+    # -- torch's interface of a group -----------------------------------------------------------------------------
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -102,21 +100,21 @@ class Wire(dist.ProcessGroup):
         return self._desc
 
     def abort(self) -> None:
-        """Free this rank from all its groups."""
-        self.hub.abort(f"the group {self._name_} was aborted")
+        """Abort this rank's collectives, in all its groups."""
+        self.context.abort(f"the group {self._name_} was aborted")
         if self._nccl is not None:
             self._nccl.abort()
 
     def shutdown(self) -> None:
-        """Let go of the inner groups, with their threads and connections: torch's caches may keep this one for good.
+        """Release the inner groups, with their threads and connections: torch's caches may keep this object forever.
 
-        After an abort they are put where an operation without end can do no harm.
+        After an abort they are destroyed in a thread, since an operation may still be running.
         """
-        self.hub.leave(self._name_)
+        self.context.remove_group(self._name_)
         inner = [self._gloo, self._nccl]
         self._gloo = self._nccl = None
-        if self.hub.aborted is not None:
-            self.hub.bury(inner)
+        if self.context.aborted is not None:
+            self.context.destroy_async(inner)
         elif inner[1] is not None:
             inner[1].shutdown()
 
@@ -203,7 +201,7 @@ class Wire(dist.ProcessGroup):
         def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
             return group.alltoall_base(outs[0], ins[0], output_splits, input_splits, opts or c10d.AllToAllOptions())
 
-        sent = None  # as it is of even parts
+        sent = None  # the default, for equal parts
         if rows := sum(input_splits):
             sent = input.nbytes - input.nbytes * input_splits[self._rank] // rows
         return self._send("all_to_all", input.nbytes, [input], [output], call, bytes_=sent)
@@ -227,14 +225,16 @@ class Wire(dist.ProcessGroup):
         return self._send("other", inputs[0].nbytes * self._size, inputs, outputs[0] if outputs else [], call)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> WireWork:
-        bytes_ = tensors[0].nbytes
-        return self._send(
-            "other", bytes_, tensors, tensors, lambda g, i, o: g.send(i, dst, tag), bytes_=bytes_, way=Way.OUT
-        )
+        return self._point_to_point(tensors, tensors, lambda g, i, o: g.send(i, dst, tag), LinkDirection.OUT)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> WireWork:
-        bytes_ = tensors[0].nbytes
-        return self._send("other", bytes_, [], tensors, lambda g, i, o: g.recv(o, src, tag), bytes_=bytes_, way=Way.IN)
+        return self._point_to_point([], tensors, lambda g, i, o: g.recv(o, src, tag), LinkDirection.IN)
+
+    def _point_to_point(
+        self, inputs: list[Tensor], outputs: list[Tensor], call: _InnerCall, direction: LinkDirection
+    ) -> WireWork:
+        nbytes = outputs[0].nbytes
+        return self._send("other", nbytes, inputs, outputs, call, bytes_=nbytes, direction=direction)
 
     def barrier(self, opts: Any = None) -> WireWork:
         return self._send("barrier", 0, [], [], lambda g, i, o: g.barrier(c10d.BarrierOptions()))
@@ -242,22 +242,22 @@ class Wire(dist.ProcessGroup):
     def control(self, values: Tensor) -> None:
         """Sum a few float64 on the host over the ranks, in place and blocking, counted as "control".
 
-        The lab's own traffic (the vote that ends a step) is kept apart from the backends'.
+        The lab's own traffic (the vote that ends a step) is metered apart from the backends'.
         """
         if self._size > 1:
             opts = c10d.AllreduceOptions()
-            with self.hub.naming(""):
+            with self.context.unit_scope(""):
                 self._send("control", values.nbytes, [values], [values], _in_place("allreduce", opts)).wait()
 
-    # -- sums in the order of ranks -------------------------------------------------------------------------------
+    # -- sums in rank order ---------------------------------------------------------------------------------------
 
     def _ordered(self, kind: str, op: Any, tensor: Tensor) -> bool:
         if self._size == 1 or op not in _RANK_ORDERED_OPS or not tensor.is_floating_point():
             return False
-        if self.hub.reduction is Reduction.AUTO:
+        if self.context.reduction is ReductionOrder.AUTO:
             over_gloo = self._nccl is None or not tensor.is_cuda
             return kind == "reduce_scatter" and over_gloo
-        return self.hub.reduction is Reduction.RANK_ORDERED
+        return self.context.reduction is ReductionOrder.RANK_ORDERED
 
     def _ordered_reduce_scatter(self, output: Tensor, input: Tensor, op: Any, opts: Any) -> WireWork:
         input = input.contiguous()
@@ -266,7 +266,7 @@ class Wire(dist.ProcessGroup):
         def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
             return group.alltoall_base(outs[0], ins[0], [], [], c10d.AllToAllOptions())
 
-        size = self._size  # not self: see the note on abort
+        size = self._size  # do not capture self: see the note on abort
 
         def add() -> None:
             _sum_in_order(summands.view(size, -1), output, op, opts)
@@ -274,8 +274,8 @@ class Wire(dist.ProcessGroup):
         return self._send("reduce_scatter", input.nbytes, [input], [summands], call, then=add, results=[output])
 
     def _ordered_all_reduce(self, tensor: Tensor, op: Any, opts: Any) -> WireWork:
-        """Everybody gets every summand and adds by itself: one exchange, so that nothing is issued from a callback,
-        where ranks could differ in their order. It sends W/2 times what a ring would; parity is bought with that.
+        """Every rank gets all summands and adds them itself, in one exchange: no collective is issued from a callback,
+        where ranks could differ in order. It sends W/2 times the bytes of a ring, which is the price of bit parity.
         """
         flat = tensor.reshape(-1).clone()  # [n]
         summands = flat.new_empty(self._size * flat.numel())  # [W * n]
@@ -290,7 +290,7 @@ class Wire(dist.ProcessGroup):
         return self._send("all_reduce", tensor.nbytes, [flat], [summands], call, then=add, results=[tensor],
                           bytes_=tensor.nbytes * (self._size - 1))  # fmt: skip
 
-    # -- the one way out ------------------------------------------------------------------------------------------
+    # -- issuing a collective -------------------------------------------------------------------------------------
 
     def _send(
         self,
@@ -298,33 +298,33 @@ class Wire(dist.ProcessGroup):
         payload_bytes: int,
         inputs: list[Tensor],
         outputs: list[Tensor],
-        call: Callable[[Any, list[Tensor], list[Tensor]], Any],
+        call: _InnerCall,
         *,
         then: Callable[[], None] | None = None,
         results: list[Tensor] | None = None,
         bytes_: int | None = None,
-        way: Way = Way.BOTH,
+        direction: LinkDirection = LinkDirection.BOTH,
     ) -> WireWork:
-        """Number, meter and issue one collective. `then` runs when its outputs have landed; `way`: a part of `Way.BOTH`
-        where it is between two ranks alone."""
-        together = way is Way.BOTH
-        if self.hub.link is not None:
-            self._catch_up([*inputs, *outputs])
+        """Number, meter and issue one collective. `then` runs when its outputs have arrived. `direction` is not BOTH
+        only for a transfer between two ranks."""
+        whole_group = direction is LinkDirection.BOTH
+        if self.context.link is not None:
+            self._wait_for_device([*inputs, *outputs])
         if bytes_ is None:
             bytes_ = link_bytes(kind, payload_bytes, self._size)
         tensor = next(iter([*inputs, *outputs]), None)
-        issued = self.hub.number(kind, self._name_, self._size, link_bytes=bytes_, payload_bytes=payload_bytes,
+        issued = self.context.record_issue(kind, self._name_, self._size, link_bytes=bytes_, payload_bytes=payload_bytes,
                                  dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),
-                                 together=together)  # fmt: skip
-        self.hub.book(issued, way)
-        if self.hub.watch is not None:
-            self.hub.watch([*inputs, *outputs, *(results or ())])
+                                 whole_group=whole_group)  # fmt: skip
+        self.context.reserve_link(issued, direction)
+        if self.context.on_issue is not None:
+            self.context.on_issue([*inputs, *outputs, *(results or ())])
         group, ins, outs, unstage = self._route(inputs, outputs)
-        lost = self.hub.lose(self._size)
-        inner: Any = lost or call(group, ins, outs)
-        blocking = lost is not None or group is self._gloo
+        dropped = self.context.dropped_work(self._size)
+        inner: Any = dropped or call(group, ins, outs)
+        blocking = dropped is not None or group is self._gloo
         if blocking and inner is not None:
-            self.hub.begin(issued, [*ins, *outs], inner)
+            self.context.track(issued, [*ins, *outs], inner)
 
         def finish() -> None:
             if unstage is not None:
@@ -332,12 +332,12 @@ class Wire(dist.ProcessGroup):
             if then is not None:
                 then()
 
-        return WireWork(self.hub, issued, inner, results or outputs, finish=finish, blocking=blocking,
-                        sliced=together)  # fmt: skip
+        return WireWork(self.context, issued, inner, results or outputs, finish=finish, blocking=blocking,
+                        sliced=whole_group)  # fmt: skip
 
-    def _catch_up(self, tensors: list[Tensor]) -> None:
-        """Where NCCL is to take an emulated link: the host runs ahead of the device, and what it issues now would begin
-        later; so it waits for the device here, and an issue is what it says."""
+    def _wait_for_device(self, tensors: list[Tensor]) -> None:
+        """For NCCL on an emulated link: the host runs ahead of the device, so a collective would begin later than it
+        was issued. Wait for the device, so that both are the same."""
         device = next((t.device for t in tensors if t.is_cuda), None)
         if device is not None and self._nccl is not None:
             torch.cuda.current_stream(device).synchronize()
@@ -345,7 +345,7 @@ class Wire(dist.ProcessGroup):
     def _route(
         self, inputs: list[Tensor], outputs: list[Tensor]
     ) -> tuple[Any, list[Tensor], list[Tensor], Callable[[], None] | None]:
-        """The inner group for these tensors, the tensors to give it, and what brings its outputs to theirs."""
+        """The inner group for these tensors, the tensors to pass to it, and a copy-back of its outputs, if any."""
         on_gpu = any(t.is_cuda for t in [*inputs, *outputs])
         if not on_gpu:
             return self._gloo, inputs, outputs, None
@@ -368,20 +368,20 @@ def _op(opts: Any) -> Any:
     return _Op.SUM if opts is None else opts.reduceOp.op
 
 
-def _call(name: str, opts: Any) -> Callable[[Any, list[Tensor], list[Tensor]], Any]:
+def _call(name: str, opts: Any) -> _InnerCall:
     """A collective of one output and one input."""
     return lambda group, ins, outs: getattr(group, name)(outs[0], ins[0], opts)
 
 
-def _in_place(name: str, opts: Any) -> Callable[[Any, list[Tensor], list[Tensor]], Any]:
-    """A collective that works on a list of tensors where they lie."""
+def _in_place(name: str, opts: Any) -> _InnerCall:
+    """A collective that works on a list of tensors in place."""
     return lambda group, ins, outs: getattr(group, name)(outs, opts)
 
 
 def _sum_natively(inner_opts: Any, op: Any, opts: Any, outputs: list[Tensor], size: int) -> Callable[[], None] | None:
-    """Set the inner operation; returns what is left to do after it.
+    """Set the inner operation; returns what remains to be done after it.
 
-    A mean is a sum, then a division: Gloo's own AVG once summed only (reduce-scatter, releases before 2.13).
+    A mean is a sum and a division: Gloo's own AVG only summed in reduce-scatter before 2.13.
     """
     inner_opts.reduceOp = _Op.SUM if op in _RANK_ORDERED_OPS else opts.reduceOp
     return lambda: _scale(outputs[0], op, opts, size)
@@ -404,7 +404,7 @@ def _scale(output: Tensor, op: Any, opts: Any, size: int) -> None:
 
 
 def _last(works: list[WireWork]) -> WireWork:
-    """One work that stands for several: the others are waited for here."""
+    """One work that represents several: the others are waited for here."""
     for earlier in works[:-1]:
         earlier.wait()
     return works[-1]

@@ -1,9 +1,8 @@
-"""`Link`: an interconnect that is emulated, slower than the wire; `Alarm`: calls back when a transfer on it is over.
+"""`Link`: an emulated interconnect, slower than the real one. `Alarm`: calls back when a transfer on it is over.
 
-A collective is booked at its issue and completes when its bytes are really there and the link has carried them too,
-whichever is later. Each rank books by itself, when it issues; the sum in the order of ranks happens while the link is busy,
-as a GPU's collectives add while they receive.
-"""
+A collective reserves the link when it is issued, and completes when its bytes have arrived and the link has carried
+them, whichever is later. Each rank reserves on its own. The sum in rank order is computed while the link is busy, as a
+GPU's collectives add while they receive."""
 
 from __future__ import annotations
 
@@ -13,14 +12,18 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from enum import Flag, auto
+from typing import Any
 
-_SPIN_S = 200e-6  # what a sleep may come late (Linux: 60 to 200 us); so much of a wait is spent yielding
-_IDLE_S = 1.0  # after so long without anything to do the alarm's thread ends
+import torch
+
+_SPIN_S = 200e-6  # a sleep may end this much late (Linux: 60 to 200 us); the end of a wait is spent yielding
+_IDLE_S = 1.0  # the alarm's thread ends after so long without work
 
 
-class Way(Flag):
-    """Which directions of a rank's link a transfer occupies. A ring sends and receives the same at once."""
+class LinkDirection(Flag):
+    """Which directions of a rank's link a transfer occupies. A ring sends and receives at the same time."""
 
     OUT = auto()
     IN = auto()
@@ -28,13 +31,13 @@ class Way(Flag):
 
 
 class Link:
-    """One FIFO a direction, which all groups of a rank share, so that two collectives in flight halve the bandwidth:
+    """One FIFO per direction, shared by all groups of a rank, so that two collectives in flight halve the bandwidth:
 
         finish = max(now, link_free) + latency + link_bytes / bandwidth
 
     Args:
         bytes_per_s: of one direction.
-        latency_s: of each collective, however small; the link is taken for it.
+        latency_s: of each collective, whatever its size; it occupies the link.
 
     Raises:
         ValueError: no bandwidth, or a negative latency.
@@ -45,25 +48,50 @@ class Link:
             raise ValueError(f"a link of {bytes_per_s} bytes/s and {latency_s} s cannot be; give a bandwidth above 0")
         self.bytes_per_s, self.latency_s = bytes_per_s, latency_s
         self._lock = threading.Lock()
-        self._free_s = {Way.OUT: 0.0, Way.IN: 0.0}
+        self._free_s = {LinkDirection.OUT: 0.0, LinkDirection.IN: 0.0}
 
-    def book(self, now_s: float, link_bytes: int, way: Way = Way.BOTH) -> float:
-        """Queue a transfer; returns when it will be over, on the clock of `now_s`."""
+    def reserve(self, now_s: float, link_bytes: int, direction: LinkDirection = LinkDirection.BOTH) -> float:
+        """Queue a transfer; returns when it ends, on the clock of `now_s`."""
         with self._lock:
-            ways = [w for w in self._free_s if w in way]
-            start_s = max(now_s, *(self._free_s[w] for w in ways))
+            directions = [d for d in self._free_s if d in direction]
+            start_s = max(now_s, *(self._free_s[d] for d in directions))
             finish_s = start_s + self.latency_s + link_bytes / self.bytes_per_s
-            self._free_s.update(dict.fromkeys(ways, finish_s))
+            self._free_s.update(dict.fromkeys(directions, finish_s))
         return finish_s
 
-    def clear(self) -> None:
-        """Nothing is on it any more."""
+    def reset(self) -> None:
+        """Nothing is queued any more."""
         with self._lock:
-            self._free_s = {Way.OUT: 0.0, Way.IN: 0.0}
+            self._free_s = {LinkDirection.OUT: 0.0, LinkDirection.IN: 0.0}
+
+
+class DroppedWork:
+    """Stands for an operation whose bytes never pass, because this rank's link was cut (`WireContext.cut_link`).
+
+    It has the part of Gloo's `Work` that a `WireWork` uses. Nothing is sent, and nothing writes to its tensors.
+
+    Args:
+        abort_event: set by an abort, which ends all waits.
+    """
+
+    def __init__(self, abort_event: threading.Event) -> None:
+        self._abort_event = abort_event
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: timedelta) -> None:
+        """Raises RuntimeError: after `timeout`, or at once after an abort."""
+        self._abort_event.wait(timeout.total_seconds())
+        raise RuntimeError("the link of this rank is cut")
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """One that never completes."""
+        return torch.futures.Future()
 
 
 def pause_until(due_s: float, interrupt: threading.Event) -> None:
-    """Wait for a moment of `time.perf_counter` to some microseconds, or until `interrupt` is set."""
+    """Wait for a moment of `time.perf_counter`, within some microseconds, or until `interrupt` is set."""
     while (left_s := due_s - time.perf_counter()) > 0 and not interrupt.is_set():
         if left_s > _SPIN_S:
             interrupt.wait(left_s - _SPIN_S)
@@ -72,10 +100,10 @@ def pause_until(due_s: float, interrupt: threading.Event) -> None:
 
 
 class Alarm:
-    """Calls back at given moments, from one thread, which is there only while it is needed.
+    """Calls back at given moments, from one thread that exists only while it is needed.
 
-    What nobody waits for in Python (DDP's futures) is completed by it: a wait in Gloo's own threads would hold up what
-    they have to do next.
+    It completes what is not waited for in Python (DDP's futures): a wait in Gloo's own threads would delay their next
+    operations.
     """
 
     def __init__(self) -> None:
@@ -95,7 +123,7 @@ class Alarm:
             self._changed.notify()
 
     def clear(self) -> None:
-        """Forget all calls that are still to come."""
+        """Cancel all calls that have not been made."""
         with self._changed:
             self._due.clear()
             self._changed.notify()
@@ -105,10 +133,10 @@ class Alarm:
             due_s, call = due
             pause_until(due_s, self._never)
             call()
-            del due, call  # what it refers to may go
+            del due, call  # do not keep what they refer to
 
     def _next(self) -> tuple[float, Callable[[], None]] | None:
-        """Waits until shortly before the earliest call, and takes it; None when there has been nothing for a while."""
+        """Waits until shortly before the earliest call and takes it; None after a while without any."""
         with self._changed:
             while True:
                 left_s = self._due[0][0] - time.perf_counter() - _SPIN_S if self._due else _IDLE_S

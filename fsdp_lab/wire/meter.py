@@ -1,4 +1,4 @@
-"""`Meter`: what crossed the wire, collective by collective, and how long computing waited for it."""
+"""`Meter`: the collectives that crossed the wire, and how long computing waited for them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_lab.events import Traffic
-from fsdp_lab.spans import Span, Track
+from fsdp_lab.core.events import Traffic
+from fsdp_lab.core.spans import Span, Track
 
-_MOST = 20_000  # collectives kept where nobody takes them
+_MOST = 20_000  # collectives kept until they are taken
 
 
 def link_bytes(kind: str, payload_bytes: int, size: int) -> int:
@@ -30,11 +30,10 @@ def link_bytes(kind: str, payload_bytes: int, size: int) -> int:
 
 @dataclass(kw_only=True, slots=True)
 class Collective:
-    """One collective as this rank saw it. Times are of its `time.perf_counter`, in seconds.
+    """One collective as seen by this rank. Times are of its `time.perf_counter`, in seconds.
 
-    On a CPU nobody sees when Gloo's threads begin with it; between its issue and its end it may have stood in their queue,
-    or waited for ranks that came later.
-    """
+    On a CPU the start is not visible: between its issue and its end, a collective may have been queued for Gloo's
+    threads, or waited for later ranks."""
 
     sequence: int  # over all groups of this rank, from 0
     kind: str
@@ -42,25 +41,25 @@ class Collective:
     size: int
     link_bytes: int
     issue_s: float
-    ordinal: int = 0  # within its group: on all its ranks the same number is the same collective; -1: from rank to rank
-    unit: str = ""  # whose parameters or gradients it moves; "" where it belongs to none
+    ordinal: int = 0  # within its group: the same number is the same collective on all ranks; -1: between two ranks
+    unit: str = ""  # the unit whose parameters or gradients it moves, or ""
     dtype: str = ""
     payload_bytes: int = 0
     backward: int = 0  # how many backwards had ended when it was issued
-    start_s: float | None = None  # when the device began with it; None on a CPU
-    end_s: float | None = None  # its results are there; None where nobody was told
-    waits: list[tuple[float, float]] = field(default_factory=list)  # from and to: somebody computed nothing meanwhile
-    link_end_s: float | None = None  # when the emulated link has carried it; None: there is none
-    by_future: bool = False  # it is waited for in C++, where nobody sees the wait: DDP's reducer
+    start_s: float | None = None  # when the device began; None on a CPU
+    end_s: float | None = None  # when its results were available; None if unknown
+    waits: list[tuple[float, float]] = field(default_factory=list)  # (from, to) in which a thread waited for it
+    link_end_s: float | None = None  # when the emulated link has carried it; None without one
+    by_future: bool = False  # waited for in C++, where the wait is not visible: DDP's reducer
 
     @property
     def began_s(self) -> float:
-        """As early as is known."""
+        """The start if known, otherwise the issue."""
         return self.issue_s if self.start_s is None else self.start_s
 
 
 class Meter:
-    """Keeps collectives until they are taken, once a step; any thread may call it."""
+    """Keeps collectives until they are taken, once per step. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -74,7 +73,7 @@ class Meter:
             self._kept.append(collective)
 
     def copied(self, unit: str, start_s: float, end_s: float) -> None:
-        """A unit's parameters or gradients went from host to device or back."""
+        """A unit's parameters or gradients were copied between host and device."""
         with self._lock:
             self._copies.append((unit, start_s, end_s))
 
@@ -84,28 +83,29 @@ class Meter:
             self._backwards += 1
 
     def take(self) -> list[Collective]:
-        """What was issued since the last time, in that order."""
+        """The collectives issued since the last call, in order."""
         with self._lock:
             taken = list(self._kept)
             self._kept.clear()
         return taken
 
     def take_copies(self) -> list[tuple[str, float, float]]:
-        """Host copies since the last time: unit, from, to."""
+        """The host copies since the last call: (unit, from, to)."""
         with self._lock:
             taken = list(self._copies)
             self._copies.clear()
         return taken
 
 
-def traffic(collectives: Sequence[Collective], shown: Mapping[str, float] | None = None) -> dict[str, Traffic]:
-    """By kind. One that has not ended counts no seconds. `shown`: what is exposed, where another knows it better."""
-    shown = exposed(collectives) if shown is None else shown
+def traffic(collectives: Sequence[Collective], exposed_s: Mapping[str, float] | None = None) -> dict[str, Traffic]:
+    """Traffic by kind. A collective that has not ended adds no seconds. `exposed_s`: seconds of exposed communication
+    by kind, if measured elsewhere."""
+    exposed_s = exposed(collectives) if exposed_s is None else exposed_s
     found: dict[str, Traffic] = {}
     for c in collectives:
         seconds = 0.0 if c.end_s is None else c.end_s - c.began_s
         found[c.kind] = found.get(c.kind, Traffic()) + Traffic(calls=1, link_bytes=c.link_bytes, seconds=seconds)
-    return {kind: t + Traffic(exposed_seconds=shown.get(kind, 0.0)) for kind, t in found.items()}
+    return {kind: t + Traffic(exposed_seconds=exposed_s.get(kind, 0.0)) for kind, t in found.items()}
 
 
 def exposed(collectives: Sequence[Collective]) -> dict[str, float]:
@@ -117,13 +117,12 @@ def exposed(collectives: Sequence[Collective]) -> dict[str, float]:
 
 
 def waits(collectives: Sequence[Collective]) -> list[tuple[float, float, Collective]]:
-    """Exposed communication: when computing waits for a collective, from and to, in the order of time.
+    """Exposed communication: (from, to) in which computing waits for a collective, ordered by time.
 
-    Where this side waits, it is the wait, with what is left to do when the bytes have come (the sum in the order of ranks).
-    DDP's reducer waits in C++ for all its buckets at the end of a backward: there it is the time from the last gradient,
-    with which the last bucket is issued, to each bucket's landing. An instant in which several are waited for counts once,
-    for the one whose wait began first, so no two overlap. Waits for ranks that come late are part of it.
-    """
+    For a wait in Python it is the wait itself, including `finish` (the sum in rank order). DDP's reducer waits in C++
+    for all its buckets at the end of a backward: there it is the time from the last gradient, with which the last
+    bucket is issued, to the completion of each bucket. Time spent waiting for several collectives counts once, for the
+    one whose wait began first, so that waits do not overlap. Waits for late ranks are included."""
     ready: dict[int, float] = {}  # by backward: when its last bucket was issued
     for c in collectives:
         if c.by_future:
@@ -142,7 +141,7 @@ def waits(collectives: Sequence[Collective]) -> list[tuple[float, float, Collect
 
 
 def spans(collectives: Sequence[Collective], begin_s: float) -> list[Span]:
-    """Each collective that has ended, and each wait, as seconds since `begin_s`."""
+    """A span for each collective that has ended and for each wait, in seconds since `begin_s`."""
     sent = [(c.began_s, c.end_s, c) for c in collectives if c.end_s is not None]
     return [
         *(_span(Track.of(c.kind), start - begin_s, end - begin_s, c) for start, end, c in sent),
@@ -151,17 +150,6 @@ def spans(collectives: Sequence[Collective], begin_s: float) -> list[Span]:
 
 
 def _span(track: Track, start_s: float, end_s: float, c: Collective) -> Span:
-    return Span(
-        track=track,
-        name=c.kind,
-        unit=c.unit,
-        start_s=start_s,
-        end_s=end_s,
-        sequence=c.sequence,
-        ordinal=c.ordinal,
-        group=c.group,
-        size=c.size,
-        dtype=c.dtype,
-        link_bytes=c.link_bytes,
-        payload_bytes=c.payload_bytes,
-    )
+    same = ("unit", "sequence", "ordinal", "group", "size", "dtype", "link_bytes", "payload_bytes")
+    fields = {name: getattr(c, name) for name in same}
+    return Span(track=track, name=c.kind, start_s=start_s, end_s=end_s, **fields)

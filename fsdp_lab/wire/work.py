@@ -1,4 +1,4 @@
-"""`WireWork`: one collective in flight, with a future of its own (see "Note: abort" in hub.py)."""
+"""`WireWork`: one collective in flight, with a future of its own (see "Note: abort" in context.py)."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ import torch
 from torch import distributed as dist
 from torch.autograd.profiler import record_function
 
-from fsdp_lab.wire.hub import Hub, RankAborted, WireTimeout
+from fsdp_lab.wire.context import RankAborted, WireContext, WireTimeout
 from fsdp_lab.wire.meter import Collective
 
 _SLICE = timedelta(seconds=0.1)  # the longest wait in C++, hence how late an abort is seen
 
 
 class WireWork(dist.Work):
-    """Wraps the works of Gloo or NCCL that make up one collective.
+    """Wraps the Gloo or NCCL work of one collective.
 
-    Not `sliced`: it is waited for in one piece, and no abort is heard meanwhile. Between two ranks it must be so: where a
-    wait for that times out, Gloo closes their connection.
+    A work that is not `sliced` is waited for in one piece, and an abort does not interrupt that. Transfers between two
+    ranks need this: when a wait for one times out, Gloo closes the connection.
 
-    `finish` is what remains to be done when the bytes have landed (a sum in the order of ranks, a division, a copy to
-    the device); it runs once, in the thread that waits or, where a future is out, in the thread that completes it.
-    """
+    `finish` is what remains to be done when the bytes have arrived (a sum in rank order, a division, a copy to the
+    device). It runs once, in the thread that waits or, if a future was handed out, in the thread that completes it."""
 
     def __init__(
         self,
-        hub: Hub,
+        context: WireContext,
         issued: Collective,
         inner: dist.Work | None,
         results: list[torch.Tensor],
@@ -41,13 +40,13 @@ class WireWork(dist.Work):
         sliced: bool = True,
     ) -> None:
         super().__init__()
-        self._hub, self._issued, self._inner, self._results = hub, issued, inner, results
+        self._context, self._issued, self._inner, self._results = context, issued, inner, results
         self._finish, self._blocking, self._sliced = finish, blocking, sliced
         self._once = threading.Lock()
-        self._finished = self._completed = self._settled = False  # its last writing, the link too, its future too
+        self._finished = self._completed = self._settled = False  # outputs written; link done too; future done too
         self._future: torch.futures.Future[Any] | None = None
         self._stream: Any = None  # on which a GPU's results are ready, whichever thread completes the future
-        self._watch()
+        self._record_end()
 
     # -- torch's interface ----------------------------------------------------------------------------------------
 
@@ -57,11 +56,11 @@ class WireWork(dist.Work):
             start_s = time.perf_counter()
             self._wait_inner(timeout)
             self._finish_up()
-            self._hub.await_link(self._issued)
+            self._context.wait_link(self._issued)
             self._complete()
-            if self._blocking or self._issued.link_end_s is not None:  # else a stream waits, and not this thread
+            if self._blocking or self._issued.link_end_s is not None:  # otherwise a stream waits, not this thread
                 self._issued.waits.append((start_s, time.perf_counter()))
-        self._hub.check()
+        self._context.check()
         return True
 
     def synchronize(self) -> None:
@@ -72,19 +71,19 @@ class WireWork(dist.Work):
         return self._completed or (landed and time.perf_counter() >= (self._issued.link_end_s or 0.0))
 
     def is_success(self) -> bool:
-        return self.is_completed() and self._hub.aborted is None
+        return self.is_completed() and self._context.aborted is None
 
     def result(self) -> list[torch.Tensor]:
         return self._results
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Completes with the list of result tensors; after an abort too, and then they hold nothing."""
+        """Completes with the list of result tensors; after an abort too, with invalid values."""
         if self._future is None:
             devices: list[int | str | torch.device] = [t.device for t in self._results[:1] if t.is_cuda]
             self._future = torch.futures.Future(devices=devices)
             self._stream = torch.cuda.current_stream(self._results[0].device) if devices else None
             self._issued.by_future = True
-            self._hub.expose(self)
+            self._context.add_cancellable(self)
             if self._inner is None:
                 self._land()
             elif self._blocking:
@@ -95,7 +94,7 @@ class WireWork(dist.Work):
         return self._future
 
     def followed_by(self, then: Callable[[], object], results: list[torch.Tensor]) -> WireWork:
-        """Add to what is done at landing, and give other results. Only for whoever issued the work, at once."""
+        """Add to `finish`, and set other results. Only for the caller that issued the work, right away."""
         before = self._finish
 
         def both() -> None:
@@ -108,23 +107,21 @@ class WireWork(dist.Work):
 
     # -- completion -----------------------------------------------------------------------------------------------
 
-    def void(self) -> None:
-        """Complete the future without its bytes. One that finishes just now does so first."""
+    def cancel(self) -> None:
+        """Complete the future without its bytes. A `finish` in progress ends first."""
         with self._once:
             self._finish = None
         self._settle()
 
-    def _watch(self) -> None:
-        """Take the time of completion where the inner work tells it; else the end of the wait counts."""
-        if self._inner is None:
-            return
-        if not self._blocking:
-            return  # the stream that waits for it is asked (`_wait_stream`)
-        hub, issued = self._hub, self._issued
+    def _record_end(self) -> None:
+        """Take the time of completion from the inner work's future; without one, the end of the wait counts."""
+        if self._inner is None or not self._blocking:
+            return  # NCCL's is taken from the stream that waits for it (`_wait_stream`)
+        context, issued = self._context, self._issued
 
         def stamp(_: torch.futures.Future[Any]) -> None:
             issued.end_s = max(time.perf_counter(), issued.link_end_s or 0.0)
-            hub.end(issued)
+            context.untrack(issued)
 
         with contextlib.suppress(RuntimeError):  # Gloo's own reduce-scatter has no future
             self._inner.get_future().add_done_callback(stamp)
@@ -134,25 +131,25 @@ class WireWork(dist.Work):
         try:
             self._inner.get_future().add_done_callback(self._land_in_callback)
         except RuntimeError:  # no future: wait for it in a thread
-            threading.Thread(target=self._land_aside, daemon=True).start()
+            threading.Thread(target=self._land_in_thread, daemon=True).start()
 
     def _land_in_callback(self, done: torch.futures.Future[Any]) -> None:
-        """In Gloo's thread, where the inner future is complete but its work is not yet: so ask the future alone."""
+        """In Gloo's thread, where the inner future is complete but its work is not yet: use only the future."""
         if self._settled:
-            return  # void: what became of it is nobody's business any more
+            return  # cancelled
         try:
             done.value()
             self._land()
         except RuntimeError as e:
-            self._hub.abort(f"{self._name()} failed: {_first_line(e)}")
+            self._context.abort(f"{self._name()} failed: {_first_line(e)}")
 
-    def _land_aside(self) -> None:
+    def _land_in_thread(self) -> None:
         try:
             self._wait_inner(None)
             self._land()
         except RuntimeError as e:
             if not self._settled:
-                self._hub.abort(str(e))
+                self._context.abort(str(e))
 
     def _wait_inner(self, timeout: timedelta | None) -> None:
         if self._inner is None:
@@ -160,49 +157,50 @@ class WireWork(dist.Work):
         if not self._blocking:
             self._wait_stream()
             return
-        limit_s = timeout.total_seconds() if timeout and timeout.total_seconds() > 0 else self._hub.timeout_s
+        limit_s = timeout.total_seconds() if timeout and timeout.total_seconds() > 0 else self._context.timeout_s
         while True:
-            self._hub.check()
+            self._context.check()
             try:
                 self._inner.wait(_SLICE if self._sliced else timedelta(seconds=limit_s))
                 return
-            except RuntimeError:  # the slice is over, or something broke, or it completed just now
+            except RuntimeError:  # the slice is over, it failed, or it completed just now
                 if self._inner.is_completed():
-                    self._raise_what_broke()
+                    self._raise_failure()
                     return
             if time.perf_counter() - self._issued.issue_s > limit_s:
                 raise WireTimeout(f"{self._name()} did not complete in {limit_s:.0f} s: a rank did not join it")
 
     def _wait_stream(self) -> None:
-        """NCCL: orders the current stream behind it, and does not block."""
+        """NCCL: orders the current stream behind the work, without blocking."""
         assert self._inner is not None
         self._inner.wait()
-        self._hub.clock(self._issued, self._inner)
+        self._context.time_nccl(self._issued, self._inner)
 
-    def _raise_what_broke(self) -> None:
+    def _raise_failure(self) -> None:
         assert self._inner is not None
         try:
-            self._inner.wait()  # completed: returns at once, or raises what Gloo ran into
+            self._inner.wait()  # completed: returns at once, or raises Gloo's error
         except RuntimeError as e:
             raise RankAborted(f"{self._name()} failed: {_first_line(e)}") from None
 
     def _land(self) -> None:
-        """Where a future is out and the bytes have come: complete it, when the emulated link has carried them too."""
+        """A future was handed out and the bytes have arrived: complete it when the emulated link has carried them
+        too."""
         self._finish_up()
         due_s = self._issued.link_end_s
         if due_s is None or time.perf_counter() >= due_s:
             self._complete()
         else:
-            self._hub.alarm.at(due_s, self._complete_aside)
+            self._context.alarm.at(due_s, self._complete_in_alarm)
 
     def _finish_up(self) -> None:
-        """What is to be done with the bytes that have come, once."""
-        self._hub.end(self._issued)
+        """Run `finish` on the bytes that have arrived, once."""
+        self._context.untrack(self._issued)
         with self._once:
             if not self._finished:
                 finish, self._finish = self._finish, None
-                if finish is not None and self._hub.aborted is None:
-                    with record_function("wire"):  # a part of the collective, whose operators are not the model's
+                if finish is not None and self._context.aborted is None:
+                    with record_function("wire"):  # part of the collective: its operators are not the model's
                         finish()
                 self._finished = True
 
@@ -210,15 +208,15 @@ class WireWork(dist.Work):
         with self._once:
             first, self._completed = not self._completed, True
         if first and self._blocking and (self._issued.end_s is None or self._issued.by_future):
-            self._issued.end_s = time.perf_counter()  # a future gives what is finished
+            self._issued.end_s = time.perf_counter()  # a future delivers finished results
         self._settle()
 
-    def _complete_aside(self) -> None:
+    def _complete_in_alarm(self) -> None:
         """In the alarm's thread."""
         try:
             self._complete()
         except RuntimeError as e:
-            self._hub.abort(f"{self._name()} failed: {_first_line(e)}")
+            self._context.abort(f"{self._name()} failed: {_first_line(e)}")
 
     def _settle(self) -> None:
         with self._once:
@@ -230,8 +228,8 @@ class WireWork(dist.Work):
 
     def _name(self) -> str:
         i = self._issued
-        whose = f" of {i.unit}" if i.unit else ""
-        return f"collective {i.sequence} ({i.kind}{whose} in group {i.group} of {i.size})"
+        unit = f" of {i.unit}" if i.unit else ""
+        return f"collective {i.sequence} ({i.kind}{unit} in group {i.group} of {i.size})"
 
 
 def _first_line(e: Exception) -> str:

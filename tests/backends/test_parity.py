@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_lab.spec import Spec
+from fsdp_lab.core.spec import Spec
 from tests.engine.parity import Outcome, Outcomes, assert_equal, assert_learned, plan
 from tests.pool import RankError
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from fsdp_lab.backends import build, carry, fill
+from fsdp_lab.backends import build, fill, transfer_state
 from fsdp_lab.backends.base import Backend
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.models import Batches, Initializer, resolve
-from fsdp_lab.spec import Spec
 from tests import remembered
 from tests.pool import Place
 
@@ -20,11 +20,11 @@ def start(place: Place, spec: Spec, before: Backend | None = None) -> Backend:
     config = resolve(spec.workload.model)
     skeleton = remembered.skeleton(config)
     initial = Initializer(skeleton, spec.workload.seed)
-    backend = build(skeleton, spec, place.seat.device)
+    backend = build(skeleton, spec, place.info.device)
     if before is None:
         fill(backend, initial)
     else:
-        carry(before, backend)
+        transfer_state(before, backend)
         before.release()
     return backend
 
@@ -49,11 +49,13 @@ def steps(place: Place, spec: Spec, backend: Backend, first: int, count: int) ->
 
 def whole(backend: Backend) -> dict[str, torch.Tensor]:
     """Every parameter whole, on every rank."""
-    mine = {p.name: (p.start, p.stop, p.local.clone().numpy()) for p in backend.pieces()}  # torch's take long to send
+    mine = {
+        p.name: (p.start, p.stop, p.local.clone().numpy()) for p in backend.param_shards()
+    }  # torch's take long to send
     everybodys = [mine] * dist.get_world_size()
     if len(everybodys) > 1:
         dist.all_gather_object(everybodys, mine)
-    found = {p.name: torch.full(p.shape, math.nan) for p in backend.pieces()}
+    found = {p.name: torch.full(p.shape, math.nan) for p in backend.param_shards()}
     for held in everybodys:
         for name, (start, stop, values) in held.items():
             found[name].view(-1)[start:stop] = torch.from_numpy(values)
@@ -61,15 +63,15 @@ def whole(backend: Backend) -> dict[str, torch.Tensor]:
 
 
 def carried(place: Place, before: dict[str, Any], after: dict[str, Any]) -> tuple[int, int]:
-    """Bytes that this rank sends for a carry, by what the wire counted, and those of all parameters."""
+    """Bytes that this rank sends for a transfer_state, by what the wire counted, and those of all parameters."""
     one, other = Spec.from_dict(before), Spec.from_dict(after)
     old = start(place, one)
     steps(place, one, old, 0, 1)
     new = start(place, other)
-    place.world.hub.meter.take()
-    carry(old, new)
-    sent = sum(c.link_bytes for c in place.world.hub.meter.take() if c.kind == "all_to_all")
-    whole = sum(4 * p.shape.numel() for p in old.pieces())
+    place.world.context.meter.take()
+    transfer_state(old, new)
+    sent = sum(c.link_bytes for c in place.world.context.meter.take() if c.kind == "all_to_all")
+    whole = sum(4 * p.shape.numel() for p in old.param_shards())
     old.release()
     new.release()
     return sent, whole

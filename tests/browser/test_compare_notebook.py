@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from fsdp_lab import History
-from fsdp_lab.runs import Runs
+from fsdp_lab.history import RunList
 from tests.browser.jupyter import REPO, JupyterServer, Notebook
 
 NAME = "04_compare_strategies.ipynb"
@@ -33,7 +33,7 @@ def gone_through(
     return notebook, server.root
 
 
-def kept(folder: Path) -> Runs:
+def kept(folder: Path) -> RunList:
     """What the notebook's kernel kept."""
     return History(folder.parent / "history.sqlite3").runs()
 

@@ -139,17 +139,19 @@ def test_a_comparison_by_its_form(opened: ComparisonPage):
     opened.wait_state("finished", 60)
     assert opened.page.locator(".fsdp-live").first.get_attribute("data-scene") == scene
     opened.page.locator(".fsdp-card-comparison .fsdp-reading", has_text="The fastest that fits is").wait_for()
-    assert opened.card.locator("tbody tr").count() == 4
-    assert "refused" in opened.card.locator("tbody tr").nth(3).inner_text()
+    assert opened.card.locator("tbody tr").count() == 3
+    refused = re.compile(r"Refused, so not in the table: 4 ddp \w+ \(")  # of the sharding that an earlier test left
+    opened.card.get_by_text(refused).first.wait_for()
     assert opened.field("sharding").locator("select").is_enabled()
 
 
+@pytest.mark.slow
 def test_how_it_looks(opened: ComparisonPage, picture):
     """Pins of several strategies, a difference, a live run, and a form that is open."""
     opened.notebook.execute("""
 from tests.dashboard.test_board import run_of
-from fsdp_lab.spec import Spec
-from fsdp_lab.events import StepEvent
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.events import StepEvent
 right = run_of(Spec(), 60, 'right')
 wrong = run_of(Spec().replace(precision='bf16'), 60, 'wrong')
 told = wrong.events.since()[0]

@@ -109,7 +109,7 @@ def test_what_is_chosen_is_drawn_as_predicted_before_it_lands(opened, picture):
     opened.wait_reading("memory", r"predicted [\d.]+ MiB for what is chosen")
     card = opened.page.locator(".fsdp-card-memory").first
     card.scroll_into_view_if_needed()
-    opened.page.wait_for_function(f"(before) => ({peak})() > 1.2 * before", arg=before, timeout=20_000)
+    opened.page.wait_for_function(f"(before) => ({peak})() > 1.05 * before", arg=before, timeout=20_000)
     for width, theme in ((1560, "Dark"), (900, "Light")):
         opened.show(width, theme)
         card.screenshot(path=picture(f"ghost_{width}_{theme}"))

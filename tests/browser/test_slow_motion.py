@@ -10,6 +10,7 @@ from playwright.sync_api import Locator
 
 from tests.browser.driver import DashboardPage, model
 from tests.browser.jupyter import JupyterServer, Notebook
+from tests.covering import tiered
 
 CELL = """\
 from tests.dashboard.fake_lab import FakeLab
@@ -138,8 +139,13 @@ def test_a_refused_backend_has_its_way_out(desk: SlowPage, watched: Callable[[No
     assert desk.field("backend").locator("select").input_value() == "lab"
 
 
-@pytest.mark.parametrize("width", [900, 1500])
-@pytest.mark.parametrize("theme", ["Light", "Dark"])
+@pytest.mark.parametrize(
+    ("theme", "width"),
+    tiered(
+        [("Light", 900), ("Light", 1500), ("Dark", 900), ("Dark", 1500)],
+        lambda theme, width: (theme, width) == ("Dark", 900),
+    ),
+)
 def test_how_it_looks(desk: SlowPage, watched: Callable[[Notebook], None], picture: Callable[[str], Path],
                       width: int, theme: str):  # fmt: skip
     watched(desk.notebook)
@@ -154,6 +160,7 @@ def test_how_it_looks(desk: SlowPage, watched: Callable[[Notebook], None], pictu
     desk.photograph_slow(picture(f"slow-motion-{width}-{theme.lower()}"))
 
 
+@pytest.mark.slow
 def test_sixteen_ranks(desk: SlowPage, watched, picture):
     watched(desk.notebook)
     desk.notebook.execute("lab.ranks = 16; lab.spec = lab.spec.replace(world_size=16, model='gpt2-10m')")

@@ -76,11 +76,11 @@ def test_it_follows_the_newest_traced_step_and_holds_a_pinned_one(opened: Timeli
     """A person's path: watch, pin, look at others, type a number, let go."""
     opened.wait_shown("s > n", opened.shown())
     opened.hold.click()
-    opened.wait_reading("timeline", r"^pinned · step [\d,]+: \d+ ms, [\d.]+ ms exposed on rank \d, most for ")
+    opened.wait_reading("timeline", r"^pinned · step [\d,]+: [\d.]+ ms, [\d.]+ ms exposed on rank \d, most for ")
     held, lefts = opened.shown(), opened.lefts()
     opened.wait_step(opened.step() + 25)
     assert opened.shown() == held and opened.lefts() == lefts
-    assert opened.hold.inner_text() == "Let go" and opened.hold.get_attribute("aria-pressed") == "true"
+    assert opened.hold.inner_text() == "Unpin" and opened.hold.get_attribute("aria-pressed") == "true"
 
     opened.card.get_by_role("button", name="before this one").click()
     opened.wait_shown("s === n", held - 5)
@@ -110,7 +110,7 @@ def test_it_can_be_pinned_while_a_cell_is_busy_and_after_the_run(opened: Timelin
     opened.button("Stop").click()
     opened.wait_state("stopped")
     opened.hold.click()
-    newest = int(opened.notebook.execute("print(lab.current.events.traced()[-1][0].step)"))
+    newest = int(opened.notebook.execute("print(lab.current.events.traced()[-1].number)"))
     opened.wait_shown("s === n", newest)
 
 
@@ -152,6 +152,7 @@ def test_the_axis_stands_still_while_steps_change(opened: TimelinePage):
     assert len(seen) == 1
 
 
+@pytest.mark.slow
 def test_how_it_looks(opened: TimelinePage, picture):
     opened.hold.click()
     opened.wait_reading("timeline", "^pinned")
@@ -163,6 +164,7 @@ def test_how_it_looks(opened: TimelinePage, picture):
         opened.card.screenshot(path=picture(f"timeline-{width}-{theme.lower()}"))
 
 
+@pytest.mark.slow
 def test_many_ranks(desk: TimelinePage, watched, picture):
     """Of 64 ranks three are drawn, each by its name."""
     watched(desk.notebook)

@@ -13,16 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdp_lab.bench.forms import METERED_PEERS, METERING, STEP, named
-from fsdp_lab.bench.launch import BenchError, measure, place
-from fsdp_lab.bench.plan import Plan, PlanError
-from fsdp_lab.bench.ratios import Measured, Spread
-from fsdp_lab.cli.bench import toggle
-from fsdp_lab.cli.bench.endure import growth
-from fsdp_lab.cli.bench.step import check_same_work, report
-from fsdp_lab.cli.bench.toggle import route, tour
-from fsdp_lab.cli.console import Failed
+from fsdp_lab.bench.benches import report
+from fsdp_lab.bench.launch import measure, place
+from fsdp_lab.bench.plan import METERED_PEERS, METERING, STEP, BenchPlan, PlanError, named
+from fsdp_lab.bench.ratios import BenchError, BenchResult, spread
+from fsdp_lab.cli import lab_benches
+from fsdp_lab.cli.lab_benches import growth, route, tour
 from fsdp_lab.cli.main import main
+from fsdp_lab.core.spread import Spread
 
 TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--vocab", "64", "--seq-len", "8", "--device", "cpu"]
 
@@ -45,7 +43,7 @@ def test_live_measures_start_switches_and_stops(tmp_path: Path, capsys: pytest.C
 def test_toggle_is_measured_beside_a_relaunch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(toggle, "WITHIN_S", 0.3)
+    monkeypatch.setattr(lab_benches, "WITHIN_S", 0.3)
     file = tmp_path / "toggle.json"
     assert (
         main(["bench", "toggle", "--model", "gpt2-1m", "--pairs", "4", "--relaunches", "1", "--json", str(file)]) == 0
@@ -77,8 +75,8 @@ def test_growth_is_of_medians_from_the_hundredth_toggle_on() -> None:
         (["toggle", "--pairs", "1"], "--pairs 1 is refused"),
         (["metering", "--launches", "1", "--device", "cpu"], "--launches 1 is refused; give 2 or more"),
         (["toggle", "--relaunches", "0"], "--relaunches 0 is refused"),
-        (["endure", "--toggles", "50"], "--toggles 50 is refused; give 110 or more"),
-        (["endure", "--backend", "lab,fsdp3"], "--backend 'fsdp3' is refused"),
+        (["soak", "--toggles", "50"], "--toggles 50 is refused; give 110 or more"),
+        (["soak", "--backend", "lab,fsdp3"], "--backend 'fsdp3' is refused"),
     ],
 )
 def test_what_cannot_be_toggled_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +84,7 @@ def test_what_cannot_be_toggled_is_refused(arguments: list[str], said: str, caps
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("what", ["live", "step", "metering", "toggle", "endure", "checkpoint"])
+@pytest.mark.parametrize("what", ["live", "step", "metering", "toggle", "soak", "checkpoint"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(
     what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,7 +131,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert place(2, None) == ("cpu", "cpu"), "one for each rank, or none"
     assert place(2, "cuda") == ("cuda:0", "cuda:0")
-    assert Plan(devices=place(2, "cuda")).shares_gpu and not Plan(devices=place(2, "cpu")).shares_gpu
+    assert BenchPlan(devices=place(2, "cuda")).shares_gpu and not BenchPlan(devices=place(2, "cpu")).shares_gpu
 
 
 def test_a_peers_name_stands_for_its_forms() -> None:
@@ -146,14 +144,14 @@ def test_a_peers_name_stands_for_its_forms() -> None:
 
 
 def test_a_spread_is_a_median_and_two_deciles() -> None:
-    assert Spread.of([float(x) for x in range(11)]) == Spread(median=5.0, p10=1.0, p90=9.0, n=11)
-    assert Spread.of([3.0]) == Spread(median=3.0, p10=3.0, p90=3.0, n=1)
+    assert spread([float(x) for x in range(11)]) == Spread(median=5.0, p10=1.0, p90=9.0, n=11)
+    assert spread([3.0]) == Spread(median=3.0, p10=3.0, p90=3.0, n=1)
 
 
-def measured(**seconds: list[float]) -> Measured:
+def measured(**seconds: list[float]) -> BenchResult:
     named_seconds = {form.replace("_", "-"): s for form, s in seconds.items()}
     losses = {form: [5.0, 6.0] for form in named_seconds}
-    return Measured(
+    return BenchResult(
         seconds=named_seconds, losses=losses, gradient_norms=dict.fromkeys(named_seconds, 1.0), peak_bytes={}
     )
 
@@ -163,7 +161,7 @@ def test_a_step_is_as_long_as_its_slowest_rank() -> None:
         {"lab": {"seconds": [1.0, 4.0], "loss": 5.0, "squared_norm": 9.0, "peak_bytes": 3}},
         {"lab": {"seconds": [2.0, 3.0], "loss": 6.0, "squared_norm": 16.0, "peak_bytes": 4}},
     ]
-    found = Measured.of_ranks(ranks)
+    found = BenchResult.of_ranks(ranks)
     assert found.seconds == {"lab": [2.0, 4.0]} and found.losses == {"lab": [5.0, 6.0]}
     assert found.gradient_norms == {"lab": 5.0} and found.peak_bytes == {"lab": 4}
 
@@ -189,7 +187,9 @@ def test_memory_is_compared_where_it_was_counted() -> None:
     found = measured(lab=[1.0], fsdp2_raw=[2.0], ddp_raw=[3.0])
     assert found.memory_ratios == {}
     peaks = {"lab": 30, "fsdp2-raw": 40, "ddp-raw": 60}
-    on_gpu = Measured(seconds=found.seconds, losses=found.losses, gradient_norms=found.gradient_norms, peak_bytes=peaks)
+    on_gpu = BenchResult(
+        seconds=found.seconds, losses=found.losses, gradient_norms=found.gradient_norms, peak_bytes=peaks
+    )
     assert on_gpu.memory_ratios == {"lab/fsdp2": 0.75, "lab/ddp": 0.5}
     assert "lab/fsdp2, peak allocated memory: 0.750" in list(report(on_gpu))
 
@@ -203,19 +203,19 @@ def test_without_the_lab_there_are_times_and_no_ratios() -> None:
 @pytest.mark.parametrize("other", [5.01, float("nan"), float("inf")])
 def test_a_form_that_trains_something_else_fails_the_run(other: float) -> None:
     found = measured(lab=[1.0], fsdp2_raw=[1.0])
-    check_same_work(found, "fp32")
-    apart = Measured(
+    found.check_same_work("fp32")
+    apart = BenchResult(
         seconds=found.seconds,
         losses={**found.losses, "lab": [5.0, other]},
         gradient_norms=found.gradient_norms,
         peak_bytes={},
     )
-    with pytest.raises(Failed, match="lab did other work than fsdp2-raw"):
-        check_same_work(apart, "fp32")
+    with pytest.raises(BenchError, match="lab did other work than fsdp2-raw"):
+        apart.check_same_work("fp32")
     norms = {"lab": 2.0, "fsdp2-raw": 1.0}
-    scaled = Measured(seconds=found.seconds, losses=found.losses, gradient_norms=norms, peak_bytes={})
-    with pytest.raises(Failed, match="lab did other work"):
-        check_same_work(scaled, "bf16")
+    scaled = BenchResult(seconds=found.seconds, losses=found.losses, gradient_norms=norms, peak_bytes={})
+    with pytest.raises(BenchError, match="lab did other work"):
+        scaled.check_same_work("bf16")
 
 
 # -- bench step: real ranks ------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def test_measuring_changes_no_bit_of_any_backend() -> None:
     """All of them in one launch: a form is compared with the two others of its backend."""
     forms = tuple(form for peer in METERED_PEERS for form in METERING[peer])
     sizes = {"layers": 2, "width": 32, "heads": 2, "vocab": 64, "seq_len": 8}
-    plan = Plan(**sizes, steps=10, forms=forms, devices=("cpu", "cpu"))
+    plan = BenchPlan(**sizes, steps=10, forms=forms, devices=("cpu", "cpu"))
     spans: list[int] = []
     found = measure(plan, lambda done: None, lambda events: spans.extend(len(event["spans"]) for event in events))
     for peer in METERED_PEERS:
@@ -299,7 +299,7 @@ def test_measuring_changes_no_bit_of_any_backend() -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_fails_says_why() -> None:
-    plan = Plan(layers=1, width=32, heads=2, vocab=64, seq_len=8, forms=("ddp-raw",), devices=("cpu", "cpu:x"))
+    plan = BenchPlan(layers=1, width=32, heads=2, vocab=64, seq_len=8, forms=("ddp-raw",), devices=("cpu", "cpu:x"))
     with pytest.raises(BenchError, match="rank 1 failed: .*cpu:x"):
         measure(plan, lambda done: None)
     assert not ranks_of(psutil.Process())

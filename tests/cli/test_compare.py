@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import signal
@@ -13,11 +14,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
-from fsdp_lab.cli import compare
+from fsdp_lab.cli import compare, session
 from fsdp_lab.cli.main import main, parser
 from fsdp_lab.cli.results import Results
-from fsdp_lab.spec import Spec
+from fsdp_lab.core.spec import Spec
 
 TINY = ["--model", "gpt2-1m", "--seq-len", "16", "--micro-batch", "1"]
 KEYS = {
@@ -135,6 +137,15 @@ def test_results_are_written_whole_and_after_every_run(tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
 
 
+def test_weights_that_are_not_loaded_are_said_once_before_training(tmp_path: Path):
+    (tmp_path / "model.safetensors").touch()
+    specs = [Spec().replace(model=model) for model in (str(tmp_path), "gpt2-1m", str(tmp_path))]
+    console = Console(file=io.StringIO(), width=40)
+    session.tell_unread_weights(console, specs)
+    said = f"note: Weights in {tmp_path} are not loaded: training begins from random values.\n"
+    assert console.file.getvalue() == said
+
+
 @pytest.mark.slow
 def test_compare_on_real_ranks(tmp_path: Path):
     file = tmp_path / "out.json"
@@ -145,6 +156,7 @@ def test_compare_on_real_ranks(tmp_path: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(file.read_text())
     assert "equal bit for bit" in done.stdout and "The fastest that fits is" in done.stdout
+    assert "Refused, so not in the table: C fsdp2 no_shard (" in done.stdout
     assert "10 steps in" in done.stdout and "of it outside of steps" in done.stdout
     records = told["comparison"]["records"]
     assert [r["parity"] for r in records] == [None, "equal bit for bit"]

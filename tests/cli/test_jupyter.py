@@ -111,6 +111,9 @@ def test_it_serves_until_ctrl_c_and_leaves_nothing(tmp_path: Path):
     family: list[psutil.Process] = []
     try:
         base, token = url_of(log, process)
+        settings = ask(f"{base}/lab/api/settings/@jupyterlab/apputils-extension:notification?token={token}")
+        assert settings["schema"]["properties"]["fetchNews"]["default"] == "false", "no question about news"
+        assert not settings["settings"] and not any("notification" in p.name for p in tmp_path.rglob("*settings*"))
         kernel = ask(f"{base}/api/kernels?token={token}", {"name": "python3"})
         assert kernel["id"]
         family = psutil.Process(process.pid).children(recursive=True)
@@ -139,7 +142,8 @@ def url_of(log: Path, process: subprocess.Popen[bytes], timeout_s: float = 60) -
     raise AssertionError(log.read_text())
 
 
-def ask(url: str, data: dict[str, str]):
-    request = urllib.request.Request(url, data=json.dumps(data).encode(), method="POST")
+def ask(url: str, data: dict[str, str] | None = None):
+    body = None if data is None else json.dumps(data).encode()
+    request = urllib.request.Request(url, data=body, method="GET" if data is None else "POST")
     with urllib.request.urlopen(request, timeout=30) as reply:
         return json.loads(reply.read())

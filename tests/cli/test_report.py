@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.cli.main import main
-from fsdp_lab.runs import Comparison, History
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.history import History
+from fsdp_lab.runs import Comparison
 from fsdp_lab.runs.comparison import finite
-from fsdp_lab.spec import Spec
 from tests.lab.telling import Telling, ended
 
 

@@ -16,8 +16,9 @@ import threading
 import time
 from types import SimpleNamespace
 
-from fsdp_lab.events import Memory, StepEvent, Traffic
-from fsdp_lab.spec import Spec, SpecError
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.events import Memory, StepEvent, Traffic
+from fsdp_lab.core.spec import Spec
 from tests.frames import Step
 
 STEP_S = 0.02
@@ -70,12 +71,13 @@ def host_store(host="127.0.0.1"):
 
 class Session:
     def __init__(self, *, rank, world_size, device, host, port, store=None, reduction="auto", timeout_s=60, threads=None,
-                 memory_cap=None, shared_gpu_ranks=1, say=lambda event: None, beat=None, hang_s=None):  # fmt: skip
-        self.rank, self.world_size, self.device, self.say, self.store = rank, world_size, device, say, store
+                 memory_cap=None, shared_gpu_ranks=1, on_event=lambda event: None, on_heartbeat=None,
+                 hang_s=None):  # fmt: skip
+        self.rank, self.world_size, self.device, self.on_event, self.store = rank, world_size, device, on_event, store
         self.link = socket.create_connection((host, port), timeout=timeout_s)
         self.link.sendall(bytes([world_size]))
         self.flag, self.step, self.samples, self.spec, self.run, self.model = b"\0", 0, 0, None, "", None
-        self.fresh, self.slow, self.aside = True, None, {}
+        self.fresh, self.slow, self.suspended = True, None, {}
         self.meet(timeout_s)
 
     def meet(self, timeout_s=60):
@@ -132,26 +134,26 @@ class Session:
                 if event["step"] in evaluations:
                     event["eval_loss"] = EVAL_LOSSES[min(event["step"], len(EVAL_LOSSES) - 1)]
                 events.append(event)
-                self.say(event)
+                self.on_event(event)
         finally:
             signal.signal(signal.SIGINT, before)
             self.flag = b"\0"
         return {"events": events, "stopped": stopped, "step": self.step}
 
-    def park(self):
-        self.aside[self.run] = (self.spec, self.step, self.samples, self.model)
+    def suspend(self):
+        self.suspended[self.run] = (self.spec, self.step, self.samples, self.model)
         self.spec = self.model = None
-        return {"parked_bytes": 10}
+        return {"suspended_bytes": 10}
 
-    def unpark(self, run):
-        if run not in self.aside:
+    def resume(self, run):
+        if run not in self.suspended:
             return {"step": None}
-        self.spec, self.step, self.samples, self.model = self.aside.pop(run)
+        self.spec, self.step, self.samples, self.model = self.suspended.pop(run)
         self.run, self.fresh = run, True
         return {"step": self.step}
 
-    def drop(self, runs):
-        return {"dropped": sum(self.aside.pop(run, None) is not None for run in runs)}
+    def discard(self, runs):
+        return {"discarded": sum(self.suspended.pop(run, None) is not None for run in runs)}
 
     def slow_next(self):
         if self.spec is None:
@@ -215,7 +217,7 @@ class Session:
         self.step, self.fresh = self.step + 1, False
         return event
 
-    def forget(self):
+    def unload(self):
         self.model, self.spec = None, None
         return {"freed_bytes": 0}
 

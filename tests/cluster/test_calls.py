@@ -10,7 +10,7 @@ import pytest
 from fsdp_lab.cluster import Interrupted, RankError, RankLost, RankStuck
 from fsdp_lab.cluster import calls as module
 from fsdp_lab.cluster.calls import Call, Outcome
-from fsdp_lab.spec import SpecError
+from fsdp_lab.core.errors import SpecError
 
 
 class Ladder:
@@ -41,9 +41,7 @@ class Ladder:
 
 
 def error(kind: str, reason: str, **more) -> Outcome:
-    return Outcome(
-        error={"kind": kind, "reason": reason, "trace": "", "unix_s": time.time(), **more}, unix_s=time.time()
-    )
+    return Outcome(error={"kind": kind, "reason": reason, "trace": "", "unix_s": time.time(), **more})
 
 
 def lost(rank: int) -> RankLost:

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from fsdp_lab.cluster import Cluster, ClusterError, RankError, RankLost, RankStuck, StartError
-from fsdp_lab.cluster.cluster import HISTORY
+from fsdp_lab.cluster.dispatch import CLIENT_HISTORY
 from fsdp_lab.cluster.processes import marked
-from fsdp_lab.spec import SpecError
+from fsdp_lab.core.errors import SpecError
 from tests.cluster.conftest import FAKE, order
 
 
@@ -29,16 +29,16 @@ def test_ranks_know_their_place(cluster: Cluster):
 
 
 def test_nothing_listens_beyond_this_machine(cluster: Cluster):
-    ours = {p.pid for p in marked(cluster._token)}
+    ours = {p.pid for p in marked(cluster.token)}
     ports = [c for c in psutil.net_connections("tcp") if c.pid in ours and c.status == psutil.CONN_LISTEN]
     assert ports and {c.laddr.ip for c in ports} == {"127.0.0.1"}
 
 
 def test_only_its_user_reads_its_keys(cluster: Cluster):
-    (folder,) = {Path(p.environ()["IPP_PROFILE_DIR"]) for p in marked(cluster._token)}
+    (folder,) = {Path(p.environ()["IPP_PROFILE_DIR"]) for p in marked(cluster.token)}
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     key = cluster.client.session.key.decode()
-    assert key and key not in " ".join(word for p in marked(cluster._token) for word in p.cmdline())
+    assert key and key not in " ".join(word for p in marked(cluster.token) for word in p.cmdline())
     secret = [f for f in folder.rglob("*") if f.is_file() and key in f.read_text(errors="replace")]
     assert len(secret) == 2 and {stat.S_IMODE(f.stat().st_mode) for f in secret} == {0o600}, "client's and engines'"
 
@@ -52,7 +52,7 @@ def test_cells_on_the_ranks_reach_them_by_name(cluster: Cluster):
 def test_a_dropped_model_leaves_no_name_behind(cluster: Cluster):
     view = cluster.client[cluster.engine_ids]
     view.execute("kept = rank; model").get(10)
-    cluster.call("forget")
+    cluster.call("unload")
     view.execute("left = [model, Out, [n for n in list(globals()) if n.startswith('_') and n[1:].isdigit()]]").get(10)
     assert view.pull("left", block=True) == [[None, {}, []]] * 2
     assert view.pull("kept", block=True) == [0, 1], "the user's own names stay"
@@ -75,11 +75,14 @@ def test_every_event_arrives_while_it_runs(cluster: Cluster):
 
 
 def test_what_is_said_to_ranks_is_not_kept(cluster: Cluster):
-    for _ in range(HISTORY + 50):
+    for _ in range(CLIENT_HISTORY + 50):
         cluster.call("ping")
-    assert len(cluster.client.history) <= HISTORY
-    assert all(not member.view.history for member in cluster._members)
-    assert cluster._engines is not None and cluster._engines.client.session.digest_history_size <= 2048
+    assert len(cluster.client.history) <= CLIENT_HISTORY
+    assert all(not member.view.history for member in cluster._membership.members)
+    assert (
+        cluster._membership.engines is not None
+        and cluster._membership.engines.client.session.digest_history_size <= 2048
+    )
 
 
 def test_an_interrupt_ends_the_chunk_on_all_ranks_alike(cluster: Cluster):
@@ -118,6 +121,13 @@ def test_an_error_on_one_rank_frees_the_other(cluster: Cluster):
 def test_a_refusal_on_the_ranks_is_a_refusal_here(cluster: Cluster):
     with pytest.raises(SpecError, match="workload.data: it is refused here; give another"):
         order(cluster, "refuse")
+
+
+def test_only_listed_methods_of_the_session_can_be_called(cluster: Cluster):
+    for method in ("close", "namespace", "_renew", "__init__"):
+        with pytest.raises(RankError, match=f"{method} is no method of Session"):
+            cluster.call(method)
+    assert [t["rank"] for t in cluster.call("status")] == [0, 1]
 
 
 def test_a_failed_step_holds_nothing_on_the_rank(cluster: Cluster):
@@ -174,10 +184,10 @@ def test_another_number_of_ranks(cluster: Cluster):
 def test_a_lost_controller_is_noticed_said_and_replaced(cluster: Cluster):
     call = cluster.submit("train", steps=10_000)
     time.sleep(0.2)
-    os.kill(cluster._engines.controller_pid, signal.SIGKILL)
+    os.kill(cluster._membership.engines.controller_pid, signal.SIGKILL)
     with pytest.raises(RankLost, match="out of reach, because ipyparallel's controller was ended by SIGKILL"):
         call.results()
-    former = cluster._token
+    former = cluster.token
     cluster.resize(2)
     assert [t["rank"] for t in cluster.call("status")] == [0, 1] and marked(former) == []
 
@@ -207,7 +217,7 @@ def test_close_ends_a_deaf_rank_within_its_bound_and_leaves_nothing(tmp_path, mo
     cluster.close()
     cluster.close()
     assert time.monotonic() - began < 10
-    assert marked(cluster._token) == [] and set(psutil.Process().children(recursive=True)) <= before
+    assert marked(cluster.token) == [] and set(psutil.Process().children(recursive=True)) <= before
     assert list(tmp_path.glob("fsdp_lab-*")) == []
     with pytest.raises(ClusterError, match="closed"):
         cluster.call("status")
@@ -223,7 +233,7 @@ def test_ctrl_c_while_it_starts_leaves_nothing(after_s: float):
         cluster.start()
         time.sleep(5)  # a fast machine was ready before
     cluster.close()
-    assert marked(cluster._token) == [] and set(psutil.Process().children(recursive=True)) <= before
+    assert marked(cluster.token) == [] and set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_a_controller_that_cannot_start_is_one_sentence_with_its_log():

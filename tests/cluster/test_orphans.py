@@ -1,4 +1,4 @@
-"""No engine outlives its kernel, however and whenever that ends, unless it was asked to (test_kept.py)."""
+"""No engine outlives its kernel, however and whenever that ends, unless it was asked to (test_detached.py)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fsdp_lab.cluster.processes import marked
 OWNER = """
 import os, signal, sys, time
 from fsdp_lab.cluster import Cluster
-from fsdp_lab.spec import Spec
+from fsdp_lab.core.spec import Spec
 
 if __name__ == "__main__":
     when = sys.argv[1]
     cluster = Cluster(2, rank_module="tests.cluster.fake_rank")
-    print(cluster._token, flush=True)
+    print(cluster.token, flush=True)
     cluster.start()
     if when == "busy":
         cluster.call("apply", run="r", spec=Spec().replace(data="deaf").to_dict(), fresh=True)

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
-from fsdp_lab.cluster.placement import Gpu, Host, User, _visible, place, probe, usable_cores
-from fsdp_lab.spec import SpecError
+from fsdp_lab.cluster.placement import CudaDevice, Host, _visible, place, probe, usable_cores
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.nvml import GpuProcess, GpuReport, GpuStatus
 
 GIB = 2**30
-APPS = "GPU-b, 77, /opt/conda/bin/python, 40960\n"
 
 
-def gpu(i: int, users: tuple[User, ...] = (), used: int = 0) -> Gpu:
-    return Gpu(device=f"cuda:{i}", uuid=f"GPU-{i}", name="H200", total_bytes=140 * GIB, used_bytes=used, users=users)
+def gpu(i: int, users: tuple[GpuProcess, ...] = (), used: int = 0) -> CudaDevice:
+    return CudaDevice(
+        device=f"cuda:{i}", uuid=f"GPU-{i}", name="H200", total_bytes=140 * GIB, used_bytes=used, users=users
+    )
 
 
-def host(*gpus: Gpu, cores: int = 8, name: str = "here", cuda: str | None = "13.0") -> Host:
+def host(*gpus: CudaDevice, cores: int = 8, name: str = "here", cuda: str | None = "13.0") -> Host:
     return Host(name=name, cores=cores, gpus=gpus, torch_cuda=cuda)
 
 
-SOMEBODY = User(pid=77, name="python", owner="bob", memory_bytes=40 * GIB)
+SOMEBODY = GpuProcess(pid=77, name="python", owner="bob", used_bytes=40 * GIB)
 
 
-def shell(apps: str = "", listing: str = "GPU-a, NVIDIA H200, 143771, 4\nGPU-b, NVIDIA H200, 143771, 40964\n"):
-    return lambda command: listing if "--query-gpu" in command[1] else apps
+def two_gpus(*processes: GpuProcess) -> GpuReport:
+    """The second is used by the processes."""
+    idle = GpuStatus(uuid="GPU-a", name="H200", total_bytes=140 * GIB, used_bytes=0)
+    used = sum(process.used_bytes for process in processes)
+    return GpuReport(
+        gpus=(idle, GpuStatus(uuid="GPU-b", name="H200", total_bytes=140 * GIB, used_bytes=used, processes=processes))
+    )
 
 
 def test_without_gpus_ranks_share_the_cores():
@@ -117,26 +125,25 @@ def test_a_machine_without_gpus_sends_all_to_the_cpu():
 # -- facts ---------------------------------------------------------------------------------------------------------
 
 
-def test_probe_reads_nvidia_smi():
-    found = probe(shell(APPS), env={})
+def test_probe_names_gpus_as_torch_does_and_who_uses_them():
+    found = probe(lambda: two_gpus(SOMEBODY), env={})
     assert [g.device for g in found.gpus] == ["cuda:0", "cuda:1"]
     assert not found.gpus[0].busy and "process 77 (python" in found.gpus[1].busy
 
 
 def test_our_own_processes_are_not_somebody_elses():
-    found = probe(shell(APPS), env={}, ours=frozenset({77}))
+    found = probe(lambda: two_gpus(SOMEBODY), env={}, ours=frozenset({77}))
     assert not any(g.busy for g in found.gpus)
 
 
-def test_no_driver_is_no_gpu_and_a_broken_one_is_said():
-    def absent(command):
-        raise FileNotFoundError(command[0])
+def test_no_driver_is_no_gpu_and_a_broken_one_is_a_note():
+    assert probe(GpuReport, env={}) == Host(name=socket.gethostname(), cores=usable_cores())
+    broken = probe(lambda: GpuReport(error="NVML: RM has detected an NVML/RM version mismatch."), env={})
+    assert "version mismatch" in place([broken]).notes[0]
 
-    def broken(command):
-        raise OSError("nvidia-smi failed: driver/library version mismatch")
 
-    assert probe(absent, env={}) == Host(name=probe(absent, env={}).name, cores=usable_cores())
-    assert "version mismatch" in place([probe(broken, env={})]).notes[0]
+def test_a_mig_slice_in_cuda_visible_devices_is_refused():
+    assert "names a MIG slice" in probe(two_gpus, env={"CUDA_VISIBLE_DEVICES": "MIG-1234"}).note
 
 
 @pytest.mark.parametrize(

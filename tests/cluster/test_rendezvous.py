@@ -1,6 +1,6 @@
 """Which engine becomes which rank, and where they meet."""
 
-from fsdp_lab.cluster.rendezvous import meeting_place, rank_order
+from fsdp_lab.cluster.assembly import rank_order, store_address
 
 
 def report(host: str, address: str = "10.0.0.1"):
@@ -12,8 +12,8 @@ def test_ranks_of_one_machine_stand_together():
 
 
 def test_one_machine_meets_on_loopback():
-    assert meeting_place([report("a"), report("a")]) == ("127.0.0.1", "")
+    assert store_address([report("a"), report("a")]) == ("127.0.0.1", "")
 
 
 def test_two_machines_meet_where_rank_0_is_reached_from_the_other():
-    assert meeting_place([report("a", "10.0.0.1"), report("b", "10.0.0.2")]) == ("", "10.0.0.2")
+    assert store_address([report("a", "10.0.0.1"), report("b", "10.0.0.2")]) == ("", "10.0.0.2")

@@ -17,15 +17,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from fsdp_lab.cluster import ClusterError, RankLost
-from fsdp_lab.events import Classes, Memory, MemorySample, StepEvent, Traffic
-from fsdp_lab.runs import EventStore, Refusal, RunState, SlowMotion, Sweep, Switch, Ticket
-from fsdp_lab.runs.evaluation import Evaluating, Judge
-from fsdp_lab.runs.recovery import CHECKPOINT, Incident, Recovering, refitted
-from fsdp_lab.runs.saving import Saved, Saving
+from fsdp_lab.core.errors import ArgumentError, SpecError
+from fsdp_lab.core.events import Memory, MemorySample, RoleBytes, StepEvent, Traffic
+from fsdp_lab.core.spans import Track
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.runs import EventStore, Refusal, RunState, SlowMotion, Sweep, Switch, SwitchRequest
+from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig
+from fsdp_lab.runs.recovery import CHECKPOINT, Incident, RecoveryPolicy, refitted
+from fsdp_lab.runs.saving import CheckpointConfig, SavedCheckpoint
 from fsdp_lab.runs.slow_motion import SlowStep
 from fsdp_lab.runs.sweep import combine
-from fsdp_lab.spans import Track
-from fsdp_lab.spec import Spec, SpecError
 from tests.frames import Model, Step
 from tests.traces import traced
 
@@ -75,7 +76,7 @@ def event(spec: Spec, run: str, rank: int, step: int, *, first: bool = False, se
     if first:
         step_time *= 6
         comm = {k: Traffic(calls=t.calls, link_bytes=t.link_bytes, seconds=t.seconds * 4) for k, t in comm.items()}
-    peak = Classes(
+    peak = RoleBytes(
         parameters_bytes=parameters, optimizer_bytes=optimizer, gradients_bytes=gradients // 2,
         unsharded_bytes=working // 4, activations_bytes=working // 2, communication_bytes=working // 8, other_bytes=MIB // 8,
     )  # fmt: skip
@@ -103,7 +104,7 @@ def event(spec: Spec, run: str, rank: int, step: int, *, first: bool = False, se
     )  # fmt: skip
 
 
-def curve(peak: Classes, seconds: float) -> tuple[MemorySample, ...]:
+def curve(peak: RoleBytes, seconds: float) -> tuple[MemorySample, ...]:
     """Six units, there and back; activations come and go, gradients come."""
     units = ["root", *(f"h.{i}" for i in range(6))]
     way = [("begin", "root", 0.0), *(("forward", u, i / 6) for i, u in enumerate(units)),
@@ -116,7 +117,7 @@ def curve(peak: Classes, seconds: float) -> tuple[MemorySample, ...]:
     )  # fmt: skip
 
 
-class SaveTicket:
+class SaveRequest:
     """A checkpoint that is there."""
 
     done = True
@@ -149,17 +150,17 @@ class FakeRun:
         self.switches: list[Switch] = []
         self.applies: list[dict[str, Any]] = []
         self.asked_ledgers = 0
-        self.saving: Saving | None = None
-        self.recovering = Recovering()
-        self.evaluate: Evaluating | None = None
-        self.judge = Judge()
-        self.saves: list[Saved] = []
+        self.saving: CheckpointConfig | None = None
+        self.recovering = RecoveryPolicy()
+        self.evaluate: EvalConfig | None = None
+        self.judge = EarlyStopping()
+        self.saves: list[SavedCheckpoint] = []
         self.incidents: list[Incident] = []
         self._failure: ClusterError | None = None  # that is about to be noticed
         self._word: str | None = None
         self._told = threading.Event()  # to go on, or to stop
         self.refuses = ""  # the name of a field that these ranks refuse to change
-        self._tickets: list[Ticket] = []
+        self._tickets: list[SwitchRequest] = []
         self._steps = steps
         self._step_s = step_s
         self._halt = threading.Event()
@@ -168,10 +169,10 @@ class FakeRun:
         self._thread = threading.Thread(target=self._train, name=f"fake-{run_id}", daemon=True)
         self._thread.start()
 
-    def apply(self, spec: Spec | None = None, **changes: Any) -> Ticket:
+    def apply(self, spec: Spec | None = None, **changes: Any) -> SwitchRequest:
         wanted = (spec or self.pending or self.spec).replace(**changes)
         self.applies.append(self.spec.difference(wanted))
-        ticket = Ticket(wanted)
+        ticket = SwitchRequest(wanted)
         self._tickets.append(ticket)
         self.pending = wanted
         return ticket
@@ -179,13 +180,16 @@ class FakeRun:
     def ledger(self) -> None:
         self.asked_ledgers += 1
 
-    def save(self) -> SaveTicket:
+    def save(self) -> SaveRequest:
         if self.saving is None:
-            raise SpecError("save", "this run has no folder for checkpoints", "start it with lab.run(save=folder)")
+            raise ArgumentError("save", "this run has no folder for checkpoints", "start it with lab.run(save=folder)")
         path = self.saving.folder / f"step-{self.step:08d}-abcdef"
-        self.saves.append(Saved(step=self.step, kind="step", stall_s=0.012, waited_s=0.0, path=path, nbytes=13 * MIB,
-                                seconds=0.34))  # fmt: skip
-        return SaveTicket(SimpleNamespace(step=self.step, path=path))
+        self.saves.append(
+            SavedCheckpoint(
+                step=self.step, kind="step", stall_s=0.012, waited_s=0.0, path=path, nbytes=13 * MIB, seconds=0.34
+            )
+        )
+        return SaveRequest(SimpleNamespace(step=self.step, path=path))
 
     def lose(self, rank: int) -> None:
         """Its ranks notice at once that this one is gone."""
@@ -211,7 +215,7 @@ class FakeRun:
         self._turn = self._share or 0
         self.resume()
 
-    def wait_aside(self, timeout_s: float | None = None) -> bool:
+    def wait_suspended(self, timeout_s: float | None = None) -> bool:
         return self._aside.wait(timeout_s)
 
     def pause(self) -> None:
@@ -400,6 +404,8 @@ class FakeLab:
     def __init__(self, ranks: int = 2, *, step_s: float = 0.1) -> None:
         self.ranks = ranks
         self.devices = ("cpu",) * ranks
+        self.most_ranks: int | None = None
+        self.attached = False
         self.spec = Spec(world_size=ranks)
         self.current: FakeRun | None = None
         self.step_s = step_s
@@ -416,10 +422,12 @@ class FakeLab:
         self.save_gate = threading.Event()  # closed: saving what the ranks hold lasts
         self.save_gate.set()
 
-    def resume(self, checkpoint: str, *, save: Saving | None = None, recover: Recovering | str | bool = False,
-               evaluate: Evaluating | None = None, **changes: Any) -> FakeRun:  # fmt: skip
+    def resume(self, checkpoint: str, *, save: CheckpointConfig | None = None, recover: RecoveryPolicy | str | bool = False,
+               evaluate: EvalConfig | None = None, **changes: Any) -> FakeRun:  # fmt: skip
         if checkpoint == "nowhere":
-            raise SpecError("checkpoint", "no checkpoint in nowhere: there is no such folder", "name another folder")
+            raise ArgumentError(
+                "checkpoint", "no checkpoint in nowhere: there is no such folder", "name another folder"
+            )
         self.resumed.append((checkpoint, changes))
         return self.run(save=save, recover=recover, evaluate=evaluate, **changes)
 
@@ -454,15 +462,23 @@ class FakeLab:
         assert isinstance(self.current._failure, RankLost)
         self.lost[rank] = self.current._failure
 
-    def run(self, spec: Spec | None = None, *, steps: int | None = None, fresh: bool = True,
-            save: Saving | None = None, recover: Recovering | str | bool = False, evaluate: Evaluating | None = None,
-            **changes: Any) -> FakeRun:  # fmt: skip
+    def run(
+        self,
+        spec: Spec | None = None,
+        *,
+        steps: int | None = None,
+        fresh: bool = True,
+        save: CheckpointConfig | None = None,
+        recover: RecoveryPolicy | str | bool = False,
+        evaluate: EvalConfig | None = None,
+        **changes: Any,
+    ) -> FakeRun:
         self.spec = (spec or self.spec).replace(**changes)
         if self.sweep is not None:
             self.sweep.stop(5)
         self._make_room("another run was started", self.current, self._slow_step)
         self.current = FakeRun(f"run-{next(self._ids)}", self.spec, steps=steps, step_s=self.step_s)
-        self.current.saving, self.current.recovering = save, Recovering.of(recover)
+        self.current.saving, self.current.recovering = save, RecoveryPolicy.of(recover)
         self.current.evaluate = evaluate
         return self.current
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec
 from fsdp_lab.dashboard.choices import Choices, Standing
-from fsdp_lab.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec, SpecError
 
 FSDP2 = Spec().replace(backend="fsdp2")
 
@@ -108,7 +109,7 @@ def test_whatever_is_chosen_the_wanted_spec_is_valid_and_nothing_is_lost(chosen,
             assert note.standing is Standing.REFUSED
             assert note.text
             if note.fix:
-                assert choices.wanted.refusal(**{name: choices.held[name], **note.fix}) is None
+                assert choices.wanted.validate(**{name: choices.held[name], **note.fix}) is None
         else:
             assert choices.wanted.flat()[name] == choices.value(name)
 

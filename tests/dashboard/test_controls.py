@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 import pytest
 
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.dashboard.choices import Standing
 from fsdp_lab.dashboard.controls import Controls
 from fsdp_lab.dashboard.fields import GROUPS
 from fsdp_lab.runs import RunState
-from fsdp_lab.spec import Spec, SpecError
 from tests.dashboard.fake_lab import FakeLab
 
 FIELDS = [f.name for _, fields in GROUPS for f in fields]
@@ -34,7 +35,7 @@ class Desk:
     def note(self, name: str) -> str:
         return re.sub("<[^>]*>", "", self.controls._controls[name].note.value)
 
-    def refusal(self, group: int = 0) -> str:
+    def validate(self, group: int = 0) -> str:
         return self.controls._groups[group]._words.value
 
     def tick(self) -> None:
@@ -97,7 +98,7 @@ def test_a_refused_combination_is_explained_and_not_sent(desk):
     desk.controls.start()
     desk.choose("sharding", "zero1")
     assert desk.note("sharding") == "refused, see below"
-    assert "FSDP2 always shards the gradients with the parameters. Use sharding full_shard" in desk.refusal()
+    assert "FSDP2 always shards the gradients with the parameters. Use sharding full_shard" in desk.validate()
     assert desk.lab.current.applies == []
     assert "fsdp-held" in desk.controls._controls["sharding"].box._dom_classes
 
@@ -109,7 +110,7 @@ def test_the_way_out_is_a_button(desk):
     assert button.description == "Also set sharding no_shard"
     button.click()
     assert desk.controls._controls["sharding"].input.value == "no_shard"
-    assert desk.refusal() == ""
+    assert desk.validate() == ""
     desk.until(lambda: desk.lab.current.spec.strategy.backend == "ddp")
     desk.until(lambda: desk.note("backend").startswith("applied at step"))
 
@@ -119,7 +120,7 @@ def test_what_the_ranks_refuse_is_said_with_their_reason(desk):
     desk.lab.current.refuses = "offload"
     desk.choose("offload", "all")
     desk.until(lambda: desk.note("offload") == "refused, see below")
-    assert "The ranks cannot" in desk.refusal() or "the ranks cannot" in desk.refusal()
+    assert "The ranks cannot" in desk.validate() or "the ranks cannot" in desk.validate()
     assert desk.lab.current.spec.strategy.offload == "none"
 
 
@@ -136,13 +137,56 @@ def test_other_ranks_take_a_new_run(desk):
 def test_a_model_that_begins_anew_is_applied_at_step_0(desk):
     desk.controls.start()
     desk.until(lambda: len(desk.lab.current.events) > 10)
-    desk.choose("model", "gpt2-1m")
+    desk.choose("model", "gpt2-10m")
     desk.until(lambda: desk.note("model") == "applied at step 0")
+
+
+def test_on_cpus_the_first_model_is_a_small_one():
+    lab = FakeLab(2)
+    assert Controls(lab).choices.wanted == lab.spec.replace(model="gpt2-1m")
+    lab.devices = ("cuda:0", "cuda:1")
+    assert Controls(lab).choices.wanted == lab.spec, "a GPU is fast enough for the default one"
+    lab.devices, lab.attached = ("cpu", "cpu"), True
+    assert Controls(lab).choices.wanted == lab.spec, "what ranks hold that were taken over"
+    lab.attached, lab.spec = False, lab.spec.replace(seq_len=64)
+    assert Controls(lab).choices.wanted == lab.spec, "somebody chose it"
+
+
+def test_hybrid_sharding_on_two_ranks_offers_four_in_one_click(desk):
+    desk.choose("sharding", "hybrid_shard")
+    button = desk.controls._groups[0].button
+    assert (button.description, button.disabled) == ("Use 4 ranks", False)
+    assert desk.controls.choices.wanted.world_size == 2 and "2 ranks have none" in desk.validate()
+    button.click()
+    assert desk.note("world_size") == desk.note("sharding") == "with the next start" and not desk.validate()
+    desk.controls.start()
+    assert desk.lab.current.spec.world_size == 4 and desk.lab.current.spec.strategy.sharding == "hybrid_shard"
+
+
+def test_four_ranks_stop_the_run_and_start_a_new_one_which_is_said_before(desk):
+    desk.controls.start()
+    first = desk.lab.current
+    desk.choose("sharding", "hybrid_shard")
+    assert "Another number of ranks stops this run and starts a new one at step 0." in desk.validate()
+    desk.controls._groups[0].button.click()
+    assert first.state.over and desk.lab.current is not first and desk.lab.current.spec.world_size == 4
+    desk.until(lambda: desk.note("sharding") == "applied at step 0")
+
+
+def test_more_ranks_than_a_given_cluster_has_are_not_offered(desk):
+    desk.lab.most_ranks = 3
+    desk.choose("sharding", "hybrid_shard")
+    button = desk.controls._groups[0].button
+    assert button.disabled and button.tooltip == "The given cluster has 3 engines; start more of them first."
+    assert button.tooltip in desk.validate()
+    desk.lab.most_ranks = 4
+    desk.choose("precision", "bf16")
+    assert not button.disabled
 
 
 def test_an_image_model_finds_its_data_through_the_way_out(desk):
     desk.choose("model", "vit-1m")
-    assert "classifies images" in desk.refusal(2)
+    assert "classifies images" in desk.validate(2)
     desk.controls._groups[2].button.click()
     assert desk.controls.choices.wanted.workload.data == "images"
     assert desk.controls.choices.wanted.workload.model == "vit-1m"
@@ -207,7 +251,7 @@ def test_the_controls_follow_code(desk):
 
 
 def test_values_that_only_code_can_give_are_shown(desk):
-    from fsdp_lab.spec import Precision
+    from fsdp_lab.core.spec import Precision
 
     desk.lab.run(precision=Precision(param="bf16", reduce="bf16"), wrap="class:Block")
     desk.until(lambda: desk.controls._controls["wrap"].input.value == "class:Block")
@@ -240,9 +284,9 @@ def test_a_link_is_chosen_or_written(desk):
     desk.until(lambda: desk.note("link") == "applied at step 0")
     desk.choose("link", "other…")
     link.typed.value = "fast"
-    assert desk.note("link") == "refused, see below" and "is no link" in desk.refusal(1)
+    assert desk.note("link") == "refused, see below" and "is no link" in desk.validate(1)
     desk.choose("link", "auto")  # its key for none
-    assert desk.controls.choices.wanted.link is None and desk.refusal(1) == "" and link.input.label == "off"
+    assert desk.controls.choices.wanted.link is None and desk.validate(1) == "" and link.input.label == "off"
 
 
 def test_the_ranks_way_out_of_a_link_is_a_button(desk):
@@ -253,14 +297,14 @@ def test_the_ranks_way_out_of_a_link_is_a_button(desk):
     desk.controls.choices.revert({"link": "0.5 GB/s"}, Spec(), refusal)
     desk.controls._show()
     button = desk.controls._groups[1].button
-    assert button.description == "Set link 100 Gb/s of h100" and "faster than the wire" in desk.refusal(1)
+    assert button.description == "Set link 100 Gb/s of h100" and "faster than the wire" in desk.validate(1)
     button.click()
-    assert desk.controls.choices.wanted.link == "100 Gb/s of h100" and desk.refusal(1) == ""
+    assert desk.controls.choices.wanted.link == "100 Gb/s of h100" and desk.validate(1) == ""
 
 
 def test_devices_that_do_not_fit_are_refused_in_words(desk):
     desk.choose("devices", "cuda:0")
-    assert "does not name one device for each of 2 ranks" in desk.refusal(2)
+    assert "does not name one device for each of 2 ranks" in desk.validate(2)
 
 
 def test_a_handler_that_fails_says_so_in_the_line_of_the_state(desk, monkeypatch):

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.dashboard.board import Board
 from fsdp_lab.dashboard.comparison_card import ComparisonCard
 from fsdp_lab.dashboard.feed import Feed, describe
 from fsdp_lab.dashboard.live import LiveView
 from fsdp_lab.runs import Switch
-from fsdp_lab.spec import Spec, SpecError
 from tests.dashboard.fake_lab import FakeLab
 
 
@@ -94,6 +95,27 @@ def test_a_run_that_ended_shows_its_last_step(show):
 
 def test_the_headline_says_what_is_trained(show):
     assert show.live._scene.captions()[""]["reading"] == "gpt2-10m · lab full_shard fp32 · 2 ranks"
+
+
+def test_what_the_times_are_worth_is_said_once_for_all_cards(show):
+    said = "CPU and Gloo: the shapes are right, the times are not a GPU's."
+    assert show.live._scene.captions()[""]["note"] == ""
+    show.lab.run(steps=12)
+    show.until(lambda: len(show.steps()) == 12)
+    show.board.pin()
+    show.until(lambda: not show.live._scene.captions()["comparison"]["hidden"])
+    captions = show.live._scene.captions()
+    assert captions[""]["note"] == said
+    assert [card for card, words in captions.items() if "a GPU's" in str(words)] == [""]
+
+
+def test_what_the_times_are_worth_is_said_of_some_runs_in_the_comparison(show):
+    show.lab.run(steps=5)
+    show.until(lambda: len(show.steps()) == 5)
+    show.board.pin()
+    show.lab.run(steps=5).notes += ("Emulated link: 50 MB/s.",)
+    show.until(lambda: "Emulated link: 50 MB/s. (" in show.live._scene.captions()["comparison"]["note"])
+    assert "not a GPU's" not in show.live._scene.captions()["comparison"]["note"]
 
 
 def test_what_is_chosen_is_predicted_before_it_lands_and_held_against_what_is_measured(show):

@@ -8,20 +8,20 @@ import pytest
 from bokeh.document import Document
 from bokeh.models import ColumnDataSource
 
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns
 from fsdp_lab.dashboard.panels.holdings import MOST_RANKS, Axis, HoldingsPanel, short_names
-from fsdp_lab.runs import Moment
-from fsdp_lab.spec import Spec
+from fsdp_lab.runs import StepMoment
 from tests.frames import Model, Step
 
 
-def moments(ranks: int = 2, model: Model | None = None, **changes) -> list[Moment]:
+def moments(ranks: int = 2, model: Model | None = None, **changes) -> list[StepMoment]:
     spec = Spec(world_size=ranks).replace(backend="lab", **changes)
-    return [Moment(tuple(frames), spec) for frames in Step(spec, 3, model).frames()]
+    return [StepMoment(tuple(frames), spec) for frames in Step(spec, 3, model).frames()]
 
 
-def at(phase: str, unit: str, direction: str = "forward", **kwargs) -> Moment:
+def at(phase: str, unit: str, direction: str = "forward", **kwargs) -> StepMoment:
     return next(m for m in moments(**kwargs) if (m.phase, m.unit, m.direction) == (phase, unit, direction))
 
 

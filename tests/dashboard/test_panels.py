@@ -6,31 +6,33 @@ import dataclasses
 import itertools
 import math
 import random
+import re
 import statistics
 
 import pytest
 from bokeh.document import Document
 from bokeh.models import ColumnDataSource, HoverTool
 
+from fsdp_lab.core.events import Memory, RoleBytes
+from fsdp_lab.core.formatting import size
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.panels import PANELS, Assembler, Frame, Step
+from fsdp_lab.dashboard.panels import PANELS, StepAxis
 from fsdp_lab.dashboard.panels.classes import ON_DEVICE
 from fsdp_lab.dashboard.panels.communication import CommunicationPanel
-from fsdp_lab.dashboard.panels.ghost import Foretold, Ghost
+from fsdp_lab.dashboard.panels.ghost import Prediction, PredictionPanel
 from fsdp_lab.dashboard.panels.ledger import LedgerPanel
 from fsdp_lab.dashboard.panels.loss import LossPanel
 from fsdp_lab.dashboard.panels.memory import MemoryPanel
 from fsdp_lab.dashboard.panels.steps import StepsPanel
 from fsdp_lab.dashboard.panels.tflops import TflopsPanel
 from fsdp_lab.dashboard.panels.throughput import ThroughputPanel
-from fsdp_lab.dashboard.panels.units import memory
-from fsdp_lab.events import Classes, Memory
-from fsdp_lab.spec import Spec
+from fsdp_lab.runs.steps import Assembler, Step
 from tests.dashboard.fake_lab import event
 
 GIB, MIB = 1 << 30, 1 << 20
-GHOST = Ghost(
-    spec_id="chosen", at_peak=Classes(parameters_bytes=30 * MIB, activations_bytes=11 * MIB), host_bytes=0,
+GHOST = Prediction(
+    spec_id="chosen", at_peak=RoleBytes(parameters_bytes=30 * MIB, activations_bytes=11 * MIB), host_bytes=0,
     step_time_s=0.25, tokens=1024,
 )  # fmt: skip
 
@@ -38,7 +40,7 @@ GHOST = Ghost(
 def steps(count: int, ranks: int = 2, *, first: int = 0, **changes) -> list[Step]:
     spec = Spec(world_size=ranks).replace(**changes)
     return [
-        Step(number=n, events=tuple(event(spec, "run", r, n, first=n == first) for r in range(ranks)))
+        Step(events=tuple(event(spec, "run", r, n, first=n == first) for r in range(ranks)))
         for n in range(first, first + count)
     ]
 
@@ -88,14 +90,14 @@ def test_what_is_left_comes_out_at_the_end():
 @pytest.mark.parametrize(("make", "ranks"), list(itertools.product(PANELS, [1, 2, 8, 9, 64])))
 def test_a_panel_draws_what_it_writes(make, ranks):
     """Its sources have Bokeh twins with the same columns, its patches name models that are there, its words are said."""
-    frame = Frame()
+    frame = StepAxis()
     panel = make(frame, ranks)
     told = steps(30, ranks)
     frame.follow(told)
     frame.mark(12, "bf16", "step 12: precision fp32 → bf16")
     panel.update(told[:10])
-    if isinstance(panel, Foretold):
-        panel.foretell(GHOST)
+    if isinstance(panel, PredictionPanel):
+        panel.predict(GHOST)
     panel.update(told[10:])
     models = []
     if panel.root is not None:
@@ -110,13 +112,13 @@ def test_a_panel_draws_what_it_writes(make, ranks):
     assert set(panel.patches()) | (set(frame.patches()) if "frame.markers" in twins else set()) <= names
     words = panel.captions()
     assert words.reading or words.table
-    assert "times are not a GPU's" in words.note
+    assert "times are not a GPU's" not in words.note, "said once, above the cards"
 
 
 @pytest.mark.parametrize("make", [m for m in PANELS if m is not StepsPanel])
 def test_axes_are_labelled_with_units_and_plots_have_tooltips(make):
     document = Document()
-    document.add_root(make(Frame(), 2).root)
+    document.add_root(make(StepAxis(), 2).root)
     axes = [a for m in document.models if hasattr(m, "axis_label") for a in [m]]
     assert axes
     assert all(a.axis_label for a in axes)
@@ -125,7 +127,7 @@ def test_axes_are_labelled_with_units_and_plots_have_tooltips(make):
 
 @pytest.mark.parametrize("make", PANELS)
 def test_no_steps_write_nothing(make):
-    assert make(Frame(), 2).update([]) == 0
+    assert make(StepAxis(), 2).update([]) == 0
 
 
 # -- each ------------------------------------------------------------------------------------------------------------
@@ -137,7 +139,7 @@ def columns(panel, index: int = 0):
 
 
 def test_loss_is_the_mean_that_ranks_agree_on():
-    panel = LossPanel(Frame(), 2)
+    panel = LossPanel(StepAxis(), 2)
     told = steps(5)
     panel.update(told)
     assert columns(panel)["loss"] == [s.events[0].mean_loss for s in told]
@@ -148,14 +150,14 @@ def test_loss_is_the_mean_that_ranks_agree_on():
 
 @pytest.mark.parametrize(("language", "words"), [(True, "9.0000 (perplexity 8103)"), (False, "9.0000")])
 def test_evaluations_are_points_in_the_plot_of_the_loss_and_in_its_words(language, words):
-    frame = Frame()
+    frame = StepAxis()
     frame.language = language
     panel = LossPanel(frame, 2)
     told = steps(5)
     panel.update(told[:2])
     assert [key.label for key in panel.captions().legend] == ["mean of all ranks"]
     of_rank_1 = dataclasses.replace(told[3].events[1], eval_loss=9.0)  # rank 0 gave it up
-    panel.update([told[2], Step(number=3, events=(told[3].events[0], of_rank_1)), told[4]])
+    panel.update([told[2], Step(events=(told[3].events[0], of_rank_1)), told[4]])
     assert [
         step for step, loss in zip(*(columns(panel)[n] for n in ("step", "eval_loss")), strict=True) if loss == 9
     ] == [3]
@@ -165,7 +167,7 @@ def test_evaluations_are_points_in_the_plot_of_the_loss_and_in_its_words(languag
 
 
 def test_throughput_sums_ranks_over_the_slowest_time():
-    panel = ThroughputPanel(Frame(), 2)
+    panel = ThroughputPanel(StepAxis(), 2)
     told = steps(4)
     panel.update(told)
     last = told[-1]
@@ -175,7 +177,7 @@ def test_throughput_sums_ranks_over_the_slowest_time():
 
 
 def test_tflops_has_a_line_for_each_of_few_ranks_and_a_band_for_many():
-    few, many = TflopsPanel(Frame(), 8), TflopsPanel(Frame(), 9)
+    few, many = TflopsPanel(StepAxis(), 8), TflopsPanel(StepAxis(), 9)
     told = steps(3, 9)
     many.update(told)
     assert "rank_7" in few.sources[0].numbers
@@ -186,7 +188,7 @@ def test_tflops_has_a_line_for_each_of_few_ranks_and_a_band_for_many():
 
 
 def test_mfu_says_what_it_is_relative_to():
-    panel = TflopsPanel(Frame(), 2)
+    panel = TflopsPanel(StepAxis(), 2)
     panel.update(steps(4))
     assert "% MFU" in panel.captions().reading
     assert "relative to 0.110 TFLOPS a rank (measured, 512 x 512 fp32)" in panel.captions().note
@@ -195,11 +197,23 @@ def test_mfu_says_what_it_is_relative_to():
     assert panel.patches()["tflops.mfu"]["end"] == pytest.approx(scale)
 
 
+def test_mfu_is_never_above_100_percent():
+    panel = TflopsPanel(StepAxis(), 2)
+    told = steps(6)
+    old = [Step(events=tuple(dataclasses.replace(e, peak_flops_per_s=1e9) for e in s.events)) for s in told]
+    panel.update(old)
+    assert max(columns(panel)["mfu_percent"]) <= 100
+    shown = re.search(r"(\d+) % MFU", panel.captions().reading)
+    assert shown is not None and int(shown[1]) <= 100
+    axis = next(m for m in panel.root.right if m.name == "tflops.mfu_axis")
+    assert axis.bounds == (0, 100), "the headroom above the peak has no figures"
+
+
 def test_hfu_is_named_where_something_is_recomputed():
-    plain, again = TflopsPanel(Frame(), 2), TflopsPanel(Frame(), 2)
+    plain, again = TflopsPanel(StepAxis(), 2), TflopsPanel(StepAxis(), 2)
     told = steps(4)
     plain.update(told)
-    more = [Step(number=s.number, events=tuple(dataclasses.replace(e, recompute_flops=e.flops // 4) for e in s.events))
+    more = [Step(events=tuple(dataclasses.replace(e, recompute_flops=e.flops // 4) for e in s.events))
             for s in told]  # fmt: skip
     again.update(more)
     assert "HFU" not in plain.captions().reading and "% HFU" in again.captions().reading
@@ -210,18 +224,15 @@ def test_hfu_is_named_where_something_is_recomputed():
 
 
 def test_no_peak_no_mfu():
-    panel = TflopsPanel(Frame(), 2)
-    told = [
-        Step(number=s.number, events=tuple(dataclasses.replace(e, peak_flops_per_s=None) for e in s.events))
-        for s in steps(4)
-    ]
+    panel = TflopsPanel(StepAxis(), 2)
+    told = [Step(events=tuple(dataclasses.replace(e, peak_flops_per_s=None) for e in s.events)) for s in steps(4)]
     panel.update(told)
     assert "MFU" not in panel.captions().reading
     assert panel.patches()["tflops.mfu_axis"] == {"visible": False}
 
 
 def test_memory_stacks_classes_up_to_the_peak_and_keeps_the_host_apart():
-    panel = MemoryPanel(Frame(), 2)
+    panel = MemoryPanel(StepAxis(), 2)
     panel.update(steps(3, offload="all"))
     now = columns(panel, 0)
     for i in range(2):
@@ -244,7 +255,7 @@ def lane_of(panel: MemoryPanel, lane: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_memory_over_steps_is_a_stacked_area_for_each_rank_in_its_own_row(ranks):
-    panel = MemoryPanel(Frame(), ranks)
+    panel = MemoryPanel(StepAxis(), ranks)
     told = steps(3, ranks)
     panel.update(told)
     over = columns(panel, 1)
@@ -264,7 +275,7 @@ def test_memory_over_steps_is_a_stacked_area_for_each_rank_in_its_own_row(ranks)
 
 
 def test_of_more_ranks_than_colours_the_fullest_and_the_emptiest_are_shown_over_steps():
-    panel = MemoryPanel(Frame(), 9)
+    panel = MemoryPanel(StepAxis(), 9)
     (step,) = steps(1, 9)
     panel.update([step])
     by_peak = sorted(step.events, key=lambda e: e.memory.peak_bytes)
@@ -275,7 +286,7 @@ def test_of_more_ranks_than_colours_the_fullest_and_the_emptiest_are_shown_over_
 
 
 def test_memory_changes_its_unit_with_the_history():
-    panel = MemoryPanel(Frame(), 2)
+    panel = MemoryPanel(StepAxis(), 2)
     panel.update(steps(3))
     generation = panel.sources[1].generation
     panel.update(steps(2, first=3, model="gpt2-124m", micro_batch=2048))
@@ -287,9 +298,9 @@ def test_memory_changes_its_unit_with_the_history():
 
 
 def test_a_step_whose_memory_was_not_measured_is_a_gap_and_no_slope():
-    panel, table = MemoryPanel(Frame(), 2), StepsPanel(Frame(), 2)
+    panel, table = MemoryPanel(StepAxis(), 2), StepsPanel(StepAxis(), 2)
     told = steps(4)
-    blind = [Step(number=s.number, events=tuple(dataclasses.replace(e, memory=Memory()) for e in s.events))
+    blind = [Step(events=tuple(dataclasses.replace(e, memory=Memory()) for e in s.events))
              for s in (told[0], told[2])]  # fmt: skip
     panel.update(blind[:1])
     assert columns(panel, 1)["step"] == []  # nothing is known yet
@@ -305,31 +316,31 @@ def test_a_step_whose_memory_was_not_measured_is_a_gap_and_no_slope():
 
 
 def test_a_rank_that_says_nothing_leaves_its_lane_empty():
-    panel = MemoryPanel(Frame(), 2)
+    panel = MemoryPanel(StepAxis(), 2)
     told = steps(2)
-    panel.update([told[0], Step(number=1, events=told[1].events[:1])])
+    panel.update([told[0], Step(events=told[1].events[:1])])
     over = columns(panel, 1)
     assert not math.isnan(over["peak_0"][-1]) and math.isnan(over["peak_1"][-1])
 
 
 def test_memory_that_stands_still_is_not_painted_again():
-    panel = MemoryPanel(Frame(), 2)
+    panel = MemoryPanel(StepAxis(), 2)
     (step,) = steps(1)
     panel.update([step])
     generation = panel.sources[0].generation
-    panel.update([Step(number=1, events=step.events)])
+    panel.update([Step(events=step.events)])
     assert panel.sources[0].generation == generation
 
 
 def test_the_limit_is_drawn_within_reach_and_said_always():
-    panel = MemoryPanel(Frame(), 2)
+    panel = MemoryPanel(StepAxis(), 2)
     told = steps(2)
     panel.update(told[:1])
     assert panel.patches()["memory.now.limit"]["visible"] is False
     assert "limit 64.0 GiB" in panel.captions().reading
     near = 2 * told[1].events[0].memory.peak_bytes
     panel.update([
-        Step(number=1, events=tuple(
+        Step(events=tuple(
             dataclasses.replace(e, memory=dataclasses.replace(e.memory, limit_bytes=near)) for e in told[1].events))
     ])  # fmt: skip
     for lane in range(2):
@@ -341,8 +352,8 @@ def test_the_limit_is_drawn_within_reach_and_said_always():
 
 
 def test_what_is_predicted_is_a_hollow_bar_before_and_after_anything_is_measured():
-    panel = MemoryPanel(Frame(), 2)
-    panel.foretell(GHOST)
+    panel = MemoryPanel(StepAxis(), 2)
+    panel.predict(GHOST)
     assert panel.captions().reading == "predicted 41.0 MiB for what is chosen"
     assert columns(panel, 2)["peak"] == [41.0, 41.0]
     assert panel.patches()["memory.now.x"]["end"] > 41
@@ -352,18 +363,18 @@ def test_what_is_predicted_is_a_hollow_bar_before_and_after_anything_is_measured
     assert [sum(ghosts[c][i] for c in ON_DEVICE) for i in range(2)] == ghosts["peak"] == [41.0, 41.0]
     assert all(bar < below for bar, below in zip(now["bar"], ghosts["bar"], strict=True))
     assert panel.captions().reading.endswith("; predicted 41.0 MiB for what is chosen")
-    panel.foretell(dataclasses.replace(GHOST, spec_id=told[-1].events[0].spec_id))
+    panel.predict(dataclasses.replace(GHOST, spec_id=told[-1].events[0].spec_id))
     peak = max(e.memory.peak_bytes for e in told[-1].events)
-    assert panel.captions().reading.endswith(f"predicted 41.0 MiB, measured {memory(peak)}")
+    assert panel.captions().reading.endswith(f"predicted 41.0 MiB, measured {size(peak)}")
     assert "predicted" in [key.label for key in panel.captions().legend]
 
 
 def test_a_prediction_is_held_against_a_measurement_of_its_own_strategy_alone():
     """After a switch a CPU's memory is the former strategy's until the next ledger step."""
-    panel = MemoryPanel(Frame(), 2)
+    panel = MemoryPanel(StepAxis(), 2)
     panel.update(steps(12))
     after = steps(15, sharding="no_shard")
-    panel.foretell(dataclasses.replace(GHOST, spec_id=after[0].events[0].spec_id))
+    panel.predict(dataclasses.replace(GHOST, spec_id=after[0].events[0].spec_id))
     panel.update(after[:10])
     assert "measured" not in panel.captions().reading
     panel.update(after[10:])
@@ -371,8 +382,8 @@ def test_a_prediction_is_held_against_a_measurement_of_its_own_strategy_alone():
 
 
 def test_predictions_follow_the_unit_of_the_bars():
-    panel = MemoryPanel(Frame(), 2)
-    panel.foretell(dataclasses.replace(GHOST, at_peak=Classes(parameters_bytes=6 * GIB)))
+    panel = MemoryPanel(StepAxis(), 2)
+    panel.predict(dataclasses.replace(GHOST, at_peak=RoleBytes(parameters_bytes=6 * GIB)))
     assert columns(panel, 2)["peak"] == [6.0, 6.0]
     assert panel.patches()["memory.now.axis"]["axis_label"].startswith("GiB")
     panel.update(steps(12))  # of some hundred MiB
@@ -380,20 +391,20 @@ def test_predictions_follow_the_unit_of_the_bars():
 
 
 def test_a_predicted_step_time_is_a_line_and_stands_beside_the_median():
-    panel = ThroughputPanel(Frame(), 2)
-    panel.foretell(dataclasses.replace(GHOST, step_time_s=None))
+    panel = ThroughputPanel(StepAxis(), 2)
+    panel.predict(dataclasses.replace(GHOST, step_time_s=None))
     assert panel.patches()["throughput.ghost"]["visible"] is False
-    panel.foretell(GHOST)
+    panel.predict(GHOST)
     assert panel.patches()["throughput.ghost"] == {"visible": True, "location": 4096.0}
     assert panel.captions().reading == "predicted 250 ms a step for what is chosen"
     told = steps(30)
     panel.update(told)
-    panel.foretell(dataclasses.replace(GHOST, spec_id=told[-1].events[0].spec_id))
+    panel.predict(dataclasses.replace(GHOST, spec_id=told[-1].events[0].spec_id))
     assert "predicted 250 ms a step, measured " in panel.captions().reading
 
 
 def test_memory_within_a_step_is_of_the_fullest_rank_of_the_last_ledger_step():
-    panel = LedgerPanel(Frame(), 2)
+    panel = LedgerPanel(StepAxis(), 2)
     told = steps(80)
     assert panel.update(told[:10]) == 0
     panel.update(told[10:])
@@ -413,7 +424,7 @@ def test_memory_within_a_step_is_of_the_fullest_rank_of_the_last_ledger_step():
 
 
 def test_communication_is_by_kind_and_rank_with_link_bytes():
-    panel = CommunicationPanel(Frame(), 2)
+    panel = CommunicationPanel(StepAxis(), 2)
     told = steps(25)
     panel.update(told)
     now = columns(panel, 0)
@@ -425,7 +436,7 @@ def test_communication_is_by_kind_and_rank_with_link_bytes():
 
 
 def test_exposed_communication_is_drawn_and_said():
-    panel = CommunicationPanel(Frame(), 2)
+    panel = CommunicationPanel(StepAxis(), 2)
     told = steps(25)
     panel.update(told)
     exposed = [statistics.fmean(e.exposed_comm_s for e in s.events) for s in told]
@@ -436,7 +447,7 @@ def test_exposed_communication_is_drawn_and_said():
 
 
 def test_a_change_begins_new_medians():
-    panel = CommunicationPanel(Frame(), 2)
+    panel = CommunicationPanel(StepAxis(), 2)
     panel.update(steps(10))
     panel.update(steps(3, first=10, backend="ddp", sharding="no_shard"))
     assert columns(panel, 0)["all_gather"] == [0, 0]
@@ -444,7 +455,7 @@ def test_a_change_begins_new_medians():
 
 
 def test_the_table_shows_the_last_steps_newest_first():
-    panel = StepsPanel(Frame(), 2)
+    panel = StepsPanel(StepAxis(), 2)
     panel.update(steps(12))
     head, *rows = panel.captions().table
     assert [r[0] for r in rows] == [str(n) for n in range(11, 3, -1)]
@@ -454,8 +465,8 @@ def test_the_table_shows_the_last_steps_newest_first():
 
 
 def test_the_table_names_a_rank_that_said_nothing():
-    panel = StepsPanel(Frame(), 2)
-    panel.update([Step(number=7, events=steps(8)[7].events[:1])])
+    panel = StepsPanel(StepAxis(), 2)
+    panel.update([Step(events=steps(8)[7].events[:1])])
     assert panel.captions().table[1][-1] == "no word from rank 1"
 
 
@@ -463,7 +474,7 @@ def test_the_table_names_a_rank_that_said_nothing():
 
 
 def test_markers_keep_their_labels_apart():
-    frame = Frame()
+    frame = StepAxis()
     for step, label in ((100, "a"), (105, "b"), (600, "c")):
         frame.mark(step, label, f"step {step}")
     frame.follow(steps(1, first=700))
@@ -473,7 +484,7 @@ def test_markers_keep_their_labels_apart():
 
 
 def test_the_axis_of_steps_is_shared():
-    frame = Frame()
+    frame = StepAxis()
     assert frame.plot("a", "y").x_range is frame.plot("b", "y").x_range
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.cluster import ClusterError, RankLost
+from fsdp_lab.core.faults import DRILLS
 from fsdp_lab.dashboard.controls import Controls
 from fsdp_lab.dashboard.incident_picture import incidents_picture, moments
 from fsdp_lab.dashboard.safety import SafetyBox
 from fsdp_lab.dashboard.saving_form import EVERY, OFF, saves_table
-from fsdp_lab.fault import DRILLS
 from fsdp_lab.runs import RunState
 from fsdp_lab.runs.recovery import CHECKPOINT, REPLICA, Incident
-from fsdp_lab.runs.saving import Saved
+from fsdp_lab.runs.saving import SavedCheckpoint
 from tests.dashboard.fake_lab import FakeLab
 
 
@@ -129,7 +129,7 @@ def test_save_now_without_a_run_never_holds_up_who_pressed(desk: Desk) -> None:
     desk.lab.current.stop(5)
     desk.lab.save_gate.clear()
     desk.saving._save.click()
-    assert "is being saved" in desk.saving._said.value
+    assert "Saving what the ranks hold" in desk.saving._said.value
     desk.saving._save.click()
     assert len([t for t in threading.enumerate() if t.name == "fsdp-lab-save"]) == 1
     desk.lab.save_gate.set()
@@ -158,8 +158,8 @@ def test_a_folder_without_a_checkpoint_is_said_and_resumes_nothing(desk: Desk) -
 
 
 def test_the_list_of_saves() -> None:
-    def saved(step: int, **told: object) -> Saved:
-        return Saved(step=step, kind="step", stall_s=0.01, waited_s=0.0, **told)  # type: ignore[arg-type]
+    def saved(step: int, **told: object) -> SavedCheckpoint:
+        return SavedCheckpoint(step=step, kind="step", stall_s=0.01, waited_s=0.0, **told)  # type: ignore[arg-type]
 
     whole = [saved(s, path=Path(f"/c/{s}"), nbytes=5 << 20, seconds=0.2) for s in (10, 20, 30)]
     torn = saved(40, seconds=0.1, error="No space <left>")
@@ -167,7 +167,7 @@ def test_the_list_of_saves() -> None:
     steps = re.findall(r"<tr[^>]*><td>(\d+)</td>", shown)
     assert steps == ["50", "40", "30"] and "and 2 before" in shown
     assert "is being written" in shown and "Step 40 could not be saved (No space &lt;left&gt;)" in shown
-    assert "Nothing is saved yet" in saves_table([])
+    assert "No checkpoint yet" in saves_table([])
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_the_list_of_saves() -> None:
 
 def test_an_evaluation_is_chosen_and_what_it_finds_is_said(desk: Desk) -> None:
     form = desk.box._evaluation
-    assert form._every.disabled and plain(form._said.value).startswith("What is found is drawn")
+    assert form._every.disabled and plain(form._said.value).startswith("Results are drawn")
     desk.start()
     assert desk.lab.current.evaluate is None
     desk.lab.current.stop(5)
@@ -200,7 +200,7 @@ def test_a_run_that_waits_says_why_and_recover_goes_on(desk: Desk) -> None:
     assert desk.buttons == []
     desk.lab.lose(1)
     desk.until(lambda: desk.lab.current.state is RunState.BROKEN and desk.buttons != [])
-    assert desk.buttons == ["Recover", "Go on with fewer"]
+    assert desk.buttons == ["Recover", "Resume on fewer ranks"]
     assert "rank 1 is gone: its process 4321 on here was ended by SIGKILL" in desk.head()
     assert "waits for Recover or Stop" in desk.recovery._incidents.value
     state = plain(desk.controls._state.value)
@@ -251,8 +251,8 @@ def test_a_strategy_that_cannot_be_on_fewer_is_refused_in_words(desk: Desk) -> N
     desk.lab.lose(1)
     desk.until(lambda: desk.buttons != [])
     desk.recovery._fewer.click()
-    assert "and 3 ranks have none: use 4 ranks or more, or full_shard." in desk.head()
-    assert desk.lab.current.state is RunState.BROKEN and desk.buttons == ["Recover", "Go on with fewer"]
+    assert "and 3 ranks have none: use 4 ranks, or full_shard." in desk.head()
+    assert desk.lab.current.state is RunState.BROKEN and desk.buttons == ["Recover", "Resume on fewer ranks"]
 
 
 def test_stop_ends_a_run_that_waits(desk: Desk) -> None:
@@ -317,7 +317,7 @@ def test_a_drill_is_explained_and_asked_for(desk: Desk) -> None:
     desk.drill._kind.value, desk.drill._rank.value = "out-of-memory", 0
     desk.drill._do.click()
     assert desk.lab.drills == [("out-of-memory", 0)]
-    assert plain(desk.drill._said.value) == "Asked for: out-of-memory on rank 0."
+    assert plain(desk.drill._said.value) == "Requested: out-of-memory on rank 0."
 
 
 def test_a_slow_link_can_be_mended(desk: Desk) -> None:
@@ -328,7 +328,7 @@ def test_a_slow_link_can_be_mended(desk: Desk) -> None:
     desk.drill._do.click()
     desk.until(lambda: not desk.drill._mend.disabled)
     desk.drill._mend.click()
-    assert desk.lab.drills == [("slow", 1), ("mended", 1)] and "is mended" in desk.drill._said.value
+    assert desk.lab.drills == [("slow", 1), ("mended", 1)] and "is restored" in desk.drill._said.value
     desk.tick()
     assert desk.drill._mend.disabled
 

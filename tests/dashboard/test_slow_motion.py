@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from fsdp_lab.cluster import RankError
+from fsdp_lab.core.errors import SpecError
 from fsdp_lab.dashboard.controls import Controls
 from fsdp_lab.dashboard.slow_motion import SlowMotionBox
 from fsdp_lab.runs import RunState
-from fsdp_lab.spec import SpecError
 from tests.dashboard.fake_lab import FakeLab
 
 
@@ -138,14 +138,14 @@ def test_stop_lets_the_step_end(desk):
 
 
 def test_a_press_never_waits_for_the_ranks(desk):
-    desk.ranks.phase_s = 0.5
+    desk.ranks.phase_s = 2.0
     began = time.monotonic()
     desk.press("next")
     desk.box.tick()
     desk.press("play")
     desk.press("stop")
     desk.box.tick()
-    assert time.monotonic() - began < 0.45
+    assert time.monotonic() - began < 1.8
 
 
 def test_a_run_that_is_going_is_stopped_and_that_is_said(desk):

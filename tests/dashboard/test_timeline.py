@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
+from fsdp_lab.core.events import Traffic
+from fsdp_lab.core.spans import Span, Track
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.live import LiveView, Scene
-from fsdp_lab.dashboard.panels import Assembler, Frame, Step
+from fsdp_lab.dashboard.panels import StepAxis
 from fsdp_lab.dashboard.panels import timeline as module
 from fsdp_lab.dashboard.panels.timeline import TimelinePanel
-from fsdp_lab.events import Traffic
+from fsdp_lab.runs.steps import Assembler, Step
 from fsdp_lab.runs.store import TRACED_STEPS
-from fsdp_lab.spans import Span, Track
 from tests.lab.events import event
 from tests.lab.test_timeline import off, told
 
@@ -26,7 +27,7 @@ class Watched:
 
     def __init__(self, ranks: int = 2) -> None:
         self.now_s = 0.0
-        self.panel = TimelinePanel(Frame(), ranks, clock=lambda: self.now_s)
+        self.panel = TimelinePanel(StepAxis(), ranks, clock=lambda: self.now_s)
 
     def show(self, *steps: Step) -> int:
         """Half a second later."""
@@ -49,11 +50,11 @@ class Watched:
 
 
 def traced(number: int, ranks: int = 2, **more: Any) -> Step:
-    return Step(number=number, events=tuple(told(ranks, number, ordinal=100 * number, **more)))
+    return Step(events=tuple(told(ranks, number, ordinal=100 * number, **more)))
 
 
 def plain(number: int, ranks: int = 2) -> Step:
-    return Step(number=number, events=tuple(event(r, number) for r in range(ranks)))
+    return Step(events=tuple(event(r, number) for r in range(ranks)))
 
 
 # -- what is drawn ---------------------------------------------------------------------------------------------------
@@ -95,9 +96,7 @@ def test_the_words_of_a_span():
     busy = Span(track=Track.COMPUTE, name="backward", unit="transformer.h.3", start_s=0.0, end_s=0.002)
     strange = dataclasses.replace(busy, name="loss")
     watched = Watched(1)
-    watched.show(
-        Step(number=3, events=(event(0, 3, world_size=1, spans=(span, wait, busy, strange), step_time_s=0.004),))
-    )
+    watched.show(Step(events=(event(0, 3, world_size=1, spans=(span, wait, busy, strange), step_time_s=0.004),)))
     said = {r["what"]: r for r in watched.rows()}
     assert said["all-gather"]["link"] == "2.00 MB" and said["all-gather"]["group"] == "bfloat16, 2 ranks"
     assert said["all-gather"]["bandwidth"] == "1.00 GB/s bus, 2.00 GB/s algorithm"
@@ -115,7 +114,7 @@ def test_waits_that_nobody_saw_are_not_put_down_to_a_unit(exposed_s, said):
     vote = Span(track=Track.WAIT, name="control", unit="", start_s=0.08, end_s=0.0805)
     comm = {"all_gather": Traffic(calls=1, exposed_seconds=exposed_s)}
     watched = Watched()
-    watched.show(Step(number=3, events=tuple(event(r, 3, spans=(vote,), comm=comm) for r in range(2))))
+    watched.show(Step(events=tuple(event(r, 3, spans=(vote,), comm=comm) for r in range(2))))
     assert watched.panel.captions().reading == said
     assert "Over NCCL streams wait" in watched.panel.captions().note
 
@@ -129,7 +128,7 @@ def test_every_fill_has_a_token():
 def test_a_step_without_a_rank_is_a_gap():
     watched = Watched(3)
     step = traced(2, 3)
-    watched.show(Step(number=2, events=step.events[:1] + step.events[2:]))
+    watched.show(Step(events=step.events[:1] + step.events[2:]))
     assert {r["rank"] for r in watched.rows()} == {0, 2}
     assert watched.panel.sources[1].column("rank").tolist() == [0, 2]
     assert "Nothing is known of rank 1 in this step." in watched.panel.captions().note
@@ -139,7 +138,7 @@ def test_a_clock_that_jumps_is_said_and_moves_nothing_else():
     watched = Watched(3)
     events = list(traced(2, 3).events)
     events[2] = off(events[2], 3600.0)
-    watched.show(Step(number=2, events=tuple(events)))
+    watched.show(Step(events=tuple(events)))
     assert max(r["right"] for r in watched.rows()) < 500
     assert "What rank 2 says of time contradicts the others" in watched.panel.captions().note
 
@@ -195,9 +194,33 @@ def test_a_step_that_does_not_count_leaves_no_room_behind():
     watched.show(traced(0))
     end = watched.end
     slow = traced(1, forward_s=0.050)
-    watched.show(Step(number=1, events=tuple(dataclasses.replace(e, first_after_switch=True) for e in slow.events)))
+    watched.show(Step(events=tuple(dataclasses.replace(e, first_after_switch=True) for e in slow.events)))
     assert watched.end > 3 * end
     watched.show(traced(2))
+    assert watched.end == end
+
+
+def test_the_time_axis_follows_steps_that_become_shorter():
+    watched = Watched()
+    for n in range(3):
+        watched.show(traced(n, forward_s=0.016))  # as while something else uses the cores
+    slow = watched.end
+    ends = []
+    for n in range(3, 20):
+        watched.show(traced(n, forward_s=0.012))
+        ends.append(watched.end)
+    longest = 1e3 * max(e.step_time_s for e in traced(19, forward_s=0.012).events)
+    assert slow > 1.2 * longest and ends[0] == slow, "not at once"
+    assert longest <= ends[-1] <= 1.15 * longest
+    assert len(set(ends)) == 2, "in one go"
+
+
+def test_the_time_axis_rests_while_steps_differ_by_a_twentieth():
+    watched = Watched()
+    for n in range(40):
+        watched.show(traced(n, forward_s=0.012 if n % 9 else 0.0126))
+        if n == 0:
+            end = watched.end
     assert watched.end == end
 
 
@@ -206,7 +229,7 @@ def test_another_spec_has_rows_of_its_own():
     watched.show(traced(0))
     labels = {k.label for k in watched.panel.captions().legend}
     span = Span(track=Track.ALL_REDUCE, name="all_reduce", unit="bucket 0", start_s=0.0, end_s=0.01)
-    watched.show(Step(number=1, events=tuple(event(r, 1, spec_id="ddp", spans=(span,)) for r in range(2))))
+    watched.show(Step(events=tuple(event(r, 1, spec_id="ddp", spans=(span,)) for r in range(2))))
     assert [k.label for k in watched.panel.captions().legend] == ["all-reduce"]
     assert watched.rows()[0]["bottom"] - watched.rows()[0]["top"] == pytest.approx(0.9 * 0.88)
     watched.panel.pin(0)
@@ -276,16 +299,16 @@ def test_before_the_first_step_a_pin_does_nothing():
 def test_memory_is_bounded_and_a_pinned_step_outlives_it(monkeypatch):
     watched = Watched(1)
     one = event(0, 0, world_size=1, spans=(Span(track=Track.COMPUTE, name="forward", unit="", start_s=0.0, end_s=0.1),))
-    watched.show(Step(number=0, events=(one,)))
+    watched.show(Step(events=(one,)))
     watched.panel.pin(0)
-    watched.show(*(Step(number=n, events=(dataclasses.replace(one, step=n),)) for n in range(1, TRACED_STEPS + 50)))
+    watched.show(*(Step(events=(dataclasses.replace(one, step=n),)) for n in range(1, TRACED_STEPS + 50)))
     pin = watched.panel.captions().pin
     assert (pin.step, pin.kept, pin.oldest) == (0, TRACED_STEPS, 50)
     watched.panel.pin(0)
     watched.show()
     assert watched.shown == 0
     monkeypatch.setattr(module, "SPAN_CAP", 40)
-    watched.show(Step(number=999, events=(dataclasses.replace(one, step=999),)))
+    watched.show(Step(events=(dataclasses.replace(one, step=999),)))
     assert watched.panel.captions().pin.kept == 40
 
 

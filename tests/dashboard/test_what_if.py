@@ -10,14 +10,15 @@ import pytest
 from bokeh.document import Document
 from bokeh.models import ColumnDataSource, HoverTool
 
+from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.spec import Spec, Strategy
 from fsdp_lab.dashboard import WhatIf
 from fsdp_lab.dashboard.panels.classes import ON_DEVICE
 from fsdp_lab.dashboard.what_if.form import CUSTOM_ONLY, FIELDS
 from fsdp_lab.dashboard.what_if.question import CUSTOM, Question, answer, best, with_curve
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.planner.devices import DEVICES
-from fsdp_lab.plans import Where
-from fsdp_lab.spec import Spec, SpecError, Strategy
+from fsdp_lab.planner.questions import Target
 
 GIB = 1 << 30
 SOON_S = 2.0  # what a machine that is busy with other tests may take; a quiet one takes a tenth of a second
@@ -89,7 +90,7 @@ def test_a_question_changes_field_by_field_and_says_its_hosts():
     ],
 )
 def test_what_cannot_be_is_refused_with_its_field_and_a_way_out(changes, field, said):
-    with pytest.raises(SpecError) as e:
+    with pytest.raises(FieldError) as e:
         small().replace(**changes)
     assert e.value.field == field
     assert said in str(e.value)
@@ -118,13 +119,13 @@ def test_the_curve_is_of_whole_hosts_whatever_part_of_one_is_asked_for():
     assert [p.machine.ranks for p in alone.along] == [1 << i for i in range(13)]
     assert [p.step_time_s for p in alone.along] == [p.step_time_s for p in eight.along]
     assert all(p.machine.per_host == min(8, p.machine.ranks) for p in alone.along)
-    assert Where(hardware="h100", hosts=2).whole_host(4).per_host == 2
+    assert Target(hardware="h100", hosts=2).whole_host(4).per_host == 2
 
 
 def test_a_search_is_soon_done_and_its_first_is_as_fast_as_any_other():
-    began = time.perf_counter()
+    began = time.thread_time()
     found = best(small())
-    assert time.perf_counter() - began < 10 * SOON_S
+    assert time.thread_time() - began < 10 * SOON_S
     assert len(found.top) == 5
     times = [one.plan.step_time_s for one in found.top]
     assert times == sorted(times)

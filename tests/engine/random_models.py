@@ -10,8 +10,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fsdp_lab.engine import build_mesh, fully_shard
-from fsdp_lab.spec import HYBRIDS, SHARDINGS, Strategy
+from fsdp_lab.core.spec import SHARDINGS, Strategy
+from fsdp_lab.engine import fully_shard
+from tests.engine.toys import options_of
 
 WIDTH = 8  # of what goes from module to module: [3, WIDTH], fp32
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -94,7 +95,7 @@ def strategies(draw: st.DrawFn, world_size: int, precision: str = "fp32") -> Str
     between = [f for f in divisors if 1 < f < world_size]
     return Strategy(
         sharding=sharding,
-        shard_size=draw(st.sampled_from(divisors)) if sharding in HYBRIDS else None,
+        shard_size=draw(st.sampled_from(divisors)) if Strategy(sharding=sharding).is_hybrid else None,
         reshard_size=draw(st.sampled_from([None, *between])) if sharding == "full_shard" else None,
         precision=precision,
         offload=draw(st.sampled_from(["none", "none", "optimizer", "all"])),
@@ -180,8 +181,7 @@ def shard(model: Part, case: Case, strategy: Strategy) -> None:
     if case.on_meta and not ignored:
         on_meta(model)
     left_alone = [p for name, p in model.named_parameters() if name in ignored]
-    mesh = build_mesh(strategy, "cpu")
-    options: dict[str, Any] = {"mesh": mesh, "strategy": strategy, "ignored": left_alone}
+    options: dict[str, Any] = {**options_of(strategy), "ignored_params": left_alone}
     units = [m for m in model.modules() if isinstance(m, Part) and m.node.is_unit and m is not model]
     for unit in [*reversed(units), model]:
         fully_shard(unit, group_of=lambda _, p: group_of(case, p.shape), **options)

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fsdp_lab.engine import Account
-from fsdp_lab.schedule import Direction, Phase
+from fsdp_lab.core.schedule import Direction, Phase
+from fsdp_lab.engine import MemoryBreakdown
 
 ALIGN_BYTES = 16
 
@@ -147,7 +147,7 @@ class Expected:
     # -- the formulas ---------------------------------------------------------------------------------------------
 
     @property
-    def account(self) -> Account:
+    def account(self) -> MemoryBreakdown:
         at, sums = self.at, dict.fromkeys(("parameters", "unsharded", "copies", "optimizer"), 0)
         sums |= dict.fromkeys(("unsharded_gradients", "gradients", "padding", "counters"), 0)
 
@@ -175,7 +175,7 @@ class Expected:
                 add("optimizer", region, at.master)
                 add("optimizer", region, at.master)
                 sums["counters"] += 4
-        return Account(**{f"{kind}_bytes": n for kind, n in sums.items()})
+        return MemoryBreakdown(**{f"{kind}_bytes": n for kind, n in sums.items()})
 
     @property
     def _gathered(self) -> set[str]:

@@ -13,9 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import Precision, Strategy
 from fsdp_lab.engine import (
+    MixedPrecisionPolicy,
     ShardError,
+    ShardMesh,
+    TrainingState,
     build_mesh,
     clip_gradients,
     full_state,
@@ -29,7 +35,6 @@ from fsdp_lab.engine import (
     unshard,
 )
 from fsdp_lab.engine.unit import UnitState
-from fsdp_lab.spec import Precision, SpecError, Strategy
 from tests.engine.toys import WIDTH, Block, Net, assert_equal, batch, by_block, gradients, make, mean_square, plain_step
 from tests.pool import Place, Pool
 
@@ -74,7 +79,7 @@ def is_clean(model: Any) -> None:
     """Between two steps: nothing is gathered, nothing is under way."""
     assert all(unit.state is UnitState.SHARDED for unit in units_of(model))
     runtime = runtime_of(model)
-    assert runtime.current is None and runtime.backward is None and not runtime.reducing
+    assert runtime.state is TrainingState.IDLE and not runtime.reducing
 
 
 # -- meshes and dtypes -------------------------------------------------------------------------------------------------
@@ -82,14 +87,10 @@ def is_clean(model: Any) -> None:
 
 def factors(place: Place) -> None:
     for size in (2, 4, 5):
-        with refused(
-            f"strategy.shard_size: 3 ranks cannot be parted into shard groups of {size}; use a divisor", SpecError
-        ):
-            build_mesh(Strategy(sharding="hybrid_shard", shard_size=size), "cpu")
-        with refused(f"shard_size: {size} is not the 3 ranks of a shard group; leave it empty, or choose", SpecError):
-            fully_shard(make(), strategy=Strategy(shard_size=size))
-    with refused("strategy.reshard_size: 3 shards cannot be parted into groups of 2; use a divisor", SpecError):
-        fully_shard(make(), strategy=Strategy(reshard_size=2))
+        with refused(f"3 ranks cannot be divided into shard groups of {size}; use a divisor of the world size"):
+            build_mesh("cpu", shard_size=size)
+        with refused(f"3 shards cannot be divided into groups of {size}; use a divisor"):
+            fully_shard(make(), reshard_after_forward=size)
 
 
 def test_a_factor_that_does_not_divide_the_world(pool: Pool) -> None:
@@ -100,19 +101,23 @@ def meshes(place: Place) -> None:
     flat = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
-    hybrid = Strategy(sharding="hybrid_shard")
-    with refused(r'hybrid_shard needs a mesh of 2 dimensions, \("replicate", "shard"\), and this one has 1', SpecError):
-        fully_shard(make(), mesh=flat, strategy=hybrid)
-    for sharding in ("full_shard", "zero1", "no_shard"):
-        with refused(f"{sharding} needs a mesh of 1 dimension, .*build_mesh", SpecError):
-            fully_shard(make(), mesh=square, strategy=Strategy(sharding=sharding))
-    with refused("the mesh has its dimensions the other way round", SpecError):
-        fully_shard(make(), mesh=turned, strategy=hybrid)
-    with refused("strategy.shard_size: 4 is not the 2 ranks of a shard group; make the mesh with", SpecError):
-        fully_shard(make(), mesh=square, strategy=Strategy(sharding="hybrid_shard", shard_size=4))
-    model = make()
-    fully_shard(model, mesh=square, strategy=hybrid)  # what was refused has left nothing behind
-    step(model, place)
+    cube = init_device_mesh("cpu", (2, 2, 1))
+    copies = init_device_mesh("cpu", (4,), mesh_dim_names=("replicate",))
+    with refused("the mesh has its dimensions in the wrong order"):
+        fully_shard(make(), mesh=turned)
+    with refused(r'a mesh of .*\("replicate", "shard"\) is needed, and this one has 3 dimensions; .*build_mesh'):
+        fully_shard(make(), mesh=cube)
+    for whole in (square, copies):
+        with refused(r'resharding to a smaller group after the forward needs a mesh of \("shard",\)'):
+            fully_shard(make(), mesh=whole, reshard_after_forward=2)
+    with refused("reshard_after_forward=2 is not the post_forward_size of the mesh; make it with ShardMesh.of"):
+        fully_shard(make(), mesh=ShardMesh.of(flat), reshard_after_forward=2)
+    for mesh, size, replicas in ((flat, 4, 1), (square, 2, 2), (copies, 1, 4)):
+        model = make()
+        fully_shard(model, mesh=mesh)  # what was refused has left nothing behind
+        found = units_of(model)[0].mesh
+        assert (found.shard_size, found.replicas) == (size, replicas)
+        step(model, place)
 
 
 def test_a_mesh_that_does_not_fit(pool: Pool) -> None:
@@ -240,9 +245,9 @@ def groups_differ(place: Place) -> str:
     return str(e.value)
 
 
-def strategies_differ(place: Place) -> str:
+def policies_differ(place: Place) -> str:
     with pytest.raises(ShardError) as e:
-        fully_shard(make(), strategy=Strategy(precision="bf16" if place.rank else "fp32"))
+        fully_shard(make(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16 if place.rank else None))
     return str(e.value)
 
 
@@ -253,7 +258,7 @@ def groups_by_objects_of_their_own(place: Place) -> None:
 
 
 def test_ranks_that_shard_differently(pool: Pool) -> None:
-    for scenario, named in ((groups_differ, "group=1"), (strategies_differ, "precision='bf16'")):
+    for scenario, named in ((groups_differ, "group=1"), (policies_differ, "param_dtype=torch.bfloat16")):
         told = pool.run(scenario, 2, timeout_s=20)
         assert told[0] == told[1] and "differs between ranks" in told[0] and named in told[0]
     pool.run(groups_by_objects_of_their_own, 2)
@@ -336,7 +341,7 @@ def moved_or_cast(place: Place) -> None:
             says = (
                 r"first.weight was given other data, by .data or by the module's .to\(\), .half\(\) or the like, after"
             )
-            with refused(says + " it was sharded; .* and give dtypes by the strategy"):
+            with refused(says + " it was sharded; .* and choose dtypes by mp_policy"):
                 model(batch(0, 0))
     model = by_block(make())
     trains_on(model.to("cpu").float(), place)  # which changes nothing
@@ -536,15 +541,22 @@ def copies(place: Place) -> None:
 
 
 def optimizer_over_parameters(place: Place) -> None:
-    model = by_block(make())
-    for wrong in (torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.AdamW([{"params": [model.last.bias]}])):
+    for kind in (
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        lambda m: torch.optim.AdamW([{"params": [m.last.bias]}]),
+    ):
+        model = by_block(make())
+        wrong = kind(model)
         step(model, place)
         with refused(
             r"the optimizer was given \w+.(weight|bias), whose gradient lives in flat shards; make it with shar"
         ):
             wrong.step()
-    torch.optim.SGD(make().parameters(), lr=0.1).step()  # others are left alone
+    other = torch.optim.SGD(make().parameters(), lr=0.1)
     trains_on(model, place)
+    other.step()  # others are left alone
+    assert not other._optimizer_step_pre_hooks
+    assert not _global_optimizer_pre_hooks
     model = make()
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     step(by_block(model), place)

@@ -18,6 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
+from fsdp_lab.core.spec import OFFLOADS, SHARDINGS, Precision, Strategy
 from fsdp_lab.engine import (
     Scaler,
     clip_gradients,
@@ -26,15 +27,14 @@ from fsdp_lab.engine import (
     gradient_norm,
     no_sync,
     parameter_groups,
-    raise_gradients,
     runtime_of,
     sharded_parameters,
     units_of,
     unshard,
+    upcast_gradients,
 )
 from fsdp_lab.engine.flat import OriginalParameter
 from fsdp_lab.engine.unit import UnitState
-from fsdp_lab.spec import Precision, Strategy
 from tests.engine.toys import (
     WIDTH,
     Block,
@@ -45,6 +45,7 @@ from tests.engine.toys import (
     gradients,
     make,
     mean_square,
+    options_of,
     train_beside,
 )
 from tests.pool import Place, Pool
@@ -84,7 +85,7 @@ def lora(place: Place) -> None:
     sharded, _ = train_beside(place, model)
     flats = [flat for unit in units_of(sharded) for flat in unit.flats]
     assert sorted(flat.trainable for flat in flats) == [False] * 4 + [True] * 3  # the root's is frozen as a whole
-    assert all(not flat.regions for flat in flats if not flat.trainable)
+    assert all(not flat.gradients.regions for flat in flats if not flat.trainable)
     assert sum(p.numel() for p in sharded_parameters(sharded)) < 3 * 4 * WIDTH  # no room for what is frozen
 
 
@@ -116,7 +117,7 @@ def ignored(place: Place) -> None:
     """It stays what it was, with a gradient of its own on each rank."""
     model, plain = make(), make()
     left_alone = [model.last.bias, model.blocks[1].norm.weight]
-    by_block(model, ignored=left_alone)
+    by_block(model, ignored_params=left_alone)
     assert model.last.bias is left_alone[0] and not isinstance(left_alone[1], OriginalParameter)
     x = batch(0, place.rank)
     mean_square(model, x).backward()
@@ -152,8 +153,8 @@ def a_unit_that_is_never_used(place: Place) -> None:
     sharded, _ = train_beside(place, make(Chosen), at_step=lambda model, step: setattr(model, "order", (0, 2)))
     mean_square(sharded, batch(0, place.rank)).backward()
     of = {unit.name: flat for unit in units_of(sharded) for flat in unit.flats}
-    assert [p.grad for p in of["blocks.1"].regions.values()] == [None]
-    assert [p.grad is None for p in of["blocks.0"].regions.values()] == [False]
+    assert [p.grad for p in of["blocks.1"].gradients.regions.values()] == [None]
+    assert [p.grad is None for p in of["blocks.0"].gradients.regions.values()] == [False]
 
 
 def a_unit_used_on_some_steps(place: Place) -> None:
@@ -171,7 +172,7 @@ def a_parameter_that_is_never_used(place: Place) -> None:
     sharded, _ = train_beside(place, make(block=PartlyUsed))
     mean_square(sharded, batch(0, place.rank)).backward()
     flat = units_of(sharded)[1].flats[0]
-    (region,) = flat.regions.values()
+    (region,) = flat.gradients.regions.values()
     i = flat.names.index("blocks.0.idle")
     start, stop = flat.layout.in_shard(flat.layout.slots[i], place.rank)
     assert region.grad is not None and not region.grad[start:stop].any() and region.grad.any()
@@ -337,14 +338,15 @@ class Stage(nn.Module):
 
 def units_inside_units(place: Place) -> None:
     for strategy in (Strategy(), Strategy(sharding="shard_grad_op"), Strategy(forward_prefetch=1, backward_prefetch=3)):
+        options = options_of(strategy)
 
         def shard(model: Any) -> None:
             for stage in model.blocks:
                 for block in stage.inner:
-                    fully_shard(block.up, strategy=strategy)  # noqa: B023
-                    fully_shard(block, strategy=strategy)  # noqa: B023
-                fully_shard(stage, strategy=strategy)  # noqa: B023
-            fully_shard(model, strategy=strategy)  # noqa: B023
+                    fully_shard(block.up, **options)  # noqa: B023
+                    fully_shard(block, **options)  # noqa: B023
+                fully_shard(stage, **options)  # noqa: B023
+            fully_shard(model, **options)  # noqa: B023
 
         sharded, _ = train_beside(place, make(depth=2, block=Stage), shard)
         assert len(units_of(sharded)) == 1 + 2 * (1 + 2 * 2)
@@ -422,7 +424,7 @@ def _has_gradients(model: Any, wanted: dict[str, Tensor], times: float = 1.0) ->
     with torch.no_grad():
         for unit in units_of(model):
             for flat in unit.flats:
-                for region in flat.regions.values():
+                for region in flat.gradients.regions.values():
                     region.copy_(torch.zeros_like(region) if region.grad is None else region.grad)
     found = dict(full_state(model))
     differ = [name for name, g in wanted.items() if not torch.equal(found[name], times * g)]
@@ -694,10 +696,10 @@ def accumulation(place: Place) -> None:
                 with no_sync(model):
                     (mean_square64(model, x) / 3).backward()
                 assert all(p.grad is None for p in sharded_parameters(model))
-                assert all(flat.gradient is not None for unit in units_of(model) for flat in unit.flats)
+                assert all(flat.gradients.unsharded is not None for unit in units_of(model) for flat in unit.flats)
         found = _gradients_of(model)
         assert all(torch.allclose(found[name], g, rtol=0, atol=bound) for name, g in wanted.items())
-        assert all(flat.gradient is None for unit in units_of(model) for flat in unit.flats)
+        assert all(flat.gradients.unsharded is None for unit in units_of(model) for flat in unit.flats)
 
 
 def mean_square64(model: nn.Module, x: Tensor) -> Tensor:
@@ -722,7 +724,7 @@ def _gradients_of(model: Any) -> dict[str, Tensor]:
     """Whole, by name; the parameters are overwritten with them."""
     for unit in units_of(model):
         for flat in unit.flats:
-            for region in flat.regions.values():
+            for region in flat.gradients.regions.values():
                 assert region.grad is not None
                 region.data.copy_(region.grad)
     return dict(full_state(model))
@@ -874,15 +876,17 @@ def dtypes(place: Place) -> None:
         found = {**model.blocks[1].dtypes, "output": out.dtype}
         with no_sync(model):
             out.float().square().mean().backward()
-        assert all(flat.gradient is not None for unit in units_of(model) for flat in unit.flats)
-        found["whole"] = next(flat.gradient.dtype for flat in units_of(model)[1].flats if flat.gradient is not None)
+        assert all(flat.gradients.unsharded is not None for unit in units_of(model) for flat in unit.flats)
+        found["whole"] = next(
+            flat.gradients.unsharded.dtype for flat in units_of(model)[1].flats if flat.gradients.unsharded is not None
+        )
         mean_square(model, batch(0, place.rank)).backward()
         found["shard"] = next(p.grad.dtype for p in sharded_parameters(model) if p.grad is not None)
         wanted = dict.fromkeys(found, FULL) | {"count": torch.int64} | low
         assert found == wanted, (precision, {k: v for k, v in found.items() if wanted[k] is not v})
         assert {p.dtype for p in sharded_parameters(model)} == {FULL}
         assert {flat.master.dtype for unit in units_of(model) for flat in unit.flats} == {FULL}
-        raise_gradients(model)
+        upcast_gradients(model)
         assert {p.grad.dtype for p in sharded_parameters(model) if p.grad is not None} == {FULL}
         torch.optim.AdamW(sharded_parameters(model)).step()
 
@@ -927,6 +931,29 @@ def test_precision(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)
 
 
+# -- a strategy in the engine's terms ----------------------------------------------------------------------------------
+
+
+def rules_of_the_schedule(place: Place) -> None:
+    """The engine goes by the very rules that the planner simulates."""
+    changes: tuple[dict[str, Any], ...] = (
+        *({"sharding": sharding} for sharding in SHARDINGS),
+        *({"offload": offload} for offload in OFFLOADS),
+        {"reshard_size": 2},
+        {"forward_prefetch": 2, "backward_prefetch": 3, "backward_prefetch_point": "after", "limit_all_gathers": 1},
+    )
+    for given in changes:
+        strategy = Strategy(**given)
+        model = by_block(make(), strategy=strategy)
+        assert {unit.policy.rules for unit in units_of(model)} == {strategy.schedule_rules}, given
+        assert runtime_of(model).rules == strategy.schedule_rules
+        assert units_of(model)[0].mesh.shard_size == strategy.shard_factor(place.world_size)
+
+
+def test_engine_and_planner_have_the_same_rules(pool: Pool) -> None:
+    pool.run(rules_of_the_schedule, 4)
+
+
 # -- offload -----------------------------------------------------------------------------------------------------------
 
 
@@ -937,7 +964,7 @@ def offload(place: Place) -> None:
             strategy = Strategy(offload=where, sharding=sharding)
             sharded, _ = train_beside(place, make(), lambda model: by_block(model, strategy=strategy), steps=2)  # noqa: B023
             for flat in (flat for unit in units_of(sharded) for flat in unit.flats):
-                held = [t.untyped_storage().size() for t in flat.held()]
+                held = [t.untyped_storage().size() for t in flat.tensors()]
                 own = flat.layout.shard_numel * 4
                 wanted = [own]  # the master shard
                 if sharding == "no_shard":
@@ -949,7 +976,7 @@ def offload(place: Place) -> None:
                     [own * place.world_size] if sharding == "zero1" else []
                 )  # gathered parameters keep their storage
                 assert sorted(h for h in held if h) == sorted(wanted), (where, sharding)
-                assert {flat.master.device.type, *(p.device.type for p in flat.regions.values())} == {"cpu"}
+                assert {flat.master.device.type, *(p.device.type for p in flat.gradients.regions.values())} == {"cpu"}
 
 
 def test_offload(pool: Pool) -> None:
@@ -1068,6 +1095,7 @@ def test_compile(pool: Pool, when: str) -> None:
     pool.run(compiled, 2, "aot_eager", when, timeout_s=200)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here, and there is no g++")
 def test_compile_to_machine_code(pool: Pool) -> None:
     pool.run(compiled, 2, "inductor", "before", timeout_s=200)

@@ -7,11 +7,13 @@ where a strategy asks for bf16 buffers ours has the bits of FSDP1.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
-from fsdp_lab.spec import Precision
+from fsdp_lab.core.spec import Precision
+from tests.covering import tiered
 from tests.engine.parity import MODELS, Outcomes, Plan, assert_equal, plan, spec
 
 STEPS = 2
@@ -39,7 +41,7 @@ def compare(outcomes: Outcomes, model: str, world_size: int, *strategies: dict[s
         assert_equal(got, wanted)
 
 
-@pytest.mark.parametrize("model", TRANSFORMERS)
+@pytest.mark.parametrize("model", tiered(TRANSFORMERS, lambda model: model in ("gpt2", "llama")))
 def test_every_model(outcomes: Outcomes, model: str) -> None:
     """In bf16, whose sums are in fp32 and in bf16 by turns, and in fp16."""
     for precision in (("bf16", "bf16 sums")[TRANSFORMERS.index(model) % 2], "fp16"):
@@ -47,7 +49,10 @@ def test_every_model(outcomes: Outcomes, model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "world_size"), [(p, w) for i, p in enumerate(PRECISIONS) for w in (1 + i % 2, 4)]
+    ("precision", "world_size"),
+    tiered(
+        [(p, w) for i, p in enumerate(PRECISIONS) for w in (1 + i % 2, 4)], lambda precision, world_size: world_size < 4
+    ),
 )
 def test_every_precision(outcomes: Outcomes, precision: str, world_size: int) -> None:
     """In fp16 the sum of W summands is divided in two parts, before and after, the same for ours and FSDP2."""
@@ -65,20 +70,25 @@ STRATEGIES = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", tiered(["bf16", "fp16"], lambda precision: precision == "fp16"))
 def test_strategies_do_not_change_the_result(outcomes: Outcomes, precision: str) -> None:
     compare(outcomes, "gpt2", 3, *STRATEGIES, precision=precision, optimizer="sgd")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16 sums", "fp16"])
+@pytest.mark.parametrize("precision", tiered(["bf16", "bf16 sums", "fp16"], lambda precision: precision == "bf16 sums"))
 def test_hybrid_and_smaller_groups(outcomes: Outcomes, precision: str) -> None:
     common = {"precision": PRECISIONS[precision], "optimizer": "sgd"}
     compare(outcomes, "gpt2", 4, {}, {"offload": "all"}, sharding="hybrid_shard", **common)
     compare(outcomes, "gpt2", 4, reshard_size=2, **common)
 
 
-@pytest.mark.parametrize("sync", ["every", "last"])
-@pytest.mark.parametrize("precision", ["bf16", "bf16 sums", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "sync"),
+    tiered(
+        itertools.product(["bf16", "bf16 sums", "fp16"], ["every", "last"]),
+        lambda precision, sync: (precision, sync) in (("bf16", "every"), ("fp16", "last")),
+    ),
+)
 def test_accumulation(outcomes: Outcomes, precision: str, sync: str) -> None:
     """Gradients are summed in fp32 where the sum is fp32, over micro-batches as over ranks."""
     common = {"precision": PRECISIONS[precision], "optimizer": "sgd", "accumulate": 3, "sync": sync}

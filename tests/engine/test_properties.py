@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from fsdp_lab.backends.base import DTYPES
+from fsdp_lab.core.spec import Strategy
 from fsdp_lab.engine import (
     full_optimizer_state,
     full_state,
@@ -27,15 +29,15 @@ from fsdp_lab.engine import (
     load_full_state,
     local_optimizer_state,
     local_state,
+    original_parameters,
     parameter_groups,
     sharded_parameters,
     shards_of,
     units_of,
     unshard,
 )
-from fsdp_lab.engine.policy import DTYPES
 from fsdp_lab.engine.unit import UnitState
-from fsdp_lab.spec import HYBRIDS, Strategy
+from tests.covering import tiered
 from tests.engine.naive import Naive
 from tests.engine.random_models import Case, Part, build, cases, group_of, ignored_names, inputs, shard
 from tests.pool import Place, Pool
@@ -131,12 +133,12 @@ def inside(model: nn.Module, values: State) -> State:
 
 def not_there_outside(model: nn.Module, values: State) -> None:
     parameters = dict(model.named_parameters())
-    for s in shards_of(model):
-        if s.flat.is_view_of_master:
+    for s, p in zip(shards_of(model), original_parameters(model), strict=True):
+        if p.flat.is_view_of_master:
             assert same_bits(parameters[s.name], values[s.name])  # one rank holds all, nothing is ever gathered
         else:
             assert bool(parameters[s.name].isnan().all())
-            assert s.flat.policy.whole_parameters or not s.flat.full.untyped_storage().size()
+            assert p.flat.policy.shard_optimizer_only or not p.flat.full.untyped_storage().size()
 
 
 def ranges_partition(place: Place, model: nn.Module, values: State) -> None:
@@ -148,7 +150,7 @@ def ranges_partition(place: Place, model: nn.Module, values: State) -> None:
         assert s.shape == values[name].shape
     everybodys: list[Any] = [None] * place.world_size
     dist.all_gather_object(everybodys, {name: (s.start, s.stop) for name, s in shards.items()})
-    factor = units_of(model)[0].grid.factor
+    factor = units_of(model)[0].mesh.shard_size
     for name, value in values.items():
         for first in range(0, place.world_size, factor):
             covered = [x for ranges in everybodys[first : first + factor] for x in range(*ranges[name])]
@@ -185,8 +187,14 @@ def a_lower_precision_changes_nothing_by_itself(place: Place, case: Case) -> Non
     written(model, case, wanted)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("check", [state_holds, a_lower_precision_changes_nothing_by_itself], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("check", "world_size"),
+    tiered(
+        itertools.product([state_holds, a_lower_precision_changes_nothing_by_itself], WORLD_SIZES),
+        lambda check, world_size: world_size == (3 if check is state_holds else 2),
+    ),
+    ids=lambda value: getattr(value, "__name__", None),
+)
 def test_state(pool: Pool, world_size: int, check: Callable[[Place, Case], None]) -> None:
     @few
     @seed(100 * world_size + len(check.__name__))
@@ -215,7 +223,7 @@ def step(place: Place, model: nn.Module, optimizer: torch.optim.Optimizer) -> fl
 
 def averages(strategy: Strategy) -> int | None:
     """Ranks whose gradients are averaged first; None: all."""
-    return strategy.shard_size if strategy.sharding in HYBRIDS else None
+    return strategy.shard_size if strategy.is_hybrid else None
 
 
 def trains_as_the_naive_one(place: Place, case: Case) -> None:
@@ -239,7 +247,7 @@ def trains_as_the_naive_one(place: Place, case: Case) -> None:
     if case.on_meta:
         load_full_state(model, values)
     optimizer = adamw(parameter_groups(model))
-    naive.buffers = {s.name: id(s.flat) for s in shards_of(model)}
+    naive.buffers = {s.name: id(p.flat) for s, p in zip(shards_of(model), original_parameters(model), strict=True)}
     for i in range(2):
         wanted = naive.step(lambda m: m(inputs(place.rank)).square().mean())
         with new_memory_is_nan():
@@ -265,7 +273,7 @@ def padding_is_zero(model: nn.Module) -> None:
     for flat in (flat for unit in units_of(model) for flat in unit.flats):
         padding = torch.ones_like(flat.master, dtype=torch.bool)
         for slot in flat.layout.slots:
-            start, stop = flat.layout.in_shard(slot, flat.grid.rank)
+            start, stop = flat.layout.in_shard(slot, flat.mesh.shard_rank)
             padding[start:stop] = False
         assert bool((flat.master[padding] == 0).all())
 
@@ -335,7 +343,7 @@ def goes_on_elsewhere(place: Place, pair: tuple[Case, Case]) -> None:
     assert_same_slots(got[1], wanted[1])
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", tiered(WORLD_SIZES, lambda world_size: world_size == 2))
 def test_training(pool: Pool, world_size: int) -> None:
     @few
     @seed(world_size)
@@ -346,7 +354,7 @@ def test_training(pool: Pool, world_size: int) -> None:
     hold()
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", tiered(WORLD_SIZES, lambda world_size: world_size == 3))
 def test_going_on_with_another_strategy(pool: Pool, world_size: int) -> None:
     @few
     @seed(world_size)
@@ -358,7 +366,9 @@ def test_going_on_with_another_strategy(pool: Pool, world_size: int) -> None:
     hold()
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 4), (3, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("before", "after"), tiered([(1, 3), (2, 4), (3, 2), (4, 1)], lambda before, after: before == 3)
+)
 def test_going_on_in_another_world_size(pool: Pool, before: int, after: int) -> None:
     @few
     @seed(before)

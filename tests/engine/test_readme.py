@@ -9,10 +9,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 ENDING = """
-import time
 assert len(whole) == 8 and all(t.isfinite().all() for t in whole.values())
-torch.distributed.destroy_process_group()
-time.sleep(0.3)  # a thread of Gloo that still holds a tensor when Python ends would abort the process
 """
 
 
@@ -26,3 +23,42 @@ def test_the_example_in_the_readme_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     norms = {line for line in done.stdout.splitlines() if "tensor" in line}
     assert len(norms) == 1, done.stdout  # both ranks see the same whole parameter
+
+
+def test_the_core_is_as_long_as_its_docstring_says() -> None:
+    """Files in the reading order of the engine's docstring."""
+    folder = REPO / "fsdp_lab" / "engine"
+    text = (folder / "__init__.py").read_text(encoding="utf-8")
+    listed = re.findall(r"^    ([\w/.]+\.py) ", text, re.M)
+    assert listed[0] == "fully_shard.py" and listed[-1] == "../core/schedule.py"
+    lines = sum(len((folder / name).read_text(encoding="utf-8").splitlines()) for name in listed)
+    (told,) = re.findall(r"The core is ([\d,]+) lines", text)
+    assert lines == int(told.replace(",", "")) <= 1900
+    others = {p.name for p in folder.glob("*.py")} - set(listed) - {"__init__.py"}
+    assert all(name in text for name in others), "the docstring says what each file is"
+
+
+TORCH_ONLY = """
+import importlib.abc, sys
+
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED:
+            raise ImportError(f"{name} is not installed here")
+
+BLOCKED = {"transformers", "psutil", "ipyparallel", "bokeh", "ipywidgets", "IPython", "traitlets", "zmq", "rich"}
+sys.meta_path.insert(0, Refuse())
+import fsdp_lab.engine, fsdp_lab.core.schedule
+print(*sorted(name for name in sys.modules if name.startswith("fsdp_lab.")))
+"""
+
+
+def test_the_engine_imports_with_torch_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", TORCH_ONLY], capture_output=True, text=True, timeout=200, cwd=REPO)
+    assert done.returncode == 0, done.stderr[-2000:]
+    outside = {n for n in done.stdout.split() if not n.startswith("fsdp_lab.engine")}
+    assert outside == {
+        "fsdp_lab.core",
+        "fsdp_lab.core.schedule",
+        "fsdp_lab.core.version",
+    }  # of the lab, its schedule alone

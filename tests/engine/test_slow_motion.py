@@ -1,4 +1,4 @@
-"""`SlowMotion` in ranks: the real step, halted at its phases; what it says is held is what is there."""
+"""`PhaseStepper` in ranks: the real step, stopped at its phases; `holdings` reports what is really there."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_lab.engine import Holding, SlowMotion, Stop, full_state, holdings, runtime_of, sharded_parameters, units_of
-from fsdp_lab.engine.unit import UnitState
-from fsdp_lab.schedule import Call, Moment, Phase, Rules, Schedule
-from fsdp_lab.spec import Strategy
+from fsdp_lab.core.schedule import Phase, PointSide, Schedule, UnitCall
+from fsdp_lab.core.spec import Strategy
+from fsdp_lab.engine import FlatBuffer, UnitState, full_state, runtime_of, sharded_parameters, units_of
+from fsdp_lab.rank.phase_stepper import PhaseStepper, Stop, UnitHolding, holdings
 from tests.engine.toys import batch, by_block, make, mean_square
 from tests.pool import Place, Pool
 
@@ -50,8 +50,8 @@ class Training:
         self.count += 1
         return loss.detach()
 
-    def slow(self) -> SlowMotion[Tensor]:
-        return SlowMotion(self.model, self.step)
+    def slow(self) -> PhaseStepper[Tensor]:
+        return PhaseStepper(self.model, self.step)
 
 
 def _equal(one: Training, other: Training) -> None:
@@ -63,14 +63,14 @@ def _equal(one: Training, other: Training) -> None:
 
 
 def schedule_of(strategy: Strategy) -> Schedule:
-    return Schedule((Call(0), *(Call(i, 0) for i in range(1, 5))), Rules.of(strategy))
+    return Schedule((UnitCall(0), *(UnitCall(i, 0) for i in range(1, 5))), strategy.schedule_rules)
 
 
 def scheduled(strategy: Strategy) -> list[Said]:
     return [
         (a.phase, NAMES[a.unit], a.point.direction)
         for a in schedule_of(strategy).actions
-        if a.phase is not Phase.OPTIM and (a.phase is not Phase.COMPUTE or a.point.moment is Moment.BEFORE)
+        if a.phase is not Phase.OPTIM and (a.phase is not Phase.COMPUTE or a.point.moment is PointSide.BEFORE)
     ]
 
 
@@ -104,10 +104,10 @@ def test_the_step_is_the_same(pool: Pool, scenario: Callable[[Place], None]) -> 
 # -- what is held ------------------------------------------------------------------------------------------------------
 
 
-def _is_true(model: Any, held: Holding, whole: Tensor) -> None:
+def _is_true(model: Any, held: UnitHolding, whole: Tensor) -> None:
     """Compare with the storage itself."""
-    shard, flat = held.shard, held.shard.flat
-    p = model.get_parameter(shard.name)
+    shard, p = held.shard, model.get_parameter(held.shard.name)
+    flat: FlatBuffer = p.flat
     unit = next(unit for unit in units_of(model) if flat in unit.flats)
     assert held.unit == unit.name
     assert torch.equal(shard.local, whole.reshape(-1)[shard.start : shard.stop])
@@ -115,11 +115,13 @@ def _is_true(model: Any, held: Holding, whole: Tensor) -> None:
         assert torch.equal(p, whole.to(p.dtype)) and flat.full.untyped_storage().size()
     else:
         assert bool(p.isnan().all())
-        assert bool(flat.full.untyped_storage().size()) == (held.state == "gathering" or flat.policy.whole_parameters)
+        assert bool(flat.full.untyped_storage().size()) == (
+            held.state == "gathering" or flat.policy.shard_optimizer_only
+        )
         assert (unit.state is UnitState.GATHERING) == (held.state == "gathering")
     reduced = shard.param is not None and shard.param.grad is not None
-    assert (held.gradient == "unsharded") == (flat.gradient is not None)
-    assert (held.gradient == "sharded") == (reduced and flat.gradient is None)
+    assert (held.gradient == "unsharded") == (flat.gradients.unsharded is not None)
+    assert (held.gradient == "sharded") == (reduced and flat.gradients.unsharded is None)
     if held.gradient == "sharded":
         assert shard.param is not None and shard.param.grad is not None
         assert bool(shard.param.grad.isfinite().all())
@@ -146,7 +148,7 @@ def holdings_are_what_is_there(place: Place) -> None:
         assert {h.state for h in holdings(model)} == {"sharded"}
 
 
-def _is_before(stop: Stop, held: list[Holding]) -> None:
+def _is_before(stop: Stop, held: list[UnitHolding]) -> None:
     """A stop is before its phase."""
     states, gradients = {h.state for h in held}, {h.gradient for h in held}
     wanted = {Phase.UNSHARD: "sharded", Phase.COMPUTE: "unsharded", Phase.RESHARD: "unsharded"}
@@ -228,9 +230,9 @@ def nothing_stays_behind(place: Place) -> None:
     list(training.slow())
     motion = training.slow()
     next(motion)
-    assert any(t.name == "slow motion" for t in threading.enumerate())
+    assert any(t.name == "phase stepper" for t in threading.enumerate())
     motion.close()
-    assert not any(t.name == "slow motion" for t in threading.enumerate())
+    assert not any(t.name == "phase stepper" for t in threading.enumerate())
     assert runtime_of(training.model).watch is None
 
 

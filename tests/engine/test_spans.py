@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from fsdp_lab.core.schedule import Direction, Phase, PointSide, Schedule, UnitCall
+from fsdp_lab.core.spec import Strategy
 from fsdp_lab.engine import runtime_of, sharded_parameters
-from fsdp_lab.schedule import Call, Direction, Moment, Phase, Rules, Schedule
-from fsdp_lab.spec import Strategy
 from tests.engine.toys import batch, by_block, make, mean_square
 from tests.pool import Place, Pool
 from tests.rank.test_session import session, spec
 
 PHASES = {p.value for p in Phase}
 UNITS = ("root", "blocks.0", "blocks.1", "blocks.2", "blocks.3")
-CALLS = (Call(0), *(Call(i, 0) for i in range(1, 5)))
+CALLS = (UnitCall(0), *(UnitCall(i, 0) for i in range(1, 5)))
 
 Span = tuple[str, float, float]  # its name, and when it began and ended, in microseconds
 
@@ -40,10 +40,9 @@ def traced(place: Place, strategy: Strategy) -> list[Span]:
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        current = last() if last is not None else None
-        assert current is not None and not current.spans  # each was closed
+        assert last is not None and not last.spans  # each was closed
     loss = mean_square(model, batch(0, place.rank))
-    assert runtime_of(model).last().spans == {}  # type: ignore[union-attr, misc]  # none is made when nobody looks
+    assert runtime_of(model).last.spans == {}  # type: ignore[union-attr]  # none is made when nobody looks
     loss.backward()
     return spans(seen)
 
@@ -53,13 +52,13 @@ def named(schedule: Schedule) -> list[str]:
     return [
         f"{a.phase.value} {UNITS[a.unit]}"
         for a in schedule.actions
-        if a.phase is not Phase.OPTIM and (a.phase is not Phase.COMPUTE or a.point.moment is Moment.BEFORE)
+        if a.phase is not Phase.OPTIM and (a.phase is not Phase.COMPUTE or a.point.moment is PointSide.BEFORE)
     ]
 
 
 def test_a_trace_holds_the_phases_of_every_unit(pool: Pool) -> None:
     for strategy in (Strategy(), Strategy(forward_prefetch=1, backward_prefetch=2), Strategy(sharding="shard_grad_op")):
-        wanted = named(Schedule(CALLS, Rules.of(strategy)))
+        wanted = named(Schedule(CALLS, strategy.schedule_rules))
         for found in pool.run(traced, 2, strategy):
             assert Counter(name for name, _, _ in found) == Counter(wanted)
             _lies_in_its_root(found)

@@ -9,18 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_lab.engine import (
-    blocks,
-    full_state,
-    fully_shard,
-    runtime_of,
-    shard_model,
-    sharded_parameters,
-    units,
-    units_of,
-)
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.engine import full_state, fully_shard, runtime_of, sharded_parameters, units_of
 from fsdp_lab.models import Batches, build_skeleton, resolve
-from fsdp_lab.spec import Spec, SpecError, Strategy
+from fsdp_lab.models.wrapping import blocks, shard_model, units
 from tests.engine.toys import Net, assert_equal, make, plain_step
 from tests.models.small import SMALL, filled
 from tests.pool import Place, Pool
@@ -168,7 +161,7 @@ def by_every_policy(place: Place, family: str) -> None:
     policies: list[Any] = [*POLICIES, lambda m: [[b] for b in blocks(m)[1:]], lambda m: [blocks(m)[::2]]]
     for policy in policies:
         model = copy.deepcopy(plain)
-        shard_model(model, wrap=policy)
+        shard_model(model, policy)
         optimizer = torch.optim.SGD(sharded_parameters(model), lr=0.1)
         loss = _loss(model, batches[place.rank])
         assert torch.equal(loss, _loss(plain, batches[place.rank])), policy
@@ -200,15 +193,15 @@ def test_every_policy_trains_alike(pool: Pool, family: str) -> None:
     pool.run(by_every_policy, 2, family)
 
 
-def the_strategy_names_it(place: Place) -> None:
-    model = shard_model(make(Net, depth=4), strategy=Strategy(wrap="every:2"))
+def the_policy_is_named(place: Place) -> None:
+    model = shard_model(make(Net, depth=4), "every:2")
     assert runtime_of(model).root.name == ""
     assert [unit.name for unit in units_of(model)] == ["", "blocks.0", "blocks.2"]
-    ours = shard_model(make(Net, depth=4), strategy=Strategy(wrap="every:2"), wrap="whole")
+    ours = shard_model(make(Net, depth=4), "whole")
     assert len(units_of(ours)) == 1
     with pytest.raises(RuntimeError, match="sharded already"):
         fully_shard(ours)
 
 
-def test_the_strategy_names_the_policy(pool: Pool) -> None:
-    pool.run(the_strategy_names_it, 1)
+def test_a_policy_by_name(pool: Pool) -> None:
+    pool.run(the_policy_is_named, 1)

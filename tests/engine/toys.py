@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
-from fsdp_lab.engine import full_state, fully_shard, sharded_parameters
+from fsdp_lab.backends.flat import engine_options
+from fsdp_lab.core.spec import Strategy
+from fsdp_lab.engine import build_mesh, full_state, fully_shard, sharded_parameters
 from tests.pool import Place
 
 WIDTH = 6  # no multiple of it is a power of two, so shards are padded and cut through parameters
@@ -48,8 +51,14 @@ def make(kind: Callable[..., nn.Module] = Net, **options: Any) -> Any:
     return kind(**options)
 
 
-def by_block(model: Any, **options: Any) -> Any:
+def options_of(strategy: Strategy) -> dict[str, Any]:
+    """A strategy as arguments of `fully_shard`, over all ranks; collective."""
+    return engine_options(strategy, build_mesh("cpu", shard_size=strategy.shard_factor(dist.get_world_size())))
+
+
+def by_block(model: Any, strategy: Strategy | None = None, **options: Any) -> Any:
     """Each block a unit, and the rest the root's."""
+    options = {**(options_of(strategy) if strategy is not None else {}), **options}
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)

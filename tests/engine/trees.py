@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from fsdp_lab.schedule import Action, Call, Phase, Rules, Schedule
+from fsdp_lab.core.schedule import Action, OffloadPolicy, Phase, Rules, Schedule, UnitCall
 
 
 @st.composite
-def call_trees(draw: st.DrawFn, units: int = 6) -> list[Call]:
+def call_trees(draw: st.DrawFn, units: int = 6) -> list[UnitCall]:
     """Nested and repeated calls of up to `units` units below the root; a unit may be called inside itself."""
-    calls = [Call(0)]
+    calls = [UnitCall(0)]
     path = [0]
     for _ in range(draw(st.integers(0, 14))):
         del path[draw(st.integers(1, len(path))) :]  # how many of the open calls end first
-        calls.append(Call(draw(st.integers(1, units)), path[-1]))
+        calls.append(UnitCall(draw(st.integers(1, units)), path[-1]))
         path.append(len(calls) - 1)
     return calls
 
@@ -30,12 +30,12 @@ def rules(draw: st.DrawFn) -> Rules:
         backward_prefetch=draw(st.integers(0, 5)),
         prefetch_before=draw(st.booleans()),
         limit=draw(st.integers(0, 6)),
-        offload=draw(st.sampled_from(["none", "optimizer", "all"])),
+        offload=draw(st.sampled_from(OffloadPolicy)),
     )
 
 
 @dataclass(frozen=True)
-class Moment:
+class PointSide:
     """An action, and the units gathered before and after it."""
 
     action: Action
@@ -43,7 +43,7 @@ class Moment:
     after: frozenset[int]
 
 
-def replay(schedule: Schedule) -> Iterator[Moment]:
+def replay(schedule: Schedule) -> Iterator[PointSide]:
     alive: frozenset[int] = frozenset()
     for action in schedule.actions:
         before = alive
@@ -51,7 +51,7 @@ def replay(schedule: Schedule) -> Iterator[Moment]:
             alive |= {action.unit}
         elif action.phase is Phase.RESHARD:
             alive -= {action.unit}
-        yield Moment(action, before, alive)
+        yield PointSide(action, before, alive)
 
 
 def peak(schedule: Schedule) -> int:

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.export import export_script
 from fsdp_lab.rank import Session
-from fsdp_lab.spec import Spec
 from tests.pool import Place, Pool
 
 SEVERAL = Path(__file__).with_name("several.py")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.export import export_accelerate
-from fsdp_lab.spec import Spec
 from tests.export.ranks import spec
 
 pytest.importorskip("accelerate")
@@ -82,6 +82,7 @@ def test_accelerate_makes_of_it_what_the_spec_says(tmp_path: Path, monkeypatch: 
     assert plugin is None and (args.multi_gpu, args.gpu_ids, args.mixed_precision) == (True, "1,3", "bf16")
 
 
+@pytest.mark.slow
 def test_accelerate_launch_takes_it(tmp_path: Path) -> None:
     file = export_accelerate(spec(sharding="shard_grad_op"), tmp_path / "fsdp.yaml")
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(file),

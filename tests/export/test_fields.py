@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import Precision, Spec, Strategy, Workload
 from fsdp_lab.export import text_of
-from fsdp_lab.spec import Precision, Spec, SpecError, Strategy, Workload
 from tests.export.ranks import spec
 
 FSDP2, FSDP1 = {"backend": "fsdp2"}, {"backend": "fsdp1"}
@@ -78,29 +79,29 @@ ACCELERATE: list[Case] = [
     ({"seed": 77}, "seed", "seed: 77"),
     ({}, "backend", "It was trained by the lab's own engine"),
     (FSDP1, "backend", "fsdp_version: 1"),
-    (DDP, "backend", 'distributed_type: "MULTI_GPU"'),
+    (DDP, "backend", "distributed_type: MULTI_GPU"),
     ({"sharding": "shard_grad_op"}, "sharding", "fsdp_reshard_after_forward: false"),
-    ({**FSDP1, "sharding": "no_shard"}, "sharding", 'fsdp_sharding_strategy: "NO_SHARD"'),
+    ({**FSDP1, "sharding": "no_shard"}, "sharding", "fsdp_sharding_strategy: NO_SHARD"),
     (
         {"world_size": 8, "sharding": "hybrid_shard", "shard_size": 2},
         "shard_size",
         "parallelism_config_dp_shard_size: 2",
     ),
-    ({"precision": "bf16-pure"}, "precision", 'mixed_precision: "bf16"'),
-    ({**DDP, "precision": "bf16"}, "precision", 'mixed_precision: "bf16"'),
+    ({"precision": "bf16-pure"}, "precision", "mixed_precision: bf16"),
+    ({**DDP, "precision": "bf16"}, "precision", "mixed_precision: bf16"),
     ({"offload": "all"}, "offload", "fsdp_offload_params: true"),
-    ({"wrap": "class:GPT2MLP"}, "wrap", 'fsdp_transformer_layer_cls_to_wrap: "GPT2MLP"'),
+    ({"wrap": "class:GPT2MLP"}, "wrap", "fsdp_transformer_layer_cls_to_wrap: GPT2MLP"),
     ({"wrap": "min_params:5000"}, "wrap", "fsdp_min_num_params: 5000"),
-    ({"wrap": "whole"}, "wrap", 'fsdp_auto_wrap_policy: "NO_WRAP"'),
+    ({"wrap": "whole"}, "wrap", "fsdp_auto_wrap_policy: NO_WRAP"),
     ({**FSDP1, "forward_prefetch": 1}, "forward_prefetch", "fsdp_forward_prefetch: true"),
-    ({**FSDP1, "backward_prefetch": 0}, "backward_prefetch", 'fsdp_backward_prefetch: "NO_PREFETCH"'),
+    ({**FSDP1, "backward_prefetch": 0}, "backward_prefetch", "fsdp_backward_prefetch: NO_PREFETCH"),
     ({**FSDP1, "backward_prefetch_point": "after"}, "backward_prefetch_point", "BACKWARD_POST"),
     ({"recompute": "full"}, "recompute", "fsdp_activation_checkpointing: true"),
     ({"sync": "every", "accumulate": 2}, "sync", "sync_each_batch=True"),
     ({"sync": "last", "accumulate": 2}, "sync", "sync_each_batch=False"),
     ({"compile": True}, "compile", "dynamo_use_regional_compilation: true"),
     ({"world_size": 6}, "world_size", "num_processes: 6"),
-    ({"devices": ("cuda:1", "cuda:3")}, "devices", 'gpu_ids: "1,3"'),
+    ({"devices": ("cuda:1", "cuda:3")}, "devices", "gpu_ids: 1,3"),
     ({"link": "0.25 GB/s, 50 us"}, "link", "was emulated"),
 ]
 ONLY_IN_THE_LAB: list[Refusal] = [
@@ -165,7 +166,7 @@ def test_what_cannot_be_said_is_refused_by_name(target: str, refusals: list[Refu
             text_of(given, target)
         e = refused.value
         assert e.field == field, (changes, str(e))
-        assert "backend lab" not in e.way_out and e.way_out.endswith("or export the Spec itself, which carries it")
+        assert "backend lab" not in e.hint and e.hint.endswith("or export the Spec itself, which carries it")
         if e.fix and "wrap" not in e.fix:  # the way out is one: what is refused next is another field
             again = given.replace(**e.fix)
             assert again != given

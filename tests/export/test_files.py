@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.cli.main import main
+from fsdp_lab.core.errors import ArgumentError, SpecError
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.export import export_accelerate, export_script, export_spec
-from fsdp_lab.spec import Spec, SpecError
 from tests.export.ranks import spec
 
 
@@ -20,7 +21,7 @@ def test_files_are_written_whole_and_not_twice(tmp_path: Path) -> None:
         assert file == tmp_path / name and file.stat().st_mode == plain.stat().st_mode
         plain.unlink()
         before = file.read_text()
-        with pytest.raises(SpecError, match=f"path: .*{name} is there already; name another file, or give force"):
+        with pytest.raises(ArgumentError, match=f"path: .*{name} is there already; name another file, or give force"):
             export(spec(seed=9), file)
         assert file.read_text() == before
         assert export(spec(seed=9), file, force=True).read_text() != before
@@ -30,7 +31,7 @@ def test_files_are_written_whole_and_not_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["no/such/folder/x.py", ".", "x" * 300, "~nobody_of_that_name/x.py", "a\0b"])
 def test_a_path_that_cannot_be_is_refused_first(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SpecError) as refused:
+    with pytest.raises(ArgumentError) as refused:
         export_script(spec(sharding="zero1"), path)  # which a script cannot express either: the path comes first
     assert refused.value.field == "path"
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
-from fsdp_lab.checkpoints import find
 from fsdp_lab.cli.main import main
+from fsdp_lab.core.checkpoint_format import find
+from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.export import export_model
-from fsdp_lab.spec import SpecError
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, session, spec
 
@@ -50,11 +50,11 @@ def test_what_is_there_is_not_lost(pool: Pool, tmp_path: Path, capsys: pytest.Ca
     taken.mkdir()
     (taken / "thesis.txt").write_text("mine")
     for force in (False, True):
-        with pytest.raises(SpecError, match="is there already"):
+        with pytest.raises(ArgumentError, match="is there already"):
             export_model(tmp_path / "saved", taken, force=force)
-    with pytest.raises(SpecError, match="there is no folder"):
+    with pytest.raises(ArgumentError, match="there is no folder"):
         export_model(tmp_path / "saved", tmp_path / "no" / "where")
-    with pytest.raises(SpecError, match="it holds none"):
+    with pytest.raises(ArgumentError, match="it holds none"):
         export_model(taken, tmp_path / "model")
     assert [p.name for p in taken.iterdir()] == ["thesis.txt"]
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import Precision, Spec
 from fsdp_lab.export import export_script, text_of
-from fsdp_lab.spec import Precision, Spec, SpecError
 from tests.export.ranks import exported, in_the_lab, losses_of, spec, torchrun
 from tests.pool import Pool
 
@@ -28,6 +29,7 @@ def same(pool: Pool, folder: Path, cases: dict[str, dict[str, Any]], world_size:
     return lab
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_losses_are_the_labs_bit_for_bit_on_two_ranks(pool: Pool, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"

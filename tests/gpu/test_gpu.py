@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_lab.events import StepEvent
+from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.rank import Session
-from fsdp_lab.spec import Spec
 from tests.pool import Place, Pool
 
 pytestmark = [
@@ -29,7 +29,7 @@ EACH = [{}, {"forward_prefetch": 1, "backward_prefetch": 2}, {"sharding": "shard
 def _train(place: Place, plan: list[dict[str, Any]], shared: int) -> list[dict[str, Any]]:
     said: list[dict[str, Any]] = []
     s = Session(rank=place.rank, world_size=place.world_size, device="cuda:0", store=place.store,
-                shared_gpu_ranks=shared, memory_cap=0.9 / shared, say=said.append)  # fmt: skip
+                shared_gpu_ranks=shared, memory_cap=0.9 / shared, on_event=said.append)  # fmt: skip
     for given in plan:
         s.apply("gpu", given)
         s.train(3)

@@ -1,4 +1,5 @@
-"""One lab of two ranks without torch for this folder (see `tests.cluster.fake_rank`), and one of two that train."""
+"""The labs of this folder, each started once: of two ranks without torch (see `tests.cluster.fake_rank`), of two that train,
+and of two that train and may wait 2 s for each other."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import pytest
 
 from fsdp_lab.lab import Lab
 from tests.cluster.conftest import FAKE
+
+HANG_S = 2.0
 
 
 @pytest.fixture(scope="package")
@@ -44,3 +47,10 @@ def real_lab(resident_real: Lab) -> Iterator[Lab]:
         resident_real.slow.close()
     if resident_real.current is not None:
         resident_real.current.stop(10)
+
+
+@pytest.fixture(scope="package")
+def impatient_lab() -> Iterator[Lab]:
+    """A rank for which another one waits longer than HANG_S hangs."""
+    with Lab(2, hang_s=HANG_S, reduction="rank_ordered") as lab:
+        yield lab

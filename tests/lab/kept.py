@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_lab.events import StepEvent
+from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs import EventStore, RunState, Switch
-from fsdp_lab.spec import Spec
 
 
 @dataclass(kw_only=True)
-class Told:
-    """A `Kept`."""
+class RecordedRun:
+    """A `RunView`."""
 
     spec: Spec
     events: EventStore
@@ -27,8 +27,9 @@ class Told:
     switches: list[Switch] = field(default_factory=list)
 
 
-def told(spec: Spec, events: Iterable[Mapping[str, Any] | StepEvent], **more: Any) -> Told:
+def told(spec: Spec, events: Iterable[Mapping[str, Any] | StepEvent], **more: Any) -> RecordedRun:
     store = EventStore()
     store.add(events)
-    return Told(spec=spec, events=store, switches=[Switch(step=0, before=None, after=spec, seconds=0.1, carried=False)],
-                **more)  # fmt: skip
+    return RecordedRun(
+        spec=spec, events=store, switches=[Switch(step=0, before=None, after=spec, seconds=0.1, carried=False)], **more
+    )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from fsdp_lab.events import Classes, Memory, StepEvent, Traffic
-from fsdp_lab.spec import Spec
+from fsdp_lab.core.events import Memory, RoleBytes, StepEvent, Traffic
+from fsdp_lab.core.spec import Spec
 from tests.lab.events import SPEC, event
-from tests.lab.kept import Told, told
+from tests.lab.kept import RecordedRun, told
 
 MIB = 1 << 20
 
@@ -18,9 +18,9 @@ ENVIRONMENT = {"torch": "2.13.0", "machine": {"cpus": 2}, "gpus": []}
 
 def past(run: str = "r", spec: Spec = SPEC, *, steps: int = 30, step_s: float = 0.1, noise: float = 0.04,
          peak_mib: int = 100, begin_unix_s: float = 1e9, rounds: int = 1, every_s: float = 100.0, loss_off: float = 0.0,
-         seed: int = 0, drift: float = 0.0, **more: Any) -> Told:  # fmt: skip
+         seed: int = 0, drift: float = 0.0, **more: Any) -> RecordedRun:  # fmt: skip
     """A run of `steps` steps of about `step_s`, in `rounds` turns that begin `every_s` apart, each `drift` slower than the
-    one before. The first step of a turn is six times as long. `more` are fields of `Told`."""
+    one before. The first step of a turn is six times as long. `more` are fields of `RecordedRun`."""
     chance = random.Random(f"{run} {seed}")
     events: list[StepEvent] = []
     each = -(-steps // rounds)
@@ -42,7 +42,7 @@ def step_of(
             comm={"all_gather": Traffic(calls=4, link_bytes=1000, seconds=0.2 * took, exposed_seconds=0.05 * took)},
             memory=Memory(
                 peak_bytes=peak + rank * MIB, outside_bytes=7 * MIB, limit_bytes=1000 * MIB,
-                at_peak=Classes(parameters_bytes=peak // 2, activations_bytes=peak // 2 + rank * MIB),
+                at_peak=RoleBytes(parameters_bytes=peak // 2, activations_bytes=peak // 2 + rank * MIB),
             ),
             notes=("CPU and Gloo: not a GPU's.",),
         )

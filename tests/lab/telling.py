@@ -1,4 +1,4 @@
-"""A run that is told its events by a test, for whoever takes a `Kept`."""
+"""A run that is told its events by a test, for whoever takes a `RunView`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs import EventStore, RunState, Switch
 from fsdp_lab.runs.environment import fingerprint
-from fsdp_lab.runs.reading import Reading
-from fsdp_lab.spec import Spec
+from fsdp_lab.runs.queries import RunQueries
 from tests.dashboard.fake_lab import event
 
 
-class Telling(Reading):
+class Telling(RunQueries):
     """`tell(n)` makes n more steps of all ranks, `switch` another Spec, `end` ends it."""
 
     def __init__(self, spec: Spec | None = None, *, started_unix_s: float | None = None) -> None:

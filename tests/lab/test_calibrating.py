@@ -7,10 +7,11 @@ import statistics
 import pytest
 
 from fsdp_lab.cluster import ClusterError
+from fsdp_lab.core.errors import ArgumentError, SpecError
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.lab import Lab
-from fsdp_lab.models.preset_shapes import shape_for
 from fsdp_lab.planner.plan import plan
-from fsdp_lab.spec import Spec, SpecError
+from fsdp_lab.planner.shapes.presets import shape_for
 from tests.lab.test_lab import until
 
 SMALL = {"model": "gpt2-1m", "micro_batch": 2, "seq_len": 64}
@@ -20,7 +21,7 @@ SMALL = {"model": "gpt2-1m", "micro_batch": 2, "seq_len": 64}
 def test_ranks_measure_their_machine_and_keep_what_they_hold(real_lab: Lab) -> None:
     run = real_lab.run(**SMALL, steps=2)
     run.wait(120)
-    with pytest.raises(SpecError, match="this machine is not calibrated; call lab.calibrate"):
+    with pytest.raises(ArgumentError, match="this machine is not calibrated; call lab.calibrate"):
         real_lab.plan()
     beside = [Spec(world_size=2).replace(**SMALL), Spec(world_size=2).replace(**SMALL, backend="fsdp2")]
     here = real_lab.calibrate(beside, passes=1)
@@ -44,5 +45,5 @@ def test_a_run_that_goes_on_would_be_measured_too(real_lab: Lab) -> None:
     with pytest.raises(ClusterError, match="goes on"):
         real_lab.calibrate()
     run.stop(30)
-    with pytest.raises(SpecError, match="passes"):
+    with pytest.raises(ArgumentError, match="passes"):
         real_lab.calibrate(passes=0)

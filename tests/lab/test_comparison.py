@@ -8,20 +8,20 @@ import math
 
 import pytest
 
-from fsdp_lab.events import Role
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.events import Role
 from fsdp_lab.runs import Comparison, Refusal, RunState
 from fsdp_lab.runs.ratio import Pairing, ratio
 from fsdp_lab.runs.summary import summarize
-from fsdp_lab.spec import SpecError
 from tests.lab.events import SPEC, steps
-from tests.lab.kept import Told
+from tests.lab.kept import RecordedRun
 from tests.lab.past import MIB, past
 
 GRAD_OP = SPEC.replace(sharding="shard_grad_op")
 
 
 @pytest.fixture
-def three() -> list[Told | Refusal]:
+def three() -> list[RecordedRun | Refusal]:
     refused = Refusal({"strategy": {"backend": "fsdp2", "sharding": "zero1"}}, "FSDP2 always shards <gradients>")
     return [past("a"), past("b", GRAD_OP, step_s=0.08, peak_mib=150, begin_unix_s=1e9 + 50), refused]
 
@@ -40,7 +40,7 @@ def test_rows_are_lettered_and_named_by_what_differs(three):
 
 def test_figures_are_those_of_the_summary_with_a_spread():
     run = past("a")
-    entry = summarize(SPEC, run.events.since()[0])
+    entry = summarize(SPEC, run.events.steps())
     f = Comparison.of([run]).rows[0].figures
     assert f.step_time_s is not None and f.tokens_per_s is not None and f.exposed_comm_s is not None
     assert {"median": f.step_time_s.median, "p10": f.step_time_s.p10, "p90": f.step_time_s.p90} == entry["step_time_s"]
@@ -109,13 +109,13 @@ def test_a_baseline_is_chosen_by_place_label_or_id(three):
 
 @pytest.mark.parametrize("baseline", ["Z", 3, -1, True, "C"])
 def test_no_such_baseline_is_refused(three, baseline):
-    with pytest.raises(SpecError, match="baseline: .*; name one of A, B, C"):
+    with pytest.raises(ArgumentError, match="baseline: .*; name one of A, B, C"):
         Comparison.of(three, baseline=baseline)
 
 
 @pytest.mark.parametrize("names", [["a"], ["a", "a", "b"], "abc", ["a", "", "b"]])
 def test_names_that_do_not_tell_runs_apart_are_refused(three, names):
-    with pytest.raises(SpecError, match="names: .*; give one name for each run"):
+    with pytest.raises(ArgumentError, match="names: .*; give one name for each run"):
         Comparison.of(three, names=names)
 
 
@@ -132,9 +132,23 @@ def test_another_result_is_loud_and_names_the_step(three):
 def test_a_row_that_was_refused_or_failed_says_why(three):
     failed = past("f", steps=0, state=RunState.FAILED, reason="CUDA out of memory on rank 1")
     text = repr(Comparison.of([*three, failed]))
-    assert "C refused: FSDP2 always shards <gradients>" in text and "D failed: CUDA out of memory on rank 1" in text
+    assert (
+        "C fsdp2 zero1 (FSDP2 always shards <gradients>)" in text and "D failed: CUDA out of memory on rank 1" in text
+    )
     html = Comparison.of(three)._repr_html_()
     assert "&lt;gradients&gt;" in html and "<gradients>" not in html
+
+
+def test_what_was_refused_is_one_line_below_the_table_and_no_row(three):
+    other = Refusal({"strategy": {"backend": "fsdp2", "sharding": "no_shard"}}, "FSDP2 always shards <gradients>")
+    ddp = Refusal({"strategy": {"backend": "ddp"}}, "DDP shards nothing")
+    compared = Comparison.of([*three, other, ddp])
+    assert [row[0] for row in compared.table().rows] == ["A", "B"]
+    assert [r["label"] for r in compared.records()] == ["A", "B", "C", "D", "E"], "records keep them"
+    (line,) = [note for note in compared.table().notes if "not in the table" in note]
+    assert line == ("Refused, so not in the table: C fsdp2 zero1, D fsdp2 no_shard (FSDP2 always shards <gradients>); "
+                    "E ddp full_shard (DDP shards nothing).")  # fmt: skip
+    assert "not in the table" not in repr(Comparison.of(three[:2]))
 
 
 def test_the_notes_state_the_rules_and_the_fidelity():
@@ -170,7 +184,7 @@ def test_files_hold_the_records(three, tmp_path):
     assert content["records"][1] == records[1] and content["records"][3]["last_loss"] is None
     assert content["baseline"] == "A" and "leave out" in content["rules"][0]
     for write, name in ((compared.to_csv, "c.txt"), (compared.to_json, "none/c.json"), (compared.to_csv, "")):
-        with pytest.raises(SpecError, match="path: "):
+        with pytest.raises(ArgumentError, match="path: "):
             write(tmp_path / name if name else "")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.csv", "c.json"]
 

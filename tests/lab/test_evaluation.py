@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError
+from fsdp_lab.core.spec import Spec, Workload
 from fsdp_lab.lab import Lab
-from fsdp_lab.runs import Evaluating, Evaluation, Run, RunState, summarize
-from fsdp_lab.runs.evaluation import Judge, in_words
-from fsdp_lab.spec import Spec, SpecError, Workload
+from fsdp_lab.runs import EvalConfig, Evaluation, Run, RunState, summarize
+from fsdp_lab.runs.evaluation import EarlyStopping, in_words
+from fsdp_lab.runs.steps import assemble
 from tests.cluster.fake_rank import EVAL_LOSSES
-from tests.lab.events import SPEC, event, steps
+from tests.lab.events import SPEC, steps
 from tests.lab.past import past
 from tests.lab.test_lab import until
 
@@ -20,7 +22,7 @@ BEST = EVAL_LOSSES.index(min(EVAL_LOSSES[:5]))
 
 
 def test_a_judge_knows_the_best_and_when_it_is_enough():
-    judge = Judge(patience=3)
+    judge = EarlyStopping(patience=3)
     better = [judge.take(step, loss) for step, loss in enumerate(EVAL_LOSSES[:5])]
     assert better == [True, True, False, True, True] and judge.best == (4, 5.0) and not judge.reason
     assert [judge.take(5, 5.0), judge.take(6, math.nan)] == [False, False] and judge.stale == 2
@@ -32,14 +34,14 @@ def test_a_judge_knows_the_best_and_when_it_is_enough():
     assert judge.best == (3, 6.0)
     judge.switched(SPEC, SPEC.replace(held_out=0.1))
     assert judge.best is None and judge.evaluations == []
-    judge = Judge(patience=1)
+    judge = EarlyStopping(patience=1)
     judge.take(0, math.nan)
     assert judge.reason == "the evaluation loss was not finite in 1 evaluation" and judge.best is None
-    assert not any((Judge().take(0, math.nan), Judge().reason, Judge().words(Workload())))
+    assert not any((EarlyStopping().take(0, math.nan), EarlyStopping().reason, EarlyStopping().words(Workload())))
 
 
 def test_words_tell_the_perplexity_of_language_alone():
-    judge = Judge()
+    judge = EarlyStopping()
     judge.take(9, 2.0)
     judge.take(19, 1000.0)
     said = "evaluation loss 1000.0000 (perplexity inf) at step 19, best 2.0000 (perplexity 7.389) at step 9"
@@ -55,18 +57,18 @@ def test_words_tell_the_perplexity_of_language_alone():
      ({"every": True}, "every"), ({"every": 1, "patience": 0}, "patience")],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(given: dict[str, Any], field: str):
-    with pytest.raises(SpecError, match=rf"evaluate\.{field}: .* is refused; give a whole number of 1 or more"):
-        Evaluating(**given)
+    with pytest.raises(ArgumentError, match=rf"evaluate\.{field}: .* is refused; give a whole number of 1 or more"):
+        EvalConfig(**given)
 
 
 def test_refusals_come_before_anything_starts(lab: Lab):
     before = lab.current
     for options, field in (({"evaluate": 0}, "evaluate.every"), ({"evaluate": 1, "held_out": 0}, "workload.held_out")):
-        with pytest.raises(SpecError) as refused:
+        with pytest.raises(FieldError) as refused:
             lab.run(**options)
         assert refused.value.field == field and lab.current is before
     with pytest.raises(SpecError, match="workload.held_out: 900 are too many"):  # the ranks know how many there are
-        lab.run(evaluate=Evaluating(every=1, samples=900), steps=3).wait(20)
+        lab.run(evaluate=EvalConfig(every=1, samples=900), steps=3).wait(20)
     run = lab.run(evaluate=5)
     with pytest.raises(SpecError, match="nothing is held out to evaluate on; use held_out 0.05"):
         run.apply(held_out=0)
@@ -76,7 +78,7 @@ def test_refusals_come_before_anything_starts(lab: Lab):
 
 
 def test_a_run_stops_when_its_patience_is_out_and_says_why(lab: Lab):
-    run = lab.run(steps=50, evaluate=Evaluating(every=1, patience=3)).wait(20)
+    run = lab.run(steps=50, evaluate=EvalConfig(every=1, patience=3)).wait(20)
     assert run.state is RunState.STOPPED and run.step == 8
     assert run.reason == "the evaluation loss has not fallen below 5 (step 4) in 3 evaluations"
     assert [e.step for e in run.evaluations] == list(range(8)) and run.best == Evaluation(BEST, EVAL_LOSSES[BEST])
@@ -128,8 +130,8 @@ def test_what_is_gone_back_behind_is_forgotten_live_and_on_disk(lab: Lab):
 
 def test_a_summary_is_of_the_spec_applied_last():
     told = [*steps(0, 1, eval_loss=3.0), *steps(2, eval_loss=math.nan), *steps(3, eval_loss=2.5), *steps(4)]
-    entry = summarize(SPEC, told)
+    entry = summarize(SPEC, assemble(told))
     assert [e["step"] for e in entry["evaluations"]] == [0, 1, 2, 3]
     assert entry["best_evaluation"] == {"step": 3, "loss": 2.5}
-    assert summarize(SPEC, [event(r, 0, eval_loss=math.nan) for r in (0, 1)])["best_evaluation"] is None
+    assert summarize(SPEC, assemble(steps(0, eval_loss=math.nan)))["best_evaluation"] is None
     assert past(spec=Spec()).events.since()[0][0].eval_loss is None

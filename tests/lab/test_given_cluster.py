@@ -53,7 +53,7 @@ def test_a_second_lab_takes_over_and_the_first_is_told(theirs):
 
 def test_fewer_ranks_than_engines(theirs):
     with Lab(1, cluster=theirs[0], rank_module=FAKE) as lab:
-        assert lab.ranks == 1 and lab.run(steps=2).wait(20).events.ranks == (0,)
+        assert (lab.ranks, lab.most_ranks) == (1, 2) and lab.run(steps=2).wait(20).events.ranks == (0,)
 
 
 def test_more_ranks_than_engines_is_said(theirs):

@@ -16,14 +16,16 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.runs import History, HistoryError, PastRun, RunState
-from fsdp_lab.runs import archive as archive_module
-from fsdp_lab.runs import recorder as recorder_module
-from fsdp_lab.runs.archive import MIGRATIONS, Archive
-from fsdp_lab.runs.kernel import Kernel
-from fsdp_lab.runs.recording import CURVES_KEPT, SPANS_KEPT, thin
+from fsdp_lab.core.errors import ArgumentError, SpecError
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.history import History, HistoryError, StoredRun
+from fsdp_lab.history import database as archive_module
+from fsdp_lab.history import writer as recorder_module
+from fsdp_lab.history.database import MIGRATIONS, HistoryDB
+from fsdp_lab.history.kernel_process import KernelProcess
+from fsdp_lab.history.run_writer import CURVES_KEPT, SPANS_KEPT, thin
+from fsdp_lab.runs import RunState
 from fsdp_lab.runs.summary import how
-from fsdp_lab.spec import Spec, SpecError
 from tests.dashboard.fake_lab import event
 from tests.lab.telling import Telling, ended, plain
 from tests.lab.test_lab import until
@@ -68,7 +70,7 @@ def test_a_past_run_is_the_run_that_was(history: History):
     history.flush(LONG_S)
 
     past = History(history.path).runs()[0]
-    assert isinstance(past, PastRun) and "PastRun" in repr(past) and run.id in repr(past)
+    assert isinstance(past, StoredRun) and "StoredRun" in repr(past) and run.id in repr(past)
     assert plain(past.events.since()[0]) == plain(run.events.since()[0])
     assert past.events.restarts == run.events.restarts and past.events.ranks == (0, 1)
     assert past.summary() == run.summary() and past.table().rows == run.table().rows
@@ -90,12 +92,12 @@ def test_the_newest_traced_and_ledger_steps_keep_their_spans_and_curves(history:
     history.flush(LONG_S)
     past = history.runs()[0]
     lived, read = run.events.traced(), past.events.traced()
-    by_step = {told[0].step: told for told in lived}
-    assert read == [by_step[told[0].step] for told in read] and read[-5:] == lived[-5:], "the last ones are all there"
+    by_step = {step.number: step for step in lived}
+    assert read == [by_step[step.number] for step in read] and read[-5:] == lived[-5:], "the last ones are all there"
     assert past.timeline().step == run.timeline().step == 599
     assert (
         past.export_trace(tmp_path / "past.json").read_text()
-        == run.export_trace(tmp_path / "live.json", [told[0].step for told in read]).read_text()
+        == run.export_trace(tmp_path / "live.json", [step.number for step in read]).read_text()
     )
     curves = [e for e in past.events.since()[0] if e.memory_curve]
     lived_curves = {(e.step, e.rank): e for e in run.events.since()[0] if e.memory_curve}
@@ -103,7 +105,7 @@ def test_the_newest_traced_and_ledger_steps_keep_their_spans_and_curves(history:
 
 
 def test_spans_and_curves_on_disk_are_bounded(history: History, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fsdp_lab.runs.recording.SPANS_S", 0.0)
+    monkeypatch.setattr("fsdp_lab.history.run_writer.SPANS_S", 0.0)
     run = Telling()
     history.record(run)
     for _ in range(60):
@@ -112,7 +114,7 @@ def test_spans_and_curves_on_disk_are_bounded(history: History, monkeypatch: pyt
         history.flush(LONG_S)
     run.end()
     history.flush(LONG_S)
-    with Archive(history.path) as archive:
+    with HistoryDB(history.path) as archive:
         found = {row["curve"]: row["n"] for row in archive.rows("SELECT curve, count(*) n FROM traces GROUP BY curve")}
     assert found == {0: SPANS_KEPT, 1: CURVES_KEPT}
 
@@ -122,7 +124,7 @@ def test_old_steps_are_thinned_and_the_newest_are_all_there(history: History):
     run.tell(9000)
     run.end()
     kept(history, run)
-    with Archive(history.path) as archive:
+    with HistoryDB(history.path) as archive:
         number = history.runs()[0].number
         for _ in range(2):  # again changes nothing
             thin(archive, number, cap=1000)
@@ -215,7 +217,7 @@ def test_runs_are_filtered_by_the_fields_of_their_spec(shelf: History):
     ],
 )
 def test_a_filter_that_cannot_be_is_refused(shelf: History, filters: dict[str, object], words: str):
-    with pytest.raises(SpecError) as refused:
+    with pytest.raises(ArgumentError) as refused:
         shelf.runs(**filters)  # type: ignore[arg-type]
     assert str(refused.value).startswith(words)
 
@@ -223,20 +225,20 @@ def test_a_filter_that_cannot_be_is_refused(shelf: History, filters: dict[str, o
 def test_a_run_is_found_by_the_beginning_of_its_id_or_its_name(shelf: History):
     runs = shelf.runs()
     assert runs[runs[2].id].id == runs[runs[2].id[:7]].id == runs[2].id and runs[-1] is runs[6]
-    with pytest.raises(SpecError, match="run: none of these runs is called 'zz' or begins with it; the newest are"):
+    with pytest.raises(ArgumentError, match="run: none of these runs is called 'zz' or begins with it; the newest are"):
         runs["zz"]
-    with pytest.raises(SpecError, match="none of these"):
+    with pytest.raises(ArgumentError, match="none of these"):
         runs[""]
     with pytest.raises(IndexError):
         runs[7]
     shelf.rename(runs[3].id, "baseline")
     assert shelf.runs()["baseline"].id == runs[3].id and len(shelf.runs(name="baseline")) == 1
     shelf.rename(runs[4].id, "baseline")
-    with pytest.raises(SpecError, match="2 runs are called 'baseline'"):
+    with pytest.raises(ArgumentError, match="2 runs are called 'baseline'"):
         shelf.runs()["baseline"]
     for run in runs[3:5]:
         shelf.rename(run.id, "")
-    with pytest.raises(SpecError, match="name: "):
+    with pytest.raises(ArgumentError, match="name: "):
         shelf.rename(runs[0].id, "two\nlines")
 
 
@@ -251,7 +253,7 @@ def test_where_the_history_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("FSDP_LAB_HISTORY")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert History().path == tmp_path / "fsdp_lab" / "history.sqlite3"
-    with pytest.raises(SpecError, match="limit_bytes: 0 is refused"):
+    with pytest.raises(ArgumentError, match="limit_bytes: 0 is refused"):
         History(limit_bytes=0)
 
 
@@ -302,12 +304,12 @@ def test_deleting_by_age_and_what_cannot_be_deleted(history: History):
     old, new, going = ended(started_unix_s=0.0), ended(), Telling()
     old.ended_unix_s = time.time() - 10 * 86_400
     kept(history, old, new, going)
-    with pytest.raises(SpecError, match=rf"run {going.id} is running; stop it first"):
+    with pytest.raises(ArgumentError, match=rf"run {going.id} is running; stop it first"):
         history.delete(new.id, going.id)
     assert len(history.runs()) == 3, "all or none"
     assert history.delete_older(11) == 0 and history.delete_older(9) == 1
     assert {r.id for r in history.runs()} == {new.id, going.id}
-    with pytest.raises(SpecError, match="days: -1 is refused"):
+    with pytest.raises(ArgumentError, match="days: -1 is refused"):
         history.delete_older(-1)
 
 
@@ -324,13 +326,13 @@ def test_a_disk_that_fills_up_or_cannot_be_written_stops_nothing_and_loses_nothi
     """SQLite's own errors, in a file that is not allowed to grow, or to change."""
     broken = threading.Event()
 
-    class Breakable(Archive):
+    class Breakable(HistoryDB):
         def __init__(self, path: Path) -> None:
             super().__init__(path)
             if broken.is_set():
                 self._db.execute(f"PRAGMA {how_it_breaks}")
 
-    monkeypatch.setattr(recorder_module, "Archive", Breakable)
+    monkeypatch.setattr(recorder_module, "HistoryDB", Breakable)
     monkeypatch.setattr(recorder_module, "RETRY_S", 0.05)
     broken.set()
     run = Telling(Spec(world_size=8))
@@ -453,15 +455,15 @@ def test_an_older_file_is_migrated_with_all_that_is_in_it(history: History):
     run = ended()
     kept(history, run)
     later = (*MIGRATIONS, ("ALTER TABLE runs ADD COLUMN colour TEXT NOT NULL DEFAULT 'green'",))
-    with Archive(history.path, later) as archive:
+    with HistoryDB(history.path, later) as archive:
         assert [(r["id"], r["colour"]) for r in archive.rows("SELECT * FROM runs")] == [(run.id, "green")]
         assert archive.rows("PRAGMA user_version")[0]["user_version"] == 2
 
 
 WRITER = """
     import sys, time
-    from fsdp_lab.runs import History
-    from fsdp_lab.spec import Spec
+    from fsdp_lab.history import History
+    from fsdp_lab.core.spec import Spec
     from tests.lab.telling import Telling
     history = History(sys.argv[1])
     for _ in range(4):
@@ -496,7 +498,7 @@ def test_two_kernels_write_at_once(tmp_path: Path):
         out, wrong = writer.communicate(timeout=90)
         assert writer.returncode == 0, wrong
         told.update(line.split() for line in out.splitlines())
-    with Archive(path) as archive:
+    with HistoryDB(path) as archive:
         assert archive.rows("PRAGMA integrity_check") == [{"integrity_check": "ok"}]
         assert archive.rows("PRAGMA foreign_key_check") == []
     runs = History(path).runs()
@@ -511,20 +513,20 @@ def test_a_run_whose_kernel_is_gone_is_lost(history: History, monkeypatch: pytes
     assert history.runs()[0].state is RunState.RUNNING
     gone = subprocess.Popen([sys.executable, "-c", "pass"])
     gone.wait()
-    with Archive(history.path) as archive, archive.transaction():
+    with HistoryDB(history.path) as archive, archive.transaction():
         archive.change("UPDATE runs SET pid = ?", gone.pid)
     [past] = History(history.path).runs(state="lost")
     assert past.state is RunState.LOST and past.state.over and past.ended_unix_s is not None
     assert f"process {gone.pid}" in past.reason and "lost with its kernel" in repr(History(history.path).runs())
-    me = Kernel.this()
-    assert me.alive(0) and not Kernel(host=me.host, pid=me.pid, born="before").alive(time.time())
-    elsewhere = Kernel(host="elsewhere", pid=1, born="")
+    me = KernelProcess.this()
+    assert me.alive(0) and not KernelProcess(host=me.host, pid=me.pid, born="before").alive(time.time())
+    elsewhere = KernelProcess(host="elsewhere", pid=1, born="")
     assert elsewhere.alive(time.time() - 10) and not elsewhere.alive(time.time() - 1000)
 
 
 def test_a_spec_of_another_version_is_listed_as_it_was(history: History):
     kept(history, ended())
-    with Archive(history.path) as archive, archive.transaction():
+    with HistoryDB(history.path) as archive, archive.transaction():
         fields = json.loads(archive.rows("SELECT spec FROM runs")[0]["spec"])
         fields["strategy"]["gone_by_now"] = 1
         archive.change("UPDATE runs SET spec = ?", json.dumps(fields))

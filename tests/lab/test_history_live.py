@@ -14,11 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdp_lab.events import StepEvent
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.events import StepEvent
+from fsdp_lab.history import History
 from fsdp_lab.lab import Lab
-from fsdp_lab.runs import History, RunState
+from fsdp_lab.runs import RunState
 from fsdp_lab.runs.environment import fingerprint, in_words
-from fsdp_lab.spec import SpecError
 from tests.lab.telling import plain
 from tests.lab.test_lab import going, until
 
@@ -70,7 +71,7 @@ def test_a_lab_without_a_history_and_a_wrong_one(history: object, kept: str | No
 
     if kept is None:
         with pytest.raises(
-            SpecError, match="history: 7 is refused; give True, False, the path of a file, or a History"
+            ArgumentError, match="history: 7 is refused; give True, False, the path of a file, or a History"
         ):
             Lab(1, history=history)  # type: ignore[arg-type]
     else:

@@ -13,13 +13,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from fsdp_lab.cluster import ClusterError, RankLost
+from fsdp_lab.core.errors import ArgumentError, SpecError
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
-from fsdp_lab.spec import Spec, SpecError
 from tests.cluster.conftest import FAKE
 
 
@@ -46,6 +48,20 @@ def test_a_run_ends_after_its_steps(lab: Lab):
     assert len(run.table()) == 10 and "shard_grad_op" in repr(run.table())
     entry = run.summary()
     assert entry["spec"] == run.spec.to_dict() and len(entry["losses"]) == 25 and json.dumps(entry)
+
+
+def test_weights_that_are_not_loaded_are_a_note_of_the_run_and_its_table(lab: Lab, tmp_path: Path):
+    (tmp_path / "model.safetensors").touch()
+    run = lab.run(model=str(tmp_path))
+    said = f"Weights in {tmp_path} are not loaded: training begins from random values."
+    until(lambda: run.step > 3)
+    assert said in run.notes and f"note: {said}" in repr(run.table())
+    run.apply(sharding="shard_grad_op").wait(10)
+    assert said in run.notes, "its values still come from random ones"
+    run.apply(model="gpt2-1m", seed=7).wait(10)
+    assert said not in run.notes
+    run.stop()
+    assert lab.most_ranks is None, "our own engines: as many as are asked for"
 
 
 def test_a_run_that_nobody_holds_is_let_go(lab: Lab):
@@ -123,10 +139,12 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(lab: Lab):
         run.apply(backend="fsdp1", sharding="zero1")
     with pytest.raises(SpecError, match=r"world_size: a run keeps its 2 ranks.*lab.run"):
         run.apply(world_size=3)
-    with pytest.raises(SpecError, match="steps"):
+    with pytest.raises(ArgumentError, match="steps"):
         lab.run(steps=0)
     for wrong in (0, -3, 2.5, True):
-        with pytest.raises(SpecError, match="ledger_every: .* is refused; give a whole number of 1 or more, or None"):
+        with pytest.raises(
+            ArgumentError, match="ledger_every: .* is refused; give a whole number of 1 or more, or None"
+        ):
             lab.run(ledger_every=wrong)  # type: ignore[arg-type]
     assert run.state is RunState.RUNNING and run.pending is None
 
@@ -250,7 +268,7 @@ said = []
 lab = Lab(1, rank_module={FAKE!r}, progress=said.append)
 run = lab.run()
 while run.step < 2: pass
-print([p.stage for p in said][-1], lab.cluster._token, flush=True)
+print([p.stage for p in said][-1], lab.cluster.token, flush=True)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == "", done.stderr

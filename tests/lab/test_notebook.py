@@ -22,7 +22,7 @@ def cell(code):
 
 FIRST = "from fsdp_lab.lab import Lab\\nlab = Lab(2, rank_module={FAKE!r})\\nrun = lab.run(steps=3).wait()"
 cell(FIRST)
-cell("from fsdp_lab.cluster.kept import kept_clusters")
+cell("from fsdp_lab.cluster.detached import detached_clusters")
 cell("%px square = rank ** 2")
 cell("assert lab.client[lab.cluster.engine_ids]['square'] == [0, 1]")
 cell("%%px\\nassert model is session.model and world_size == 2")
@@ -31,18 +31,19 @@ cell(FIRST)
 cell("assert former.closed and not lab.closed and pids != lab.cluster.pids")
 cell("%px cube = rank ** 3")
 cell("assert lab.client[lab.cluster.engine_ids]['cube'] == [0, 1]")
-KEPT = FIRST.replace("rank_module", "keep=True, rank_module")
-cell(KEPT)
+PERSISTENT = FIRST.replace("rank_module", "persist=True, rank_module")
+cell(PERSISTENT)
 cell("former, pids = lab, lab.cluster.pids")
-cell(KEPT)
+cell(PERSISTENT)
 cell("assert former.closed and lab.attached and lab.cluster.pids == pids")
-cell(KEPT.replace("Lab(2", "Lab(1"))
-cell("assert not lab.attached and [kept.pids for kept in kept_clusters()] == [tuple(lab.cluster.pids)]")
+cell(PERSISTENT.replace("Lab(2", "Lab(1"))
+cell("assert not lab.attached and [c.pids for c in detached_clusters()] == [tuple(lab.cluster.pids)]")
 cell("lab.close()")
 print("all well")
 """
 
 
+@pytest.mark.slow
 def test_cells_of_a_notebook(tmp_path: Path):
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", SESSION], capture_output=True, text=True, timeout=120, env=env)
@@ -72,7 +73,7 @@ def test_a_kernel_that_is_restarted_finds_its_ranks_by_the_same_cell(tmp_path: P
         client.wait_for_ready(60)
 
     try:
-        make = f"from fsdp_lab.lab import Lab\nlab = Lab(2, keep=True, rank_module={FAKE!r}, progress=False)"
+        make = f"from fsdp_lab.lab import Lab\nlab = Lab(2, persist=True, rank_module={FAKE!r}, progress=False)"
         pids = cell(f"{make}\nrun = lab.run()\nwhile run.step < 3: pass\nprint(lab.attached, lab.cluster.pids)")
         for now in (False, True):
             restart(now)

@@ -11,9 +11,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_lab.events import Classes, Memory, MemorySample, StepEvent, Traffic
-from fsdp_lab.runs.packing import pack, unpack
-from fsdp_lab.spans import Span, Track
+from fsdp_lab.core.events import Memory, MemorySample, RoleBytes, StepEvent, Traffic
+from fsdp_lab.core.spans import Span, Track
+from fsdp_lab.history.codec import pack, unpack
 from tests.lab.events import event
 
 FLOATS = st.floats() | st.sampled_from([0.0, -0.0, float("nan"), float("inf"), 5e-324, 0.1])
@@ -30,10 +30,10 @@ def made(kind: type, **more: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 SPANS = made(Span, track=st.sampled_from(Track))
-SAMPLES = made(MemorySample, classes=made(Classes))
+SAMPLES = made(MemorySample, classes=made(RoleBytes))
 EVENTS = made(
     StepEvent,
-    memory=made(Memory, at_peak=made(Classes)),
+    memory=made(Memory, at_peak=made(RoleBytes)),
     memory_curve=st.lists(SAMPLES, max_size=2).map(tuple),
     comm=st.dictionaries(st.sampled_from(["all_gather", "control", "ünbekannt"]), made(Traffic)),
     spans=st.lists(SPANS, max_size=2).map(tuple),

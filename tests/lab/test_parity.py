@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.events import StepEvent
+from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs.parity import Parity, Verdict, parity
-from fsdp_lab.spec import Spec
 from tests.lab.events import event
-from tests.lab.kept import Told, told
+from tests.lab.kept import RecordedRun, told
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, session, spec
 
@@ -41,21 +41,21 @@ def _honest(place: Place, plan: list[dict[str, Any]]) -> list[list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def honest(pool: Pool) -> dict[str, Told]:
+def honest(pool: Pool) -> dict[str, RecordedRun]:
     specs = {name: spec(seed=SEED, **changes) for name, changes in KINDS.items()}
     by_rank = pool.run(_honest, 2, [s.to_dict() for s in specs.values()], reduction=None)
     return {name: told(s, [e for rank in by_rank for e in rank[i]]) for i, (name, s) in enumerate(specs.items())}
 
 
 @pytest.mark.parametrize("name", ["lab", "fsdp2", "ddp"])
-def test_backends_are_equal_bit_for_bit_in_fp32(honest: dict[str, Told], name: str) -> None:
+def test_backends_are_equal_bit_for_bit_in_fp32(honest: dict[str, RecordedRun], name: str) -> None:
     found = parity(honest["lab"], honest[name])
     assert (found.verdict, found.steps, found.checksums, found.first_step) == (Verdict.EQUAL, STEPS, len(CHECKS), None)
     assert found.sentence == "equal bit for bit over 8 steps: losses and 4 checksums of the parameters"
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_another_precision_is_equal_within_its_rounding(honest: dict[str, Told], name: str) -> None:
+def test_another_precision_is_equal_within_its_rounding(honest: dict[str, RecordedRun], name: str) -> None:
     found = parity(honest["lab"], honest[name])
     assert found.verdict is Verdict.WITHIN and found.first_step == 0
     assert parity(honest[name], honest["lab"]).verdict is Verdict.WITHIN
@@ -67,19 +67,19 @@ def test_another_precision_is_equal_within_its_rounding(honest: dict[str, Told],
 
 def _no_division(s: Any, place: Place) -> None:
     """Gradients are summed over ranks, not averaged. AdamW hides that from the losses."""
-    hub, inner = s._hub, s._world.__class__._ordered_reduce_scatter
-    del hub
+    context, inner = s.context, s.world.__class__._ordered_reduce_scatter
+    del context
 
     def summed(self: Any, output: Any, input: Any, op: Any, opts: Any) -> Any:
         work = inner(self, output, input, op, opts)
         return work.followed_by(lambda: output.mul_(self.size()), [output])
 
-    s._world.__class__._ordered_reduce_scatter = summed
+    s.world.__class__._ordered_reduce_scatter = summed
 
 
 def _one_rank_does_not_update(s: Any, place: Place) -> None:
     if place.rank == 1:
-        s._trainer.backend.optimizer.step = lambda *a, **k: None
+        s.trainer.backend.optimizer.step = lambda *a, **k: None
 
 
 FAULTS: dict[str, tuple[dict[str, Any], Callable[[Any, Place], None]]] = {
@@ -105,26 +105,26 @@ def _at_fault(place: Place, given: dict[str, Any], fault: str) -> list[Any]:
         s.close()
 
 
-def judged(pool: Pool, honest: dict[str, Told], fault: str) -> Parity:
+def judged(pool: Pool, honest: dict[str, RecordedRun], fault: str) -> Parity:
     wrong = spec(seed=SEED, **FAULTS[fault][0])
     by_rank = pool.run(_at_fault, 2, wrong.to_dict(), fault, reduction=None)
     return parity(honest["lab"], told(wrong, [e for events in by_rank for e in events]))
 
 
-def test_gradients_that_are_not_divided_are_found_at_once(pool: Pool, honest: dict[str, Told]) -> None:
+def test_gradients_that_are_not_divided_are_found_at_once(pool: Pool, honest: dict[str, RecordedRun]) -> None:
     found = judged(pool, honest, "no division")
     assert found.verdict is Verdict.DIFFERENT
     assert (found.first_step, found.what) == (3, "gradient norm")
     assert found.sentence.startswith("different from step 3 on: gradient norm")
 
 
-def test_replicas_that_part_are_found_by_their_checksums(pool: Pool, honest: dict[str, Told]) -> None:
+def test_replicas_that_part_are_found_by_their_checksums(pool: Pool, honest: dict[str, RecordedRun]) -> None:
     found = judged(pool, honest, "a replica stands still")
     assert (found.verdict, found.first_step, found.what) == (Verdict.DIFFERENT, 3, "replicas")
     assert "replicas hold different parameters" in found.sentence
 
 
-def test_a_shard_that_is_not_updated_is_found_in_the_next_loss(pool: Pool, honest: dict[str, Told]) -> None:
+def test_a_shard_that_is_not_updated_is_found_in_the_next_loss(pool: Pool, honest: dict[str, RecordedRun]) -> None:
     found = judged(pool, honest, "a shard stands still")
     assert (found.verdict, found.first_step) == (Verdict.DIFFERENT, 4)
 
@@ -132,12 +132,12 @@ def test_a_shard_that_is_not_updated_is_found_in_the_next_loss(pool: Pool, hones
 # -- the rule, on changed copies -----------------------------------------------------------------------------------
 
 
-def changed(run: Told, step: int, **values: Any) -> Told:
+def changed(run: RecordedRun, step: int, **values: Any) -> RecordedRun:
     events: list[StepEvent] = run.events.since()[0]
     return told(run.spec, [dataclasses.replace(e, **values) if e.step == step else e for e in events])
 
 
-def test_one_bit_is_seen_and_called_rounding(honest: dict[str, Told]) -> None:
+def test_one_bit_is_seen_and_called_rounding(honest: dict[str, RecordedRun]) -> None:
     lab = honest["lab"]
     loss = next(e.mean_loss for e in lab.events.since()[0] if e.step == 5)
     found = parity(lab, changed(lab, 5, mean_loss=math.nextafter(loss, 9.0)))
@@ -146,7 +146,7 @@ def test_one_bit_is_seen_and_called_rounding(honest: dict[str, Told]) -> None:
     assert (found.verdict, found.first_step, found.what) == (Verdict.WITHIN, 7, "parameters")
 
 
-def trained_on(losses: list[float], norms: list[float], precision: str = "fp32") -> Told:
+def trained_on(losses: list[float], norms: list[float], precision: str = "fp32") -> RecordedRun:
     """One rank's run that told these."""
     one = Spec(world_size=1).replace(precision=precision)
     return told(one, [event(0, i, one, mean_loss=x, grad_norm=n)
@@ -161,7 +161,7 @@ def test_a_leap_late_in_another_precision_is_training_and_no_fault() -> None:
     assert (found.verdict, found.first_step) == (Verdict.WITHIN, 0)
 
 
-def test_a_step_that_fp16_skipped_is_called_that(honest: dict[str, Told]) -> None:
+def test_a_step_that_fp16_skipped_is_called_that(honest: dict[str, RecordedRun]) -> None:
     lab, skipping = honest["lab"], changed(honest["fp16"], 3, grad_norm=math.inf, skipped=True)
     found = parity(lab, skipping)
     assert (found.verdict, found.first_step, found.what) == (Verdict.DIFFERENT, 3, "skipped step")
@@ -189,17 +189,17 @@ def test_equal_runs_that_part_late_are_held_to_rounding_from_there() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
-def test_a_loss_that_is_no_number_is_different(honest: dict[str, Told], value: float) -> None:
+def test_a_loss_that_is_no_number_is_different(honest: dict[str, RecordedRun], value: float) -> None:
     found = parity(honest["lab"], changed(honest["lab"], 6, mean_loss=value))
     assert (found.verdict, found.first_step, found.what) == (Verdict.DIFFERENT, 6, "loss")
 
 
-def test_both_the_same_nan_is_equal(honest: dict[str, Told]) -> None:
+def test_both_the_same_nan_is_equal(honest: dict[str, RecordedRun]) -> None:
     nan = changed(honest["lab"], 6, mean_loss=math.nan, grad_norm=math.inf)
     assert parity(nan, nan).verdict is Verdict.EQUAL
 
 
-def test_what_is_not_the_same_training_is_not_compared(honest: dict[str, Told]) -> None:
+def test_what_is_not_the_same_training_is_not_compared(honest: dict[str, RecordedRun]) -> None:
     lab = honest["lab"]
 
     def against(**changes: Any) -> Parity:

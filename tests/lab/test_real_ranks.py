@@ -13,10 +13,10 @@ import time
 import pytest
 
 from fsdp_lab.cluster import ClusterError, RankError, RankLost
+from fsdp_lab.core.errors import SpecError
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
 from fsdp_lab.runs.parity import Verdict, parity
-from fsdp_lab.spec import SpecError
 from tests.lab.test_lab import until
 
 SMALL = {"model": "gpt2-1m", "micro_batch": 1, "seq_len": 64}
@@ -81,6 +81,7 @@ def test_a_comparison_in_turns_is_equal_bit_for_bit_to_runs_that_were_never_inte
     assert {run.id for run in sweep.runs} <= {run.id for run in lab.runs()}  # kept like any other
 
 
+@pytest.mark.slow
 def test_a_run_that_is_out_of_memory_is_a_row_with_its_reason_and_the_others_go_on(lab: Lab):
     lab.run(**SMALL, steps=1).wait(60)
 
@@ -164,6 +165,7 @@ def test_an_error_in_a_step_on_one_rank_is_said_and_the_next_run_works(lab: Lab)
     assert lab.run(**SMALL, steps=2).wait(60).step == 2
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_said_and_replaced(lab: Lab):
     run = going(lab)
     victim = lab.cluster.pids[1]

@@ -6,19 +6,23 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from fsdp_lab.checkpoints import checkpoints, torn
 from fsdp_lab.cluster import ClusterError, RankLost
+from fsdp_lab.core.checkpoint_format import checkpoints, incomplete_checkpoints
+from fsdp_lab.core.errors import ArgumentError, SpecError
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.dashboard.pins import Pinned
+from fsdp_lab.history import StoredRun
 from fsdp_lab.lab import Lab
-from fsdp_lab.runs import Run, RunState
-from fsdp_lab.runs.recovery import BEGINNING, CHECKPOINT, REPLICA, Recovering, refitted
-from fsdp_lab.runs.saving import Saving
-from fsdp_lab.spec import Spec, SpecError
+from fsdp_lab.report.charts import Course
+from fsdp_lab.runs import Comparison, Run, RunState
+from fsdp_lab.runs.parity import Verdict, parity
+from fsdp_lab.runs.recovery import BEGINNING, CHECKPOINT, REPLICA, RecoveryPolicy, refitted
+from fsdp_lab.runs.saving import CheckpointConfig
 from tests.lab.test_lab import until
 
 SMALL = {"model": "gpt2-1m", "micro_batch": 2, "seq_len": 64}
@@ -26,28 +30,39 @@ DDP = {"backend": "ddp", "sharding": "no_shard"}
 STEPS = 24
 
 
-@pytest.fixture(scope="module")
-def resident() -> Iterator[Lab]:
-    with Lab(2, reduction="rank_ordered") as lab:
-        yield lab
-
-
 @pytest.fixture
-def lab(resident: Lab) -> Iterator[Lab]:
-    yield resident
-    if resident.current is not None:
-        resident.current.stop(20)
+def lab(real_lab: Lab) -> Lab:
+    return real_lab
 
 
 @pytest.fixture(scope="module")
-def undisturbed(resident: Lab) -> dict[int, float]:
+def undisturbed_run(resident_real: Lab) -> Run:
+    return resident_real.run(**SMALL, world_size=2, steps=STEPS).wait(90)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(undisturbed_run: Run) -> dict[int, float]:
     """step -> loss."""
-    return losses(resident.run(**SMALL, steps=STEPS).wait(90))
+    return losses(undisturbed_run)
 
 
 def losses(run: Run) -> dict[int, float]:
-    """Of a step that was done again, what it gave then. All ranks tell the same, and one may die before it does."""
-    return {e.step: e.mean_loss for e in run.events.since()[0]}
+    """All ranks report the same, and one may die before it does."""
+    return {step.number: step.mean_loss for step in run.events.steps()}
+
+
+def check_views(run: Run | StoredRun, undisturbed_run: Run) -> None:
+    """Every view of a recovered run shows each step once, as it is in the undisturbed run."""
+    expected = list(losses(undisturbed_run).values())
+    found = parity(undisturbed_run, run)
+    assert (found.verdict, found.steps) == (Verdict.EQUAL, STEPS), found.sentence
+    assert run.summary()["losses"] == expected
+    compared = Comparison.of([run])
+    assert (compared.rows[0].figures.steps, compared.rows[0].figures.last_loss) == (STEPS, expected[-1])
+    assert [s.mean_loss for s in Course.of(0, compared.rows[0], run).steps] == expected
+    assert Pinned.of(run).curve[:, 1].tolist() == expected
+    table, other = ([(r[0].rstrip("*"), r[1]) for r in told.table(STEPS).rows] for told in (run, undisturbed_run))
+    assert table == other
 
 
 def kill(lab: Lab, rank: int, number: int = signal.SIGKILL) -> float:
@@ -57,7 +72,7 @@ def kill(lab: Lab, rank: int, number: int = signal.SIGKILL) -> float:
 
 
 def test_a_run_is_saved_and_another_goes_on_from_it(lab: Lab, undisturbed: dict[int, float], tmp_path: Path) -> None:
-    run = lab.run(**SMALL, steps=14, save=Saving(folder=tmp_path, every=4, last=2)).wait(90)
+    run = lab.run(**SMALL, steps=14, save=CheckpointConfig(folder=tmp_path, every=4, last=2)).wait(90)
     assert [s.step for s in run.saves] == [4, 8, 12, 14] and not any(s.error or s.pending for s in run.saves)
     assert [c.step for c in checkpoints(tmp_path)] == [12, 14], "the last two"
     assert all(s.stall_s > 0 and s.seconds and s.nbytes for s in run.saves)
@@ -80,17 +95,19 @@ def test_save_on_demand_while_it_trains_and_when_it_is_over(lab: Lab, tmp_path: 
     assert lab.save(tmp_path).step == run.step
 
 
-@pytest.mark.parametrize(("victim", "changes", "source"), [(1, {}, CHECKPOINT), (0, DDP, REPLICA)])
+@pytest.mark.parametrize(
+    ("victim", "changes", "source"), [(1, {}, CHECKPOINT), pytest.param(0, DDP, REPLICA, marks=pytest.mark.slow)]
+)
 def test_a_killed_rank_is_replaced_and_the_curve_is_that_of_an_undisturbed_run(
-    lab: Lab, undisturbed: dict[int, float], tmp_path: Path, victim: int, changes: dict[str, str], source: str
+    lab: Lab, undisturbed_run: Run, tmp_path: Path, victim: int, changes: dict[str, str], source: str
 ) -> None:
-    run = lab.run(**SMALL, **changes, steps=STEPS, recover=True, save=Saving(folder=tmp_path, every=5))
+    run = lab.run(**SMALL, **changes, steps=STEPS, recover=True, save=CheckpointConfig(folder=tmp_path, every=5))
     until(lambda: run.step > 6, 60)
     others = [s.pid for s in lab.rank_status() if s.rank != victim]
     struck_unix_s = kill(lab, victim)
     run.strike(struck_unix_s)
     run.wait(120)
-    assert run.state is RunState.FINISHED and losses(run) == undisturbed
+    assert run.state is RunState.FINISHED and losses(run) == losses(undisturbed_run)
     (incident,) = run.incidents
     assert incident.source == source and isinstance(incident.error, RankLost) and incident.error.rank == victim
     times = [incident.failed_unix_s, incident.detected_unix_s, incident.freed_unix_s, incident.resumed_unix_s]
@@ -99,9 +116,14 @@ def test_a_killed_rank_is_replaced_and_the_curve_is_that_of_an_undisturbed_run(
     assert incident.resumed_step == (5 if source == CHECKPOINT else incident.step)
     assert incident.lost_steps == incident.step - incident.resumed_step < 5
     assert set(others) < {s.pid for s in lab.rank_status()}, "the survivors stay"
-    assert not torn(tmp_path)
+    assert not incomplete_checkpoints(tmp_path)
+    if source == CHECKPOINT:
+        assert {e.attempt for e in run.events.since()[0]} == {0, 1} and run.events.attempt == 1
+        check_views(run, undisturbed_run)
+        check_views(lab.runs()[run.id], undisturbed_run)
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_or_a_replica_it_begins_again(lab: Lab, undisturbed: dict[int, float]) -> None:
     run = lab.run(**SMALL, steps=STEPS, recover=True)
     until(lambda: run.step > 3, 60)
@@ -111,7 +133,7 @@ def test_without_a_checkpoint_or_a_replica_it_begins_again(lab: Lab, undisturbed
 
 
 def test_it_waits_for_a_word_and_goes_on_with_fewer(lab: Lab, undisturbed: dict[int, float], tmp_path: Path) -> None:
-    run = lab.run(**SMALL, steps=STEPS, recover="ask", save=Saving(folder=tmp_path, every=5))
+    run = lab.run(**SMALL, steps=STEPS, recover="ask", save=CheckpointConfig(folder=tmp_path, every=5))
     until(lambda: run.step > 6, 60)
     kill(lab, 1)
     until(lambda: run.state is RunState.BROKEN, 10)
@@ -129,8 +151,9 @@ def test_it_waits_for_a_word_and_goes_on_with_fewer(lab: Lab, undisturbed: dict[
     lab.resize(2)
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_is_recovered_by_another(lab: Lab, undisturbed: dict[int, float], tmp_path: Path) -> None:
-    run = lab.run(**SMALL, steps=STEPS, save=Saving(folder=tmp_path, every=5))
+    run = lab.run(**SMALL, steps=STEPS, save=CheckpointConfig(folder=tmp_path, every=5))
     until(lambda: run.step > 6, 60)
     kill(lab, 0)
     with pytest.raises(RankLost, match="rank 0 is gone"):
@@ -142,13 +165,14 @@ def test_a_run_that_failed_is_recovered_by_another(lab: Lab, undisturbed: dict[i
     assert again.incidents[0].source == CHECKPOINT and again.incidents[0].step >= 6
 
 
+@pytest.mark.slow
 def test_a_failure_that_comes_again_at_once_ends_the_run(lab: Lab) -> None:
     lab.client[:].execute(
         "import fsdp_lab.rank.trainer as t; t.Trainer._accumulate_was = t.Trainer._accumulate", block=True
     )
     lab.client[1:].execute("t.Trainer._accumulate = lambda self: 1 / 0", block=True)
     try:
-        run = lab.run(**SMALL, steps=STEPS, recover=Recovering(how="auto", times=2))
+        run = lab.run(**SMALL, steps=STEPS, recover=RecoveryPolicy(how="auto", times=2))
         with pytest.raises(ClusterError, match="rank 1 failed in train at .*: ZeroDivisionError"):
             run.wait(60)
         assert len(run.incidents) == 2 and {i.source for i in run.incidents} == {"the ranks"}
@@ -157,8 +181,9 @@ def test_a_failure_that_comes_again_at_once_ends_the_run(lab: Lab) -> None:
     assert lab.run(**SMALL, steps=2).wait(60).state is RunState.FINISHED
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_found_and_replaced(lab: Lab, undisturbed: dict[int, float], tmp_path: Path) -> None:
-    run = lab.run(**SMALL, steps=STEPS, recover=True, save=Saving(folder=tmp_path, every=5))
+    run = lab.run(**SMALL, steps=STEPS, recover=True, save=CheckpointConfig(folder=tmp_path, every=5))
     until(lambda: run.step > 6, 60)
     gone = psutil.Process(lab.rank_status()[1].pid)
     kill(lab, 1, signal.SIGSTOP)
@@ -167,13 +192,14 @@ def test_a_stopped_rank_is_found_and_replaced(lab: Lab, undisturbed: dict[int, f
     until(lambda: not gone.is_running(), 10)
 
 
+@pytest.mark.slow
 def test_a_controller_that_is_killed_is_replaced_with_all_ranks(
     lab: Lab, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
-    run = lab.run(**SMALL, steps=STEPS, recover=True, save=Saving(folder=tmp_path, every=5))
+    run = lab.run(**SMALL, steps=STEPS, recover=True, save=CheckpointConfig(folder=tmp_path, every=5))
     until(lambda: run.step > 6, 60)
     former = {s.pid for s in lab.rank_status()}
-    os.kill(lab.cluster._engines.controller_pid, signal.SIGKILL)
+    os.kill(lab.cluster._membership.engines.controller_pid, signal.SIGKILL)
     run.wait(150)
     assert losses(run) == undisturbed and "controller" in run.incidents[0].sentence
     assert not former & {s.pid for s in lab.rank_status()}
@@ -189,7 +215,7 @@ def test_a_disk_that_is_full_is_said_and_the_run_goes_on(
     if mounted.returncode:
         pytest.skip(f"no file system may be mounted here: {mounted.stderr.decode().strip()}")
     try:
-        run = lab.run(**SMALL, steps=STEPS, save=Saving(folder=small, every=8)).wait(90)
+        run = lab.run(**SMALL, steps=STEPS, save=CheckpointConfig(folder=small, every=8)).wait(90)
         assert losses(run) == undisturbed and [s.step for s in run.saves] == [8, 16, 24]
         assert all("No space left on device" in s.error and s.path is None for s in run.saves)
         assert "training goes on" in run.saves[0].words
@@ -205,19 +231,19 @@ def test_nothing_to_recover_and_bad_words_are_refused(lab: Lab, tmp_path: Path) 
     with pytest.raises(ClusterError, match="not broken"):
         run.recover()
     for options, field in (
-        ({"save": Saving}, "save"),
+        ({"save": CheckpointConfig}, "save"),
         ({"save": "/proc/nothing"}, "save"),
         ({"recover": "perhaps"}, "recover.how"),
     ):
-        with pytest.raises(SpecError, match=field):
+        with pytest.raises(ArgumentError, match=field):
             lab.run(**SMALL, **options)
-    with pytest.raises(SpecError, match="every"):
-        Saving(folder=tmp_path, every=0)
-    with pytest.raises(SpecError, match="times"):
-        Recovering(times=0)
-    with pytest.raises(SpecError, match="no checkpoint in"):
+    with pytest.raises(ArgumentError, match="every"):
+        CheckpointConfig(folder=tmp_path, every=0)
+    with pytest.raises(ArgumentError, match="times"):
+        RecoveryPolicy(times=0)
+    with pytest.raises(ArgumentError, match="no checkpoint in"):
         lab.resume(tmp_path)
-    with pytest.raises(SpecError, match="no folder for checkpoints"):
+    with pytest.raises(ArgumentError, match="no folder for checkpoints"):
         run.save()
     assert lab.current is run
 

@@ -10,7 +10,8 @@ import pytest
 
 from fsdp_lab.cluster import RankError, RankLost
 from fsdp_lab.lab import Lab
-from fsdp_lab.runs import Moment, Run
+from fsdp_lab.runs import Run, StepMoment
+from tests.covering import tiered
 from tests.lab.test_lab import until
 from tests.lab.test_real_ranks import going, losses
 
@@ -33,7 +34,7 @@ def on_ranks(lab: Lab, code: str, name: str) -> list:
     return list(view.pull(name, block=True))
 
 
-def holdings(moment: Moment, unit: str) -> list:
+def holdings(moment: StepMoment, unit: str) -> list:
     return [p for frame in moment.frames for p in frame.parameters if p.unit == unit]
 
 
@@ -102,7 +103,7 @@ def test_the_ranks_hold_what_the_frames_say(lab: Lab):
 # -- what is trained -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phases", [None, 1, 9])
+@pytest.mark.parametrize("phases", tiered([None, 1, 9], lambda phases: phases == 9))
 def test_a_step_in_slow_motion_trains_as_any_other(lab: Lab, phases: int | None):
     """Also one that is left after some phases: bit for bit the losses of a run that was never halted."""
     plain = losses(trained(lab, 7))
@@ -139,6 +140,7 @@ def test_one_step_after_the_other(lab: Lab):
 # -- what goes wrong -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_between_ends_it_and_the_next_run_works(lab: Lab):
     slow = lab.slow_motion(**SMALL)
     for _ in range(5):
@@ -159,6 +161,7 @@ def test_an_error_in_the_step_on_one_rank_is_said_and_the_next_run_works(lab: La
     assert slow.closed and trained(lab, 2).step == 2
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_said_and_replaced(lab: Lab):
     slow = lab.slow_motion(**SMALL)
     for _ in range(4):

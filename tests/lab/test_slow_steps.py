@@ -11,9 +11,10 @@ import time
 import pytest
 
 from fsdp_lab.cluster import ClusterError, RankError, RankLost
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.lab import Lab
-from fsdp_lab.runs import Moment, RunState
-from fsdp_lab.spec import Spec, SpecError
+from fsdp_lab.runs import RunState, StepMoment
 from tests.cluster.conftest import FAKE
 from tests.frames import Step
 from tests.lab.test_lab import going, until
@@ -35,7 +36,7 @@ def test_every_phase_of_a_step_with_what_all_ranks_hold(lab: Lab):
     lab.run(steps=3).wait(20)
     slow = lab.slow_motion()
     moments = list(slow)
-    expected = [Moment(tuple(f), lab.spec) for f in Step(lab.spec, 3).frames()]
+    expected = [StepMoment(tuple(f), lab.spec) for f in Step(lab.spec, 3).frames()]
     assert moments == expected and slow.moment == moments[-1]
     assert [m.index for m in moments] == list(range(len(moments)))
     assert slow.closed and slow.reason == "the step is over" and next(slow, None) is None

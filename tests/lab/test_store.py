@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from fsdp_lab.events import Classes, MemorySample
+from fsdp_lab.core.events import MemorySample, RoleBytes
 from fsdp_lab.runs.store import CURVE_STEPS, EventStore
 from tests.lab.events import event, steps
 
@@ -83,7 +83,7 @@ def test_notes_of_the_placement_stand_in_front_once():
 def test_last_steps_are_whole():
     store = EventStore()
     store.add([*steps(0, 1, 2), event(0, 3)])
-    assert [[(e.rank, e.step) for e in s] for s in store.last_steps(2)] == [[(0, 1), (1, 1)], [(0, 2), (1, 2)]]
+    assert [[(e.rank, e.step) for e in s.events] for s in store.last_steps(2)] == [[(0, 1), (1, 1)], [(0, 2), (1, 2)]]
     assert store.latest()[0].step == 3 and store.latest()[1].step == 2
 
 
@@ -100,7 +100,7 @@ def test_threads_lose_nothing():
 
 
 def test_the_memory_curves_of_the_newest_ledger_steps_are_kept():
-    sample = MemorySample(at_s=0.1, phase="forward", unit="root", moment="begin", classes=Classes(parameters_bytes=8))
+    sample = MemorySample(at_s=0.1, phase="forward", unit="root", moment="begin", classes=RoleBytes(parameters_bytes=8))
     store = EventStore()
     for step in range(CURVE_STEPS + 5):
         store.add([event(rank, step, memory_curve=(sample,)) for rank in range(2)])

@@ -8,9 +8,9 @@ import signal
 
 import pytest
 
+from fsdp_lab.core.errors import FieldError
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState, Sweep
-from fsdp_lab.spec import SpecError
 from tests.lab.test_lab import until
 
 SHARDINGS = ["full_shard", "shard_grad_op", "zero1"]
@@ -32,7 +32,7 @@ def test_runs_take_turns_of_equal_steps(lab: Lab):
     assert begins == [0, 4, 8]  # left out of medians
     assert sweep.progress.done_steps == sweep.progress.all_steps == 30 and sweep.progress.left_s == 0
     assert "done, 30 of 30 steps" in repr(sweep) and lab.sweep is sweep
-    assert lab.cluster.call("drop", runs=[run.id for run in sweep.runs]) == [{"dropped": 0}] * 2
+    assert lab.cluster.call("discard", runs=[run.id for run in sweep.runs]) == [{"discarded": 0}] * 2
 
 
 def test_one_round_is_one_after_the_other(lab: Lab):
@@ -126,7 +126,7 @@ def test_a_lost_rank_costs_the_run_whose_turn_it_was_and_the_others_begin_again(
 )
 def test_bad_lists_are_refused_before_anything_starts(lab: Lab, lists: dict, field: str):
     before = lab.sweep
-    with pytest.raises(SpecError) as e:
+    with pytest.raises(FieldError) as e:
         lab.compare(**lists)
     assert e.value.field == field
     assert lab.sweep is before

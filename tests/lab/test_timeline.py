@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.events import StepEvent, Traffic
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.events import StepEvent, Traffic
+from fsdp_lab.core.spans import Span, Track
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs.run import Run
 from fsdp_lab.runs.store import EventStore
-from fsdp_lab.runs.timeline import Timeline
-from fsdp_lab.runs.trace import stacked
-from fsdp_lab.spans import Span, Track
-from fsdp_lab.spec import Spec, SpecError
+from fsdp_lab.runs.timeline import Timeline, stacked
 from tests.lab.events import event
 from tests.traces import Traced, traced
 
@@ -124,9 +124,9 @@ def test_the_table_says_what_each_unit_cost():
     table = Timeline.of([event(r, 3, spans=spans, step_time_s=0.010) for r in range(2)]).table()
     assert table.columns == ("exposed", "rank 0", "rank 1")
     assert table.rows == (
-        ("transformer.h.1", "2.0 ms", "2.0 ms"),
-        ("transformer.h.0", "1.0 ms", "1.0 ms"),
-        ("all exposed", "3.0 ms", "3.0 ms"),
+        ("transformer.h.1", "2.00 ms", "2.00 ms"),
+        ("transformer.h.0", "1.00 ms", "1.00 ms"),
+        ("all exposed", "3.00 ms", "3.00 ms"),
         ("step", "10.0 ms", "10.0 ms"),
     )
     many = Timeline.of(told(16))
@@ -142,7 +142,7 @@ def test_what_streams_waited_unseen_is_told_of_the_step_as_a_whole(exposed_s, sh
     timeline = Timeline.of([event(r, 3, spans=(vote,), comm=comm, clock_error_s=0.0) for r in range(2)])
     assert timeline.waits_unseen and timeline.remarks[-1].startswith("Over NCCL streams wait")
     assert {name: cells[0] for name, *cells in timeline.table().rows} == {
-        "no unit": "0.5 ms", "all exposed": shown, "step": "100 ms"}  # fmt: skip
+        "no unit": "0.500 ms", "all exposed": shown, "step": "100 ms"}  # fmt: skip
     assert not Timeline.of(told(2)).waits_unseen
 
 
@@ -157,22 +157,22 @@ def test_the_store_keeps_the_spans_of_the_newest_traced_steps():
     store = EventStore(traced_steps=3)
     for step in range(10):
         store.add(told(2, step, ordinal=100 * step))
-    assert [[(e.rank, e.step) for e in s] for s in store.traced()] == [[(0, n), (1, n)] for n in (7, 8, 9)]
+    assert [[(e.rank, e.step) for e in s.events] for s in store.traced()] == [[(0, n), (1, n)] for n in (7, 8, 9)]
     assert len(store.since(0)[0]) == 20  # the events stay, without spans
     few = EventStore(span_cap=3 * len(told(2)[0].spans))
     few.add([e for step in range(4) for e in told(2, step)])
-    assert sum(len(e.spans) for s in few.traced() for e in s) <= 3 * len(told(2)[0].spans)
-    assert few.traced()[-1][-1].step == 3
+    assert sum(len(e.spans) for s in few.traced() for e in s.events) <= 3 * len(told(2)[0].spans)
+    assert few.traced()[-1].number == 3
 
 
 def test_steps_told_out_of_order_twice_or_again_are_each_once():
     store = EventStore()
     a, b, c = (told(2, step) for step in (1, 2, 3))
     store.add([c[0], a[1], b[0], a[0], c[1], a[0], b[1], c[0]])
-    assert [(s[0].step, len(s)) for s in store.traced()] == [(1, 2), (2, 2), (3, 2)]
+    assert [(s.number, len(s.events)) for s in store.traced()] == [(1, 2), (2, 2), (3, 2)]
     store.restart(0)
     store.add(told(2, 2, blocks=2))
-    assert [s[0].step for s in store.traced()] == [1, 2, 3, 2]
+    assert [(s.attempt, s.number) for s in store.traced()] == [(0, 1), (0, 2), (0, 3), (1, 2)]
 
 
 class _Ranks:
@@ -193,9 +193,9 @@ def test_a_run_gives_the_newest_whole_timeline_or_the_one_asked_for():
     run = run_with(told(2, 4), told(2, 9), told(2, 12)[:1])
     assert run.timeline().step == 9
     assert run.timeline(4).step == 4 and run.timeline(12).missing == (1,)
-    with pytest.raises(SpecError, match=r"step 8 was not traced.*the nearest of 3 that are kept is 9"):
+    with pytest.raises(ArgumentError, match=r"step 8 was not traced.*the nearest of 3 that are kept is 9"):
         run.timeline(8)
-    with pytest.raises(SpecError, match="no step of this run has been traced yet"):
+    with pytest.raises(ArgumentError, match="no step of this run has been traced yet"):
         run_with().timeline()
 
 
@@ -256,9 +256,9 @@ def test_several_steps_are_one_trace_on_one_clock(tmp_path):
     assert [s["ts"] for s in slices(content, 0) if s["cat"] == "step"] == pytest.approx([0, 1e6, 2e6])
     some = read(run.export_trace(tmp_path / "some.json", steps=[2, 0]))
     assert [s["name"] for s in slices(some, 0) if s["cat"] == "step"] == ["step 0", "step 2"]
-    with pytest.raises(SpecError, match="step 5 was not traced"):
+    with pytest.raises(ArgumentError, match="step 5 was not traced"):
         run.export_trace(tmp_path / "none.json", steps=[5])
-    with pytest.raises(SpecError, match="none is named"):
+    with pytest.raises(ArgumentError, match="none is named"):
         run.export_trace(tmp_path / "none.json", steps=[])
     assert not (tmp_path / "none.json").exists()
 
@@ -290,8 +290,8 @@ def test_a_path_that_cannot_be_written_is_said_before_anything(name, why, tmp_pa
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "file.json").write_text("{}")
     path = name if name.startswith("/") or not name else tmp_path / name
-    monkeypatch.setattr("fsdp_lab.runs.trace.trace", None)  # nothing is built
-    with pytest.raises(SpecError, match=why) as refused:
+    monkeypatch.setattr("fsdp_lab.runs.timeline.trace_events", None)  # nothing is built
+    with pytest.raises(ArgumentError, match=why) as refused:
         run_with(told(2)).export_trace(path)
     assert "name a .json or .json.gz file in a folder that exists and is yours" in str(refused.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file.json", "folder.json"]
@@ -305,6 +305,6 @@ def test_a_disk_that_fails_leaves_the_former_file_whole(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(SpecError, match="No space left on device; make room"):
+    with pytest.raises(ArgumentError, match="No space left on device; make room"):
         Timeline.of(told(2, blocks=6)).export(file)
     assert file.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["trace.json"]

@@ -11,11 +11,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import ByT5Tokenizer
 
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import Workload
 from fsdp_lab.models import Batches, resolve
 from fsdp_lab.models.batches import IGNORED, MASK_ID, Batch, Indices, Order, Source, open_source
 from fsdp_lab.models.check import check
 from fsdp_lab.models.text import STDLIB_CAP_BYTES, encode, open_text
-from fsdp_lab.spec import SpecError, Workload
 
 GPT2 = resolve("gpt2-1m")
 
@@ -255,9 +256,7 @@ def test_too_few_held_out_samples_are_refused_with_a_way_out(book: str) -> None:
     batches = Batches(workload, GPT2, rank=0, world_size=1)
     with pytest.raises(SpecError, match="2 of 50 samples are held out, and 9 are to be evaluated") as refused:
         next(batches.held_out(9))
-    assert refused.value.field == "workload.held_out" and refused.value.way_out.endswith(
-        "or evaluate 2 samples or fewer"
-    )
+    assert refused.value.field == "workload.held_out" and refused.value.hint.endswith("or evaluate 2 samples or fewer")
     mended = Workload(model="gpt2-1m", data=book, seq_len=16, **refused.value.fix)
     check(mended, evaluated=9)
     check(workload, evaluated=2)

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_lab.engine import blocks
-from fsdp_lab.engine.wrapping import block_class_names
+from fsdp_lab.core.errors import SpecError
 from fsdp_lab.models import build_skeleton, resolve
 from fsdp_lab.models.build import parameters_on_meta
-from fsdp_lab.spec import SpecError
+from fsdp_lab.models.wrapping import block_class_names, blocks
 from tests.models.small import SMALL
 
 

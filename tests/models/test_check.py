@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import Workload
 from fsdp_lab.models import Batches, resolve
-from fsdp_lab.models.check import check
-from fsdp_lab.spec import SpecError, Workload
+from fsdp_lab.models.check import check, unread_weights
 
 TINY = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 300, "n_positions": 64}
 GROUPED = {"model_type": "mistral", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -57,7 +58,7 @@ def test_what_is_right_passes(workload: Workload) -> None:
 def test_what_is_wrong_names_the_field_and_the_way_out(fields: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(SpecError, match=words) as caught:
         check(Workload(**fields))
-    assert caught.value.field == field and caught.value.way_out
+    assert caught.value.field == field and caught.value.hint
 
 
 def test_text_that_cannot_be_trained_on_is_refused(tmp_path: Path) -> None:
@@ -105,3 +106,14 @@ def test_a_refused_length_comes_with_the_value_that_fits() -> None:
     with pytest.raises(SpecError) as caught:
         check(Workload(model="bert-1m", seq_len=600))
     assert caught.value.fix == {"seq_len": 512}
+
+
+def test_weights_beside_a_config_are_named_as_not_loaded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert unread_weights(Workload(model=str(tmp_path))) == ""
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    said = f"Weights in {tmp_path} are not loaded: training begins from random values."
+    assert unread_weights(Workload(model=str(tmp_path))) == said
+    assert unread_weights(Workload(model=str(tmp_path / "config.json"))) == said
+    assert unread_weights(Workload()) == unread_weights(Workload(model="nowhere")) == ""
+    assert unread_weights(Workload(model=TINY)) == ""

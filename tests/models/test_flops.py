@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,11 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_lab.backends.wrapping import prepare, recomputed
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import Strategy
 from fsdp_lab.models import build_skeleton, count_flops, device_peak, flops_per_sample, peaks, resolve
 from fsdp_lab.models.facts import facts_of
 from fsdp_lab.models.flops import _batch
-from fsdp_lab.models.peaks import _from_table, measured_peak
-from fsdp_lab.spec import SpecError, Strategy
+from fsdp_lab.models.peaks import BestPeak, Peak, _from_table, measured_peak
 from tests.models.small import filled
 
 
@@ -127,6 +131,42 @@ def test_a_gpu_that_is_not_in_the_table_is_measured(monkeypatch: pytest.MonkeyPa
     assert device_peak("cuda:0", torch.float32).source == "measured: here" and len(asked) == 1
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert device_peak("cuda:0", torch.bfloat16) == (989.4e12, "NVIDIA H200 data sheet, dense bf16") and len(asked) == 1
+
+
+LAYOUTS = """
+import time, torch
+from fsdp_lab.models.peaks import measured_peak
+torch.set_num_threads(1)
+a = torch.full((256, 256), 0.5, dtype=torch.bfloat16)
+begun_s = time.perf_counter()
+peak = measured_peak("cpu", torch.bfloat16)
+taken_s = time.perf_counter() - begun_s
+best = 0.0
+for x, y in ((a, a), (a, a.t()), (a.t(), a)):
+    torch.mm(x, y)
+    for _ in range(3):
+        begun_s = time.perf_counter()
+        torch.mm(x, y)
+        best = max(best, 2 * 256**3 / (time.perf_counter() - begun_s))
+print(peak.flops_per_s / best, taken_s)
+"""
+
+
+def test_the_peak_is_the_best_layout_on_a_cpu_without_bf16_units() -> None:
+    # There A^T B, a Linear's backward to its weight, is twenty times as fast as A B.
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    found = subprocess.run([sys.executable, "-c", LAYOUTS], env=environment, capture_output=True, text=True, check=True)
+    share, taken_s = map(float, found.stdout.split())
+    assert share > 0.6, "0.05 where only A B is measured"
+    assert taken_s < 2, "0.2 s where nothing else runs"
+
+
+def test_a_step_above_the_peak_raises_it_and_the_source_says_so() -> None:
+    peak = BestPeak(Peak(2e12, "a data sheet"))
+    assert peak.reach(1.9e12) == Peak(2e12, "a data sheet")
+    assert peak.reach(3e12) == peak.reach(2.5e12) == Peak(3e12, "reached in a training step, above a data sheet")
+    assert peak.given == Peak(2e12, "a data sheet")
+    assert BestPeak(Peak(None, "no figure")).reach(3e12) == Peak(None, "no figure")
 
 
 def test_a_dtype_without_matrix_products_has_no_peak() -> None:

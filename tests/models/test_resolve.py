@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, BertConfig, GPT2Config
 
+from fsdp_lab.core.errors import SpecError
 from fsdp_lab.models import resolve
-from fsdp_lab.spec import SpecError
 
 TINY = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 300}
 
@@ -57,7 +57,7 @@ def test_an_encoder_decoder_always_knows_how_its_decoder_starts() -> None:
 def test_a_refusal_says_why(model: Any, words: str) -> None:
     with pytest.raises(SpecError, match=words) as caught:
         resolve(model)
-    assert caught.value.field == "workload.model" and caught.value.way_out
+    assert caught.value.field == "workload.model" and caught.value.hint
 
 
 def test_an_unusable_folder_or_file_is_named(tmp_path: Path) -> None:

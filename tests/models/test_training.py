@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from fsdp_lab.core.spec import Workload
 from fsdp_lab.models import Batches, resolve
 from fsdp_lab.models.facts import facts_of
-from fsdp_lab.spec import Workload
 from tests.models.small import filled
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_lab.events import Classes, Role, StepEvent
-from fsdp_lab.models.preset_shapes import shape_for
+from fsdp_lab.core.events import Role, RoleBytes, StepEvent
+from fsdp_lab.core.spec import BACKENDS, OFFLOADS, SHARDINGS, Spec
 from fsdp_lab.planner.memory import MemoryPlan, memory
-from fsdp_lab.spec import BACKENDS, OFFLOADS, SHARDINGS, Spec
+from fsdp_lab.planner.shapes.presets import shape_for
 from tests.pool import Pool, RankError
 from tests.rank.test_ledger import ledger_steps
 
@@ -38,7 +38,7 @@ class Beside:
     """A case as it was measured and as it was predicted."""
 
     name: str
-    measured: Classes
+    measured: RoleBytes
     planned: MemoryPlan
 
     @property
@@ -91,7 +91,7 @@ def models(world_size: int, **changes: Any) -> dict[str, Spec]:
 
 def add(found: dict[str, Spec], name: str, world_size: int, fields: Mapping[str, Any]) -> None:
     spec = Spec(world_size=world_size)
-    if spec.refusal(**fields) is None and not _is_refused_on_cpu(fields):
+    if spec.validate(**fields) is None and not _is_refused_on_cpu(fields):
         found[name] = spec.replace(**fields)
 
 

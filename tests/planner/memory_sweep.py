@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.events import StepEvent
+from fsdp_lab.core.events import StepEvent
 from tests.planner.measured import SMALL, USUAL, Beside, beside, models, one_by_one, strategies, toggles
 from tests.pool import Pool
 

@@ -7,18 +7,18 @@ import dataclasses
 import pytest
 
 from fsdp_lab.planner.calibrate import calibrate
+from fsdp_lab.planner.published import PublishedCase
 from fsdp_lab.planner.rates import PUBLISHED
-from fsdp_lab.planner.rows import Case
 from fsdp_lab.planner.validate import published, usable
 
 
 @pytest.fixture(scope="module")
-def cases() -> list[Case]:
+def cases() -> list[PublishedCase]:
     return usable(published())[0]
 
 
 @pytest.mark.slow
-def test_the_rates_in_the_package_are_what_the_procedure_finds(cases: list[Case]) -> None:
+def test_the_rates_in_the_package_are_what_the_procedure_finds(cases: list[PublishedCase]) -> None:
     found = calibrate(cases)
     assert found.rows == len(cases)
     for field in dataclasses.fields(PUBLISHED):
@@ -26,6 +26,6 @@ def test_the_rates_in_the_package_are_what_the_procedure_finds(cases: list[Case]
         assert told == pytest.approx(kept, rel=1e-3), field.name
 
 
-def test_without_a_measured_step_there_is_nothing_to_calibrate_on(cases: list[Case]) -> None:
+def test_without_a_measured_step_there_is_nothing_to_calibrate_on(cases: list[PublishedCase]) -> None:
     with pytest.raises(ValueError, match="no case tells"):
         calibrate([dataclasses.replace(cases[0], measured_s=None)])

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from fsdp_lab.core.errors import ArgumentError, SpecError
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.batch import predict
 from fsdp_lab.planner.devices import machine
-from fsdp_lab.planner.known import named, shape_of
+from fsdp_lab.planner.named_models import named_model, shape_of
 from fsdp_lab.planner.plan import limit, plan, scaling
 from fsdp_lab.planner.validate import published
-from fsdp_lab.spec import Spec, SpecError
 
-SEVEN = shape_of(named("Llama-2 7B"))  # type: ignore[arg-type]
+SEVEN = shape_of(named_model("Llama-2 7B"))  # type: ignore[arg-type]
 SPEC = Spec(world_size=64).replace(backend="fsdp2", precision="bf16", seq_len=4096, micro_batch=2, recompute="full")
 
 
@@ -47,7 +48,7 @@ def test_less_is_sent_where_more_is_kept(changes: dict[str, object]) -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(SpecError, match="the machine has 8 and the Spec 64"):
+    with pytest.raises(ArgumentError, match="the machine has 8 and the Spec 64"):
         plan(SPEC, SEVEN, machine("a100-80", 8))
     with pytest.raises(SpecError, match="a t4 has no matrix products in bf16; use fp16, fp32"):
         plan(SPEC, SEVEN, machine("t4", 64))

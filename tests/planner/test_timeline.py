@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_lab.planner.timeline import Timeline, computes, schedule_of, simulate
-from fsdp_lab.schedule import Action, Direction, Phase, Rules
+from fsdp_lab.core.schedule import Action, Direction, Phase, Rules
+from fsdp_lab.planner.timeline import SimulatedTimeline, computes, schedule_of, simulate
 
 BLOCKS = 8
 FORWARD, BACKWARD = 2.0, 4.0
 
 
 def simulated(*, gather: float = 0.0, reduce: float = 0.0, ahead: bool = True, interference: float = 0.0,
-              blocks: int = BLOCKS, **rules: int) -> Timeline:  # fmt: skip
+              blocks: int = BLOCKS, **rules: int) -> SimulatedTimeline:  # fmt: skip
     """Equal blocks below a root that costs nothing."""
     schedule = schedule_of(blocks + 1, Rules(**rules))
 

@@ -8,13 +8,13 @@ import pytest
 
 from fsdp_lab.planner.calibrate import calibrate, leave_out, predicted_s
 from fsdp_lab.planner.checks import Check, checks
+from fsdp_lab.planner.published import PublishedCase, case
 from fsdp_lab.planner.rates import PUBLISHED
-from fsdp_lab.planner.rows import Case, case
-from fsdp_lab.planner.validate import STRESS, Errors, Held, Validation, by_constant, fold, published, usable
+from fsdp_lab.planner.validate import STRESS, Errors, HeldOutError, Validation, by_constant, fold, published, usable
 
 
 @pytest.fixture(scope="module")
-def cases() -> list[Case]:
+def cases() -> list[PublishedCase]:
     return usable(published())[0]
 
 
@@ -23,13 +23,13 @@ def found() -> dict[str, Check]:
     return {check.name: check for check in checks(published())}
 
 
-def test_calibrated_rows_are_met(cases: list[Case]) -> None:
-    errors = Errors(held=tuple(Held(case=c, fold="", predicted_s=predicted_s(c, PUBLISHED)) for c in cases))
+def test_calibrated_rows_are_met(cases: list[PublishedCase]) -> None:
+    errors = Errors(held=tuple(HeldOutError(case=c, fold="", predicted_s=predicted_s(c, PUBLISHED)) for c in cases))
     assert errors.by_row_mape < 0.05 and errors.by_source_mape < 0.06
     assert abs(errors.worst.error) < 0.25, errors.worst.case.id
 
 
-def test_one_mfu_a_gpu_is_far_worse(cases: list[Case]) -> None:
+def test_one_mfu_a_gpu_is_far_worse(cases: list[PublishedCase]) -> None:
     constant = Errors(held=tuple(by_constant(cases)))
     assert constant.by_row_mape > 0.08 and constant.by_source_mape > 0.1
 
@@ -49,7 +49,7 @@ def test_switches_are_worth_what_is_published(found: dict[str, Check]) -> None:
         assert check.predicted == pytest.approx(check.published, abs=near), name
 
 
-def test_stress_tests_are_predicted_and_are_in_no_average(cases: list[Case]) -> None:
+def test_stress_tests_are_predicted_and_are_in_no_average(cases: list[PublishedCase]) -> None:
     rows = {row["id"]: row for row in published()}
     assert not {one.id for one in cases} & set(STRESS)
     for name in STRESS:
@@ -58,13 +58,13 @@ def test_stress_tests_are_predicted_and_are_in_no_average(cases: list[Case]) -> 
         assert one.assumed["interconnect"].startswith("200 Gb/s")
 
 
-def test_a_fold_is_of_a_source_or_of_a_part_of_the_largest(cases: list[Case]) -> None:
+def test_a_fold_is_of_a_source_or_of_a_part_of_the_largest(cases: list[PublishedCase]) -> None:
     folds = {one.id: fold(one) for one in cases}
     assert folds["mosaic-002"] == folds["mosaic-020"] != folds["mosaic-078"], "MPT 70B on H100s, and on A100s"
     assert folds["kempner-01"] == folds["kempner-02"] == next(c.source for c in cases if c.id == "kempner-01")
 
 
-def test_what_is_left_out_was_not_calibrated_on(cases: list[Case]) -> None:
+def test_what_is_left_out_was_not_calibrated_on(cases: list[PublishedCase]) -> None:
     """On few rows, since each fold takes as many simulations as it has rows."""
     some = [one for one in cases if one.id.startswith(("kempner", "tt165", "sm-", "tt-"))]
     left = leave_out(some, fold)
@@ -78,10 +78,10 @@ def test_what_is_left_out_was_not_calibrated_on(cases: list[Case]) -> None:
                 assert predicted_s(one, calibration.rates) == pytest.approx(predicted_s(one, alone), rel=0.02)
 
 
-def test_it_says_itself_in_lines_and_in_json(cases: list[Case]) -> None:
+def test_it_says_itself_in_lines_and_in_json(cases: list[PublishedCase]) -> None:
     some = [one for one in cases if one.id.startswith(("kempner", "tt165"))]
-    held = tuple(Held(case=c, fold=fold(c), predicted_s=1.1 * (c.measured_s or 0)) for c in some)
-    slow = Held(case=some[0], fold="stress", predicted_s=2 * (some[0].measured_s or 0))
+    held = tuple(HeldOutError(case=c, fold=fold(c), predicted_s=1.1 * (c.measured_s or 0)) for c in some)
+    slow = HeldOutError(case=some[0], fold="stress", predicted_s=2 * (some[0].measured_s or 0))
     check = Check(name="more over fewer", kind="scaling", published=0.5, predicted=0.48)
     told = Validation(errors=Errors(held=held), constant=Errors(held=held), stress=(slow,), checks=(check,),
                       refused=(("x", "no such thing"),))  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsdp_lab.rank import calibration
-from fsdp_lab.rank.calibration import STRETCH_S, Probe
+from fsdp_lab.rank.calibration import STRETCH_S, HardwareProbe
 
 
 class Clock:
@@ -31,8 +31,8 @@ def test_a_figure_takes_as_long_on_every_rank_whatever_a_call_takes_there(
 ) -> None:
     clock, met_s = Clock(), list[float]()
     monkeypatch.setattr(calibration, "time", clock)
-    seat: Any = SimpleNamespace(device=torch.device("cpu"))
+    info: Any = SimpleNamespace(device=torch.device("cpu"))
     world: Any = SimpleNamespace(control=lambda tensor: met_s.append(clock.now_s))
-    assert Probe(seat, world)._seconds(lambda: clock.passes(call_s)) == pytest.approx(call_s)
+    assert HardwareProbe(info, world)._seconds(lambda: clock.passes(call_s)) == pytest.approx(call_s)
     (begun_s,) = met_s
     assert STRETCH_S <= clock.now_s - begun_s < STRETCH_S + 2 * call_s

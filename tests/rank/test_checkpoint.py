@@ -19,10 +19,20 @@ from safetensors import safe_open
 
 from fsdp_lab.backends import snapshot as snapshots
 from fsdp_lab.backends.snapshot import Chunk
-from fsdp_lab.checkpoints import MANIFEST, PARTIAL, Checkpoint, begin, checkpoints, find, finish, prune, torn
+from fsdp_lab.core.checkpoint_format import (
+    MANIFEST,
+    PARTIAL,
+    Checkpoint,
+    begin,
+    checkpoints,
+    find,
+    finish,
+    incomplete_checkpoints,
+    prune,
+)
+from fsdp_lab.core.errors import ArgumentError, FieldError
 from fsdp_lab.rank import checkpointing
 from fsdp_lab.rank.storage import read_shards, write_shard
-from fsdp_lab.spec import SpecError
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, session, spec
 
@@ -210,7 +220,7 @@ def test_a_full_disk_is_said_and_training_goes_on(pool: Pool, tmp_path: Path) ->
     failed, well, events = pool.run(_disk_full, 2, spec().to_dict(), str(tmp_path), reduction=None)[0]
     assert failed["error"] == "rank 1: No space left on device" and failed["path"] is None
     assert [e["step"] for e in events] == [1]
-    assert [str(c.path) for c in checkpoints(tmp_path)] == [well["path"]] and not torn(tmp_path)
+    assert [str(c.path) for c in checkpoints(tmp_path)] == [well["path"]] and not incomplete_checkpoints(tmp_path)
 
 
 def _refused(place: Place, plan: list[tuple[dict[str, Any], str]], root: str) -> list[str]:
@@ -218,12 +228,12 @@ def _refused(place: Place, plan: list[tuple[dict[str, Any], str]], root: str) ->
     for given, path in plan:
         try:
             s.restore("run", given, path)
-        except SpecError as e:
+        except FieldError as e:
             told.append(str(e))
     s.apply("run", plan[0][0])
     try:
         s.save(f"{root}/not/there")
-    except SpecError as e:
+    except FieldError as e:
         told.append(str(e))
     told.append(len(s.train(1)["events"]))
     s.close()
@@ -243,7 +253,7 @@ def test_what_cannot_be_resumed_is_refused_on_all_ranks_alike(
     damaged, other, missing, unwritten, events = told[0]
     assert "is damaged" in damaged and good.name in damaged
     assert "of another training" in other and "no such folder" in missing
-    assert "takes no checkpoint" in unwritten and events == 1
+    assert "no checkpoint can be written to" in unwritten and events == 1
 
 
 @pytest.mark.parametrize(
@@ -264,11 +274,11 @@ def test_what_is_torn_is_recognised_and_the_last_good_one_is_found(
     older, newer = (Path(undisturbed[0][kind][2]["path"]) for kind in (0, 1))
     good, broken = (shutil.copytree(p, tmp_path / p.name) for p in (older, newer))
     harm(broken)
-    assert [t.path.name.removesuffix(PARTIAL) for t in torn(tmp_path)] == [broken.name]
-    assert said in torn(tmp_path)[0].reason
+    assert [t.path.name.removesuffix(PARTIAL) for t in incomplete_checkpoints(tmp_path)] == [broken.name]
+    assert said in incomplete_checkpoints(tmp_path)[0].reason
     assert find(tmp_path).path == good
     shutil.rmtree(good)
-    with pytest.raises(SpecError, match=broken.name):
+    with pytest.raises(ArgumentError, match=broken.name):
         find(tmp_path)
 
 
@@ -291,7 +301,7 @@ def test_the_newest_few_are_kept_and_the_best(undisturbed: list[Any], tmp_path: 
     made = [add(1, "step"), add(2, "best"), add(3, "step"), add(4, "step", run="other"), add(5, "best"), add(6, "last")]
     assert prune(tmp_path, "run", last=2) == [made[1].path, made[0].path]
     assert [c.path for c in checkpoints(tmp_path)] == [made[i].path for i in (2, 3, 4, 5)]
-    assert not torn(tmp_path)
+    assert not incomplete_checkpoints(tmp_path)
 
 
 def _killed_at_many_moments(place: Place, root: str, seed: int) -> list[tuple[int, int, bool]]:
@@ -327,7 +337,7 @@ def _killed_at_many_moments(place: Place, root: str, seed: int) -> list[tuple[in
             back = [Chunk(name=c.name, start=0, values=torch.empty_like(c.values)) for c in chunks]
             read_shards(saved.path, back, optional=())
             good = all(torch.equal(a.values, b.values) for a, b in zip(chunks, back, strict=True))
-        told.append((whole[-1].step if whole else -1, len(torn(folder)), good))
+        told.append((whole[-1].step if whole else -1, len(incomplete_checkpoints(folder)), good))
     return told
 
 
@@ -337,7 +347,7 @@ def test_killed_at_any_moment_the_last_good_one_is_usable_and_torn_ones_are_name
     assert steps == sorted(steps) and steps[-1] >= 100, "what was whole stays"
     assert all(good for _, _, good in told)
     assert told[-1][1] > 0, "some were killed in the middle of one"
-    assert all(t.reason and t.path.name in t.reason for t in torn(tmp_path))
+    assert all(t.reason and t.path.name in t.reason for t in incomplete_checkpoints(tmp_path))
     assert find(tmp_path).step == steps[-1]
 
 
@@ -353,7 +363,7 @@ def _layouts(place: Place, given: dict[str, Any], writers: list[list[int]]) -> l
         if place.rank not in among:
             continue
         try:
-            held = snapshots.snapshot(s._needed().backend, s._checkpointer._layouts, place.rank, among)
+            held = snapshots.snapshot(s._lifecycle.require().backend, s._checkpointer._layouts, place.rank, among)
             told.append(sum(c.values.numel() for c in held if c.name.startswith("parameter.")))
         except LookupError:
             told.append(None)

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from fsdp_lab.backends import Backend
-from fsdp_lab.events import Role
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.events import Role
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.models import Batches, build_skeleton, resolve
 from fsdp_lab.rank import Session
 from fsdp_lab.rank.trainer import Trainer
-from fsdp_lab.spec import Spec, SpecError
 from tests.backends.train import whole
+from tests.covering import tiered
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, session, spec
 
@@ -44,6 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "ddp": {**DDP, "accumulate": 2, "sync": "last"},
     "resnet": {**DDP, "model": RESNET, "data": "images"},
 }
+SAMPLE = {name: KINDS[name] for name in ("lab", "fsdp2_units", "ddp")}
 FOUR_RANKS: dict[str, dict[str, Any]] = {
     "lab": {"reshard_size": 2},
     "fsdp2": {"backend": "fsdp2", "reshard_size": 2},
@@ -53,7 +56,7 @@ FOUR_RANKS: dict[str, dict[str, Any]] = {
 
 def _unsharded_bytes(backend: Backend) -> int:
     """Held on the device beside the shards."""
-    return sum(t.untyped_storage().size() for role, t in backend.passing() if role is Role.UNSHARDED)
+    return sum(t.untyped_storage().size() for role, t in backend.transient_tensors() if role is Role.UNSHARDED)
 
 
 def _as_it_was(s: Session) -> bool:
@@ -76,8 +79,8 @@ def _as_it_was(s: Session) -> bool:
 
 
 def _trainer(s: Session) -> Trainer:
-    assert s._trainer is not None
-    return s._trainer
+    assert s.trainer is not None
+    return s.trainer
 
 
 def _twice(place: Place, given: list[dict[str, Any]]) -> list[Any]:
@@ -101,7 +104,13 @@ def _trained(events: list[dict[str, Any]]) -> list[Any]:
     return [[*(e[name] for name in same), sent] for e, sent in zip(events, traffic, strict=True)]
 
 
-@pytest.mark.parametrize(("world_size", "kinds"), [(2, KINDS), pytest.param(4, FOUR_RANKS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world_size", "kinds"),
+    tiered(
+        [(2, SAMPLE), (2, {name: kind for name, kind in KINDS.items() if name not in SAMPLE}), (4, FOUR_RANKS)],
+        lambda world_size, kinds: kinds is SAMPLE,
+    ),
+)
 def test_evaluation_changes_no_bit_of_training_and_no_byte_of_its_traffic(
     pool: Pool, world_size: int, kinds: dict[str, dict[str, Any]]
 ) -> None:
@@ -158,7 +167,7 @@ def _stopped(place: Place, given: dict[str, Any]) -> Any:
         for part in inner(count):
             evaluating.set()
             yield part
-            while place.rank == 1 and s._hub.aborted is None:
+            while place.rank == 1 and s.context.aborted is None:
                 threading.Event().wait(0.02)
 
     batches.held_out = stalls  # type: ignore[method-assign]

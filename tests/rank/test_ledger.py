@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_lab.events import Classes, MemorySample, Role, StepEvent
+from fsdp_lab.core.events import MemorySample, Role, RoleBytes, StepEvent
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.models import Initializer, build_skeleton, resolve
-from fsdp_lab.rank.ledger import MOST_SAMPLES, Block, _follow, _Mark
-from fsdp_lab.spec import Spec
+from fsdp_lab.rank.ledger import MOST_SAMPLES, MemoryBlock, _follow, _Mark
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, session
 
@@ -54,7 +54,7 @@ def ledgers(pool: Pool, *plan: Spec) -> list[StepEvent]:
     return [StepEvent.from_dict(e) for e in mine]
 
 
-def at(event: StepEvent, phase: str, unit: str, moment: str = "end") -> Classes:
+def at(event: StepEvent, phase: str, unit: str, moment: str = "end") -> RoleBytes:
     (found,) = [s.classes for s in event.memory_curve if (s.phase, s.unit, s.moment) == (phase, unit, moment)]
     return found
 
@@ -255,11 +255,11 @@ def _asked(place: Place) -> list[list[Any]]:
     told = s.train(1, ledgers=[0])["events"]  # too early: put off to the third
     told += s.train(4)["events"]
     told += s.train(5, ledgers=[6, 8])["events"]
-    module, hub = s.namespace()["model"], s._hub
+    module, context = s.namespace()["model"], s.context
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
     bare = engine_hooks(module)
     s.close()
-    return [told, hooks == bare and hub.watch is None]
+    return [told, hooks == bare and context.on_issue is None]
 
 
 def engine_hooks(module: nn.Module) -> int:
@@ -302,8 +302,8 @@ def test_a_ledger_step_changes_no_bit(pool: Pool, name: str) -> None:
 def test_the_highest_moment_between_two_marks_is_in_the_curve() -> None:
     marks = [(0.0, _Mark("begin", "root", "begin")), (10.0, _Mark("forward", "a", "begin")),
              (15.0, _Mark("forward", "a", "")), (20.0, _Mark("update", "root", "end"))]  # fmt: skip
-    blocks = [Block(100, Role.PARAMETERS), Block(7, None), Block(30, Role.ACTIVATIONS, 11.0, 13.0),
-              Block(20, Role.ACTIVATIONS, 12.0, 17.0), Block(5, Role.OTHER, 25.0, 30.0)]  # fmt: skip
+    blocks = [MemoryBlock(100, Role.PARAMETERS), MemoryBlock(7, None), MemoryBlock(30, Role.ACTIVATIONS, 11.0, 13.0),
+              MemoryBlock(20, Role.ACTIVATIONS, 12.0, 17.0), MemoryBlock(5, Role.OTHER, 25.0, 30.0)]  # fmt: skip
     found = _follow(blocks, marks)
     assert [(s.at_s, s.phase, s.unit, s.moment, s.classes.total_bytes) for s in found.curve] == [
         (0, "begin", "root", "begin", 100),
@@ -311,13 +311,13 @@ def test_the_highest_moment_between_two_marks_is_in_the_curve() -> None:
         (1.2e-8, "forward", "a", "highest", 150),
         (2e-8, "update", "root", "end", 100),
     ]
-    assert found.peak == Classes(parameters_bytes=100, activations_bytes=50)
+    assert found.peak == RoleBytes(parameters_bytes=100, activations_bytes=50)
     assert found.end_bytes == 107  # what is on the host too
 
 
 def test_a_curve_of_many_units_is_thinned_and_keeps_its_peak() -> None:
     marks = [(float(i), _Mark("forward", f"h.{i}", "begin")) for i in range(5000)]
-    blocks = [Block(10, Role.PARAMETERS), Block(90, Role.ACTIVATIONS, 1234.5, 1234.7)]
+    blocks = [MemoryBlock(10, Role.PARAMETERS), MemoryBlock(90, Role.ACTIVATIONS, 1234.5, 1234.7)]
     found = _follow(blocks, marks)
     assert len(found.curve) <= MOST_SAMPLES + 2
     assert max(s.classes.total_bytes for s in found.curve) == found.peak.total_bytes == 100
@@ -325,6 +325,6 @@ def test_a_curve_of_many_units_is_thinned_and_keeps_its_peak() -> None:
 
 
 def test_samples_cross_processes_as_rows() -> None:
-    classes = Classes(gradients_bytes=3, other_bytes=4)
+    classes = RoleBytes(gradients_bytes=3, other_bytes=4)
     sample = MemorySample(at_s=0.5, phase="forward", unit="h.0", moment="end", classes=classes)
     assert MemorySample.from_row(sample.to_row()) == sample

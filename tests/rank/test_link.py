@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_lab.events import StepEvent
-from fsdp_lab.spec import SpecError
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.events import StepEvent
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, follow, session, spec
 
@@ -27,8 +27,8 @@ def _trained(place: Place, given: dict[str, Any], links: list[str | None]) -> li
     for link in links:
         s.apply("run", {**given, "link": link}, fresh=True)
         events = s.train(3)["events"]
-        assert s._trainer is not None
-        held = [p.local.clone() for p in s._trainer.backend.pieces()]
+        assert s.trainer is not None
+        held = [p.local.clone() for p in s.trainer.backend.param_shards()]
         found.append(([(e["mean_loss"], e["grad_norm"]) for e in events], held))
     s.close()
     return found
@@ -42,6 +42,7 @@ def test_results_do_not_change_by_a_bit(pool: Pool, backend: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
 
 
+@pytest.mark.alone
 def test_the_exposed_time_of_ddp_follows_the_formula(pool: Pool) -> None:
     """All gradients of so small a model are in one bucket: nothing overlaps."""
     (mine, theirs), (answer,) = follow(pool, [(spec(link="1 MB/s, 5 ms", **DDP), 5)])
@@ -67,6 +68,7 @@ def _switched(place: Place, plan: list[tuple[dict[str, Any], int]]) -> tuple[lis
     return events, answers, len(optimizers) == 1
 
 
+@pytest.mark.alone
 def test_it_is_switched_while_training(pool: Pool) -> None:
     plan = [(spec(link=link).to_dict(), 3) for link in (None, "2 MB/s", None, "4 MB/s")]
     (steady, _), _ = follow(pool, [(spec(), 12)])
@@ -158,6 +160,7 @@ def _stopped(place: Place, given: dict[str, Any]) -> tuple[float, bool, list[int
     return freed_s, stopped["stopped"], steps
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_stop_does_not_wait_for_the_link(pool: Pool, backend: str) -> None:
     freed_s = []

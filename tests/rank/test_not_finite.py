@@ -3,6 +3,7 @@ the last good step."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from fsdp_lab.backends.base import Backend, local_tensor
 from fsdp_lab.rank import Session
+from tests.covering import tiered
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, follow, session, spec
 
@@ -28,10 +30,10 @@ def said_by(s: Session, steps: int = 3) -> str:
 
 def held(s: Session) -> list[torch.Tensor]:
     """Parameters and optimizer state."""
-    assert s._trainer is not None
-    backend: Backend = s._trainer.backend
+    assert s.trainer is not None
+    backend: Backend = s.trainer.backend
     state = [t for one in backend.optimizer.state.values() for t in one.values() if isinstance(t, torch.Tensor)]
-    return [local_tensor(t).clone() for t in [*(p.local for p in backend.pieces()), *state]]
+    return [local_tensor(t).clone() for t in [*(p.local for p in backend.param_shards()), *state]]
 
 
 def _poisoned(place: Place, given: dict[str, Any], phase: str, ranks: list[int]) -> Any:
@@ -49,9 +51,13 @@ def _poisoned(place: Place, given: dict[str, Any], phase: str, ranks: list[int])
     return said, same, losses
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize(
-    "changes", [{}, {"backend": "fsdp2"}, {"backend": "fsdp1"}, DDP], ids=["lab", "fsdp2", "fsdp1", "ddp"]
+    ("changes", "phase"),
+    tiered(
+        itertools.product([{}, {"backend": "fsdp2"}, {"backend": "fsdp1"}, DDP], ["forward", "backward"]),
+        lambda changes, phase: (phase == "backward") == (changes in ({}, DDP)),
+    ),
+    ids=[f"{backend}-{phase}" for backend in ("lab", "fsdp2", "fsdp1", "ddp") for phase in ("forward", "backward")],
 )
 def test_the_rank_whose_it_is_says_so_and_nothing_is_changed(pool: Pool, changes: dict[str, Any], phase: str) -> None:
     (steady, _), _ = follow(pool, [(spec(**changes), 5)])
@@ -84,9 +90,9 @@ def _overflows(place: Place) -> tuple[str, int]:
     """Each gradient is finite, and their squares are not."""
     s = session(place)
     s.apply("run", spec().to_dict())
-    assert s._trainer is not None
-    inner = s._trainer.backend.loss
-    s._trainer.backend.loss = lambda batch: 1e25 * inner(batch)  # type: ignore[method-assign]
+    assert s.trainer is not None
+    inner = s.trainer.backend.loss
+    s.trainer.backend.loss = lambda batch: 1e25 * inner(batch)  # type: ignore[method-assign]
     said = said_by(s)
     step = s.train(1)["step"]
     s.close()
@@ -105,8 +111,8 @@ def _scaled(place: Place) -> tuple[list[bool], str]:
     nan = {"kind": "nan", "ranks": [1], "phase": "backward"}
     s.arm(nan)
     skipped = [e["skipped"] for e in s.train(2)["events"]]
-    assert s._trainer is not None
-    s._trainer.scaler.scale = 1.0  # as after sixteen such steps
+    assert s.trainer is not None
+    s.trainer.scaler.scale = 1.0  # as after sixteen such steps
     s.arm(nan)
     said = said_by(s)
     s.close()

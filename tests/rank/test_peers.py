@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 
 from torch import distributed as dist
 
-from fsdp_lab.identity import Identity, machine
-from fsdp_lab.rank.peers import Peers
+from fsdp_lab.core.process import Identity, machine
+from fsdp_lab.rank.abort import Peers
 
 
 def says(store: dist.Store, rank: int, process: Identity, where: str) -> None:
@@ -27,9 +27,9 @@ def test_a_peer_is_gone_when_its_process_is() -> None:
         says(store, 3, replace(process, born=process.born + "1"), machine())
         peers = Peers(store, 0)
         for rank in range(5):
-            peers.meet(rank)
-        assert [peers.gone(rank) for rank in range(5)] == [False, False, False, True, False]
+            peers.look_up(rank)
+        assert [peers.ended(rank) for rank in range(5)] == [False, False, False, True, False]
     finally:
         child.kill()
         child.wait()
-    assert [peers.gone(rank) for rank in range(5)] == [False, True, False, True, False]
+    assert [peers.ended(rank) for rank in range(5)] == [False, True, False, True, False]

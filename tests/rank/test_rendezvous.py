@@ -10,21 +10,21 @@ import torch
 from torch import distributed as dist
 
 from fsdp_lab.rank.rendezvous import close_groups, find_store, host_store, open_groups
-from fsdp_lab.wire import Hub
+from fsdp_lab.wire import WireContext
 from tests.pool import Place, Pool
 
 
 def _alone_first(place: Place) -> float:
     if place.rank == 0:  # the other one does not come
-        hub = Hub(timeout_s=1)
+        context = WireContext(timeout_s=1)
         with pytest.raises(dist.DistError):
-            open_groups(place.seat, dist.PrefixStore("alone", place.store), hub, 0)
-        close_groups(hub)
-    hub = Hub(timeout_s=10)
-    wire = open_groups(place.seat, dist.PrefixStore("together", place.store), hub, 1)
+            open_groups(place.info, dist.PrefixStore("alone", place.store), context, 0)
+        close_groups(context)
+    context = WireContext(timeout_s=10)
+    wire = open_groups(place.info, dist.PrefixStore("together", place.store), context, 1)
     total = torch.tensor([float(place.rank + 1)])
     wire.allreduce([total]).wait()
-    close_groups(hub)
+    close_groups(context)
     return float(total)
 
 

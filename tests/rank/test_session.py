@@ -10,12 +10,15 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from fsdp_lab.events import StepEvent
-from fsdp_lab.rank import Session
-from fsdp_lab.spec import Spec, SpecError
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.models.peaks import Peak
+from fsdp_lab.rank import Session, prepare
 from tests.pool import Place, Pool
 
 SMALL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 36, "n_head": 4, "vocab_size": 384, "n_positions": 64}
@@ -40,10 +43,22 @@ def session(place: Place, **options: Any) -> Session:
     )
 
 
+def _beyond(place: Place, plan: list[dict[str, Any]]) -> list[Any]:
+    """Events of two steps of each Spec on ranks whose peak is measured far too low."""
+    with mock.patch.object(prepare, "device_peak", lambda device, dtype: Peak(1e6, "measured: one slow product")):
+        s = session(place)
+        found = []
+        for given in plan:
+            s.apply("run", given)
+            found.append(s.train(3)["events"])
+        s.close()
+    return found
+
+
 def _follow(place: Place, plan: list[tuple[dict[str, Any], int]], reduction: str = "rank_ordered") -> list[Any]:
     """Apply and train each entry; what was said, and what each apply answered."""
     said: list[dict[str, Any]] = []
-    s = session(place, say=said.append, reduction=reduction)
+    s = session(place, on_event=said.append, reduction=reduction)
     answers = []
     for given, steps in plan:
         answers.append(s.apply("run", given))
@@ -56,6 +71,18 @@ def _follow(place: Place, plan: list[tuple[dict[str, Any], int]], reduction: str
 def follow(pool: Pool, plan: list[tuple[Spec, int]], **options: Any) -> tuple[list[list[StepEvent]], list[Any]]:
     results = pool.run(_follow, plan[0][0].world_size, [(s.to_dict(), n) for s, n in plan], reduction=None, **options)
     return [[StepEvent.from_dict(e) for e in said] for said, _ in results], results[0][1]
+
+
+def test_a_rank_raises_its_peak_to_what_its_steps_reach(pool: Pool) -> None:
+    plan = [spec(), spec(sharding="no_shard"), spec(precision="bf16")]
+    for fp32, again, bf16 in pool.run(_beyond, 2, [s.to_dict() for s in plan], reduction=None):
+        events = [StepEvent.from_dict(e) for e in (*fp32, *again)]
+        peaks = [e.peak_flops_per_s or 0.0 for e in events]
+        assert peaks == sorted(peaks) and all(e.mfu is not None and 0 < e.mfu <= 1 for e in events)
+        assert peaks[-1] == max(e.flops / e.step_time_s for e in events), "kept when the strategy changes"
+        assert {e.peak_source for e in events} == {"reached in a training step, above measured: one slow product"}
+        first = StepEvent.from_dict(bf16[0])
+        assert first.peak_flops_per_s == first.flops / first.step_time_s, "each dtype has its own"
 
 
 def test_events_say_what_was_measured(pool: Pool) -> None:
@@ -189,7 +216,7 @@ def _interrupted(place: Place, changes: dict[str, Any], whom: str) -> Any:
     s = session(place, reduction="rank_ordered")
     s.apply("run", spec(**changes).to_dict())
     losses = [e["mean_loss"] for e in s.train(2)["events"]]
-    trainer = s._trainer
+    trainer = s.trainer
     assert trainer is not None
     inner, release = trainer.batches.batch, threading.Event()
     if place.rank == 1:
@@ -210,7 +237,7 @@ def _interrupted(place: Place, changes: dict[str, Any], whom: str) -> Any:
 
 def _stall(release: threading.Event, s: Session) -> None:
     """Wait in Python until this rank is told to give up; a rank that never comes back is the cluster's business."""
-    while s._hub.aborted is None:
+    while s.context.aborted is None:
         release.wait(0.02)
 
 
@@ -242,7 +269,7 @@ def _fails(place: Place) -> Any:
     s = session(place)
     s.apply("run", spec().to_dict())
     s.train(2)
-    trainer = s._trainer
+    trainer = s.trainer
     assert trainer is not None
     inner = trainer.batches.batch
     if place.rank == 1:
@@ -270,7 +297,7 @@ def _forgets(place: Place) -> Any:
     s.apply("run", spec(model={**SMALL, "n_embd": 256, "n_layer": 8}).to_dict())
     s.train(1)
     names = sorted(name for name, value in s.namespace().items() if value is not None)
-    freed = s.forget()["freed_bytes"]
+    freed = s.unload()["freed_bytes"]
     with pytest.raises(RuntimeError, match="apply a Spec first"):
         s.train(1)
     after = s.namespace()["model"]
@@ -332,11 +359,11 @@ def _gone_before_the_other_comes(place: Place, given: dict[str, Any]) -> tuple[s
     s = session(place)
     s.apply("run", given)
     s.train(1)
-    trainer, whole = s._needed(), s._needed().step
+    trainer, whole = s._lifecycle.require(), s._lifecycle.require().step
     if place.rank == 1:
         trainer.step = lambda **_: 1 / 0  # type: ignore[method-assign]
     else:
-        while s._guard.announced(0) is None:
+        while s._protocol.monitor.announced(0) is None:
             time.sleep(0.01)
     try:
         s.train(1)

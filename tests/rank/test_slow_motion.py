@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.events import StepEvent
-from fsdp_lab.frame import Frame
+from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.phase_snapshot import PhaseSnapshot
 from fsdp_lab.rank import Session
 from tests.pool import Place, Pool, RankError
 from tests.rank.test_session import DDP, session, spec
@@ -56,7 +56,7 @@ def test_a_slow_step_is_the_same_step(pool: Pool) -> None:
 
 def test_frames_say_what_is_held(pool: Pool) -> None:
     answers = pool.run(_slowly, 2, spec(backend="lab").to_dict(), ["all"], reduction=None)
-    by_rank = [[Frame.from_dict(f) for f in a[0]["frames"]] for a in answers]
+    by_rank = [[PhaseSnapshot.from_dict(f) for f in a[0]["frames"]] for a in answers]
     for rank, frames in enumerate(by_rank):
         assert [f.index for f in frames] == list(range(len(frames)))
         assert all(f.rank == rank and f.world_size == 2 and f.step == 0 for f in frames)

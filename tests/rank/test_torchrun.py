@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.events import StepEvent
-from fsdp_lab.spec import Spec
+from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.spec import Spec
 
 SMALL = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 384, "n_positions": 32}
 
@@ -45,7 +45,7 @@ def test_another_number_of_ranks_is_refused_in_a_sentence(tmp_path: Path) -> Non
     process = start(tmp_path, tiny(), ranks=1)
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
-    assert "world_size: the Spec wants 2 ranks and torchrun started 1; give torchrun --nproc-per-node 2" in err
+    assert "world_size: the Spec needs 2 ranks and torchrun started 1; give torchrun --nproc-per-node 2" in err
 
 
 @pytest.mark.slow

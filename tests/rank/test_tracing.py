@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from torch.profiler import DeviceType
 
-from fsdp_lab.events import StepEvent
-from fsdp_lab.rank import clocks
-from fsdp_lab.rank.profiled import exposed_on_device
-from fsdp_lab.spans import Span, Track, exposed_by_unit
+from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.spans import Span, Track, exposed_by_unit
+from fsdp_lab.rank import tracing
+from fsdp_lab.rank.ledger import exposed_on_device
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, session, spec
 
@@ -111,15 +111,15 @@ def test_tracing_changes_no_bit(pool: Pool, chunks: dict[str, list[list[StepEven
 AHEAD_S = 1234.5
 
 
-def _clocks_apart(place: Place) -> tuple[clocks.Clock, clocks.Clock]:
+def _clocks_apart(place: Place) -> tuple[tracing.Clock, tracing.Clock]:
     """The real clocks, which on one machine are one; then with rank 1's ahead."""
-    true = clocks.compare_clocks(place.world)
+    true = tracing.compare_clocks(place.world)
     ahead_s = AHEAD_S if place.rank == 1 else 0.0
-    clocks.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead_s)
+    tracing.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead_s)
     try:
-        return true, clocks.compare_clocks(place.world)
+        return true, tracing.compare_clocks(place.world)
     finally:
-        clocks.time = time
+        tracing.time = time
 
 
 def test_clocks_are_compared_over_the_wire(pool: Pool) -> None:

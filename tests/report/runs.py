@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from fsdp_lab.events import StepEvent
+from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs import Refusal, Switch
-from fsdp_lab.spec import Spec
 from tests.dashboard.fake_lab import event
-from tests.lab.kept import Told, told
+from tests.lab.kept import RecordedRun, told
 
 BASE = Spec().replace(model="gpt2-10m", sharding="no_shard")
 FULL = BASE.replace(sharding="full_shard")
@@ -17,7 +17,9 @@ HOSTILE = "</script><img src=x onerror='window.hacked = 1'><b>bold</b>"
 FAULT = 17  # the step from which the third run computes something else
 
 
-def run_of(place: int, spec: Spec, *, rounds: int = 3, each: int = 12, fault: float = 0.0, **more: object) -> Told:
+def run_of(
+    place: int, spec: Spec, *, rounds: int = 3, each: int = 12, fault: float = 0.0, **more: object
+) -> RecordedRun:
     """The `place`-th of a sweep, in turns of `each` steps."""
     name = f"{place:08x}"
     events: list[StepEvent] = []
@@ -32,7 +34,7 @@ def run_of(place: int, spec: Spec, *, rounds: int = 3, each: int = 12, fault: fl
     return told(spec, events, **{"id": name, "notes": (CPU,), "environment": environment, **more})
 
 
-def sweep() -> list[Told | Refusal]:
+def sweep() -> list[RecordedRun | Refusal]:
     switched = run_of(3, FULL.replace(offload="optimizer"))
     switched.switches.append(Switch(step=24, before=FULL, after=switched.spec, seconds=0.31, carried=True))
     return [

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from fsdp_lab import Comparison, write_report
-from fsdp_lab.report.charts import MOST_POINTS, Course, bars, curves, last_life
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.report.charts import MOST_POINTS, Course, bars, curves
 from fsdp_lab.runs import Refusal
 from fsdp_lab.runs.comparison import finite
-from fsdp_lab.spec import SpecError
 from tests.lab.events import SPEC, steps
 from tests.lab.past import past
 from tests.report.runs import BASE, CPU, FAULT, FULL, HOSTILE, run_of, sweep
@@ -80,9 +80,8 @@ def test_what_a_reader_finds(written):
                  "The fastest that fits is", "FSDP2 always shards the gradients", "offload none → optimizer", "carried over",
                  "2.13.0+cpu", "leave out the first step after a change", "Linux, 2 cores"):  # fmt: skip
         assert said in words, said
-    assert text.count("<figcaption>") == unescape(text).count(f"{CPU}</figcaption>") >= 12, (
-        "the fidelity, under every plot"
-    )
+    assert text.count('<p class="fidelity">') == 1, "what the times are worth, once for the report"
+    assert unescape(text).count(f"{CPU}</figcaption>") == 8, "and under every chart, which may be copied out of it"
     page = Reader(text)
     assert BASE.to_json() in words, "the Spec as JSON"
     assert set(page.json("fsdp-lab-plots")["roots"]) == {
@@ -94,7 +93,8 @@ def test_tables_have_heads_for_rows_and_columns_and_plots_have_words(written):
     text = written.read_text(encoding="utf-8")
     table = text[text.index('<table id="comparison">') : text.index("</table>")]
     columns = Comparison.of(sweep()).table().columns
-    assert table.count('<th scope="col"') == len(columns) and table.count('<th scope="row"') == 5
+    assert table.count('<th scope="col"') == len(columns) and table.count('<th scope="row"') == 4
+    assert "4 runs, 1 refused, held against A" in text and "Refused, so not in the table: E " in text
     assert re.search(
         r'id="plot-memory" role="img" aria-label="Peak memory of the fullest rank by class: A [\d.]+ MiB', text
     )
@@ -117,7 +117,9 @@ def test_what_comes_from_a_run_is_text_and_nothing_else(tmp_path):
 
 @pytest.mark.parametrize("path", ["report.txt", "", "none/report.html", ".", "x" * 300 + ".html", "a\0.html"])
 def test_a_path_that_cannot_be_is_refused_before_a_run_is_read(tmp_path, path):
-    with pytest.raises(SpecError, match=r"^path: .*; name a \.html or \.htm file in a folder that exists and is yours"):
+    with pytest.raises(
+        ArgumentError, match=r"^path: .*; name a \.html or \.htm file in a folder that exists and is yours"
+    ):
         write_report(tmp_path / path if path else "", [object()])  # type: ignore[list-item]
     assert list(tmp_path.iterdir()) == []
 
@@ -127,7 +129,7 @@ def test_what_cannot_be_written_leaves_the_former_file(tmp_path):
     file.write_text("former")
     for runs, more in (([], {}), ([past("a")], {"baseline": "Z"}), ([past("a")], {"names": ["a", "b"]}),
                        ([past("a")], {"limit_bytes": -1})):  # fmt: skip
-        with pytest.raises(SpecError):
+        with pytest.raises(ArgumentError):
             write_report(file, runs, **more)
     assert file.read_text() == "former" and len(list(tmp_path.iterdir())) == 1
     write_report(file, [past("a")])
@@ -165,7 +167,7 @@ def test_a_run_that_began_again_is_drawn_from_there():
     run.events.add(steps(0, 1, 2, 3))
     run.events.restart(0)
     run.events.add(steps(0, 1))
-    assert [s[0].step for s in last_life(run)] == [0, 1]
+    assert [s.number for s in Course.of(0, Comparison.of([run]).rows[0], run).steps] == [0, 1]
 
 
 def test_bars_stand_for_what_was_measured():

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fsdp_lab.events import Classes, Memory, MemorySample, Role, StepEvent, Traffic
+from fsdp_lab.core.events import Memory, MemorySample, Role, RoleBytes, StepEvent, Traffic
 
 
 def event(**changes: object) -> StepEvent:
@@ -21,7 +21,7 @@ def event(**changes: object) -> StepEvent:
 
 def test_json_both_ways() -> None:
     assert StepEvent.from_dict(json.loads(json.dumps(event().to_dict()))) == event()
-    classes = Classes(parameters_bytes=3, activations_bytes=4)
+    classes = RoleBytes(parameters_bytes=3, activations_bytes=4)
     sample = MemorySample(at_s=0.25, phase="backward", unit="h.0", moment="highest", classes=classes)
     whole = event(memory=Memory(at_peak=classes, peak_bytes=7), memory_curve=(sample,), ledger=True)
     assert StepEvent.from_dict(json.loads(json.dumps(whole.to_dict()))) == whole
@@ -34,7 +34,7 @@ def test_json_both_ways() -> None:
 
 def test_classes_are_the_roles_and_add_up() -> None:
     sizes = {role: 2**i for i, role in enumerate(Role)}
-    classes = Classes.of(sizes)
+    classes = RoleBytes.of(sizes)
     assert {role: classes.of_role(role) for role in Role} == sizes
     assert classes.total_bytes == 2 ** len(Role) - 1
 
@@ -63,3 +63,8 @@ def test_exposed_communication_is_of_all_kinds() -> None:
 def test_an_event_is_frozen() -> None:
     with pytest.raises(AttributeError):
         event().step = 4  # type: ignore[misc]
+
+
+def test_utilisation_of_an_older_file_is_relative_to_at_least_what_its_step_reached() -> None:
+    e = event(peak_flops_per_s=1e12, recompute_flops=10**12 // 4)
+    assert e.best_flops_per_s == 2.5e12 and (e.mfu, e.hfu) == (0.8, 1.0)

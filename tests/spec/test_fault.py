@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.fault import Fault, FaultKind, FaultPhase
-from fsdp_lab.spec import SpecError
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.faults import Fault, FaultKind, FaultPhase
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
@@ -40,13 +40,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "said"), REFUSED)
 def test_what_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(SpecError) as e:
+    with pytest.raises(ArgumentError) as e:
         Fault.from_dict({"kind": "raise", "ranks": [1], **changes})
     assert str(e.value).startswith(said)
 
 
 def test_a_word_in_the_place_of_a_kind_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"fault\.kind: 'kill' is refused; give one of .*, of FaultKind"):
+    with pytest.raises(ArgumentError, match=r"fault\.kind: 'kill' is refused; give one of .*, of FaultKind"):
         Fault(kind="kill", ranks=(1,))  # type: ignore[arg-type]
 
 
@@ -71,6 +71,6 @@ def test_every_kind_goes_to_plain_values_and_back(kind: FaultKind) -> None:
     ],
 )
 def test_what_these_ranks_cannot_have_is_refused(fault: dict[str, Any], world_size: int, said: str) -> None:
-    with pytest.raises(SpecError) as e:
+    with pytest.raises(ArgumentError) as e:
         Fault.from_dict(fault).check(world_size, 5)
     assert str(e.value).startswith(said)

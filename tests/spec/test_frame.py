@@ -6,25 +6,25 @@ import json
 
 import pytest
 
-from fsdp_lab.frame import ROOT, Frame, Holding
+from fsdp_lab.core.phase_snapshot import ROOT, ParameterHolding, PhaseSnapshot
 
 
-def holding(**changes: object) -> Holding:
+def holding(**changes: object) -> ParameterHolding:
     fields: dict[str, object] = {
         "name": "h.0.weight", "unit": "h.0", "numel": 10, "start": 5, "stop": 10, "state": "sharded", "gradient": "none",
     }  # fmt: skip
-    return Holding(**{**fields, **changes})  # type: ignore[arg-type]
+    return ParameterHolding(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def frame(*parameters: Holding) -> Frame:
-    return Frame(rank=1, world_size=2, step=7, index=3, phase="unshard", unit=ROOT, direction="forward",
+def frame(*parameters: ParameterHolding) -> PhaseSnapshot:
+    return PhaseSnapshot(rank=1, world_size=2, step=7, index=3, phase="unshard", unit=ROOT, direction="forward",
                  parameters=parameters)  # fmt: skip
 
 
 def test_json_both_ways() -> None:
     f = frame(holding(), holding(name="wte.weight", unit=ROOT, start=0, stop=0, gradient="sharded"))
-    assert Frame.from_dict(json.loads(json.dumps(f.to_dict()))) == f
-    assert Frame.from_dict(frame().to_dict()) == frame()
+    assert PhaseSnapshot.from_dict(json.loads(json.dumps(f.to_dict()))) == f
+    assert PhaseSnapshot.from_dict(frame().to_dict()) == frame()
 
 
 @pytest.mark.parametrize(("state", "held"), [("sharded", (5, 10)), ("gathering", (5, 10)), ("unsharded", (0, 10))])
@@ -34,7 +34,7 @@ def test_all_of_a_parameter_is_held_when_it_is_unsharded(state: str, held: tuple
 
 def test_a_field_that_is_not_one_is_refused() -> None:
     with pytest.raises(TypeError):
-        Frame.from_dict({**frame().to_dict(), "colour": "red"})
+        PhaseSnapshot.from_dict({**frame().to_dict(), "colour": "red"})
 
 
 def test_a_frame_is_frozen() -> None:

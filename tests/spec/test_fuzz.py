@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_lab.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec, SpecError, Strategy, Workload
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec, Strategy, Workload
 from tests.pool import Place, Pool
 from tests.rank.test_session import SMALL, session
 
@@ -39,7 +40,7 @@ def test_every_spec_is_refused_with_a_reason_or_is_whole(chance: random.Random) 
         try:
             spec = Spec().replace(**fields)
         except SpecError as e:
-            assert e.field and e.reason and e.way_out and "\n" not in str(e), fields
+            assert e.field and e.reason and e.hint and "\n" not in str(e), fields
             continue
         assert Spec.from_json(spec.to_json()) == spec and spec.replace() == spec, fields
         assert spec.global_batch >= 1
@@ -54,7 +55,7 @@ def _trained(place: Place, given: list[dict[str, Any]]) -> list[str]:
             assert len(s.train(2)["events"]) == 2
             told.append("trained")
         except SpecError as e:
-            assert e.field and e.reason and e.way_out
+            assert e.field and e.reason and e.hint
             told.append(e.field)
     s.close()
     return told

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.beats import Beat, Issued
-from fsdp_lab.hang import Hang, diagnose, limit
-from fsdp_lab.spec import SpecError
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.hang import Hang, diagnose, limit
+from fsdp_lab.core.heartbeat import Heartbeat, Issued
 
 
 def issued(ordinal: int, kind: str = "all_gather", unit: str = "h.3", group: str = "world", **more: Any) -> Issued:
@@ -19,7 +19,7 @@ def issued(ordinal: int, kind: str = "all_gather", unit: str = "h.3", group: str
     )
 
 
-def beat(rank: int, pending: Issued | None = None, waited_s: float = 9.0, **more: Any) -> Beat:
+def beat(rank: int, pending: Issued | None = None, waited_s: float = 9.0, **more: Any) -> Heartbeat:
     """A rank that waits in `pending` with all four, or, without one, one that has issued 16 and is elsewhere."""
     fields: dict[str, Any] = {
         "rank": rank,
@@ -30,10 +30,10 @@ def beat(rank: int, pending: Issued | None = None, waited_s: float = 9.0, **more
     }
     if pending is not None:
         fields |= {"pending": pending, "pending_s": waited_s, "peers": (0, 1, 2, 3)}
-    return Beat(**{**fields, "counts": {"world": 16 if pending is None else pending.ordinal + 1}, **more})
+    return Heartbeat(**{**fields, "counts": {"world": 16 if pending is None else pending.ordinal + 1}, **more})
 
 
-def diagnosed(*beats: Beat, limit_s: float = 5.0, **more: Any) -> Hang:
+def diagnosed(*beats: Heartbeat, limit_s: float = 5.0, **more: Any) -> Hang:
     hang = diagnose({b.rank: b for b in beats}, limit_s, **more)
     assert hang is not None
     return hang
@@ -41,15 +41,15 @@ def diagnosed(*beats: Beat, limit_s: float = 5.0, **more: Any) -> Hang:
 
 def test_a_beat_crosses_processes_as_plain_values():
     told = beat(1, issued(16), recent=(issued(15), issued(16)))
-    assert Beat.from_dict(json.loads(json.dumps(told.to_dict()))) == told
+    assert Heartbeat.from_dict(json.loads(json.dumps(told.to_dict()))) == told
 
 
 def test_the_rank_that_did_not_come_is_named_with_the_collective_its_unit_and_its_stack():
     hang = diagnosed(beat(0, issued(16), 8), beat(1), beat(2, issued(16), 9), beat(3, issued(16), 2))
     assert hang.ranks == hang.absent == (1,) and hang.waiting == (0, 2, 3) and hang.waited_s == 9
     assert hang.sentence.startswith(
-        "rank 1 did not come to all_gather 16 of h.3 (group world: ranks 0, 1, 2 and 3), for which ranks 0, 2 and 3 have "
-        "waited 9.0 s: the last that rank 1 came to is all_gather 15 of h.3"
+        "rank 1 did not join all_gather 16 of h.3 (group world: ranks 0, 1, 2 and 3), for which ranks 0, 2 and 3 have "
+        "waited 9.0 s: the last collective of rank 1 is all_gather 15 of h.3"
     )
     assert hang.stacks == {1: "s1"} and "rank 1 is here:\ns1" in hang.text
 
@@ -62,13 +62,13 @@ def test_before_the_limit_nothing_is_said():
 
 def test_a_rank_that_was_never_heard_of_is_missing():
     hang = diagnosed(beat(0, issued(0)), beat(1, issued(0)), beat(3, issued(0)))
-    assert hang.ranks == (2,) and "nothing was heard of rank 2" in hang.sentence and not hang.text
+    assert hang.ranks == (2,) and "rank 2 has sent no heartbeat" in hang.sentence and not hang.text
 
 
 def test_what_a_silent_rank_said_before_is_not_taken_for_its_state():
     """It said that it came, and waits; but its process is stopped, so its last word is old."""
     ranks = [beat(r, issued(16)) for r in range(4)]
-    hang = diagnosed(*ranks, fates={3: "its process is stopped"})
+    hang = diagnosed(*ranks, silent={3: "its process is stopped"})
     assert hang.absent == (3,) and hang.waiting == (0, 1, 2) and not hang.stacks
     assert "its process is stopped, so its stack cannot be read" in hang.sentence
 
@@ -89,7 +89,7 @@ def test_a_wait_that_another_rank_has_only_begun_blames_nobody_else():
     """All came to the collective that does not finish; that rank 3 computes has nothing to do with it."""
     world = [beat(r, issued(16), peers=(0, 1)) for r in (0, 1)]
     hang = diagnosed(*world, beat(2, issued(2, group="other"), 0.1, peers=(2, 3)), beat(3))
-    assert hang.ranks == () and "the connection between them stands still" in hang.sentence
+    assert hang.ranks == () and "the connection between them is stalled" in hang.sentence
 
 
 def test_ranks_that_wait_for_each_other_are_told_so_and_none_is_absent():
@@ -127,13 +127,13 @@ def test_of_many_ranks_a_few_are_written_out():
     peers = tuple(range(64))
     hang = diagnosed(beat(0, issued(16), peers=peers), *(beat(r) for r in range(1, 64)))
     assert (
-        hang.ranks == peers[1:] and "ranks 1, 2, 3 and 60 more did not come" in hang.sentence and len(hang.stacks) == 3
+        hang.ranks == peers[1:] and "ranks 1, 2, 3 and 60 more did not join" in hang.sentence and len(hang.stacks) == 3
     )
 
 
 @pytest.mark.parametrize("hang_s", [0, -1, math.nan, math.inf, "3", True, 60, 61.5])
 def test_a_limit_that_cannot_be_is_refused(hang_s: Any):
-    with pytest.raises(SpecError, match=r"^hang_s: .*; give "):
+    with pytest.raises(ArgumentError, match=r"^hang_s: .*; give "):
         limit(hang_s, 60)
 
 
@@ -146,4 +146,4 @@ def test_what_goes_between_two_ranks_has_no_number_to_compare():
     hang = diagnosed(
         beat(0, one, peers=(0, 1), recent=(one,)), beat(1, recent=(issued(-1, "other", "", payload_bytes=4),))
     )
-    assert hang.ranks == (1,) and "did not come to other (group" in hang.sentence
+    assert hang.ranks == (1,) and "did not join other (group" in hang.sentence

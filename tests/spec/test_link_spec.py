@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.hardware import GPUS, gpu_of_device
-from fsdp_lab.link_spec import OFFERED, LinkError, LinkSpec, split_list, spoken_rate, spoken_time
-from fsdp_lab.spec import Spec, SpecError
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.hardware import GPUS, gpu_of_device
+from fsdp_lab.core.link import OFFERED, LinkError, LinkSpec, split_list, spoken_rate, spoken_time
+from fsdp_lab.core.spec import Spec
 
 
 @pytest.mark.parametrize(

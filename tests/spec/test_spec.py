@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_lab import spec as vocabulary
-from fsdp_lab.spec import PRECISIONS, Precision, Spec, SpecError, Strategy, Workload
+from fsdp_lab.core import spec as vocabulary
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import PRECISIONS, Precision, Spec, Strategy, Workload
 
 precisions = st.one_of(
     st.sampled_from(sorted(PRECISIONS)),
@@ -80,12 +81,21 @@ def test_whatever_is_refused_says_field_and_way_out_and_the_way_out_helps(w: Wor
         made = drawn(flat["workload"], flat["strategy"], flat["world_size"])
         if isinstance(made, Spec):
             return
-        assert made.field and made.reason and made.way_out
+        assert made.field and made.reason and made.hint
         assert made.fix, f"no way out as a value: {made}"
-        names = set(Strategy.__dataclass_fields__)
-        assert set(made.fix) <= names
-        flat["strategy"] = Strategy(**{**{k: getattr(flat["strategy"], k) for k in names}, **made.fix})
+        names, fix = set(Strategy.__dataclass_fields__), dict(made.fix)
+        flat["world_size"] = fix.pop("world_size", flat["world_size"])
+        assert set(fix) <= names
+        flat["strategy"] = Strategy(**{**{k: getattr(flat["strategy"], k) for k in names}, **fix})
     raise AssertionError(f"still refused: {made}")
+
+
+@pytest.mark.parametrize(("ranks", "enough"), [(1, 4), (2, 4), (3, 4), (5, 6), (7, 8)])
+def test_hybrid_sharding_on_too_few_ranks_names_enough(ranks: int, enough: int) -> None:
+    refused = Spec(world_size=ranks, devices=["cpu"] * ranks).validate(sharding="hybrid_shard")
+    assert refused is not None and refused.fix == {"world_size": enough} and f"use {enough} ranks" in refused.hint
+    again = Spec(world_size=ranks, devices=["cpu"] * ranks).validate(sharding="hybrid_shard", **refused.fix)
+    assert again is not None and again.fix == {"devices": ["cpu"] * enough}, "CPUs that were named stay CPUs"
 
 
 @pytest.mark.parametrize(("changes", "field"), [
@@ -133,9 +143,9 @@ def test_whatever_is_refused_says_field_and_way_out_and_the_way_out_helps(w: Wor
     ({"momentum": 0.9}, "momentum"),
 ], ids=str)  # fmt: skip
 def test_each_field_is_refused_by_its_name(changes: dict[str, Any], field: str) -> None:
-    refusal = Spec().refusal(**changes)
+    refusal = Spec().validate(**changes)
     assert refusal is not None and refusal.field == field
-    assert str(refusal) == f"{refusal.field}: {refusal.reason}; {refusal.way_out}"
+    assert str(refusal) == f"{refusal.field}: {refusal.reason}; {refusal.hint}"
 
 
 @pytest.mark.parametrize(("text", "said"), [
@@ -152,7 +162,7 @@ def test_json_that_is_wrong_is_refused_in_a_sentence(text: str, said: str) -> No
 
 
 def test_a_refusal_crosses_processes_whole() -> None:
-    refusal = Spec().refusal(backend="ddp")
+    refusal = Spec().validate(backend="ddp")
     assert refusal is not None
     again = pickle.loads(pickle.dumps(refusal))
     assert (str(again), again.field, again.fix) == (str(refusal), refusal.field, {"sharding": "no_shard"})
@@ -191,3 +201,19 @@ def test_a_spec_of_before_anything_was_held_out_is_read_and_keeps_its_id() -> No
     assert Spec.from_dict(before) == Spec()
     then = hashlib.blake2b(json.dumps(before, sort_keys=True).encode(), digest_size=4).hexdigest()
     assert Spec().replace(held_out=0).id == then != Spec().id
+
+
+def test_facts_about_each_sharding():
+    facts = {
+        sharding: (s.is_replicated, s.is_hybrid, s.shards_optimizer_only, s.reshards_after_forward)
+        for sharding in vocabulary.SHARDINGS
+        for s in [Strategy(sharding=sharding)]
+    }
+    assert facts == {
+        "full_shard": (False, False, False, True),
+        "shard_grad_op": (False, False, False, False),
+        "zero1": (False, False, True, False),
+        "hybrid_shard": (False, True, False, True),
+        "hybrid_shard_zero2": (False, True, False, False),
+        "no_shard": (True, False, False, False),
+    }

@@ -13,10 +13,10 @@ from tests.pool import Place, Pool
 
 
 def _given_up(place: Place) -> None:
-    world, hub = place.world, place.hub
+    world, context = place.world, place.context
     whole, part = torch.empty(2 * 64), torch.empty(64)
     world.all_gather_single(whole, part).wait()
-    assert not hub.busy()
+    assert not context.busy_addresses()
     if place.rank == 1:
         place.store.wait(["looked"], timedelta(seconds=20))
         return  # and has never joined what rank 0 issued
@@ -25,12 +25,12 @@ def _given_up(place: Place) -> None:
     ]  # more than Gloo has threads: some wait in its queue
     for gathered, shard in held:
         world.all_gather_single(gathered, shard)
-    hub.abort("given up")
-    assert hub.busy() == {t.untyped_storage().data_ptr() for pair in held for t in pair}
-    base.free([*held[0], whole], hub.busy())
+    context.abort("given up")
+    assert context.busy_addresses() == {t.untyped_storage().data_ptr() for pair in held for t in pair}
+    base.free([*held[0], whole], context.busy_addresses())
     assert [t.untyped_storage().size() for t in (*held[0], whole)] == [512, 256, 0]
     place.store.set("looked", "")
-    assert _comes(lambda: not hub.busy(), hub.timeout_s - 5)  # rank 1 has closed its end
+    assert _comes(lambda: not context.busy_addresses(), context.timeout_s - 5)  # rank 1 has closed its end
 
 
 def _comes(true: Callable[[], bool], within_s: float) -> bool:
@@ -41,19 +41,19 @@ def _comes(true: Callable[[], bool], within_s: float) -> bool:
 
 
 def _ends_late(place: Place) -> str | None:
-    """What aborts the hub when an operation that an abort had given up fails after it."""
+    """What aborts the context when an operation that an abort had given up fails after it."""
     place.world.all_gather_single(torch.empty(2), torch.empty(1)).wait()  # so that both are connected
     if place.rank == 1:
         return None
     work = place.world.all_gather_single(torch.empty(2), torch.empty(1))
     done = work.get_future()
-    place.hub.abort("given up")
+    place.context.abort("given up")
     assert done.done()
-    place.hub.clear()
-    assert _comes(work.is_completed, place.hub.timeout_s - 5)
+    place.context.reset()
+    assert _comes(work.is_completed, place.context.timeout_s - 5)
     time.sleep(0.1)  # for what Gloo calls back
-    why = place.hub.aborted
-    place.hub.abort("the end")  # the group may be closed only so
+    why = place.context.aborted
+    place.context.abort("the end")  # the group may be closed only so
     return why
 
 

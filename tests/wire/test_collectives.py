@@ -90,8 +90,8 @@ def _every_kind(place: Place) -> dict[str, object]:
         "objects": objects,
         "biggest": biggest.item(),
         "ones": ones.tolist(),
-        "totals": {k: (t.calls, t.link_bytes, t.seconds > 0) for k, t in traffic(place.hub.meter.take()).items()},
-        "sequence": place.hub.last.sequence,
+        "totals": {k: (t.calls, t.link_bytes, t.seconds > 0) for k, t in traffic(place.context.meter.take()).items()},
+        "sequence": place.context.last.sequence,
     }
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from fsdp_lab.events import StepEvent
+from fsdp_lab.core.events import StepEvent
 from fsdp_lab.wire import traffic
 from fsdp_lab.wire.meter import Collective, exposed
 from tests.pool import Place, Pool
@@ -59,17 +59,18 @@ LATE_S, BUSY_S = 0.5, 0.3
 def _joins_late(place: Place) -> dict[str, float]:
     """Rank 1 comes late; rank 0 has something else to do for a part of that time."""
     place.world.barrier().wait()
-    place.hub.meter.take()
+    place.context.meter.take()
     if place.rank == 1:
         time.sleep(LATE_S)
     work = place.world.all_gather_single(torch.empty(8), torch.ones(4))
     if place.rank == 0:
         time.sleep(BUSY_S)
     work.wait()
-    (told,) = traffic(place.hub.meter.take()).values()
+    (told,) = traffic(place.context.meter.take()).values()
     return {"seconds": told.seconds, "exposed": told.exposed_seconds}
 
 
+@pytest.mark.alone
 def test_what_overlaps_is_not_exposed(pool: Pool) -> None:
     zero, one = pool.run(_joins_late, 2)
     assert zero["seconds"] == pytest.approx(LATE_S, abs=0.1)
@@ -114,6 +115,7 @@ def _length(spans: list[tuple[float, float]]) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "changes",
     [{"backend": "lab"}, {"backend": "fsdp2"}, {"backend": "fsdp1"}, DDP],

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from fsdp_lab.wire import Alarm, Collective, Hub, Link, RankAborted, Way, link_bytes
+from fsdp_lab.wire import Alarm, Collective, Link, LinkDirection, RankAborted, WireContext, link_bytes
 from tests.pool import Place, Pool
 
 MIB = 1 << 20
@@ -22,14 +22,14 @@ MIB = 1 << 20
 
 def test_a_link_is_one_queue_a_direction() -> None:
     link = Link(bytes_per_s=100.0, latency_s=0.5)
-    assert link.book(10.0, 100) == 11.5  # latency, then the bytes
-    assert link.book(10.0, 200) == 14.0  # behind the first
-    assert link.book(20.0, 0) == 20.5  # the link has been free since
-    assert link.book(20.0, 100, Way.OUT) == 22.0
-    assert link.book(20.0, 100, Way.IN) == 22.0  # the other direction is free
-    assert link.book(20.0, 100) == 23.5
-    link.clear()
-    assert link.book(1.0, 100) == 2.5
+    assert link.reserve(10.0, 100) == 11.5  # latency, then the bytes
+    assert link.reserve(10.0, 200) == 14.0  # behind the first
+    assert link.reserve(20.0, 0) == 20.5  # the link has been free since
+    assert link.reserve(20.0, 100, LinkDirection.OUT) == 22.0
+    assert link.reserve(20.0, 100, LinkDirection.IN) == 22.0  # the other direction is free
+    assert link.reserve(20.0, 100) == 23.5
+    link.reset()
+    assert link.reserve(1.0, 100) == 2.5
 
 
 @pytest.mark.parametrize("bad", [{"bytes_per_s": 0.0}, {"bytes_per_s": -1.0}, {"bytes_per_s": 1.0, "latency_s": -1.0}])
@@ -39,15 +39,15 @@ def test_a_link_that_cannot_be_is_refused(bad: dict[str, float]) -> None:
 
 
 def test_what_takes_the_link() -> None:
-    hub = Hub()
+    context = WireContext()
 
     def booked(kind: str, size: int = 2, bytes_: int = 100) -> float | None:
         issued = Collective(sequence=0, kind=kind, group="g", size=size, link_bytes=bytes_, issue_s=1.0)
-        hub.book(issued)
+        context.reserve_link(issued)
         return issued.link_end_s
 
     assert booked("all_gather") is None
-    with hub.linked(Link(bytes_per_s=100.0, latency_s=0.5)):
+    with context.emulating(Link(bytes_per_s=100.0, latency_s=0.5)):
         assert booked("all_gather") == 2.5
         assert booked("control") is None  # the lab's own
         assert booked("all_gather", size=1, bytes_=0) is None  # stays in the rank
@@ -55,6 +55,7 @@ def test_what_takes_the_link() -> None:
     assert booked("all_gather") is None
 
 
+@pytest.mark.alone
 def test_an_alarm_calls_in_order_and_forgets() -> None:
     alarm, called, done = Alarm(), list[tuple[str, float]](), threading.Event()
     start_s = time.perf_counter()
@@ -101,7 +102,7 @@ def _several(
 ) -> list[Ends]:
     """With `by_future` nobody waits for the works, as with DDP: the end of each is its future's."""
     issues, took = [_issue(place, kind, payload_bytes) for kind in kinds], []
-    place.hub.link = Link(bytes_per_s=link[0], latency_s=link[1])
+    place.context.link = Link(bytes_per_s=link[0], latency_s=link[1])
     for _ in range(REPEATS):
         landed: dict[int, float] = {}
         ended: dict[int, float] = {}
@@ -147,7 +148,7 @@ def _wakes_late(place: Place) -> float:
     _start_together(place)
     for _ in range(20):
         over, at_s = threading.Event(), time.perf_counter() + 0.002
-        place.hub.alarm.at(at_s, over.set)
+        place.context.alarm.at(at_s, over.set)
         over.wait()
         late.append(time.perf_counter() - at_s)
     return sorted(late)[2]
@@ -175,6 +176,7 @@ def _follow(
     assert len(off) == len(kinds) and max(off) <= 0.05
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("link", LINKS, ids=lambda link: f"{link[0] / 1e9}GB/s")
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
 def test_times_follow_the_formula(pool: Pool, kind: str, link: tuple[float, float]) -> None:
@@ -185,6 +187,7 @@ def test_times_follow_the_formula(pool: Pool, kind: str, link: tuple[float, floa
 KINDS = ["all_gather", "reduce_scatter", "all_gather", "all_reduce", "reduce_scatter"]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("by_future", [False, True], ids=["waited for", "by futures"])
 @pytest.mark.parametrize("link", [(0.5e9, 0.0), (0.25e9, 1e-3), (0.1e9, 0.0)], ids=lambda link: f"{link[0] / 1e9}GB/s")
 def test_several_in_flight_share_the_link(pool: Pool, link: tuple[float, float], by_future: bool) -> None:
@@ -195,19 +198,20 @@ def _end_times(place: Place) -> tuple[float, float, bool]:
     """What the meter says of a transfer that was over before anybody waited: its end, its exposed time; and whether it
     was completed half way."""
     issue = _issue(place, "all_gather", 2 * MIB)
-    place.hub.link = Link(bytes_per_s=10e6)  # 0.105 s
+    place.context.link = Link(bytes_per_s=10e6)  # 0.105 s
     _start_together(place)
-    place.hub.meter.take()
+    place.context.meter.take()
     work = issue()
     time.sleep(0.05)
     half_way = work.is_completed()
     time.sleep(0.1)
     assert work.is_completed()
     work.wait()
-    (told,) = place.hub.meter.take()
+    (told,) = place.context.meter.take()
     return told.end_s - told.issue_s, sum(b - a for a, b in told.waits), half_way
 
 
+@pytest.mark.alone
 def test_what_the_meter_says_is_the_emulated_end(pool: Pool) -> None:
     for took_s, exposed_s, half_way in pool.run(_end_times, 2):
         assert took_s == pytest.approx(MIB / 10e6, rel=0.02) or took_s < 0.12
@@ -220,23 +224,24 @@ def test_what_the_meter_says_is_the_emulated_end(pool: Pool) -> None:
 def _aborted(place: Place, by_future: bool) -> tuple[float, str, bool]:
     """Seconds from the abort to the end of the wait for a transfer of a minute."""
     issue = _issue(place, "all_reduce", MIB)
-    place.hub.link = Link(bytes_per_s=MIB / 60)
+    place.context.link = Link(bytes_per_s=MIB / 60)
     _start_together(place)
     at_s: list[float] = []
-    threading.Timer(0.3, lambda: (at_s.append(time.perf_counter()), place.hub.abort("enough"))).start()  # type: ignore[func-returns-value]
+    threading.Timer(0.3, lambda: (at_s.append(time.perf_counter()), place.context.abort("enough"))).start()  # type: ignore[func-returns-value]
     work, said = issue(), ""
     try:
         if by_future:
             work.get_future().wait()
-            place.hub.check()
+            place.context.check()
         else:
             work.wait()
     except RankAborted as e:
         said = str(e)
     freed_s = time.perf_counter() - at_s[0]
-    return freed_s, said, any(t.name == "fsdp-lab-link" and place.hub.alarm._due for t in threading.enumerate())
+    return freed_s, said, any(t.name == "fsdp-lab-link" and place.context.alarm._due for t in threading.enumerate())
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("by_future", [False, True], ids=["wait", "future"])
 def test_an_abort_frees_at_once(pool: Pool, by_future: bool) -> None:
     for freed_s, said, still_due in pool.run(_aborted, 2, by_future):
@@ -245,7 +250,7 @@ def test_an_abort_frees_at_once(pool: Pool, by_future: bool) -> None:
 
 def _point_to_point(place: Place) -> tuple[float, int]:
     """Both send at once, and receive: each direction is a queue of its own."""
-    place.hub.link = Link(bytes_per_s=20e6)
+    place.context.link = Link(bytes_per_s=20e6)
     out, into = torch.full((MIB // 4,), float(place.rank)), torch.empty(MIB // 4)
     _start_together(place)
     start_s = time.perf_counter()
@@ -254,6 +259,7 @@ def _point_to_point(place: Place) -> tuple[float, int]:
     return time.perf_counter() - start_s, int(into[0])
 
 
+@pytest.mark.alone
 def test_both_directions_at_once(pool: Pool) -> None:
     for rank, (took_s, got) in enumerate(pool.run(_point_to_point, 2)):
         assert got == 1 - rank and MIB / 20e6 <= took_s < 1.6 * MIB / 20e6

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from fsdp_lab.cli.doctor import connections, gpus, servers, software, system
 from fsdp_lab.cli.doctor.finding import Finding, State, worst
 from fsdp_lab.cli.doctor.torch_probe import TorchFacts, ask_torch
+from fsdp_lab.core import nvml
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +43,7 @@ def examine() -> Iterator[tuple[str, list[Finding]]]:
     yield "Software", software.python() + software.packages()
     facts = ask_torch()
     yield "torch", software.torch(facts)
-    devices = gpus.read()
+    devices = nvml.query()
     yield "GPUs", gpus.findings(devices, facts)
     yield "Machine", system.findings(gpus=len(devices.gpus))
     yield "Jupyter", servers.findings() + connections.findings()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import enum
-import shutil
-import subprocess
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,23 +33,3 @@ class Finding:
 def worst(findings: Sequence[Finding]) -> State:
     order = list(State)
     return max((f.state for f in findings), key=order.index, default=State.OK)
-
-
-def output_of(command: Sequence[str], timeout_s: float = 10) -> str | None:
-    """What a command prints; None where it is missing, fails, or takes longer than `timeout_s`."""
-    if shutil.which(command[0]) is None:
-        return None
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
-
-
-def size(n_bytes: float) -> str:
-    """ "1.5 GiB": binary units, one decimal below ten."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(n_bytes) < 1024:
-            return f"{n_bytes:.0f} {unit}"
-        n_bytes /= 1024
-    return f"{n_bytes:.1f} GiB" if n_bytes < 10 else f"{n_bytes:.0f} GiB"

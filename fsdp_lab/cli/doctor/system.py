@@ -10,7 +10,8 @@ import tempfile
 import threading
 from pathlib import Path
 
-from fsdp_lab.cli.doctor.finding import Finding, State, size
+from fsdp_lab.cli.doctor.finding import Finding, State
+from fsdp_lab.core.formatting import size
 
 GIB = 2**30
 CGROUP = Path("/sys/fs/cgroup")

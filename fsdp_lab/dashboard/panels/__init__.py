@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .base import Assembler, Captions, Frame, Key, Panel, Pinnable, Step
-from .communication import CommunicationPanel
-from .ledger import LedgerPanel
-from .loss import LossPanel
-from .memory import MemoryPanel
-from .steps import StepsPanel
-from .tflops import TflopsPanel
-from .throughput import ThroughputPanel
-from .timeline import TimelinePanel
+from fsdp_lab.dashboard.panels.base import Captions, Key, Panel, Pinnable, StepAxis
+from fsdp_lab.dashboard.panels.communication import CommunicationPanel
+from fsdp_lab.dashboard.panels.ledger import LedgerPanel
+from fsdp_lab.dashboard.panels.loss import LossPanel
+from fsdp_lab.dashboard.panels.memory import MemoryPanel
+from fsdp_lab.dashboard.panels.steps import StepsPanel
+from fsdp_lab.dashboard.panels.tflops import TflopsPanel
+from fsdp_lab.dashboard.panels.throughput import ThroughputPanel
+from fsdp_lab.dashboard.panels.timeline import TimelinePanel
 
-__all__ = ["PANELS", "Assembler", "Captions", "Frame", "Key", "Panel", "Pinnable", "Step"]
+__all__ = ["PANELS", "Captions", "Key", "Panel", "Pinnable", "StepAxis"]
 
 # In the order in which cards are laid out. Each is made with the shared frame and the world size.
-PANELS: tuple[Callable[[Frame, int], Panel], ...] = (
+PANELS: tuple[Callable[[StepAxis, int], Panel], ...] = (
     MemoryPanel,
     CommunicationPanel,
     TimelinePanel,

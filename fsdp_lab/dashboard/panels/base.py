@@ -1,4 +1,4 @@
-"""What every panel is made of: steps assembled from events, the frame that time plots share, and the `Panel` protocol.
+"""What every panel is made of: the frame that time plots share, and the `Panel` protocol.
 
 A panel is a picture. It knows events and nothing of clusters or widgets: `update(steps)` writes rows into its `sources`,
 whose Bokeh twins its `root` draws. How rows reach a browser is the live view's business.
@@ -7,7 +7,7 @@ whose Bokeh twins its `root` draws. How rows reach a browser is the live view's 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -23,11 +23,11 @@ from bokeh.models import (
 from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
-from ...events import StepEvent
-from .. import theme
-from ..columns import Columns, Numbers
-from .overlay import Overlays
-from .ranges import StepWindow
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.columns import Columns, Numbers
+from fsdp_lab.dashboard.panels.overlay import Overlays
+from fsdp_lab.dashboard.panels.ranges import StepWindow
+from fsdp_lab.runs.steps import Step
 
 SMOOTH_STEPS = 9  # the ordinary steps that a median on a card is of
 
@@ -39,68 +39,6 @@ STEP_LIMIT = 1000  # steps that a time plot keeps
 MOST_ROWS = 2 * STEP_LIMIT + 1  # of another run's curve: its beginning, its end, and a gap between them
 
 Patches = Mapping[str, Mapping[str, Any]]  # Bokeh model name -> property -> value
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """The events of one optimizer step, by rank; a rank that said nothing in time is missing."""
-
-    number: int
-    events: tuple[StepEvent, ...]
-
-    @property
-    def world_size(self) -> int:
-        return self.events[0].world_size
-
-    @property
-    def counts(self) -> bool:
-        """Whether its times are those of an ordinary step."""
-        return all(e.counts for e in self.events)
-
-    @property
-    def step_time_s(self) -> float:
-        """Of the slowest rank."""
-        return max(e.step_time_s for e in self.events)
-
-    def by_rank(self, value: Mapping[int, float]) -> list[float]:
-        """One number for each rank of the world, NaN where it is missing."""
-        return [value.get(rank, math.nan) for rank in range(self.world_size)]
-
-
-class Assembler:
-    """Gathers events into steps. A step is given out when all its ranks have spoken, or when `patience` later steps are
-    whole (a rank that died must not stop the plots)."""
-
-    def __init__(self, *, patience: int = 2) -> None:
-        self.patience = patience
-        self._open: dict[int, dict[int, StepEvent]] = {}
-        self._given = -1  # the greatest step number given out
-
-    def add(self, events: Iterable[StepEvent]) -> list[Step]:
-        """Takes events in any order; returns the steps that are ready, in order. Events of a step given out are lost."""
-        for e in events:
-            if e.step > self._given:
-                self._open.setdefault(e.step, {})[e.rank] = e
-        whole = [n for n, by_rank in self._open.items() if self._is_whole(by_rank)]
-        latest = max(whole, default=-1)
-        ready = sorted(n for n in self._open if n in whole or n <= latest - self.patience)
-        if ready and any(n < ready[-1] and n not in ready for n in self._open):
-            # An earlier step still waits for a rank: keep the order until its patience is spent.
-            first_open = min(n for n in self._open if n not in ready)
-            ready = [n for n in ready if n < first_open]
-        return [self._give(n) for n in ready]
-
-    def flush(self) -> list[Step]:
-        """All that is left, whole or not: at the end of a run, or when a rank is lost."""
-        return [self._give(n) for n in sorted(self._open)]
-
-    def _is_whole(self, by_rank: Mapping[int, StepEvent]) -> bool:
-        return len(by_rank) == next(iter(by_rank.values())).world_size
-
-    def _give(self, number: int) -> Step:
-        by_rank = self._open.pop(number)
-        self._given = max(self._given, number)
-        return Step(number=number, events=tuple(by_rank[r] for r in sorted(by_rank)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +159,7 @@ class Pinnable(Protocol):
     def update(self, steps: Sequence[Step]) -> int: ...
 
 
-class Frame:
+class StepAxis:
     """What the time plots of one dashboard share: the axis of steps, and a marker at each change."""
 
     def __init__(self, *, limit: int = STEP_LIMIT) -> None:
@@ -234,7 +172,7 @@ class Frame:
         self._window = StepWindow(longest=limit)
         self._step = 0
         self._marks: list[tuple[int, str, str]] = []  # step, label, detail
-        self._written: list[str] = []
+        self._written: list[tuple[int, str, str]] = []
 
     @property
     def sources(self) -> Sequence[Columns]:
@@ -256,7 +194,11 @@ class Frame:
 
     def mark(self, step: int, label: str, detail: str) -> None:
         """A line at `step` in every time plot: `label` is written along it, `detail` is for the hover."""
-        self._marks.append((step, label, detail))
+        self.mark_all([*self._marks, (step, label, detail)])
+
+    def mark_all(self, marks: Sequence[tuple[int, str, str]]) -> None:
+        """These markers in place of those that are drawn."""
+        self._marks = list(marks)
         self._write_markers()
 
     def _write_markers(self) -> None:
@@ -264,13 +206,12 @@ class Frame:
         start, end = self._window.around(self._step)
         room = LABEL_ROOM * (end - start)
         nexts = [*(step for step, _, _ in self._marks), math.inf][1:]
-        labels = [
-            label if next_ - step > room else "" for (step, label, _), next_ in zip(self._marks, nexts, strict=True)
-        ]
-        if labels != self._written:
-            self._written = labels
-            rows = [[step] for step, _, _ in self._marks]
-            self.markers.replace(rows, {"label": labels, "detail": [detail for _, _, detail in self._marks]})
+        drawn = [(step, label if next_ - step > room else "", detail)
+                 for (step, label, detail), next_ in zip(self._marks, nexts, strict=True)]  # fmt: skip
+        if drawn != self._written:
+            self._written = drawn
+            texts = {"label": [label for _, label, _ in drawn], "detail": [detail for _, _, detail in drawn]}
+            self.markers.replace([[step] for step, _, _ in drawn], texts)
 
     def patches(self) -> Patches:
         start, end = self._window.around(self._step)
@@ -381,9 +322,3 @@ def rank_keys(world_size: int) -> tuple[Key, ...]:
         Key(label=f"rank {r}", color=theme.rank_color(r), hatch="line" if theme.RANK_DASHES[r] == "solid" else "dashes")
         for r in range(world_size)
     )
-
-
-def notes_of(steps: Sequence[Step]) -> str:
-    """The sentences that the ranks of the last step say of their numbers, each once."""
-    said = dict.fromkeys(note for e in steps[-1].events for note in e.notes)
-    return " ".join(said)

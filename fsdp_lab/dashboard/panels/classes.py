@@ -7,10 +7,10 @@ from typing import Literal
 
 from bokeh.models.annotations import Span
 
-from ...events import Memory, Role
-from .. import theme
-from .base import LINE_PX, Key, tint
-from .units import GIB, MIB
+from fsdp_lab.core.events import Memory, Role
+from fsdp_lab.core.formatting import GIB, MIB
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.panels.base import LINE_PX, Key, tint
 
 ON_DEVICE = tuple(name for name in theme.MEMORY if name in tuple(Role))  # in the order in which they are stacked
 

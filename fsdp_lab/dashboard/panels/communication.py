@@ -13,27 +13,26 @@ from bokeh.layouts import row
 from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
-from ...events import Traffic
-from .. import theme
-from ..columns import Columns
-from .base import (
+from fsdp_lab.core.events import Traffic
+from fsdp_lab.core.formatting import duration, traffic
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.columns import Columns
+from fsdp_lab.dashboard.panels.base import (
     BAR,
     LINE_PX,
     Captions,
-    Frame,
     Key,
     Patches,
-    Step,
+    StepAxis,
     hover,
-    notes_of,
     paint_fill,
     rank_bars,
     sign_bars,
     tint,
     twin,
 )
-from .ranges import ZeroRange
-from .units import duration, traffic
+from fsdp_lab.dashboard.panels.ranges import ZeroRange
+from fsdp_lab.runs.steps import Step
 
 KINDS = tuple(theme.COMMUNICATION)
 RECENT_STEPS = 20
@@ -51,7 +50,7 @@ class CommunicationPanel:
     title = "Communication"
     wide = True
 
-    def __init__(self, frame: Frame, world_size: int) -> None:
+    def __init__(self, frame: StepAxis, world_size: int) -> None:
         self.world_size = world_size
         self._frame = frame
         link = [f"{k}_mb" for k in KINDS]
@@ -80,7 +79,7 @@ class CommunicationPanel:
         hover(fig, whole, [("rank", "@rank"), *rows, ("exposed", "@exposed{0,0.00} ms")], mode="mouse")
         return fig
 
-    def _draw_over(self, frame: Frame) -> figure:
+    def _draw_over(self, frame: StepAxis) -> figure:
         fig = frame.plot("communication.over", "ms per step, mean of ranks")
         source = twin(self._over)
         for name, area in zip(KINDS, fig.varea_stack(list(KINDS), x="step", source=source), strict=True):
@@ -160,7 +159,7 @@ class CommunicationPanel:
         return Captions(
             reading=f"{shown} {duration(seconds)}, {traffic(link)} over each rank's link",
             legend=(*legend, waited),
-            note=f"Areas: issue to completion, overlapped time included. {notes_of(steps)}".strip(),
+            note="Areas: issue to completion, overlapped time included.",
         )
 
     def patches(self) -> Patches:

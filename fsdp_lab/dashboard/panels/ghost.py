@@ -1,22 +1,22 @@
-"""`Ghost`: what is predicted of a Spec, as panels draw it beside what is measured."""
+"""`Prediction`: what is predicted of a Spec, as panels draw it beside what is measured."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from ...events import Classes
-from .base import Key
+from fsdp_lab.core.events import RoleBytes
+from fsdp_lab.dashboard.panels.base import Key
 
 HOLLOW = "hollow"  # what a legend draws with an outline alone
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ghost:
+class Prediction:
     """Of each rank. A step's time is predicted where this machine is calibrated."""
 
     spec_id: str
-    at_peak: Classes
+    at_peak: RoleBytes
     host_bytes: int
     step_time_s: float | None = None
     tokens: int = 0  # of all ranks in a step, counted as events count them
@@ -27,10 +27,10 @@ class Ghost:
 
 
 @runtime_checkable
-class Foretold(Protocol):
+class PredictionPanel(Protocol):
     """A panel that draws predictions, too."""
 
-    def foretell(self, ghost: Ghost) -> None:
+    def predict(self, ghost: Prediction) -> None:
         """Of what is chosen, whether the ranks have it already or not; it stays until there is another."""
 
 

@@ -11,13 +11,12 @@ from bokeh.models import FixedTicker, Range1d
 from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
-from ...frame import ROOT, Frame, Holding
-from ...runs import Moment
-from ...table import count
-from .. import theme
-from ..columns import Columns
-from .base import Captions, Key, Patches, hover, plain_figure, tint, twin
-from .units import memory
+from fsdp_lab.core.formatting import count, size
+from fsdp_lab.core.phase_snapshot import ROOT, ParameterHolding, PhaseSnapshot
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.columns import Columns
+from fsdp_lab.dashboard.panels.base import Captions, Key, Patches, hover, plain_figure, tint, twin
+from fsdp_lab.runs import StepMoment
 
 MOST_RANKS = 16  # drawn; there is no room for more rows
 ROWS_PX, LEAST_ROW_PX, MOST_ROW_PX = 400, 22, 56
@@ -37,7 +36,7 @@ NOBODYS = "#808890"  # visible on both themes, and no rank's
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bar:
+class HoldingBar:
     """A parameter's place on the axis, which runs from 0 to 1."""
 
     left: float
@@ -54,26 +53,26 @@ class Bar:
 class Axis:
     """All parameters side by side, grouped by unit: as wide as their elements, and wide enough to be seen."""
 
-    bars: Mapping[str, Bar]
+    bars: Mapping[str, HoldingBar]
     units: Mapping[str, tuple[float, float]]
 
     @classmethod
-    def of(cls, parameters: Sequence[Holding]) -> Axis:
-        by_unit: dict[str, list[Holding]] = {}
+    def of(cls, parameters: Sequence[ParameterHolding]) -> Axis:
+        by_unit: dict[str, list[ParameterHolding]] = {}
         for p in parameters:
             by_unit.setdefault(p.unit, []).append(p)
         least = min(LEAST_WIDTH, LEAST_WIDTHS / max(1, len(parameters)))
         gap = min(UNIT_GAP, UNIT_GAPS / max(1, len(by_unit)))
         free = 1 - least * len(parameters) - gap * (len(by_unit) - 1)
         each = free / max(1, sum(p.numel for p in parameters))
-        bars: dict[str, Bar] = {}
+        bars: dict[str, HoldingBar] = {}
         units: dict[str, tuple[float, float]] = {}
         x = 0.0
         for unit, inside in by_unit.items():
             first = x
             for p in inside:
                 width = least + each * p.numel
-                bars[p.name] = Bar(left=x, right=x + width - min(SPLIT, width / 4), numel=p.numel)
+                bars[p.name] = HoldingBar(left=x, right=x + width - min(SPLIT, width / 4), numel=p.numel)
                 x += width
             units[unit] = (first, x)
             x += gap
@@ -112,7 +111,7 @@ class HoldingsPanel:
     title = "Who holds what"
     wide = True
 
-    def __init__(self, moment: Moment) -> None:
+    def __init__(self, moment: StepMoment) -> None:
         self.world_size = len(moment.frames)
         self.ranks = min(self.world_size, MOST_RANKS)
         self._parameters = _identity(moment)
@@ -139,7 +138,7 @@ class HoldingsPanel:
         self._root = self._draw()
         self.update(moment)
 
-    def fits(self, moment: Moment) -> bool:
+    def fits(self, moment: StepMoment) -> bool:
         return _identity(moment) == self._parameters
 
     # -- the picture ----------------------------------------------------------------------------------------------
@@ -206,7 +205,7 @@ class HoldingsPanel:
     def captions(self) -> Captions:
         return self._captions
 
-    def update(self, moment: Moment) -> int:
+    def update(self, moment: StepMoment) -> int:
         """Draws a moment; returns the rows written."""
         self._moment = moment
         frames = moment.frames[: self.ranks]
@@ -220,7 +219,7 @@ class HoldingsPanel:
         self._drawn = drawn
         return written + self._write_bars(frames) + self._write_states(frames) + self._write_held(moment)
 
-    def _write_bars(self, frames: Sequence[Frame]) -> int:
+    def _write_bars(self, frames: Sequence[PhaseSnapshot]) -> int:
         rows = []
         for f in frames:
             for p in f.parameters:
@@ -232,7 +231,7 @@ class HoldingsPanel:
             "state": [p.state for p in shown], "gradient": [p.gradient for p in shown],
         })  # fmt: skip
 
-    def _write_states(self, frames: Sequence[Frame]) -> int:
+    def _write_states(self, frames: Sequence[PhaseSnapshot]) -> int:
         rows: dict[Columns, list[list[float]]] = {self._light: [], self._moving: [], self._own: []}
         colors: dict[Columns, list[str]] = {columns: [] for columns in rows}
         for f in frames:
@@ -241,7 +240,7 @@ class HoldingsPanel:
                 colors[columns].append(theme.rank_color(f.rank))
         return sum(columns.replace(quads, {"color": colors[columns]}) for columns, quads in rows.items())
 
-    def _states(self, f: Frame) -> Iterator[tuple[Columns, list[float]]]:
+    def _states(self, f: PhaseSnapshot) -> Iterator[tuple[Columns, list[float]]]:
         """What is drawn for one rank: parameters in the bar, gradients in the strip."""
         top, bottom = f.rank + BAR[0], f.rank + BAR[1]
         strip = (f.rank + STRIP[0], f.rank + STRIP[1])
@@ -257,7 +256,7 @@ class HoldingsPanel:
             if p.gradient == "sharded" and p.start < p.stop:
                 yield self._own, [*own, *strip]
 
-    def _write_held(self, moment: Moment) -> int:
+    def _write_held(self, moment: StepMoment) -> int:
         rows, labels, colors = [], [], []
         for f in moment.frames[: self.ranks]:
             total = max(1, sum(p.numel for p in f.parameters))
@@ -265,11 +264,11 @@ class HoldingsPanel:
             rows.append(
                 [f.rank, f.rank - 0.11, f.rank + STRIP[0], f.rank + STRIP[1], own / total, held / total, 0.0, 1.0]
             )
-            labels.append(f"{count(held)}, {memory(moment.held_bytes(f.rank))}")
+            labels.append(f"{count(held)}, {size(moment.held_bytes(f.rank))}")
             colors.append(theme.rank_color(f.rank))
         return self._held.replace(rows, {"label": labels, "color": colors})
 
-    def _words(self, moment: Moment) -> Captions:
+    def _words(self, moment: StepMoment) -> Captions:
         color = theme.rank_color(0)
         legend = (
             Key(label="its own shard", color=color),
@@ -291,6 +290,6 @@ def _faded(color: str, opacity: float) -> str:
     return f"{color}{round(255 * opacity):02X}"
 
 
-def _identity(moment: Moment) -> tuple[object, ...]:
+def _identity(moment: StepMoment) -> tuple[object, ...]:
     first = moment.frames[0].parameters
     return (len(moment.frames), tuple((p.name, p.unit, p.numel) for p in first))

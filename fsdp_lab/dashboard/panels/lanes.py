@@ -11,13 +11,14 @@ from bokeh.models import FixedTicker, Range1d
 from bokeh.models.annotations import BoxAnnotation
 from bokeh.plotting import figure
 
-from ...events import StepEvent
-from .. import theme
-from ..columns import Columns, Numbers
-from .base import LINE_PX, Frame, Step, hover, paint_fill, tint, twin
-from .classes import ON_DEVICE, limit_line, sizes, unit_for
-from .ranges import ZeroRange
-from .units import GIB, MIB
+from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.formatting import GIB, MIB
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.columns import Columns, Numbers
+from fsdp_lab.dashboard.panels.base import LINE_PX, StepAxis, hover, paint_fill, tint, twin
+from fsdp_lab.dashboard.panels.classes import ON_DEVICE, limit_line, sizes, unit_for
+from fsdp_lab.dashboard.panels.ranges import ZeroRange
+from fsdp_lab.runs.steps import Step
 
 ROWS = (*ON_DEVICE, "host", "peak")  # of one lane, in bytes
 FOOT, LANE = 0.42, 0.84  # how far below its rank's middle a lane stands, and how high it is, in ranks
@@ -30,7 +31,7 @@ class MemoryLanes:
     Lanes share one scale, in `unit`. A step whose memory is not known leaves a gap: before the first ledger step on a CPU.
     """
 
-    def __init__(self, name: str, frame: Frame, world_size: int) -> None:
+    def __init__(self, name: str, frame: StepAxis, world_size: int) -> None:
         self.name = name
         self._frame = frame
         self.unit = MIB
@@ -45,7 +46,7 @@ class MemoryLanes:
 
     # -- the picture ----------------------------------------------------------------------------------------------
 
-    def _draw(self, frame: Frame) -> figure:
+    def _draw(self, frame: StepAxis) -> figure:
         fig = frame.plot(f"{self.name}.over", "MiB", y_start=self._lanes - 0.4, y_end=-0.6)
         fig.yaxis.name = f"{self.name}.over.axis"
         fig.yaxis.ticker = FixedTicker(ticks=[at for at, _ in self._ticks()])

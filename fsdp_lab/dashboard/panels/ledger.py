@@ -8,13 +8,14 @@ import numpy as np
 from bokeh.models import Range1d
 from bokeh.models.ui import UIElement
 
-from ...events import MemorySample, Role, StepEvent
-from .. import theme
-from ..columns import Columns
-from .base import Captions, Frame, Key, Patches, Step, hover, notes_of, paint_fill, plain_figure, tint, twin
-from .classes import ON_DEVICE, class_keys, unit_for
-from .ranges import ZeroRange, round_up
-from .units import GIB, MIB, duration, memory
+from fsdp_lab.core.events import MemorySample, Role, StepEvent
+from fsdp_lab.core.formatting import GIB, MIB, duration, size
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.columns import Columns
+from fsdp_lab.dashboard.panels.base import Captions, Key, Patches, StepAxis, hover, paint_fill, plain_figure, tint, twin
+from fsdp_lab.dashboard.panels.classes import ON_DEVICE, class_keys, unit_for
+from fsdp_lab.dashboard.panels.ranges import ZeroRange, round_up
+from fsdp_lab.runs.steps import Step
 
 
 class LedgerPanel:
@@ -27,7 +28,7 @@ class LedgerPanel:
     title = "Memory within a step"
     wide = True
 
-    def __init__(self, frame: Frame, world_size: int) -> None:
+    def __init__(self, frame: StepAxis, world_size: int) -> None:
         self._curve = Columns("ledger.curve", ["ms", *ON_DEVICE, "total"], texts=["phase", "unit"], limit=1000)
         self._phases = Columns("ledger.phases", ["ms"], texts=["label"], limit=8)
         self._peak = Columns("ledger.peak", ["ms", "total"], texts=["label"], limit=1)
@@ -98,18 +99,18 @@ class LedgerPanel:
         top = totals.index(max(totals))
         written = self._curve.replace(rows, texts)
         written += self._phases.replace([[1e3 * at] for at, _ in begins], {"label": [phase for _, phase in begins]})
-        written += self._peak.replace([[rows[top][0], rows[top][-1]]], {"label": [memory(totals[top])]})
+        written += self._peak.replace([[rows[top][0], rows[top][-1]]], {"label": [size(totals[top])]})
         self._range.cover(np.array([totals[top] / self._unit]))
         return written
 
     def _words(self, step: Step, e: StepEvent) -> Captions:
         top = max(e.memory_curve, key=lambda s: s.classes.total_bytes)
         reading = (
-            f"rank {e.rank} in step {step.number}: peak {memory(top.classes.total_bytes)} in {top.phase}, {top.unit}"
+            f"rank {e.rank} in step {step.number}: peak {size(top.classes.total_bytes)} in {top.phase}, {top.unit}"
         )
         legend = (*class_keys(ON_DEVICE), Key(label="in all", token="ink.peak", hatch="line"))
         note = f"Measuring made this step {duration(e.step_time_s)} long; what is allocated when is as in others."
-        return Captions(reading=reading, legend=legend, note=f"{note} {notes_of([step])}".strip())
+        return Captions(reading=reading, legend=legend, note=note)
 
     def patches(self) -> Patches:
         return {

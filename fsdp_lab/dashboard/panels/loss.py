@@ -12,11 +12,12 @@ from dataclasses import replace
 import numpy as np
 from bokeh.models.ui import UIElement
 
-from ...runs.evaluation import in_words
-from ..columns import Columns
-from .base import LINE_PX, Captions, Frame, Key, Patches, Step, hover, notes_of, tint, twin
-from .ranges import SpanRange
-from .units import figures
+from fsdp_lab.core.formatting import figures
+from fsdp_lab.dashboard.columns import Columns
+from fsdp_lab.dashboard.panels.base import LINE_PX, Captions, Key, Patches, StepAxis, hover, tint, twin
+from fsdp_lab.dashboard.panels.ranges import SpanRange
+from fsdp_lab.runs.evaluation import in_words
+from fsdp_lab.runs.steps import Step
 
 POINT_PX = 7
 
@@ -28,7 +29,7 @@ class LossPanel:
     title = "Loss"
     wide = False
 
-    def __init__(self, frame: Frame, world_size: int) -> None:
+    def __init__(self, frame: StepAxis, world_size: int) -> None:
         self._frame = frame
         self._table = Columns(
             "loss.steps", ["step", "loss", "grad_norm", "eval_loss"], texts=["evaluation"], limit=frame.limit
@@ -60,16 +61,16 @@ class LossPanel:
     def update(self, steps: Sequence[Step]) -> int:
         if not steps:
             return 0
-        losses = [evaluation_of(s) for s in steps]
+        losses = [s.eval_loss for s in steps]
         words = ["" if loss is None else in_words(loss, language=self._frame.language) for loss in losses]
         for s, said in zip(steps, words, strict=True):
             self._evaluated = f"Held-out loss {said} at step {s.number:,}. " if said else self._evaluated
         rows = [
-            [s.number, s.events[0].mean_loss, s.events[0].grad_norm, math.nan if loss is None else loss]
+            [s.number, s.mean_loss, s.events[0].grad_norm, math.nan if loss is None else loss]
             for s, loss in zip(steps, losses, strict=True)
         ]
         last = steps[-1]
-        loss = last.events[0].mean_loss
+        loss = last.mean_loss
         reading = (
             f"{loss:.4f} at step {last.number:,}" if math.isfinite(loss) else f"not finite at step {last.number:,}"
         )
@@ -78,7 +79,7 @@ class LossPanel:
             reading=reading,
             legend=(Key(label="mean of all ranks", token="ink.mean", hatch="line"),
                     *([Key(label="held-out samples", token="ink.peak")] if self._evaluated else [])),
-            note=f"Gradient norm {norm}. {self._evaluated}{notes_of(steps)}".strip(),
+            note=f"Gradient norm {norm}. {self._evaluated}".strip(),
         )  # fmt: skip
         written = self._table.append(rows, {"evaluation": words})
         self.cover()
@@ -93,8 +94,3 @@ class LossPanel:
 
     def captions(self) -> Captions:
         return replace(self._captions, legend=(*self._captions.legend, *self._frame.other_keys()))
-
-
-def evaluation_of(step: Step) -> float | None:
-    """The same of every rank that has it; one whose evaluation was given up has none."""
-    return next((e.eval_loss for e in step.events if e.eval_loss is not None), None)

@@ -11,30 +11,29 @@ from bokeh.layouts import row
 from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
-from ...events import Role
-from .. import theme
-from ..columns import Columns
-from .base import (
+from fsdp_lab.core.events import Role
+from fsdp_lab.core.formatting import GIB, MIB, size
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.columns import Columns
+from fsdp_lab.dashboard.panels.base import (
     BAR,
     LINE_PX,
     Captions,
-    Frame,
     Key,
     Patches,
-    Step,
+    StepAxis,
     hover,
-    notes_of,
     paint_fill,
     rank_bars,
     sign_bars,
     tint,
     twin,
 )
-from .classes import ON_DEVICE, class_keys, limit_line, sizes, unit_for
-from .ghost import GHOST_KEY, Ghost, told
-from .lanes import MemoryLanes
-from .ranges import ZeroRange
-from .units import GIB, MIB, memory
+from fsdp_lab.dashboard.panels.classes import ON_DEVICE, class_keys, limit_line, sizes, unit_for
+from fsdp_lab.dashboard.panels.ghost import GHOST_KEY, Prediction, told
+from fsdp_lab.dashboard.panels.lanes import MemoryLanes
+from fsdp_lab.dashboard.panels.ranges import ZeroRange
+from fsdp_lab.runs.steps import Step
 
 REACH = 3.0  # a limit within so many times the peak is drawn; one further off is said in words alone
 HOST_BAR = 0.14  # its height, in ranks
@@ -49,7 +48,7 @@ class MemoryPanel:
     title = "Memory"
     wide = True
 
-    def __init__(self, frame: Frame, world_size: int) -> None:
+    def __init__(self, frame: StepAxis, world_size: int) -> None:
         self.world_size = world_size
         self._frame = frame
         classes = [*ON_DEVICE, "host", "peak"]
@@ -62,7 +61,7 @@ class MemoryPanel:
         self._ghosts = Columns(
             "memory.ghost", ["rank", "bar", *ON_DEVICE, "host", "peak"], texts=["label"], limit=world_size
         )
-        self._ghost: Ghost | None = None
+        self._ghost: Prediction | None = None
         self._known: Step | None = None  # the last whose memory is known
         self._ledger_spec, self._peak = "", 0  # the Spec of the last ledger step; the fullest rank's peak
         self._over = MemoryLanes("memory", frame, world_size)
@@ -144,7 +143,7 @@ class MemoryPanel:
             self._captions = self._words(known)
         return written
 
-    def foretell(self, ghost: Ghost) -> None:
+    def predict(self, ghost: Prediction) -> None:
         self._ghost = ghost
         self._write_ghosts()
         if self._known is not None:
@@ -169,7 +168,7 @@ class MemoryPanel:
         parts = [ghost.at_peak.of_role(Role(c)) for c in ON_DEVICE]
         scaled = [b / self._unit for b in (*parts, ghost.host_bytes, ghost.peak_bytes)]
         rows = [[rank, rank + 0.25, *scaled] for rank in range(self.world_size)]
-        self._ghosts.replace(rows, {"label": [memory(ghost.peak_bytes)] * self.world_size})
+        self._ghosts.replace(rows, {"label": [size(ghost.peak_bytes)] * self.world_size})
 
     def _write_now(self, step: Step) -> int:
         hosted = any(e.memory.host_bytes for e in step.events)
@@ -183,7 +182,7 @@ class MemoryPanel:
             bar = e.rank - shift
             on_host = e.rank + BAR / 2 + shift + below if hosted else math.nan  # no bar where nothing is there
             rows.append([e.rank, bar, on_host, bar - BAR / 2 - 0.05, bar + BAR / 2 + 0.05, *scaled])
-            labels.append(memory(m.peak_bytes))
+            labels.append(size(m.peak_bytes))
             colors.append(theme.rank_color(e.rank))
         drawn = (self._over.unit, shift, below, [sizes(e.memory) for e in step.events])
         if drawn == self._drawn:
@@ -197,14 +196,14 @@ class MemoryPanel:
         host = max(m.host_bytes for m in memories)
         legend = class_keys((*ON_DEVICE, "host") if host else ON_DEVICE)
         legend.append(Key(label="peak", token="ink.peak", hatch="line"))
-        reading = f"peak {memory(peak)} on the fullest rank" + (f", {memory(host)} on the host" if host else "")
+        reading = f"peak {size(peak)} on the fullest rank" + (f", {size(host)} on the host" if host else "")
         limit = min((m.limit_bytes for m in memories if m.limit_bytes), default=None)
-        reading += f"; limit {memory(limit)}" if limit else ""
+        reading += f"; limit {size(limit)}" if limit else ""
         if self._limit is not None:
             legend.append(Key(label="limit", token="ink.marker", hatch="dashes"))
         outside = max(m.outside_bytes for m in memories)
-        note = f"At the peak of a step; outside the allocator {memory(outside)} more."
-        return Captions(reading=reading, legend=tuple(legend), note=f"{note} {notes_of(steps)}".strip())
+        note = f"At the peak of a step; outside the allocator {size(outside)} more."
+        return Captions(reading=reading, legend=tuple(legend), note=note)
 
     def patches(self) -> Patches:
         unit = "GiB" if self._unit == GIB else "MiB"
@@ -224,8 +223,8 @@ class MemoryPanel:
         if self._ghost is None:
             return replace(said, legend=(*said.legend, *others))
         ghost = self._ghost
-        measured = memory(self._peak) if self._peak and self._ledger_spec == ghost.spec_id else None
-        reading = "; ".join(part for part in (said.reading, told(memory(ghost.peak_bytes), measured)) if part)
+        measured = size(self._peak) if self._peak and self._ledger_spec == ghost.spec_id else None
+        reading = "; ".join(part for part in (said.reading, told(size(ghost.peak_bytes), measured)) if part)
         return replace(said, reading=reading, legend=(*said.legend, GHOST_KEY, *others))
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from bokeh.models import ColumnDataSource
 from bokeh.plotting import figure
 
-from .. import theme
-from ..columns import Columns, Numbers
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.columns import Columns, Numbers
 
 # A row of a curve: rates and exposed communication smoothed, peaks in MiB by rank.
 CURVE = ("step", "loss", "tokens_per_s", "tflops", "exposed_ms", *(f"peak_{i}" for i in range(theme.MOST_LINES)))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..columns import Numbers
+from fsdp_lab.dashboard.columns import Numbers
 
 ROUND = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0)
 FINE = tuple(1.0 + 0.1 * i for i in range(40)) + tuple(5.0 + 0.25 * i for i in range(21))  # where room is dear
@@ -38,14 +38,24 @@ class StepWindow:
 
 
 class ZeroRange:
-    """From zero to a round number above the data. Shrinks only when the data would fill less than `slack` of it."""
+    """From zero to a round number above the data. It shrinks when the data would fill less than `slack` of it; with
+    `patience`, also when that many covers in a row would leave a tenth of it empty, to the longest of them."""
 
-    def __init__(self, *, slack: float = 0.45, headroom: float = 1.12, steps: Sequence[float] = ROUND) -> None:
+    def __init__(
+        self,
+        *,
+        slack: float = 0.45,
+        headroom: float = 1.12,
+        steps: Sequence[float] = ROUND,
+        patience: int = 0,
+    ) -> None:
         self.slack = slack
         self.steps = steps
         self.headroom = headroom
+        self.patience = patience
         self.end = 1.0
         self._fresh = True
+        self._shorter: list[float] = []  # ends that would have done, since the range was last filled
 
     def cover(self, values: Numbers) -> float:
         """The end of a range from zero that holds `values` (NaN and infinity are passed over)."""
@@ -53,10 +63,18 @@ class ZeroRange:
         if finite.size == 0 or finite.max() <= 0:
             return self.end
         wanted = round_up(float(finite.max()) * self.headroom, self.steps)
+        fits_shorter = self.patience and wanted < 0.9 * self.end
+        self._shorter = [*self._shorter, wanted] if fits_shorter else []
         if self._fresh or wanted > self.end or wanted < self.slack * self.end:
-            self.end = wanted
-            self._fresh = False
+            self._set(wanted)
+        elif fits_shorter and len(self._shorter) >= self.patience:
+            self._set(max(self._shorter))
         return self.end
+
+    def _set(self, end: float) -> None:
+        self.end = end
+        self._fresh = False
+        self._shorter = []
 
 
 class SpanRange:

@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import fmean
 
-from ..columns import Columns
-from .base import Captions, Frame, Patches, Step, notes_of
-from .units import duration, figures, memory, rate
+from fsdp_lab.core.formatting import count, duration, figures, size
+from fsdp_lab.dashboard.columns import Columns
+from fsdp_lab.dashboard.panels.base import Captions, Patches, StepAxis
+from fsdp_lab.runs.steps import Step
 
 ROWS = 8
 HEADS = (
@@ -32,7 +33,7 @@ class StepsPanel:
     wide = True
     root = None
 
-    def __init__(self, frame: Frame, world_size: int) -> None:
+    def __init__(self, frame: StepAxis, world_size: int) -> None:
         self._recent: deque[Step] = deque(maxlen=ROWS)
 
     @property
@@ -47,8 +48,7 @@ class StepsPanel:
         return {}
 
     def captions(self) -> Captions:
-        note = notes_of(list(self._recent)) if self._recent else ""
-        return Captions(table=(HEADS, *(_row(s) for s in reversed(self._recent))), note=note)
+        return Captions(table=(HEADS, *(_row(s) for s in reversed(self._recent))))
 
 
 def _row(s: Step) -> tuple[str, ...]:
@@ -56,11 +56,11 @@ def _row(s: Step) -> tuple[str, ...]:
         f"{s.number:,}",
         f"{s.events[0].mean_loss:.4f}",
         duration(s.step_time_s),
-        rate(sum(e.tokens for e in s.events) / s.step_time_s),
+        count(sum(e.tokens for e in s.events) / s.step_time_s),
         figures(fmean(e.tflops for e in s.events)),
         duration(fmean(sum(t.seconds for t in e.comm.values()) for e in s.events)),
         duration(fmean(e.exposed_comm_s for e in s.events)),
-        memory(peak) if (peak := max(e.memory.peak_bytes for e in s.events)) else "–",
+        size(peak) if (peak := max(e.memory.peak_bytes for e in s.events)) else "–",
         _remark(s),
     )
 

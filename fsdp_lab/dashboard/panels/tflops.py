@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
@@ -14,11 +14,24 @@ import numpy as np
 from bokeh.models import LinearAxis, NumeralTickFormatter, Range1d
 from bokeh.models.ui import UIElement
 
-from .. import theme
-from ..columns import Columns
-from .base import LINE_PX, SMOOTH_STEPS, Captions, Frame, Key, Patches, Step, hover, notes_of, rank_keys, tint, twin
-from .ranges import ZeroRange
-from .units import figures
+from fsdp_lab.core.formatting import figures
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.columns import Columns
+from fsdp_lab.dashboard.panels.base import (
+    LINE_PX,
+    SMOOTH_STEPS,
+    Captions,
+    Key,
+    Patches,
+    StepAxis,
+    hover,
+    rank_keys,
+    tint,
+    twin,
+)
+from fsdp_lab.dashboard.panels.ranges import ZeroRange
+from fsdp_lab.runs.steps import Step
+from fsdp_lab.runs.summary import Peaks
 
 
 class TflopsPanel:
@@ -28,7 +41,7 @@ class TflopsPanel:
     title = "Compute"
     wide = False
 
-    def __init__(self, frame: Frame, world_size: int) -> None:
+    def __init__(self, frame: StepAxis, world_size: int) -> None:
         self.world_size = world_size
         self._frame = frame
         self._lines = world_size <= theme.MOST_LINES
@@ -40,6 +53,7 @@ class TflopsPanel:
         )
         self._range = ZeroRange()
         self._recent: deque[float] = deque(maxlen=SMOOTH_STEPS)
+        self._peaks = Peaks()
         self._peak: tuple[float, str] | None = None
         self._hardware = 1.0  # hardware FLOPs over model FLOPs, of the last step
         self._captions = Captions()
@@ -75,6 +89,7 @@ class TflopsPanel:
             y_range_name="mfu", name="tflops.mfu_axis", axis_label="MFU (%)", visible=False, axis_line_alpha=0,
             major_tick_line_alpha=0, minor_tick_line_alpha=0, axis_label_text_font_style="normal",
             axis_label_text_font_size="11px", major_label_text_font_size="11px", axis_label_standoff=6,
+            bounds=(0, 100),  # the plot has headroom above the peak, which is no utilisation
             formatter=NumeralTickFormatter(format="0,0.[0]"),  # type: ignore[arg-type]  # Bokeh's stub is too narrow
         )  # fmt: skip
 
@@ -89,7 +104,9 @@ class TflopsPanel:
     def update(self, steps: Sequence[Step]) -> int:
         if not steps:
             return 0
-        self._peak = _common_peak(steps[-1])
+        for step in steps:
+            self._peaks.add(step)
+        self._peak = self._common_peak(steps[-1])
         last = steps[-1].events[0]
         self._hardware = last.hardware_flops / last.flops if last.flops else 1.0
         written = self._table.append([self._row(s) for s in steps])
@@ -109,14 +126,22 @@ class TflopsPanel:
             self._recent.clear()
         if s.counts:
             self._recent.append(mean)
-        shares = _percent([e.mfu for e in s.events]), _percent([e.hfu for e in s.events])
+        shares = _percent(map(self._peaks.mfu, s.events)), _percent(map(self._peaks.hfu, s.events))
         ranks = s.by_rank(by_rank) if self._lines else []
         return [s.number, mean, min(by_rank.values()), max(by_rank.values()), *shares, *ranks]
+
+    def _common_peak(self, step: Step) -> tuple[float, str] | None:
+        """The peak that all ranks share, in FLOP/s, and where it comes from; None where one axis cannot serve all."""
+        peaks = [peak for e in step.events if (peak := self._peaks.of(e)) is not None]
+        best = [flops_per_s for flops_per_s, _ in peaks]
+        if len(best) < len(step.events) or max(best) > 1.25 * min(best):
+            return None
+        return fmean(best), peaks[0][1]
 
     def _words(self, steps: Sequence[Step]) -> Captions:
         tflops = median(self._recent)
         reading = f"{figures(tflops)} TFLOPS per rank"
-        note = notes_of(steps)
+        note = ""
         if self._peak is not None:
             peak, source = self._peak
             mfu = 100 * tflops * 1e12 / peak
@@ -125,10 +150,10 @@ class TflopsPanel:
                 reading += f", {self._hardware * mfu:.0f} % HFU"
             what = "HFU counts recompute; both are" if self._hardware > 1 else "MFU is"
             said = f" ({source})" if source else ""
-            note = f"{what} relative to {figures(peak / 1e12)} TFLOPS a rank{said}. {note}"
+            note = f"{what} relative to {figures(peak / 1e12)} TFLOPS a rank{said}."
         mean = Key(label="mean of ranks", token="ink.mean", hatch="line")
         legend = rank_keys(self.world_size) if self._lines else (mean, Key(label="least to most", token="ink.band"))
-        return Captions(reading=reading, legend=legend, note=note.strip())
+        return Captions(reading=reading, legend=legend, note=note)
 
     def patches(self) -> Patches:
         changes: dict[str, dict[str, Any]] = {
@@ -146,18 +171,7 @@ class TflopsPanel:
         return replace(self._captions, legend=(*self._captions.legend, *others))
 
 
-def _percent(shares: Sequence[float | None]) -> float:
+def _percent(shares: Iterable[float | None]) -> float:
     """The mean of those that are known, in percent; NaN of none."""
     known = [share for share in shares if share is not None]
     return 100 * fmean(known) if known else math.nan
-
-
-def _common_peak(step: Step) -> tuple[float, str] | None:
-    """The peak that all ranks share, in FLOP/s, and where it comes from; None where one axis cannot serve all."""
-    first = step.events[0]
-    if not first.peak_flops_per_s or any(e.peak_flops_per_s is None for e in step.events):
-        return None
-    peaks = [e.peak_flops_per_s for e in step.events if e.peak_flops_per_s]
-    if max(peaks) > 1.25 * min(peaks):
-        return None
-    return fmean(peaks), first.peak_source

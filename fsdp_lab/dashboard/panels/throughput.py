@@ -12,11 +12,12 @@ import numpy as np
 from bokeh.models.annotations import Span
 from bokeh.models.ui import UIElement
 
-from ..columns import Columns
-from .base import LINE_PX, SMOOTH_STEPS, Captions, Frame, Key, Patches, Step, hover, notes_of, tint, twin
-from .ghost import Ghost, told
-from .ranges import ZeroRange
-from .units import duration, rate
+from fsdp_lab.core.formatting import count, duration
+from fsdp_lab.dashboard.columns import Columns
+from fsdp_lab.dashboard.panels.base import LINE_PX, SMOOTH_STEPS, Captions, Key, Patches, StepAxis, hover, tint, twin
+from fsdp_lab.dashboard.panels.ghost import Prediction, told
+from fsdp_lab.dashboard.panels.ranges import ZeroRange
+from fsdp_lab.runs.steps import Step
 
 
 class ThroughputPanel:
@@ -27,14 +28,14 @@ class ThroughputPanel:
     title = "Throughput"
     wide = False
 
-    def __init__(self, frame: Frame, world_size: int) -> None:
+    def __init__(self, frame: StepAxis, world_size: int) -> None:
         self._frame = frame
         self._table = Columns(
             "throughput.steps", ["step", "tokens_per_s", "median_tokens_per_s", "step_ms"], limit=frame.limit
         )
         self._recent: deque[tuple[float, float]] = deque(maxlen=SMOOTH_STEPS)  # tokens/s, step time
         self._range = ZeroRange()
-        self._ghost: Ghost | None = None
+        self._ghost: Prediction | None = None
         self._spec_id = ""  # of the last step
         self._captions = Captions()
         fig = frame.plot("throughput", "tokens/s, all ranks")
@@ -81,16 +82,15 @@ class ThroughputPanel:
             step_s = median(t for _, t in self._recent)
             tokens_per_s = median(r for r, _ in self._recent)
             self._captions = Captions(
-                reading=f"{rate(tokens_per_s)} tokens/s, {duration(step_s)} a step",
+                reading=f"{count(tokens_per_s)} tokens/s, {duration(step_s)} a step",
                 legend=(
                     Key(label="each step", token="ink.faint", hatch="line"),
                     Key(label="median of 9", token="ink.mean", hatch="line"),
                 ),
-                note=notes_of(steps),
             )
         return written
 
-    def foretell(self, ghost: Ghost) -> None:
+    def predict(self, ghost: Prediction) -> None:
         self._ghost = ghost
         self.cover()
 
@@ -101,16 +101,16 @@ class ThroughputPanel:
         return None if ghost is None or ghost.step_time_s is None else ghost.tokens / ghost.step_time_s
 
     def cover(self) -> None:
-        foretold = [] if self._foretold is None else [self._foretold]
+        predicted = [] if self._foretold is None else [self._foretold]
         self._range.cover(
-            np.concatenate([self._table.column("median_tokens_per_s"), self._frame.others("tokens_per_s"), foretold])
+            np.concatenate([self._table.column("median_tokens_per_s"), self._frame.others("tokens_per_s"), predicted])
         )
 
     def patches(self) -> Patches:
-        foretold = self._foretold
+        predicted = self._foretold
         return {
             "throughput.y": {"start": 0.0, "end": self._range.end},
-            "throughput.ghost": {"visible": foretold is not None, "location": foretold or 0.0},
+            "throughput.ghost": {"visible": predicted is not None, "location": predicted or 0.0},
         }
 
     def captions(self) -> Captions:

@@ -15,15 +15,15 @@ from bokeh.models.renderers import DataRenderer
 from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
-from ...runs.store import SPAN_CAP, TRACED_STEPS
-from ...runs.timeline import NO_UNIT, Lane, Timeline
-from ...runs.trace import NAMES, stacked
-from ...spans import Span, Track, exposed_by_unit
-from .. import theme
-from ..columns import Columns
-from .base import Captions, Frame, Key, Patches, Pin, Step, notes_of, paint_fill, plain_figure, twin
-from .ranges import FINE, ZeroRange
-from .units import duration, figures, traffic
+from fsdp_lab.core.formatting import duration, figures, traffic
+from fsdp_lab.core.spans import Span, Track, exposed_by_unit
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.columns import Columns
+from fsdp_lab.dashboard.panels.base import Captions, Key, Patches, Pin, StepAxis, paint_fill, plain_figure, twin
+from fsdp_lab.dashboard.panels.ranges import FINE, ZeroRange
+from fsdp_lab.runs.steps import Step
+from fsdp_lab.runs.store import SPAN_CAP, TRACED_STEPS
+from fsdp_lab.runs.timeline import NO_UNIT, TRACK_NAMES, RankLane, Timeline, stacked
 
 LANE_PX = ((2, 104), (4, 84), (theme.MOST_LINES, 58))  # up to so many lanes, each so high
 AXIS_PX = 50
@@ -33,6 +33,7 @@ MOST_ROWS = 4  # that overlapping spans of a track are spread over; deeper ones 
 MOST_SPANS = 6000  # drawn; the shortest are left out
 REDRAW_S = 0.4
 RANGE_STEPS = 8  # the range holds the longest of so many last ones
+RANGE_PATIENCE = 4  # and after so many pictures that leave a tenth of it empty, it follows
 NOBODYS = "#808890"
 
 # Track -> fill, where its name does not decide; in the order of rows in a lane, from the top.
@@ -59,7 +60,7 @@ class TimelinePanel:
     title = "Step timeline"
     wide = True
 
-    def __init__(self, frame: Frame, world_size: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, frame: StepAxis, world_size: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.world_size = world_size
         self._all = world_size <= theme.MOST_LINES
         self.lanes = world_size if self._all else 3
@@ -79,10 +80,10 @@ class TimelinePanel:
         self._tracks: dict[Track, None] = {}  # met with this Spec, as an ordered set
         self._fills: dict[str, None] = {}
         self._lengths: deque[float] = deque(maxlen=RANGE_STEPS)  # ms
-        self._range = ZeroRange(headroom=1.02, slack=0.6, steps=FINE)
+        self._range = ZeroRange(headroom=1.02, slack=0.6, steps=FINE, patience=RANGE_PATIENCE)
         self._timeline: Timeline | None = None  # of the step that is shown
-        self._chosen: dict[int, Lane] = {}
-        self._captions = Captions(reading="The last step of each half second is drawn here.")
+        self._chosen: dict[int, RankLane] = {}
+        self._captions = Captions(reading="One step every half second is traced and drawn here.")
         self._root = self._draw_empty()
 
     # -- the picture ----------------------------------------------------------------------------------------------
@@ -201,14 +202,14 @@ class TimelinePanel:
         self._range.cover(np.array([*self._lengths, 1e3 * timeline.seconds]))
         return self._write_lanes(chosen) + self._write_spans(chosen)
 
-    def _choose(self, timeline: Timeline) -> dict[int, Lane]:
+    def _choose(self, timeline: Timeline) -> dict[int, RankLane]:
         """Place from the top -> lane. Of many ranks three: waiting least, in the middle, most."""
         if self._all:
             return {lane.rank: lane for lane in timeline.lanes if lane.rank < self.lanes}
         ordered = sorted(timeline.lanes, key=lambda lane: (sum(exposed_by_unit(lane.spans).values()), lane.rank))
         return dict(enumerate([ordered[0], ordered[len(ordered) // 2], ordered[-1]]))
 
-    def _write_lanes(self, chosen: Mapping[int, Lane]) -> int:
+    def _write_lanes(self, chosen: Mapping[int, RankLane]) -> int:
         rows, colors, labels = [], [], []
         for place, lane in chosen.items():
             top, bottom = place - LANE / 2, place + LANE / 2
@@ -217,7 +218,7 @@ class TimelinePanel:
             labels.append(f"rank {lane.rank}")
         return self._lanes.replace(rows, {"color": colors, "label": labels})
 
-    def _write_spans(self, chosen: Mapping[int, Lane]) -> int:
+    def _write_spans(self, chosen: Mapping[int, RankLane]) -> int:
         placed = [
             (place, lane, s, row, rows) for place, lane in chosen.items() for s, row, rows in _in_rows(lane.spans)
         ]
@@ -253,7 +254,7 @@ class TimelinePanel:
         self._captions = Captions(
             reading=("pinned · " if self._pinned is not None else "") + self._reading(timeline),
             legend=legend,
-            note=" ".join(filter(None, [self._left_out(), *timeline.remarks, notes_of([shown])])),
+            note=" ".join(filter(None, [self._left_out(), *timeline.remarks])),
             pin=Pin(
                 step=shown.number,
                 held=self._pinned is not None,
@@ -312,7 +313,9 @@ def _words(s: Span) -> tuple[str, ...]:
     fill = FILLS[s.track]
     if s.track is Track.COMPUTE and s.name in theme.COMPUTE:
         fill = f"timeline.{s.name}"
-    what = f"waits for {named}" if s.track is Track.WAIT else named if s.track is Track.COMPUTE else NAMES[s.track]
+    what = (
+        f"waits for {named}" if s.track is Track.WAIT else named if s.track is Track.COMPUTE else TRACK_NAMES[s.track]
+    )
     link = traffic(s.link_bytes) if s.link_bytes else "–"
     bus, algorithm = s.bus_bytes_per_s, s.algorithm_bytes_per_s
     rates = [f"{figures(value / 1e9)} GB/s {kind}" for kind, value in (("bus", bus), ("algorithm", algorithm)) if value]

@@ -1,5 +1,5 @@
 """The what-if page: questions to the planner, chosen field by field, and its answers as pictures."""
 
-from .page import WhatIf
+from fsdp_lab.dashboard.what_if.page import WhatIf
 
 __all__ = ["WhatIf"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..panels.base import Captions, Cell
-from . import words
-from .card import WhatIfCard
-from .question import Answer
+from fsdp_lab.dashboard.panels.base import Captions, Cell
+from fsdp_lab.dashboard.what_if import words
+from fsdp_lab.dashboard.what_if.card import WhatIfCard
+from fsdp_lab.dashboard.what_if.question import Answer
 
 
 class AnswerCard(WhatIfCard):

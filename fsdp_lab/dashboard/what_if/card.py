@@ -8,9 +8,9 @@ from bokeh.models import Range1d
 from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
-from ...planner.plan import Plan
-from ..columns import Columns
-from ..panels.base import Captions, Patches, plain_figure
+from fsdp_lab.dashboard.columns import Columns
+from fsdp_lab.dashboard.panels.base import Captions, Patches, plain_figure
+from fsdp_lab.planner.plan import Plan
 
 BAR_PX = 118
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ...models.presets import PRESETS
-from ...planner.devices import DEVICES
-from ...spec import OPTIMIZERS, PREFETCH_POINTS
-from ..fields import GROUPS, Field, fixed
-from .question import CUSTOM
+from fsdp_lab.core.spec import OPTIMIZERS, PREFETCH_POINTS
+from fsdp_lab.dashboard.fields import GROUPS, ControlSpec, fixed
+from fsdp_lab.dashboard.what_if.question import CUSTOM
+from fsdp_lab.models.presets import PRESETS
+from fsdp_lab.planner.devices import DEVICES
 
 CUSTOM_ONLY = ("peak_tflops", "memory_gib", "link_gb_per_s")
 USUAL = "as usual"
@@ -39,25 +39,25 @@ def _powers(last: int) -> tuple[int, ...]:
     return tuple(1 << i for i in range(last + 1))
 
 
-def _number(name: str, label: str, help: str, none: str = "") -> Field:
-    return Field(name=name, label=label, help=help, none=none, read=number, write=written)
+def _number(name: str, label: str, help: str, none: str = "") -> ControlSpec:
+    return ControlSpec(name=name, label=label, help=help, none=none, read=number, write=written)
 
 
 _DASHBOARDS = dict(GROUPS)
-FORM: tuple[tuple[str, tuple[Field, ...]], ...] = (
+FORM: tuple[tuple[str, tuple[ControlSpec, ...]], ...] = (
     ("Model", (
         replace(_KNOWN["model"], help="A preset; or other: a type that transformers knows, or the folder of a config",
                 tokens=fixed(*PRESETS), typed="opt, or a folder"),
         replace(_KNOWN["seq_len"], tokens=fixed(*_powers(17)[7:]), typed="3000", read=number),
         _KNOWN["micro_batch"],
         _KNOWN["accumulate"],
-        Field(name="optimizer", label="optimizer", help="Its state is a class of memory", tokens=fixed(*OPTIMIZERS)),
+        ControlSpec(name="optimizer", label="optimizer", help="Its state is a class of memory", tokens=fixed(*OPTIMIZERS)),
     )),
     ("Hardware", (
-        Field(name="hardware", label="hardware", help="The GPU", tokens=fixed(*DEVICES, CUSTOM)),
+        ControlSpec(name="hardware", label="hardware", help="The GPU", tokens=fixed(*DEVICES, CUSTOM)),
         replace(_KNOWN["world_size"], label="GPUs", help="One rank each", tokens=fixed(*_powers(12)), typed="96",
                 least=None, read=number),
-        Field(name="per_host", label="GPUs a host", help="With NVLink or PCI Express between them", none="8",
+        ControlSpec(name="per_host", label="GPUs a host", help="With NVLink or PCI Express between them", none="8",
               tokens=fixed(None, 1, 2, 4, 16, 32, 72), typed="6", read=number),
         _number("network", "network, Gb/s", "Of all network cards of a host, one way", USUAL),
         _number("peak_tflops", "peak, TFLOPS", "Dense, in bf16"),
@@ -71,10 +71,10 @@ FORM: tuple[tuple[str, tuple[Field, ...]], ...] = (
     )),
     ("Schedule", (
         *(f for f in _DASHBOARDS["Schedule"] if f.name not in ("accumulate", "link")),
-        Field(name="backward_prefetch_point", label="prefetch point", help="Before or after the backward of a unit",
+        ControlSpec(name="backward_prefetch_point", label="prefetch point", help="Before or after the backward of a unit",
               tokens=fixed(*PREFETCH_POINTS)),
-        Field(name="limit_all_gathers", label="gathers in flight", help="0: no limit", least=0, most=64),
-        Field(name="compile", label="compile", help="torch.compile of each block", tokens=fixed(False, True)),
+        ControlSpec(name="limit_all_gathers", label="gathers in flight", help="0: no limit", least=0, most=64),
+        ControlSpec(name="compile", label="compile", help="torch.compile of each block", tokens=fixed(False, True)),
     )),
 )  # fmt: skip
 FIELDS = {f.name: f for _, fields in FORM for f in fields}

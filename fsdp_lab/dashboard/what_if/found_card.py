@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...planner.plan import Plan
-from ...planner.search import Search
-from ..panels.base import Captions, Cell
-from ..panels.units import duration, memory
-from . import words
-from .card import WhatIfCard, taken_bytes
-from .question import Question, base, choice
+from fsdp_lab.core.formatting import duration, size
+from fsdp_lab.dashboard.panels.base import Captions, Cell
+from fsdp_lab.dashboard.what_if import words
+from fsdp_lab.dashboard.what_if.card import WhatIfCard, taken_bytes
+from fsdp_lab.dashboard.what_if.question import Question, base, choice
+from fsdp_lab.planner.plan import Plan
+from fsdp_lab.planner.search import Search, strategy_label
 
 
 class FoundCard(WhatIfCard):
@@ -62,10 +62,10 @@ class FoundCard(WhatIfCard):
                    pressed=chosen)  # fmt: skip
         return (
             use,
-            words.strategy(asked.spec, p.spec),
+            strategy_label(asked.spec, p.spec),
             duration(p.step_time_s),
             words.percent(p.mfu),
-            memory(taken_bytes(p)),
+            size(taken_bytes(p)),
             why,
         )
 

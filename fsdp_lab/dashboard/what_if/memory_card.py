@@ -8,18 +8,18 @@ import numpy as np
 from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
-from ...events import Role
-from ...planner.plan import Plan
-from .. import theme
-from ..columns import Columns
-from ..panels.base import Captions, Key, Patches, hover, paint_fill, tint, twin
-from ..panels.classes import ON_DEVICE
-from ..panels.ghost import HOLLOW
-from ..panels.ranges import FINE, ZeroRange
-from ..panels.units import GIB, MIB, memory
-from . import words
-from .card import WhatIfCard, bar_figure, taken_bytes
-from .question import Answer
+from fsdp_lab.core.events import Role
+from fsdp_lab.core.formatting import GIB, MIB, size
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.columns import Columns
+from fsdp_lab.dashboard.panels.base import Captions, Key, Patches, hover, paint_fill, tint, twin
+from fsdp_lab.dashboard.panels.classes import ON_DEVICE
+from fsdp_lab.dashboard.panels.ghost import HOLLOW
+from fsdp_lab.dashboard.panels.ranges import FINE, ZeroRange
+from fsdp_lab.dashboard.what_if import words
+from fsdp_lab.dashboard.what_if.card import WhatIfCard, bar_figure, taken_bytes
+from fsdp_lab.dashboard.what_if.question import Answer
+from fsdp_lab.planner.plan import Plan
 
 
 class MemoryCard(WhatIfCard):
@@ -83,7 +83,7 @@ class MemoryCard(WhatIfCard):
         if unit != self._unit:
             self._before.clear()
         self._unit, self._limit = unit, device / unit
-        self._now.replace([[0.0, *self._scaled(p), taken / unit, m.peak_bytes / unit]], {"label": [memory(taken)]})
+        self._now.replace([[0.0, *self._scaled(p), taken / unit, m.peak_bytes / unit]], {"label": [size(taken)]})
         ends = [self._limit, taken / unit, *self._before.column("end")]
         self._range.cover(np.array(ends))
         self._captions = Captions(
@@ -92,7 +92,7 @@ class MemoryCard(WhatIfCard):
 
     def _write_before(self, p: Plan) -> None:
         row = [0.55, *self._scaled(p), p.memory.peak_bytes / self._unit]
-        self._before.replace([row], {"label": [f"before: {memory(taken_bytes(p))}"]})
+        self._before.replace([row], {"label": [f"before: {size(taken_bytes(p))}"]})
 
     def _scaled(self, p: Plan) -> list[float]:
         return [p.memory.at_peak.of_role(Role(c)) / self._unit for c in ON_DEVICE]
@@ -109,17 +109,15 @@ class MemoryCard(WhatIfCard):
 def _memory_keys(p: Plan, rest: int) -> tuple[Key, ...]:
     peak = p.memory.at_peak
     keys = [
-        Key(label=f"{theme.MEMORY[c].label} {memory(peak.of_role(Role(c)))}", token=f"memory.{c}",
+        Key(label=f"{theme.MEMORY[c].label} {size(peak.of_role(Role(c)))}", token=f"memory.{c}",
             hatch=theme.MEMORY[c].hatch)
         for c in ON_DEVICE if peak.of_role(Role(c))
     ]  # fmt: skip
-    keys.append(Key(label=f"allocator's slack and CUDA context {memory(rest)}", token="ink.marker", hatch=HOLLOW))
+    keys.append(Key(label=f"allocator's slack and CUDA context {size(rest)}", token="ink.marker", hatch=HOLLOW))
     return (*keys, Key(label="what a GPU has", token="ink.peak", hatch="dashes"))
 
 
 def _where(p: Plan) -> str:
     m = p.memory
-    host = f" {memory(m.host_bytes)} on the host, of each rank." if m.host_bytes else ""
-    return (
-        f"The peak is in the {m.peak_phase}, at {m.peak_unit}; {memory(m.held.total_bytes)} stay between steps.{host}"
-    )
+    host = f" {size(m.host_bytes)} on the host, of each rank." if m.host_bytes else ""
+    return f"The peak is in the {m.peak_phase}, at {m.peak_unit}; {size(m.held.total_bytes)} stay between steps.{host}"

@@ -16,23 +16,23 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from ...models.presets import PRESETS
-from ...planner.search import Search
-from ...spec import Spec
-from ..choices import Choices, Standing
-from ..dashboard import close_all
-from ..fields import Control, Group
-from ..live import LiveView, Scene
-from ..parts import put
-from ..subshell import answer_while_busy
-from . import words
-from .answer_card import AnswerCard
-from .form import CUSTOM_ONLY, FIELDS, FORM
-from .found_card import FoundCard
-from .memory_card import MemoryCard
-from .question import CUSTOM, Answer, Question, answer, best, usual, with_curve
-from .scaling_card import ScalingCard
-from .step_card import StepCard
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.dashboard.choices import Choices, Standing
+from fsdp_lab.dashboard.dashboard import close_all
+from fsdp_lab.dashboard.fields import Control, Group
+from fsdp_lab.dashboard.live import LiveView, Scene
+from fsdp_lab.dashboard.parts import put
+from fsdp_lab.dashboard.subshell import answer_while_busy
+from fsdp_lab.dashboard.what_if import words
+from fsdp_lab.dashboard.what_if.answer_card import AnswerCard
+from fsdp_lab.dashboard.what_if.form import CUSTOM_ONLY, FIELDS, FORM
+from fsdp_lab.dashboard.what_if.found_card import FoundCard
+from fsdp_lab.dashboard.what_if.memory_card import MemoryCard
+from fsdp_lab.dashboard.what_if.question import CUSTOM, Answer, Question, answer, best, usual, with_curve
+from fsdp_lab.dashboard.what_if.scaling_card import ScalingCard
+from fsdp_lab.dashboard.what_if.step_card import StepCard
+from fsdp_lab.models.presets import PRESETS
+from fsdp_lab.planner.search import Search
 
 RETRY_S = 0.05
 STALE = "fsdp-stale"
@@ -188,6 +188,7 @@ class WhatIf:
         close_all(self._box)
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
+        self._live.prepare()
         return self._box._repr_mimebundle_(**options)
 
     def __repr__(self) -> str:

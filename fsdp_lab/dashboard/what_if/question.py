@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...planner.devices import ASSUMED_SHARE, DEVICES, Device
-from ...planner.plan import Plan
-from ...planner.search import Search
-from ...plans import Where, curve, planned, searched
-from ...spec import HYBRIDS, Spec, SpecError
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.planner.devices import ASSUMED_SHARE, DEVICES, Device
+from fsdp_lab.planner.plan import Plan
+from fsdp_lab.planner.questions import Target, curve, planned, searched
+from fsdp_lab.planner.search import Search
 
 CUSTOM = "custom"
 LIKE = "a100-80"  # what a custom device is taken to be like, where nothing is said
@@ -30,7 +31,7 @@ class Question:
     """A Spec, and hardware that need not be here.
 
     Raises:
-        SpecError: a field, or a combination that cannot be.
+        FieldError: a field, or a combination that cannot be.
     """
 
     spec: Spec = field(default_factory=usual)
@@ -47,7 +48,7 @@ class Question:
         if self.network is not None:
             _within("network", self.network, 1e6)
         if self.per_host is not None and (not isinstance(self.per_host, int) or self.per_host < 1):
-            raise SpecError("per_host", f"{self.per_host!r} is refused", "give a whole number of 1 or more")
+            raise ArgumentError("per_host", f"{self.per_host!r} is refused", "give a whole number of 1 or more")
         self.where.machine(self.spec.world_size)
 
     def flat(self) -> dict[str, Any]:
@@ -60,16 +61,16 @@ class Question:
         return dataclasses.replace(self, spec=self.spec.replace(**rest), **own)
 
     @property
-    def where(self) -> Where:
+    def where(self) -> Target:
         hardware = custom(self) if self.hardware == CUSTOM else self.hardware
-        return Where(hardware=hardware, per_host=self.per_host, network_gbit_per_s=self.network)
+        return Target(hardware=hardware, per_host=self.per_host, network_gbit_per_s=self.network)
 
     @property
     def planned_spec(self) -> Spec:
         """With the shard size of hybrid sharding, which is a host's where nobody says."""
         s, ranks = self.spec.strategy, self.spec.world_size
         per_host = self.where.machine(ranks).per_host
-        if s.sharding in HYBRIDS and s.shard_size is None and 1 < per_host < ranks and ranks % per_host == 0:
+        if s.is_hybrid and s.shard_size is None and 1 < per_host < ranks and ranks % per_host == 0:
             return self.spec.replace(shard_size=per_host)
         return self.spec
 
@@ -118,7 +119,7 @@ class Answer:
 
 
 def answer(question: Question) -> Answer:
-    """In milliseconds for a preset. Raises SpecError as `plans.planned` does."""
+    """In milliseconds for a preset. Raises FieldError as `planner.questions.planned` does."""
     return Answer(question=question, plan=planned(question.planned_spec, question.where))
 
 
@@ -152,4 +153,4 @@ def base(question: Question) -> dict[str, Any]:
 def _within(name: str, value: Any, most: float) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or not 0 < value <= most:
-        raise SpecError(name, f"{value!r} is refused", f"give a number above 0, up to {most:,.0f}")
+        raise ArgumentError(name, f"{value!r} is refused", f"give a number above 0, up to {most:,.0f}")

@@ -9,15 +9,15 @@ import numpy as np
 from bokeh.models import FixedTicker, NumeralTickFormatter, Range1d
 from bokeh.plotting import figure
 
-from ...planner.plan import Plan
-from .. import theme
-from ..columns import Columns
-from ..panels.base import Captions, Key, Patches, hover, plain_figure, tint, twin
-from ..panels.ranges import ZeroRange
-from ..panels.units import GIB, rate
-from . import words
-from .card import WhatIfCard, taken_bytes
-from .question import Answer
+from fsdp_lab.core.formatting import GIB, count
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.columns import Columns
+from fsdp_lab.dashboard.panels.base import Captions, Key, Patches, hover, plain_figure, tint, twin
+from fsdp_lab.dashboard.panels.ranges import ZeroRange
+from fsdp_lab.dashboard.what_if import words
+from fsdp_lab.dashboard.what_if.card import WhatIfCard, taken_bytes
+from fsdp_lab.dashboard.what_if.question import Answer
+from fsdp_lab.planner.plan import Plan
 
 PLOT_PX = 232
 MOST = 4096
@@ -81,7 +81,7 @@ class ScalingCard(WhatIfCard):
         fits = ["fits" if p.fits else words.verdict(p) for p in plans]
         self._points.replace(rows, {"fits": fits})
         self._lacking.replace([[p.machine.ranks, 100 * p.mfu] for p in plans if not p.fits])
-        label = f"{here.machine.ranks:,} GPUs: {words.percent(here.mfu)}, {rate(here.tokens_per_s)} tokens/s"
+        label = f"{here.machine.ranks:,} GPUs: {words.percent(here.mfu)}, {count(here.tokens_per_s)} tokens/s"
         self._here.replace([[here.machine.ranks, 100 * here.mfu]], {"label": [label]})
         self._range.cover(np.array([100 * p.mfu for p in (*plans, here)]))
         self._most = max(MOST, here.machine.ranks)

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 import numpy as np
 from bokeh.plotting import figure
 
-from .. import theme
-from ..columns import Columns
-from ..panels.base import Captions, Key, Patches, hover, paint_fill, tint, twin
-from ..panels.ranges import FINE, ZeroRange
-from ..panels.units import duration
-from . import words
-from .card import WhatIfCard, bar_figure
-from .question import Answer
+from fsdp_lab.core.formatting import duration
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.columns import Columns
+from fsdp_lab.dashboard.panels.base import Captions, Key, Patches, hover, paint_fill, tint, twin
+from fsdp_lab.dashboard.panels.ranges import FINE, ZeroRange
+from fsdp_lab.dashboard.what_if import words
+from fsdp_lab.dashboard.what_if.card import WhatIfCard, bar_figure
+from fsdp_lab.dashboard.what_if.question import Answer
 
 
 class StepCard(WhatIfCard):

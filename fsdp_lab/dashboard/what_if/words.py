@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from ...planner.plan import Plan
-from ...spec import Spec
-from ..panels.units import duration, figures, memory, rate
-from .question import Answer
-
-TOLD = ("shard_size", "recompute", "offload", "micro_batch", "accumulate", "forward_prefetch")
+from fsdp_lab.core.formatting import count, duration, figures, size
+from fsdp_lab.dashboard.what_if.question import Answer
+from fsdp_lab.planner.plan import Plan
 
 
 def headline(answer: Answer) -> str:
@@ -22,10 +19,10 @@ def headline(answer: Answer) -> str:
 
 def verdict(p: Plan) -> str:
     """Whether it fits, and by how much."""
-    limit = memory(p.machine.device.memory_bytes)
+    limit = size(p.machine.device.memory_bytes)
     if p.fits:
-        return f"fits {limit}, {memory(p.margin_bytes)} to spare"
-    return f"does not fit {limit}: {memory(-p.margin_bytes)} too much"
+        return f"fits {limit}, {size(p.margin_bytes)} to spare"
+    return f"does not fit {limit}: {size(-p.margin_bytes)} too much"
 
 
 def binding(answer: Answer) -> str:
@@ -37,13 +34,6 @@ def binding(answer: Answer) -> str:
 def assumed(answer: Answer) -> str:
     said = "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in answer.assumed.items())
     return f"Assumed: {said}." if said else ""
-
-
-def strategy(asked: Spec, found: Spec) -> str:
-    """What was chosen, where it is not what was asked, or what a Spec has by itself."""
-    told = {**Spec(world_size=found.world_size).difference(found), **asked.difference(found)}
-    more = [f"{name.replace('_', ' ')} {told[name][1]}" for name in TOLD if name in told and told[name][1] is not None]
-    return ", ".join([found.strategy.sharding, *more])
 
 
 def billions(parameters: int) -> str:
@@ -60,8 +50,8 @@ def cells(p: Plan) -> tuple[tuple[str, str], ...]:
     """Head and figure, of what a reader wants to know first."""
     return (
         ("step", duration(p.step_time_s)),
-        ("tokens/s", rate(p.tokens_per_s)),
-        ("tokens/s per GPU", rate(p.tokens_per_s / p.machine.ranks)),
+        ("tokens/s", count(p.tokens_per_s)),
+        ("tokens/s per GPU", count(p.tokens_per_s / p.machine.ranks)),
         ("TFLOPS per GPU", figures(p.flops_per_s / 1e12)),
         ("MFU", percent(p.mfu)),
         ("HFU", percent(p.hfu)),

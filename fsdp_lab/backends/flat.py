@@ -1,0 +1,107 @@
+"""Our own engine (`fsdp_lab.engine`) as a backend, "lab" in a Spec, and a `Strategy` in the engine's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_lab import engine
+from fsdp_lab.backends.base import DTYPES, RoleTensor, TorchBackend
+from fsdp_lab.backends.wrapping import context_of, name_flat_units, prepare
+from fsdp_lab.core.events import Role
+from fsdp_lab.core.spec import Spec, Strategy
+from fsdp_lab.engine.flat import FlatBuffer
+from fsdp_lab.models.wrapping import units
+
+
+class FlatBackend(TorchBackend):
+    """Each unit is a flat buffer; the optimizer gets flat shards, one per buffer and weight-decay group."""
+
+    def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
+        inside = units(skeleton, spec.strategy.wrap)
+        outer = prepare(skeleton, spec.strategy)
+        options = {**engine_options(spec.strategy, mesh), "group_of": _decays}
+        for group in inside:
+            engine.fully_shard([outer(m) for m in group], **options)
+        engine.fully_shard(skeleton, **options)
+        name_flat_units(skeleton, context_of(mesh))
+        self._offload = spec.strategy.offload
+        super().__init__(skeleton, engine.shards_of(skeleton), spec, mesh, device)
+        if spec.strategy.dtypes.keep_low_precision_gradients:  # torch's optimizers need the dtype of the shards
+            self.optimizer.register_step_pre_hook(lambda *_: engine.upcast_gradients(skeleton))
+
+    def gradient(self, shard: engine.ParamShard) -> Tensor | None:
+        p = shard.param
+        if p is not None and p.grad is not None and p.grad.dtype != p.dtype:
+            engine.upcast_gradients(self.module)  # they would underflow when clipped or unscaled in a lower precision
+        return super().gradient(shard)
+
+    def resident_bytes(self) -> int:
+        """The device copies under optimizer offload, and ZeRO-1's gathered parameters."""
+        return sum(t.nbytes for flat in engine.flats_of(self.module) for t in _resident_tensors(flat))
+
+    def transient_tensors(self) -> Iterator[RoleTensor]:
+        stays = self._offload == "optimizer"  # otherwise it is only sent
+        device_shard = Role.PARAMETERS if stays else Role.COMMUNICATION
+        for flat in engine.flats_of(self.module):
+            yield Role.UNSHARDED, flat.full
+            optional = ((device_shard, flat.device_shard), (Role.UNSHARDED, flat.post_forward_shard),
+                        (Role.GRADIENTS, flat.gradients.unsharded))  # fmt: skip
+            yield from ((role, t) for role, t in optional if t is not None)
+        for reduction in engine.runtime_of(self.module).reducing:
+            yield Role.GRADIENTS, reduction.unsharded
+            yield Role.GRADIENTS, reduction.shard
+
+    def leaves(self) -> Iterator[Tensor]:
+        for flat in engine.flats_of(self.module):
+            yield from flat.parameters if flat.trainable else ()
+
+    def unit_modules(self) -> list[tuple[str, nn.Module]]:
+        return [(unit.name, m) for unit in engine.units_of(self.module) for m in unit.modules if m is not self.module]
+
+    @contextmanager
+    def micro_batch(self, *, communicate: bool) -> Iterator[None]:
+        with nullcontext() if communicate else engine.no_sync(self.module):
+            yield
+
+    def release(self, busy: Collection[int] = ()) -> None:
+        super().release(busy)
+        engine.free(self.module, busy=busy)
+
+
+def engine_options(strategy: Strategy, mesh: DeviceMesh) -> dict[str, Any]:
+    """A strategy as arguments of `engine.fully_shard`; collective where it reshards to a smaller group."""
+    rules, d = strategy.schedule_rules, strategy.dtypes
+    param = None if d.param == "fp32" else DTYPES[d.param]
+    return {
+        "mesh": engine.ShardMesh.of(mesh, post_forward_size=strategy.reshard_size),
+        "reshard_after_forward": strategy.reshard_size or rules.reshard_after_forward,
+        "mp_policy": engine.MixedPrecisionPolicy(
+            param_dtype=param,
+            reduce_dtype=None if d.reduce == "fp32" and param is None else DTYPES[d.reduce],
+            output_dtype=None if d.output is None else DTYPES[d.output],
+            norm_dtype=None if d.norm is None else DTYPES[d.norm],
+            buffer_dtype=None if d.buffer is None else DTYPES[d.buffer],
+            keep_low_precision_gradients=d.keep_low_precision_gradients,
+        ),
+        "offload_policy": rules.offload,
+        "prefetch_policy": rules,
+        "shard_optimizer_only": strategy.shards_optimizer_only,
+    }
+
+
+def _resident_tensors(flat: FlatBuffer) -> Iterator[Tensor]:
+    """What is on the device between steps, besides the master shard."""
+    if flat.device_shard is not None:
+        yield flat.device_shard
+    if not flat.is_view_of_master and flat.full.untyped_storage().size():
+        yield flat.full
+
+
+def _decays(name: str, parameter: Tensor) -> str:
+    return "decays" if parameter.dim() >= 2 else "does not decay"

@@ -1,0 +1,231 @@
+"""How values reach a backend: from an initialiser (`fill`), from the previous backend (`transfer_state`), or from host
+memory (`suspend_state`, `resume_state`).
+
+A transfer streams: for a few parameters at a time each rank receives what it will hold and does not have yet, so that
+no rank ever holds the whole model, whatever the two backends are. Values are copied bit for bit.
+
+Note: routes. Every rank knows all ranges, before and after, so all compute the same plan without communication. A rank
+takes what it already holds from itself, and the rest from the next rank (cyclically) that holds it, so that replicas
+share the sending. Nothing is sent that its target does not need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_lab.backends.base import Backend, original_name, seed_state, state_slots, steps_taken
+from fsdp_lab.engine import ParamShard
+
+_BATCH_ELEMENTS = 4 << 20  # of parameters transferred at once: 16 MiB of fp32
+PARAM = "param"
+
+T = TypeVar("T")
+Range = tuple[int, int]
+Layout = Mapping[str, Range]  # of one rank: parameter -> its range of the flat parameter, possibly empty
+Parts = Mapping[str, tuple[Tensor, int]]  # parameter -> this rank's part of it, flat, and where the part begins
+
+
+def fill(backend: Backend, values: Callable[[str], Tensor]) -> None:
+    """Set every parameter from `values`: name -> the whole tensor, fp32, on any device. Not collective."""
+    for shard in backend.param_shards():
+        if shard.numel:
+            shard.local.copy_(values(shard.name).reshape(-1)[shard.start : shard.stop])
+
+
+def transfer_state(old: Backend, new: Backend) -> None:
+    """Copy parameters, optimizer state and buffers; collective over all ranks. `old` is left unchanged."""
+    slots, steps = _optimizer_slots(old)
+    if slots:
+        seed_state(new.optimizer, slots, steps)
+    sources, targets = old.param_shards(), {s.name: s for s in new.param_shards()}
+    layouts = gather_objects((layout_of(sources), layout_of(targets.values())))
+    held, wanted = [have for have, _ in layouts], [want for _, want in layouts]
+    for batch in _batches(sources):
+        plan = plan_transfers([s.name for s in batch], held, wanted)
+        for slot in (PARAM, *slots):
+            given = {s.name: (slot_values(old, s, slot), s.start) for s in batch}
+            into = {s.name: (slot_target(new, s, slot), s.start) for s in (targets[s.name] for s in batch) if s.numel}
+            _exchange(plan, given, into)
+    for (_, source), (_, target) in zip(persistent_buffers(old.module), persistent_buffers(new.module), strict=True):
+        target.copy_(source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuspendedState:
+    """This rank's part of a training, in host memory; it fits a backend of the same Spec and rank."""
+
+    values: Mapping[tuple[str, str], Tensor]  # (parameter, slot or PARAM) -> this rank's range of it, flat
+    slots: tuple[str, ...]
+    steps: int  # that the optimizer took
+    buffers: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.values.values(), *self.buffers))
+
+
+def suspend_state(backend: Backend) -> SuspendedState:
+    """Copy parameters, optimizer state and buffers to the host; collective. The backend may be released afterwards."""
+    slots, steps = _optimizer_slots(backend)
+    values = {(s.name, slot): slot_values(backend, s, slot) for s in backend.param_shards() for slot in (PARAM, *slots)}
+    return SuspendedState(
+        values={key: value.detach().to("cpu", copy=True) for key, value in values.items()},
+        slots=slots,
+        steps=steps,
+        buffers=tuple(b.detach().to("cpu", copy=True) for _, b in persistent_buffers(backend.module)),
+    )
+
+
+def resume_state(state: SuspendedState, backend: Backend) -> None:
+    """Copy back into a new backend of the same Spec. Not collective."""
+    if state.slots:
+        seed_state(backend.optimizer, state.slots, state.steps)
+    for shard in backend.param_shards():
+        for slot in (PARAM, *state.slots):
+            value = state.values[shard.name, slot]
+            if value.numel():
+                slot_target(backend, shard, slot).copy_(value)
+    for (_, target), source in zip(persistent_buffers(backend.module), state.buffers, strict=True):
+        target.copy_(source)
+
+
+def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers that are state, such as BatchNorm's statistics, with their names in the model, in order.
+
+    Non-persistent buffers, such as rotary frequencies, are constants: the new model has them already, and the old one
+    perhaps in a lower precision.
+    """
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    found = ((f"{path}.{name}", m, name, b) for path, m in inner.named_modules() for name, b in m._buffers.items())
+    persistent = {
+        original_name(path.lstrip(".")): b
+        for path, m, name, b in found
+        if b is not None and name not in m._non_persistent_buffers_set
+    }
+    return sorted(persistent.items())
+
+
+def layout_of(shards: Iterable[ParamShard]) -> Layout:
+    return {s.name: (s.start, s.stop) for s in shards}
+
+
+def slot_values(backend: Backend, shard: ParamShard, slot: str) -> Tensor:
+    """This rank's values of a slot, flat; zeros if the optimizer has no state because there was no gradient."""
+    if slot == PARAM:
+        return shard.local
+    found = state_slots(backend.optimizer, shard).get(slot)
+    return torch.zeros_like(shard.local) if found is None else found
+
+
+def slot_target(backend: Backend, shard: ParamShard, slot: str) -> Tensor:
+    """The tensor to write a slot's values to; of optimizer slots after `seed_state`."""
+    return shard.local if slot == PARAM else state_slots(backend.optimizer, shard)[slot]
+
+
+def gather_objects(mine: T) -> list[T]:
+    """The objects of all ranks, by rank; collective."""
+    gathered: list[T] = [mine] * dist.get_world_size()
+    if dist.get_world_size() > 1:
+        dist.all_gather_object(gathered, mine)
+    return gathered
+
+
+def _optimizer_slots(backend: Backend) -> tuple[tuple[str, ...], int]:
+    """The optimizer's slots and number of steps, the same on every rank, even if a rank's first shard is empty."""
+    mine = {slot for s in backend.param_shards() for slot in state_slots(backend.optimizer, s)}
+    by_rank = gather_objects((mine, steps_taken(backend.optimizer)))
+    return tuple(sorted(set().union(*(slots for slots, _ in by_rank)))), max(steps for _, steps in by_rank)
+
+
+def _batches(shards: list[ParamShard]) -> Iterator[list[ParamShard]]:
+    batch: list[ParamShard] = []
+    for shard in shards:
+        batch.append(shard)
+        if sum(s.shape.numel() for s in batch) >= _BATCH_ELEMENTS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+# -- the plan: which rank sends which range to which ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transfer:
+    """`name[start:stop]`, flat, from rank to rank; both may be the same."""
+
+    name: str
+    start: int
+    stop: int
+    source: int
+    target: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+def plan_transfers(names: Collection[str], held: Sequence[Layout], wanted: Sequence[Layout]) -> list[Transfer]:
+    """The transfers of all ranks, in the same order on each. `held` and `wanted`: by rank.
+
+    Raises:
+        ValueError: a rank wants what no rank holds.
+    """
+    return [t for name in names for t in _plan_one(name, [at[name] for at in held], [at[name] for at in wanted])]
+
+
+def _plan_one(name: str, held: Sequence[Range], wanted: Sequence[Range]) -> Iterator[Transfer]:
+    segments = list(_segments(held))
+    for target, (start, stop) in enumerate(wanted):
+        at = start
+        for left, right, holders in segments:
+            if at < stop and left <= at < right:
+                source = min(holders, key=lambda rank: (rank - target) % len(held))
+                yield Transfer(name=name, start=at, stop=min(right, stop), source=source, target=target)
+                at = min(right, stop)
+        if at < stop:
+            raise ValueError(f"no rank holds {name}[{at}:{stop}]")
+
+
+def _segments(held: Sequence[Range]) -> Iterator[tuple[int, int, list[int]]]:
+    """The intervals between the ends of all ranges, in order, each with the ranks that hold it."""
+    edges = sorted({edge for bounds in held for edge in bounds})
+    for left, right in pairwise(edges):
+        if holders := [rank for rank, (start, stop) in enumerate(held) if start <= left and right <= stop]:
+            yield left, right, holders
+
+
+def _part(t: Transfer, parts: Parts) -> Tensor:
+    value, begin = parts[t.name]
+    return value[t.start - begin : t.stop - begin]
+
+
+def _exchange(plan: Sequence[Transfer], given: Parts, into: Parts) -> None:
+    """One all-to-all; none if every rank has what it needs."""
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    for t in plan:
+        if t.source == t.target == rank:
+            _part(t, into).copy_(_part(t, given))
+    if all(t.source == t.target for t in plan):
+        return
+    sent = sorted((t for t in plan if t.source == rank != t.target), key=lambda t: t.target)
+    received = sorted((t for t in plan if t.target == rank != t.source), key=lambda t: t.source)
+    like, _ = next(iter(given.values()))
+    outgoing = torch.cat([like[:0], *(_part(t, given) for t in sent)])
+    incoming = like.new_empty(sum(t.numel for t in received))
+    dist.all_to_all_single(
+        incoming,
+        outgoing,
+        output_split_sizes=[sum(t.numel for t in received if t.source == other) for other in ranks],
+        input_split_sizes=[sum(t.numel for t in sent if t.target == other) for other in ranks],
+    )
+    for t, values in zip(received, torch.split(incoming, [t.numel for t in received]), strict=True):
+        _part(t, into).copy_(values)

@@ -1,0 +1,82 @@
+"""`fsdp-lab ranks`: lists and ends ranks that outlive their kernels."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from fsdp_lab.cli.console import Failed, Refused, unhurried
+
+if TYPE_CHECKING:
+    from fsdp_lab.cluster.detached import DetachedCluster
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--end", nargs="*", metavar="ID", help="end the ranks with these ids; without an id, all that no kernel uses"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from fsdp_lab.cluster.detached import detached_clusters
+
+    clusters = detached_clusters()
+    if args.end is not None:
+        for cluster in chosen(clusters, args.end):
+            with unhurried():
+                if not cluster.end():
+                    raise Failed(f"{cluster.id} could not be ended: a kernel has just taken it, or a process stays")
+            print(f"{cluster.id}: {len(cluster.pids)} rank{'s' * (len(cluster.pids) != 1)} ended")
+    elif args.json:
+        print(json.dumps([record(cluster) for cluster in clusters], indent=1))
+    else:
+        print("\n".join(map(line, clusters)) or "no persistent ranks")
+    return 0
+
+
+def chosen(clusters: list[DetachedCluster], ids: list[str]) -> list[DetachedCluster]:
+    """Raises Refused: there is no such cluster, or a kernel uses it."""
+    for one in ids:
+        if not any(cluster.id == one for cluster in clusters):
+            raise Refused(f"no ranks have the id {one}; `fsdp-lab ranks` lists them")
+    found = [cluster for cluster in clusters if (cluster.id in ids if ids else cluster.free)]
+    for cluster in found:
+        if not cluster.free and cluster.owner is not None:
+            raise Refused(f"process {cluster.owner.pid} uses {cluster.id}; close its lab, or end that process first")
+    return found
+
+
+def record(cluster: DetachedCluster) -> dict[str, Any]:
+    import psutil
+
+    rss_bytes = 0
+    for pid in cluster.pids:
+        with contextlib.suppress(psutil.Error):
+            rss_bytes += psutil.Process(pid).memory_info().rss
+    return {
+        "id": cluster.id,
+        "ranks": len(cluster.pids),
+        "devices": [seat["device"] for seat in cluster.placement["seats"]],
+        "pids": list(cluster.pids),
+        "notebook": cluster.asked["notebook"],
+        "kernel_pid": None if cluster.free or cluster.owner is None else cluster.owner.pid,
+        "free_unix_s": cluster.free_unix_s if cluster.free else None,
+        "limit_s": cluster.limit_s,
+        "rss_bytes": rss_bytes,
+    }
+
+
+def line(cluster: DetachedCluster) -> str:
+    """Which kernel uses the ranks, or how long they still wait for one."""
+    from fsdp_lab.core.formatting import size
+
+    d = record(cluster)
+    what = f"{d['id']}  {d['ranks']} rank{'s' * (d['ranks'] != 1)} on {', '.join(sorted(set(d['devices'])))}"
+    waited_s = max(0.0, time.time() - (cluster.free_unix_s or time.time()))
+    left = f"no kernel uses them; they end in {(cluster.limit_s - waited_s) / 3600:.1f} h"
+    user = left if d["kernel_pid"] is None else f"process {d['kernel_pid']} uses them"
+    return "; ".join(filter(None, (f"{what}, {size(d['rss_bytes'])}", user, d["notebook"])))

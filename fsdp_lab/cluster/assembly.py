@@ -1,0 +1,304 @@
+"""`Assembly`: makes ranks of engines. Starts or takes the engines, places and joins them, replaces ranks that are lost, and
+takes over ranks that a former kernel left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+
+from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters
+from fsdp_lab.cluster.dispatch import Dispatcher
+from fsdp_lab.cluster.engines import Engines
+from fsdp_lab.cluster.engines.external import ExternalEngines, exposure_notes
+from fsdp_lab.cluster.engines.launcher import engine_environment
+from fsdp_lab.cluster.engines.local import DetachedEngines, LocalEngines, claim
+from fsdp_lab.cluster.errors import ClusterError, StartError
+from fsdp_lab.cluster.membership import Member
+from fsdp_lab.cluster.placement import Host, Placement, place, probe
+from fsdp_lab.cluster.processes import alive
+from fsdp_lab.cluster.supervisor import Supervisor
+from fsdp_lab.core.version import __version__
+
+ATTACHED_S = 5.0  # between the first rank that is free and the last, unless one waits for what its kernel did not send
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartProgress:
+    """How far a start has come: `done` of `total` within `stage`."""
+
+    stage: str
+    done: int
+    total: int
+    seconds: float  # since the start began
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """The arguments of `Cluster` that concern its ranks."""
+
+    ranks: int | None
+    devices: Sequence[str] | None
+    given: Any
+    reduction: str
+    take_busy: bool
+    rank_module: str | None
+    environment: Mapping[str, str]
+    timeout_s: float
+    persist_s: float | None  # how long the ranks wait for another kernel; None: they end with this one
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """As JSON reads it back: ranks of a former kernel are taken over if this is the same."""
+        asked = {name: value for name, value in vars(self).items() if name not in ("given", "persist_s")}
+        return asked | {
+            "devices": None if self.devices is None else list(self.devices),
+            "notebook": os.environ.get("JPY_SESSION_NAME", ""),  # set by JupyterLab: not those of another notebook
+            "python": sys.executable,
+            "version": __version__,
+        }
+
+
+class Assembly:
+    """Attributes:
+    remarks: notes on how the ranks were started.
+    held: `Session.status` of each rank when it was taken over; empty if it was started here.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        dispatcher: Dispatcher,
+        supervisor: Supervisor,
+        report: Callable[[StartProgress], None],
+    ) -> None:
+        self._config, self._dispatcher, self._supervisor = config, dispatcher, supervisor
+        self._membership, self._monitor, self._on_progress = dispatcher.membership, supervisor.monitor, report
+        self._began_s = 0.0
+        self.remarks: tuple[str, ...] = ()
+        self.held: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def attached(self) -> bool:
+        """Whether the ranks were started by a former kernel."""
+        return isinstance(self._membership.engines, DetachedEngines)
+
+    @property
+    def _engines(self) -> Engines:
+        assert self._membership.engines is not None
+        return self._membership.engines
+
+    def start(self) -> None:
+        config, n = self._config, self._config.ranks or 2
+        self._began_s = time.monotonic()
+        self._report("starting engines", 0, n)
+        if config.persist_s is not None and self._attach(config.persist_s):
+            return
+        if config.given is None:  # devices are refused before anything is started
+            place([probe()] * n, config.devices, take_busy=config.take_busy)
+        self._connect()
+        self._assemble(n if self._engines.owned or config.ranks else len(self._engines.client.ids), config.devices)
+
+    def resize(self, ranks: int, devices: Sequence[str] | None) -> None:
+        self._began_s = time.monotonic()
+        if self._engines.broken:  # engines are of no use without their controller
+            self._membership.replace([])
+            self._engines.close()
+            self._membership.token = secrets.token_hex(8)
+            self._connect()
+        self._assemble(ranks, devices)
+
+    def _connect(self) -> None:
+        config, membership = self._config, self._membership
+        if config.given is not None:
+            membership.engines = ExternalEngines(config.given, config.timeout_s)
+        else:
+            membership.engines = LocalEngines(
+                membership.token, self._environment, self._supervisor.process_ended, config.timeout_s
+            )
+        self._supervisor.watch(membership.engines.client)
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return engine_environment(self._membership.token, self._config.ranks or 2, self._config.environment)
+
+    def _report(self, stage: str, done: int, total: int) -> None:
+        seconds = time.monotonic() - self._began_s
+        self._on_progress(StartProgress(stage=stage, done=done, total=total, seconds=seconds))
+
+    # -- from engines to ranks --------------------------------------------------------------------------------------
+
+    def _assemble(self, n: int, devices: Sequence[str] | None) -> None:
+        """Exactly `n` healthy ranks, joined anew."""
+        if n < 1:
+            raise ClusterError(f"{n} ranks: one is the least")
+        self._engines.unpersist()
+        self.held = ()
+        reports = self._introduce(self._enough_engines(n))
+        chosen = rank_order(reports)[:n]
+        placement = place(
+            self._hosts([reports[engine] for engine in chosen]), devices, take_busy=self._config.take_busy
+        )
+        self._membership.replace(
+            [self._member(rank, engine, reports[engine], placement) for rank, engine in enumerate(chosen)], placement
+        )
+        self._join([reports[engine] for engine in chosen])
+        if not self._engines.owned:
+            self.remarks = exposure_notes(self._engines.client, [r["host"] for r in reports.values()])
+        if self._config.persist_s is not None:
+            self._engines.persist(
+                asked=self._config.identity,
+                engines=tuple(chosen),
+                pids=tuple(m.pid for m in self._membership.members),
+                placement=placement.to_dict(),
+                limit_s=self._config.persist_s,
+            )
+
+    def _enough_engines(self, n: int) -> list[int]:
+        """The ids of at least `n` engines: those of healthy ranks, and new ones."""
+        found = self._reuse(n)
+        if not self._engines.owned:
+            found = list(self._engines.client.ids)
+            if len(found) < n:
+                raise StartError(
+                    f"{n} ranks were asked for and the given cluster has {len(found)} engine{'s' * (len(found) != 1)}; "
+                    "ask for fewer, or start more engines"
+                )
+        elif (missing := n - len(found)) > 0:
+            self._report("starting engines", 0, missing)
+            found += self._engines.add(
+                missing, lambda k: self._report("starting engines", k, missing), self._config.timeout_s
+            )
+        return found
+
+    def _reuse(self, n: int) -> list[int]:
+        """Engine ids of at most `n` healthy ranks; the others are ended."""
+        healthy = self._membership.present
+        refusing = self._dispatcher.dismiss(healthy) if healthy else []
+        reused = [m for m in healthy if m not in refusing][:n]
+        gone = [m for m in self._membership.members if m not in reused]
+        self._membership.expect_end(gone)
+        self._membership.replace([])
+        self._engines.end([m.pid for m in gone], term_s=0.7)
+        self._monitor.close_channels()
+        return [m.engine for m in reused]
+
+    def _introduce(self, engines: Sequence[int]) -> dict[int, Mapping[str, Any]]:
+        """What each engine reports of itself, by engine id."""
+        client = self._engines.client
+        self._membership.replace(
+            [Member(rank=i, engine=engine, view=client.direct_view(engine)) for i, engine in enumerate(engines)]
+        )
+        reports = self._dispatcher.call("describe", probe=not self._engines.owned, timeout_s=self._config.timeout_s)
+        return dict(zip(engines, reports, strict=True))
+
+    def _hosts(self, reports: Sequence[Mapping[str, Any]]) -> list[Host]:
+        if self._engines.owned:
+            return [probe(ours=frozenset(r["pid"] for r in reports))] * len(reports)
+        by_name = {r["host"]: r["machine"] for r in reports}
+        return [by_name[r["host"]] for r in reports]
+
+    def _member(self, rank: int, engine: int, report: Mapping[str, Any], placement: Placement) -> Member:
+        pid, host, process = report["pid"], report["host"], None
+        if self._engines.owned or (host == socket.gethostname() and alive(pid)):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+        view, device = self._engines.client.direct_view(engine), placement.devices[rank]
+        return Member(rank=rank, engine=engine, view=view, pid=pid, host=host, device=device, process=process)
+
+    def _join(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        n, module, timeout_s = len(reports), self._config.rank_module, self._config.timeout_s
+        self._dispatcher.call("claim", owner=self._membership.token, timeout_s=timeout_s)
+        self._report("importing torch", 0, n)
+        self._dispatcher.call("load", module=module, timeout_s=2 * timeout_s)
+        self._report("joining ranks", 0, n)
+        address, toward = store_address(reports)
+        opened = self._dispatcher.send("host", {0: {"module": module, "address": address, "toward": toward}})
+        address, port = opened.results(timeout_s)[0]
+        if address != "127.0.0.1":
+            self._dispatcher.call("reach", address=address, port=port, timeout_s=10)
+        headers = self._monitor.open_channels(self._engines.client, range(n))
+        common = {"module": module, "world_size": n, "host": address, "port": port, "timeout_s": timeout_s}
+        common["reduction"] = self._config.reduction
+        each = {
+            seat.rank: {**asdict(seat), **common, "beats": headers[seat.rank]}
+            for seat in self._membership.placement.seats
+        }
+        self._dispatcher.send("join", each).results(timeout_s + 10)
+        self._report("ready", n, n)
+
+    # -- ranks that a former kernel left ----------------------------------------------------------------------------
+
+    def _attach(self, limit_s: float) -> bool:
+        """Takes over detached ranks. False if there are none, or they do not answer: they are ended then."""
+        while (found := claim(self._config.identity, limit_s)) is not None:
+            record, guardian = found
+            self._membership.token = record.token
+            engines = DetachedEngines(record, guardian, self._environment, self._supervisor.process_ended)
+            try:
+                engines.open()
+                self._membership.engines = engines
+                self._supervisor.watch(engines.client)
+                self._adopt_ranks(record)
+                return True
+            except BaseException as e:
+                self._membership.engines, self._membership.token = None, secrets.token_hex(8)
+                self._membership.replace([])
+                if not isinstance(e, ClusterError):
+                    engines.detach()  # an interrupt is no reason to lose what they hold
+                    raise
+                engines.close()
+                self.remarks = (f"ranks that a former kernel left were ended, and new ones started: {e.sentence}",)
+        if others := [cluster.id for cluster in detached_clusters() if cluster.free]:
+            self.remarks += (
+                f"other ranks wait for a kernel ({', '.join(others)}); list or end them with `fsdp-lab ranks`",
+            )
+        return False
+
+    def _adopt_ranks(self, record: DetachedCluster) -> None:
+        """The ranks report to this client from now on. What they are busy with ends first."""
+        placement = Placement.from_dict(record.placement)
+        members = [
+            self._member(rank, engine, {"pid": pid, "host": socket.gethostname()}, placement)
+            for rank, (engine, pid) in enumerate(zip(record.engines, record.pids, strict=True))
+        ]
+        self._membership.replace(members, placement)
+        self._dispatcher.continue_from_former()
+        headers = self._monitor.open_channels(self._engines.client, range(len(members)))
+        call = self._dispatcher.send("attach", {rank: {"beats": header} for rank, header in headers.items()})
+        deadline = time.monotonic() + self._config.timeout_s
+        while not call.wait(0.05) and len(call.pending) == len(members) and time.monotonic() < deadline:
+            continue
+        self.held = tuple(call.results(ATTACHED_S))
+        for member, status in zip(members, self.held, strict=True):
+            member.step = status["step"]
+        self._report("ready", len(members), len(members))
+
+
+def rank_order(reports: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """Engine ids in rank order: ranks of one machine are neighbors, machines in the order of their first engine.
+
+    So the shard groups of hybrid sharding stay inside one machine.
+    """
+    first: dict[str, int] = {}
+    for engine in sorted(reports):
+        first.setdefault(reports[engine]["host"], engine)
+    return sorted(reports, key=lambda engine: (first[reports[engine]["host"]], engine))
+
+
+def store_address(reports: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """(address, toward) for rank 0's store, from the reports of the ranks, in rank order.
+
+    Loopback if all ranks are on one machine, so nothing listens on the network. Else rank 0 chooses the address ("") of its
+    route toward the first rank on another machine.
+    """
+    elsewhere = [r for r in reports if r["host"] != reports[0]["host"]]
+    return ("127.0.0.1", "") if not elsewhere else ("", str(elsewhere[0]["address"]))

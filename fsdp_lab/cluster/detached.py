@@ -1,0 +1,208 @@
+"""`DetachedCluster`: ranks that may outlive their kernel, described by a file in their private folder.
+
+A cluster has one `kept.json` beside its connection files, written when the ranks are ready and removed with the folder.
+Clusters are found by looking through the private folders. The file names the owner (the kernel that uses the ranks) by pid
+and creation time, so a dead kernel has no claim, and the guardian, which ends the ranks when no kernel comes. Changes are
+made under a lock on the folder, so two kernels never take the same ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import math
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.cluster.processes import end, marked, sweep
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.process import Identity, machine
+
+FILE = "kept.json"
+PREFIX = "fsdp_lab-"  # of private folders; nothing else is ever removed
+DEFAULT_LIMIT_S = 24 * 3600.0  # how long ranks wait for a kernel, unless a number of hours is given
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetachedCluster:
+    """What a new kernel needs to know to take the ranks over. Field names are the keys of the file."""
+
+    folder: Path
+    token: str
+    machine: str
+    asked: Mapping[str, Any]  # the arguments of the cluster; a kernel that gives the same ones takes it over
+    engines: tuple[int, ...]  # ipyparallel's ids, in rank order
+    pids: tuple[int, ...]
+    placement: Mapping[str, Any]  # as `Placement.to_dict` wrote it
+    begun_unix_s: float
+    limit_s: float  # how long the ranks wait for a kernel
+    guardian: Identity
+    owner: Identity | None  # the kernel that uses the ranks; nobody uses them if it is None or dead
+    free_unix_s: float | None = None  # since when nobody uses them, if that was observed
+
+    @property
+    def id(self) -> str:
+        return self.token[:8]
+
+    @property
+    def free(self) -> bool:
+        return self.owner is None or not self.owner.alive
+
+    @property
+    def abandoned(self) -> bool:
+        """No kernel came within the limit, and no guardian is left to end the ranks."""
+        waited_s = 0.0 if self.free_unix_s is None else time.time() - self.free_unix_s
+        return self.free and waited_s > self.limit_s and not self.guardian.alive
+
+    # -- the file ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def read(cls, folder: Path) -> DetachedCluster | None:
+        """None if the folder holds no cluster of this machine and user."""
+        file = folder / FILE
+        if not is_private(file):
+            return None
+        try:
+            fields = json.loads(file.read_text(encoding="utf-8"))
+            owner = fields.pop("owner")
+            found = cls(
+                folder=folder,
+                engines=tuple(fields.pop("engines")),
+                pids=tuple(fields.pop("pids")),
+                guardian=Identity(**fields.pop("guardian")),
+                owner=None if owner is None else Identity(**owner),
+                **fields,
+            )
+        except (OSError, ValueError, TypeError, KeyError):
+            return None  # just removed, or written by another version
+        return found if found.machine == machine() else None
+
+    def write(self) -> None:
+        """Atomic, and readable by this user alone. Raises OSError."""
+        fields = dataclasses.asdict(self)
+        del fields["folder"]
+        part = self.folder / f"{FILE}.{os.getpid()}"
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            json.dump(fields, file)
+        os.replace(part, self.folder / FILE)
+
+    def remove(self) -> bool:
+        """Removes the file, so no kernel finds the ranks any more; False if they have another guardian by now."""
+        with contextlib.suppress(FileNotFoundError), _locked(self.folder):
+            now = DetachedCluster.read(self.folder)
+            if now is not None and now.guardian == self.guardian:
+                (self.folder / FILE).unlink()
+                return True
+        return False
+
+    # -- ownership --------------------------------------------------------------------------------------------------
+
+    def claim(self, guardian: Identity, limit_s: float) -> DetachedCluster | None:
+        """Makes this process the owner, with a guardian of its own; None if another process was faster."""
+        return self._change(
+            lambda now: now.free, owner=Identity.this(), guardian=guardian, limit_s=limit_s, free_unix_s=None
+        )
+
+    def release(self) -> DetachedCluster | None:
+        """Leaves the ranks without an owner; None if they have another guardian by now."""
+        return self._change(lambda now: now.guardian == self.guardian, owner=None, free_unix_s=time.time())
+
+    def end(self) -> bool:
+        """Ends the processes and removes the folder; False if a kernel uses them, or one could not be ended."""
+        claimed = self.claim(self.guardian, self.limit_s)
+        if claimed is None or not claimed.remove():
+            return False
+        end(marked(self.token), term_s=1.0)
+        left = sweep(self.token)
+        remove_private(self.folder)
+        return not left
+
+    def _change(self, allowed: Callable[[DetachedCluster], bool], **fields: Any) -> DetachedCluster | None:
+        """Writes other values for some fields; None if that is no longer allowed, or the file is gone."""
+        with contextlib.suppress(FileNotFoundError), _locked(self.folder):
+            now = DetachedCluster.read(self.folder)
+            if now is not None and allowed(now):
+                changed = dataclasses.replace(now, **fields)
+                changed.write()
+                return changed
+        return None
+
+
+def persist_limit_s(persist: bool | float, given: Any = None) -> float | None:
+    """How long ranks wait for a kernel, from `persist`; None: they end with theirs. Raises ArgumentError."""
+    if persist is False:
+        return None
+    if given is not None:
+        raise ArgumentError("persist", "the engines of a given cluster are yours, and stay anyway", "leave persist out")
+    if persist is True:
+        return DEFAULT_LIMIT_S
+    if not isinstance(persist, (int, float)) or not 0 < persist < math.inf:
+        raise ArgumentError(
+            "persist", f"{persist!r} is refused", "give True for a day, a number of hours above 0, or False"
+        )
+    return persist * 3600.0
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time; the system releases the lock of one that dies. Raises FileNotFoundError: no such folder."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def detached_clusters() -> list[DetachedCluster]:
+    """This user's clusters on this machine that may outlive their kernel, newest first. Removes what dead ones left."""
+    found = [cluster for folder in private_folders() if (cluster := DetachedCluster.read(folder)) is not None]
+    dead = [cluster for cluster in found if cluster.free and (cluster.abandoned or not marked(cluster.token))]
+    for cluster in dead:
+        cluster.end()
+    return sorted((c for c in found if c not in dead), key=lambda c: c.begun_unix_s, reverse=True)
+
+
+def detached_pids() -> set[int]:
+    """All processes that may outlive their kernel, guardians included."""
+    clusters = detached_clusters()
+    return {p.pid for c in clusters for p in marked(c.token)} | {c.guardian.pid for c in clusters}
+
+
+# -- private folders: connection files, keys and logs, which no other user can read ------------------------------------
+
+
+def private_folder() -> Path:
+    """A new folder that only this user can read. Raises OSError if none can be made."""
+    return Path(tempfile.mkdtemp(prefix=PREFIX))
+
+
+def private_folders() -> Iterator[Path]:
+    """This user's private folders. Folders of another user, or that others can read, are not trusted."""
+    for folder in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
+        if is_private(folder) and folder.is_dir():
+            yield folder
+
+
+def is_private(path: Path) -> bool:
+    """Whether the path exists, belongs to this user, is no link, and nobody else can read or write it."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode) and not found.st_mode & 0o077
+
+
+def remove_private(folder: Path) -> None:
+    """Removes a folder made by `private_folder`, and no other."""
+    if folder.name.startswith(PREFIX):
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,268 @@
+"""Engines on this machine: started by this kernel (`LocalEngines`), or by a former one (`DetachedEngines`)."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ipyparallel as ipp
+
+from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters, private_folder, remove_private
+from fsdp_lab.cluster.engines import Engines, OnEnd
+from fsdp_lab.cluster.engines.launcher import CONTROLLER_ARGS, LauncherLoop, cluster_options, last_lines, start_error
+from fsdp_lab.cluster.errors import ClusterError, StartError
+from fsdp_lab.cluster.guardian import Guardian
+from fsdp_lab.cluster.processes import end, marked, sweep
+from fsdp_lab.core.process import Identity, machine
+
+ATTACH_S = 10.0  # for the client to reach running engines
+# The client remembers the signatures of its messages against replays, by default of 65,536.
+SIGNATURES = 2048
+
+
+class LocalEngines(Engines):
+    """A private controller and engines on this machine: on loopback, with a private folder, ended with us.
+
+    Raises:
+        StartError: from the constructor and from `add`, with the last lines of the log; nothing is left behind.
+    """
+
+    owned = True
+    _guardian: Guardian | None
+    _record: DetachedCluster | None  # while the engines may outlive this kernel
+
+    def __init__(self, token: str, environment: Mapping[str, str], on_end: OnEnd, timeout_s: float = 60) -> None:
+        self._prepare(token, environment, on_end)
+        try:
+            self._folder = private_folder()
+        except OSError as e:
+            raise StartError(
+                f"the engines need a private folder for temporary files and none can be made: {e}; "
+                "set TMPDIR to a folder that you may write to"
+            ) from None
+        self._loop = LauncherLoop()
+        try:
+            self._guardian = Guardian(token, self._folder)
+            self.client = self._loop.run(self._open(), timeout_s)
+        except BaseException as e:
+            log = "" if self._controller is None else last_lines(self._controller.get_output())
+            self.close()
+            if isinstance(e, Exception):
+                raise start_error("ipyparallel's controller did not start", e, log, timeout_s) from None
+            raise
+
+    def _prepare(self, token: str, environment: Mapping[str, str], on_end: OnEnd) -> None:
+        self._token, self._environment, self._on_end = token, dict(environment), on_end
+        self._exit_codes: dict[int, int | None] = {}
+        self._launchers: dict[int, Any] = {}  # pid -> ipyparallel's launcher of one engine
+        self._cluster: Any = None
+        self.client = self._user_client = self._guardian = self._record = None
+        self._closed = False
+
+    async def _open(self) -> Any:
+        self._cluster = ipp.Cluster(
+            profile_dir=str(self._folder), controller_args=list(CONTROLLER_ARGS), **cluster_options()
+        )
+        await self._cluster.start_controller(environment=dict(self._environment))
+        return await self._connect()
+
+    async def _connect(self) -> Any:
+        self._cluster.controller.on_stop(self._process_ended)
+        info = await self._cluster.controller.get_connection_info()
+        client = ipp.Client(info["client"], cluster=None)
+        client.session.digest_history_size = SIGNATURES
+        if not (client.session.key or client.curve_serverkey):
+            client.close(linger=0)
+            raise StartError(
+                "a configuration of ipyparallel on this machine takes the key from its messages: remove it"
+            )
+        return client
+
+    @property
+    def user_client(self) -> Any:
+        """A client of its own: what a notebook does with it (purge, wait for all) does not affect our calls."""
+        if self._user_client is None:
+            info = self._loop.run(self._cluster.controller.get_connection_info(), 10)
+            self._user_client = ipp.Client(info["client"], cluster=None)
+        return self._user_client
+
+    def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
+        before = set(self.client.ids)
+        try:
+            started = self._loop.run(self._start(n), timeout_s)
+        except Exception as e:
+            raise start_error("the engines did not start", e, "", timeout_s) from None
+        deadline, seen = time.monotonic() + timeout_s, -1
+        while True:
+            new = sorted(set(self.client.ids) - before)
+            if len(new) != seen:
+                seen = len(new)
+                ready(seen)
+            if len(new) >= n:
+                return new
+            gone = [pid for pid in started if pid in self._exit_codes]
+            if gone:
+                raise StartError(
+                    f"an engine ended while it was starting (exit code {self._exit_codes[gone[0]]})", self.log(gone[0])
+                )
+            if time.monotonic() > deadline:
+                raise StartError(
+                    f"{n - len(new)} of {n} engines were not ready after {timeout_s:.0f} s; a busy machine is slow",
+                    self.log(started[0]),
+                )
+            time.sleep(0.03)
+
+    async def _start(self, n: int) -> list[int]:
+        """Starts n engine processes; returns their pids."""
+        # The environment reaches engines through the launcher alone, which reads it when the set starts.
+        set_id = await self._cluster.start_engines(n, environment=dict(self._environment))
+        launchers = list(self._cluster.engines[set_id].launchers.values())
+        for launcher in launchers:
+            self._follow(launcher)
+        return [launcher.pid for launcher in launchers]
+
+    def _follow(self, launcher: Any) -> None:
+        self._launchers[launcher.pid] = launcher
+        launcher.on_stop(self._process_ended)
+
+    def _process_ended(self, data: Mapping[str, Any]) -> None:
+        """On the launcher thread, for an engine or the controller."""
+        pid, code = int(data["pid"]), data.get("exit_code")
+        self._exit_codes[pid] = code if code is None else int(code)
+        self._on_end(pid, self._exit_codes[pid])
+
+    @property
+    def _controller(self) -> Any:
+        return None if self._cluster is None else self._cluster.controller
+
+    @property
+    def controller_pid(self) -> int:
+        return -1 if self._controller is None else int(self._controller.pid)
+
+    @property
+    def broken(self) -> bool:
+        return self.controller_pid in self._exit_codes
+
+    def exit_code(self, pid: int) -> int | None:
+        return self._exit_codes.get(pid)
+
+    def log(self, pid: int) -> str:
+        launcher = self._launchers.get(pid)
+        return "" if launcher is None else last_lines(launcher.get_output())
+
+    def end(self, pids: list[int], term_s: float) -> None:
+        # A launcher's psutil.Process dates from the start of the engine, so its pid cannot be another process's by now.
+        running = [pid for pid in pids if pid in self._launchers and pid not in self._exit_codes]
+        end([self._launchers[pid].process for pid in running], term_s=term_s)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self.unpersist()
+        self._close_clients()
+        self.end(list(self._launchers), term_s=0.7)  # torch takes seconds to exit; its sessions are closed by now
+        controller = self._controller
+        if controller is not None and controller.process is not None:
+            end([controller.process], term_s=1.0)
+        left = sweep(self._token)
+        self._stop_loop()
+        if self._guardian is not None and not left:
+            self._guardian.release()
+        remove_private(self._folder)
+
+    def _close_clients(self) -> None:
+        for client in (self.client, self._user_client):
+            if client is not None:
+                with contextlib.suppress(Exception):
+                    client.close(linger=0)
+
+    def _stop_loop(self) -> None:
+        """Waits until ipyparallel's own waiting threads have reported to the loop, which they do at once."""
+        launchers = [x for x in [*self._launchers.values(), self._controller] if x is not None]
+        deadline = time.monotonic() + 1
+        while (running := any(x.state == "running" for x in launchers)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not running:
+            self._loop.stop()
+
+    # -- beyond the kernel --------------------------------------------------------------------------------------------
+
+    def persist(self, **fields: Any) -> None:
+        assert self._guardian is not None
+        self._record = DetachedCluster(
+            folder=self._folder,
+            token=self._token,
+            machine=machine(),
+            guardian=self._guardian.identity,
+            owner=Identity.this(),
+            begun_unix_s=time.time(),
+            **fields,
+        )
+        try:
+            self._record.write()
+        except OSError as e:
+            raise ClusterError(
+                f"the ranks cannot be made persistent: {e}; make room in {self._folder.parent}, or leave persist out"
+            ) from None
+
+    def unpersist(self) -> None:
+        if self._record is not None:
+            self._record.remove()
+            self._record = None
+
+    def detach(self) -> None:
+        """The other kernel may have taken them over before this returns."""
+        if self._record is None or self._guardian is None:
+            raise ClusterError("these ranks are not persistent; give Lab(persist=True)")
+        self._closed = True
+        self._close_clients()
+        if self._cluster is not None:
+            self._cluster.cluster_file = ""  # from now on their owner writes it
+        self._record.release()
+        self._guardian.detach()
+
+
+class DetachedEngines(LocalEngines):
+    """Engines that a former kernel left and this one has claimed. Before `open` they can only be detached or closed."""
+
+    def __init__(
+        self, record: DetachedCluster, guardian: Guardian, environment: Mapping[str, str], on_end: OnEnd
+    ) -> None:
+        self._prepare(record.token, environment, on_end)
+        self._folder, self._record, self._guardian = record.folder, record, guardian
+        self._loop = LauncherLoop()
+
+    def open(self) -> None:
+        """Raises StartError: they cannot be reached, or some are gone."""
+        assert self._record is not None
+        try:
+            self.client = self._loop.run(self._open(), ATTACH_S)
+        except Exception as e:
+            raise start_error("the engines cannot be reached", e, "", ATTACH_S) from None
+        if missing := set(self._record.engines) - set(self.client.ids):
+            raise StartError(f"{len(missing)} of {len(self._record.engines)} engines have ended")
+
+    async def _open(self) -> Any:
+        (file,) = (self._folder / "security").glob("cluster-*.json")  # ipyparallel keeps it up to date
+        self._cluster = ipp.Cluster.from_file(str(file), **cluster_options())
+        ours = {p.pid for p in marked(self._token)}  # a pid in the file may be another process's by now
+        if self.controller_pid not in ours:
+            raise StartError("ipyparallel's controller has ended")
+        for engine_set in self._cluster.engines.values():
+            for launcher in [x for x in engine_set.launchers.values() if x.pid in ours]:
+                self._follow(launcher)
+        return await self._connect()
+
+
+def claim(asked: Mapping[str, Any], limit_s: float) -> tuple[DetachedCluster, Guardian] | None:
+    """Claims the newest detached cluster that was made with the same arguments; None if there is none."""
+    for found in detached_clusters():
+        if found.free and found.asked == asked:
+            guardian = Guardian(found.token, found.folder)
+            if (claimed := found.claim(guardian.identity, limit_s)) is not None:
+                return claimed, guardian
+            guardian.release()
+    return None

@@ -1,0 +1,173 @@
+"""`Membership`: the cluster's state, its engines, which engine is which rank, and what is known of each rank."""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from fsdp_lab.cluster.engines import Engines
+from fsdp_lab.cluster.errors import ClusterError, RankLost
+from fsdp_lab.cluster.placement import Placement
+from fsdp_lab.core.heartbeat import Heartbeat
+
+
+class ClusterState(enum.Enum):
+    """The life of a cluster; it begins NEW."""
+
+    NEW = "new"
+    ASSEMBLING = "assembling"  # engines are started and joined, by `start` or `resize`
+    RUNNING = "running"
+    CLOSED = "closed"  # the ranks are ended, or left to another kernel
+
+
+TRANSITIONS = {
+    ClusterState.NEW: (ClusterState.ASSEMBLING, ClusterState.CLOSED),
+    ClusterState.ASSEMBLING: (ClusterState.RUNNING, ClusterState.CLOSED),
+    ClusterState.RUNNING: (ClusterState.ASSEMBLING, ClusterState.CLOSED),
+    ClusterState.CLOSED: (),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReceivedHeartbeat:
+    """A heartbeat, and when it arrived, on the kernel's monotonic clock."""
+
+    beat: Heartbeat
+    at_s: float
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.at_s
+
+    @property
+    def waits_s(self) -> float | None:
+        """How long the rank has waited for a collective by now; None if it does not wait."""
+        return None if self.beat.pending is None else self.beat.pending_s + self.age_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """One rank, as the kernel knows it without asking the rank."""
+
+    rank: int
+    engine: int
+    pid: int
+    host: str
+    device: str
+    alive: bool
+    state: str  # "idle", "gone", or the call it works on: "train", "apply", ...
+    since_unix_s: float  # of the state
+    step: int | None  # steps done in its run, as it reported; None before the first
+    rss_bytes: int | None  # None if the process is gone, or on another machine
+    reason: str = ""  # why it is gone
+    heard: ReceivedHeartbeat | None = None  # its last heartbeat, which it sends also while it is blocked
+
+    @property
+    def waits_for(self) -> str:
+        """The collective that it waits for, as in "all_gather 17 of transformer.h.3"; "" if none."""
+        pending = self.heard.beat.pending if self.heard is not None and self.state != "idle" else None
+        return pending.name if pending is not None else ""
+
+
+@dataclass(kw_only=True)
+class Member:
+    """One rank's engine. Changed by the supervisor and by the thread that sends; read by all."""
+
+    rank: int
+    engine: int
+    view: Any  # ipyparallel's DirectView of the engine
+    pid: int = -1
+    host: str = ""
+    device: str = "cpu"
+    process: psutil.Process | None = None  # None on another machine
+    doing: str = ""  # the call it works on
+    since_unix_s: float = field(default_factory=time.time)
+    step: int | None = None
+    lost: RankLost | None = None
+    end_reason: str = ""  # why we end it
+
+    def set_doing(self, doing: str) -> None:
+        self.doing, self.since_unix_s = doing, time.time()
+
+    def status(self, heard: ReceivedHeartbeat | None, *, closed: bool) -> RankStatus:
+        rss_bytes, alive = None, self.lost is None and not closed
+        if alive and self.process is not None:
+            try:
+                rss_bytes = self.process.memory_info().rss
+            except psutil.Error:
+                alive = False  # the supervisor will report the reason in a moment
+        same = {name: getattr(self, name) for name in
+                ("rank", "engine", "pid", "host", "device", "since_unix_s", "step")}  # fmt: skip
+        return RankStatus(
+            **same,
+            alive=alive,
+            state=(self.doing or "idle") if alive else "gone",
+            rss_bytes=rss_bytes,
+            reason="" if self.lost is None else self.lost.reason,
+            heard=heard if alive else None,
+        )
+
+
+class Membership:
+    """Read by all threads. `members` is replaced whole, under `lock`, and is in rank order."""
+
+    def __init__(self, token: str) -> None:
+        self.token = token  # marks the cluster's processes, and its ownership of the ranks
+        self.engines: Engines | None = None
+        self.members: list[Member] = []
+        self.placement = Placement(seats=())
+        self.lock = threading.RLock()
+        self.state = ClusterState.NEW
+        self._leaving: set[int] = set()  # pids whose end is expected
+
+    def enter(self, state: ClusterState) -> None:
+        with self.lock:
+            if state not in TRANSITIONS[self.state]:
+                raise ClusterError(f"a cluster that is {self.state.value} cannot become {state.value}")
+            self.state = state
+
+    @property
+    def closed(self) -> bool:
+        return self.state is ClusterState.CLOSED
+
+    def require_engines(self) -> Engines:
+        """Raises ClusterError if the cluster is not started, or closed."""
+        if self.closed:
+            raise ClusterError("the ranks were closed; make a new lab")
+        if self.engines is None:
+            raise ClusterError("the ranks are not started")
+        return self.engines
+
+    def replace(self, members: Sequence[Member], placement: Placement | None = None) -> None:
+        with self.lock:
+            self.members = list(members)
+            self.placement = placement or self.placement
+
+    @property
+    def present(self) -> list[Member]:
+        """Members that are not lost."""
+        with self.lock:
+            return [m for m in self.members if m.lost is None]
+
+    @property
+    def lost(self) -> dict[int, RankLost]:
+        with self.lock:
+            return {m.rank: m.lost for m in self.members if m.lost is not None}
+
+    def expect_end(self, members: Collection[Member]) -> None:
+        """The end of these is no loss."""
+        with self.lock:
+            self._leaving.update(m.pid for m in members)
+
+    def unexpectedly_ended(self, *, pid: int | None = None, engine: int | None = None) -> Member | None:
+        """The member whose process or engine has just ended; None if that was expected, or is known already."""
+        for m in self.present:
+            if m.pid == pid or m.engine == engine:
+                return None if m.pid in self._leaving else m
+        return None

@@ -1,0 +1,270 @@
+"""`Supervisor`: a thread that notices ranks that are lost, hang or are stopped, and ends the calls that wait for them."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from fsdp_lab.cluster.calls import Sink
+from fsdp_lab.cluster.dispatch import Dispatcher
+from fsdp_lab.cluster.errors import RankHung, RankLost
+from fsdp_lab.cluster.membership import Member, ReceivedHeartbeat
+from fsdp_lab.cluster.processes import alive, describe_exit
+from fsdp_lab.core.hang import Hang, diagnose
+from fsdp_lab.core.heartbeat import Heartbeat
+
+CHECK_S = 0.25  # between two checks for hangs
+EXIT_CODE_S = 0.5  # the exit code arrives on another way than the news
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+STOPPED_S = 2.0  # beyond the limit; until then a collective that waits for the stopped rank is named with it
+FRESH_S = 0.8  # beyond the limit, for a new heartbeat, with its stack, of a rank that is missing
+
+Processes = Mapping[int, psutil.Process | None]  # by rank; None on another machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankExit:
+    """A process, or an engine as the hub sees it, is gone."""
+
+    pid: int | None = None
+    engine: int | None = None
+    exit_code: int | None = None
+
+
+class Supervisor:
+    """Runs from `start` to `stop`. Deaths arrive in a queue, from the launcher thread and the client's IO thread."""
+
+    def __init__(self, dispatcher: Dispatcher, hang_s: float) -> None:
+        self._dispatcher, self._membership = dispatcher, dispatcher.membership
+        self.monitor = HeartbeatMonitor(hang_s)
+        self._ended: queue.SimpleQueue[RankExit | None] = queue.SimpleQueue()
+        self._callbacks: list[Callable[[RankLost], None]] = []
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="fsdp_lab-supervisor", daemon=True).start()
+
+    def stop(self) -> None:
+        if self._membership.engines is not None:
+            with contextlib.suppress(ValueError, AttributeError):
+                self._membership.engines.client._registration_callbacks.remove(self._hub_event)
+        self._ended.put(None)
+        self.monitor.close_channels()
+
+    def on_lost(self, callback: Callable[[RankLost], None]) -> None:
+        """`callback(lost)` on the supervisor's thread, for each rank that ends unexpectedly."""
+        self._callbacks.append(callback)
+
+    def watch(self, client: Any) -> None:
+        """Notices engines that the hub unregisters.
+
+        The client calls these callbacks on its IO thread. `wait_for_engines` uses the same list; there is no public way.
+        """
+        client._registration_callbacks.append(self._hub_event)
+
+    def _hub_event(self, event: Mapping[str, Any]) -> None:
+        """On the client's IO thread: the hub has seen an engine come or go."""
+        if event.get("event") == "unregister":
+            self._ended.put(RankExit(engine=int(event["id"])))
+
+    def process_ended(self, pid: int, exit_code: int | None) -> None:
+        """On the launcher thread: a process that we started has ended."""
+        self._ended.put(RankExit(pid=pid, exit_code=exit_code))
+
+    def _run(self) -> None:
+        while True:
+            try:
+                ended = self._ended.get(timeout=CHECK_S)
+            except queue.Empty:
+                self.monitor.keep_channels()
+                self._check_hangs()
+                self._end_stopped()
+                continue
+            if ended is None:
+                return
+            if not self._membership.closed:
+                self._handle(ended)
+
+    def _handle(self, ended: RankExit) -> None:
+        engines = self._membership.engines
+        if engines is not None and ended.pid == engines.controller_pid:
+            for member in self._membership.present:
+                exit_ = describe_exit(ended.exit_code)
+                member.end_reason = f"is out of reach, because ipyparallel's controller {exit_}"
+                self._mark_lost(member, None)
+        elif (found := self._membership.unexpectedly_ended(pid=ended.pid, engine=ended.engine)) is not None:
+            self._mark_lost(found, ended.exit_code)
+
+    def _check_hangs(self) -> None:
+        """Ends the calls of ranks that wait for one that does not come."""
+        if not (calls := [call for call in self._dispatcher.live_calls if not call.failed]):
+            return
+        with self._membership.lock:
+            processes = {m.rank: m.process for m in self._membership.members}
+        hang = self.monitor.find_hang(processes, min(call.started_s for call in calls))
+        if hang is not None:
+            self.monitor.forget()
+            hung = RankHung(hang)
+            for call in calls:
+                call.hang(hung)
+
+    def _end_stopped(self) -> None:
+        """Ends ranks that are stopped and that nobody waits for; else only the hub would notice, later."""
+        processes = {m.rank: m.process for m in self._membership.present if not m.end_reason}
+        for rank in self.monitor.find_stopped(processes):
+            self._dispatcher.end_rank(rank, "was stopped (SIGSTOP), did not go on, and was ended")
+
+    def _mark_lost(self, member: Member, exit_code: int | None) -> None:
+        """Reports a rank that is gone: to its calls, its status and the callbacks."""
+        unix_s, doing, engines = time.time(), member.doing, self._membership.engines
+        reason = self._reason(member, exit_code)
+        lost = RankLost(
+            rank=member.rank,
+            engine=member.engine,
+            pid=member.pid,
+            host=member.host,
+            reason=reason,
+            doing=doing,
+            unix_s=unix_s,
+            log=engines.log(member.pid) if engines is not None else "",
+        )
+        with self._membership.lock:
+            member.lost = lost
+            member.set_doing("gone")
+        self._dispatcher.lose(member)
+        for callback in list(self._callbacks):
+            with contextlib.suppress(Exception):
+                callback(lost)
+
+    def _reason(self, member: Member, exit_code: int | None) -> str:
+        """Why a rank is gone. One that does not answer, but still runs, is ended if it is ours."""
+        engines = self._membership.engines
+        assert engines is not None
+        deadline = time.monotonic() + EXIT_CODE_S
+        while engines.owned and exit_code is None and not member.end_reason and time.monotonic() < deadline:
+            exit_code = engines.exit_code(member.pid)
+            time.sleep(0.01)
+        if exit_code is None and not member.end_reason and member.process is not None and alive(member.process):
+            engines.end([member.pid], term_s=0.1)
+            return "no longer answers (stopped, or its machine stands still), so it is left out"
+        return member.end_reason or describe_exit(exit_code)
+
+
+class HeartbeatMonitor:
+    """The last heartbeat of each rank, and the hangs that follow from them.
+
+    Heartbeats arrive on a channel of their own, not as messages of a call, so they reach the kernel while a rank is busy
+    with a cell, or idle. What a stopped rank cannot report is read from its process, if it is on this machine.
+
+    Receives on the client's IO thread, checks on the supervisor's, and answers any.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._received: dict[int, ReceivedHeartbeat] = {}
+        self._stopped_at_s: dict[int, float] = {}  # by rank, when its process was first seen stopped
+        self._sink = Sink(lambda data: self.receive(data["beat"]))
+        self._client: Any = None
+        self._channels: dict[int, str] = {}  # by rank, the id under which the client receives
+        self._lock = threading.Lock()
+
+    # -- receiving --------------------------------------------------------------------------------------------------
+
+    def open_channels(self, client: Any, ranks: Collection[int]) -> dict[int, dict[str, str]]:
+        """Where the heartbeats of these ranks arrive: by rank, the header that an engine writes on its messages.
+
+        The client hands what engines publish to the entry of its `metadata` that the message names as its parent. Such an
+        entry need not belong to a call; that of a call is dropped when the call ends.
+        """
+        self.forget()
+        self._client, self._channels = client, {rank: f"fsdp_lab-beats-{secrets.token_hex(8)}" for rank in ranks}
+        self.keep_channels()
+        header = {"session": client.session.session, "username": "", "msg_type": "apply_request"}
+        return {rank: {**header, "msg_id": name} for rank, name in self._channels.items()}
+
+    def keep_channels(self) -> None:
+        """To be called regularly, as users may empty their own client."""
+        with self._lock:
+            for name in self._channels.values():
+                entry = self._client.metadata[name]
+                if entry["data"] is not self._sink:
+                    entry["data"] = self._sink
+
+    def close_channels(self) -> None:
+        with self._lock:
+            for name in self._channels.values():
+                self._client.metadata.pop(name, None)
+            self._channels = {}
+
+    def receive(self, beat: Mapping[str, Any]) -> None:
+        """A heartbeat that arrives after a newer one is dropped."""
+        received = ReceivedHeartbeat(beat=Heartbeat.from_dict(beat), at_s=time.monotonic())
+        with self._lock:
+            before = self._received.get(received.beat.rank)
+            if before is None or before.beat.number < received.beat.number:
+                self._received[received.beat.rank] = received
+
+    def last(self, rank: int) -> ReceivedHeartbeat | None:
+        with self._lock:
+            return self._received.get(rank)
+
+    def forget(self) -> None:
+        """Earlier heartbeats say nothing about what follows."""
+        with self._lock:
+            self._received = {}
+
+    # -- checking ---------------------------------------------------------------------------------------------------
+
+    def find_hang(self, processes: Processes, since_s: float) -> Hang | None:
+        """A hang of the call that began at `since_s`, on the monotonic clock."""
+        with self._lock:
+            received = dict(self._received)
+        if not any(r.at_s - r.beat.pending_s > since_s - 1.0 and r.beat.pending_s > self._limit_s
+                   for r in received.values()):  # fmt: skip
+            return None
+        silent = {rank: why for rank, process in processes.items() if (why := _silence(received.get(rank), process))}
+        hang = diagnose({rank: r.beat for rank, r in received.items()}, self._limit_s, silent)
+        if hang is None:
+            return None
+        unsure = [rank for rank in hang.ranks if rank not in silent and not _fresh(received.get(rank))]
+        return None if unsure and hang.waited_s < self._limit_s + FRESH_S else hang
+
+    def find_stopped(self, processes: Processes) -> list[int]:
+        """Ranks whose process has been stopped for longer than the limit; to be called regularly.
+
+        `find_hang` does not find those that no collective waits for, as when a rank saves or is idle.
+        """
+        now_s = time.monotonic()
+        stopped = {rank for rank, process in processes.items() if _status(process) in STOPPED}
+        self._stopped_at_s = {rank: self._stopped_at_s.get(rank, now_s) for rank in stopped}
+        return [rank for rank, at_s in self._stopped_at_s.items() if now_s - at_s > self._limit_s + STOPPED_S]
+
+
+def _fresh(received: ReceivedHeartbeat | None) -> bool:
+    """Whether a rank has just reported where it is, with its stack."""
+    return received is not None and bool(received.beat.stack) and received.age_s < received.beat.next_s
+
+
+def _silence(received: ReceivedHeartbeat | None, process: psutil.Process | None) -> str:
+    """Why a rank cannot send heartbeats; "" if it can."""
+    status = _status(process)
+    if status in STOPPED:
+        return "its process is stopped"
+    if received is None or received.age_s < received.beat.silent_s:
+        return ""
+    why = f": native code holds its interpreter, or it gets no time (its process is {status})" if status else ""
+    return f"nothing has been heard of it for {received.age_s:.0f} s{why}"
+
+
+def _status(process: psutil.Process | None) -> str:
+    """The system's status of a process; "" if it cannot be seen from here."""
+    with contextlib.suppress(psutil.Error):
+        return str(process.status()) if process is not None else ""
+    return ""

@@ -1,0 +1,196 @@
+"""`Fault`: something that is to go wrong on purpose, where and when. What then happens on a rank is in `rank/faults.py`.
+
+Floor 0: who asks for a fault, and refuses one that cannot be, needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.link import LinkError, LinkSpec
+
+
+class FaultKind(enum.Enum):
+    RAISE = "raise"  # the model's code raises
+    NAN = "nan"  # an activation, or in the backward a gradient, becomes NaN
+    OOM = "oom"  # more memory is asked for than can be had
+    STALL = "stall"  # the thread that trains sits in native code, deaf to SIGINT
+    CUT = "cut"  # no byte of the rank's collectives passes any more, as if its cable were pulled
+    SLOW = "slow"  # the rank's link is slower from then on
+    KILL = "kill"  # SIGKILL
+    STOP = "stop"  # SIGSTOP
+
+
+class FaultPhase(enum.Enum):
+    """In the middle of the forward or of the backward; or between the vote that ends a step and its update, when the other
+    ranks apply the step."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+E = TypeVar("E", bound=enum.Enum)
+_ONLY = {"for_s": FaultKind.STALL, "heals": FaultKind.CUT, "link": FaultKind.SLOW, "factor": FaultKind.SLOW}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault, which happens once.
+
+    Raises ArgumentError for a field that cannot be.
+    """
+
+    kind: FaultKind
+    ranks: tuple[int, ...]  # on which it happens
+    at_step: int | None = None  # by number, or the first one after it that comes to this phase; None: the next
+    phase: FaultPhase = FaultPhase.FORWARD
+    for_s: float | None = None  # of a stall; None: without end
+    heals: bool | None = (
+        None  # of a cut: with the groups that are opened after the step was given up, the default; or never
+    )
+    link: str | None = None  # of a slow link: its bandwidth and latency, as in "5 MB/s, 1 ms"
+    factor: float | None = None  # or: how many times slower it is than now
+
+    def __post_init__(self) -> None:
+        _token("kind", self.kind, FaultKind)
+        _token("phase", self.phase, FaultPhase)
+        if not isinstance(self.ranks, tuple) or not self.ranks or not all(map(_is_count, self.ranks)):
+            raise ArgumentError("fault.ranks", f"{self.ranks!r} is refused", "give the numbers of one rank or more")
+        if self.at_step is not None and not _is_count(self.at_step):
+            raise ArgumentError(
+                "fault.at_step", f"{self.at_step!r} is refused", "give the number of a step, or None for the next"
+            )
+        for name, kind in _ONLY.items():
+            if getattr(self, name) is not None and self.kind is not kind:
+                raise ArgumentError(
+                    f"fault.{name}", f"it belongs to {kind.value} and this is {self.kind.value}", "leave it out"
+                )
+        for name, least in (("for_s", 0.0), ("factor", 1.0)):
+            _more_than(name, getattr(self, name), least)
+        if self.heals is not None and not isinstance(self.heals, bool):
+            raise ArgumentError("fault.heals", f"{self.heals!r} is refused", "give true or false")
+        if self.kind is FaultKind.NAN and self.phase is FaultPhase.UPDATE:
+            raise ArgumentError("fault.phase", "when a step is applied, its loss and gradients were found finite",
+                            "use forward or backward")  # fmt: skip
+        if self.kind is FaultKind.SLOW:
+            self._check_link()
+
+    def _check_link(self) -> None:
+        if (self.link is None) == (self.factor is None):
+            raise ArgumentError("fault.link", "a slow link is one of a bandwidth, or slower by a factor",
+                            'give link, as in "5 MB/s", or factor, as in 10')  # fmt: skip
+        if self.link is None:
+            return
+        try:
+            asked = LinkSpec.parse(self.link)
+        except LinkError as e:
+            raise ArgumentError("fault.link", e.reason, e.hint) from None
+        if asked.gpu is not None:
+            raise ArgumentError("fault.link", f"{asked.text} is scaled to a GPU", 'give a bandwidth, as in "5 MB/s"')
+
+    def check(self, world_size: int, step: int) -> None:
+        """Raises ArgumentError where ranks that are at `step` cannot have it."""
+        if beyond := [rank for rank in self.ranks if rank >= world_size]:
+            raise ArgumentError(
+                "fault.ranks", f"there is no rank {beyond[0]}", f"give ranks from 0 to {world_size - 1}"
+            )
+        if self.at_step is not None and self.at_step < step:
+            raise ArgumentError(
+                "fault.at_step", f"step {self.at_step} is over", f"give {step} or more, or None for the next"
+            )
+        if world_size == 1 and self.kind in (FaultKind.CUT, FaultKind.SLOW):
+            raise ArgumentError("fault.kind", "one rank sends nothing over a link", "start two ranks or more")
+
+    @property
+    def where(self) -> str:
+        """As the end of a sentence: "in the backward of step 12"."""
+        return f"in the {self.phase.value} of step {'…' if self.at_step is None else self.at_step}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, which `from_dict` takes back."""
+        d = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**d, "kind": self.kind.value, "phase": self.phase.value, "ranks": list(self.ranks)}
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> Fault:
+        """Raises ArgumentError."""
+        given = dict(d)
+        names = [f.name for f in dataclasses.fields(cls)]
+        for name in given:
+            if name not in names:
+                raise ArgumentError(f"fault.{name}", "there is no such field", f"use {', '.join(names)}")
+        given["kind"] = _enum("kind", given.get("kind"), FaultKind)
+        given["phase"] = _enum("phase", given.get("phase", FaultPhase.FORWARD.value), FaultPhase)
+        ranks = given.get("ranks", ())
+        given["ranks"] = tuple(ranks) if isinstance(ranks, Iterable) and not isinstance(ranks, str) else ranks
+        return cls(**given)
+
+
+def _enum(name: str, value: Any, tokens: type[E]) -> E:
+    try:
+        return tokens(value)
+    except ValueError:
+        raise ArgumentError(f"fault.{name}", f"{value!r} is refused", f"give one of {_spoken(tokens)}") from None
+
+
+def _token(name: str, value: Any, tokens: type[enum.Enum]) -> None:
+    if not isinstance(value, tokens):
+        raise ArgumentError(
+            f"fault.{name}", f"{value!r} is refused", f"give one of {_spoken(tokens)}, of {tokens.__name__}"
+        )
+
+
+def _spoken(tokens: type[enum.Enum]) -> str:
+    return ", ".join(str(one.value) for one in tokens)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _more_than(name: str, value: Any, least: float) -> None:
+    if value is None:
+        return
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value <= least:
+        raise ArgumentError(
+            f"fault.{name}", f"{value!r} is refused", f"give a finite number above {least:g}, or leave it out"
+        )
+
+
+# -- drills: faults by the names that people give them -----------------------------------------------------------------
+
+# "kill" and "stop" are signals to the process; the others happen in the rank's next step.
+DRILLS = {
+    "kill": "ends the rank's process (SIGKILL), as the system does when memory runs out",
+    "stop": "stops the rank's process (SIGSTOP), as a machine that stands still",
+    "stall": "lets the rank sit in native code, deaf to interrupts",
+    "cut": "lets no byte of the rank's collectives through, as if its cable were pulled",
+    "slow": "makes the rank's link ten times slower; nothing fails; end() mends it",
+    "out-of-memory": "lets the rank ask for more memory than there is",
+    "nan": "makes one of the rank's activations NaN",
+    "raise": "lets the model's code raise on the rank",
+}
+SIGNALS = ("kill", "stop")
+_KINDS = {"out-of-memory": FaultKind.OOM}
+SLOWER = 10.0
+
+
+def check_kind(kind: str) -> None:
+    """Raises ArgumentError."""
+    if kind not in DRILLS:
+        raise ArgumentError("kind", f"{kind!r} is refused", f"choose from {', '.join(DRILLS)}")
+
+
+def fault_of(kind: str, rank: int) -> Fault:
+    """What a rank is asked for; also of a signal, so that the same is refused. Raises ArgumentError."""
+    check_kind(kind)
+    wanted = _KINDS.get(kind) or FaultKind(kind)
+    return Fault(kind=wanted, ranks=(rank,), factor=SLOWER if wanted is FaultKind.SLOW else None)

@@ -1,0 +1,100 @@
+"""Figures and tables as text: `size`, `duration`, `count`, `figures`, and `Table`, for a terminal and for a notebook."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Cells as they are shown. Columns named in `left` are words, the others are figures and stand to the right."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    caption: str = ""
+    notes: tuple[str, ...] = ()
+    left: frozenset[str] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        widths = [max(len(c), *(len(r[i]) for r in self.rows), 0) for i, c in enumerate(self.columns)]
+        lines = [self._line(self.columns, widths), *(self._line(row, widths) for row in self.rows)]
+        head = [self.caption] if self.caption else []
+        return "\n".join([*head, *lines, *(f"note: {n}" for n in self.notes)])
+
+    def _line(self, cells: Sequence[str], widths: Sequence[int]) -> str:
+        pairs = zip(self.columns, cells, widths, strict=True)
+        return "  ".join(c.ljust(w) if name in self.left else c.rjust(w) for name, c, w in pairs).rstrip()
+
+    def _repr_html_(self) -> str:
+        def side(name: str) -> str:
+            if name in self.left:
+                return 'style="text-align:left"'
+            return 'style="text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap"'
+
+        def cell(name: str, text: str) -> str:
+            """A figure's spread stands below it: tables of many columns are wide enough."""
+            middle, open_, spread = text.partition(" (")
+            if name in self.left or not open_:
+                return escape(text)
+            return f"{escape(middle)}<br><small>({escape(spread)}</small>"
+
+        sides = [side(name) for name in self.columns]
+        head = "".join(f"<th {s}>{escape(c)}</th>" for s, c in zip(sides, self.columns, strict=True))
+        filled = ([cell(name, text) for name, text in zip(self.columns, row, strict=True)] for row in self.rows)
+        body = "".join(
+            "<tr>" + "".join(f"<td {s}>{c}</td>" for s, c in zip(sides, row, strict=True)) + "</tr>" for row in filled
+        )
+        caption = f'<caption style="text-align:left">{escape(self.caption)}</caption>' if self.caption else ""
+        notes = "".join(f"<p><small>{escape(n)}</small></p>" for n in self.notes)
+        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
+
+
+# -- numbers with three significant figures --------------------------------------------------------------------------
+
+
+def figures(value: float, digits: int = 3) -> str:
+    """`digits` significant figures, thousands separated, never an exponent: 0.0123, 4.56, 78.9, 12,300."""
+    if not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{places}f}"
+
+
+def size(number_bytes: float | None) -> str:
+    """Bytes in binary units: 512 B, 3.40 MiB, 1.25 GiB."""
+    if number_bytes is None:
+        return "–"
+    for unit, one in (("GiB", GIB), ("MiB", MIB), ("KiB", 1 << 10)):
+        if abs(number_bytes) >= one:
+            return f"{figures(number_bytes / one)} {unit}"
+    return f"{number_bytes:.0f} B"
+
+
+def traffic(number_bytes: float) -> str:
+    """Bytes on a link, in powers of ten: 3.40 kB, 1.25 MB, 12.0 GB."""
+    for unit, one in (("GB", 1e9), ("MB", 1e6)):
+        if number_bytes >= one:
+            return f"{figures(number_bytes / one)} {unit}"
+    return f"{figures(number_bytes / 1e3)} kB"
+
+
+def duration(seconds: float) -> str:
+    """3.20 ms, 1.25 s; a dash for what was not measured."""
+    if not math.isfinite(seconds):
+        return "–"
+    return f"{figures(seconds)} s" if seconds >= 1 else f"{figures(seconds * 1e3)} ms"
+
+
+def count(number: float) -> str:
+    """A number or a rate without its unit: 950, 12,300, 1.23 M."""
+    return f"{figures(number / 1e6)} M" if number >= 1e6 else f"{number:,.0f}"

@@ -1,0 +1,221 @@
+"""`Hang`: which rank the others wait for, from the heartbeats of all ranks (`fsdp_lab.core.heartbeat`).
+
+Floor 0: used by the kernel, and without one (torchrun) by a rank that has waited for too long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.heartbeat import Heartbeat, Issued
+
+_MAX_STACKS = 3  # the stacks of further ranks are alike
+_SAME_PAYLOAD = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "control")  # on every rank of the group
+
+Heartbeats = Mapping[int, Heartbeat]  # the last one of each rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """A collective that does not finish, and the ranks that cause it. `sentence` says everything except the stacks."""
+
+    sentence: str
+    ranks: tuple[int, ...]  # that did not join, or issued a different collective; empty if the link itself is stalled
+    absent: tuple[int, ...]  # those of them that wait for no collective
+    collective: Issued
+    waiting: tuple[int, ...]  # ranks that wait in it
+    waited_s: float  # the longest of them
+    stacks: Mapping[int, str] = field(default_factory=dict)  # by rank, if they can be read
+
+    @property
+    def text(self) -> str:
+        """The stacks, one after the other; "" if none can be read."""
+        return "\n".join(f"rank {rank} is here:\n{stack}" for rank, stack in self.stacks.items())
+
+
+def limit(hang_s: float | None, timeout_s: float) -> float:
+    """Seconds that a collective may wait for a rank. None: half of `timeout_s`, the timeout of the wire itself.
+
+    Raises ArgumentError.
+    """
+    if hang_s is None:
+        return timeout_s / 2
+    if isinstance(hang_s, bool) or not isinstance(hang_s, (int, float)) or not hang_s > 0:
+        raise ArgumentError(
+            "hang_s", f"{hang_s!r} is refused", "give seconds, more than 0, or None for half of timeout_s"
+        )
+    if hang_s >= timeout_s:
+        raise ArgumentError("hang_s", f"{hang_s:g} s is not less than timeout_s ({timeout_s:g} s), the wire's own timeout",
+                        "give less, or a larger timeout_s")  # fmt: skip
+    return float(hang_s)
+
+
+def diagnose(heartbeats: Heartbeats, limit_s: float, silent: Mapping[int, str] | None = None) -> Hang | None:
+    """The hang of ranks that have waited for longer than `limit_s`; None if there are none.
+
+    `silent`: why a rank sends no heartbeats, such as "its process is stopped"; its last one does not count as its state.
+    """
+    silent = silent or {}
+    waiting = {rank: h for rank, h in heartbeats.items() if h.pending is not None and rank not in silent}
+    late = [h for h in waiting.values() if h.pending_s > limit_s]
+    if not late:
+        return None
+    longest = max(late, key=lambda h: h.pending_s)
+    return _mismatch(longest, heartbeats, waiting) or _absence(longest, heartbeats, waiting, silent)
+
+
+# -- a rank is missing -----------------------------------------------------------------------------------------------
+
+
+def _absence(longest: Heartbeat, heartbeats: Heartbeats, waiting: Heartbeats, silent: Mapping[int, str]) -> Hang:
+    wait, absent = _find_absent(longest, heartbeats, waiting)
+    if not absent:  # all have issued it, according to their last heartbeats
+        wait, absent = longest, [rank for rank in longest.peers if rank in silent]
+    elsewhere = [] if absent else _missing(wait, heartbeats)
+    assert wait.pending is not None
+    waiters = _waiting_in(wait.pending, waiting)
+    what = f"{wait.pending.name} (group {wait.pending.group}: {_ranks(wait.peers)})"
+    waited = f"{_ranks(waiters)} {'has' if len(waiters) == 1 else 'have'} waited {wait.pending_s:.1f} s"
+    if absent:
+        details = "; ".join([_last_seen(rank, heartbeats.get(rank), silent.get(rank)) for rank in absent[:_MAX_STACKS]])
+        sentence = f"{_ranks(absent)} did not join {what}, for which {waited}: {details}"
+    elif elsewhere:
+        details = "; ".join(
+            f"rank {rank} waits in {_pending(waiting[rank])} itself" for rank in elsewhere[:_MAX_STACKS]
+        )
+        sentence = (
+            f"{_ranks(elsewhere)} did not join {what}, for which {waited}: {details}; the ranks wait for each other"
+        )
+    else:
+        sentence = f"all ranks joined {what} and it does not finish; {waited}: the connection between them is stalled"
+    named = absent or elsewhere
+    return Hang(
+        sentence=sentence,
+        ranks=tuple(named),
+        absent=tuple(absent),
+        collective=wait.pending,
+        waiting=waiters,
+        waited_s=wait.pending_s,
+        stacks=_stacks(named, heartbeats, silent),
+    )
+
+
+def _find_absent(longest: Heartbeat, heartbeats: Heartbeats, waiting: Heartbeats) -> tuple[Heartbeat, list[int]]:
+    """The ranks that are missing and wait for nothing, and the wait in which they are missing.
+
+    With several groups, a missing rank may itself wait in another group, and so on.
+    """
+    queue, seen = [longest], {longest.rank}
+    for wait in queue:
+        missing = _missing(wait, heartbeats)
+        if absent := [rank for rank in missing if rank not in waiting]:
+            return wait, absent
+        queue += [waiting[rank] for rank in missing if rank not in seen]
+        seen.update(missing)
+    return longest, []
+
+
+def _missing(wait: Heartbeat, heartbeats: Heartbeats) -> list[int]:
+    """Ranks that have not issued the collective that this one waits for."""
+    assert wait.pending is not None
+    group, ordinal = wait.pending.group, wait.pending.ordinal
+    if ordinal < 0:  # between two ranks: not counted
+        return [rank for rank in wait.peers if rank != wait.rank]
+    return [rank for rank in wait.peers if rank not in heartbeats or heartbeats[rank].counts.get(group, 0) <= ordinal]
+
+
+def _waiting_in(collective: Issued, waiting: Heartbeats) -> tuple[int, ...]:
+    """Ranks that wait in the same collective."""
+    key = (collective.group, collective.ordinal)
+    return tuple(sorted(r for r, h in waiting.items() if h.pending and (h.pending.group, h.pending.ordinal) == key))
+
+
+def _last_seen(rank: int, heartbeat: Heartbeat | None, silence: str | None) -> str:
+    """What is known about a rank that did not join."""
+    if heartbeat is None:
+        return f"rank {rank} has sent no heartbeat"
+    name = heartbeat.last.name if heartbeat.last else "no collective"
+    if silence:
+        return f"the last heartbeat of rank {rank} was after {name}; {silence}, so its stack cannot be read"
+    last = f"the last collective of rank {rank} is {name}"
+    return last if heartbeat.working else f"{last}, and it is not in the step: it has not begun, or is busy with a cell"
+
+
+def _pending(heartbeat: Heartbeat) -> str:
+    return heartbeat.pending.name if heartbeat.pending else "nothing"
+
+
+# -- ranks issue different collectives -------------------------------------------------------------------------------
+
+
+def _mismatch(longest: Heartbeat, heartbeats: Heartbeats, waiting: Heartbeats) -> Hang | None:
+    """Ranks of a group have issued different collectives under the same number: one was skipped, or the order differs."""
+    assert longest.pending is not None
+    group = longest.pending.group
+    by_ordinal: dict[int, dict[int, Issued]] = {}
+    for heartbeat in (heartbeats[rank] for rank in longest.peers if rank in heartbeats):
+        for one in heartbeat.recent:
+            if one.group == group and one.ordinal >= 0:
+                by_ordinal.setdefault(one.ordinal, {})[heartbeat.rank] = one
+    for ordinal, issued in sorted(by_ordinal.items()):
+        parties = _parties(issued)
+        if len(parties) > 1:
+            return _mismatch_hang(longest, ordinal, issued, parties, heartbeats, waiting)
+    return None
+
+
+def _parties(issued: Mapping[int, Issued]) -> list[list[int]]:
+    """Ranks that have issued the same collective; the largest party first, on a tie that of the lowest rank."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    for rank, one in sorted(issued.items()):
+        payload = one.payload_bytes if one.kind in _SAME_PAYLOAD else 0
+        found.setdefault((one.kind, one.unit, payload), []).append(rank)
+    return sorted(found.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+
+
+def _mismatch_hang(
+    longest: Heartbeat,
+    ordinal: int,
+    issued: Mapping[int, Issued],
+    parties: list[list[int]],
+    heartbeats: Heartbeats,
+    waiting: Heartbeats,
+) -> Hang:
+    assert longest.pending is not None
+    versions = " and ".join(
+        [f"{_ranks(ranks)} issued {_described(issued[ranks[0]])}" for ranks in parties[:_MAX_STACKS]]
+    )
+    named = [rank for ranks in parties[1:] for rank in ranks]
+    return Hang(
+        sentence=f"the ranks disagree about collective {ordinal} of group {longest.pending.group}: {versions}; one was "
+        f"skipped, or their order differs. Rank {longest.rank} has waited {longest.pending_s:.1f} s in "
+        f"{longest.pending.name}",
+        ranks=tuple(named),
+        absent=tuple(rank for rank in named if rank not in waiting),
+        collective=issued[parties[0][0]],
+        waiting=_waiting_in(longest.pending, waiting),
+        waited_s=longest.pending_s,
+        stacks=_stacks([named[0], parties[0][0]], heartbeats, {}),
+    )
+
+
+def _described(one: Issued) -> str:
+    return f"{one.label}, {one.payload_bytes:,} bytes" if one.payload_bytes else one.label
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    """ "rank 1", "ranks 1 and 3", "ranks 1, 2, 3 and 60 more"."""
+    names = [str(rank) for rank in ranks]
+    if len(names) > 4:
+        names = [*names[:3], f"{len(names) - 3} more"]
+    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
+def _stacks(ranks: Iterable[int], heartbeats: Heartbeats, silent: Mapping[int, str]) -> dict[int, str]:
+    readable = [rank for rank in ranks if rank in heartbeats and rank not in silent and heartbeats[rank].stack]
+    return {rank: heartbeats[rank].stack for rank in readable[:_MAX_STACKS]}

@@ -1,0 +1,248 @@
+"""`ModelShape`: what a planner needs of a model, as numbers, unit by unit. Floor 0: no torch.
+
+`fsdp_lab.planner.named_models` derives it from published sizes of a transformer. `fsdp_lab.planner.shapes.recorded`
+records it from any transformers config, with tapes: what a step of the plain model allocates and frees, in order of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from fsdp_lab.core.schedule import Direction, Point, PointSide, UnitCall
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatMul:
+    """`count` matrix products with a weight: [tokens, inputs] x [inputs, outputs]. `share` of the tokens that the unit sees:
+    an image's classifier sees one of them, a convolution as many as its output has pixels."""
+
+    inputs: int
+    outputs: int
+    count: int = 1
+    share: float = 1.0
+
+    @property
+    def weights(self) -> int:
+        return self.inputs * self.outputs * self.count
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedBytes:
+    """Bytes that the forward of one sample of T tokens keeps for its backward: `per_token * T + per_pair * T^2 + fixed`."""
+
+    per_token_bytes: float = 0.0
+    per_pair_bytes: float = 0.0  # 0 where attention does not write its matrix down
+    fixed_bytes: float = 0.0
+
+    def bytes_of(self, tokens: int) -> float:
+        return self.per_token_bytes * tokens + self.per_pair_bytes * tokens * tokens + self.fixed_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitShape:
+    """A module that is gathered as one: a block, or the root with what is in no block."""
+
+    name: str  # such as "transformer.h.0"; "root"
+    parameters: tuple[int, ...]  # elements of each tensor, in the module's order
+    products: tuple[MatMul, ...] = ()
+    pair_flops: float = 0.0  # of attention, forward, for each pair of tokens of a sample: 4 x heads x their width
+    saved: Mapping[str, SavedBytes]  # by compute dtype: "fp32", "bf16", "fp16"
+    boundary_elements: float = 0.0  # of a token: the unit's input, which is all that recompute keeps of it
+    heads: int = 0  # of that attention
+    causal: bool = False  # a fused kernel skips half of the pairs
+    share: float = 1.0  # of a sample's tokens that it sees: one half in an encoder or a decoder
+    shapes: tuple[tuple[int, ...], ...] = ()  # of each tensor; (): only their elements are known
+    full_precision: tuple[int, ...] = ()  # which of them keep fp32 whatever the precision: batch norms'
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(self.parameters)
+
+    def forward_flops(self, tokens: int) -> float:
+        """Of one sample."""
+        seen = self.share * tokens
+        return 2 * sum(p.weights * p.share for p in self.products) * seen + self.pair_flops * seen * seen
+
+
+@dataclass(frozen=True, slots=True)
+class SizeFormula:
+    """Bytes as a polynomial of B samples and T tokens of each: (power of B, power of T, coefficient)."""
+
+    terms: tuple[tuple[int, int, float], ...]
+
+    def bytes_of(self, samples: int, tokens: int) -> float:
+        return sum(c * float(samples) ** b * float(tokens) ** t for b, t, c in self.terms)
+
+
+ALLOCATED, FREED = "+", "-"  # what is no parameter's gradient
+MADE, ARRIVED = "g", "!"  # a parameter's gradient is allocated; it is complete, and whoever trains may take it
+
+
+@dataclass(frozen=True, slots=True)
+class TapeChange:
+    """One moment of a tape. `unit`, `index`: whose gradient it is; a unit of None is that of the stretch's call."""
+
+    kind: str
+    size: SizeFormula
+    unit: int | None = None
+    index: int = -1
+
+
+def merged(changes: Sequence[TapeChange]) -> list[TapeChange]:
+    """Neighbours that are both allocated, or both freed, as one: no peak lies between them."""
+    found: list[TapeChange] = []
+    for change in changes:
+        if found and change.kind == found[-1].kind and change.kind in (ALLOCATED, FREED):
+            terms: dict[tuple[int, int], float] = {}
+            for b, t, c in (*found[-1].size.terms, *change.size.terms):
+                terms[b, t] = terms.get((b, t), 0) + c
+            found[-1] = TapeChange(change.kind, SizeFormula(tuple((b, t, c) for (b, t), c in sorted(terms.items()))))
+        else:
+            found.append(change)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class TapeSegment:
+    """What changes from a point of the step on until the next one."""
+
+    point: Point
+    changes: tuple[TapeChange, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """`units[0]` is the root, the others stand in the order of the forward.
+
+    `calls`, where the model was built: the forward as a tree of calls of units, (unit, the call around it). `tapes`: of a
+    forward and a backward of the plain model, by how it computes: "fp32", "half", "autocast" (fp32 parameters, half in
+    products), each also as "fp32, recompute" and so on, where every block is computed again.
+    """
+
+    name: str
+    units: tuple[UnitShape, ...]
+    image_tokens: int | None = None  # of an image; None: a sample has as many tokens as the sequence is long
+    calls: tuple[tuple[int, int | None], ...] = ()
+    unit_names: tuple[str, ...] = ()  # of their first modules; a unit's own name is what its like have in common
+    tapes: Mapping[str, tuple[TapeSegment, ...]] = field(default_factory=dict, repr=False)
+    buffers_bytes: int = 0
+    batch: SizeFormula = SizeFormula(((1, 1, 16.0),))  # what a micro-batch itself takes: ids and labels
+
+    @property
+    def parameters(self) -> int:
+        """Ties counted once."""
+        return sum(unit.numel for unit in self.units)
+
+    def tokens(self, seq_len: int) -> int:
+        """Of one sample."""
+        return self.image_tokens if self.image_tokens is not None else seq_len
+
+    def forward_flops(self, seq_len: int) -> float:
+        """Of one sample."""
+        return sum(unit.forward_flops(self.tokens(seq_len)) for unit in self.units)
+
+    @cached_property
+    def call_tree(self) -> tuple[UnitCall, ...]:
+        """As the schedule takes it: where no calls are known, a root that calls every other unit once."""
+        if self.calls:
+            return tuple(UnitCall(unit, parent) for unit, parent in self.calls)
+        return (UnitCall(0), *(UnitCall(i, 0) for i in range(1, len(self.units))))
+
+    # -- JSON, both ways ------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists and scalars. What units and stretches have in common is written once."""
+        units, sizes, changes = _Table(), _Table(), _Table()
+        sequence = [units.number(_unit_to_dict(unit)) for unit in self.units]
+
+        def written(stretch: TapeSegment) -> list[int]:
+            row = [_change_to_list(c, sizes.number([list(term) for term in c.size.terms])) for c in stretch.changes]
+            return [*_point_to_list(stretch.point), changes.number(row)]
+
+        tapes = {name: [written(stretch) for stretch in tape] for name, tape in self.tapes.items()}
+        return {
+            "name": self.name, "units": units.rows, "sequence": sequence, "image_tokens": self.image_tokens,
+            "calls": [list(call) for call in self.calls], "unit_names": list(self.unit_names), "sizes": sizes.rows,
+            "changes": changes.rows, "tapes": tapes,
+            "buffers_bytes": self.buffers_bytes, "batch": [list(t) for t in self.batch.terms],
+        }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> ModelShape:
+        units = [_unit_from_dict(row) for row in d["units"]]
+        sizes = [_size(terms) for terms in d["sizes"]]
+        changes = [tuple(_change_from_list(x, sizes) for x in row) for row in d["changes"]]
+        return cls(
+            name=d["name"], units=tuple(units[i] for i in d["sequence"]), image_tokens=d["image_tokens"],
+            calls=tuple((unit, parent) for unit, parent in d["calls"]), unit_names=tuple(d["unit_names"]),
+            tapes={name: tuple(TapeSegment(_point_of(*row[:3]), changes[row[3]]) for row in tape)
+                   for name, tape in d["tapes"].items()},
+            buffers_bytes=d["buffers_bytes"], batch=_size(d["batch"]),
+        )  # fmt: skip
+
+
+class _Table:
+    """Rows of what was seen, each once; equal things have one number."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self._numbers: dict[Any, int] = {}
+
+    def number(self, row: Any) -> int:
+        key = repr(row)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.rows)
+            self.rows.append(row)
+        return self._numbers[key]
+
+
+_DIRECTIONS = (Direction.FORWARD, Direction.BACKWARD, Direction.UPDATE)
+_MOMENTS = (PointSide.BEFORE, PointSide.AFTER)
+
+
+def _point_to_list(point: Point) -> list[int]:
+    return [_DIRECTIONS.index(point.direction), point.call, _MOMENTS.index(point.moment)]
+
+
+def _point_of(direction: int, call: int, moment: int) -> Point:
+    return Point(_DIRECTIONS[direction], call, _MOMENTS[moment])
+
+
+def _size(terms: Any) -> SizeFormula:
+    return SizeFormula(tuple((b, t, c) for b, t, c in terms))
+
+
+_KINDS = (ALLOCATED, FREED, MADE, ARRIVED)
+
+
+def _change_to_list(change: TapeChange, size: int) -> list[int]:
+    whose = () if change.index < 0 else (change.index,) if change.unit is None else (change.index, change.unit)
+    return [_KINDS.index(change.kind), size, *whose]
+
+
+def _change_from_list(row: Sequence[int], sizes: Sequence[SizeFormula]) -> TapeChange:
+    kind, size, *whose = row
+    index = whose[0] if whose else -1
+    return TapeChange(_KINDS[kind], sizes[size], whose[1] if len(whose) > 1 else None, index)
+
+
+def _unit_to_dict(unit: UnitShape) -> dict[str, Any]:
+    return {
+        "name": unit.name, "parameters": list(unit.parameters), "shapes": [list(s) for s in unit.shapes],
+        "full_precision": list(unit.full_precision), "pair_flops": unit.pair_flops,
+        "products": [[p.inputs, p.outputs, p.count, p.share] for p in unit.products],
+        "saved": {k: [v.per_token_bytes, v.per_pair_bytes, v.fixed_bytes] for k, v in unit.saved.items()},
+        "boundary_elements": unit.boundary_elements, "heads": unit.heads, "causal": unit.causal, "share": unit.share,
+    }  # fmt: skip
+
+
+def _unit_from_dict(d: Mapping[str, Any]) -> UnitShape:
+    products = (MatMul(inputs=i, outputs=o, count=n, share=share) for i, o, n, share in d["products"])
+    saved = {k: SavedBytes(per_token_bytes=a, per_pair_bytes=b, fixed_bytes=c) for k, (a, b, c) in d["saved"].items()}
+    return UnitShape(**{
+        **d, "parameters": tuple(d["parameters"]), "shapes": tuple(map(tuple, d["shapes"])), "products": tuple(products),
+        "full_precision": tuple(d["full_precision"]), "saved": saved,
+    })  # fmt: skip

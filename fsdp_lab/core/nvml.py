@@ -1,0 +1,176 @@
+"""NVIDIA GPUs as their driver reports them through NVML (`pynvml`, of the package nvidia-ml-py).
+
+NVML makes no CUDA context, but a driver that hangs also hangs its caller. `query` therefore runs this file in a process of
+its own, with a timeout. Floor 0: the standard library and `pynvml`, nothing of fsdp_lab.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path, PurePath
+from typing import Any
+
+TIMEOUT_S = 20.0
+TOPOLOGY = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # NVML's levels, in nvidia-smi's words
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuProcess:
+    """A process that computes on a GPU."""
+
+    pid: int
+    name: str
+    used_bytes: int  # of the GPU's memory; 0 where the driver does not say
+    owner: str = ""  # user name; "" where it cannot be seen from here
+
+    def __str__(self) -> str:
+        who = f", of {self.owner}" if self.owner else ""
+        return f"process {self.pid} ({self.name}{who}, {self.used_bytes / 2**30:.1f} GiB)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuStatus:
+    """One GPU of the machine, whether CUDA_VISIBLE_DEVICES names it or not."""
+
+    uuid: str
+    name: str
+    total_bytes: int  # 0 where the driver does not say (unified memory)
+    used_bytes: int  # without what the driver reserves for itself
+    capability: str = ""  # "9.0"
+    processes: tuple[GpuProcess, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuReport:
+    """The GPUs of a machine; empty where there is no NVIDIA driver."""
+
+    gpus: tuple[GpuStatus, ...] = ()  # in PCI order
+    driver: str = ""  # "580.95.05"
+    driver_cuda: str = ""  # the newest CUDA that the driver supports: "13.0"
+    links: Mapping[str, int] = field(default_factory=dict)  # kind of link ("NV18", "PHB") -> pairs of GPUs
+    error: str = ""  # why the GPUs could not be listed
+
+
+def query(timeout_s: float = TIMEOUT_S) -> GpuReport:
+    """The report of this machine. Never raises."""
+    if not has_driver():
+        return GpuReport()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", __file__],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return GpuReport(error=f"the NVIDIA driver did not answer within {timeout_s:g} s")
+    if done.returncode:
+        return GpuReport(error=(done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    told: dict[str, Any] = json.loads(done.stdout)
+    gpus = ({**gpu, "processes": tuple(GpuProcess(**p) for p in gpu["processes"])} for gpu in told["gpus"])
+    return GpuReport(**{**told, "gpus": tuple(GpuStatus(**gpu) for gpu in gpus)})
+
+
+def has_driver() -> bool:
+    """Whether the driver's library is here. Without it there is no GPU to ask for."""
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def read() -> GpuReport:
+    """`query`, in this process, where there is a driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return GpuReport(error=f"nvidia-ml-py is not installed: {sys.executable} -m pip install nvidia-ml-py")
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as e:
+        return GpuReport(error=f"NVML: {e}")
+    try:
+        return _Reader(pynvml).report()
+    except pynvml.NVMLError as e:
+        return GpuReport(error=f"NVML: {e}")
+    finally:
+        pynvml.nvmlShutdown()
+
+
+class _Reader:
+    """What NVML says, call by call. Facts that a GPU or an old driver does not have are left out."""
+
+    def __init__(self, nvml: Any) -> None:
+        self._nvml = nvml
+
+    def report(self) -> GpuReport:
+        nvml = self._nvml
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        cuda = self._optional(nvml.nvmlSystemGetCudaDriverVersion, default=0)  # 13000
+        return GpuReport(
+            gpus=tuple(self._gpu(handle) for handle in handles),
+            driver=self._optional(nvml.nvmlSystemGetDriverVersion, default=""),
+            driver_cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else "",
+            links=dict(Counter(kind for a, b in combinations(handles, 2) if (kind := self._link(a, b)))),
+        )
+
+    def _optional(self, call: Callable[..., Any], *args: Any, default: Any = None) -> Any:
+        try:
+            return call(*args)
+        except self._nvml.NVMLError:
+            return default
+
+    def _gpu(self, handle: Any) -> GpuStatus:
+        nvml = self._nvml
+        memory = self._optional(nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
+        memory = memory or self._optional(nvml.nvmlDeviceGetMemoryInfo, handle)  # drivers before 510
+        capability = self._optional(nvml.nvmlDeviceGetCudaComputeCapability, handle)
+        processes = self._optional(nvml.nvmlDeviceGetComputeRunningProcesses, handle, default=())
+        return GpuStatus(
+            uuid=nvml.nvmlDeviceGetUUID(handle),
+            name=nvml.nvmlDeviceGetName(handle),
+            total_bytes=int(memory.total) if memory else 0,
+            used_bytes=int(memory.used) if memory else 0,
+            capability="{}.{}".format(*capability) if capability else "",
+            processes=tuple(self._process(p.pid, p.usedGpuMemory) for p in processes),
+        )
+
+    def _process(self, pid: int, used_bytes: int | None) -> GpuProcess:
+        name = PurePath(self._optional(self._nvml.nvmlSystemGetProcessName, pid, default="")).name
+        owner, folder = "", Path("/proc", str(pid))
+        with contextlib.suppress(OSError, KeyError):  # of another container, or ended
+            name = name or (folder / "comm").read_text(encoding="utf-8").strip()
+            owner = folder.owner()
+        return GpuProcess(pid=pid, name=name or "unknown", used_bytes=used_bytes or 0, owner=owner)
+
+    def _link(self, a: Any, b: Any) -> str:
+        """As `nvidia-smi topo -m` names it: NV and the number of NVLinks, or the PCIe level; "" where NVML does not say."""
+        nvml = self._nvml
+        nvlink = self._optional(nvml.nvmlDeviceGetP2PStatus, a, b, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        if nvlink == nvml.NVML_P2P_STATUS_OK:
+            return f"NV{self._nvlinks(a, b)}"
+        return TOPOLOGY.get(self._optional(nvml.nvmlDeviceGetTopologyCommonAncestor, a, b, default=-1), "")
+
+    def _nvlinks(self, a: Any, b: Any) -> int:
+        """Active links of `a` to `b`; where they go through a switch, all of them."""
+        nvml = self._nvml
+        states = [self._optional(nvml.nvmlDeviceGetNvLinkState, a, i) for i in range(nvml.NVML_NVLINK_MAX_LINKS)]
+        active = [i for i, state in enumerate(states) if state == nvml.NVML_FEATURE_ENABLED]
+        remotes = (self._optional(nvml.nvmlDeviceGetNvLinkRemotePciInfo, a, i) for i in active)
+        bus = nvml.nvmlDeviceGetPciInfo(b).busId
+        return sum(remote is not None and remote.busId == bus for remote in remotes) or len(active)
+
+
+if __name__ == "__main__":
+    print(json.dumps(dataclasses.asdict(read())))

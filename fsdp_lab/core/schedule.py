@@ -1,0 +1,324 @@
+"""`Schedule`: which phase of which unit is issued at which point of a step, and what it waits for.
+
+It is data. The engine's hooks ask it what to issue now (`at`), the planner simulates the same list (`actions`), slow motion
+and the timeline take their names from it; so what is predicted and what is executed cannot drift apart. No torch.
+
+A forward is a tree of calls: the root's call encloses those of its units. The backward walks the same tree from the other
+end. At each call there are four points: before and after its forward, before and after its backward.
+
+Note: what stays gathered. With resharding after forward (arXiv 2304.11277, section 3.2.1) every unit is freed when its
+forward is over, and gathered again for its backward. But what the backward asks for first, the root, the unit it begins with
+and those prefetched beside it, would be freed only to be gathered at once: these stay. They are never more than the
+limiter allows at that moment anyway, so the peak of memory is the same and the gathers are fewer. A unit that is called
+more than once stays from its last call on; before that it would stand beside whatever comes between. Where nothing is freed
+after the forward (ZeRO-2), the limiter counts what computes and what was gathered ahead: to wait for the others is useless.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+
+class Phase(enum.StrEnum):
+    """The names that plots, profiler traces and the documentation share."""
+
+    UNSHARD = "unshard"  # all-gather a unit's parameters
+    COMPUTE = "compute"  # its forward or its backward
+    RESHARD = "reshard"  # free what was gathered
+    REDUCE = "reduce"  # reduce-scatter (and, in hybrid sharding, all-reduce) its gradients
+    HOST_COPY = "host_copy"  # between host and device, under offload
+    OPTIM = "optim"  # the optimizer's step
+
+
+class Direction(enum.StrEnum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class PointSide(enum.StrEnum):
+    BEFORE = "before"
+    AFTER = "after"
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where in a step: before or after the forward or the backward of one call."""
+
+    direction: Direction
+    call: int
+    moment: PointSide
+
+
+@dataclass(frozen=True)
+class UnitCall:
+    """One call of a unit's module in a forward; `parent` is the call that encloses it."""
+
+    unit: int
+    parent: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """One phase of one unit. It may begin when the actions whose indices it waits for are complete."""
+
+    phase: Phase
+    unit: int  # -1: all of them
+    point: Point
+    waits_for: tuple[int, ...]
+    ahead: bool = False  # issued before its own turn: a prefetch
+
+
+class OffloadPolicy(enum.StrEnum):
+    """What is kept on the host. Master shards are, with either of the last two."""
+
+    NONE = "none"
+    OPTIMIZER = "optimizer"  # gradients and the optimizer's state; a shard in the gathered dtype stays on the device
+    ALL = "all"  # parameters too: each gather begins with a copy from the host
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefetchPolicy:
+    """What is gathered ahead of its turn."""
+
+    forward_prefetch: int = 0  # units ahead of the one that computes
+    backward_prefetch: int = 1
+    prefetch_before: bool = True  # issue backward prefetches before the unit's backward, or after it
+    limit: int = 2  # gathered units beside the one that computes; 0: no limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules(PrefetchPolicy):
+    """All that a schedule depends on, beside the calls."""
+
+    reshard_after_forward: bool = True
+    offload: OffloadPolicy = OffloadPolicy.NONE
+    keeps_first: bool = True  # keep what the backward asks for first, see the note; FSDP1 and FSDP2 keep the root alone
+
+    @classmethod
+    def of(cls, prefetch: PrefetchPolicy, *, reshard_after_forward: bool, offload: OffloadPolicy) -> Rules:
+        given = {f.name: getattr(prefetch, f.name) for f in fields(PrefetchPolicy)}
+        return cls(**given, reshard_after_forward=reshard_after_forward, offload=offload)
+
+    def depth(self, direction: Direction) -> int:
+        """How many units are gathered ahead of the one that computes."""
+        return self.forward_prefetch if direction is Direction.FORWARD else self.backward_prefetch
+
+    def has_room(self, alive: int) -> bool:
+        """Whether one more unit may be gathered ahead of its turn."""
+        return self.limit == 0 or alive < self.limit + 1
+
+
+class Schedule:
+    """One step's phases for a tree of calls.
+
+    Args:
+        calls: in the order of their beginnings; the first is the root's.
+        rules: see `Rules`.
+        backward: False for a forward without gradients, after which everything is freed.
+    """
+
+    def __init__(self, calls: Sequence[UnitCall], rules: Rules, *, backward: bool = True) -> None:
+        self.calls, self.rules, self.backward = tuple(calls), rules, backward
+        self.actions: tuple[Action, ...] = tuple(_Builder(self).build())
+
+    def at(self, point: Point) -> tuple[Action, ...]:
+        """What is issued there, in this order; the computation itself is not listed."""
+        return self._by_point.get(point, ())
+
+    @cached_property
+    def _by_point(self) -> dict[Point, tuple[Action, ...]]:
+        found: dict[Point, list[Action]] = {}
+        for action in self.actions:
+            if action.phase not in (Phase.COMPUTE, Phase.OPTIM):
+                found.setdefault(action.point, []).append(action)
+        return {point: tuple(actions) for point, actions in found.items()}
+
+    @cached_property
+    def walk(self) -> tuple[Point, ...]:
+        """Every point, in the order of time."""
+        forward = self._points(Direction.FORWARD, reverse=False) if self.calls else ()
+        backward = self._points(Direction.BACKWARD, reverse=True) if self.calls and self.backward else ()
+        return (*forward, *backward)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """For each call, those directly inside it."""
+        inside: list[list[int]] = [[] for _ in self.calls]
+        for k, call in enumerate(self.calls):
+            if call.parent is not None:
+                inside[call.parent].append(k)
+        return tuple(map(tuple, inside))
+
+    @cached_property
+    def order(self) -> dict[Direction, tuple[int, ...]]:
+        """The calls in the order in which they begin, each way."""
+        ways = (Direction.FORWARD, Direction.BACKWARD)
+        before = [p for p in self.walk if p.moment is PointSide.BEFORE]
+        return {way: tuple(p.call for p in before if p.direction is way) for way in ways}
+
+    @cached_property
+    def begun(self) -> dict[Point, int]:
+        """How many calls have begun at a point, its own included: where it stands in the `order` of its direction."""
+        counts, found = {Direction.FORWARD: 0, Direction.BACKWARD: 0}, {}
+        for point in self.walk:
+            counts[point.direction] += point.moment is PointSide.BEFORE
+            found[point] = counts[point.direction]
+        return found
+
+    def following(self, point: Point, depth: int) -> tuple[int, ...]:
+        """The units of the calls that are still to begin in a point's direction, each once, `depth` at most; before a
+        call without its own."""
+        order, found = self.order[point.direction], dict[int, None]()
+        own = self.calls[point.call].unit if point.moment is PointSide.BEFORE else None
+        for i in range(self.begun[point], len(order)):
+            if len(found) == depth:
+                break
+            if self.calls[order[i]].unit != own:
+                found[self.calls[order[i]].unit] = None
+        return tuple(found)
+
+    @cached_property
+    def kept(self) -> frozenset[int]:
+        """Units that stay gathered between forward and backward: see the note."""
+        if not self.backward:
+            return frozenset()
+        if not self.rules.reshard_after_forward:
+            return frozenset(call.unit for call in self.calls)
+        if not self.rules.keeps_first:
+            return frozenset(call.unit for call in self.calls[:1])
+        alive: set[int] = set()
+        for k in self.order[Direction.BACKWARD]:
+            alive.add(self.calls[k].unit)
+            if self.rules.prefetch_before:
+                alive.update(self.ahead(Point(Direction.BACKWARD, k, PointSide.BEFORE), alive))
+            if not self.children[k]:
+                break
+        return frozenset(alive)
+
+    def ahead(self, point: Point, alive: set[int]) -> tuple[int, ...]:
+        """The units to prefetch at a point, as far as the limiter allows."""
+        chosen, limited = list[int](), alive - self._stay(point)
+        for unit in self.following(point, self.rules.depth(point.direction)):
+            if unit not in alive and self.rules.has_room(len(limited) + len(chosen)):
+                chosen.append(unit)
+        return tuple(chosen)
+
+    def _stay(self, point: Point) -> set[int]:
+        """Units that have computed and stay gathered whatever the limiter says, where none is freed after the forward."""
+        if self.rules.reshard_after_forward or not self.backward or point.direction is not Direction.FORWARD:
+            return set()
+        begun = self.order[Direction.FORWARD][: self.begun[point] - (point.moment is PointSide.BEFORE)]
+        return {self.calls[k].unit for k in begun} - {self.calls[point.call].unit}
+
+    def _points(self, direction: Direction, *, reverse: bool) -> Iterator[Point]:
+        to_come = [0]  # a call, or ~call for its end; the next one last
+        while to_come:
+            k = to_come.pop()
+            yield Point(direction, max(k, ~k), PointSide.BEFORE if k >= 0 else PointSide.AFTER)
+            if k >= 0:
+                to_come += (~k, *self.children[k][:: 1 if reverse else -1])
+
+
+class _Builder:
+    """Walks through the points once, keeping what is gathered and what each action has to wait for."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule, self._rules = schedule, schedule.rules
+        self._alive: set[int] = set()
+        self._actions: list[Action] = []
+        self._computed: int | None = None  # the last computation
+        self._gathered: dict[int, int] = {}  # the unit's last unshard, reduce: their actions
+        self._reduced: dict[int, int] = {}
+        self._first: dict[int, int] = {}  # the unit's first call, and its last
+        self._last = {call.unit: k for k, call in enumerate(schedule.calls)}
+        for k, call in enumerate(schedule.calls):
+            self._first.setdefault(call.unit, k)
+
+    def build(self) -> list[Action]:
+        for point in self._schedule.walk:
+            if point.moment is PointSide.BEFORE:
+                self._before(point)
+            else:
+                self._after(point)
+        if self._schedule.backward and self._schedule.calls:
+            end = Point(Direction.UPDATE, 0, PointSide.AFTER)
+            self._add(Phase.OPTIM, -1, end, tuple(self._reduced.values()))
+        return self._actions
+
+    def _before(self, point: Point) -> None:
+        unit = self._schedule.calls[point.call].unit
+        if unit not in self._alive:
+            self._unshard(unit, point, ahead=False)
+        if point.direction is Direction.FORWARD or self._rules.prefetch_before:
+            for other in self._schedule.ahead(point, self._alive):
+                self._unshard(other, point, ahead=True)
+        self._compute(unit, point)
+
+    def _after(self, point: Point) -> None:
+        unit = self._schedule.calls[point.call].unit
+        if self._schedule.children[point.call]:
+            self._compute(unit, point)  # what an enclosing unit does after its inner ones
+        if self._is_freed(unit, point):
+            self._add(Phase.RESHARD, unit, point, self._after_computing())
+            self._alive.discard(unit)
+        if point.direction is Direction.BACKWARD:
+            if not self._rules.prefetch_before:
+                for other in self._schedule.ahead(point, self._alive):
+                    self._unshard(other, point, ahead=True)
+            if not self._comes_again(unit, point):
+                self._reduce(unit, point)
+
+    def _is_freed(self, unit: int, point: Point) -> bool:
+        if self._is_inside_itself(point.call) or self._is_next(unit, point):
+            return False
+        comes_again = self._comes_again(unit, point)
+        if comes_again and not self._rules.reshard_after_forward:
+            return False
+        if point.direction is Direction.FORWARD and not comes_again and unit in self._schedule.kept:
+            return False
+        return unit not in self._schedule.ahead(point, self._alive - {unit})  # it would be gathered again at once
+
+    def _comes_again(self, unit: int, point: Point) -> bool:
+        """Whether a call of the unit is still to begin in this direction."""
+        if point.direction is Direction.FORWARD:
+            return self._last[unit] >= self._schedule.begun[point]
+        return self._first[unit] != point.call
+
+    def _is_next(self, unit: int, point: Point) -> bool:
+        """Whether the next call to begin is the unit's own, of itself again or of another of its modules."""
+        order, i = self._schedule.order[point.direction], self._schedule.begun[point]
+        return i < len(order) and self._schedule.calls[order[i]].unit == unit
+
+    def _is_inside_itself(self, call: int) -> bool:
+        unit, at = self._schedule.calls[call].unit, self._schedule.calls[call].parent
+        while at is not None and self._schedule.calls[at].unit != unit:
+            at = self._schedule.calls[at].parent
+        return at is not None
+
+    def _unshard(self, unit: int, point: Point, *, ahead: bool) -> None:
+        waits = self._after_computing()
+        if self._rules.offload == OffloadPolicy.ALL:
+            waits = (self._add(Phase.HOST_COPY, unit, point, waits, ahead=ahead),)
+        self._gathered[unit] = self._add(Phase.UNSHARD, unit, point, waits, ahead=ahead)
+        self._alive.add(unit)
+
+    def _compute(self, unit: int, point: Point) -> None:
+        waits = {*self._after_computing(), self._gathered[unit]}
+        self._computed = self._add(Phase.COMPUTE, unit, point, tuple(sorted(waits)))
+
+    def _reduce(self, unit: int, point: Point) -> None:
+        at = self._add(Phase.REDUCE, unit, point, self._after_computing())
+        if self._rules.offload != OffloadPolicy.NONE:
+            at = self._add(Phase.HOST_COPY, unit, point, (at,))
+        self._reduced[unit] = at
+
+    def _after_computing(self) -> tuple[int, ...]:
+        return () if self._computed is None else (self._computed,)
+
+    def _add(self, phase: Phase, unit: int, point: Point, waits: tuple[int, ...], *, ahead: bool = False) -> int:
+        self._actions.append(Action(phase=phase, unit=unit, point=point, waits_for=waits, ahead=ahead))
+        return len(self._actions) - 1

@@ -1,0 +1,127 @@
+"""The norm of all gradients of a sharded model, clipping by it, and `Scaler`: loss scaling for fp16.
+
+Each rank takes the norm of its shards, and the shard group sums the powers: elements, without padding, are counted once
+however they are cut. The sum goes by shards, so its last bits differ from those of a model that is cut otherwise.
+
+Small fp16 gradients would vanish, so the loss is multiplied by `scale` and gradients are divided by it before the optimizer
+(Micikevicius et al. 2018, section 3.2). A gradient that is not finite means that the scale was too large: that step is
+skipped. With sharded gradients one rank alone may see it, so all must agree. In the lab the vote that ends a step carries
+the squared norm over all ranks, which is not finite exactly where some gradient is not; by itself the engine asks with
+`unscale_gradients`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.fully_shard import flats_of, units_of
+
+_ROOM = 1e-6  # as in torch's clip_grad_norm_
+GROWTH = 2.0
+BACKOFF = 0.5
+GROWTH_INTERVAL = 2000  # steps without an overflow before the scale grows
+LARGEST = 2.0**24
+
+
+def gradient_norm(module: nn.Module, norm_type: float = 2.0) -> float:
+    """The `norm_type`-norm (inf too) of all gradients as one vector, in float64, equal on all ranks; collective.
+
+    Raises:
+        ShardError: a norm type of 0 or less.
+    """
+    if not norm_type > 0:
+        raise ShardError(f"norm_type {norm_type} is refused; give a number above 0, or math.inf")
+    gradients = _gradients(module)
+    largest = math.isinf(norm_type)
+    mesh = units_of(module)[0].mesh
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    if gradients:
+        each = _norms(gradients, norm_type).to(mesh.device)
+        total = each.max() if largest else each.pow(norm_type).sum()
+    if mesh.shard_group is not None:
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=mesh.shard_group)
+    return float(total) if largest else float(total) ** (1.0 / norm_type)
+
+
+def _norms(gradients: list[Tensor], norm_type: float) -> Tensor:
+    """Each one's, in float64; sums are taken in float32 or better, as in a lower dtype they would overflow."""
+    low = [g for g in gradients if g.dtype.itemsize < 4]
+    others = [g for g in gradients if g.dtype.itemsize >= 4]
+    each = list(torch._foreach_norm(low, norm_type, dtype=torch.float32)) if low else []
+    each += torch._foreach_norm(others, norm_type) if others else []
+    return torch.stack([norm.double() for norm in each])
+
+
+def clip_gradients(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> float:
+    """Scale all gradients so that their norm is at most `max_norm`; collective. Returns the norm before.
+
+    Raises:
+        ShardError: a norm type of 0 or less, or a `max_norm` that is not above 0.
+    """
+    if not max_norm > 0:
+        raise ShardError(f"max_norm {max_norm} is refused; give a number above 0")
+    norm = gradient_norm(module, norm_type)
+    if norm > max_norm:
+        gradients = _gradients(module)
+        if gradients:
+            torch._foreach_mul_(gradients, max_norm / (norm + _ROOM))
+    return norm
+
+
+def upcast_gradients(module: nn.Module) -> None:
+    """With `keep_low_precision_gradients`: bring gradients to the masters' dtype, for an optimizer that needs them so."""
+    for flat in flats_of(module):
+        flat.gradients.upcast()
+
+
+def _gradients(module: nn.Module) -> list[Tensor]:
+    """Those of the flat shards that have one with elements."""
+    found = [region.grad for flat in flats_of(module) for region in flat.gradients.regions.values()]
+    return [g for g in found if g is not None and g.numel()]
+
+
+@dataclass(kw_only=True)
+class Scaler:
+    """`scale` multiplies the loss; 1 and constant where `enabled` is not set."""
+
+    enabled: bool
+    scale: float = 1.0
+    good_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.enabled and self.scale == 1.0:
+            self.scale = 2.0**16
+
+    def update(self, *, overflowed: bool) -> None:
+        """After each step, with the same answer on every rank."""
+        if not self.enabled:
+            return
+        if overflowed:
+            self.scale, self.good_steps = max(1.0, self.scale * BACKOFF), 0
+            return
+        self.good_steps += 1
+        if self.good_steps >= GROWTH_INTERVAL:
+            self.scale, self.good_steps = min(LARGEST, self.scale * GROWTH), 0
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """What `backward` is called on."""
+        return loss * self.scale
+
+    def unscale_gradients(self, module: nn.Module) -> bool:
+        """Divide the gradients of a sharded model by the scale; collective.
+
+        Returns:
+            Whether the optimizer may step: False, on every rank, where any gradient of any rank is not finite.
+        """
+        if self.enabled:
+            upcast_gradients(module)  # divided in fp16 they would vanish
+        gradients = _gradients(module)
+        if self.enabled and gradients:
+            torch._foreach_mul_(gradients, 1.0 / self.scale)
+        return math.isfinite(gradient_norm(module))

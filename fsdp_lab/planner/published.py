@@ -1,0 +1,317 @@
+"""Published measurements as cases to predict (`PublishedCase`). What a row leaves out is assumed, and listed.
+
+The columns are those of `data/fsdp_measurements.csv`. A row that says too little (no model shape, no number of GPUs), or
+that is of another kind of parallelism, is refused with its reason.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.model_shape import ModelShape
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.planner.compute import Attention, Software
+from fsdp_lab.planner.devices import Machine, machine
+from fsdp_lab.planner.named_models import model_of_row, shape_of
+
+Row = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedCase:
+    """A row, ready to be predicted. `measured_s`: a step's seconds as the row gives or implies them; None: it does not."""
+
+    id: str
+    source: str
+    spec: Spec
+    shape: ModelShape
+    machine: Machine
+    software: Software
+    measured_s: float | None
+    assumed: Mapping[str, Any]
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return self.shape.tokens(self.spec.workload.seq_len)
+
+    @property
+    def tokens(self) -> int:
+        """Of a rank in one step."""
+        w = self.spec.workload
+        return w.micro_batch * w.accumulate * w.seq_len
+
+
+@dataclass
+class _Reader:
+    """One row; what is not in it is noted."""
+
+    row: Row
+    assumed: dict[str, Any] = field(default_factory=dict)
+
+    def text(self, column: str) -> str:
+        return (self.row.get(column) or "").strip()
+
+    def number(self, column: str) -> float | None:
+        given = self.text(column)
+        if not given:
+            return None
+        try:
+            value = float(given)
+        except ValueError:
+            raise ArgumentError(column, f"{given!r} is no number", "give a number, or leave it empty") from None
+        if not math.isfinite(value) or value <= 0:
+            raise ArgumentError(column, f"{given!r} is refused", "give a number above 0, or leave it empty")
+        return value
+
+    def whole(self, column: str, default: Any = None) -> Any:
+        """`default` where it is empty, noted; None: it must be there."""
+        value = self.number(column)
+        if value is not None:
+            if value != int(value):
+                raise ArgumentError(column, f"{value} is refused", "give a whole number")
+            return int(value)
+        if default is None:
+            raise ArgumentError(column, "it is empty", "fill it in")
+        self.assumed[column] = default
+        return default
+
+    def assume(self, column: str, value: Any) -> Any:
+        self.assumed[column] = value
+        return value
+
+
+def case(row: Row) -> PublishedCase:
+    """Raises ArgumentError: what the row leaves out and cannot be assumed, or what is no FSDP of this kind."""
+    reader = _Reader(row)
+    strategy = _strategy(reader)
+    model = model_of_row(reader)
+    ranks = reader.whole("n_gpus")
+    software, recompute = _software(reader)
+    seq_len = reader.whole("seq_len", model.seq_len)
+    accumulate = reader.whole("grad_accum", 1)
+    spec = Spec(world_size=ranks).replace(
+        backend="fsdp2" if re.search("FSDP2|torchtitan|torchtrain|DeepSpeed", reader.text("framework")) else "fsdp1",
+        sharding=_sharding(strategy, ranks), shard_size=_shard_size(strategy, reader, ranks),
+        precision=_precision(reader), recompute=recompute, compile=reader.text("compile") == "yes", seq_len=seq_len,
+        accumulate=accumulate, micro_batch=_micro_batch(reader, ranks, accumulate), held_out=0.0,
+    )  # fmt: skip
+    if (reader.text("other_metric"), reader.text("other_value")) == ("backward_prefetch", "off"):
+        spec = spec.replace(backward_prefetch=0)
+    shape = shape_of(model)
+    where = _machine(reader, ranks)
+    if not reader.text("act_ckpt") and recompute == "none" and not _keeps_all(spec, shape, where):
+        reader.assume("act_ckpt", "full: with all activations it would not fit")
+        spec = spec.replace(recompute="full")
+    reader.assumed.update(where.assumed)
+    case = PublishedCase(id=reader.text("id"), source=source(reader), spec=spec, shape=shape, machine=where,
+                         software=software, measured_s=None, assumed=reader.assumed)  # fmt: skip
+    tokens_per_s = _tokens_per_s(reader, model, seq_len)
+    seconds = case.tokens / tokens_per_s if tokens_per_s else reader.number("step_time_s")
+    return replace(case, measured_s=seconds)
+
+
+def _keeps_all(spec: Spec, shape: ModelShape, where: Machine) -> bool:
+    """Whether fp32 parameters, gradients and AdamW's moments fit beside the activations of one micro-batch."""
+    state = 16 * shape.parameters / spec.shard_factor
+    tokens = shape.tokens(spec.workload.seq_len)
+    kept = sum(unit.saved[spec.strategy.dtypes.param].bytes_of(tokens) for unit in shape.units)
+    return state + kept * spec.workload.micro_batch < where.device.memory_bytes
+
+
+# -- what a row says, in the words of a Spec -------------------------------------------------------------------------
+
+
+def source(reader: _Reader) -> str:
+    """Who measured it: rows of one source share a cluster, a program and a way of counting."""
+    name, told = reader.text("id"), reader.text("source")
+    figure = re.search(r"arXiv 2304\.11277.*?Fig (\d\(\w\))", told)
+    if figure:
+        return f"fsdp paper, fig {figure[1]}"
+    found = re.match(r"(github [\w./-]+@\w+|github [\w/-]+|[^',]+( '[^']+')?)", told)
+    return found[0].strip() if found else name.split("-")[0]
+
+
+def _strategy(reader: _Reader) -> str:
+    """Raises ArgumentError for what is no FSDP by itself, or of no dtype that a Spec has."""
+    strategy = reader.text("strategy")
+    if not strategy:
+        strategy = str(reader.assume("strategy", "FULL_SHARD"))
+    if re.search(r"x ?TP|\+ ?TP|PP|CP\d", strategy):
+        raise ArgumentError("strategy", f"{strategy} is more than sharded data parallelism", "leave the row out")
+    if "lora" in reader.text("model").lower():
+        raise ArgumentError(
+            "model", f"{reader.text('model')} trains adapters beside frozen weights", "leave the row out"
+        )
+    if re.search(r"offload", strategy, re.I):
+        raise ArgumentError("strategy", f"{strategy}: copies over PCI Express are not calibrated", "leave the row out")
+    if re.search(r"float8|fp8", reader.text("precision"), re.I):
+        raise ArgumentError(
+            "precision", f"{reader.text('precision')} is not one of the lab's", "use bf16, fp16 or fp32"
+        )
+    return strategy
+
+
+def _sharding(strategy: str, ranks: int) -> str:
+    if ranks == 1:
+        return "full_shard"
+    if re.search("HYBRID|HSDP", strategy):
+        return "hybrid_shard_zero2" if "NRAF" in strategy else "hybrid_shard"
+    if re.search("GRAD_OP|no reshard|NRAF|reshard_after_forward=False", strategy):
+        return "shard_grad_op"
+    return "no_shard" if re.search("NO_SHARD|DDP", strategy) else "full_shard"
+
+
+def _shard_size(strategy: str, reader: _Reader, ranks: int) -> int | None:
+    if not _sharding(strategy, ranks).startswith("hybrid"):
+        return None
+    if found := re.search(r"\((\d+)x(\d+)\)", strategy):  # replicas x shard
+        return ranks // int(found[1])
+    per_host = _per_host(reader)
+    if ranks % per_host or ranks <= per_host:
+        raise ArgumentError("strategy", f"{strategy} on {ranks} GPUs in hosts of {per_host}: no shard group is known",
+                        "name it as HYBRID_SHARD (replicas x shard)")  # fmt: skip
+    return per_host
+
+
+def _precision(reader: _Reader) -> str:
+    """Gradients are reduced in the compute dtype where nobody says otherwise, as FSDP1 and FSDP2 do when `reduce_dtype` is
+    left out; torchtitan's configuration and Composer's DEFAULT give fp32."""
+    told = reader.text("precision").lower() or str(reader.assume("precision", "bf16 mixed"))
+    if told == "fp16":
+        return "fp16"
+    if "32" in told and "bf16" not in told:
+        return "fp32"
+    if re.search("fp32 reduce|default", told) or re.search("titan", reader.text("framework")):
+        return "bf16"
+    if not re.search("pure|reduce bf16", told):
+        reader.assume("reduce dtype", "bf16")
+    return "bf16-pure"
+
+
+def _software(reader: _Reader) -> tuple[Software, str]:
+    """The attention kernel by who trained and when, as no table says it; and what is recomputed."""
+    framework, told = reader.text("framework"), reader.text("act_ckpt")
+    model, named = reader.text("model").lower(), reader.text("source")
+    kernel = Attention.FLASH2
+    if "Composer" in framework:
+        kernel = Attention.FLASH1  # MPT's attn_impl of 2023
+    elif "t5" in model or re.search(r"2304\.11277|AWS'?$|1 Trillion|SC21|2104\.04473", named):
+        kernel = Attention.PLAIN  # before fused attention
+    reader.assume("attention", kernel.value)
+    if not told and re.search("torchtitan|titan", framework):
+        told = str(reader.assume("act_ckpt", "selective (op)"))
+    elif not told and "full recompute" in reader.text("tflops_kind"):
+        told = str(reader.assume("act_ckpt", "full"))
+    elif not told:
+        told = str(reader.assume("act_ckpt", "none"))
+    fused = "fused" in reader.text("optimizer").lower()
+    if "op" in told or (told == "selective" and re.search("torchtitan|torchtrain", framework)):
+        return Software(attention=kernel, operators=True, fused_optimizer=fused), "full"
+    used = Software(attention=kernel, stops_early=not _before_torch_21(reader), fused_optimizer=fused,
+                    keeps_gradients="2304.11277" in reader.text("source"),
+                    holds_scores="ATorch" in framework)  # fmt: skip
+    if told.startswith("selective"):
+        reader.assume("selective", "every second block")
+        return used, "every:2"
+    return used, "full" if told in ("full", "yes") else "none"
+
+
+def _before_torch_21(reader: _Reader) -> bool:
+    """The FSDP paper is of April 2023; llm-foundry's PURE rows are of its first table, of May 2023, whose script names the
+    image of torch 1.13.1 (mosaicml/llm-foundry@300cc5c58 scripts/train/benchmarking)."""
+    first_table = "Composer" in reader.text("framework") and "PURE" in reader.text("precision")
+    return first_table or "2304.11277" in reader.text("source")
+
+
+def _micro_batch(reader: _Reader, ranks: int, accumulate: int) -> int:
+    whole = reader.number("global_batch")
+    if not reader.text("micro_batch") and whole:
+        return int(reader.assume("micro_batch", max(1, round(whole / ranks / accumulate))))
+    return int(reader.whole("micro_batch", 1))
+
+
+_GPUS: tuple[tuple[str, str], ...] = (
+    (r"H100.*(HBM2e|NVL)", "h100-hbm2e"), (r"H100.*PCIe", "h100-pcie"), (r"H100", "h100"), (r"H200", "h200"),
+    (r"GB[23]00", "gb200"), (r"B200", "b200"), (r"A100.*40", "a100-40"), (r"A100", "a100-80"), (r"V100", "v100"),
+    (r"A10G", "a10g"), (r"L40S", "l40s"), (r"L4\b", "l4"), (r"T4", "t4"),
+)  # fmt: skip
+
+
+def _gpu(reader: _Reader) -> str:
+    told, memory = reader.text("gpu"), reader.number("gpu_mem_gb")
+    found = next((name for pattern, name in _GPUS if re.search(pattern, told)), None)
+    if found is None:
+        raise ArgumentError(
+            "gpu", f"{told or 'nothing'!r} is not known", f"use one of {', '.join(n for _, n in _GPUS)}"
+        )
+    if found == "a100-80" and memory is not None and memory < 60:
+        return "a100-40"
+    if found == "h100" and memory is not None and 90 <= memory <= 100:
+        return str(reader.assume("gpu part", "h100-hbm2e"))  # the one with so much memory
+    return found
+
+
+def _per_host(reader: _Reader) -> int:
+    told = reader.text("interconnect")
+    if found := re.search(r"(\d+) GPUs/node", told):
+        return int(found[1])
+    return 4 if reader.text("gpu").startswith(("GB200", "GB300")) else 8
+
+
+def _network_gbit(reader: _Reader, per_host: int) -> float | None:
+    """Of a host."""
+    told = reader.text("interconnect")
+    if found := re.search(r"([\d.]+) ?([GT])b(?:/s|ps)?(?: [\w-]+)* per GPU", told):
+        return float(found[1]) * (1000 if found[2] == "T" else 1) * per_host
+    if found := re.search(r"([\d.]+) ?Gbps usable", told):
+        return float(found[1])
+    if found := re.search(r"([\d.]+) ?([GT])(?:b/s|bps)", told):
+        return float(found[1]) * (1000 if found[2] == "T" else 1)
+    if not told and re.search(r"DeepSpeed ZeRO-3 \(2021\)", reader.text("framework")):
+        reader.assume("interconnect", f"{ONE_CARD_GBIT:.0f} Gb/s a host, one card of its eight")
+        return ONE_CARD_GBIT
+    return None
+
+
+# What ZeRO-3 of 2021 made of a DGX A100's eight cards: its published steps at small batches (arXiv 2104.04473, table 2) last
+# as long as sending all parameters three times by one of them.
+ONE_CARD_GBIT = 200.0
+
+
+def _machine(reader: _Reader, ranks: int) -> Machine:
+    per_host = _per_host(reader)
+    hosts = ranks // per_host if ranks > per_host and ranks % per_host == 0 else 1 if ranks <= per_host else None
+    return machine(_gpu(reader), ranks, hosts=hosts, network_gbit_per_s=_network_gbit(reader, per_host))
+
+
+# -- what a row measured ---------------------------------------------------------------------------------------------
+
+
+def counted_flops_per_token(kind: str, shape: ModelShape, seq_len: int, *, recomputed: bool) -> float:
+    """FLOPs as the row's `tflops_kind` counts them: those of the model; or of the hardware, a second forward with them where
+    all is recomputed. Of authors who do not say: theirs who are known to count a second forward, do."""
+    block = shape.units[-1]
+    if "96*B*s*l*h^2" in kind:  # minGPT's benchmark: without attention and without the head
+        return 96.0 * (len(shape.units) - 1) * block.boundary_elements**2
+    flops = 3 * shape.forward_flops(seq_len) / seq_len  # causal attention counted whole
+    if kind.startswith("hardware") or "2 forward passes" in kind:
+        root = shape.units[0].forward_flops(seq_len) * 3 / seq_len
+        return flops + (flops - root) / 3 if recomputed or "full recompute" in kind else flops
+    return flops
+
+
+def _tokens_per_s(reader: _Reader, model: Any, seq_len: int) -> float | None:
+    told = reader.number("tokens_per_s_per_gpu")
+    if told is not None:
+        return told
+    tflops = reader.number("tflops_per_gpu")
+    if tflops is None:
+        return None
+    recomputed = reader.text("act_ckpt") in ("full", "yes")
+    return tflops * 1e12 / counted_flops_per_token(reader.text("tflops_kind"), shape_of(model), seq_len,
+                                                   recomputed=recomputed)  # fmt: skip

@@ -1,0 +1,199 @@
+"""`HeartbeatThread`: reports where a rank is while its main thread may be blocked. `HangWatchdog`: acts on it without a
+kernel.
+
+The thread is not the abort monitor's (abort.py), which asks rank 0's store and so blocks when rank 0 does. It reads
+only what the wire context has anyway, and does nothing in the path of a step. It needs the interpreter: a rank whose
+process is stopped, or whose native code holds the GIL, sends nothing, which is how that is detected."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from torch import distributed as dist
+
+from fsdp_lab.core.hang import diagnose
+from fsdp_lab.core.heartbeat import IDLE_S, WORKING_S, Heartbeat, Issued
+from fsdp_lab.rank.abort import BoundedStore
+from fsdp_lab.wire import Collective, WireContext
+
+PERIOD_S = 0.5  # between two heartbeats of a rank that makes no progress in a call
+STILL_S = 1.0  # after this long without a new collective, heartbeats carry the stack
+_ANSWER_S = 1.0
+_MAX_FRAMES = 40  # of a stack, from the innermost
+# Frames between the start of the process and the call in progress: not useful for finding a hang.
+_HOSTS = frozenset({"ipykernel", "ipyparallel", "IPython", "asyncio", "tornado", "traitlets", "multiprocessing"})
+_BETWEEN = ("torch/nn/modules/module.py",)  # the same three frames between any two modules
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankActivity:
+    """Whether a session is in a call that all ranks make, and in which step."""
+
+    working: bool
+    step: int | None
+
+
+class HeartbeatThread:
+    """Sends heartbeats until `close`.
+
+    Args:
+        context, rank: of this rank.
+        activity: called for each heartbeat, in this thread.
+        send: called with each heartbeat as a dict, in this thread; what it raises is ignored.
+    """
+
+    def __init__(
+        self,
+        context: WireContext,
+        rank: int,
+        activity: Callable[[], RankActivity],
+        send: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._context, self._rank, self._activity, self._send = context, rank, activity, send
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fsdp-lab-heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join(2)
+
+    def _run(self) -> None:
+        seen, number, progress_s, sent_s = (-1, False), 0, 0.0, 0.0
+        while not self._closed.wait(PERIOD_S):
+            activity, last, now = self._activity(), self._context.last, time.monotonic()
+            before, seen = seen, (last.sequence if last else -1, activity.working)
+            if progress := seen != before:
+                progress_s = now
+            if now - sent_s < _interval_s(activity.working, progress=progress) - 0.1:
+                continue
+            still = now - progress_s > STILL_S or not activity.working
+            heartbeat = self._read(number, activity, progress=progress, still=still)
+            number, sent_s = number + 1, now
+            with contextlib.suppress(Exception):  # no caller to raise to, and the next one may arrive
+                self._send(heartbeat.to_dict())
+
+    def _read(self, number: int, activity: RankActivity, *, progress: bool, still: bool) -> Heartbeat:
+        last = self._context.last
+        pending = (
+            None if progress else self._context.pending()
+        )  # works in flight are left alone while there is progress
+        return Heartbeat(
+            rank=self._rank,
+            number=number,
+            working=activity.working,
+            step=activity.step,
+            last=_issued(last) if last else None,
+            pending=_issued(pending) if pending else None,
+            pending_s=time.perf_counter() - pending.issue_s if pending else 0.0,
+            peers=self._context.members(pending.group) if pending else (),
+            counts=self._context.issue_counts(),
+            recent=tuple(map(_issued, self._context.recent_issues())) if still else (),
+            stack=main_stack() if still else "",
+        )
+
+
+def _interval_s(working: bool, *, progress: bool) -> float:
+    if not working:
+        return PERIOD_S if progress else IDLE_S
+    return WORKING_S if progress else PERIOD_S
+
+
+def _issued(c: Collective) -> Issued:
+    return Issued(**{field.name: getattr(c, field.name) for field in dataclasses.fields(Issued)})
+
+
+class HangWatchdog:
+    """Finds hangs from the ranks themselves, where no kernel receives their heartbeats: under torchrun.
+
+    Each rank writes its heartbeats to rank 0's store. A rank that has waited for too long reads all of them, names the
+    missing rank, and aborts the step on all ranks with that diagnosis. If the store does not answer, since rank 0 is
+    stopped or the connection is cut, the rank aborts with what it is waiting for.
+
+    Args:
+        store: a connection of its own.
+        limit_s: how long a collective may wait for a rank.
+        abort: called with the diagnosis.
+    """
+
+    def __init__(self, store: dist.Store, world_size: int, limit_s: float, abort: Callable[[str], None]) -> None:
+        self._store, self._world_size, self._limit_s, self._abort = (
+            BoundedStore(store, _ANSWER_S),
+            world_size,
+            limit_s,
+            abort,
+        )
+        self._received: dict[int, tuple[int, float]] = {}  # rank -> number of its last heartbeat, and when it was new
+
+    def receive(self, heartbeat: Mapping[str, Any]) -> None:
+        """In the heartbeat thread, with this rank's own heartbeat."""
+        late = heartbeat["pending_s"] >= self._limit_s / 2
+        try:
+            heartbeats = self._store.call(lambda store: self._exchange(store, heartbeat, read=late))
+        except dist.DistNetworkError as e:
+            if heartbeat["pending_s"] > self._limit_s:
+                self._abort(_store_unreachable(Heartbeat.from_dict(heartbeat), str(e)))
+            return
+        silent = {rank: text for rank, h in heartbeats.items() if (text := self._silence(h))}
+        if late and (hang := diagnose(heartbeats, self._limit_s, silent)) is not None:
+            self._abort(f"{hang.sentence}\n{hang.text}" if hang.text else hang.sentence)
+
+    def _exchange(self, store: dist.Store, heartbeat: Mapping[str, Any], *, read: bool) -> dict[int, Heartbeat]:
+        """Writes this rank's heartbeat, and with `read` returns those of all ranks."""
+        store.set(_key(heartbeat["rank"]), json.dumps(heartbeat))
+        ranks = [rank for rank in range(self._world_size) if read and store.check([_key(rank)])]
+        return {rank: Heartbeat.from_dict(json.loads(store.get(_key(rank)))) for rank in ranks}
+
+    def _silence(self, heartbeat: Heartbeat) -> str:
+        number, since_s = self._received.get(heartbeat.rank, (-1, 0.0))
+        if heartbeat.number != number:
+            since_s = time.monotonic()
+            self._received[heartbeat.rank] = (heartbeat.number, since_s)
+        silent_s = time.monotonic() - since_s
+        return f"it has sent no heartbeat for {silent_s:.0f} s" if silent_s > heartbeat.silent_s else ""
+
+
+def _store_unreachable(heartbeat: Heartbeat, error: str) -> str:
+    """The diagnosis of a rank that cannot read the others' heartbeats."""
+    assert heartbeat.pending is not None
+    return (
+        f"{heartbeat.pending.name} (group {heartbeat.pending.group}) has been pending for {heartbeat.pending_s:.1f} s, and "
+        f"rank 0's store does not answer, so the missing rank is unknown ({error}): rank 0 is stopped, or the connection to "
+        "it is cut"
+    )
+
+
+def _key(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+def main_stack() -> str:
+    """The stack of the main thread as Python prints it, newest call last; also of native threads that currently run
+    Python, such as autograd's for a GPU."""
+    frames = sys._current_frames()
+    known = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
+    main = threading.main_thread().ident
+    chosen = [main, *(ident for ident in frames if ident not in known)]
+    stacks = [_summary(frames[ident]) for ident in chosen if ident in frames]
+    del frames
+    return "another thread, of native code:\n".join("".join(stack.format()) for stack in stacks)
+
+
+def _summary(frame: object) -> traceback.StackSummary:
+    """Source lines are looked up later, when the frames and their locals have been released."""
+    walked = traceback.walk_stack(frame)  # type: ignore[arg-type]
+    summary = traceback.StackSummary.extract(walked, lookup_lines=False)
+    summary.reverse()
+    begins = max((i + 1 for i, f in enumerate(summary) if _HOSTS & set(PurePath(f.filename).parts)), default=0)
+    shown = summary[begins:] or summary[-3:]  # idle: its host waits for a request
+    return traceback.StackSummary.from_list([f for f in shown if not f.filename.endswith(_BETWEEN)][-_MAX_FRAMES:])

@@ -1,0 +1,209 @@
+"""`Lifecycle`: the training that a rank holds, from building to dropping: switch, rebuild, suspend, resume, restore.
+
+At most one backend is live. A switch of strategy transfers its values into a new backend and releases the old one
+(backends/transfer.py). Every method is called inside `AbortProtocol.collective_call`, and most are collective.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from fsdp_lab.backends import Backend, build, fill, transfer_state
+from fsdp_lab.backends.base import update_hyperparameters
+from fsdp_lab.backends.transfer import SuspendedState, resume_state, suspend_state
+from fsdp_lab.core.spec import LINEAGE, Spec
+from fsdp_lab.engine.scaling import Scaler
+from fsdp_lab.models import Batches, Initializer, build_skeleton, resolve
+from fsdp_lab.rank.abort import AbortProtocol
+from fsdp_lab.rank.checkpointing import Checkpointer
+from fsdp_lab.rank.emulation import EmulatedLink, LinkEmulation
+from fsdp_lab.rank.environment import held_bytes, return_memory
+from fsdp_lab.rank.ledger import LedgerResult
+from fsdp_lab.rank.prepare import Preparation, PreparedTraining
+from fsdp_lab.rank.rendezvous import RankInfo
+from fsdp_lab.rank.tracing import ClockOffset, compare_clocks
+from fsdp_lab.rank.trainer import StepCost, Trainer, TrainingProgress
+from fsdp_lab.wire import WireContext
+
+_NO_REBUILD = {  # Spec fields that the live backend can take over
+    "lr", "weight_decay", "clip_norm", "micro_batch", "accumulate", "seq_len", "data", "held_out", "sync", "link",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuspendedTraining:
+    """A training in host memory, while another uses the ranks: all that is needed to continue it bit for bit."""
+
+    spec: Spec
+    batches: Batches
+    cost: StepCost
+    progress: TrainingProgress
+    scaler: Scaler
+    ledger: LedgerResult | None  # of its ledger step, which need not be repeated
+    state: SuspendedState
+
+
+class Lifecycle:
+    """Of one rank.
+
+    Args:
+        notes: on every training of this rank.
+    """
+
+    def __init__(self, info: RankInfo, context: WireContext, groups: AbortProtocol, checkpointer: Checkpointer,
+                 notes: tuple[str, ...]) -> None:  # fmt: skip
+        self._info, self._context, self._groups, self._checkpointer = info, context, groups, checkpointer
+        self.trainer: Trainer | None = None
+        self.preparation = Preparation(info)
+        self.emulation, self.emulated = LinkEmulation(info), EmulatedLink()
+        self.suspended: dict[str, SuspendedTraining] = {}  # by run
+        self._notes = notes
+        self._clock = ClockOffset()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How representative timings are: of this rank, and of its emulated link."""
+        return (*self._notes, *self.emulated.notes)
+
+    def require(self) -> Trainer:
+        if self.trainer is None:
+            raise RuntimeError("nothing to train: apply a Spec first")
+        return self.trainer
+
+    # -- building -------------------------------------------------------------------------------------------------
+
+    def apply(self, run: str, wanted: Spec, *, fresh: bool, evaluated: int) -> bool:
+        """Train `wanted` from now on. Returns whether the live training continues in it; otherwise it starts at step
+        0."""
+        self._clock = compare_clocks(self._groups.world)
+        old = self.trainer
+        prepared = self.preparation.prepare(wanted, (old.spec, old.batches) if old else None, evaluated)
+        self._emulate(prepared)
+        if old is None or fresh or set(old.spec.difference(wanted)) & set(LINEAGE):
+            old = None
+            self._start(run, prepared)
+        else:
+            self._switch(run, prepared, old)
+        self._groups.world.barrier().wait()
+        return old is not None
+
+    def _start(self, run: str, p: PreparedTraining) -> None:
+        """From initial values. The old model is dropped first, so that two need not fit."""
+        initial = Initializer(p.skeleton, p.spec.workload.seed)
+        self.unload()
+        backend = build(p.skeleton, p.spec, self._info.device)
+        fill(backend, initial)
+        self._train_with(run, p, backend, TrainingProgress(), _scaler_for(p.spec))
+
+    def _switch(self, run: str, p: PreparedTraining, old: Trainer) -> None:
+        """Continue the live training under another Spec."""
+        if set(old.spec.difference(p.spec)) <= _NO_REBUILD:
+            backend = old.backend
+            update_hyperparameters(backend.optimizer, p.spec.workload)
+        else:
+            backend = self._replace_backend(old, p)
+        self._train_with(run, p, backend, old.progress, _scaler_for(p.spec, old.scaler))
+
+    def rebuild(self) -> None:
+        """On new process groups, after an abort."""
+        self.emulation = LinkEmulation(self._info)  # some ranks may have measured the link before, and others not
+        if (old := self.trainer) is not None:
+            p = _prepared(old.spec, old.batches, old.cost)
+            self._train_with(old.run, p, self._replace_backend(old, p), old.progress, old.scaler)
+
+    def _replace_backend(self, old: Trainer, p: PreparedTraining) -> Backend:
+        backend = build(p.skeleton, p.spec, self._info.device)
+        transfer_state(old.backend, backend)
+        old.backend.release(self._context.busy_addresses())
+        gc.collect()
+        return_memory(self._info.device)
+        return backend
+
+    def _train_with(self, run: str, p: PreparedTraining, backend: Backend, progress: TrainingProgress, scaler: Scaler,
+                    ledger: LedgerResult | None = None) -> None:  # fmt: skip
+        self._checkpointer.register(backend)
+        self.trainer = Trainer(
+            run=run,
+            spec=p.spec,
+            info=self._info,
+            backend=backend,
+            batches=p.batches,
+            world=self._groups.world,
+            cost=p.cost,
+            progress=progress,
+            scaler=scaler,
+            notes=self.notes,
+            clock=self._clock,
+            ledger=ledger,
+        )
+
+    def _emulate(self, p: PreparedTraining) -> None:
+        self.emulated = self.emulation.of(p.spec, p.cost.peak_flops_per_s, self._groups.world)
+
+    # -- from host memory and from a checkpoint -------------------------------------------------------------------
+
+    def suspend(self) -> int:
+        """Move the live training to host memory. Returns its bytes."""
+        t = self.require()
+        state = suspend_state(t.backend)
+        self.suspended[t.run] = SuspendedTraining(spec=t.spec, batches=t.batches, cost=t.cost, progress=t.progress,
+                                                  scaler=t.scaler, ledger=t.meter.ledger, state=state)  # fmt: skip
+        return state.nbytes
+
+    def resume(self, run: str, training: SuspendedTraining) -> None:
+        """Continue a suspended training; the live one is dropped."""
+        self.release()
+        self._clock = compare_clocks(self._groups.world)
+        p = _prepared(training.spec, training.batches, training.cost)
+        self._emulate(p)
+        backend = build(p.skeleton, p.spec, self._info.device)
+        resume_state(training.state, backend)
+        self._train_with(run, p, backend, training.progress, training.scaler, training.ledger)
+        self._groups.world.barrier().wait()
+
+    def discard(self, runs: Collection[str]) -> int:
+        """Drop suspended trainings. Returns how many there were."""
+        return sum(self.suspended.pop(run, None) is not None for run in runs)
+
+    def restore(self, run: str, wanted: Spec, path: str) -> list[str]:
+        """Train `wanted` from a checkpoint. Returns notes on what could not be restored."""
+        saved = self._checkpointer.find(path, wanted)
+        self._clock = compare_clocks(self._groups.world)
+        prepared = self.preparation.prepare(wanted, None)
+        self._emulate(prepared)
+        self.unload()
+        backend = build(prepared.skeleton, prepared.spec, self._info.device)
+        progress, scaler, notes = self._checkpointer.load(saved, backend)
+        self._train_with(run, prepared, backend, progress, _scaler_for(wanted, scaler))
+        self._groups.world.barrier().wait()
+        return notes
+
+    # -- dropping -------------------------------------------------------------------------------------------------
+
+    def unload(self) -> int:
+        """Drop the model and its optimizer. Returns the bytes that the process gave back."""
+        before = held_bytes(self._info.device)
+        self.release()
+        return max(0, before - held_bytes(self._info.device))
+
+    def release(self) -> None:
+        if self.trainer is not None:
+            self.trainer.backend.release(self._context.busy_addresses())
+            self.trainer = None
+        self._checkpointer.unregister()
+        gc.collect()
+        return_memory(self._info.device)
+
+
+def _prepared(spec: Spec, batches: Batches, cost: StepCost) -> PreparedTraining:
+    """Of a Spec that was prepared before."""
+    skeleton = build_skeleton(resolve(spec.workload.model))
+    return PreparedTraining(spec=spec, skeleton=skeleton, batches=batches, cost=cost)
+
+
+def _scaler_for(spec: Spec, current: Scaler | None = None) -> Scaler:
+    """The current loss scaler if the Spec's precision still fits it, otherwise a new one."""
+    enabled = "fp16" in (spec.strategy.dtypes.param, spec.strategy.dtypes.reduce)
+    return current if current is not None and current.enabled == enabled else Scaler(enabled=enabled)

@@ -1,0 +1,327 @@
+"""`WireContext`: the state that all process groups of one rank share: meter, reduction order, emulated link, abort.
+
+Note: abort. A Python exception does not reach a rank that is blocked in C++, in Gloo's `wait` or in DDP's reducer at
+the end of the backward. So a wait in C++ is cut into short slices (`WireWork.wait`), and every future that C++ may wait
+for is our own, so that `abort` can complete it from any thread. The content of such a future is invalid: the step that
+sees it must be discarded, which `check` enforces at the next call to the wire.
+
+Gloo's operation itself cannot be cancelled, and destroying its group waits for it. So the group is destroyed in a
+separate thread (`destroy_async`), and the session continues with new groups. A rank that did not join the operation
+closes its end of the connections, which ends the operation on the others; otherwise their timeout does (with torch
+2.13, a process in which several had timed out crashed seconds later in the destructor of Gloo's exception). Until then
+the operation may still read and write its tensors, or only start to (Gloo's threads take operations from a queue).
+Their storage must not be freed by force (`busy_addresses`), and a cancelled work is never finished afterwards
+(`Cancellable.cancel`). Callbacks that run in Gloo's threads must not hold a group: the last reference would make its
+own thread destroy and join it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+
+from fsdp_lab.wire.link import Alarm, DroppedWork, Link, LinkDirection, pause_until
+from fsdp_lab.wire.meter import Collective, Meter
+
+_RECENT = 64  # collectives remembered for a diagnosis: more than ranks run ahead of each other
+
+
+class ReductionOrder(Enum):
+    """The order in which the ranks' summands are added.
+
+    RANK_ORDERED exchanges the summands and adds them in rank order, so that the sum of an element does not depend on
+    its position in a buffer: all backends then give the same bits. NATIVE leaves the order to Gloo or NCCL. AUTO is
+    rank-ordered where that is not slower: for reduce-scatter over Gloo, which is an all-reduce internally."""
+
+    AUTO = "auto"
+    RANK_ORDERED = "rank_ordered"
+    NATIVE = "native"
+
+
+class RankAborted(RuntimeError):
+    """The step in progress was given up; the message says why, and because of which rank."""
+
+
+class WireTimeout(RuntimeError):
+    """A collective did not complete in time."""
+
+
+class Cancellable(Protocol):
+    """A work that an abort completes: a `WireWork`."""
+
+    def cancel(self) -> None:
+        """Afterwards only Gloo may still write to its tensors."""
+
+
+class Destroyable(Protocol):
+    """A group that is shut down after an abort: a `Wire`."""
+
+    def shutdown(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Running:
+    """A Gloo operation in flight."""
+
+    issued: Collective
+    storages: tuple[torch.UntypedStorage, ...]
+    inner: Any  # its `Work`
+
+
+class WireContext:
+    """One per rank. Groups report to it; the session reads its meter and calls `abort`."""
+
+    def __init__(self, *, reduction: ReductionOrder = ReductionOrder.AUTO, timeout_s: float = 120.0) -> None:
+        self.meter = Meter()
+        self.reduction = reduction
+        self.timeout_s = timeout_s
+        self.last: Collective | None = None
+        self.on_issue: Callable[[Sequence[torch.Tensor]], None] | None = None  # given the tensors of each collective
+        self._unit = ""  # on whose behalf collectives are issued
+        self.link: Link | None = None  # emulated; None: the real one
+        self.alarm = Alarm()
+        self._abort_event = threading.Event()  # set while `aborted`: wakes threads that wait for the link
+        self._link_cut = self._reset_restores_link = False
+        self._sequence = 0
+        self._ordinals: Counter[str] = Counter()  # by group
+        self._recent: deque[Collective] = deque(maxlen=_RECENT)
+        self._cancelled_before = 0  # sequence number: nothing issued earlier is waited for
+        self._why: str | None = None
+        self._lock = threading.Lock()
+        self._timed: list[tuple[Collective, Any, Any]] = []  # with NCCL's work and the event of its end
+        self._step_begin: tuple[Any, float] | None = None  # an event at the beginning of the step, and its time
+        self._running: dict[int, Running] = {}  # by sequence number
+        self._cancellable: weakref.WeakSet[Cancellable] = weakref.WeakSet()  # C++ may be waiting for their futures
+        self._groups: weakref.WeakSet[Destroyable] = weakref.WeakSet()
+        self._members: dict[str, tuple[int, ...]] = {}  # ranks by group
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self.timeout_s)
+
+    # -- groups ---------------------------------------------------------------------------------------------------
+
+    def add_group(self, group: Destroyable, name: str, ranks: Sequence[int]) -> None:
+        self._groups.add(group)
+        self._members[name] = tuple(ranks)
+
+    def remove_group(self, name: str) -> None:
+        self._members.pop(name, None)
+        self._ordinals.pop(name, None)
+
+    def groups(self) -> list[Destroyable]:
+        """The groups that are alive."""
+        return list(self._groups)
+
+    # -- one collective -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def unit_scope(self, unit: str) -> Iterator[None]:
+        """Collectives issued inside belong to this unit."""
+        before, self._unit = self._unit, unit
+        try:
+            yield
+        finally:
+            self._unit = before
+
+    def set_unit(self, unit: str) -> None:
+        """Like `unit_scope`, until the next call: for callers that cannot tell when all collectives are issued."""
+        self._unit = unit
+
+    def record_issue(self, kind: str, group: str, size: int, *, link_bytes: int, payload_bytes: int, dtype: str,
+                     whole_group: bool = True) -> Collective:  # fmt: skip
+        """Number and meter a collective; `whole_group`: all ranks of the group issue it. Raises RankAborted after an
+        abort."""
+        self.check()
+        issued = Collective(
+            sequence=self._sequence,
+            kind=kind,
+            group=group,
+            size=size,
+            ordinal=self._ordinals[group] if whole_group else -1,
+            unit=self._unit,
+            dtype=dtype,
+            payload_bytes=payload_bytes,
+            link_bytes=link_bytes,
+            issue_s=time.perf_counter(),
+        )
+        self._ordinals[group] += whole_group
+        self._sequence += 1
+        self.last = issued
+        self._recent.append(issued)
+        self.meter.issued(issued)
+        return issued
+
+    def track(self, issued: Collective, tensors: Sequence[torch.Tensor], inner: Any) -> None:
+        """Gloo has started an operation on these tensors."""
+        self._running[issued.sequence] = Running(issued, tuple(t.untyped_storage() for t in tensors), inner)
+
+    def untrack(self, issued: Collective) -> None:
+        """It has completed or failed; calling this again is harmless."""
+        self._running.pop(issued.sequence, None)
+
+    def busy_addresses(self) -> set[int]:
+        """Addresses of the storage that Gloo operations may still read or write."""
+        for sequence, running in list(self._running.items()):
+            if running.inner.is_completed():
+                self._running.pop(sequence, None)  # Gloo's threads remove entries too
+        return {storage.data_ptr() for running in list(self._running.values()) for storage in running.storages}
+
+    def add_cancellable(self, work: Cancellable) -> None:
+        """Remember a work whose future was handed out, so that an abort can complete it."""
+        with self._lock:
+            self._cancellable.add(work)
+        if self._why is not None:
+            work.cancel()
+
+    def start_timing(self) -> None:
+        """On a GPU, at the beginning of a step, with the device synchronised: device times count from here."""
+        self._timed = []
+        self._step_begin = (_cuda_event(), time.perf_counter())
+
+    def time_nccl(self, issued: Collective, work: Any) -> None:
+        """The current stream has just been ordered behind an NCCL work."""
+        if self._step_begin is not None:
+            self._timed.append((issued, work, _cuda_event()))
+
+    def read_timing(self) -> None:
+        """Read the times of NCCL's works, at the end of a step, with the device synchronised.
+
+        The end is that of an event on the waiting stream; the duration is NCCL's own.
+        """
+        timed, begin, self._timed, self._step_begin = self._timed, self._step_begin, [], None
+        for issued, work, event in timed:
+            assert begin is not None
+            issued.end_s = issued.start_s = begin[1] + begin[0].elapsed_time(event) / 1e3
+            with contextlib.suppress(RuntimeError):  # timing is disabled in this build
+                issued.start_s = issued.end_s - work._get_duration() / 1e3
+            issued.end_s = max(issued.end_s, issued.link_end_s or 0.0)
+
+    # -- the emulated link: see link.py ---------------------------------------------------------------------------
+
+    @contextmanager
+    def emulating(self, link: Link | None) -> Iterator[None]:
+        """Collectives issued inside take this link, which starts empty."""
+        if link is not None:
+            link.reset()
+        self.link = link
+        try:
+            yield
+        finally:
+            self.link = None
+
+    def reserve_link(self, issued: Collective, direction: LinkDirection = LinkDirection.BOTH) -> None:
+        """Queue a collective on the emulated link. Not queued: the lab's own vote, and groups of one rank. A barrier
+        takes only the latency."""
+        if self.link is not None and issued.size > 1 and issued.kind != "control":
+            issued.link_end_s = self.link.reserve(issued.issue_s, issued.link_bytes, direction)
+
+    def wait_link(self, issued: Collective) -> None:
+        """Wait until the emulated link has carried it. Raises RankAborted at once after an abort."""
+        if issued.link_end_s is not None:
+            pause_until(issued.link_end_s, self._abort_event)
+            self.check()
+
+    # -- a link that is cut on purpose ----------------------------------------------------------------------------
+
+    def cut_link(self, *, until_reset: bool) -> None:
+        """From now on no collective of this rank passes or completes, in either direction; those that Gloo or NCCL
+        already has may. `until_reset`: `reset` restores the link. Groups can still be opened: they meet at the
+        store."""
+        self._link_cut, self._reset_restores_link = True, until_reset
+
+    def restore_link(self) -> None:
+        """Collectives issued from now on pass."""
+        self._link_cut = False
+
+    def dropped_work(self, size: int) -> DroppedWork | None:
+        """Stands for an operation of a group of `size` ranks while the link is cut; None otherwise."""
+        return DroppedWork(self._abort_event) if self._link_cut and size > 1 else None
+
+    # -- for observers in other threads: nothing here needs the thread that may be blocked ------------------------------
+
+    def pending(self) -> Collective | None:
+        """The oldest collective that has not finished; None after an abort, when nobody waits any more."""
+        if self._why is not None:
+            return None
+        of_gloo = [(r.issued, r.inner) for r in list(self._running.values())]
+        of_nccl = [(issued, work) for issued, work, _ in list(self._timed)]
+        for issued, work in sorted(of_gloo + of_nccl, key=lambda pair: pair[0].sequence):
+            if issued.sequence >= self._cancelled_before and not work.is_completed():
+                return issued
+        return None
+
+    def members(self, group: str) -> tuple[int, ...]:
+        """The ranks of a group."""
+        return self._members.get(group, ())
+
+    def issue_counts(self) -> dict[str, int]:
+        """How many collectives were issued, by group in use."""
+        return {name: self._ordinals[name] for name in list(self._members)}
+
+    def recent_issues(self) -> list[Collective]:
+        """The last collectives issued, oldest first."""
+        return list(self._recent)
+
+    # -- abort and after ------------------------------------------------------------------------------------------
+
+    @property
+    def aborted(self) -> str | None:
+        """The reason, or None."""
+        return self._why
+
+    def check(self) -> None:
+        """Raises RankAborted after an abort."""
+        if self._why is not None:
+            raise RankAborted(self._why)
+
+    def abort(self, why: str) -> None:
+        """Wake everything that waits in this rank, from any thread. The first reason wins."""
+        with self._lock:
+            if self._why is None:
+                self._why = why
+            waiting = list(self._cancellable)
+        self._abort_event.set()
+        self.alarm.clear()
+        for work in waiting:
+            work.cancel()
+
+    def reset(self) -> None:
+        """After an abort, once its groups are shut down: collectives may be issued again."""
+        with self._lock:
+            self._why = None
+            self._abort_event.clear()
+            self._cancellable = weakref.WeakSet()
+        for running in list(self._running.values()):
+            if isinstance(running.inner, DroppedWork):
+                self.untrack(running.issued)
+        if self._reset_restores_link:
+            self.restore_link()
+        self._unit = ""
+        self._ordinals.clear()  # ranks may have left the aborted step at different collectives
+        self._recent.clear()
+        self._cancelled_before = self._sequence
+
+    def destroy_async(self, groups: list[Any]) -> None:
+        """Empty a list that holds the last references to groups with a possibly running operation: see the note on
+        abort.
+
+        In a separate thread, since it waits for the operation, and since no thread of a group may drop it last.
+        """
+        threading.Thread(target=groups.clear, daemon=True).start()
+
+
+def _cuda_event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event

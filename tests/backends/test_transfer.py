@@ -1,0 +1,76 @@
+"""Routes from one layout to another, for any of them; and that what stays is not sent."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_lab.backends.transfer import Layout, plan_transfers
+from fsdp_lab.core.spec import Spec
+from tests.backends.train import carried
+from tests.pool import Pool
+
+Case = tuple[dict[str, int], list[Layout], list[Layout]]
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> Case:
+    """Sizes of parameters, and two layouts of them on the same ranks: each in shards of any size, held by replicas."""
+    sizes = {f"p{i}": n for i, n in enumerate(draw(st.lists(st.integers(1, 30), min_size=1, max_size=4)))}
+    shards, replicas = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+
+    def layout() -> list[Layout]:
+        ranks: list[dict[str, tuple[int, int]]] = [{} for _ in range(shards * replicas)]
+        whole = draw(st.booleans())
+        for name, size in sizes.items():
+            cuts = sorted(draw(st.lists(st.integers(0, size), min_size=shards - 1, max_size=shards - 1)))
+            ranges = [(0, size)] * shards if whole else list(pairwise([0, *cuts, size]))
+            for rank, held in enumerate(ranks):
+                held[name] = ranges[rank % shards]
+        return list(ranks)
+
+    return sizes, layout(), layout()
+
+
+@given(changes())
+def test_everybody_gets_each_element_once_from_one_that_holds_it(case: Case) -> None:
+    sizes, held, wanted = case
+    found: dict[tuple[int, str], list[int]] = {}
+    for m in plan_transfers(sizes, held, wanted):
+        assert m.start < m.stop
+        start, stop = held[m.source][m.name]
+        assert start <= m.start and m.stop <= stop
+        found.setdefault((m.target, m.name), []).extend(range(m.start, m.stop))
+        mine = range(*held[m.target][m.name])
+        assert m.source == m.target or not set(mine) & set(range(m.start, m.stop))  # what it has it keeps
+    for rank, want in enumerate(wanted):
+        for name, bounds in want.items():
+            assert found.get((rank, name), []) == list(range(*bounds))
+
+
+def test_replicas_share_the_giving() -> None:
+    """Two shards on two replicas; everybody wants all: each asks another."""
+    held: list[Layout] = [{"p": (0, 4)}, {"p": (4, 8)}] * 2
+    asked = [(m.source, m.target) for m in plan_transfers(["p"], held, [{"p": (0, 8)}] * 4) if m.source != m.target]
+    assert asked == [(1, 0), (2, 1), (3, 2), (0, 3)]
+
+
+def test_what_nobody_holds_is_named() -> None:
+    with pytest.raises(ValueError, match=r"no rank holds p\[2:4\]"):
+        plan_transfers(["p"], [{"p": (0, 2)}, {"p": (0, 0)}], [{"p": (0, 4)}, {"p": (0, 0)}])
+
+
+@pytest.mark.parametrize(("before", "after", "share"), [
+    ({"sharding": "full_shard"}, {"sharding": "shard_grad_op"}, 0.0),
+    ({"sharding": "no_shard"}, {"backend": "fsdp2", "sharding": "full_shard"}, 0.0),
+    ({"sharding": "full_shard"}, {"backend": "ddp", "sharding": "no_shard"}, 0.5),
+], ids=str)  # fmt: skip
+def test_a_carry_sends_what_is_missing_and_no_more(pool: Pool, before: Any, after: Any, share: float) -> None:
+    """Of parameters and two slots of AdamW, on two ranks; a shard has some bytes of padding."""
+    base = Spec(world_size=2).replace(model="gpt2-1m", seq_len=8, micro_batch=1)
+    for sent, whole in pool.run(carried, 2, base.replace(**before).to_dict(), base.replace(**after).to_dict()):
+        assert sent == pytest.approx(3 * share * whole, rel=0.01)

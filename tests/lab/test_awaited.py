@@ -1,0 +1,66 @@
+"""`Awaited`: a result that a thread sets once, waited for from cells, tasks and loops."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from fsdp_lab.runs.awaited import Awaited
+
+
+class Answer(Awaited[int]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.given_up: list[bool] = []
+
+    def _outcome(self) -> int:
+        return 42
+
+    def _given_up(self, blocking: bool) -> None:
+        self.given_up.append(blocking)
+
+
+def test_a_cancelled_task_does_not_end_it_for_the_others():
+    answer = Answer()
+
+    async def cell() -> int:
+        async def waiting() -> int:
+            return await answer
+
+        first, second = asyncio.create_task(waiting()), asyncio.create_task(waiting())
+        await asyncio.sleep(0)  # both wait
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert not answer.done and answer.given_up == [False]
+        threading.Thread(target=answer._end).start()
+        return await second
+
+    assert asyncio.run(cell()) == 42 and answer.done
+
+
+def test_it_is_waited_for_from_any_loop_and_ended_once():
+    answer = Answer()
+    with pytest.raises(TimeoutError, match="was not over after 0 s"):
+        answer.wait(0)
+    answer._end()
+    answer._end()
+
+    async def cell() -> int:
+        return await answer
+
+    assert answer.wait() == asyncio.run(cell()) == asyncio.run(cell()) == 42
+
+
+def test_a_loop_that_was_closed_meanwhile_is_no_error(caplog: pytest.LogCaptureFixture):
+    answer = Answer()
+
+    async def cell() -> None:
+        asyncio.create_task(answer._wait_async())  # noqa: RUF006  (cancelled when the loop closes)
+        await asyncio.sleep(0)
+
+    asyncio.run(cell())
+    answer._end()
+    assert answer.done and not caplog.records

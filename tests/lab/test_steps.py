@@ -1,0 +1,351 @@
+"""Steps over all ranks: after a restart every view of a run shows what an undisturbed run shows."""
+
+from __future__ import annotations
+
+import json
+import random
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.spec import Spec, SpecError
+from fsdp_lab.dashboard.board import Board
+from fsdp_lab.dashboard.comparison_card import ComparisonCard
+from fsdp_lab.dashboard.feed import Feed
+from fsdp_lab.dashboard.live import LiveView
+from fsdp_lab.dashboard.pins import Pinned
+from fsdp_lab.history import History
+from fsdp_lab.report.charts import Course, curves
+from fsdp_lab.report.still import timeline
+from fsdp_lab.runs import Comparison, EventStore, Switch
+from fsdp_lab.runs.parity import Verdict, parity
+from fsdp_lab.runs.steps import Assembler, assemble, assemble_all
+from fsdp_lab.runs.view import switches_in_force
+from tests.dashboard.fake_lab import FakeLab, event
+from tests.lab.telling import Telling
+
+SPEC = Spec(world_size=2)
+OLD_FILE = Path(__file__).with_name("history_before_attempts.sql")
+
+
+@cache
+def measured(step: int, spec: Spec = SPEC) -> tuple[StepEvent, ...]:
+    """The same whenever it is done; it is no first step, so that a restart changes no median."""
+    more = {"end_unix_s": 1.7e9 + step, "eval_loss": 3 + 0.01 * step if step % 7 == 6 else None}
+    made = (event(spec, "the run", rank, step) for rank in range(spec.world_size))
+    return tuple(replace(e, checksum=step if step % 4 == 3 else None, **more) for e in made)
+
+
+class Recorded(Telling):
+    """A run whose events a test chooses; `pending` is for the dashboard."""
+
+    pending = None
+
+    def __init__(self, spec: Spec = SPEC) -> None:
+        super().__init__(spec, started_unix_s=1.7e9)
+        self.id, self.environment = "the run", {}
+        self.ended_unix_s = None
+
+    def train(self, steps: Iterable[int]) -> Recorded:
+        for step in steps:
+            self.events.add(measured(step, self.spec))
+        return self
+
+    def begin_again(self, step: int, spec: Spec | None = None) -> Recorded:
+        """As `Run` does after a failure."""
+        before, self.spec = self.spec, spec or self.spec
+        self.events.restart(step)
+        self.switches.append(Switch(step=step, before=before, after=self.spec, seconds=0.5, carried=True))
+        return self
+
+
+def undisturbed(steps: int) -> Recorded:
+    return Recorded().train(range(steps))
+
+
+def recovered() -> Recorded:
+    """Steps 0 to 59, back to step 40, steps 40 to 44."""
+    return undisturbed(60).begin_again(40).train(range(40, 45))
+
+
+def disturbed(seed: int, steps: int, failures: int) -> Iterator[Callable[[Recorded], object]]:
+    """What befalls a run of so many steps: it fails, some ranks a step ahead of the others, and begins again earlier."""
+    chance, begin = random.Random(seed), 0
+    for _ in range(failures):
+        end = min(begin + chance.randint(0, 40), steps + 10)
+        yield lambda run, a=begin, b=end: run.train(range(a, b))
+        if chance.random() < 0.5:
+            yield lambda run, at=end: run.events.add(measured(at)[:1])
+        begin = chance.randint(max(0, min(end, steps) - 30), min(end, steps - 1))
+        yield lambda run, at=begin: run.begin_again(at)
+    yield lambda run, a=begin: run.train(range(a, steps))
+
+
+def text(value: Any) -> str:
+    """Comparable though it has NaN in it."""
+    return json.dumps(value, default=str)
+
+
+def results(run: Any) -> dict[str, str]:
+    """What every view of the run shows, but for the plots."""
+    compared = Comparison.of([run])
+    course = Course.of(0, compared.rows[0], run)
+    still = timeline(0, compared.rows[0], run, "")
+    pinned = Pinned.of(run)
+    found = {
+        "summary": run.summary(),
+        "table": run.table(20).rows,
+        "evaluations": [run.evaluations, run.best],
+        "newest": {rank: e.step for rank, e in run.events.latest().items()},
+        "timeline": run.timeline().table().rows,
+        "comparison": compared.records(),
+        "pin": pinned.curve.tolist(),
+        "pin's figures": Comparison.of([pinned]).records(),
+        "report": [_drawn(chart.root) for chart in curves([course], "")],
+        "report's switches": course.switches,
+        "report's timeline": still and still.reading,
+    }
+    return {name: text(shown) for name, shown in found.items()}
+
+
+def _drawn(figure: Any) -> list[Any]:
+    return [
+        {k: list(v) for k, v in r.data_source.data.items()} for r in figure.renderers if "value" in r.data_source.data
+    ]
+
+
+# -- results ---------------------------------------------------------------------------------------------------------
+
+
+def test_abandoned_steps_are_in_no_result():
+    run, other = recovered(), undisturbed(45)
+    assert run.events.last_steps(1)[0].number == 44
+    assert len(run.summary()["losses"]) == len(other.summary()["losses"]) == 45
+    found = parity(other, run)
+    assert (found.verdict, found.steps, parity(run, run).steps) == (Verdict.EQUAL, 45, 45)
+    assert Pinned.of(run).curve[:, 0].tolist() == list(range(45)), "the whole curve, not that since the restart"
+    assert results(run) == results(other)
+
+
+def test_what_differs_in_abandoned_steps_alone_does_not_count():
+    """The abandoned steps diverged; those done again are as they should be."""
+    run = undisturbed(40)
+    run.events.add(replace(e, mean_loss=9.0, checksum=1) for step in range(40, 60) for e in measured(step))
+    run.begin_again(40).train(range(40, 45))
+    assert parity(undisturbed(45), run).verdict is Verdict.EQUAL
+    assert results(run) == results(undisturbed(45))
+
+
+def test_between_a_restart_and_its_first_step_the_abandoned_steps_are_gone_already():
+    run = undisturbed(60).begin_again(40)
+    assert len(run.summary()["losses"]) == 40 and run.events.last_steps(1)[0].number == 39
+    assert not run.events.latest()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_however_often_it_begins_again_every_view_is_that_of_an_undisturbed_run(seed: int, tmp_path: Path):
+    run, other = Recorded(), undisturbed(70)
+    for happens in disturbed(seed, 70, failures=8):
+        happens(run)
+    assert len(run.switches) == 9 and 8 >= run.events.attempt > 4
+    expected = results(other)
+    assert results(run) == expected
+    assert (parity(other, run).verdict, parity(other, run).steps) == (Verdict.EQUAL, 70)
+    written = [Comparison.of([r]).to_csv(tmp_path / f"{i}.csv").read_text() for i, r in enumerate([run, other])]
+    assert written[0] == written[1]
+    traced = [step.number for step in other.events.traced()]
+    traces = [r.export_trace(tmp_path / f"{i}.json", traced).read_text() for i, r in enumerate([run, other])]
+    assert traces[0] == traces[1]
+
+    history = History(tmp_path / "history.sqlite3")
+    history.record(run)
+    run.end()
+    other.end()
+    assert history.flush(30), history.problem
+    past = History(history.path).runs()[0]
+    assert past.events.attempt == run.events.attempt
+    assert [e.attempt for e in past.events.since()[0]] == [e.attempt for e in run.events.since()[0]]
+    assert results(past) == results(other)
+
+
+def test_steps_of_another_world_size_are_whole_by_their_own():
+    run = undisturbed(30).begin_again(20, Spec(world_size=1).replace(accumulate=2)).train(range(20, 26))
+    assert [(s.number, s.world_size, s.attempt) for s in run.events.steps()] == [
+        *((n, 2, 0) for n in range(20)), *((n, 1, 1) for n in range(20, 26))]  # fmt: skip
+    assert all(s.is_whole for s in run.events.steps())
+    assert len(run.summary()["losses"]) == 6, "figures are of the Spec applied last"
+    assert Pinned.of(run).curve[:, 0].tolist() == list(range(26))
+    assert len(Course.of(0, Comparison.of([run]).rows[0], run).steps) == 26
+    assert parity(undisturbed(26), run).steps == 26
+
+
+def test_switches_that_the_ranks_went_back_behind_are_not_in_force():
+    one, two = SPEC.replace(lr=1e-3), SPEC.replace(precision="bf16")
+    first = Switch(step=0, before=None, after=SPEC, seconds=0.1, carried=False)
+    a = Switch(step=20, before=SPEC, after=one, seconds=0.1, carried=True)
+    b = Switch(step=50, before=one, after=two, seconds=0.1, carried=True)
+    back = Switch(step=40, before=two, after=two, seconds=0.1, carried=True)
+    assert switches_in_force([first, a, b]) == [first, a, b]
+    assert switches_in_force([first, a, b, back]) == [first, a, replace(back, before=one)]
+    anew = Switch(step=0, before=two, after=SPEC, seconds=0.1, carried=False)
+    assert switches_in_force([first, a, anew]) == [replace(anew, before=None)]
+
+
+# -- the store and files ---------------------------------------------------------------------------------------------
+
+
+def test_the_store_counts_attempts():
+    store = EventStore()
+    store.restart(5)  # a run that goes on from a checkpoint: nothing was done before
+    store.add(measured(5))
+    store.restart(5)
+    store.add([e.to_dict() for e in measured(5)])
+    assert [e.attempt for e in store.since()[0]] == [0, 0, 1, 1] and store.attempt == 1
+    assert [(s.number, s.attempt) for s in store.steps()] == [(5, 1)]
+
+
+def test_a_message_that_arrives_after_a_restart_is_dropped():
+    store = EventStore()
+    store.add(measured(0), attempt=0)
+    store.restart(0)
+    assert store.add(measured(1), attempt=0) == 0
+    assert store.add(measured(0), attempt=1) == 2 and [s.number for s in store.steps()] == [0]
+
+
+def test_events_of_several_attempts_make_the_same_store_again():
+    run = recovered()
+    copied = EventStore()
+    copied.add(run.events.since()[0])
+    assert copied.since()[0] == run.events.since()[0] and copied.steps() == run.events.steps()
+    assert copied.attempt == 1
+
+
+def test_an_event_of_before_there_were_attempts_is_of_the_first():
+    (e, _) = measured(3)
+    told = e.to_dict()
+    assert told.pop("attempt") == 0 and StepEvent.from_dict(told) == e
+
+
+def test_a_history_file_of_before_there_were_attempts_tells_them_by_its_restarts(tmp_path: Path):
+    """A file as the code before wrote it: steps 0 to 9, back to step 6, steps 6 and 7."""
+    file = tmp_path / "history.sqlite3"
+    with sqlite3.connect(file) as db:
+        db.executescript(OLD_FILE.read_text(encoding="utf-8"))
+    db.close()
+    run = History(file).runs()[0]
+    assert [(e.step, e.attempt) for e in run.events.since()[0] if e.rank == 1] == [
+        *((n, 0) for n in range(10)), (6, 1), (7, 1)]  # fmt: skip
+    assert len(run.summary()["losses"]) == 8 and parity(run, run).steps == 8
+    assert [(s.attempt, s.number) for s in run.events.traced()] == [(0, 5), (0, 9)]
+    assert run.timeline().step == 5, "the traced step 9 is abandoned"
+
+
+# -- assembling ------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=6), st.randoms())
+def test_a_later_attempt_replaces_all_steps_from_its_first_on(attempts: Sequence[tuple[int, int]], chance: Any):
+    """Each attempt does some steps from one on. The order in which events arrive within it does not matter."""
+    events: list[StepEvent] = []
+    life: dict[int, int] = {}  # step -> the attempt that counts
+    for attempt, (first, count) in enumerate(attempts):
+        done = [replace(e, attempt=attempt) for n in range(first, first + count) for e in measured(n)]
+        chance.shuffle(done)
+        events += done
+        if count:
+            life = {n: a for n, a in life.items() if n < first} | dict.fromkeys(range(first, first + count), attempt)
+    assert {s.number: s.attempt for s in assemble(events)} == life
+    assert [s.number for s in assemble(events)] == sorted(life) and all(s.is_whole for s in assemble(events))
+    assert len(assemble_all(events)) == sum(count for _, count in attempts)
+    assembler = Assembler()
+    assert [*assembler.add(events), *assembler.flush()] == assemble(events), "however it is asked"
+
+
+def test_steps_go_back_where_the_ranks_begin_again():
+    assembler = Assembler()
+    assert [s.number for s in assembler.add(e for n in range(6) for e in measured(n))] == list(range(6))
+    assert assembler.add(measured(6)[:1]) == []
+    again = [replace(e, attempt=1) for n in range(4, 6) for e in measured(n)]
+    assert [(s.number, s.attempt) for s in assembler.add(again)] == [(4, 1), (5, 1)]
+    assert assembler.add(measured(6)) == [], "an abandoned step that is late"
+
+
+# -- live plots ------------------------------------------------------------------------------------------------------
+
+
+class Plots:
+    """The dashboard's panels, fed by a run."""
+
+    def __init__(self, run: Recorded) -> None:
+        self.lab = FakeLab(run.spec.world_size)
+        self.lab.current = run  # type: ignore[assignment]
+        self.live = LiveView()
+        self.feed = Feed(self.lab, self.live, Board(self.lab), ComparisonCard(lambda word, about: None))  # type: ignore
+
+    def tick(self) -> None:
+        self.feed.tick()
+
+    def columns(self) -> dict[str, str]:
+        tables = {s.name: s.all() for s in self.live._scene.sources if not s.name.startswith(("ghost", "frame"))}
+        return {name: text([block.numbers.tolist(), block.texts]) for name, block in tables.items()}
+
+    def table(self, name: str) -> Any:
+        return next(s for s in self.live._scene.sources if s.name == name)
+
+    def steps(self) -> list[int]:
+        return [int(n) for n in self.table("loss.steps").column("step")]
+
+
+@pytest.fixture
+def calm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is drawn by a clock, and nothing predicted beside it."""
+
+    def refused(spec: Spec, *, device: str) -> None:
+        raise SpecError("workload.model", "nothing is known of it", "use another")
+
+    monkeypatch.setattr("fsdp_lab.dashboard.foretelling.planned_memory", refused)
+    monkeypatch.setattr("fsdp_lab.dashboard.panels.timeline.REDRAW_S", -1.0)
+    monkeypatch.setattr("fsdp_lab.dashboard.panels.communication.BARS_EVERY_S", -1.0)
+
+
+def test_plots_show_the_steps_that_count_and_nothing_else(calm: None):
+    run = Recorded()
+    plots, other = Plots(run), Plots(undisturbed(70))
+    other.tick()
+    for happens in disturbed(0, 70, failures=3):
+        happens(run)
+        plots.tick()
+        assert plots.steps() == [s.number for s in run.events.steps() if s.is_whole]
+    assert plots.columns() == other.columns()
+    late = Plots(run)
+    late.tick()
+    assert late.columns() == other.columns(), "opened when all was over"
+    marks = [plot.table("frame.markers").column("step").tolist() for plot in (plots, late)]
+    assert marks[0] == marks[1] == [s.step for s in switches_in_force(run.switches)[1:]]
+
+
+def test_a_curve_goes_back_with_the_ranks_in_the_same_pictures(calm: None):
+    run = undisturbed(60)
+    plots = Plots(run)
+    plots.tick()
+    scenes, timeline = plots.live._scenes, next(p for p in plots.feed._stage.pinnable if p.name == "timeline")
+    timeline.pin(29)
+    plots.tick()
+    run.begin_again(40)
+    plots.tick()
+    assert plots.steps() == list(range(40)) and plots.live._scenes == scenes, "the page builds nothing anew"
+    assert plots.table("frame.markers").all().texts["label"] == ["went on"]
+    held = next(p for p in plots.feed._stage.pinnable if p.name == "timeline").captions().pin
+    assert held is not None and held.held and held.step == 29, "the step that a reader holds stays"
+    run.train(range(40, 45))
+    plots.tick()
+    assert plots.steps() == list(range(45))
+    assert "step 44 " in plots.live._scene.captions()[""]["reading"]

@@ -1,0 +1,140 @@
+"""A calibration finds what a made-up machine was made of, and predicts what it was not told."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import Any
+
+import pytest
+
+from fsdp_lab.core.model_shape import ModelShape
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.planner.calibration import Calibration, references
+from fsdp_lab.planner.curve import Curve
+from fsdp_lab.planner.named_models import NamedModel, shape_of
+from fsdp_lab.planner.plan import plan
+from fsdp_lab.planner.rates import PUBLISHED, HostOverhead, Rates
+from fsdp_lab.planner.shapes.rewrapping import rewrapped
+from fsdp_lab.planner.step import StepModel
+
+RANKS = 2
+DTYPES = ("fp32", "bf16")
+BASE = Spec(world_size=RANKS)
+
+
+def shape(spec: Spec) -> ModelShape:
+    config = spec.workload.model
+    assert not isinstance(config, str)
+    width, layers, heads = (config[key] for key in ("n_embd", "n_layer", "n_head"))
+    model = NamedModel(family="gpt", layers=layers, hidden=width, heads=heads, kv_heads=heads, inner=4 * width,
+                  vocabulary=384, seq_len=128, tied=True)  # fmt: skip
+    return rewrapped(shape_of(model), spec.strategy.wrap)
+
+
+def probes(*, latency_s: float = 2e-4) -> dict[str, Any]:
+    """Of a machine of 50 GFLOP/s and 1 GB/s."""
+    sizes = [1e3, 1e5, 1e7, 1e9]
+    return {
+        "products": {"fp32": [[n, 2e-6 + n / 5e10] for n in sizes], "bf16": [[n, 9e-6 + n / 1e11] for n in sizes]},
+        "scores": {dtype: [[n, 256 * n, 3.5 * (1e-5 + 256 * n / 5e10 + n * 2e-9)] for n in sizes[:3]] for dtype in DTYPES},
+        "copies": [[n, 1e-6 + n / 5e9] for n in sizes],
+        "updates": {"adamw": [[n, 1e-4 + 3e-9 * n] for n in sizes], "sgd": [[n, 1e-5 + 1e-9 * n] for n in sizes]},
+        "collectives": {
+            kind: [[n, latency_s + n / 1e9] for n in (1024.0, 2.0**18, 2.0**24)]
+            for kind in ("all_gather", "reduce_scatter", "all_reduce")
+        },
+        "memory_bytes": 8e9,
+    }  # fmt: skip
+
+
+TRUTH = {
+    "lab": HostOverhead(step_s=2e-3, send_s=2e-4, tensor_s=5e-5),
+    "fsdp2": HostOverhead(step_s=3e-3, send_s=5e-4, tensor_s=9e-5, stretch=1.7),
+    "fsdp1": HostOverhead(step_s=2e-3, send_s=-1e-4, tensor_s=6e-5, stretch=1.2),
+    "ddp": HostOverhead(step_s=2e-3, tensor_s=4e-5),
+}
+
+
+def made_up(traffic: float = 8.0, interference: float = 0.6) -> tuple[Calibration, Rates]:
+    """A calibration on steps that follow from known rates, and those."""
+    timed = references(RANKS, DTYPES, ("cpu",) * RANKS)
+    shapes = tuple(shape(r.spec) for r in timed)
+    bare = {**probes(), "steps": {str(i): [1.0] for i in range(len(timed))}}
+    said: dict[str, Any] = {"unix_s": 0.0, "seconds": 1.0, "name": "CPU", "devices": ("cpu",) * RANKS, "shapes": shapes}
+    empty = Calibration.of([bare], **said)
+    rates = Rates(
+        matrix=1.0, attention=PUBLISHED.attention, memory=1.0, operands=1.0, link=1.0, network=1.0, latency_s=0.0,
+        jitter_s=0.0, interference=interference, step_s=0.0, hosts=TRUTH, traffic_of=dict.fromkeys(DTYPES, traffic),
+    )  # fmt: skip
+    steps = {}
+    for i, (r, s) in enumerate(zip(timed, shapes, strict=True)):
+        seconds = StepModel(r.spec, s.units, r.spec.workload.seq_len, empty.machine, rates).step().seconds
+        steps[str(i)] = [0.9 * seconds, seconds, 1.3 * seconds]
+    return Calibration.of([{**bare, "steps": steps}], **said), rates
+
+
+@pytest.mark.parametrize("traffic", [2.0, 30.0])
+@pytest.mark.parametrize("interference", [0.1, 1.2])
+def test_a_fit_predicts_what_was_not_measured(traffic: float, interference: float) -> None:
+    """Every backend and sharding of another model on another workload, within 3 % of what the machine was made of."""
+    here, truth = made_up(traffic, interference)
+    gpt = {"model_type": "gpt2", "n_embd": 192, "n_layer": 5, "n_head": 4, "vocab_size": 384}
+    for changes in (
+        {"backend": "lab"},
+        {"backend": "lab", "sharding": "no_shard"},
+        {"backend": "lab", "precision": "bf16"},
+        {"backend": "lab", "recompute": "full"},
+        {"backend": "fsdp2"},
+        {"backend": "fsdp1", "sharding": "shard_grad_op"},
+        {"backend": "ddp", "sharding": "no_shard"},
+    ):
+        spec = BASE.replace(model=gpt, seq_len=96, micro_batch=3).replace(**changes)
+        told = plan(spec, shape(spec), here.machine, rates=here.rates).step_time_s
+        true = plan(spec, shape(spec), here.machine, rates=truth).step_time_s
+        assert told == pytest.approx(true, rel=0.03), changes
+
+
+def test_what_the_references_took_comes_out() -> None:
+    here, _ = made_up()
+    for r, s, seconds in here._steps:
+        told = StepModel(r.spec, s.units, r.spec.workload.seq_len, here.machine, here.rates).step().seconds
+        assert told == pytest.approx(seconds, rel=0.02), r
+
+
+def test_json_both_ways() -> None:
+    here, _ = made_up()
+    again = Calibration.from_dict(json.loads(json.dumps(here.to_dict())))
+    assert again == here
+    assert again.rates == here.rates
+    assert again.machine == here.machine
+    with pytest.raises(ValueError, match=r"no calibration .* lab\.calibrate"):
+        Calibration.from_dict({"unix_s": 0.0})
+
+
+def test_ranks_are_averaged() -> None:
+    here, _ = made_up()
+    slow = json.loads(json.dumps(here.probes), parse_float=lambda x: 3 * float(x))
+    both = Calibration.of(
+        [here.probes, slow], unix_s=0.0, seconds=1.0, name="CPU", devices=("cpu",) * 2, shapes=here.shapes
+    )
+    assert both.probes["steps"]["0"] == pytest.approx([2 * x for x in here.probes["steps"]["0"]])
+
+
+def test_a_curve_goes_through_its_points_and_on() -> None:
+    curve = Curve.of([[4.0, 2.0], [1.0, 1.0], [4.0, 6.0]])
+    assert curve.points == ((1.0, 1.0), (4.0, 4.0))
+    assert [curve(x) for x in (0, 0.5, 1, 2, 4, 8)] == pytest.approx([0, 1, 1, 2, 4, 8])
+    assert curve.best == 1.0
+    with pytest.raises(ValueError, match="one point"):
+        Curve.of([])
+
+
+def test_nothing_that_is_predicted_in_the_bench_is_among_the_references() -> None:
+    from fsdp_lab.bench.planned import strategies
+
+    timed = {r.spec.id for r in references(RANKS, DTYPES)}
+    compared = [spec for model in ("gpt2-1m", "gpt2-10m", "llama-1m") for spec in strategies(BASE.replace(model=model))]
+    assert len(compared) == 30
+    assert not timed & {spec.id for spec in compared}
+    assert statistics.mode(spec.strategy.backend for spec in compared) == "lab"

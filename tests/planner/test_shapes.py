@@ -1,0 +1,85 @@
+"""Shapes and tapes: what a planner knows of a model is what the model is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.model_shape import ALLOCATED, ARRIVED, FREED, MADE, ModelShape
+from fsdp_lab.models import PRESETS, count_flops, resolve
+from fsdp_lab.planner.shapes import recorded
+from fsdp_lab.planner.shapes.presets import shape_for
+from fsdp_lab.planner.shapes.recorded import shape_of
+from fsdp_lab.planner.shapes.tape import size_of
+
+SMALL = [name for name in PRESETS if name.endswith("-1m")]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_s_shape_has_its_parameters(name: str) -> None:
+    for wrap in ("block", "every:3", "whole"):
+        assert shape_for(name, wrap).parameters == PRESETS[name].parameters
+
+
+@pytest.mark.parametrize("name", ["gpt2-1m", "t5-1m", "resnet-1m"])
+def test_the_file_says_what_a_recording_says(name: str) -> None:
+    assert shape_for(name) == shape_of(name)
+    assert ModelShape.from_dict(shape_for(name).to_dict()) == shape_for(name)
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "llama-1b", "bert-110m", "t5-60m", "vit-1m"])
+def test_products_are_those_that_are_counted(name: str) -> None:
+    """But for a first convolution's gradient of pixels, which nobody asks for."""
+    counted = count_flops(resolve(name), 128).model
+    assert 3 * shape_for(name).forward_flops(128) == pytest.approx(counted, rel=0.003)
+
+
+@pytest.mark.parametrize("name", ["llama-10m", "t5-60m"])
+def test_a_deep_model_is_recorded_by_five_of_its_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "ENOUGH", 1000)
+    assert shape_of(name) == shape_for(name)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_tape_ends_with_nothing_but_the_loss(name: str) -> None:
+    shape = shape_for(name)
+    for tape in shape.tapes.values():
+        changes = [c for stretch in tape for c in stretch.changes]
+        left = sum({ALLOCATED: 1, FREED: -1}.get(c.kind, 0) * c.size.bytes_of(3, 64) for c in changes)
+        assert 0 <= left <= 64
+        made = [c for c in changes if c.kind == MADE]
+        assert (
+            len([c for c in changes if c.kind == ARRIVED]) == sum(len(u.parameters) for u in shape.units) >= len(made)
+        )
+
+
+def test_blocks_that_are_alike_are_one_object() -> None:
+    assert len(set(map(id, shape_for("llama-7b").units))) <= 4
+
+
+def test_any_config_and_any_wrap() -> None:
+    config = {"model_type": "opt", "hidden_size": 64, "num_hidden_layers": 6, "ffn_dim": 128, "num_attention_heads": 4,
+              "vocab_size": 384, "word_embed_proj_dim": 64, "max_position_embeddings": 256}  # fmt: skip
+    shape = shape_for(config, "block")
+    assert len(shape.units) == 7 and shape_for(config, "min_params:4000").parameters == shape.parameters
+    assert len(shape_for("gpt2-1m", "class:GPT2MLP").units) == 5
+    with pytest.raises(SpecError, match=r"strategy\.wrap"):
+        shape_for("gpt2-1m", "class:Nothing")
+
+
+def test_a_size_tells_how_it_grows() -> None:
+    samples, seq_len = 37, 2 * 479
+    assert size_of(4 * samples * seq_len * 384, seq_len).bytes_of(2, 10) == 4 * 2 * 10 * 384
+    assert size_of(2 * samples * 5 * (seq_len // 2) ** 2, seq_len).bytes_of(3, 8) == 2 * 3 * 5 * 16
+    assert size_of(8 * samples * (seq_len + 1), seq_len).bytes_of(2, 10) == 8 * 2 * 11
+    assert size_of(4096, seq_len).bytes_of(7, 7) == 4096
+
+
+def test_presets_need_no_torch() -> None:
+    code = ("import sys; from fsdp_lab.planner.shapes.presets import shape_for; "
+            "assert shape_for('llama-7b', 'every:2').parameters; "
+            "assert not {'torch', 'numpy'} & set(sys.modules)")  # fmt: skip
+    subprocess.run([sys.executable, "-c", code], check=True)

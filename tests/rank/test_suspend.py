@@ -1,0 +1,84 @@
+"""A suspended training resumes bit for bit, and leaves nothing on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.pool import Place, Pool
+from tests.rank.test_session import DDP, session, spec
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"precision": "fp16", "offload": "all"},
+    {"backend": "fsdp2", "precision": "bf16"},
+    {"backend": "fsdp1", "sharding": "shard_grad_op"},
+    DDP,
+    {"optimizer": "sgd", "sharding": "zero1"},
+    {"model": "resnet-1m", "data": "images"},
+]
+
+
+def _in_turns(place: Place, plan: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+    """Each alone for six steps; then all of them in turns of two."""
+    s = session(place)
+    alone: list[Any] = []
+    for given in plan:
+        s.apply("alone", given, fresh=True)
+        alone.append(s.train(6, checks=[5])["events"])
+    turns: list[list[Any]] = [[] for _ in plan]
+    for turn in range(3):
+        for i, given in enumerate(plan):
+            if turn == 0:
+                s.apply(f"run {i}", given, fresh=True)
+            else:
+                assert s.resume(f"run {i}") == {"step": 2 * turn}
+            turns[i] += s.train(2, checks=[5])["events"]
+            if turn < 2:
+                assert s.suspend()["suspended_bytes"] > 0
+    assert s.resume("run 0") == {"step": None}  # it was not suspended again
+    s.close()
+    return alone, turns
+
+
+@pytest.fixture(scope="module")
+def told(pool: Pool) -> list[tuple[list[Any], list[Any]]]:
+    return pool.run(_in_turns, 2, [spec(**changes).to_dict() for changes in KINDS], reduction=None)
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)), ids=[str(k) for k in KINDS])
+def test_turns_change_no_bit(told: list[tuple[list[Any], list[Any]]], kind: int) -> None:
+    for alone, turns in told:
+        for a, b in zip(alone[kind], turns[kind], strict=True):
+            assert (a["step"], a["loss"], a["grad_norm"]) == (b["step"], b["loss"], b["grad_norm"])
+        assert alone[kind][-1]["checksum"] == turns[kind][-1]["checksum"] is not None
+        assert alone[kind][-1]["samples"] == turns[kind][-1]["samples"]
+
+
+def test_the_first_step_of_a_turn_is_marked_and_memory_is_measured_once(
+    told: list[tuple[list[Any], list[Any]]],
+) -> None:
+    for events in told[0][1]:
+        assert [e["first_after_switch"] for e in events] == [True, False] * 3
+        assert not any(e["ledger"] for e in events)  # no turn was long enough for one
+
+
+def _dropped(place: Place, given: dict[str, Any]) -> list[Any]:
+    s = session(place)
+    s.apply("run", given)
+    s.train(4)
+    s.suspend()
+    after = s.resume("run")
+    events = s.train(4)["events"]
+    s.suspend()
+    found = [after, events, s.discard(["run", "another"]), s.resume("run")]
+    s.close()
+    return found
+
+
+def test_what_a_ledger_step_found_is_kept_and_what_is_dropped_is_gone(pool: Pool) -> None:
+    for after, events, dropped, gone in pool.run(_dropped, 2, spec().to_dict(), reduction=None):
+        assert after == {"step": 4} and dropped == {"discarded": 1} and gone == {"step": None}
+        assert not any(e["ledger"] for e in events)
+        assert all(e["memory"]["peak_bytes"] > 0 for e in events)  # as before it was suspended

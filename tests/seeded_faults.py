@@ -1,0 +1,309 @@
+"""Which tests catch which fault: seed known faults into a copy of the tree, one at a time, and run the tests of their area.
+
+    python -m tests.seeded_faults [--only NAME,...] [--tier quick --tier whole] [--tree PATH]
+
+A fault replaces a snippet of the package's source by another one. The snippet must occur exactly once in `fsdp_lab/`, in
+whatever file, so a fault survives a move of its file; where it is not found, the command says so and exits with 2, and the
+fault must be written anew. The exit code is 1 where the whole tier misses a fault. Times are not part of the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+COPIED = ("fsdp_lab", "tests", "notebooks", "binder", "pyproject.toml", "README.md")
+TIERS = {"quick": "not slow", "whole": ""}  # name -> pytest -m
+LIMIT_S = 1200
+
+
+class NotFound(Exception):
+    """A snippet is not in the source exactly once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """`old` becomes `new`; `tests`: the files or folders that are responsible for it."""
+
+    name: str
+    what: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+FAULTS = (
+    Fault(
+        name="missing division",
+        what="engine: gradients are summed over ranks and not divided",
+        old="    if by != 1:\n        shard.div_(by)",
+        new="    if by != by:\n        shard.div_(by)",
+        tests=("tests/engine/test_parity.py",),
+    ),
+    Fault(
+        name="missing all-reduce",
+        what="engine: hybrid sharding does not reduce across replicas",
+        old="        if self._mesh.replicate_group is None:\n            return CommHandle(self._stream, None)",
+        new="        if True:\n            return CommHandle(self._stream, None)",
+        tests=("tests/engine/test_parity.py",),
+    ),
+    Fault(
+        name="stale shard",
+        what="engine: under offload the device's copy of the shard is made once and not again",
+        old="        self.device_shard.copy_(self.master, non_blocking=True)",
+        new="        if not self.device_shard.any():\n            self.device_shard.copy_(self.master, non_blocking=True)",
+        tests=("tests/engine/test_parity.py",),
+    ),
+    Fault(
+        name="skipped wait",
+        what="engine: a unit computes before its all-gather has landed",
+        old="            self._wait()\n            for flat in self.flats:\n                flat.use_unsharded_views()",
+        new="            self._handles = []\n            for flat in self.flats:\n"
+        "                flat.use_unsharded_views()",
+        tests=("tests/engine/test_features.py", "tests/engine/test_parity.py"),
+    ),
+    Fault(
+        name="shard range off by one",
+        what="engine: the optimizer does not see the last element of a rank's part of a region",
+        old="        start, stop = _common(self.shard(rank), self.regions[group])\n"
+        "        return (start - begin, stop - begin)",
+        new="        start, stop = _common(self.shard(rank), self.regions[group])\n"
+        "        return (start - begin, stop - begin - (stop - start > 1))",
+        tests=("tests/engine/test_layout.py", "tests/engine/test_parity.py"),
+    ),
+    Fault(
+        name="swapped reduce dtype",
+        what="engine: gradients are reduced in the dtype of the parameters",
+        old="reduce_dtype=None if d.reduce == \"fp32\" and param is None else DTYPES[d.reduce]",
+        new="reduce_dtype=param",
+        tests=("tests/engine/test_parity_precision.py",),
+    ),
+    Fault(
+        name="norm of one rank",
+        what="engine: the gradient norm is not summed over the shard group",
+        old="    if mesh.shard_group is not None:\n        dist.all_reduce(total",
+        new="    if mesh.shard_group is not None and largest:\n        dist.all_reduce(total",
+        tests=("tests/engine/test_features.py", "tests/engine/test_properties.py"),
+    ),
+    Fault(
+        name="rate limiter ignored",
+        what="schedule: units are gathered ahead however many are gathered already",
+        old="        return self.limit == 0 or alive < self.limit + 1",
+        new="        return True",
+        tests=("tests/engine/test_schedule.py",),
+    ),
+    Fault(
+        name="stale optimizer state",
+        what="backends: a switch carries the parameters and not the optimizer's moments",
+        old="        for slot in (PARAM, *slots):\n            given",
+        new="        for slot in (PARAM,):\n            given",
+        tests=("tests/backends", "tests/engine/test_parity_switch.py"),
+    ),
+    Fault(
+        name="mean over the wrong ranks",
+        what="rank: the mean loss is taken over the shard group's size",
+        old="        mean_loss = vote[0] / self.info.world_size",
+        new="        mean_loss = vote[0] / self.spec.shard_factor",
+        tests=("tests/rank/test_session.py", "tests/engine/test_parity_session.py"),
+    ),
+    Fault(
+        name="replicas counted twice",
+        what="rank: the squared norm is summed over replicas",
+        old="vote[1] / self.backend.replicas)",
+        new="vote[1])",
+        tests=("tests/rank/test_session.py", "tests/engine/test_parity_session.py"),
+    ),
+    Fault(
+        name="checksum leaves one out",
+        what="rank: the checksum does not cover the last parameter",
+        old="    for shard in backend.param_shards():\n        seed = ",
+        new="    for shard in backend.param_shards()[:-1]:\n        seed = ",
+        tests=("tests/rank/test_checksum.py",),
+    ),
+    Fault(
+        name="torn checkpoint",
+        what="checkpoints: a file that was cut off counts as whole",
+        old="    if length != nbytes:",
+        new="    if length == 0:",
+        tests=("tests/rank/test_checkpoint.py", "tests/cli"),
+    ),
+    Fault(
+        name="order of the sum",
+        what="wire: summands are added from the last rank to the first",
+        old="        flat.add_(summands[r])",
+        new="        flat.add_(summands[size + 1 - r])",
+        tests=("tests/wire", "tests/engine/test_parity.py"),
+    ),
+    Fault(
+        name="link shared by none",
+        what="wire: collectives in flight do not share the emulated link",
+        old="            start_s = max(now_s, *(self._free_s[d] for d in directions))",
+        new="            start_s = now_s",
+        tests=("tests/wire", "tests/rank/test_link.py"),
+    ),
+    Fault(
+        name="exposed twice",
+        what="wire: an instant in which two collectives are waited for counts twice",
+        old="            found.append((max(start, covered), end, c))",
+        new="            found.append((start, end, c))",
+        tests=("tests/wire",),
+    ),
+    Fault(
+        name="lost step event",
+        what="runs: the event store drops the step that comes next in order",
+        old="        if step < self.floor or step in self.above:",
+        new="        if step <= self.floor and step % 8 == 7 or step < self.floor or step in self.above:",
+        tests=("tests/lab/test_store.py", "tests/lab/test_lab.py"),
+    ),
+    Fault(
+        name="parity without checksums",
+        what="runs: parameters that differ are taken for equal where losses are",
+        old="    if a.checksum is not None and b.checksum is not None and a.checksum != b.checksum:",
+        new="    if a.checksum is not None and b.checksum is None:",
+        tests=("tests/lab/test_parity.py",),
+    ),
+    Fault(
+        name="history loses an event",
+        what="history: the first event after each write is left out",
+        old="        new, cursor = self.run.events.since(self._cursor)",
+        new="        new, cursor = self.run.events.since(self._cursor + bool(self._cursor))",
+        tests=("tests/lab/test_history.py",),
+    ),
+    Fault(
+        name="leaked process",
+        what="cluster: the guardian leaves the ranks of a kernel that was killed",
+        old="    if watch(owner_pid) or handed_over(folder):",
+        new="    if watch(owner_pid) or handed_over(folder) or folder:",
+        tests=("tests/cluster",),
+    ),
+    Fault(
+        name="same samples on every rank",
+        what="models: ranks read the samples of rank 0",
+        old="        first = samples_before + (micro * self._world_size + self._rank) * self._size",
+        new="        first = samples_before + (micro * self._world_size) * self._size",
+        tests=("tests/models/test_batches.py", "tests/rank/test_session.py"),
+    ),
+    Fault(
+        name="spec rule dropped",
+        what="spec: any shard size is accepted",
+        old="    if size is not None and size not in factors:",
+        new="    if size is not None and size < 0:",
+        tests=("tests/spec",),
+    ),
+    Fault(
+        name="planner forgets state",
+        what="planner: the optimizer's state is counted once, whatever the optimizer",
+        old="            self.book.alloc(OPTIMIZER, self.shards * STATE[self.spec.workload.optimizer])",
+        new="            self.book.alloc(OPTIMIZER, self.shards)",
+        tests=("tests/planner",),
+    ),
+    Fault(
+        name="plot without its last steps",
+        what="dashboard: steps that still wait for a rank at the end of a run are not drawn",
+        old="        return self._give(assemble(self._open))",
+        new="        return []",
+        tests=("tests/dashboard",),
+    ),
+    Fault(
+        name="script that does not average",
+        what="export: the script sums the gradients of micro-batches",
+        old='"(1 / ACCUMULATE)" if micro_batches %}',
+        new='"(1)" if micro_batches %}',
+        tests=("tests/export",),
+    ),
+)  # fmt: skip
+
+
+def sources(tree: Path) -> list[Path]:
+    """Files of the package that a fault may be in: code and templates."""
+    return sorted(p for p in (tree / "fsdp_lab").rglob("*") if p.suffix in (".py", ".jinja"))
+
+
+def seed(tree: Path, fault: Fault) -> Path:
+    """Write the fault into a tree; returns the file. Raises NotFound."""
+    holders = [(p, p.read_text(encoding="utf-8")) for p in sources(tree)]
+    counts = [(path, code, code.count(fault.old)) for path, code in holders if fault.old in code]
+    if sum(n for *_, n in counts) != 1:
+        where = ", ".join(f"{n} in {path.relative_to(tree)}" for path, _, n in counts) or "none"
+        raise NotFound(f"{fault.name}: its snippet must occur once, and there are: {where}\n{fault.old}")
+    path, code, _ = counts[0]
+    path.write_text(code.replace(fault.old, fault.new), encoding="utf-8")
+    return path
+
+
+def copy(tree: Path, to: Path) -> None:
+    for name in COPIED:
+        source = tree / name
+        if source.is_dir():
+            shutil.copytree(source, to / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
+        elif source.exists():
+            shutil.copy(source, to / name)
+
+
+def caught_by(tree: Path, tests: Sequence[str], marks: str) -> str:
+    """The first test that fails, or why none could; "" where all pass."""
+    there = [name for name in tests if (tree / name).exists()]
+    if not there:
+        return "(no such tests)"
+    command = [sys.executable, "-m", "pytest", *there, "-x", "-q", "-o", "addopts=-ra --strict-markers",
+               "-m", marks]  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return f"(not over in {LIMIT_S} s)"
+    if done.returncode == 0:
+        return ""
+    found = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    if done.returncode != 1 or not found:
+        return f"(pytest ended with {done.returncode}: {(done.stdout + done.stderr).strip()[-300:]})"
+    return str(found[0])
+
+
+def table(tree: Path, faults: Sequence[Fault], tiers: Sequence[str]) -> Iterator[tuple[Fault, dict[str, str]]]:
+    """For each fault the test that catches it, by tier; in the whole tier that of the quick one, where there is one."""
+    for fault in faults:
+        with tempfile.TemporaryDirectory(prefix="fsdp_lab_fault_") as folder:
+            copy(tree, Path(folder))
+            seed(Path(folder), fault)
+            found: dict[str, str] = {}
+            for tier in tiers:
+                found[tier] = found.get("quick") or caught_by(Path(folder), fault.tests, TIERS[tier])
+            yield fault, found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.seeded_faults", description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", help="names of faults, with commas")
+    parser.add_argument("--tier", action="append", choices=list(TIERS), help="default: quick, then whole")
+    parser.add_argument("--tree", type=Path, default=REPO, help="another tree, with its own tests")
+    given = parser.parse_args(arguments)
+    wanted = given.only.split(",") if given.only else [f.name for f in FAULTS]
+    if unknown := set(wanted) - {f.name for f in FAULTS}:
+        parser.error(f"no such fault: {', '.join(sorted(unknown))}")
+    tiers = given.tier or list(TIERS)
+    missed = 0
+    try:
+        for fault, found in table(given.tree.resolve(), [f for f in FAULTS if f.name in wanted], tiers):
+            print(f"{fault.name}\n    {fault.what}")
+            for tier, test in found.items():
+                print(f"    {tier}: {test or 'NOT CAUGHT'}", flush=True)
+            missed += not found[tiers[-1]] or found[tiers[-1]].startswith("(")
+    except NotFound as e:
+        print(e, file=sys.stderr)
+        return 2
+    print(f"{len(wanted)} faults, {len(wanted) - missed} caught, {missed} not")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""What is imported is declared, what is declared is used, and a missing package is named with how to install it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from tests.test_house import JUPYTER, PACKAGE, REPO, imports, modules, python, without
+
+PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "pynvml": "nvidia-ml-py",
+    "yaml": "pyyaml",
+}  # import name -> distribution, if not the same
+NOT_IMPORTED = {
+    "jupyterlab": "`fsdp-lab lab` starts it as a program",
+    "mypy": "a command",
+    "pytest-cov": "a plugin of pytest",
+    "pytest-timeout": "a plugin of pytest",
+    "pytest-xdist": "a plugin of pytest",
+    "ruff": "a command",
+    "types-psutil": "read by mypy",
+}
+
+
+def normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def ranges(requirements: Iterable[str]) -> dict[str, str]:
+    """Distribution -> range of versions, from "name>=1,<2"."""
+    parts = (re.match(r"([\w.-]+)\s*(.*)", line) for line in requirements)
+    return {normalized(m[1]): m[2].replace(" ", "") for m in parts if m}
+
+
+def imported(targets: Iterable[str]) -> set[str]:
+    heads = {target.partition(".")[0] for target in targets}
+    heads -= {*sys.stdlib_module_names, "fsdp_lab", "tests", "<a computed name>", ""}
+    return {normalized({**DISTRIBUTIONS, "xdist": "pytest-xdist"}.get(head, head)) for head in heads}
+
+
+def imported_by_tests() -> set[str]:
+    targets: list[str] = []
+    for path in (REPO / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                targets += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                targets.append(node.module or "")
+    return imported(targets)
+
+
+PACKAGE_IMPORTS = imported(i.target for path in [*modules(), PACKAGE / "__init__.py"] for i in imports(path))
+DEPENDENCIES = ranges(PROJECT["dependencies"])
+TEST_EXTRA = ranges(PROJECT["optional-dependencies"]["test"])
+
+
+def test_every_third_party_import_is_declared():
+    assert not PACKAGE_IMPORTS - set(DEPENDENCIES)
+    assert not imported_by_tests() - set(DEPENDENCIES) - set(TEST_EXTRA)
+
+
+def test_every_declared_package_is_imported_or_has_a_reason():
+    unused = set(DEPENDENCIES) - PACKAGE_IMPORTS | set(TEST_EXTRA) - imported_by_tests()
+    assert not unused - set(NOT_IMPORTED)
+
+
+def test_import_names_map_to_distributions():
+    assert imported(["PIL.Image", "os.path", "jupyter_core.paths", "fsdp_lab.core.spec"]) == {"pillow", "jupyter-core"}
+
+
+@pytest.mark.parametrize(
+    ("file", "torch"), [("environment.yml", "pytorch-gpu"), ("binder/environment.yml", "pytorch-cpu")]
+)
+def test_conda_environments_agree_with_pyproject(file: str, torch: str):
+    listed = yaml.safe_load(Path(REPO / file).read_text(encoding="utf-8"))["dependencies"]
+    found = ranges(line for line in listed if isinstance(line, str))
+    del found["python"], found["pip"]
+    found["torch"] = found.pop(torch)
+    assert found == DEPENDENCIES
+
+
+def test_the_hooks_use_the_same_ruff_as_the_tests():
+    hooks = yaml.safe_load((REPO / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    pinned = {line for hook in hooks for line in hook.get("additional_dependencies", ())}
+    (version,) = ranges(pinned).values()
+    assert SpecifierSet(TEST_EXTRA["ruff"]).contains(version.removeprefix("=="))
+
+
+def test_the_workflow_runs_what_contributors_run():
+    jobs = yaml.safe_load((REPO / ".github" / "workflows" / "checks.yml").read_text(encoding="utf-8"))["jobs"]
+    steps = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    assert {"ruff check --no-fix .", "ruff format --check .", "mypy --strict -p fsdp_lab"} <= set(steps["static"])
+    assert "pytest $COVERAGE" in steps["quick"] and ".ci/run" in steps["all"]
+    versions = [jobs[name]["strategy"]["matrix"]["python"] for name in ("quick", "all")]
+    assert versions == [["3.11", "3.13"]] * 2 and PROJECT["requires-python"] == ">=3.11"
+
+
+# -- with fewer packages -------------------------------------------------------------------------------------------------
+
+
+def required_by(package: str, seen: set[str] | None = None) -> set[str]:
+    """The distribution and all that it requires here, extras left out."""
+    seen = set() if seen is None else seen
+    if normalized(package) not in seen:
+        seen.add(normalized(package))
+        for requirement in map(Requirement, importlib.metadata.requires(package) or []):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                required_by(requirement.name, seen)
+    return seen
+
+
+def all_but(*distributions: str) -> set[str]:
+    """The top-level modules of all other installed distributions."""
+    keep = {"fsdp-lab", *(name for one in distributions for name in required_by(one))}
+    found = importlib.metadata.packages_distributions()
+    return {module for module, owners in found.items() if not keep & set(map(normalized, owners))}
+
+
+STEP = """
+import copy
+import torch, torch.distributed as dist
+import fsdp_lab.core.schedule, fsdp_lab.wire
+from fsdp_lab.engine import full_state, fully_shard, sharded_parameters
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+plain = copy.deepcopy(model)
+fully_shard(model[0])
+fully_shard(model)
+for each, parameters in ((model, sharded_parameters(model)), (plain, plain.parameters())):
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    each(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+state = dict(full_state(model))
+dist.destroy_process_group()
+print(*(torch.equal(state[name], value) for name, value in plain.state_dict().items()), "numpy" in sys.modules)
+"""
+
+
+def test_engine_wire_and_schedule_need_torch_alone():
+    """They import, and a sharded step runs, where only torch and what it requires can be imported."""
+    blocked = all_but("torch")
+    assert {"numpy", "transformers", "psutil", "bokeh"} <= blocked and "torch" not in blocked
+    assert python(without(blocked) + STEP).split() == ["True"] * 4 + ["False"]
+
+
+@pytest.mark.parametrize(
+    ("missing", "code", "part", "package"),
+    [
+        ("bokeh", "import fsdp_lab.dashboard", "fsdp_lab.dashboard", "bokeh"),
+        ("bokeh", "import fsdp_lab.report", "fsdp_lab.report", "bokeh"),
+        ("anywidget", "from fsdp_lab import Dashboard", "fsdp_lab.Dashboard", "anywidget"),
+        ("ipyparallel", "from fsdp_lab import Lab", "fsdp_lab.Lab", "ipyparallel"),
+    ],
+)
+def test_a_missing_package_is_named(missing: str, code: str, part: str, package: str):
+    done = subprocess.run(
+        [sys.executable, "-c", without([missing]) + code], capture_output=True, text=True, timeout=120
+    )
+    install = f"{sys.executable} -m pip install {package}"
+    assert done.stderr.endswith(f"ModuleNotFoundError: {part} needs {package}, which is not installed: {install}\n")
+
+
+@pytest.mark.parametrize(
+    ("missing", "command", "says"),
+    [
+        ({"jupyterlab"}, ["lab"], "JupyterLab is not installed"),
+        (JUPYTER, ["compare"], "this command needs ipyparallel, which is not installed"),
+        ({"rich"}, ["compare"], "this command needs rich, which is not installed"),
+    ],
+)
+def test_a_command_names_what_it_lacks(missing: set[str], command: list[str], says: str):
+    code = f"{without(missing)}from fsdp_lab.cli.main import main\nsys.exit(main({command!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and says in done.stderr and "pip install" in done.stderr
