@@ -491,7 +491,8 @@ def _check_precision(value: Any) -> None:
 
 def _check_devices(devices: Any, world_size: int) -> tuple[str, ...]:
     if isinstance(devices, str) or not isinstance(devices, Sequence) or len(devices) != world_size:
-        instead = ["cpu"] * world_size if devices and set(devices) == {"cpu"} else None
+        only_cpu = isinstance(devices, (str, Sequence)) and bool(devices) and all(d == "cpu" for d in devices)
+        instead = ["cpu"] * world_size if only_cpu else None
         raise SpecError("devices", f"{devices!r} does not name one device for each of {world_size} ranks",
                         'give a list such as ["cuda:0", "cuda:1"], or nothing', {"devices": instead})  # fmt: skip
     for d in devices:

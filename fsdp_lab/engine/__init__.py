@@ -23,7 +23,7 @@ The core is 1,900 lines. Read its files in this order:
 
 Beside the core: mesh.py (replicas and shards), policy.py (dtypes), state.py (state by parameter names, checkpoints, deferred
 initialisation), scaling.py (gradient norm, clipping, loss scaling), memory.py (bytes by class), ties.py (shared
-parameters), guards.py (mistakes that would go unnoticed), tensors.py (tensors inside nested values), errors.py.
+parameters), guards.py (what stands in `.grad`), tensors.py (tensors inside nested values), errors.py.
 """
 
 from fsdp_lab.core.schedule import OffloadPolicy, PrefetchPolicy

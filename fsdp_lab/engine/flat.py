@@ -21,6 +21,7 @@ from fsdp_lab.core.schedule import OffloadPolicy
 from fsdp_lab.engine.collectives import CommHandle, CommStream, all_gather
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.gradients import GradientBuffer
+from fsdp_lab.engine.guards import AbsentGradient, absent_gradients
 from fsdp_lab.engine.layout import Layout, Slot
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.policy import ShardPolicy
@@ -99,6 +100,7 @@ class FlatBuffer:
         self._nothing = [nothing.expand(s.shape) for s in self.layout.slots]
         self.parameters = self._replace(values)
         self._versions = [0] * len(self.parameters)
+        self._absent_gradients: list[tuple[nn.Parameter, AbsentGradient]] = []
         self.gradients = GradientBuffer(self.layout, mesh, policy, self.master, trainable=self.trainable)
         self.device_shard = self._make_device_shard()  # [n] in the gathered dtype: under offload, what gathers send
         self.post_forward_shard: Tensor | None = None  # this rank's part of what the post-forward group keeps
@@ -184,6 +186,7 @@ class FlatBuffer:
         for i, p in enumerate(self.parameters):
             self._check(i, p)
             p.data = self._views[i]
+            p.grad = None  # autograd adds to what it finds there
 
     def use_sharded_views(self) -> None:
         """Point them at NaN, and free the gathered buffer. Data that a caller gave them stays, to be refused later."""
@@ -233,12 +236,19 @@ class FlatBuffer:
     def _free(self) -> None:
         self.full.untyped_storage().resize_(0)
 
+    def refuse_gradients(self) -> None:
+        """After a backward: let any use of `.grad` raise, of the parameters and of those that the modules held before."""
+        if self.trainable and not self._absent_gradients:
+            self._absent_gradients = absent_gradients(self.parameters, self.names, self.originals)
+        for p, absent in self._absent_gradients:
+            if p.grad is None:
+                p.grad = absent
+
     # -- what this rank holds ---------------------------------------------------------------------------------------
 
     def own_part(self, i: int) -> Tensor:
         """[m], this rank's part of a parameter as a view of the master shard; m may be 0."""
-        start, stop = self.layout.in_shard(self.layout.slots[i], self.mesh.shard_rank)
-        return self.master[start:stop]
+        return self.master[slice(*self.layout.in_shard(self.layout.slots[i], self.mesh.shard_rank))]
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors with storage of their own."""

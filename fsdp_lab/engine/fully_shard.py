@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_lab.core.schedule import OffloadPolicy, PrefetchPolicy, Rules
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.flat import FlatBuffer, OriginalParameter, Use
-from fsdp_lab.engine.guards import refuse_state_dict
 from fsdp_lab.engine.hooks import UnitHooks, unit_hooks
 from fsdp_lab.engine.mesh import ShardMesh, check_equal_on_all_ranks
 from fsdp_lab.engine.policy import MixedPrecisionPolicy, ModuleKind, ShardPolicy, kind_of
 from fsdp_lab.engine.runtime import Runtime, guess_calls
+from fsdp_lab.engine.state import refuse_state_dict
 from fsdp_lab.engine.ties import describe_ties, find_ties, untie
 from fsdp_lab.engine.unit import Unit
 
@@ -50,15 +50,15 @@ def fully_shard(
     What a user may rely on:
 
     - `module.parameters()` keeps names and shapes. Between forward and backward passes the values are not there: they read
-      as NaN. Read or write them inside `with unshard(module):`. `p.grad` is None: gradients live in the shards.
+      as NaN. Read or write them inside `with unshard(module):`. Gradients live in the shards: after a backward any use of
+      `p.grad`, as by an optimizer over `module.parameters()`, raises ShardError.
     - The optimizer is given `sharded_parameters(module)`, flat tensors, one for each buffer and optimizer group, or, where
       groups need options of their own, `parameter_groups(module)`. `group_of(name, parameter)` says which group a parameter
       is in, such as "decay" and "no decay". Weight decay, momenta and step counts are then those of the flat tensors.
     - An unused parameter has a gradient of zero, not None, as soon as any other of its buffer has one.
     - `module.state_dict()` raises outside `unshard`: use `full_state` or `local_state`.
     - Parameters that the module held before are emptied; make optimizers, hooks on parameters and other references to them
-      after sharding. Where nobody has asked for the flat tensors before the first backward, an optimizer over
-      `module.parameters()` is refused at its step; `module.zero_grad()` has no effect.
+      after sharding. `module.zero_grad()` has no effect.
     - The module cannot be copied, pickled, moved or cast afterwards: that is refused, the latter two at the next forward.
     - Outputs of two forwards before one backward are refused; accumulate with `backward` after each.
 
@@ -139,7 +139,6 @@ def parameter_groups(module: nn.Module) -> dict[Hashable, list[nn.Parameter]]:
 
 def _regions(module: nn.Module) -> Iterator[tuple[Hashable, nn.Parameter]]:
     for flat in flats_of(module):
-        flat.gradients.handed_out = True
         yield from flat.gradients.regions.items()
 
 

@@ -38,7 +38,6 @@ class GradientBuffer:
         for group in layout.regions if trainable else ():
             start, stop = layout.region_in_shard(group, mesh.shard_rank)
             self.regions[group] = nn.Parameter(master[start:stop])
-        self.handed_out = False  # whether somebody was given the regions, for an optimizer
         self._arrived: set[int] = set()
 
     def receive(self, i: int, grad: Tensor) -> None:

@@ -26,7 +26,6 @@ from fsdp_lab.core.schedule import Direction, OffloadPolicy, Phase, Point, Point
 from fsdp_lab.engine.collectives import CommStream
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.gradients import Reduction
-from fsdp_lab.engine.guards import refuse_optimizers_of_originals
 from fsdp_lab.engine.unit import Unit, UnitState
 
 Watcher = Callable[[Phase, str, Direction], None]
@@ -82,7 +81,7 @@ class Runtime:
         self.gathers, self.reductions = CommStream(root.mesh.device), CommStream(root.mesh.device)
         self.communicate = True  # whether backwards reduce
         self.watch: Watcher | None = None
-        self.around: Around = _nothing_around
+        self.around: Around = lambda phase, unit: nullcontext()
         self._active: Pass | None = None  # whose forward or backward is running
         self._last: weakref.ref[Pass] | None = None
         self._index = {unit: i for i, unit in enumerate(self.units)}
@@ -90,7 +89,6 @@ class Runtime:
         self._schedules: dict[bool, Schedule] = {}
         self._reducing: list[Reduction] = []
         self._reduced: Unit | None = None  # whose they are
-        self._optimizers_checked = False
 
     @property
     def state(self) -> TrainingState:
@@ -219,10 +217,8 @@ class Runtime:
         self._finish_reducing()
         self._free_all()
         self._active, current.state = None, TrainingState.IDLE
-        if not self._optimizers_checked:
-            self._optimizers_checked = True
-            if not any(flat.gradients.handed_out for unit in self.units for flat in unit.flats):
-                refuse_optimizers_of_originals()
+        for flat in (flat for unit in self.units if unit.is_sharded for flat in unit.flats):
+            flat.refuse_gradients()
 
     # -- what the schedule names ------------------------------------------------------------------------------------
 
@@ -336,10 +332,6 @@ class Runtime:
         if with_backward not in self._schedules:
             self._schedules[with_backward] = Schedule(self._calls[with_backward], self.rules, backward=with_backward)
         return self._schedules[with_backward]
-
-
-def _nothing_around(phase: Phase, unit: str) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 def _label(phase: Phase, unit: Unit) -> str:

@@ -22,6 +22,7 @@ from torch import distributed as dist
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.flat import FlatBuffer, OriginalParameter
 from fsdp_lab.engine.mesh import ShardMesh
+from fsdp_lab.engine.unit import Unit
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -45,8 +46,6 @@ class ParamShard:
 
 def shards_of(module: nn.Module) -> list[ParamShard]:
     """Every sharded parameter, in the order of `module.parameters()`; a tied one once, by its first name."""
-    for p in original_parameters(module):
-        p.flat.gradients.handed_out = True
     return [shard for shard, _ in _shards(module)]
 
 
@@ -287,3 +286,24 @@ def _original(name: str) -> str:
     for part in _WRAPPERS:
         name = name.replace(part, "")
     return name
+
+
+# -- refused ------------------------------------------------------------------------------------------------------
+
+
+def refuse_state_dict(unit: Unit) -> None:
+    """Of its modules, outside `unshard`: let `state_dict` and `load_state_dict` raise ShardError."""
+
+    def saving(module: nn.Module, *_: Any) -> None:
+        if not unit.pins:
+            raise ShardError("state_dict() would hold NaN for parameters that are sharded; use full_state(model), "
+                             "local_state(model), or `with unshard(model):`")  # fmt: skip
+
+    def loading(module: nn.Module, *_: Any) -> None:
+        if not unit.pins:
+            raise ShardError("load_state_dict() cannot write to parameters that are sharded; use load_full_state(model, "
+                             "values), or `with unshard(model):`")  # fmt: skip
+
+    for module in unit.modules:
+        module.register_state_dict_pre_hook(saving)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(loading)  # type: ignore[no-untyped-call]

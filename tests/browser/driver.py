@@ -104,6 +104,15 @@ class DashboardPage:
         self.page.locator(".fsdp-state", has_text=word).first.wait_for(timeout=timeout_s * 1e3)
         return time.monotonic() - began
 
+    def stop(self) -> int:
+        """Presses Stop, and waits until the run is over and drawn: the state is shown as soon as it is known, the last steps
+        with the next tick. Returns the last step."""
+        self.button("Stop").click()
+        self.wait_state("stopped")
+        last = int(self.notebook.execute("print(lab.current.events.steps()[-1].number)"))
+        self.page.wait_for_function(f"(n) => ({STEP})() === n", arg=last)
+        return last
+
     def wait_rows(self, source: str, count: int, timeout_s: float = 30) -> None:
         self.page.wait_for_function(
             f"(n) => ({model(source)}?.get_length() ?? 0) === n", arg=count, timeout=timeout_s * 1e3

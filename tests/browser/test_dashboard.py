@@ -67,10 +67,9 @@ def test_start_toggle_refuse_stop(opened):
     opened.wait_state("paused")
     opened.button("Resume").click()
     opened.wait_state("running")
-    opened.button("Stop").click()
-    opened.wait_state("stopped")
+    last = opened.stop()
     opened.page.locator(".fsdp-card-loss").scroll_into_view_if_needed()
-    opened.wait_rows("loss.steps", opened.step() + 1)
+    opened.wait_rows("loss.steps", last + 1)
 
 
 def test_a_ledger_step_is_drawn_by_unit_and_class(opened, picture):
@@ -158,11 +157,10 @@ def test_plots_out_of_sight_catch_up_when_they_are_seen(opened):
     opened.page.set_viewport_size({"width": 1280, "height": 500})
     opened.start()
     opened.wait_step(15)
-    opened.button("Stop").click()
-    opened.wait_state("stopped")
-    assert opened.rows("loss.steps") < opened.step()
+    last = opened.stop()
+    assert opened.rows("loss.steps") < last
     opened.page.locator(".fsdp-card-loss").scroll_into_view_if_needed()
-    opened.wait_rows("loss.steps", opened.step() + 1)
+    opened.wait_rows("loss.steps", last + 1)
 
 
 def test_a_range_that_the_reader_moves_stays_until_a_double_click(opened):
@@ -178,9 +176,7 @@ def test_a_range_that_the_reader_moves_stays_until_a_double_click(opened):
 def test_a_reload_brings_the_whole_history_back(opened):
     opened.start()
     opened.wait_step(25)
-    opened.button("Stop").click()
-    opened.wait_state("stopped")
-    step = opened.step()
+    step = opened.stop()
     opened.notebook.command("docmanager:save")
     opened.page.reload()
     opened.wait_drawn()

@@ -547,11 +547,20 @@ def optimizer_over_parameters(place: Place) -> None:
     ):
         model = by_block(make())
         wrong = kind(model)
-        step(model, place)
-        with refused(
-            r"the optimizer was given \w+.(weight|bias), whose gradient lives in flat shards; make it with shar"
-        ):
-            wrong.step()
+        for _ in range(2):  # also where it sets its gradients to None between two steps
+            wrong.zero_grad()
+            step(model, place)
+            with refused(
+                r"the gradient of \w+.(weight|bias) lives in flat shards, not in its .grad; give the optimizer"
+            ):
+                wrong.step()
+        with refused("the gradient of a sharded parameter lives in flat shards .* clip by clip_gradients"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with refused(r"the gradient of last.bias lives in flat shards"):
+            model.last.bias.grad.norm()
+        late = kind(model)  # in a program that asked for the shards, and after backwards
+        with refused(r"the gradient of \w+.(weight|bias) lives in flat shards"):
+            late.step()
     other = torch.optim.SGD(make().parameters(), lr=0.1)
     trains_on(model, place)
     other.step()  # others are left alone
@@ -560,9 +569,7 @@ def optimizer_over_parameters(place: Place) -> None:
     model = make()
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     step(by_block(model), place)
-    with refused(
-        "the optimizer was given a parameter from before the model was sharded, whose gradient lives in flat sh"
-    ):
+    with refused("the gradient of a parameter from before the model was sharded lives in flat shards"):
         early.step()
 
 
