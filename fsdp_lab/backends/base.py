@@ -256,9 +256,8 @@ def free(tensors: list[Tensor], busy: Collection[int]) -> None:
 
 def free_backend(backend: TorchBackend, busy: Collection[int]) -> None:
     """Free parameters, gradients, buffers and optimizer state."""
-    held: list[Tensor] = []
-    for p in backend.module.parameters():
-        held += [p] + ([p.grad] if p.grad is not None else [])
+    held: list[Tensor] = [*backend.module.parameters()]
+    held += [p.grad for group in backend.optimizer.param_groups for p in group["params"] if p.grad is not None]
     held += [p.local for p in backend.param_shards()]
     held += list(backend.module.buffers())
     for state in backend.optimizer.state.values():
