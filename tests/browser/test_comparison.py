@@ -115,6 +115,7 @@ def test_pin_toggle_pin_compare_unpin(opened: ComparisonPage):
     assert opened.visible_overlays("loss") == ["loss.overlay.1"]
 
 
+@pytest.mark.slow
 def test_a_ninth_pin_is_refused_in_words(opened: ComparisonPage):
     for label in "ABCDEFGH":
         opened.pin(label)
@@ -122,6 +123,7 @@ def test_a_ninth_pin_is_refused_in_words(opened: ComparisonPage):
     opened.page.locator(".fsdp-state-line", has_text="8 runs are pinned already").wait_for()
 
 
+@pytest.mark.slow
 def test_a_comparison_by_its_form(opened: ComparisonPage):
     """What can run is said before, its progress while it runs; the page is not built anew for a turn."""
     opened.button("Compare…").click()

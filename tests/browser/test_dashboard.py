@@ -72,6 +72,7 @@ def test_start_toggle_refuse_stop(opened):
     opened.wait_rows("loss.steps", last + 1)
 
 
+@pytest.mark.slow
 def test_a_ledger_step_is_drawn_by_unit_and_class(opened, picture):
     """Memory: classes at the peak, and within the last ledger step."""
     opened.notebook.execute("lab.close()")
@@ -96,6 +97,7 @@ def test_a_ledger_step_is_drawn_by_unit_and_class(opened, picture):
         card.screenshot(path=picture(f"memory_{width}_{theme}"))
 
 
+@pytest.mark.slow
 def test_what_is_chosen_is_drawn_as_predicted_before_it_lands(opened, picture):
     opened.start()
     opened.wait_reading("memory", r"predicted [\d.]+ MiB, measured [\d.]+ MiB", timeout_s=60)
@@ -163,6 +165,7 @@ def test_plots_out_of_sight_catch_up_when_they_are_seen(opened):
     opened.wait_rows("loss.steps", last + 1)
 
 
+@pytest.mark.slow
 def test_a_range_that_the_reader_moves_stays_until_a_double_click(opened):
     opened.start()
     opened.wait_step(3)
@@ -173,6 +176,7 @@ def test_a_range_that_the_reader_moves_stays_until_a_double_click(opened):
     assert opened.page.evaluate(f"() => {model('frame.x')}.end") >= 100
 
 
+@pytest.mark.slow
 def test_a_reload_brings_the_whole_history_back(opened):
     opened.start()
     opened.wait_step(25)
@@ -187,6 +191,7 @@ def test_a_reload_brings_the_whole_history_back(opened):
     opened.wait_step(2)
 
 
+@pytest.mark.slow
 def test_a_cell_run_again_replaces_its_dashboard_and_two_views_agree(opened):
     page = opened.page
     opened.start()
@@ -202,6 +207,7 @@ def test_a_cell_run_again_replaces_its_dashboard_and_two_views_agree(opened):
         (e) => e.innerText.startsWith('step 11'))""")
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_gone_is_said_and_the_cell_runs_again(opened):
     opened.notebook.restart_kernel()
     opened.page.locator(".fsdp-banner", has_text="Run the cell again").first.wait_for()
@@ -212,6 +218,7 @@ def test_a_kernel_that_is_gone_is_said_and_the_cell_runs_again(opened):
     opened.wait_step(5)
 
 
+@pytest.mark.slow
 def test_a_hang_is_said_and_its_stack_unfolds(opened, picture):
     """As a run leaves it that failed with `RankHung`."""
     opened.start()

@@ -21,6 +21,7 @@ print("the cell is over")
 DRAWN = ".fsdp-live .fsdp-card canvas"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_picture_is_drawn_while_its_kernel_is_busy(server: JupyterServer, open_notebook, watched):
     notebook = open_notebook()

@@ -92,6 +92,7 @@ def test_text_from_runs_does_nothing(opened: Page):
     assert opened.evaluate("window.hacked") is None and opened.locator("main img").count() == 0
 
 
+@pytest.mark.slow
 def test_both_colour_schemes_and_paper(opened: Page, picture):
     """Text and its ground are far enough apart (WCAG 2.1: 4.5 to 1) in both, plots follow, and paper is light."""
     seen: dict[str, Any] = {}
@@ -138,6 +139,7 @@ def test_a_spec_unfolds(opened: Page):
     assert '"offload": "optimizer"' in runs.nth(3).locator("pre").inner_text()
 
 
+@pytest.mark.slow
 def test_more_runs_than_colours_are_drawn(browser: Browser, tmp_path: Path):
     runs = [past(str(i), SPEC.replace(forward_prefetch=i), steps=6) for i in range(10)]
     page = browser.new_page()

@@ -68,6 +68,7 @@ def opened(page: SafetyPage, server: JupyterServer, name: str, cell: str) -> Saf
     return page
 
 
+@pytest.mark.slow
 def test_how_it_looks_and_that_nothing_jumps(server, open_notebook, watched, picture):
     desk = opened(SafetyPage(open_notebook()), server, "safety.ipynb", FAKE)
     watched(desk.notebook)

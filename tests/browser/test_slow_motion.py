@@ -74,6 +74,7 @@ def go_to(desk: SlowPage, phase: str, unit: str, direction: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_next_play_and_stop(desk: SlowPage, watched: Callable[[Notebook], None], picture: Callable[[str], Path]):
     """A person's path: read what it is, Next, look, Play, Pause, Stop, a run, Next again."""
     watched(desk.notebook)
@@ -113,6 +114,7 @@ def test_next_play_and_stop(desk: SlowPage, watched: Callable[[Notebook], None],
     desk.wait_state("stopped")
 
 
+@pytest.mark.slow
 def test_the_buttons_answer_while_a_cell_is_busy(desk: SlowPage, watched: Callable[[Notebook], None]):
     watched(desk.notebook)
     desk.notebook.write_and_run("import time\nfor _ in range(6000): time.sleep(0.1)", wait=False)
@@ -129,6 +131,7 @@ def test_the_buttons_answer_while_a_cell_is_busy(desk: SlowPage, watched: Callab
     busy.wait_for(state="detached")
 
 
+@pytest.mark.slow
 def test_a_refused_backend_has_its_way_out(desk: SlowPage, watched: Callable[[Notebook], None]):
     watched(desk.notebook)
     desk.choose("backend", "fsdp2")
@@ -139,6 +142,7 @@ def test_a_refused_backend_has_its_way_out(desk: SlowPage, watched: Callable[[No
     assert desk.field("backend").locator("select").input_value() == "lab"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("theme", "width"),
     tiered(

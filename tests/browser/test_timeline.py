@@ -98,6 +98,7 @@ def test_it_follows_the_newest_traced_step_and_holds_a_pinned_one(opened: Timeli
     assert "pinned" not in opened.reading("timeline")
 
 
+@pytest.mark.slow
 def test_it_can_be_pinned_while_a_cell_is_busy_and_after_the_run(opened: TimelinePage):
     opened.notebook.write_and_run("import time\nfor _ in range(6000): time.sleep(0.1)", wait=False)
     busy = opened.page.locator(".jp-InputPrompt", has_text="[*]:")
@@ -131,6 +132,7 @@ TIPS = """(words) => {
     return tips.some((tip) => words.every((word) => tip.innerText.includes(word))) }"""
 
 
+@pytest.mark.slow
 def test_a_span_says_what_it_was(opened: TimelinePage, picture):
     """Over an all-gather the pointer finds its unit, bytes, bandwidth, dtype and group."""
     opened.hold.click()
@@ -143,6 +145,7 @@ def test_a_span_says_what_it_was(opened: TimelinePage, picture):
     opened.card.screenshot(path=picture("timeline-hover"))
 
 
+@pytest.mark.slow
 def test_the_axis_stands_still_while_steps_change(opened: TimelinePage):
     end = f"() => {model('timeline.x')}.end"
     seen = {opened.page.evaluate(end)}

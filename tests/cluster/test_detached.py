@@ -174,6 +174,7 @@ def test_a_given_cluster_and_invalid_values_are_refused():
 # -- nobody comes -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["the time is over", "a rank dies"])
 def test_ranks_that_nobody_can_come_back_to_are_ended(why: str, temporary: Path):
     token = kernel(2 / 3600 if why == "the time is over" else 1, 5, "kill")

@@ -226,6 +226,7 @@ def test_the_live_row_is_worked_out_once_a_second_and_pins_once(show, monkeypatc
     assert len([runs for runs in made if len(runs) == 1]) == 1
 
 
+@pytest.mark.slow
 def test_ten_ticks_a_second_do_not_pay_for_eight_pins(dashboard):
     """A tick with a full board costs the kernel little more than one with none: at most a tenth of a core."""
     run = dashboard.lab.run()

@@ -212,6 +212,7 @@ def test_hybrid_is_compared_with_hybrid(outcomes: Outcomes, model: str) -> None:
         assert_equal(got, wanted)
 
 
+@pytest.mark.slow
 def test_hybrid_with_adamw_and_against_fsdp1(outcomes: Outcomes) -> None:
     options = {"sharding": "hybrid_shard_zero2", "optimizer": "adamw"}
     fsdp2, fsdp1, lab = outcomes.of(*(steady("gpt2", 4, backend=b, **options) for b in ("fsdp2", "fsdp1", "lab")))

@@ -117,6 +117,7 @@ def test_buffers_in_bf16_are_as_fsdp1_has_them(outcomes: Outcomes) -> None:
     assert ours.buffers != fsdp2.buffers
 
 
+@pytest.mark.slow
 def test_batchnorm_stays_in_fp32(outcomes: Outcomes) -> None:
     """Torch wants it in the dtype of its running statistics, and FSDP1 leaves it so by itself."""
     options = {"precision": "bf16", "optimizer": "sgd"}

@@ -135,6 +135,7 @@ def test_gradient_norms(runs: RunList, model: str) -> None:
 CLIP = {"clip_norm": 0.05, "optimizer": "sgd", "lr": 0.5}
 
 
+@pytest.mark.slow
 def test_clipping_by_the_same_pieces_has_the_same_bits(runs: RunList) -> None:
     """Replicas of ours and DDP's hold whole parameters, so that norms, factors and steps are equal, and switches too."""
     ddp = runs.follow((spec("gpt2", 3, backend="ddp", **CLIP), 5))
@@ -198,6 +199,7 @@ def test_overflows_are_skipped_alike(runs: RunList, world_size: int, strategy: d
     assert ours.same(fsdp2)
 
 
+@pytest.mark.slow
 def test_the_scaler_moves_in_a_switch(runs: RunList) -> None:
     """Half way down to its scale, and back from FSDP2: as if ours had never been left."""
     lab = spec("gpt2", 2, backend="lab", **FP16)
@@ -206,6 +208,7 @@ def test_the_scaler_moves_in_a_switch(runs: RunList) -> None:
     assert runs.follow(*around, scale=OVERFLOWS).same(steady)
 
 
+@pytest.mark.slow
 def test_low_gradients_are_unscaled_in_fp32(runs: RunList) -> None:
     """Kept in fp16 until the step, gradients divided by the scale there would vanish, and their norm overflow."""
     low = Precision(param="fp16", reduce="fp16", keep_low_precision_gradients=True)
@@ -218,6 +221,7 @@ def test_low_gradients_are_unscaled_in_fp32(runs: RunList) -> None:
 # -- a whole training moves ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_training_moves_whole(runs: RunList) -> None:
     """Through every backend, hybrid sharding, bf16 and a change of the batch: against FSDP2 in the same turns.
 
@@ -258,6 +262,7 @@ def _draws(place: Place, given: list[dict[str, Any]]) -> list[bool]:
     return unchanged
 
 
+@pytest.mark.slow
 def test_random_numbers_go_on_over_a_switch(pool: Pool) -> None:
     """A switch and its steps draw none, so that whoever draws (a cell on the ranks) goes on as if there had been none."""
     strategies = [

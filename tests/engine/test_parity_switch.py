@@ -49,6 +49,7 @@ def test_to_smaller_groups_and_back(outcomes: Outcomes) -> None:
     assert_equal(switched, steady)
 
 
+@pytest.mark.slow
 def test_through_hybrid_sharding(outcomes: Outcomes) -> None:
     """Ours in hybrid and full sharding by turns, against FSDP2 in the same; and the masters of the replicas agree."""
     hybrid, zero2 = {"sharding": "hybrid_shard"}, {"sharding": "hybrid_shard_zero2", "wrap": "every:2"}
@@ -67,6 +68,7 @@ def test_through_hybrid_sharding(outcomes: Outcomes) -> None:
     assert rounded, "hybrid sharding sums in another order"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_steps_in_low_precision_leave_fp32_masters(outcomes: Outcomes, precision: str) -> None:
     """Ours and FSDP2 hand the same masters on, so three turns have the same bits whoever did which."""
@@ -93,6 +95,7 @@ def test_there_and_back_loses_no_bit(outcomes: Outcomes, model: str) -> None:
     assert_equal(switched, steady)
 
 
+@pytest.mark.slow
 def test_batchnorm_statistics_stay_with_their_rank(outcomes: Outcomes) -> None:
     """Each rank has seen batches of its own. Recomputation would show it some of them twice."""
     around = [(s, 1) for s in AROUND if "recompute" not in s] + [({"backend": "lab", "precision": "bf16"}, 0)]

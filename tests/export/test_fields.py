@@ -150,6 +150,7 @@ def test_a_script_shows_every_field() -> None:
     checked("script", SCRIPT)
 
 
+@pytest.mark.slow
 def test_an_accelerate_config_shows_every_field() -> None:
     checked("accelerate", ACCELERATE)
 

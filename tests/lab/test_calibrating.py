@@ -39,6 +39,7 @@ def test_ranks_measure_their_machine_and_keep_what_they_hold(real_lab: Lab) -> N
     assert on.step == 3
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_would_be_measured_too(real_lab: Lab) -> None:
     run = real_lab.run(**SMALL)
     until(lambda: run.step > 1 or run.done, 60)

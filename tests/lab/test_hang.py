@@ -73,6 +73,7 @@ def test_a_rank_that_comes_before_the_limit_is_left_in_peace_and_what_the_others
     until(lambda: not impatient_lab.rank_status()[0].waits_for)
 
 
+@pytest.mark.slow
 def test_ranks_that_disagree_are_told_apart_and_none_is_ended(impatient_lab: Lab, run: Run):
     """Rank 1 leaves the vote of one step out."""
     pids = impatient_lab.cluster.pids
@@ -106,6 +107,7 @@ def test_a_rank_that_does_not_come_is_named_shown_and_replaced(impatient_lab: La
     assert culprit not in impatient_lab.cluster.pids and not psutil.pid_exists(culprit)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_also_where_the_store_stops_with_it(impatient_lab: Lab, run: Run):
     """Rank 0 hosts the store: a side channel through it would be stopped as well."""
     culprit = impatient_lab.cluster.pids[0]

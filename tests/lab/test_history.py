@@ -484,6 +484,7 @@ WRITER = """
 """
 
 
+@pytest.mark.slow
 def test_two_kernels_write_at_once(tmp_path: Path):
     path = tmp_path / "runs.sqlite3"
     code = textwrap.dedent(WRITER)

@@ -47,6 +47,7 @@ def honest(pool: Pool) -> dict[str, RecordedRun]:
     return {name: told(s, [e for rank in by_rank for e in rank[i]]) for i, (name, s) in enumerate(specs.items())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lab", "fsdp2", "ddp"])
 def test_backends_are_equal_bit_for_bit_in_fp32(honest: dict[str, RecordedRun], name: str) -> None:
     found = parity(honest["lab"], honest[name])
@@ -54,6 +55,7 @@ def test_backends_are_equal_bit_for_bit_in_fp32(honest: dict[str, RecordedRun], 
     assert found.sentence == "equal bit for bit over 8 steps: losses and 4 checksums of the parameters"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_another_precision_is_equal_within_its_rounding(honest: dict[str, RecordedRun], name: str) -> None:
     found = parity(honest["lab"], honest[name])

@@ -48,6 +48,7 @@ def test_a_run_trains_and_tells_all(lab: Lab):
     assert [s.step for s in lab.rank_status()] == [12, 12]
 
 
+@pytest.mark.slow
 def test_ledger_steps_every_n_steps_and_on_demand(lab: Lab):
     run = lab.run(**SMALL, steps=12, ledger_every=5).wait(90)
     told = run.events.since()[0]
@@ -179,6 +180,7 @@ def test_a_killed_rank_is_said_and_replaced(lab: Lab):
     assert lab.lost == {} and victim not in lab.cluster.pids
 
 
+@pytest.mark.slow
 def test_a_third_rank_joins(lab: Lab):
     run = lab.run(**SMALL, world_size=3, steps=3).wait(90)
     assert lab.ranks == 3 and run.events.ranks == (0, 1, 2) and run.step == 3

@@ -81,6 +81,7 @@ def test_a_run_is_saved_and_another_goes_on_from_it(lab: Lab, undisturbed: dict[
     assert again.switches[0].step == 14 and min(losses(again)) == 14
 
 
+@pytest.mark.slow
 def test_save_on_demand_while_it_trains_and_when_it_is_over(lab: Lab, tmp_path: Path) -> None:
     run = lab.run(**SMALL, save=tmp_path)
     until(lambda: run.step > 2, 60)
@@ -132,6 +133,7 @@ def test_without_a_checkpoint_or_a_replica_it_begins_again(lab: Lab, undisturbed
     assert losses(run) == undisturbed and run.incidents[0].source == BEGINNING
 
 
+@pytest.mark.slow
 def test_it_waits_for_a_word_and_goes_on_with_fewer(lab: Lab, undisturbed: dict[int, float], tmp_path: Path) -> None:
     run = lab.run(**SMALL, steps=STEPS, recover="ask", save=CheckpointConfig(folder=tmp_path, every=5))
     until(lambda: run.step > 6, 60)
@@ -206,6 +208,7 @@ def test_a_controller_that_is_killed_is_replaced_with_all_ranks(
     until(lambda: not any(psutil.pid_exists(pid) for pid in former), 15)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_is_said_and_the_run_goes_on(
     lab: Lab, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:

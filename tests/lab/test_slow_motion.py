@@ -117,6 +117,7 @@ def test_a_step_in_slow_motion_trains_as_any_other(lab: Lab, phases: int | None)
     assert losses(after) == {step: plain[step] for step in (4, 5, 6)}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_going_is_stopped_and_another_goes_on_under_another_strategy(lab: Lab):
     run = going(lab, **SMALL)
     slow = lab.slow_motion(precision="bf16")
@@ -150,6 +151,7 @@ def test_an_interrupt_in_between_ends_it_and_the_next_run_works(lab: Lab):
     assert trained(lab, 2).step == 2
 
 
+@pytest.mark.slow
 def test_an_error_in_the_step_on_one_rank_is_said_and_the_next_run_works(lab: Lab):
     trained(lab, 1)
     lab.client[[lab.cluster.engine_ids[1]]].execute(

@@ -103,6 +103,7 @@ def test_another_run_ends_it_and_it_ends_another_run(lab: Lab):
     assert last.state is RunState.FINISHED and second.done and second.reason == "another run was started"
 
 
+@pytest.mark.slow
 def test_a_lost_rank_costs_the_run_whose_turn_it_was_and_the_others_begin_again(lab: Lab):
     sweep = lab.compare(sharding=SHARDINGS, steps=60, rounds=3)
     until(lambda: len(sweep.runs) == 2 and sweep.runs[1].step > 1, 30)

@@ -48,12 +48,14 @@ def pairs(events: dict[str, StepEvent]) -> dict[str, Beside]:
     return {b.name: b for b in beside(SPECS, events.items())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 def test_the_peak_and_its_classes_are_the_ledger_s_within_2_percent(pairs: dict[str, Beside], name: str) -> None:
     assert abs(pairs[name].error) <= 0.02
     assert {role: e for role, e in pairs[name].errors() if abs(e) > 0.02} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 def test_what_is_held_between_steps_is_the_ledger_s_begin(events: dict[str, StepEvent], name: str) -> None:
     there, here = events[name].memory_curve[0].classes, planned(SPECS[name]).held
@@ -61,6 +63,7 @@ def test_what_is_held_between_steps_is_the_ledger_s_begin(events: dict[str, Step
         assert here.of_role(role) == pytest.approx(there.of_role(role), rel=0.001, abs=64), role
 
 
+@pytest.mark.slow
 def test_offloaded_state_is_the_host_s(events: dict[str, StepEvent]) -> None:
     name = "lab, offload of all"
     assert planned(SPECS[name]).host_bytes == pytest.approx(events[name].memory.host_bytes, rel=0.001)

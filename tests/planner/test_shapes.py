@@ -37,6 +37,7 @@ def test_products_are_those_that_are_counted(name: str) -> None:
     assert 3 * shape_for(name).forward_flops(128) == pytest.approx(counted, rel=0.003)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-10m", "t5-60m"])
 def test_a_deep_model_is_recorded_by_five_of_its_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "ENOUGH", 1000)

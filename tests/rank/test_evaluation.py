@@ -146,7 +146,7 @@ def _plain(given: Spec, parameters: dict[str, torch.Tensor]) -> float:
         return float(torch.func.functional_call(model, parameters, kwargs=batch)["loss"])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", tiered([1, 2, 3], lambda world_size: world_size == 2))
 def test_the_evaluation_loss_is_that_of_a_plain_forward_for_all_backends(pool: Pool, world_size: int) -> None:
     kinds = ("lab", "fsdp2", "fsdp1", "ddp")
     given = [spec(world_size, **KINDS[kind]).replace(accumulate=1, sync="every").to_dict() for kind in kinds]
@@ -181,7 +181,7 @@ def _stopped(place: Place, given: dict[str, Any]) -> Any:
     return stopped, rest["events"]
 
 
-@pytest.mark.parametrize("kind", ["lab", "fsdp2", "fsdp1", "ddp"])
+@pytest.mark.parametrize("kind", tiered(["lab", "fsdp2", "fsdp1", "ddp"], lambda kind: kind == "lab"))
 def test_a_stop_during_an_evaluation_gives_it_up_and_keeps_the_step(pool: Pool, kind: str) -> None:
     given = spec(**KINDS[kind]).to_dict()
     ((steady, *_),) = pool.run(_twice, 2, [given], reduction=None)[0]

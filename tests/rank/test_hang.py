@@ -116,6 +116,7 @@ def _comes(true: Callable[[], bool]) -> bool:
     return true()
 
 
+@pytest.mark.slow
 def test_beats_tell_what_a_blocked_rank_waits_for_and_where_the_other_is(pool: Pool) -> None:
     zero, one = ([Heartbeat.from_dict(b) for b in told] for told in pool.run(_beats, 2, reduction=None))
     for rank, beats in enumerate((zero, one)):
@@ -132,6 +133,7 @@ def test_beats_tell_what_a_blocked_rank_waits_for_and_where_the_other_is(pool: P
     assert "in _stall_for_beats" in away.stack and away.recent == blocked.recent[:-1][-len(away.recent) :]
 
 
+@pytest.mark.slow
 def test_a_beat_that_cannot_be_told_ends_nothing(pool: Pool) -> None:
     assert pool.run(_bad_teller, 1, reduction=None) == [[0, 1, 2]]
 

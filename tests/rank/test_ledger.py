@@ -269,6 +269,7 @@ def engine_hooks(module: nn.Module) -> int:
     return 2 * sum(len(unit.modules) for unit in units_of(module))
 
 
+@pytest.mark.slow
 def test_ledger_steps_come_when_they_are_asked_for(pool: Pool) -> None:
     for told, is_clean in pool.run(_asked, 2, reduction=None):
         events = [StepEvent.from_dict(e) for e in told]

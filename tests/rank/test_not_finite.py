@@ -3,7 +3,6 @@ the last good step."""
 
 from __future__ import annotations
 
-import itertools
 import re
 from typing import Any
 
@@ -54,10 +53,16 @@ def _poisoned(place: Place, given: dict[str, Any], phase: str, ranks: list[int])
 @pytest.mark.parametrize(
     ("changes", "phase"),
     tiered(
-        itertools.product([{}, {"backend": "fsdp2"}, {"backend": "fsdp1"}, DDP], ["forward", "backward"]),
-        lambda changes, phase: (phase == "backward") == (changes in ({}, DDP)),
+        [
+            ({}, "forward"),
+            ({}, "backward"),
+            ({"backend": "fsdp2"}, "forward"),
+            ({"backend": "fsdp1"}, "backward"),
+            (DDP, "forward"),
+        ],
+        lambda changes, phase: not changes and phase == "backward",
     ),
-    ids=[f"{backend}-{phase}" for backend in ("lab", "fsdp2", "fsdp1", "ddp") for phase in ("forward", "backward")],
+    ids=["lab-forward", "lab-backward", "fsdp2-forward", "fsdp1-backward", "ddp-forward"],
 )
 def test_the_rank_whose_it_is_says_so_and_nothing_is_changed(pool: Pool, changes: dict[str, Any], phase: str) -> None:
     (steady, _), _ = follow(pool, [(spec(**changes), 5)])
@@ -74,6 +79,7 @@ def test_the_rank_whose_it_is_says_so_and_nothing_is_changed(pool: Pool, changes
         assert zero == f"RankAborted: rank 1 failed: NotFinite: its gradient of {found[1]} in step 2 is not finite"
 
 
+@pytest.mark.slow
 def test_ranks_whose_it_is_together_all_say_so(pool: Pool) -> None:
     hybrid = spec(4, sharding="hybrid_shard", shard_size=2).to_dict()
     said = [told for told, *_ in pool.run(_poisoned, 4, hybrid, "backward", [1, 2], reduction=None)]
@@ -99,6 +105,7 @@ def _overflows(place: Place) -> tuple[str, int]:
     return said, step
 
 
+@pytest.mark.slow
 def test_a_sum_that_overflows_is_said_by_rank_0(pool: Pool) -> None:
     (zero, step), (one, _) = pool.run(_overflows, 2, reduction=None)
     assert zero == f"NotFinite: the gradient norm of step 0 is not finite, though each gradient is{WAY_OUT}"

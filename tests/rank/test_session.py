@@ -19,6 +19,7 @@ from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.models.peaks import Peak
 from fsdp_lab.rank import Session, prepare
+from tests.covering import tiered
 from tests.pool import Place, Pool
 
 SMALL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 36, "n_head": 4, "vocab_size": 384, "n_positions": 64}
@@ -135,6 +136,7 @@ def test_switches_do_not_disturb_the_loss(pool: Pool) -> None:
     assert [e.first_after_switch for e in switched] == [True, False] * 4
 
 
+@pytest.mark.slow
 def test_precision_goes_and_comes_back(pool: Pool) -> None:
     specs = [
         spec(seed=2, precision=p) for p in ("fp32", "fp16", "bf16", "fp32")
@@ -254,8 +256,13 @@ def never_interrupted(pool: Pool) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("whom", ["0", "1", "all"])
-@pytest.mark.parametrize("name", INTERRUPTED)
+@pytest.mark.parametrize(
+    ("name", "whom"),
+    tiered(
+        [("lab", "0"), ("ddp", "1"), ("fsdp1", "all"), ("lab", "all"), ("ddp", "0"), ("fsdp1", "1")],
+        lambda name, whom: (name, whom) in {("lab", "0"), ("ddp", "1")},
+    ),
+)
 def test_sigint_frees_ranks_that_wait_and_loses_nothing(
     pool: Pool, never_interrupted: dict[str, list[float]], name: str, whom: str
 ) -> None:
@@ -328,6 +335,7 @@ def _switches_groups(place: Place, plans: list[dict[str, Any]], rounds: int) -> 
     return found
 
 
+@pytest.mark.slow
 def test_switches_leave_no_group_open(pool: Pool) -> None:
     """Each group has threads and connections of its own."""
     hybrid = {"sharding": "hybrid_shard", "shard_size": 2}
@@ -348,6 +356,7 @@ def _open_and_close(place: Place, given: dict[str, Any]) -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.slow
 def test_a_session_that_is_closed_leaves_no_connection(pool: Pool) -> None:
     """Each has three to the store, and a session that something keeps keeps them; rank 0 may have 1,024 in all."""
     counts = [pool.run(_open_and_close, 2, spec().to_dict(), reduction=None) for _ in range(4)]

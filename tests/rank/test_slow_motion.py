@@ -74,6 +74,7 @@ def test_frames_say_what_is_held(pool: Pool) -> None:
         assert sum(stop - start for start, stop in ranges) == a.numel  # the ranks' shards are the whole, once
 
 
+@pytest.mark.slow
 def test_a_slow_step_ends_when_something_else_is_asked_for(pool: Pool) -> None:
     given = spec(backend="lab").to_dict()
     plain = pool.run(_slowly, 2, given, ["step"] * 5, reduction=None)[0]

@@ -47,6 +47,7 @@ def told(pool: Pool) -> list[tuple[list[Any], list[Any]]]:
     return pool.run(_in_turns, 2, [spec(**changes).to_dict() for changes in KINDS], reduction=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=[str(k) for k in KINDS])
 def test_turns_change_no_bit(told: list[tuple[list[Any], list[Any]]], kind: int) -> None:
     for alone, turns in told:
@@ -56,6 +57,7 @@ def test_turns_change_no_bit(told: list[tuple[list[Any], list[Any]]], kind: int)
         assert alone[kind][-1]["samples"] == turns[kind][-1]["samples"]
 
 
+@pytest.mark.slow
 def test_the_first_step_of_a_turn_is_marked_and_memory_is_measured_once(
     told: list[tuple[list[Any], list[Any]]],
 ) -> None:

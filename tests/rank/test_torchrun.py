@@ -41,6 +41,7 @@ def test_each_step_is_a_line_of_json(tmp_path: Path) -> None:
     assert events[0].comm["all_gather"].calls > 0
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_is_refused_in_a_sentence(tmp_path: Path) -> None:
     process = start(tmp_path, tiny(), ranks=1)
     _, err = process.communicate(timeout=120)

@@ -75,6 +75,7 @@ def test_collectives_are_told_by_their_unit(chunks: dict[str, list[list[StepEven
         assert set(gathers) == {*UNITS, "root"} and reductions == Counter([*UNITS, "root"])
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_names_the_all_reduce_too(pool: Pool) -> None:
     for backend in ("lab", "fsdp2", "fsdp1"):
         for events in trained(pool, [3], 4, backend=backend, sharding="hybrid_shard", shard_size=2):
