@@ -17,9 +17,10 @@ from html import escape
 from itertools import combinations
 from typing import Any
 
+from fsdp_lab.core.describe import describe_field
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.formatting import count, size
-from fsdp_lab.runs.comparison import Comparison, Refusal, Row, gathered, word
+from fsdp_lab.runs.comparison import Comparison, Refusal, Row, gathered
 from fsdp_lab.runs.ratio import Ratio, ratio
 from fsdp_lab.runs.view import RunView
 
@@ -202,7 +203,7 @@ def _toggle(name: str, rows: Sequence[tuple[Row, Row]]) -> Toggle:
         rows = [(b, a) for a, b in rows]
         pairs = [_pair(a, b) for a, b in rows]
     taken, instead = rows[0][0].flat[name], rows[0][1].flat[name]
-    said = f"{word(name, taken)} instead of {word(name, instead)} {_bought(pairs)}"
+    said = f"{describe_field(name, taken)} instead of {describe_field(name, instead)} {_bought(pairs)}"
     return Toggle(field=name, taken=taken, instead=instead, pairs=tuple(pairs), sentence=said)
 
 
