@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.cluster.processes import end, marked, sweep
-from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.errors import ArgumentError, is_number
 from fsdp_lab.core.process import Identity, machine
 
 FILE = "kept.json"
@@ -145,7 +145,7 @@ def persist_limit_s(persist: bool | float, given: Any = None) -> float | None:
         raise ArgumentError("persist", "the engines of a given cluster are yours, and stay anyway", "leave persist out")
     if persist is True:
         return DEFAULT_LIMIT_S
-    if not isinstance(persist, (int, float)) or not 0 < persist < math.inf:
+    if not is_number(persist) or not 0 < persist < math.inf:
         raise ArgumentError(
             "persist", f"{persist!r} is refused", "give True for a day, a number of hours above 0, or False"
         )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.errors import ArgumentError, is_number, is_whole
 from fsdp_lab.core.link import LinkError, LinkSpec
 
 
@@ -61,9 +61,9 @@ class Fault:
     def __post_init__(self) -> None:
         _token("kind", self.kind, FaultKind)
         _token("phase", self.phase, FaultPhase)
-        if not isinstance(self.ranks, tuple) or not self.ranks or not all(map(_is_count, self.ranks)):
+        if not isinstance(self.ranks, tuple) or not self.ranks or not all(is_whole(rank, 0) for rank in self.ranks):
             raise ArgumentError("fault.ranks", f"{self.ranks!r} is refused", "give the numbers of one rank or more")
-        if self.at_step is not None and not _is_count(self.at_step):
+        if self.at_step is not None and not is_whole(self.at_step, 0):
             raise ArgumentError(
                 "fault.at_step", f"{self.at_step!r} is refused", "give the number of a step, or None for the next"
             )
@@ -151,15 +151,10 @@ def _spoken(tokens: type[enum.Enum]) -> str:
     return ", ".join(str(one.value) for one in tokens)
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
 def _more_than(name: str, value: Any, least: float) -> None:
     if value is None:
         return
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value <= least:
+    if not is_number(value) or not math.isfinite(value) or value <= least:
         raise ArgumentError(
             f"fault.{name}", f"{value!r} is refused", f"give a finite number above {least:g}, or leave it out"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.errors import ArgumentError, is_number
 from fsdp_lab.core.heartbeat import Heartbeat, Issued
 
 _MAX_STACKS = 3  # the stacks of further ranks are alike
@@ -42,7 +42,7 @@ def limit(hang_s: float | None, timeout_s: float) -> float:
     """
     if hang_s is None:
         return timeout_s / 2
-    if isinstance(hang_s, bool) or not isinstance(hang_s, (int, float)) or not hang_s > 0:
+    if not is_number(hang_s) or not hang_s > 0:
         raise ArgumentError(
             "hang_s", f"{hang_s!r} is refused", "give seconds, more than 0, or None for half of timeout_s"
         )

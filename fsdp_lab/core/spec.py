@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fsdp_lab.core.errors import SpecError as SpecError
+from fsdp_lab.core.errors import SpecError, is_number, is_whole
 from fsdp_lab.core.link import LinkError, LinkSpec
 from fsdp_lab.core.schedule import OffloadPolicy, Rules
 
@@ -45,18 +45,17 @@ def _one_of(field: str, value: Any, tokens: Sequence[str]) -> None:
 
 
 def _whole(field: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not is_whole(value, least):
         _refuse(field, value, f"a whole number of {least} or more")
 
 
 def _number(field: str, value: Any, *, positive: bool = False) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < 0 or (positive and value == 0):
+    if not is_number(value) or not math.isfinite(value) or value < 0 or (positive and value == 0):
         _refuse(field, value, "a finite number above 0" if positive else "a finite number of 0 or more")
 
 
 def _share(field: str, value: Any, most: float) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= most:
+    if not is_number(value) or not 0 <= value <= most:
         _refuse(field, value, f"a number from 0 to {most}")
 
 

@@ -31,8 +31,8 @@ from typing import Any, TypeVar
 
 from torch import distributed as dist
 
+from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.process import Identity, machine
-from fsdp_lab.core.spec import SpecError
 from fsdp_lab.rank.rendezvous import RankInfo, close_groups, open_groups
 from fsdp_lab.rank.trainer import StepState, Trainer
 from fsdp_lab.wire import RankAborted, Wire, WireContext

@@ -19,7 +19,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from fsdp_lab.core.describe import DEFAULT_FIELDS, describe_fields, differing_fields, flat_fields
-from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.errors import ArgumentError, is_whole
 from fsdp_lab.core.events import Role
 from fsdp_lab.core.files import check_file, write_whole
 from fsdp_lab.core.formatting import Table, count, duration, size
@@ -335,7 +335,7 @@ def _place(runs: Sequence[RunView | Refusal], labels: Sequence[str], baseline: s
         if isinstance(runs[at], Refusal):
             raise ArgumentError("baseline", f"{baseline} was refused before it began", hint)
         return at
-    if not isinstance(baseline, int) or isinstance(baseline, bool) or not 0 <= baseline < len(runs):
+    if not is_whole(baseline, 0) or baseline >= len(runs):
         raise ArgumentError("baseline", f"there is no run at place {baseline!r} of {len(runs)}", hint)
     order = [*range(baseline, len(runs)), *range(baseline)]
     return next((i for i in order if not isinstance(runs[i], Refusal)), None)
