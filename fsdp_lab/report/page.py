@@ -10,10 +10,10 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from fsdp_lab.core import __version__
 from fsdp_lab.core.describe import describe_changes, describe_value
 from fsdp_lab.core.formatting import duration
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.core.version import __version__
 from fsdp_lab.dashboard import theme
 from fsdp_lab.report.charts import Chart
 from fsdp_lab.runs.comparison import Comparison, Refusal, finite

@@ -11,10 +11,10 @@ from typing import Any
 import bokeh
 from bokeh.document import Document
 
+from fsdp_lab.core import __version__
 from fsdp_lab.core.describe import describe_value
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.files import check_file, write_whole
-from fsdp_lab.core.version import __version__
 from fsdp_lab.dashboard import theme
 from fsdp_lab.report.charts import Chart, Course, bars, curves
 from fsdp_lab.report.page import page

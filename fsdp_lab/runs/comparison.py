@@ -22,9 +22,8 @@ from fsdp_lab.core.describe import DEFAULT_FIELDS, describe_fields, differing_fi
 from fsdp_lab.core.errors import ArgumentError, is_whole
 from fsdp_lab.core.events import Role
 from fsdp_lab.core.files import check_file, write_whole
-from fsdp_lab.core.formatting import Table, count, duration, size
+from fsdp_lab.core.formatting import Spread, Table, count, duration, size
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.core.spread import Spread
 from fsdp_lab.runs.parity import Parity, Verdict, parity
 from fsdp_lab.runs.ratio import Pairing, Ratio, Timed, ratio
 from fsdp_lab.runs.steps import last_stretch

@@ -18,9 +18,8 @@ from typing import Any
 
 from fsdp_lab.core.describe import describe_strategy
 from fsdp_lab.core.events import Role, RoleBytes, StepEvent
-from fsdp_lab.core.formatting import Table, count, duration, size
+from fsdp_lab.core.formatting import Spread, Table, count, duration, known, quantile, size
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.core.spread import Spread, known, quantile
 from fsdp_lab.runs.steps import Step, last_stretch
 
 # The rule of what counts, for whoever reads the figures.
