@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.core.version import __version__ as __version__
+from fsdp_lab.core import __version__ as __version__
 
 if TYPE_CHECKING:
     from fsdp_lab.cluster import ClusterError, RankHung, RankLost

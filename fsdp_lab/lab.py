@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.cluster import Call, Cluster, ClusterError, RankLost, RankStatus, StartProgress
 from fsdp_lab.core.checkpoint_format import Checkpoint, check_folder, check_same, find
-from fsdp_lab.core.errors import ArgumentError, SpecError
+from fsdp_lab.core.errors import ArgumentError, SpecError, check_whole, is_whole
 from fsdp_lab.core.faults import SIGNALS, fault_of
 from fsdp_lab.core.formatting import Table, duration, size
 from fsdp_lab.core.spec import Spec, part_of
@@ -102,7 +102,7 @@ class Lab:
         history: History | str | os.PathLike[str] | bool = True,
         **options: Any,
     ) -> None:
-        if ranks is not None and (not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1):
+        if ranks is not None and not is_whole(ranks):
             raise SpecError("world_size", f"{ranks!r} ranks are refused", "give a whole number of 1 or more")
         self._devices = each_device(devices, ranks or 2)
         self._history = kept_in(history)
@@ -309,8 +309,7 @@ class Lab:
         for one in (self._sweep, self._current):
             if one is not None and not one.done:
                 raise ClusterError(f"{one!r} goes on, and would be measured too; stop it or wait for it")
-        if passes < 1:
-            raise ArgumentError("passes", f"{passes} is refused", "give a whole number of 1 or more")
+        check_whole("passes", passes)
         self._here = calibrate(self._cluster, beside, passes=passes)
         return self._here
 
@@ -369,8 +368,7 @@ class Lab:
             FieldError: a field that is none, a list without values, or nothing that could run.
         """
         for name, value in (("steps", steps), ("rounds", rounds)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ArgumentError(name, f"{value!r} is refused", "give a whole number of 1 or more")
+            check_whole(name, value)
         several = spec if isinstance(spec, Sequence) else [spec]
         bases = [self._wanted(one, {}) for one in several]
         combined = [one for base in bases for one in combine(base, _as_lists(lists), self._wanted)]

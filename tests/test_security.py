@@ -14,7 +14,7 @@ from fsdp_lab.cli import kernel as kernel_command
 from fsdp_lab.cli.doctor import connections
 from fsdp_lab.cli.doctor.finding import State
 from fsdp_lab.cli.main import main, parser
-from fsdp_lab.cluster.engines.external import exposure_notes
+from fsdp_lab.cluster.engines import exposure_notes
 from tests.test_house import PACKAGE, REPO, modules
 
 # -- no code comes out of files -----------------------------------------------------------------------------------------

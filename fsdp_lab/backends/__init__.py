@@ -1,8 +1,65 @@
-"""Four ways to train a model, behind one Protocol: our engine ("lab"), FSDP2, FSDP1, DDP. Read base.py first."""
+"""Four ways to train a model, behind one Protocol: our engine ("lab"), FSDP2, FSDP1, DDP. Read base.py first.
 
-from fsdp_lab.backends.base import Backend
-from fsdp_lab.backends.build import build
+`build` makes the backend of a Spec; `check` refuses what depends on the model or the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_lab.backends.base import Backend, known_groups
 from fsdp_lab.backends.transfer import fill, transfer_state
-from fsdp_lab.engine import ParamShard
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.engine import ParamShard, build_mesh
+from fsdp_lab.models.wrapping import units
 
 __all__ = ["Backend", "ParamShard", "build", "fill", "transfer_state"]
+
+
+def check(skeleton: nn.Module, spec: Spec, device: torch.device) -> None:
+    """Raises SpecError for combinations that depend on the model or the device. Changes nothing; not collective."""
+    s = spec.strategy
+    if s.backend != "ddp":
+        units(skeleton, s.wrap)
+    if s.backend == "fsdp1" and s.offload == "all" and device.type == "cpu":
+        raise SpecError("strategy.offload", "FSDP1 pins what it offloads, which takes a GPU",
+                        "use offload none, or backend fsdp2", {"offload": "none"})  # fmt: skip
+
+
+def build(skeleton: nn.Module, spec: Spec, device: torch.device, *, mesh: DeviceMesh | None = None) -> Backend:
+    """Wrap a skeleton; collective. Its values are not set: use `fill` or `transfer_state`.
+
+    `mesh`: by default of the default group, the Wire. Benchmarks pass one of a plain torch group.
+    """
+    if not all(p.is_meta for p in skeleton.parameters()):
+        raise ValueError("a backend is built from a skeleton: fsdp_lab.models.build_skeleton")
+    check(skeleton, spec, device)
+    before = known_groups()
+    backend = _make(skeleton, spec, device, mesh or build_mesh(device.type, shard_size=spec.shard_factor))
+    backend.groups = [group for group in known_groups() if group not in before]
+    return backend
+
+
+def _make(skeleton: nn.Module, spec: Spec, device: torch.device, mesh: DeviceMesh) -> Backend:
+    match spec.strategy.backend:
+        case "lab":
+            from fsdp_lab.backends.flat import FlatBackend
+
+            return FlatBackend(skeleton, spec, mesh, device)
+        case "fsdp2":
+            from fsdp_lab.backends.fsdp2 import FSDP2
+
+            return FSDP2(skeleton, spec, mesh, device)
+        case "fsdp1":
+            from fsdp_lab.backends.fsdp1 import FSDP1
+
+            return FSDP1(skeleton, spec, mesh, device)
+        case "ddp":
+            from fsdp_lab.backends.ddp import DDP
+
+            return DDP(skeleton, spec, mesh, device)
+        case name:
+            raise NotImplementedError(f"unknown backend {name}")

@@ -25,8 +25,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, RoleTensor, TorchBackend
 from fsdp_lab.backends.wrapping import context_of, name_fsdp1_unit, prepare
-from fsdp_lab.core.events import Role
-from fsdp_lab.core.phase_snapshot import ROOT
+from fsdp_lab.core.events import ROOT, Role
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.engine import ParamShard
 from fsdp_lab.models.wrapping import units

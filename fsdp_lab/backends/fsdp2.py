@@ -15,8 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, RoleTensor, TorchBackend
 from fsdp_lab.backends.wrapping import context_of, name_fsdp2_unit, named_units, prepare
-from fsdp_lab.core.events import Role
-from fsdp_lab.core.phase_snapshot import ROOT
+from fsdp_lab.core.events import ROOT, Role
 from fsdp_lab.core.spec import Precision, Spec, Strategy
 from fsdp_lab.engine import ParamShard
 from fsdp_lab.engine.policy import ModuleKind, kind_of

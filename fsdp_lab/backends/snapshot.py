@@ -1,7 +1,7 @@
 """The content of a checkpoint: each element of a backend's parameters and optimizer state once, flat, by name.
 
 Note: shares. Ranks that hold the same range of a parameter divide it evenly, so that nothing is written twice and
-replicas share the writing: with DDP on four ranks each writes a quarter. Every rank knows all layouts (`Layouts`,
+replicas share the writing: with DDP on four ranks each writes a quarter. Every rank has all layouts (`Layouts`,
 gathered when the backend is built), so each computes its share without communication, also when some ranks are lost.
 """
 

@@ -2,9 +2,9 @@
 memory (`suspend_state`, `resume_state`).
 
 A transfer streams: for a few parameters at a time each rank receives what it will hold and does not have yet, so that
-no rank ever holds the whole model, whatever the two backends are. Values are copied bit for bit.
+no rank ever holds the whole model, for any two backends. Values are copied bit for bit.
 
-Note: routes. Every rank knows all ranges, before and after, so all compute the same plan without communication. A rank
+Note: routes. Every rank has all ranges, before and after, so all compute the same plan without communication. A rank
 takes what it already holds from itself, and the rest from the next rank (cyclically) that holds it, so that replicas
 share the sending. Nothing is sent that its target does not need."""
 

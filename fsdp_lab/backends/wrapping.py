@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_lab.core.phase_snapshot import ROOT
+from fsdp_lab.core.events import ROOT
 from fsdp_lab.core.schedule import Phase
 from fsdp_lab.core.spec import Strategy
 from fsdp_lab.engine import runtime_of

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from fsdp_lab.bench.plan import BenchPlan, PlanError
 from fsdp_lab.bench.ratios import BenchError, BenchResult
-from fsdp_lab.core.host_memory import HOST_MEMORY
+from fsdp_lab.core.process import HOST_MEMORY
 
 SILENCE_S = 600.0  # without a word of any rank: longer than any wait of theirs that ends by itself
 _END_S = 3.0

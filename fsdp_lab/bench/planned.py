@@ -9,9 +9,8 @@ from typing import Any
 
 from fsdp_lab.bench.ratios import ratios, spread
 from fsdp_lab.core.errors import FieldError
-from fsdp_lab.core.formatting import Table
+from fsdp_lab.core.formatting import Spread, Table
 from fsdp_lab.core.spec import BACKENDS, SHARDINGS, Spec
-from fsdp_lab.core.spread import Spread
 from fsdp_lab.planner.calibration import Calibration
 from fsdp_lab.planner.plan import plan
 from fsdp_lab.planner.shapes.presets import shape_for

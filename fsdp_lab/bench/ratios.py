@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fsdp_lab.bench.plan import CONTROL, FORMS, LAB, METERING, PEERS, REFERENCE
-from fsdp_lab.core.spread import Spread
+from fsdp_lab.core.formatting import Spread
 
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}  # of losses and gradient norms, relative
 

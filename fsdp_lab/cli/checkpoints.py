@@ -34,13 +34,13 @@ def run(args: argparse.Namespace) -> int:
 
 def lines(folder: Path) -> Iterator[str]:
     """Oldest first; then what is torn."""
+    from fsdp_lab.core.describe import describe_strategy
     from fsdp_lab.core.formatting import size
-    from fsdp_lab.runs.summary import how
 
     whole, broken = checkpoints(folder), incomplete_checkpoints(folder)
     for c in whole:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(c.saved_unix_s))
-        said = f"{how(c.spec)} on {c.spec.world_size} ranks"
+        said = f"{describe_strategy(c.spec)} on {c.spec.world_size} ranks"
         yield f"{c.path.name}  step {c.step}, {size(c.nbytes)}, {c.kind}, of run {c.run}, {when}: {said}"
     for t in broken:
         yield f"torn: {t.reason}"

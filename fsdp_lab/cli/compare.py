@@ -15,6 +15,14 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab.cli import fields
 from fsdp_lab.cli.console import Refused
 from fsdp_lab.cli.results import Results
+from fsdp_lab.core.describe import (
+    DEFAULT_FIELDS,
+    STRATEGY_FIELDS,
+    describe_fields,
+    differing_fields,
+    field_title,
+    flat_fields,
+)
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.spec import Spec
 
@@ -181,14 +189,14 @@ def table(sweep: Sweep, compared: Comparison, width: int) -> Table:
     from rich import box
     from rich.table import Table
 
-    from fsdp_lab.runs.comparison import SHOWN, cells, ratio_words, varying, words
+    from fsdp_lab.runs.comparison import cells, ratio_words
 
     flats = [spec.flat() for spec in sweep.specs]
-    shown = varying(flats) or SHOWN
+    shown = differing_fields(flats) or DEFAULT_FIELDS
     rows = {row.run: row for row in compared.rows}
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("")
-    drawn.add_column(", ".join(name.replace("_", " ") for name in shown), overflow="fold")
+    drawn.add_column(", ".join(field_title(name) for name in shown), overflow="fold")
     drawn.add_column("state", no_wrap=True)
     kept = FIGURES if width >= WIDE else NARROW
     for name in kept:
@@ -202,7 +210,7 @@ def table(sweep: Sweep, compared: Comparison, width: int) -> Table:
             found = {**cells(row.figures), "ratio": ratio_words(row.time_ratio), "parity": compared.badge(row)}
         style = "red" if state == FAILED or (row and row.differs) else "dim" if state == WAITING else ""
         told = [found.get(name, "") for name in kept]
-        drawn.add_row(row.label if row else "", words(flat, shown), state, *told, style=style)
+        drawn.add_row(row.label if row else "", describe_fields(flat, shown), state, *told, style=style)
     return drawn
 
 
@@ -219,13 +227,8 @@ def refusals(refused: Sequence[Mapping[str, Any]]) -> Table:
 
     by_reason: dict[str, list[str]] = {}
     for entry in refused:
-        strategy = entry["spec"]["strategy"]
-        words = [
-            entry["spec"]["workload"]["model"],
-            *(strategy[n] for n in ("backend", "sharding", "precision", "offload")),
-            *([f"link {link}"] if (link := entry["spec"].get("link")) else []),
-        ]
-        by_reason.setdefault(entry["reason"], []).append(" ".join(fields.shown(word) for word in words))
+        combination = describe_fields(flat_fields(entry["spec"]), ("model", *STRATEGY_FIELDS))
+        by_reason.setdefault(entry["reason"], []).append(combination)
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="not run", title_justify="left")
     drawn.add_column("combination")
     drawn.add_column("reason", overflow="fold")

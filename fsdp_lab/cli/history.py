@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsdp_lab.cli.console import Refused
+from fsdp_lab.core.describe import describe_changes
 from fsdp_lab.core.errors import FieldError
 
 if TYPE_CHECKING:
@@ -84,13 +85,9 @@ def head(past: StoredRun) -> list[str]:
              past.where or "where it was trained is not known"]  # fmt: skip
     for switch in past.switches[1:]:
         changes = switch.before.difference(switch.after) if switch.before is not None else {}
-        words = ", ".join(f"{name} {shown(here)} -> {shown(there)}" for name, (here, there) in changes.items())
+        words = describe_changes(changes, "->")
         lines.append(f"from step {switch.step}: {words}{'' if switch.carried else ' (begun again)'}")
     return lines
-
-
-def shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def delete(args: argparse.Namespace, history: History) -> None:

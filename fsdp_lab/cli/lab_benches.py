@@ -37,7 +37,7 @@ from fsdp_lab.bench.plan import WARM_UP, WINDOW
 from fsdp_lab.bench.ratios import BenchError, spread
 from fsdp_lab.cli import session
 from fsdp_lab.cluster import ClusterError
-from fsdp_lab.core.host_memory import HOST_MEMORY
+from fsdp_lab.core.process import HOST_MEMORY
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run

@@ -26,8 +26,8 @@ from fsdp_lab.cli import (
     run,
 )
 from fsdp_lab.cli.console import CommandEnded, Failed, Refused, signals_raise
+from fsdp_lab.core import __version__
 from fsdp_lab.core.errors import FieldError, not_installed
-from fsdp_lab.core.version import __version__
 
 
 def parser() -> argparse.ArgumentParser:

@@ -220,10 +220,10 @@ def view(run: Run) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    from fsdp_lab.runs.summary import how
+    from fsdp_lab.core.describe import describe_strategy
 
     latest = list(run.events.latest().values())
-    head = f"{how(run.spec)} on {run.spec.world_size} ranks: {run.state.value}" + (
+    head = f"{describe_strategy(run.spec)} on {run.spec.world_size} ranks: {run.state.value}" + (
         f" ({run.reason})" if run.reason else ""
     )
     return Group(Text(head, style="bold"), Text(line(run)), *([ranks(latest)] if latest else []))

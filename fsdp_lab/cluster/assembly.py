@@ -15,18 +15,16 @@ from typing import Any
 
 import psutil
 
+from fsdp_lab.cluster.calls import Dispatcher
 from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters
-from fsdp_lab.cluster.dispatch import Dispatcher
-from fsdp_lab.cluster.engines import Engines
-from fsdp_lab.cluster.engines.external import ExternalEngines, exposure_notes
-from fsdp_lab.cluster.engines.launcher import engine_environment
-from fsdp_lab.cluster.engines.local import DetachedEngines, LocalEngines, claim
+from fsdp_lab.cluster.engines import Engines, ExternalEngines, engine_environment, exposure_notes
 from fsdp_lab.cluster.errors import ClusterError, StartError
+from fsdp_lab.cluster.local_engines import DetachedEngines, LocalEngines, claim
 from fsdp_lab.cluster.membership import Member
 from fsdp_lab.cluster.placement import Host, Placement, place, probe
-from fsdp_lab.cluster.processes import alive
 from fsdp_lab.cluster.supervisor import Supervisor
-from fsdp_lab.core.version import __version__
+from fsdp_lab.core import __version__
+from fsdp_lab.core.process import alive
 
 ATTACHED_S = 5.0  # between the first rank that is free and the last, unless one waits for what its kernel did not send
 

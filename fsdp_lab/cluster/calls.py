@@ -1,4 +1,5 @@
-"""One call on many ranks: sent at once, waited for with a limit, and over for all as soon as it is over for one.
+"""`Dispatcher`: sends calls and signals to the ranks' engines. `Call`: one call on many ranks, waited for with a time limit,
+and over for all ranks as soon as it has failed on one.
 
 A collective joins its ranks: when one dies or raises, the others wait in it until its timeout. So a failure frees them, in
 steps: an interrupt (SIGINT, which the rank's wire turns into an abort), a second one with a ping beside it, and then, for
@@ -9,20 +10,37 @@ If a rank hangs (supervisor.py), the grace period has already elapsed: it is int
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
+import psutil
+
+from fsdp_lab.cluster import remote
 from fsdp_lab.cluster.errors import Interrupted, RankError, RankHung, RankLost, RankStuck
+from fsdp_lab.cluster.membership import Member, Membership
 from fsdp_lab.core.errors import ArgumentError, SpecError
+from fsdp_lab.core.process import alive
 
 LOST_S = 0.4  # survivors of a lost rank settle by themselves; the error does not wait for all of that
 HUNG_S = 0.3  # for a rank that hangs to answer an interrupt after all
 GRACE_S = 0.3  # ranks that fail by themselves, with the same error, need no interrupt
 RUNG_S = 2.5  # between one step of the ladder and the next
 DEATH_NOTICE_S = 2.0  # its neighbors' sockets notice a lost peer before the kernel does
+SIGNAL_S = 1.0  # for the acknowledgement of a signal
+SECOND_INTERRUPT_S = 1.2  # more than `_INSIST_S` of rank/abort.py, within which two interrupts are one
+# For a rank to close its session. A rank that still waits for a lost peer takes longer; a new engine, beside the one that is
+# started anyway, takes less.
+INTERRUPTED_CALL_S = 3.0
+CLIENT_HISTORY = 200  # message ids that the client keeps; without a limit it keeps all
+NO_ARGUMENTS: Mapping[str, Any] = {}
+
+OnData = Callable[[Mapping[str, Any]], None]
 
 
 class Sink(dict[str, Any]):
@@ -55,26 +73,14 @@ class Outcome:
         return bool(self.error or self.lost or self.stuck)
 
 
-class Ladder(Protocol):
-    """What a call needs of its cluster to free ranks."""
-
-    def signal(self, ranks: Sequence[int]) -> None: ...
-
-    def ping(self, rank: int, answered: Callable[[], None]) -> None: ...
-
-    def end_rank(self, rank: int, fate: str) -> bool: ...
-
-    def may_be_dying(self, ranks: Sequence[int]) -> bool: ...
-
-
 class Call:
     """One call. Waited for by one thread; outcomes arrive from others."""
 
-    def __init__(self, what: str, ranks: Sequence[int], ladder: Ladder) -> None:
+    def __init__(self, what: str, ranks: Sequence[int], dispatcher: Dispatcher) -> None:
         self.what = what
         self.started_s = time.monotonic()
         self._ranks = tuple(ranks)
-        self._ladder = ladder
+        self._dispatcher = dispatcher
         self._changed = threading.Condition()
         self._outcomes: dict[int, Outcome] = {}
         self._answered: set[int] = set()
@@ -141,7 +147,7 @@ class Call:
     def interrupt(self) -> None:
         """SIGINT to the ranks that have not replied."""
         if pending := self.pending:
-            self._ladder.signal(pending)
+            self._dispatcher.signal(pending)
 
     def results(self, timeout_s: float | None = None) -> list[Any]:
         """The values in rank order.
@@ -161,7 +167,7 @@ class Call:
         with self._changed:
             outcomes = dict(self._outcomes)
         gone = any(o.error and o.error["kind"] == "EngineError" for o in outcomes.values())  # ipyparallel's name for it
-        if gone or (any(o.error for o in outcomes.values()) and self._ladder.may_be_dying(self._ranks)):
+        if gone or (any(o.error for o in outcomes.values()) and self._dispatcher.may_be_dying(self._ranks)):
             self._await_death_notice()
             with self._changed:
                 outcomes = dict(self._outcomes)
@@ -181,14 +187,14 @@ class Call:
             return
         self.interrupt()
         for rank in self.pending:
-            self._ladder.ping(rank, lambda rank=rank: self._answered.add(rank))  # type: ignore[misc]
+            self._dispatcher.ping(rank, lambda rank=rank: self._answered.add(rank))  # type: ignore[misc]
         if self.wait_all(RUNG_S):
             return
         for rank in self.pending:
             if rank in self._answered:  # the interrupt fell between the work and the reply: only the reply is lost
                 self.finish(rank, Outcome(interrupted=True))
                 continue
-            ended = self._ladder.end_rank(rank, "did not answer an interrupt and was ended")
+            ended = self._dispatcher.end_rank(rank, "did not answer an interrupt and was ended")
             outcome = "its process was ended" if ended else "it is not ours to end, and is left as it is"
             stuck = RankStuck(rank=rank, what=self.what, after_s=2 * RUNG_S, outcome=outcome)
             self.finish(rank, Outcome(stuck=stuck))
@@ -198,7 +204,7 @@ class Call:
         self.interrupt()
         self.wait_all(HUNG_S)
         ended = [rank for rank in set(self.pending) & set(hung.absent)
-                 if self._ladder.end_rank(rank, "did not come to a collective and was ended")]  # fmt: skip
+                 if self._dispatcher.end_rank(rank, "did not come to a collective and was ended")]  # fmt: skip
         with self._changed:  # the next call must find them lost
             self._changed.wait_for(lambda: all(rank in self._outcomes and self._outcomes[rank].lost for rank in ended),
                                    DEATH_NOTICE_S)  # fmt: skip
@@ -257,3 +263,176 @@ def failure(e: BaseException) -> Outcome:
     if kind == "ModuleNotFoundError" and "fsdp_lab" in reason:
         reason += ": install fsdp-lab in the environment of your engines"
     return Outcome(error={"kind": kind, "reason": reason, "trace": "", "unix_s": time.time()})
+
+
+class Dispatcher:
+    """Holds the calls in progress, and sends the signals with which a failed `Call` frees the ranks that still wait in it.
+
+    `_sending` is held while a call is sent, so that two calls cannot arrive in different orders on two ranks, and because a
+    client's message ids are not made atomically.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self.membership = membership
+        self._calls: list[Call] = []
+        self._sending = threading.Lock()
+        self._turn = 0  # number of the last call; guarded by _sending
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def submit(self, what: str, arguments: Mapping[str, Any], take: OnData | None = None) -> Call:
+        """One call to all ranks. Raises RankLost."""
+        with self.membership.lock:
+            for lost in self.membership.lost.values():
+                raise lost
+            ranks = range(len(self.membership.members))
+        return self.send(what, dict.fromkeys(ranks, arguments), take)
+
+    def call(self, what: str, *, timeout_s: float | None = None, **arguments: Any) -> list[Any]:
+        """`submit`, then the results in rank order. Raises what `Call.results` does."""
+        return self.submit(what, arguments).results(timeout_s)
+
+    def send(self, what: str, each: Mapping[int, Mapping[str, Any]], take: OnData | None = None) -> Call:
+        """One message per rank, with its arguments: a message to many engines is over only when all have replied."""
+        engines = self.membership.engines
+        assert engines is not None
+        client, call = engines.client, Call(what, list(each), self)
+        with self.membership.lock:
+            members = {rank: self.membership.members[rank] for rank in each}
+            self._calls = [*self.live_calls, call]
+            for member in [m for m in members.values() if not m.doing]:  # others still work on an earlier call
+                member.set_doing(what)
+        with self._sending:
+            self._turn += 1
+            for rank, arguments in each.items():
+                member = members[rank]
+                try:
+                    future = member.view.apply_async(
+                        remote.call, what, dict(arguments), self.membership.token, self._turn
+                    )
+                except Exception as e:  # the engine is no longer known, or the connection is closed
+                    call.finish(rank, failure(e))
+                    continue
+                self._receive_data(client, future, member, take)
+                future.add_done_callback(partial(self._replied, call, member))
+                del member.view.history[:]  # it would keep the id of every call
+            del client.history[:-CLIENT_HISTORY]
+        for rank, member in members.items():  # lost while the call was sent
+            if member.lost is not None:
+                call.lose(rank, member.lost)
+        return call
+
+    def continue_from_former(self) -> None:
+        """Numbers calls so that none is taken for one of a former kernel."""
+        with self._sending:
+            self._turn = time.time_ns()
+
+    def _receive_data(self, client: Any, future: Any, member: Member, take: OnData | None) -> None:
+        def receive(data: Mapping[str, Any]) -> None:
+            for event in data.get("events", ()):
+                member.step = event["step"] + 1
+            if take is not None:
+                take(data)
+
+        metadata = client.metadata[future.msg_ids[0]]
+        early, metadata["data"] = metadata["data"], Sink(receive)
+        if early:  # what arrived between the sending and this line
+            receive(early)
+
+    def _replied(self, call: Call, member: Member, future: Any) -> None:
+        """On the client's IO thread."""
+        outcome = read_reply(future)
+        if (outcome.error or NO_ARGUMENTS).get("kind") != "EngineError":  # else it died while it worked on the call
+            with self.membership.lock:
+                waiting = (c.what for c in self.live_calls if c is not call and member.rank in c.pending)
+                member.set_doing(next(waiting, ""))
+        call.finish(member.rank, outcome)
+
+    @property
+    def live_calls(self) -> list[Call]:
+        with self.membership.lock:
+            return [c for c in self._calls if c.pending]
+
+    def lose(self, member: Member) -> None:
+        """Ends all calls on a lost rank, also those that have its error already, which its death explains."""
+        assert member.lost is not None
+        with self.membership.lock:
+            calls = list(self._calls)
+        for call in calls:
+            call.lose(member.rank, member.lost)
+
+    def abandon(self) -> None:
+        """Ends every call in progress as interrupted."""
+        for call in self.live_calls:
+            for rank in call.pending:
+                call.finish(rank, Outcome(interrupted=True))
+
+    def dismiss(self, members: Sequence[Member]) -> list[Member]:
+        """Interrupts these ranks if they work, and closes their sessions; returns those that did not do so in time."""
+        closed = self._interrupt_and_call("leave", members).values
+        return [m for m in members if m.rank not in closed]
+
+    def settle(self) -> dict[int, Any]:
+        """After a failure: waits until no rank works any more, and returns `Session.status` of those that are left."""
+        call = self._interrupt_and_call("status", self.membership.present)
+        for rank in call.pending:
+            self.end_rank(rank, "did not leave a step that had failed, and was ended")
+        call.wait_all(SIGNAL_S)
+        return call.values
+
+    def _interrupt_and_call(self, what: str, members: Sequence[Member]) -> Call:
+        """Interrupts what ranks work on and sends a call; returns when they replied, or after `INTERRUPTED_CALL_S`."""
+        if busy := [m.rank for m in members if m.doing]:
+            self.signal(busy)
+        call = self.send(what, {m.rank: NO_ARGUMENTS for m in members})
+        if not call.wait_all(SECOND_INTERRUPT_S):  # they may wait for a peer that is gone, which a second one ends
+            busy = [rank for other in self.live_calls if other is not call for rank in other.pending]
+            self.signal([m.rank for m in members if m.rank in busy])
+            call.wait_all(INTERRUPTED_CALL_S - SECOND_INTERRUPT_S)
+        return call
+
+    # -- signals ----------------------------------------------------------------------------------------------------
+
+    def signal(self, ranks: Collection[int]) -> None:
+        """SIGINT: to the process itself on this machine, elsewhere by the engine's nanny, which serves busy engines too.
+
+        Returns when all are delivered, or after a second. The kernel's own interrupt does not reach engines.
+        """
+        if self.membership.engines is None:
+            return
+        client, sent = self.membership.engines.client, []
+        for member in [self.membership.members[rank] for rank in ranks]:
+            try:
+                if member.process is None:
+                    raise LookupError
+                member.process.send_signal(signal.SIGINT)
+            except (LookupError, psutil.AccessDenied):
+                with self._sending, contextlib.suppress(Exception):  # just gone: the supervisor will report it
+                    sent.append(client.send_signal("SIGINT", targets=[member.engine], block=False))
+            except psutil.Error:
+                continue
+        deadline = time.monotonic() + SIGNAL_S
+        for future in sent:
+            with contextlib.suppress(Exception):
+                future.result(max(0.0, deadline - time.monotonic()))
+
+    def ping(self, rank: int, answered: Callable[[], None]) -> None:
+        """Calls `answered` when the engine replies to a ping, which it does after its current call."""
+        with self._sending, contextlib.suppress(Exception):
+            view = self.membership.members[rank].view
+            future = view.apply_async(remote.call, "ping", {}, self.membership.token, 0)
+            future.add_done_callback(lambda f: answered() if f.exception() is None else None)
+
+    def end_rank(self, rank: int, reason: str) -> bool:
+        """Ends one rank's process, if it is ours. The supervisor will report that it is gone."""
+        engines = self.membership.engines
+        if engines is None or not engines.owned:
+            return False
+        member = self.membership.members[rank]
+        member.end_reason = reason
+        engines.end([member.pid], term_s=0.2)
+        return True
+
+    def may_be_dying(self, ranks: Sequence[int]) -> bool:
+        """Whether the end of one of them may explain what its peers report: it is gone, or on another machine."""
+        return any(m.process is None or not alive(m.process) for m in self.membership.members if m.rank in ranks)

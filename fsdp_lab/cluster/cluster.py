@@ -8,7 +8,7 @@ Threads
 Four kinds of thread meet here and in the floors above; each datum belongs to one of them, or has a lock.
 
 - The *kernel's main thread*, or a subshell, runs cells and widget callbacks. It calls `Lab`, and waits only where the user
-  asked it to wait. Nothing here needs it: a run goes on while a long cell computes.
+  requested it. Nothing here needs it: a run continues during a long cell.
 - The *driver*, one thread per run (`fsdp_lab.runs`), is the only one that sends work to the ranks during a run, so all ranks
   get the same calls in the same order. Stop, pause and apply are requests left for it under its lock.
 - The *client's IO thread* of ipyparallel receives replies and step events. It appends to the event store, wakes waiters, and
@@ -28,15 +28,14 @@ from typing import Any
 import psutil
 
 from fsdp_lab.cluster.assembly import Assembly, ClusterConfig, StartProgress
-from fsdp_lab.cluster.calls import Call
+from fsdp_lab.cluster.calls import Call, Dispatcher, OnData
 from fsdp_lab.cluster.detached import persist_limit_s
-from fsdp_lab.cluster.dispatch import Dispatcher, OnData
 from fsdp_lab.cluster.errors import ClusterError, RankLost
 from fsdp_lab.cluster.membership import ClusterState, Membership, RankStatus
 from fsdp_lab.cluster.placement import Placement
-from fsdp_lab.cluster.processes import marked
 from fsdp_lab.cluster.supervisor import Supervisor
 from fsdp_lab.core.hang import limit
+from fsdp_lab.core.process import marked
 
 
 class Cluster:
@@ -250,7 +249,7 @@ class Cluster:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What a cluster must have been asked for to take these ranks over."""
+        """The arguments with which another cluster takes these ranks over."""
         return self._config.identity
 
     @property
@@ -275,7 +274,7 @@ class Cluster:
 
     @property
     def most_ranks(self) -> int | None:
-        """How many engines a given cluster has; None: we start as many as are asked for."""
+        """How many engines a given cluster has; None: we start as many as needed."""
         engines = self._membership.engines
         return None if engines is None or engines.owned else len(engines.client.ids)
 

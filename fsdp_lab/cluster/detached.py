@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.cluster.processes import end, marked, sweep
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.process import Identity, machine
+from fsdp_lab.core.errors import ArgumentError, is_number
+from fsdp_lab.core.process import Identity, end, machine, marked, sweep
 
 FILE = "kept.json"
 PREFIX = "fsdp_lab-"  # of private folders; nothing else is ever removed
@@ -34,7 +33,7 @@ DEFAULT_LIMIT_S = 24 * 3600.0  # how long ranks wait for a kernel, unless a numb
 
 @dataclass(frozen=True, kw_only=True)
 class DetachedCluster:
-    """What a new kernel needs to know to take the ranks over. Field names are the keys of the file."""
+    """What a new kernel needs to take the ranks over. Field names are the keys of the file."""
 
     folder: Path
     token: str
@@ -107,7 +106,7 @@ class DetachedCluster:
     # -- ownership --------------------------------------------------------------------------------------------------
 
     def claim(self, guardian: Identity, limit_s: float) -> DetachedCluster | None:
-        """Makes this process the owner, with a guardian of its own; None if another process was faster."""
+        """Makes this process the owner, with the given guardian; None if another process was faster."""
         return self._change(
             lambda now: now.free, owner=Identity.this(), guardian=guardian, limit_s=limit_s, free_unix_s=None
         )
@@ -145,7 +144,7 @@ def persist_limit_s(persist: bool | float, given: Any = None) -> float | None:
         raise ArgumentError("persist", "the engines of a given cluster are yours, and stay anyway", "leave persist out")
     if persist is True:
         return DEFAULT_LIMIT_S
-    if not isinstance(persist, (int, float)) or not 0 < persist < math.inf:
+    if not is_number(persist) or not 0 < persist < math.inf:
         raise ArgumentError(
             "persist", f"{persist!r} is refused", "give True for a day, a number of hours above 0, or False"
         )

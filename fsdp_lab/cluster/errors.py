@@ -40,7 +40,7 @@ class RankLost(ClusterError):
     Attributes:
         rank, engine, pid, host: which.
         reason: how it ended, as far as known. log: the last lines that its engine wrote, if it is ours.
-        doing: what it was asked to do at that time, or "nothing". unix_s: when the kernel noticed.
+        doing: the call it worked on, or "nothing". unix_s: when the kernel noticed.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RankHung(ClusterError):
     """A collective did not finish within the limit (`hang_s`).
 
     Attributes:
-        rank, ranks: which did not come, or issued another collective than the others; None and () if the link stands still.
+        rank, ranks: which did not come, or issued another collective than the others; None and () if the link is stalled.
         collective, unit, group: what the others wait for; whose parameters it moves; its group.
         waiting: ranks that wait in it. after_s: for how long. unix_s: when the kernel found out.
         stack: of the ranks named, as text, if it could be read.

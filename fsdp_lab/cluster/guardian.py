@@ -5,8 +5,8 @@ kernel has. At end of file, or when the owner's process is gone (a forked child 
 ends every process that carries TOKEN in its environment and removes FOLDER, the cluster's private files. The line
 "release" on the pipe makes it exit without doing anything.
 
-For ranks that may outlive their kernel (detached.py) it waits instead: until another kernel has taken them over, with a
-guardian of its own, until the time limit is reached, or until a rank has died, since then nothing can be resumed.
+For ranks that may outlive their kernel (detached.py) it waits instead: until another kernel, with another guardian, has
+taken them over, until the time limit is reached, or until a rank has died, since then nothing can be resumed.
 
 It needs no list of pids: it looks for the token at the end, so it also finds engines that were just being started, and the
 engines' children. Busy engines ignore SIGTERM and are ended by SIGKILL a moment later.
@@ -26,8 +26,7 @@ from pathlib import Path
 import psutil
 
 from fsdp_lab.cluster.detached import DetachedCluster, remove_private
-from fsdp_lab.cluster.processes import alive, end, marked, sweep
-from fsdp_lab.core.process import Identity
+from fsdp_lab.core.process import Identity, alive, end, marked, sweep
 
 CHECK_S = 0.5  # between two checks of detached ranks
 

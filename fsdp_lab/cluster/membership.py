@@ -14,7 +14,7 @@ import psutil
 from fsdp_lab.cluster.engines import Engines
 from fsdp_lab.cluster.errors import ClusterError, RankLost
 from fsdp_lab.cluster.placement import Placement
-from fsdp_lab.core.heartbeat import Heartbeat
+from fsdp_lab.core.hang import Heartbeat
 
 
 class ClusterState(enum.Enum):
@@ -53,7 +53,7 @@ class ReceivedHeartbeat:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """One rank, as the kernel knows it without asking the rank."""
+    """The state of one rank, from data that the kernel already has."""
 
     rank: int
     engine: int

@@ -1,8 +1,7 @@
-"""Which rank sits on which device, and what has to be said about it.
+"""Which rank computes on which device, with notes on how representative the times are.
 
-Pure decisions (`place`) over facts (`probe`), apart so that every case is tested without a GPU. The kernel asks
-NVML and reads torch's version file: it neither imports torch nor makes a CUDA context, so that the GPUs belong to
-the ranks alone.
+`place` decides, `probe` collects facts; they are separate so that every case can be tested without a GPU. The kernel uses
+NVML and torch's version file: it neither imports torch nor creates a CUDA context, so only the ranks use the GPUs.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.nvml import GpuProcess, GpuReport, GpuStatus
 
 SHARED_GPU_BYTES_FRACTION = 0.92  # of a shared GPU, over all its ranks; the rest is for CUDA contexts
-UNSEEN_USE_FRACTION = 0.05  # of a GPU's memory in use with no process to show for it: somebody outside this container
+UNSEEN_USE_FRACTION = 0.05  # of a GPU's memory, used by no visible process: then it is in use outside this container
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +39,7 @@ class CudaDevice:
 
     @property
     def busy(self) -> str:
-        """Who is on it, in words, or nothing."""
+        """Which processes use it, as a sentence; "" if none do."""
         if self.users:
             return f"{self.device} ({self.name}) is in use by " + ", ".join(map(str, self.users))
         if self.used_bytes > UNSEEN_USE_FRACTION * self.total_bytes:
@@ -51,7 +50,7 @@ class CudaDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What one machine offers."""
+    """The cores and GPUs of one machine."""
 
     name: str
     cores: int
@@ -75,7 +74,7 @@ class Seat:
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     seats: tuple[Seat, ...]
-    notes: tuple[str, ...] = field(default=())  # what the times are worth, in words; shown on every panel
+    notes: tuple[str, ...] = field(default=())  # how representative the times are; shown on every panel
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -98,7 +97,7 @@ def probe(
     env: Mapping[str, str] | None = None,
     ours: frozenset[int] = frozenset(),
 ) -> Host:
-    """What this machine offers. `ours`: pids whose use of a GPU is not somebody else's."""
+    """The cores and GPUs of this machine. `ours`: pids of our own processes, which do not make a GPU busy."""
     env = os.environ if env is None else env
     name, cores, found = socket.gethostname(), usable_cores(), query()
     try:
@@ -175,13 +174,13 @@ def place(hosts: Sequence[Host], devices: Sequence[str] | None = None, *, take_b
     """Seats for ranks.
 
     Args:
-        hosts: of each rank, in rank order; ranks of one machine stand together.
+        hosts: of each rank, in rank order; ranks of one machine are consecutive.
         devices: of each rank, or None: one GPU a rank where free GPUs are enough, shared GPUs where there are fewer,
             CPU where there are none.
         take_busy: take GPUs that somebody else is using, too.
 
     Raises:
-        SpecError: a device that is not there, or one that somebody else is using.
+        SpecError: a device that does not exist, or that another process uses.
     """
     if devices is None:
         chosen, notes = _choose(hosts, take_busy)
@@ -207,7 +206,7 @@ def place(hosts: Sequence[Host], devices: Sequence[str] | None = None, *, take_b
 
 
 def _choose(hosts: Sequence[Host], take_busy: bool) -> tuple[list[str], list[str]]:
-    """One device a rank, where the user named none: GPUs if every host has a free one, else CPU for all."""
+    """A device per rank, if the user named none: GPUs if every host has a free one, otherwise CPUs for all."""
     machines = {host.name: host for host in hosts}
     notes = [host.note for host in machines.values() if host.note]
     free: dict[str, list[CudaDevice]] = {}
@@ -266,7 +265,7 @@ def _check(hosts: Sequence[Host], devices: Sequence[str], take_busy: bool) -> li
 
 
 def _fidelity(hosts: Sequence[Host], seats: Sequence[Seat], load: Counter[tuple[str, str]]) -> list[str]:
-    """What sharing does to the numbers."""
+    """Notes on the effects of shared GPUs and cores on times and memory."""
     notes = []
     shared = {key: n for key, n in load.items() if n > 1}
     if shared:

@@ -90,14 +90,14 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 def memory_short(error: BaseException) -> str:
-    """What to do if torch did not get the memory it asked for, of a GPU or of the host; "" for other errors."""
+    """The size and a hint if an allocation failed, on a GPU or on the host; "" for other errors."""
     text, kind = str(error), type(error).__name__
     of_host = kind == "RuntimeError" and "can't allocate memory" in text  # not when another rank reports it
     if kind not in ("OutOfMemoryError", "MemoryError") and not of_host:
         return ""
     size = "what it asked for"
-    if asked := re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", text):
-        number, unit = asked.groups()
+    if found := re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", text):
+        number, unit = found.groups()
         size = f"{int(number) / (1 << 20):,.1f} MiB" if unit == "bytes" else f"{number} {unit}"
     hint = 'give a smaller micro_batch or seq_len, more sharding, recompute="full", offload="all", or more ranks'
     return f"{size} more could not be had; {hint}"
@@ -249,7 +249,7 @@ def rank_code(module: str | None) -> Any:
 
 
 def load(module: str | None) -> None:
-    """Imports the rank's code, torch with it: seconds, so it is a stage of its own.
+    """Imports the rank's code, torch with it: it takes seconds, so it is a separate stage.
 
     What imports allocate stays, so a collection meanwhile finds next to nothing, and later ones, at each switch, need not
     visit it. Not frozen later: that would also keep a session with its groups and connections.

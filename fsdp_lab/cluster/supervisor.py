@@ -13,13 +13,11 @@ from typing import Any
 
 import psutil
 
-from fsdp_lab.cluster.calls import Sink
-from fsdp_lab.cluster.dispatch import Dispatcher
+from fsdp_lab.cluster.calls import Dispatcher, Sink
 from fsdp_lab.cluster.errors import RankHung, RankLost
 from fsdp_lab.cluster.membership import Member, ReceivedHeartbeat
-from fsdp_lab.cluster.processes import alive, describe_exit
-from fsdp_lab.core.hang import Hang, diagnose
-from fsdp_lab.core.heartbeat import Heartbeat
+from fsdp_lab.core.hang import Hang, Heartbeat, diagnose
+from fsdp_lab.core.process import alive, describe_exit
 
 CHECK_S = 0.25  # between two checks for hangs
 EXIT_CODE_S = 0.5  # the exit code arrives on another way than the news
@@ -116,7 +114,7 @@ class Supervisor:
                 call.hang(hung)
 
     def _end_stopped(self) -> None:
-        """Ends ranks that are stopped and that nobody waits for; else only the hub would notice, later."""
+        """Ends ranks that are stopped while no rank waits for them; otherwise only the hub would notice, later."""
         processes = {m.rank: m.process for m in self._membership.present if not m.end_reason}
         for rank in self.monitor.find_stopped(processes):
             self._dispatcher.end_rank(rank, "was stopped (SIGSTOP), did not go on, and was ended")

@@ -1,1 +1,3 @@
-"""The nouns that every floor shares: Spec, events, schedule, links, faults, and how files and text are written. No torch."""
+"""What all parts share: Spec, events, schedule, links, faults, hangs, processes, files and text. No torch here."""
+
+__version__ = "0.1.0"

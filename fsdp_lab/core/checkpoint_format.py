@@ -1,13 +1,13 @@
-"""Checkpoints on disk: what a folder of them holds, and which are whole. No torch: ranks write them, anyone may look.
+"""Checkpoints on disk: the manifest, atomic commit, and which ones are complete. rank/checkpointing.py writes the tensors.
 
-A checkpoint is a folder: a safetensors file of each rank that had something to write, in the format of torch's Distributed
-Checkpoint (its `HuggingFaceStorageReader` reads it, at any number of ranks), and `checkpoint.json` with all that is no
-tensor. Nothing in it is ever unpickled.
+A checkpoint is a folder with one safetensors file per rank that had something to write, in the format of torch's
+Distributed Checkpoint (its `HuggingFaceStorageReader` reads it with any number of ranks), and `checkpoint.json` for
+everything that is no tensor. Nothing is pickled.
 
-Note: torn. A checkpoint is made in a folder whose name ends in `.partial`. When the files of all ranks are on the disk, the
-manifest is written beside them, and the folder is given its name in one step of the file system. So one without the ending
-is whole, whoever was killed at whatever moment, and no other was touched for its sake. What kept the ending was torn; so is
-one whose files are not as long as the manifest says, as after a copy that broke off.
+Note: atomic commit. A checkpoint is written to a folder whose name ends in `.partial`. When the files of all ranks are on
+disk, the manifest is added, and the folder is renamed in one operation of the file system. So a folder without that ending
+is complete, even if processes are killed at any time, and no other checkpoint is touched. Incomplete are folders with
+the ending, and those whose files do not have the lengths in the manifest, as after a copy that was interrupted.
 """
 
 from __future__ import annotations
@@ -30,21 +30,26 @@ from fsdp_lab.core.spec import LINEAGE, Spec
 MANIFEST = "checkpoint.json"
 PARTIAL = ".partial"
 FORMAT = 1
-KINDS = ("step", "best", "last", "rescue")  # why it was made; of "best" the newest stays, of the others the newest few
+KINDS = (
+    "step",
+    "best",
+    "last",
+    "rescue",
+)  # why it was saved; the newest "best" and the newest few of the others are retained
 _NAME = re.compile(r"step-\d{8,}-[0-9a-f]{6}")
-_FILE = re.compile(r"[\w.-]+\.safetensors")  # no separators: what a manifest names lies beside it
+_FILE = re.compile(r"[\w.-]+\.safetensors")  # no separators: the files of a manifest are beside it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A whole one."""
+    """A complete checkpoint."""
 
     path: Path
-    spec: Spec  # what was trained, on how many ranks
+    spec: Spec  # of the training, with its number of ranks
     run: str
     kind: str
-    step: int  # steps committed: the number of the next one
-    samples: int  # trained on so far, by all ranks: where the data goes on
+    step: int  # committed steps, which is the number of the next one
+    samples: int  # trained on so far, by all ranks; the data continues there
     saved_unix_s: float
     nbytes: int
     manifest: Mapping[str, Any]  # all of `checkpoint.json`
@@ -55,7 +60,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class IncompleteCheckpoint:
-    """One that was never finished, or was damaged later."""
+    """A checkpoint that was never committed, or was damaged later."""
 
     path: Path
     reason: str
@@ -65,38 +70,38 @@ class IncompleteCheckpoint:
 
 
 def check_folder(path: str | os.PathLike[str], *, field: str = "save") -> Path:
-    """The absolute path of a folder that takes checkpoints; made if it is not there. Raises ArgumentError."""
+    """The absolute path of a folder for checkpoints; created if it is missing. Raises ArgumentError."""
     try:
         root = Path(path).expanduser().absolute()
         root.mkdir(parents=True, exist_ok=True)
         if not os.access(root, os.W_OK | os.X_OK):
             raise PermissionError(13, "it is read-only")
-    except (OSError, ValueError, RuntimeError, TypeError) as e:  # RuntimeError: a ~ that is nobody's home
+    except (OSError, ValueError, RuntimeError, TypeError) as e:  # RuntimeError: ~ of an unknown user
         why = e.strerror if isinstance(e, OSError) else e
         raise ArgumentError(field, f"{path} cannot hold checkpoints: {why}", "name a folder that is yours") from e
     return root
 
 
 def begin(root: Path, step: int) -> Path:
-    """A new folder for the files of a checkpoint: not yet one. Raises OSError."""
+    """Creates the `.partial` folder of a checkpoint. Raises OSError."""
     partial = root / f"step-{step:08d}-{secrets.token_hex(3)}{PARTIAL}"
     partial.mkdir()
     return partial
 
 
 def finish(partial: Path, parts: Sequence[Mapping[str, Any]], *, kind: str) -> Checkpoint:
-    """Makes what the ranks wrote a checkpoint.
+    """Commits the files that the ranks wrote.
 
     Args:
-        parts: of each rank, {"file": its file's name or None, "bytes": its length, "state": what is no tensor}.
+        parts: of each rank, {"file": name of its file or None, "bytes": its length, "state": everything that is no tensor}.
 
     Raises:
-        ValueError: the parts are not of one moment. OSError: the disk.
+        ValueError: the ranks are not at the same step. OSError: the disk.
     """
     states = [part["state"] for part in parts]
-    moments = {(s["run"], s["step"], s["samples"]) for s in states}
-    if len(moments) != 1:
-        raise ValueError(f"the ranks are not at the same step: {sorted(m[1] for m in moments)}")
+    positions = {(s["run"], s["step"], s["samples"]) for s in states}
+    if len(positions) != 1:
+        raise ValueError(f"the ranks are not at the same step: {sorted(p[1] for p in positions)}")
     optimizer = {"slots": sorted({slot for s in states for slot in s["optimizer"]["slots"]}),
                  "steps": max(s["optimizer"]["steps"] for s in states)}  # fmt: skip
     files = {part["file"]: part["bytes"] for part in parts if part["file"] is not None}
@@ -107,21 +112,21 @@ def finish(partial: Path, parts: Sequence[Mapping[str, Any]], *, kind: str) -> C
         f.flush()
         os.fsync(f.fileno())
     whole = partial.with_name(partial.name.removesuffix(PARTIAL))
-    _settle(partial)
+    _sync(partial)
     partial.rename(whole)
-    _settle(whole.parent)
+    _sync(whole.parent)
     return read(whole)
 
 
 def discard(partial: Path) -> None:
-    """Removes one that will not be finished. Does nothing with any other folder."""
+    """Removes a folder that will not be committed. Ignores any other folder."""
     if partial.name.endswith(PARTIAL):
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def prune(root: Path, run: str, *, last: int) -> list[Path]:
-    """Removes the oldest checkpoints of a run beyond the newest `last`, and all its "best" ones but the newest; returns
-    them. Those of other runs are left alone. One whose removal breaks off is no checkpoint any more."""
+    """Removes all checkpoints of a run except the newest `last` and the newest "best" one; returns the removed ones. One
+    whose removal is interrupted is incomplete."""
     mine = [c for c in checkpoints(root) if c.run == run]
     best = [c for c in mine if c.kind == "best"]
     others = [c for c in mine if c.kind != "best"]
@@ -132,8 +137,8 @@ def prune(root: Path, run: str, *, last: int) -> list[Path]:
     return [c.path for c in gone]
 
 
-def _settle(folder: Path) -> None:
-    """What was made or renamed in the folder is on the disk; where a folder cannot be synchronised, it is left to time."""
+def _sync(folder: Path) -> None:
+    """Flushes the entries of a folder to disk, if the file system supports it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -142,11 +147,11 @@ def _settle(folder: Path) -> None:
             os.close(descriptor)
 
 
-# -- looking ---------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------------------------
 
 
 def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
-    """The whole ones in a folder, oldest first; none where there is no such folder."""
+    """The complete checkpoints in a folder, oldest first; none if there is no such folder."""
     found = []
     for path in _candidates(Path(root)):
         with contextlib.suppress(FieldError):
@@ -155,7 +160,7 @@ def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
 
 
 def incomplete_checkpoints(root: str | os.PathLike[str]) -> list[IncompleteCheckpoint]:
-    """Those in a folder that are not whole, with the reason."""
+    """The incomplete checkpoints in a folder, with reasons."""
     found = []
     for path in _candidates(Path(root)):
         try:
@@ -166,7 +171,7 @@ def incomplete_checkpoints(root: str | os.PathLike[str]) -> list[IncompleteCheck
 
 
 def find(path: str | os.PathLike[str], *, field: str = "checkpoint") -> Checkpoint:
-    """The checkpoint that this is, or the newest whole one in this folder of them. Raises ArgumentError."""
+    """The checkpoint at this path, or the newest complete one in this folder of checkpoints. Raises ArgumentError."""
     try:
         folder = Path(path).expanduser().absolute()
         is_one = _NAME.fullmatch(folder.name.removesuffix(PARTIAL)) is not None or (folder / MANIFEST).exists()
@@ -184,14 +189,14 @@ def find(path: str | os.PathLike[str], *, field: str = "checkpoint") -> Checkpoi
 
 
 def check_same(saved: Checkpoint, spec: Spec) -> None:
-    """Raises SpecError where a Spec is of another training than what was saved."""
+    """Raises SpecError if the Spec is a different training from the saved one (`LINEAGE`)."""
     if other := [name for name in saved.spec.difference(spec) if name in LINEAGE]:
         raise SpecError(other[0], f"{saved.path.name} is of another training, by its {other[0]}",
                         f"keep its {', '.join(LINEAGE)}")  # fmt: skip
 
 
 def read(path: Path, *, field: str = "checkpoint") -> Checkpoint:
-    """Raises ArgumentError for one that is torn, or was written by a newer version."""
+    """The checkpoint at `path`. Raises ArgumentError: it is incomplete, or was written by a newer version."""
 
     def refused(reason: str, hint: str = "resume from another one") -> ArgumentError:
         return ArgumentError(field, f"{path.name} {reason}", hint)
@@ -238,7 +243,7 @@ def _check_file(path: Path, name: str, nbytes: int, refused: Any) -> None:
 
 
 def _candidates(root: Path) -> list[Path]:
-    """What by its name is a checkpoint or was to become one."""
+    """Folders whose name is that of a checkpoint, committed or not."""
     with contextlib.suppress(OSError):
         return [p for p in root.iterdir() if _NAME.fullmatch(p.name.removesuffix(PARTIAL)) and p.is_dir()]
     return []

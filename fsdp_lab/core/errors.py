@@ -1,10 +1,10 @@
-"""Errors that several floors raise. Floor 0: the standard library."""
+"""Errors that several floors raise, and checks of numbers that raise them. Floor 0: the standard library."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 DISTRIBUTIONS = {
     "IPython": "ipython",
@@ -14,13 +14,13 @@ DISTRIBUTIONS = {
 
 
 class FieldError(ValueError):
-    """A refused value. `str()` is "field: reason; way out".
+    """An invalid value. `str()` is "field: reason; hint".
 
     Attributes:
         field: dotted name, such as "strategy.sharding".
-        reason: why it cannot be.
-        way_out: what to do instead, in words.
-        fix: the way out as flat field values for `Spec.replace`, empty where there is no single one.
+        reason: why it is invalid.
+        hint: what to do instead.
+        fix: flat field values for `Spec.replace` that follow the hint; empty if there is no single solution.
     """
 
     def __init__(self, field: str, reason: str, hint: str, fix: Mapping[str, Any] | None = None) -> None:
@@ -35,15 +35,32 @@ class FieldError(ValueError):
 
 
 class SpecError(FieldError):
-    """A refused field of a Spec, such as "strategy.sharding", or a combination of them."""
+    """An invalid field of a Spec, such as "strategy.sharding", or an invalid combination of fields."""
 
 
 class ArgumentError(FieldError):
-    """A refused argument that is no field of a Spec, such as "passes" or "evaluate.every"."""
+    """An invalid argument that is no field of a Spec, such as "passes" or "evaluate.every"."""
+
+
+def is_whole(value: object, least: int = 1) -> TypeGuard[int]:
+    """Whether it is an int of at least `least`; a bool is not."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is an int or a float, also infinite or NaN; a bool is not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def check_whole(field: str, value: object, least: int = 1, wanted: str = "") -> None:
+    """Raises ArgumentError unless it is an int of at least `least`. `wanted` replaces that description in the hint."""
+    if not is_whole(value, least):
+        wanted = wanted or f"a whole number of {least} or more"
+        raise ArgumentError(field, f"{value!r} is refused", f"give {wanted}")
 
 
 def not_installed(part: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """The error for a `part` of fsdp_lab whose import failed: it names the package and the command that installs it."""
+    """The error for a `part` of fsdp_lab whose import failed, with the missing package and the command that installs it."""
     module = (error.name or "").partition(".")[0]
     if module in ("", "fsdp_lab"):
         return error  # not a package that is missing, but a bug here

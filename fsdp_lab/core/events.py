@@ -1,6 +1,7 @@
-"""`StepEvent`: what one rank measured in one step. Nothing else feeds plots, tables, history or exports.
+"""What ranks report: a `StepEvent` for each step, `Span`s of a traced step, a `PhaseSnapshot` for each phase in slow motion.
 
-Floor 0. An event crosses processes as a dict of plain scalars (`to_dict`), so that pickle, msgpack and JSON all take it.
+Nothing else feeds plots, tables, history or exports. They cross processes as dicts or lists of plain scalars (`to_dict`,
+`to_row`), so that pickle, msgpack and JSON can carry them.
 """
 
 from __future__ import annotations
@@ -11,16 +12,94 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from fsdp_lab.core.spans import Span
+
+class Track(StrEnum):
+    """The row of a rank's timeline in which a span is drawn."""
+
+    COMPUTE = "compute"  # the rank's main thread (on a GPU: stream) computes: forward, backward, optimizer
+    WAIT = "wait"  # it waits for a collective: exposed communication
+    ALL_GATHER = "all_gather"  # this and the next four: from issue to completion of one collective
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+    CONTROL = "control"  # the vote at the end of a step (rank/trainer.py)
+    OTHER = "other"  # broadcasts, barriers, all-to-alls, point to point
+    HOST_COPY = "host_copy"  # between host and device, under offload
+
+    @classmethod
+    def of(cls, kind: str) -> Track:
+        """The track of a collective, by the kind that `fsdp_lab.wire` gives it."""
+        return cls(kind) if kind in (cls.ALL_GATHER, cls.REDUCE_SCATTER, cls.ALL_REDUCE, cls.CONTROL) else cls.OTHER
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """An interval of one rank's step, in seconds since its begin (`StepEvent.begin_s`) on the rank's own clock.
+
+    `name`: "forward", "backward" or "optimizer" for computation, otherwise the kind of the collective. The fields from
+    `sequence` on are set for collectives and for waits.
+    """
+
+    track: Track
+    name: str
+    unit: str  # such as "transformer.h.0"; "root"; "bucket 2" of DDP; "" if none
+    start_s: float
+    end_s: float
+    sequence: int = -1  # the rank's count of collectives
+    ordinal: int = -1  # the group's count: the same number on all its ranks is the same collective
+    group: str = ""
+    size: int = 1  # ranks in the group
+    dtype: str = ""
+    link_bytes: int = 0
+    payload_bytes: int = 0  # the whole tensor: output of an all-gather, input of a reduce-scatter
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def algorithm_bytes_per_s(self) -> float | None:
+        """Payload over time (nccl-tests' "algbw"); None if nothing was sent or no time passed."""
+        return self.payload_bytes / self.seconds if self.payload_bytes and self.seconds > 0 else None
+
+    @property
+    def bus_bytes_per_s(self) -> float | None:
+        """Bytes over one rank's link per second (nccl-tests' "busbw"); None as above."""
+        return self.link_bytes / self.seconds if self.link_bytes and self.seconds > 0 else None
+
+    def to_row(self) -> list[Any]:
+        return [getattr(self, name) for name in _SPAN_FIELDS]
+
+    @classmethod
+    def from_row(cls, row: Sequence[Any]) -> Span:
+        values = dict(zip(_SPAN_FIELDS, row, strict=True))
+        return cls(**{**values, "track": Track(values["track"])})
+
+
+_SPAN_FIELDS = tuple(f.name for f in dataclasses.fields(Span))
+
+
+def exposed_by_unit(spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds of exposed communication by unit, in a traced step: the waits for its collectives.
+
+    Waits of a step do not overlap (`fsdp_lab.wire.meter.exposed`), so the sum over units is that of the step.
+    """
+    found: dict[str, float] = {}
+    for span in spans:
+        if span.track is Track.WAIT:
+            found[span.unit] = found.get(span.unit, 0.0) + span.seconds
+    return found
+
+
+# -- spans of a traced step ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
     """Collectives of one kind in one step of one rank.
 
-    `link_bytes` is what this rank sends over its link: (W-1)/W of the payload, twice that for an all-reduce.
-    `seconds` is issue to completion, summed; collectives that overlap count each. `exposed_seconds` is what computing
-    waited for them, every instant once (`fsdp_lab.wire.meter.exposed`); NaN where it has not been measured.
+    `link_bytes`: sent by this rank over its link, (W-1)/W of the payload, twice that for an all-reduce. `seconds`: from
+    issue to completion, summed, also over collectives that overlap. `exposed_seconds`: the time that computation waited for
+    them, counting each instant once (`fsdp_lab.wire.meter.exposed`); NaN if not measured.
     """
 
     calls: int = 0
@@ -38,23 +117,23 @@ class Traffic:
 
 
 class Role(StrEnum):
-    """What a block of device memory is for; the same for every backend. Each block has one role."""
+    """The use of a block of device memory, the same for every backend. Each block has one role."""
 
-    PARAMETERS = "parameters"  # this rank's shard of them, padding included; under DDP all of them
-    UNSHARDED = "unsharded"  # what was gathered to compute with
-    GRADIENTS = "gradients"  # of parameters: as autograd makes them, flat or in DDP's buckets, and reduced
-    OPTIMIZER = "optimizer"  # its state and, while it steps, its scratch
-    ACTIVATIONS = "activations"  # see Classes
-    COMMUNICATION = "communication"  # what collectives send and receive, where it is none of the above
-    OTHER = "other"  # the model's buffers, the batch, what is not known
+    PARAMETERS = "parameters"  # this rank's shard, with padding; under DDP all parameters
+    UNSHARDED = "unsharded"  # all-gathered parameters
+    GRADIENTS = "gradients"  # of parameters: as autograd produces them, flat or in DDP's buckets, and reduced
+    OPTIMIZER = "optimizer"  # its state and, during its step, its temporaries
+    ACTIVATIONS = "activations"  # see RoleBytes
+    COMMUNICATION = "communication"  # buffers of collectives that have none of the roles above
+    OTHER = "other"  # the model's buffers, the batch, unknown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoleBytes:
-    """Bytes of the compute device at one moment, by `Role`; what offload keeps on the host is not among them.
+    """Bytes on the compute device at one moment, by `Role`; without those that offload moved to the host.
 
-    `activations_bytes` are whatever forwards and backwards allocate that has no other role: what autograd keeps for the
-    backward, results on their way from one operator to the next, gradients with respect to them, and scratch.
+    `activations_bytes`: everything that forward and backward allocate and that has no other role: tensors that autograd
+    saves for the backward, intermediate results, gradients with respect to them, and temporaries.
     """
 
     parameters_bytes: int = 0
@@ -67,7 +146,7 @@ class RoleBytes:
 
     @classmethod
     def of(cls, sizes: Mapping[Role, int]) -> RoleBytes:
-        """From bytes by role."""
+        """`sizes`: bytes by role; roles that are missing have 0."""
         return cls(**{f"{role.value}_bytes": size for role, size in sizes.items()})
 
     def of_role(self, role: Role) -> int:
@@ -82,10 +161,10 @@ class RoleBytes:
 class MemorySample:
     """A point of a ledger step's curve of memory over time."""
 
-    at_s: float  # from the step's begin; measuring makes a ledger step longer than others
-    phase: str  # "begin" (before the forward), "forward", "backward", "update": what was under way
+    at_s: float  # since the step's begin; measuring makes a ledger step longer than others
+    phase: str  # the phase in progress: "begin" (before the forward), "forward", "backward", "update"
     unit: str  # the unit that began or ended last, by the name of its module; "root" outside units
-    moment: str  # "begin" or "end" of it in this phase, or "highest": the highest point since
+    moment: str  # "begin" or "end" of the unit in this phase, or "highest": the highest point since
     classes: RoleBytes
 
     def to_row(self) -> list[Any]:
@@ -102,10 +181,10 @@ class MemorySample:
 class Memory:
     """Bytes of one rank.
 
-    The first three are what it holds of a class when it holds all of that, on the compute device, without padding; what
-    offload moved is `host_bytes`. `peak_bytes` is the most that was allocated at once: of this very step on a GPU, as the
-    allocator tells it; on a CPU that of the last ledger step (see `fsdp_lab.rank.ledger`), 0 where there was none yet.
-    `at_peak` says what it was made of, as the last ledger step found it: its total is the peak.
+    The first three: this rank's shards of parameters, gradients and optimizer state on the compute device, once they all
+    exist, without padding; `host_bytes` is what offload moved. `peak_bytes`: the most that was allocated at once, on a GPU
+    in this step, from the allocator; on a CPU in the last ledger step (`fsdp_lab.rank.ledger`), 0 before the first.
+    `at_peak`: its composition by role in the last ledger step; the total is the peak.
     """
 
     parameters_bytes: int = 0
@@ -114,10 +193,10 @@ class Memory:
     host_bytes: int = 0
     peak_bytes: int = 0
     at_peak: RoleBytes = field(default_factory=RoleBytes)
-    allocated_bytes: int = 0  # what stays between steps; on a CPU with `host_bytes`, since that is one memory
-    reserved_bytes: int | None = None  # what the caching allocator holds; None on a CPU
-    outside_bytes: int = 0  # not the allocator's: used less reserved of the whole GPU; RSS less allocated on a CPU
-    limit_bytes: int | None = None  # what this rank may take: of the GPU, or the memory of the machine
+    allocated_bytes: int = 0  # between steps; on a CPU with `host_bytes`, which is the same memory
+    reserved_bytes: int | None = None  # by the caching allocator; None on a CPU
+    outside_bytes: int = 0  # not by the allocator: used minus reserved of the GPU; RSS minus allocated on a CPU
+    limit_bytes: int | None = None  # available to this rank: of the GPU, or of the machine
     rss_bytes: int = 0
 
     @classmethod
@@ -134,69 +213,61 @@ class StepEvent:
     rank: int
     world_size: int
     step: int  # committed optimizer steps before this one: 0, 1, 2, ...
-    attempt: int = 0  # how often the ranks had begun again from an earlier step in this run; set by the kernel
+    attempt: int = 0  # how many times the run had restarted from an earlier step; set by the kernel
     samples: int  # the global sample counter after this step
     end_unix_s: float
     step_time_s: float
-    tokens: int  # of this rank in this step; for images, patches are not tokens: images are counted
+    tokens: int  # of this rank in this step; of image models, the number of images
     loss: float  # mean over this rank's micro-batches
     mean_loss: float  # mean over the ranks
     grad_norm: float  # global, before clipping
-    flops: int  # model FLOPs of this rank in this step: forward and backward, recompute not counted
-    recompute_flops: int = 0  # what `Strategy.recompute` makes the device do again
-    peak_flops_per_s: float | None = None  # of the device in the compute dtype, at least what its steps have reached
+    flops: int  # model FLOPs of this rank in this step: forward and backward, without recomputation
+    recompute_flops: int = 0  # of the recomputation that `Strategy.recompute` causes
+    peak_flops_per_s: float | None = None  # of the device in the compute dtype; at least what its steps have reached
     peak_source: str = ""
     memory: Memory = field(default_factory=Memory)
-    memory_curve: tuple[
-        MemorySample, ...
-    ] = ()  # of a ledger step, at the begins and ends of units and the peaks between
-    comm: Mapping[str, Traffic] = field(default_factory=dict)  # by kind, as `fsdp_lab.wire.group` names it
+    memory_curve: tuple[MemorySample, ...] = ()  # of a ledger step: begins and ends of units, and the peaks between
+    comm: Mapping[str, Traffic] = field(default_factory=dict)  # by kind of collective (`fsdp_lab.wire.group`)
     first_after_switch: bool = False
-    ledger: bool = False  # slowed by measuring; left out of medians
-    slow: bool = False  # halted at its phases (slow motion): its times say nothing
+    ledger: bool = False  # a ledger step, slowed by measuring; not in medians
+    slow: bool = False  # stopped at its phases (slow motion), so its times are meaningless
     skipped: bool = False  # fp16: gradients overflowed, the optimizer did not step
-    begin_s: float = 0.0  # of the step, on the clock that rank 0's `time.perf_counter` is; see `clock_error_s`
-    clock_error_s: float | None = (
-        None  # how far `begin_s` may be off beside rank 0's; None: the clocks were not compared
-    )
+    begin_s: float = 0.0  # of the step, in `time.perf_counter` of rank 0, within `clock_error_s`
+    clock_error_s: float | None = None  # None: the clocks were not compared
     spans: tuple[Span, ...] = ()  # of a traced step (the last of a chunk); empty in all others
-    checksum: int | None = (
-        None  # this rank's part of that of the parameters after this step; see `fsdp_lab.rank.checksum`
-    )
-    eval_loss: float | None = (
-        None  # mean over held-out samples after this step, the same on every rank; None: not evaluated
-    )
+    checksum: int | None = None  # this rank's part of the parameters' checksum (`fsdp_lab.rank.trainer.checksum`)
+    eval_loss: float | None = None  # mean over held-out samples after this step, the same on every rank
     replica: int = 0  # which copy of the parameters this rank's shards belong to
-    notes: tuple[str, ...] = ()  # what the times are worth, in words
+    notes: tuple[str, ...] = ()  # how representative the times are
 
     @property
     def tokens_per_s(self) -> float:
-        """Of this rank; a run's throughput is the sum over ranks."""
+        """Throughput of this rank; that of a run is the sum over ranks."""
         return self.tokens / self.step_time_s
 
     @property
     def exposed_comm_s(self) -> float:
-        """Exposed communication of this rank in this step, all kinds."""
+        """Seconds of exposed communication of this rank, of all kinds."""
         return sum(t.exposed_seconds for t in self.comm.values())
 
     @property
     def tflops(self) -> float:
-        """Model TFLOPS of this rank."""
+        """Model TFLOP/s of this rank."""
         return self.flops / self.step_time_s / 1e12
 
     @property
     def hardware_flops(self) -> int:
-        """What the device did in this step: model FLOPs and recompute."""
+        """FLOPs that the device executed in this step: the model's and recomputation."""
         return self.flops + self.recompute_flops
 
     @property
     def best_flops_per_s(self) -> float | None:
-        """`peak_flops_per_s`, or what this step reached where that is more, as in older files; None: unknown."""
+        """The larger of `peak_flops_per_s` and the rate of this step (in older files it can be larger); None: unknown."""
         return max(self.peak_flops_per_s, self.hardware_flops / self.step_time_s) if self.peak_flops_per_s else None
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation, 0 to 1, relative to `best_flops_per_s`; None where no peak is known."""
+        """Model FLOPs utilisation, 0 to 1, relative to `best_flops_per_s`; None if no peak is known."""
         return self.flops / self.step_time_s / best if (best := self.best_flops_per_s) else None
 
     @property
@@ -206,7 +277,7 @@ class StepEvent:
 
     @property
     def counts(self) -> bool:
-        """Whether the step's time belongs in a median."""
+        """Whether medians include the step's time."""
         return not (self.first_after_switch or self.ledger or self.slow)
 
     def to_dict(self) -> dict[str, Any]:
@@ -226,4 +297,53 @@ class StepEvent:
         fields["comm"] = {kind: Traffic(**t) for kind, t in fields["comm"].items()}
         fields["notes"] = tuple(fields["notes"])
         fields["spans"] = tuple(Span.from_row(row) for row in fields.get("spans", ()))
+        return cls(**fields)
+
+
+# -- phases of a step in slow motion ---------------------------------------------------------------------------------
+
+
+ROOT = "root"  # replaces "", the name of the root module's own unit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterHolding:
+    """What one rank holds of one parameter at that moment. Ranges are of the flattened parameter, [start, stop)."""
+
+    name: str  # original name
+    unit: str  # name of its unit, such as "transformer.h.0", or ROOT
+    numel: int  # of the whole parameter
+    start: int  # range of the rank's shard, which may be empty
+    stop: int
+    state: str  # "sharded", "gathering" (its all-gather is in flight), or "unsharded": the whole parameter is there
+    gradient: str  # "none", "unsharded", "reducing" (its reduction is in flight), or "sharded"
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """The range that can be read: the whole parameter if it is unsharded, otherwise the shard."""
+        return (0, self.numel) if self.state == "unsharded" else (self.start, self.stop)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseSnapshot:
+    """One rank immediately before a phase of a step; slow motion shows those of all ranks side by side."""
+
+    rank: int
+    world_size: int
+    step: int  # optimizer step in progress
+    index: int  # 0, 1, 2, ... within the step
+    phase: str  # a `schedule.Phase`
+    unit: str  # the unit of the phase; ROOT for that of the root module
+    direction: str  # "forward", "backward" or "update"
+    parameters: tuple[ParameterHolding, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        d = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        d["parameters"] = [dataclasses.asdict(p) for p in self.parameters]
+        return d
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> PhaseSnapshot:
+        fields = dict(d)
+        fields["parameters"] = tuple(ParameterHolding(**p) for p in fields["parameters"])
         return cls(**fields)

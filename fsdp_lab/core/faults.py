@@ -1,7 +1,4 @@
-"""`Fault`: something that is to go wrong on purpose, where and when. What then happens on a rank is in `rank/faults.py`.
-
-Floor 0: who asks for a fault, and refuses one that cannot be, needs no torch.
-"""
+"""`Fault`: a fault to inject, where and when. rank/faults.py executes it on a rank; validation needs no torch."""
 
 from __future__ import annotations
 
@@ -12,23 +9,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.errors import ArgumentError, is_number, is_whole
 from fsdp_lab.core.link import LinkError, LinkSpec
 
 
 class FaultKind(enum.Enum):
     RAISE = "raise"  # the model's code raises
     NAN = "nan"  # an activation, or in the backward a gradient, becomes NaN
-    OOM = "oom"  # more memory is asked for than can be had
-    STALL = "stall"  # the thread that trains sits in native code, deaf to SIGINT
-    CUT = "cut"  # no byte of the rank's collectives passes any more, as if its cable were pulled
+    OOM = "oom"  # an allocation larger than the memory
+    STALL = "stall"  # the thread that trains blocks in native code and does not handle SIGINT
+    CUT = "cut"  # no byte of the rank's collectives is transferred any more, as if its cable were pulled
     SLOW = "slow"  # the rank's link is slower from then on
     KILL = "kill"  # SIGKILL
     STOP = "stop"  # SIGSTOP
 
 
 class FaultPhase(enum.Enum):
-    """In the middle of the forward or of the backward; or between the vote that ends a step and its update, when the other
+    """In the middle of the forward or of the backward; or after the vote that ends a step, before its update, when the other
     ranks apply the step."""
 
     FORWARD = "forward"
@@ -44,26 +41,27 @@ _ONLY = {"for_s": FaultKind.STALL, "heals": FaultKind.CUT, "link": FaultKind.SLO
 class Fault:
     """One fault, which happens once.
 
-    Raises ArgumentError for a field that cannot be.
+    Raises:
+        ArgumentError: an invalid field.
     """
 
     kind: FaultKind
     ranks: tuple[int, ...]  # on which it happens
-    at_step: int | None = None  # by number, or the first one after it that comes to this phase; None: the next
+    at_step: int | None = None  # this step, or the first later one that reaches the phase; None: the next
     phase: FaultPhase = FaultPhase.FORWARD
-    for_s: float | None = None  # of a stall; None: without end
+    for_s: float | None = None  # duration of a stall; None: unlimited
     heals: bool | None = (
-        None  # of a cut: with the groups that are opened after the step was given up, the default; or never
+        None  # of a cut: whether the groups that are opened after the aborted step work again; None: yes
     )
     link: str | None = None  # of a slow link: its bandwidth and latency, as in "5 MB/s, 1 ms"
-    factor: float | None = None  # or: how many times slower it is than now
+    factor: float | None = None  # or: how many times slower it gets
 
     def __post_init__(self) -> None:
         _token("kind", self.kind, FaultKind)
         _token("phase", self.phase, FaultPhase)
-        if not isinstance(self.ranks, tuple) or not self.ranks or not all(map(_is_count, self.ranks)):
+        if not isinstance(self.ranks, tuple) or not self.ranks or not all(is_whole(rank, 0) for rank in self.ranks):
             raise ArgumentError("fault.ranks", f"{self.ranks!r} is refused", "give the numbers of one rank or more")
-        if self.at_step is not None and not _is_count(self.at_step):
+        if self.at_step is not None and not is_whole(self.at_step, 0):
             raise ArgumentError(
                 "fault.at_step", f"{self.at_step!r} is refused", "give the number of a step, or None for the next"
             )
@@ -89,14 +87,16 @@ class Fault:
         if self.link is None:
             return
         try:
-            asked = LinkSpec.parse(self.link)
+            requested = LinkSpec.parse(self.link)
         except LinkError as e:
             raise ArgumentError("fault.link", e.reason, e.hint) from None
-        if asked.gpu is not None:
-            raise ArgumentError("fault.link", f"{asked.text} is scaled to a GPU", 'give a bandwidth, as in "5 MB/s"')
+        if requested.gpu is not None:
+            raise ArgumentError(
+                "fault.link", f"{requested.text} is scaled to a GPU", 'give a bandwidth, as in "5 MB/s"'
+            )
 
     def check(self, world_size: int, step: int) -> None:
-        """Raises ArgumentError where ranks that are at `step` cannot have it."""
+        """Raises ArgumentError if it is impossible for `world_size` ranks that are at `step`."""
         if beyond := [rank for rank in self.ranks if rank >= world_size]:
             raise ArgumentError(
                 "fault.ranks", f"there is no rank {beyond[0]}", f"give ranks from 0 to {world_size - 1}"
@@ -110,11 +110,11 @@ class Fault:
 
     @property
     def where(self) -> str:
-        """As the end of a sentence: "in the backward of step 12"."""
+        """For messages: "in the backward of step 12"."""
         return f"in the {self.phase.value} of step {'…' if self.at_step is None else self.at_step}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, which `from_dict` takes back."""
+        """Plain values, for `from_dict`."""
         d = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {**d, "kind": self.kind.value, "phase": self.phase.value, "ranks": list(self.ranks)}
 
@@ -137,35 +137,30 @@ def _enum(name: str, value: Any, tokens: type[E]) -> E:
     try:
         return tokens(value)
     except ValueError:
-        raise ArgumentError(f"fault.{name}", f"{value!r} is refused", f"give one of {_spoken(tokens)}") from None
+        raise ArgumentError(f"fault.{name}", f"{value!r} is refused", f"give one of {_listed(tokens)}") from None
 
 
 def _token(name: str, value: Any, tokens: type[enum.Enum]) -> None:
     if not isinstance(value, tokens):
         raise ArgumentError(
-            f"fault.{name}", f"{value!r} is refused", f"give one of {_spoken(tokens)}, of {tokens.__name__}"
+            f"fault.{name}", f"{value!r} is refused", f"give one of {_listed(tokens)}, of {tokens.__name__}"
         )
 
 
-def _spoken(tokens: type[enum.Enum]) -> str:
+def _listed(tokens: type[enum.Enum]) -> str:
     return ", ".join(str(one.value) for one in tokens)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _more_than(name: str, value: Any, least: float) -> None:
     if value is None:
         return
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value <= least:
+    if not is_number(value) or not math.isfinite(value) or value <= least:
         raise ArgumentError(
             f"fault.{name}", f"{value!r} is refused", f"give a finite number above {least:g}, or leave it out"
         )
 
 
-# -- drills: faults by the names that people give them -----------------------------------------------------------------
+# -- drills: faults by name --------------------------------------------------------------------------------------------
 
 # "kill" and "stop" are signals to the process; the others happen in the rank's next step.
 DRILLS = {
@@ -190,7 +185,7 @@ def check_kind(kind: str) -> None:
 
 
 def fault_of(kind: str, rank: int) -> Fault:
-    """What a rank is asked for; also of a signal, so that the same is refused. Raises ArgumentError."""
+    """The fault of a drill, also of one that is a signal, so that both are validated alike. Raises ArgumentError."""
     check_kind(kind)
     wanted = _KINDS.get(kind) or FaultKind(kind)
     return Fault(kind=wanted, ranks=(rank,), factor=SLOWER if wanted is FaultKind.SLOW else None)

@@ -1,4 +1,4 @@
-"""Files that are asked for by name: refused before anything is made, and written whole or not at all."""
+"""Files that the user names: `check_file` before anything is computed, `write_whole` to write them atomically."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fsdp_lab.core.errors import ArgumentError, FieldError
 def check_file(
     path: str | os.PathLike[str], suffixes: Sequence[str] = (), *, field: str = "path", replace: bool = True
 ) -> Path:
-    """The absolute path of a file, a pipe or a device that can be written, its name ending in one of `suffixes` if any are
-    given. Without `replace` it must not be a file that is there.
+    """The absolute path of a file, pipe or device that can be written. `suffixes`: allowed endings of its name, if any are
+    given. Without `replace` an existing file is refused.
 
-    Whether a folder takes a file is found out by making one: permissions alone do not say it.
+    Whether the folder is writable is tested with a temporary file, since permissions alone do not show it.
 
     Raises:
-        ArgumentError: it cannot be; `field` is what asked for it.
+        ArgumentError: of `field`, the argument that names the file.
     """
     ends = " or ".join(suffixes)
     hint = f"name a {ends + ' ' if ends else ''}file in a folder that exists and is yours"
@@ -33,7 +33,7 @@ def check_file(
         if not file.parent.is_dir():
             raise ArgumentError(field, f"{path} cannot be written: there is no folder {file.parent}", hint)
         with contextlib.suppress(FileNotFoundError):
-            os.lstat(file)  # a name that is too long, or none at all
+            os.lstat(file)  # raises OSError for an invalid name, such as one that is too long
         if file.is_file() and not replace:
             raise ArgumentError(
                 field, f"{path} is there already", "name another file, or give force (--force) to replace it"
@@ -43,7 +43,7 @@ def check_file(
         if file.is_file() or not file.exists():
             with tempfile.NamedTemporaryFile(dir=file.parent):
                 pass
-    except (OSError, ValueError, RuntimeError, TypeError) as e:  # RuntimeError: a ~ that is nobody's home
+    except (OSError, ValueError, RuntimeError, TypeError) as e:  # RuntimeError: ~ of an unknown user
         if isinstance(e, FieldError):
             raise
         why = e.strerror if isinstance(e, OSError) else e
@@ -52,13 +52,13 @@ def check_file(
 
 
 def write_whole(file: Path, content: bytes, *, field: str = "path") -> Path:
-    """Writes the file whole or not at all: a former one stays until the new one is there. Raises ArgumentError."""
+    """Writes the file atomically: an existing one is replaced when the new one is complete. Raises ArgumentError."""
     part = ""
     try:
         if file.exists() and not file.is_file():  # /dev/stdout, a pipe
             file.write_bytes(content)
             return file
-        mask = os.umask(0o022)  # there is no way to read it but to set it
+        mask = os.umask(0o022)  # it cannot be read without being set
         os.umask(mask)
         with tempfile.NamedTemporaryFile(dir=file.absolute().parent, delete=False) as made:
             part = made.name

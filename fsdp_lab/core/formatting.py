@@ -1,4 +1,4 @@
-"""Figures and tables as text: `size`, `duration`, `count`, `figures`, and `Table`, for a terminal and for a notebook."""
+"""Numbers and tables as text, for a terminal and for a notebook; and `Spread`, a median with its percentiles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Cells as they are shown. Columns named in `left` are words, the others are figures and stand to the right."""
+    """Cells as text. The columns in `left` are aligned to the left, the others, which hold numbers, to the right."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -40,7 +40,7 @@ class Table:
             return 'style="text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap"'
 
         def cell(name: str, text: str) -> str:
-            """A figure's spread stands below it: tables of many columns are wide enough."""
+            """A spread in brackets is put below its number, which saves width."""
             middle, open_, spread = text.partition(" (")
             if name in self.left or not open_:
                 return escape(text)
@@ -89,7 +89,7 @@ def traffic(number_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """3.20 ms, 1.25 s; a dash for what was not measured."""
+    """3.20 ms, 1.25 s; a dash if not measured."""
     if not math.isfinite(seconds):
         return "–"
     return f"{figures(seconds)} s" if seconds >= 1 else f"{figures(seconds * 1e3)} ms"
@@ -98,3 +98,40 @@ def duration(seconds: float) -> str:
 def count(number: float) -> str:
     """A number or a rate without its unit: 950, 12,300, 1.23 M."""
     return f"{figures(number / 1e6)} M" if number >= 1e6 else f"{number:,.0f}"
+
+
+# -- medians with their spread ---------------------------------------------------------------------------------------
+
+
+def known(values: Sequence[float]) -> list[float]:
+    """Without infinities and NaN, which mark values that were not measured."""
+    return [v for v in values if math.isfinite(v)]
+
+
+def quantile(values: Sequence[float], q: float) -> float | None:
+    """With linear interpolation between neighbours; None if there are no values."""
+    if not values:
+        return None
+    ordered, place = sorted(values), q * (len(values) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """The median of `n` values, with the 10th and the 90th percentile."""
+
+    median: float
+    p10: float
+    p90: float
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        """Of the finite values; None if there are none."""
+        finite = known(values)
+        m, low, high = quantile(finite, 0.5), quantile(finite, 0.1), quantile(finite, 0.9)
+        if m is None or low is None or high is None:
+            return None
+        return cls(median=m, p10=low, p90=high, n=len(finite))

@@ -1,7 +1,7 @@
-"""GPUs by name: what they compute at best, and how fast the links between them are. Data sheets, no measurements.
+"""GPUs by name: peak compute rates and link bandwidths, from data sheets.
 
-Floor 0: no torch. A rate of computing is dense, in FLOP/s; a link's is of one GPU in one direction, in bytes/s. Data
-sheets often print figures with 2:4 sparsity, which are twice these, and both directions of a link together.
+Compute rates are dense, in FLOP/s; link rates are of one GPU in one direction, in bytes/s. Data sheets often print rates
+with 2:4 sparsity, which are twice as high, and both directions of a link together.
 """
 
 from __future__ import annotations

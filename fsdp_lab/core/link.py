@@ -1,4 +1,4 @@
-"""`LinkSpec`: an emulated link as it is asked for, in one line of text.
+"""`LinkSpec`: an emulated link, parsed from one line of text.
 
     0.25 GB/s                  this bandwidth, one direction
     0.25 GB/s, 50 us           and this latency for each collective
@@ -6,8 +6,8 @@
     nvlink of h100             all NVLinks of one GPU, scaled
     pcie4 of a100              a PCIe 4 slot of 16 lanes, scaled
 
-A scaled link leaves communication and computing in the relation that they have on that GPU, so that what overlaps there
-overlaps here. Only its bandwidth is scaled: a latency that is given counts as it stands.
+A scaled link keeps the ratio of communication to computation of that GPU, so that the same collectives overlap. Only the
+bandwidth is scaled, not a latency.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _FORM = (
     '"0.25 GB/s", "0.25 GB/s, 50 us", "nvlink of h100", "pcie4 of a100", "100 Gb/s of h100", or none for the real wire'
 )
 
-# What a person is offered to choose from: unscaled ones that CPUs' links can emulate, and named ones.
+# The choices in user interfaces: unscaled links that CPU ranks can emulate, and named ones.
 OFFERED = ("0.5 GB/s", "0.25 GB/s", "0.1 GB/s", "0.05 GB/s", "nvlink of h100", "pcie4 of h100",
            *(f"{network} of h100" for network in NETWORKS_BITS_PER_S), "nvlink of a100", "pcie4 of a100")  # fmt: skip
 
 
 class LinkError(ValueError):
-    """A text that asks for no link. `reason` and `hint` are halves of a sentence."""
+    """A text that describes no link. `reason` and `hint` are two halves of a sentence."""
 
     def __init__(self, reason: str, hint: str) -> None:
         super().__init__(f"{reason}; {hint}")
@@ -46,19 +46,19 @@ class LinkError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class LinkSpec:
-    """See the module."""
+    """An emulated link; see the module."""
 
-    text: str  # in one spelling, which `parse` takes back
-    bytes_per_s: float  # one direction, not yet scaled
-    latency_s: float = 0.0
-    gpu: str | None = None  # a name in `hardware.GPUS`: the link is scaled to what this device computes
+    text: str  # in canonical spelling, for `parse`
+    bytes_per_s: float  # one direction, before scaling
+    latency_s: float = 0.0  # of each collective
+    gpu: str | None = None  # a name in `hardware.GPUS`: the link is scaled by the compute rate of this device
 
     @classmethod
     def parse(cls, text: Any) -> LinkSpec:
         """Raises LinkError."""
         if not isinstance(text, str) or not text.strip():
             raise LinkError(f"{text!r} is refused", f"give a text such as {_FORM}")
-        rate, latency_s, told = _split_latency(text.strip())
+        rate, latency_s, latency_text = _split_latency(text.strip())
         what, of, gpu_name = (part.strip() for part in rate.partition(" of "))
         gpu = _gpu(gpu_name) if of else None
         if what.lower() in _NAMED:
@@ -67,16 +67,14 @@ class LinkSpec:
         else:
             what, bytes_per_s = _rate(what)
         name = gpu_name.lower() if of else None
-        spelt = what + (f" of {name}" if name else "") + told
+        spelt = what + (f" of {name}" if name else "") + latency_text
         return cls(text=spelt, bytes_per_s=bytes_per_s, latency_s=latency_s, gpu=name)
 
     def scale(self, flops_per_s: float | None, dtype: str) -> float:
-        """What the bandwidth is multiplied by on a device that computes so much in `dtype` ("fp32", "bf16", "fp16").
-
-        The GPU's figure is of the same dtype, or where it has none in it of bf16, then of fp16.
+        """The factor on the bandwidth for a device with `flops_per_s` in `dtype` ("fp32", "bf16" or "fp16").
 
         Raises:
-            LinkError: what this device computes is not known.
+            LinkError: the link is scaled and `flops_per_s` is not known.
         """
         if self.gpu is None:
             return 1.0
@@ -86,14 +84,14 @@ class LinkSpec:
         return flops_per_s / self.reference(dtype)[0]
 
     def reference(self, dtype: str) -> tuple[float, str]:
-        """The dense FLOP/s of the GPU that the link is of, and the dtype that they are of."""
+        """The link's GPU: its dense FLOP/s in `dtype`, or else in bf16, fp16 or fp32; and which dtype that is."""
         gpu = GPUS[self.gpu or ""]
         kind = next(d for d in (dtype, "bf16", "fp16", "fp32") if gpu.flops_per_s(d))
         return gpu.flops_per_s(kind) or 0.0, kind
 
 
 def split_list(text: str) -> list[str]:
-    """A comma-separated list of links, whose latencies stand behind commas of their own."""
+    """Splits a comma-separated list of links; the comma before a latency does not separate links."""
     found: list[str] = []
     for word in (w.strip() for w in text.split(",")):
         if found and re.fullmatch(_LATENCY, word):
@@ -104,19 +102,19 @@ def split_list(text: str) -> list[str]:
 
 
 def spoken_rate(bytes_per_s: float) -> str:
-    """A bandwidth for people: "0.25 GB/s", "31.9 MB/s"."""
+    """A bandwidth as text: "0.25 GB/s", "31.9 MB/s"."""
     unit, size = ("GB/s", 1e9) if bytes_per_s >= 0.1e9 else ("MB/s", 1e6) if bytes_per_s >= 0.1e6 else ("kB/s", 1e3)
     return f"{bytes_per_s / size:.3g} {unit}"
 
 
 def spoken_time(seconds: float) -> str:
-    """A latency for people: "50 µs"."""
+    """A latency as text: "50 µs"."""
     unit, size = ("s", 1.0) if seconds >= 1 else ("ms", 1e-3) if seconds >= 1e-3 else ("µs", 1e-6)
     return f"{seconds / size:.3g} {unit}"
 
 
 def _split_latency(text: str) -> tuple[str, float, str]:
-    """The rate, the latency in seconds, and how the latency is spelt."""
+    """The text of the rate, the latency in seconds, and the canonical text of the latency."""
     rate, comma, latency = (part.strip() for part in text.partition(","))
     if not comma:
         return rate, 0.0, ""
@@ -130,7 +128,7 @@ def _split_latency(text: str) -> tuple[str, float, str]:
 
 
 def _rate(word: str) -> tuple[str, float]:
-    """How a rate is spelt, and in bytes/s."""
+    """The canonical text of a rate, and its bytes/s."""
     found = re.fullmatch(rf"({_NUMBER})\s*(\S*)", word)
     if found is None:
         raise LinkError(f"{word!r} is no link", f"give {_FORM}")

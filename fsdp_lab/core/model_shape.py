@@ -1,7 +1,7 @@
-"""`ModelShape`: what a planner needs of a model, as numbers, unit by unit. Floor 0: no torch.
+"""`ModelShape`: the sizes of a model's units, from which the planner computes memory and time. No torch.
 
 `fsdp_lab.planner.named_models` derives it from published sizes of a transformer. `fsdp_lab.planner.shapes.recorded`
-records it from any transformers config, with tapes: what a step of the plain model allocates and frees, in order of time.
+records it from any transformers config, with tapes: the allocations and frees of a step of the plain model, ordered by time.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from fsdp_lab.core.schedule import Direction, Point, PointSide, UnitCall
 
 @dataclass(frozen=True, kw_only=True)
 class MatMul:
-    """`count` matrix products with a weight: [tokens, inputs] x [inputs, outputs]. `share` of the tokens that the unit sees:
-    an image's classifier sees one of them, a convolution as many as its output has pixels."""
+    """`count` matrix products with a weight: [tokens, inputs] x [inputs, outputs]. `share`: rows, as a fraction of the
+    unit's tokens; an image's classifier has one row, a convolution as many as its output has pixels."""
 
     inputs: int
     outputs: int
@@ -31,10 +31,10 @@ class MatMul:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedBytes:
-    """Bytes that the forward of one sample of T tokens keeps for its backward: `per_token * T + per_pair * T^2 + fixed`."""
+    """Bytes that autograd saves in the forward of a sample of T tokens: `per_token * T + per_pair * T^2 + fixed`."""
 
     per_token_bytes: float = 0.0
-    per_pair_bytes: float = 0.0  # 0 where attention does not write its matrix down
+    per_pair_bytes: float = 0.0  # 0 if attention does not materialise its matrix
     fixed_bytes: float = 0.0
 
     def bytes_of(self, tokens: int) -> float:
@@ -43,19 +43,19 @@ class SavedBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitShape:
-    """A module that is gathered as one: a block, or the root with what is in no block."""
+    """One unit: a block, or the root with the parameters that are in no block."""
 
     name: str  # such as "transformer.h.0"; "root"
     parameters: tuple[int, ...]  # elements of each tensor, in the module's order
     products: tuple[MatMul, ...] = ()
-    pair_flops: float = 0.0  # of attention, forward, for each pair of tokens of a sample: 4 x heads x their width
+    pair_flops: float = 0.0  # of the attention's forward, per pair of tokens of a sample: 4 x heads x head width
     saved: Mapping[str, SavedBytes]  # by compute dtype: "fp32", "bf16", "fp16"
-    boundary_elements: float = 0.0  # of a token: the unit's input, which is all that recompute keeps of it
-    heads: int = 0  # of that attention
+    boundary_elements: float = 0.0  # of the unit's input, per token: all that recomputation saves
+    heads: int = 0  # of the attention
     causal: bool = False  # a fused kernel skips half of the pairs
-    share: float = 1.0  # of a sample's tokens that it sees: one half in an encoder or a decoder
-    shapes: tuple[tuple[int, ...], ...] = ()  # of each tensor; (): only their elements are known
-    full_precision: tuple[int, ...] = ()  # which of them keep fp32 whatever the precision: batch norms'
+    share: float = 1.0  # fraction of a sample's tokens in this unit: one half in an encoder or a decoder
+    shapes: tuple[tuple[int, ...], ...] = ()  # of each tensor; (): only the numbers of elements are known
+    full_precision: tuple[int, ...] = ()  # indices of tensors that are fp32 in any precision: those of batch norms
 
     @cached_property
     def numel(self) -> int:
@@ -69,7 +69,7 @@ class UnitShape:
 
 @dataclass(frozen=True, slots=True)
 class SizeFormula:
-    """Bytes as a polynomial of B samples and T tokens of each: (power of B, power of T, coefficient)."""
+    """Bytes as a polynomial in B samples of T tokens. Terms: (power of B, power of T, coefficient)."""
 
     terms: tuple[tuple[int, int, float], ...]
 
@@ -77,13 +77,13 @@ class SizeFormula:
         return sum(c * float(samples) ** b * float(tokens) ** t for b, t, c in self.terms)
 
 
-ALLOCATED, FREED = "+", "-"  # what is no parameter's gradient
-MADE, ARRIVED = "g", "!"  # a parameter's gradient is allocated; it is complete, and whoever trains may take it
+ALLOCATED, FREED = "+", "-"  # memory that is no parameter's gradient
+MADE, ARRIVED = "g", "!"  # a parameter's gradient is allocated; it is complete and can be reduced
 
 
 @dataclass(frozen=True, slots=True)
 class TapeChange:
-    """One moment of a tape. `unit`, `index`: whose gradient it is; a unit of None is that of the stretch's call."""
+    """One change of a tape. `unit`, `index`: the parameter whose gradient it is; unit None: that of the segment's call."""
 
     kind: str
     size: SizeFormula
@@ -92,7 +92,7 @@ class TapeChange:
 
 
 def merged(changes: Sequence[TapeChange]) -> list[TapeChange]:
-    """Neighbours that are both allocated, or both freed, as one: no peak lies between them."""
+    """Combines neighbours that are both allocated or both freed, since no peak is between them."""
     found: list[TapeChange] = []
     for change in changes:
         if found and change.kind == found[-1].kind and change.kind in (ALLOCATED, FREED):
@@ -107,7 +107,7 @@ def merged(changes: Sequence[TapeChange]) -> list[TapeChange]:
 
 @dataclass(frozen=True, slots=True)
 class TapeSegment:
-    """What changes from a point of the step on until the next one."""
+    """The changes from a point of the step to the next one."""
 
     point: Point
     changes: tuple[TapeChange, ...]
@@ -115,25 +115,25 @@ class TapeSegment:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """`units[0]` is the root, the others stand in the order of the forward.
+    """`units[0]` is the root, the others are in the order of the forward.
 
-    `calls`, where the model was built: the forward as a tree of calls of units, (unit, the call around it). `tapes`: of a
-    forward and a backward of the plain model, by how it computes: "fp32", "half", "autocast" (fp32 parameters, half in
-    products), each also as "fp32, recompute" and so on, where every block is computed again.
+    `calls`, if recorded: the forward as a tree of calls, (unit, index of the enclosing call). `tapes`: of a forward and a
+    backward of the plain model, by arithmetic: "fp32", "half", "autocast" (fp32 parameters, matrix products in half), each
+    also with recomputation of every block: "fp32, recompute" and so on.
     """
 
     name: str
     units: tuple[UnitShape, ...]
-    image_tokens: int | None = None  # of an image; None: a sample has as many tokens as the sequence is long
+    image_tokens: int | None = None  # per image; None: a sample has `seq_len` tokens
     calls: tuple[tuple[int, int | None], ...] = ()
-    unit_names: tuple[str, ...] = ()  # of their first modules; a unit's own name is what its like have in common
+    unit_names: tuple[str, ...] = ()  # of the first module of each unit; `UnitShape.name` is common to equal units
     tapes: Mapping[str, tuple[TapeSegment, ...]] = field(default_factory=dict, repr=False)
     buffers_bytes: int = 0
-    batch: SizeFormula = SizeFormula(((1, 1, 16.0),))  # what a micro-batch itself takes: ids and labels
+    batch: SizeFormula = SizeFormula(((1, 1, 16.0),))  # of a micro-batch: ids and labels
 
     @property
     def parameters(self) -> int:
-        """Ties counted once."""
+        """Number of parameters; tied ones count once."""
         return sum(unit.numel for unit in self.units)
 
     def tokens(self, seq_len: int) -> int:
@@ -146,7 +146,7 @@ class ModelShape:
 
     @cached_property
     def call_tree(self) -> tuple[UnitCall, ...]:
-        """As the schedule takes it: where no calls are known, a root that calls every other unit once."""
+        """For `Schedule`. If no calls were recorded, the root calls every other unit once."""
         if self.calls:
             return tuple(UnitCall(unit, parent) for unit, parent in self.calls)
         return (UnitCall(0), *(UnitCall(i, 0) for i in range(1, len(self.units))))
@@ -154,15 +154,15 @@ class ModelShape:
     # -- JSON, both ways ------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and scalars. What units and stretches have in common is written once."""
+        """Plain lists and scalars. Equal units, sizes and segments are written once."""
         units, sizes, changes = _Table(), _Table(), _Table()
         sequence = [units.number(_unit_to_dict(unit)) for unit in self.units]
 
-        def written(stretch: TapeSegment) -> list[int]:
-            row = [_change_to_list(c, sizes.number([list(term) for term in c.size.terms])) for c in stretch.changes]
-            return [*_point_to_list(stretch.point), changes.number(row)]
+        def to_row(segment: TapeSegment) -> list[int]:
+            row = [_change_to_list(c, sizes.number([list(term) for term in c.size.terms])) for c in segment.changes]
+            return [*_point_to_list(segment.point), changes.number(row)]
 
-        tapes = {name: [written(stretch) for stretch in tape] for name, tape in self.tapes.items()}
+        tapes = {name: [to_row(segment) for segment in tape] for name, tape in self.tapes.items()}
         return {
             "name": self.name, "units": units.rows, "sequence": sequence, "image_tokens": self.image_tokens,
             "calls": [list(call) for call in self.calls], "unit_names": list(self.unit_names), "sizes": sizes.rows,
@@ -185,7 +185,7 @@ class ModelShape:
 
 
 class _Table:
-    """Rows of what was seen, each once; equal things have one number."""
+    """Distinct rows, each with its number."""
 
     def __init__(self) -> None:
         self.rows: list[Any] = []

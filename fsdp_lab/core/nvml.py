@@ -1,7 +1,7 @@
 """NVIDIA GPUs as their driver reports them through NVML (`pynvml`, of the package nvidia-ml-py).
 
-NVML makes no CUDA context, but a driver that hangs also hangs its caller. `query` therefore runs this file in a process of
-its own, with a timeout. Floor 0: the standard library and `pynvml`, nothing of fsdp_lab.
+NVML creates no CUDA context, but a driver that hangs also hangs its caller. `query` therefore runs this file in a separate
+process, with a timeout. It imports the standard library and `pynvml`, nothing of fsdp_lab.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 TIMEOUT_S = 20.0
-TOPOLOGY = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # NVML's levels, in nvidia-smi's words
+TOPOLOGY = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # NVML's levels -> nvidia-smi's names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,8 @@ class GpuProcess:
 
     pid: int
     name: str
-    used_bytes: int  # of the GPU's memory; 0 where the driver does not say
-    owner: str = ""  # user name; "" where it cannot be seen from here
+    used_bytes: int  # of the GPU's memory; 0 if the driver does not report it
+    owner: str = ""  # user name; "" if it is not visible from here
 
     def __str__(self) -> str:
         who = f", of {self.owner}" if self.owner else ""
@@ -39,19 +39,19 @@ class GpuProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuStatus:
-    """One GPU of the machine, whether CUDA_VISIBLE_DEVICES names it or not."""
+    """One GPU of the machine, in CUDA_VISIBLE_DEVICES or not."""
 
     uuid: str
     name: str
-    total_bytes: int  # 0 where the driver does not say (unified memory)
-    used_bytes: int  # without what the driver reserves for itself
+    total_bytes: int  # 0 if the driver does not report it (unified memory)
+    used_bytes: int  # without the driver's own reservation
     capability: str = ""  # "9.0"
     processes: tuple[GpuProcess, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuReport:
-    """The GPUs of a machine; empty where there is no NVIDIA driver."""
+    """The GPUs of a machine; empty without an NVIDIA driver."""
 
     gpus: tuple[GpuStatus, ...] = ()  # in PCI order
     driver: str = ""  # "580.95.05"
@@ -76,13 +76,13 @@ def query(timeout_s: float = TIMEOUT_S) -> GpuReport:
         return GpuReport(error=f"the NVIDIA driver did not answer within {timeout_s:g} s")
     if done.returncode:
         return GpuReport(error=(done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
-    told: dict[str, Any] = json.loads(done.stdout)
-    gpus = ({**gpu, "processes": tuple(GpuProcess(**p) for p in gpu["processes"])} for gpu in told["gpus"])
-    return GpuReport(**{**told, "gpus": tuple(GpuStatus(**gpu) for gpu in gpus)})
+    fields: dict[str, Any] = json.loads(done.stdout)
+    gpus = ({**gpu, "processes": tuple(GpuProcess(**p) for p in gpu["processes"])} for gpu in fields["gpus"])
+    return GpuReport(**{**fields, "gpus": tuple(GpuStatus(**gpu) for gpu in gpus)})
 
 
 def has_driver() -> bool:
-    """Whether the driver's library is here. Without it there is no GPU to ask for."""
+    """Whether the driver's library is installed. Without it no GPU can be used."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -91,7 +91,7 @@ def has_driver() -> bool:
 
 
 def read() -> GpuReport:
-    """`query`, in this process, where there is a driver."""
+    """As `query`, but in this process, which has to have a driver."""
     try:
         import pynvml
     except ImportError:
@@ -109,7 +109,7 @@ def read() -> GpuReport:
 
 
 class _Reader:
-    """What NVML says, call by call. Facts that a GPU or an old driver does not have are left out."""
+    """Reads a report through NVML. What a GPU or an old driver does not support is left empty."""
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
@@ -155,7 +155,7 @@ class _Reader:
         return GpuProcess(pid=pid, name=name or "unknown", used_bytes=used_bytes or 0, owner=owner)
 
     def _link(self, a: Any, b: Any) -> str:
-        """As `nvidia-smi topo -m` names it: NV and the number of NVLinks, or the PCIe level; "" where NVML does not say."""
+        """As in `nvidia-smi topo -m`: NV and the number of NVLinks, or the PCIe level; "" if NVML does not report it."""
         nvml = self._nvml
         nvlink = self._optional(nvml.nvmlDeviceGetP2PStatus, a, b, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
         if nvlink == nvml.NVML_P2P_STATUS_OK:
@@ -163,7 +163,7 @@ class _Reader:
         return TOPOLOGY.get(self._optional(nvml.nvmlDeviceGetTopologyCommonAncestor, a, b, default=-1), "")
 
     def _nvlinks(self, a: Any, b: Any) -> int:
-        """Active links of `a` to `b`; where they go through a switch, all of them."""
+        """Number of active NVLinks from `a` to `b`; with a switch, of all active ones."""
         nvml = self._nvml
         states = [self._optional(nvml.nvmlDeviceGetNvLinkState, a, i) for i in range(nvml.NVML_NVLINK_MAX_LINKS)]
         active = [i for i, state in enumerate(states) if state == nvml.NVML_FEATURE_ENABLED]

@@ -1,22 +1,36 @@
-"""`Identity`: a process of this machine that no later one can be taken for, though its pid be used again."""
+"""Processes of this machine: an `Identity` that survives reuse of the pid, and the processes of a cluster.
+
+Every process that a cluster starts inherits a token in its environment (`MARK`), so grandchildren are found too, as are
+processes that were being started when their owner died. psutil compares creation times before it sends a signal, so no
+reused pid is signalled.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+MARK = "FSDP_LAB_CLUSTER"  # the environment variable with the token of a cluster
+# Environment of every rank process; variables that the user has set take precedence. Values do not change by it.
+# THP: torch asks Linux for pages of 2 MiB under large tensors; a step allocates and frees many, with a page fault per 4 KiB
+# otherwise. Arenas: with a heap per thread, glibc reuses no other thread's free memory, and every switch would leak some.
+HOST_MEMORY: Mapping[str, str] = {"THP_MEM_ALLOC_ENABLE": "1", "MALLOC_ARENA_MAX": "1"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """A process of this machine that no later one can be taken for."""
+    """A process of this machine; a later process with the same pid is not equal to it."""
 
     pid: int
-    born: str  # as `born` says
+    born: str  # what `born` returned
 
     @classmethod
     def this(cls) -> Identity:
@@ -32,15 +46,17 @@ class Identity:
 
 
 def machine() -> str:
-    """Which processes can be seen from here: those of this boot, and of this container. A laptop's name may change."""
+    """Identifies this boot and this container, whose processes can be seen from here; a host name may change."""
     with contextlib.suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
 
 
 def born(pid: int) -> str:
-    """When a process began; "" where there is none, or only its zombie. On Linux in ticks since the boot named beside it,
-    because the start in seconds moves when somebody sets the clock."""
+    """When a process was created; "" if there is none, or only its zombie.
+
+    On Linux the boot's id and ticks since that boot, because a creation time in seconds changes when the clock is set.
+    """
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         try:
@@ -53,3 +69,78 @@ def born(pid: int) -> str:
         return "" if process.status() == psutil.STATUS_ZOMBIE else f"{process.create_time():.1f}"
     except psutil.Error:
         return ""
+
+
+# -- processes of a cluster ------------------------------------------------------------------------------------------
+
+
+def marked(token: str) -> list[psutil.Process]:
+    """Running processes that carry the token, except this one."""
+    found = []
+    for p in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if p.pid != os.getpid() and p.environ().get(MARK) == token and p.status() != psutil.STATUS_ZOMBIE:
+                found.append(p)
+    return found
+
+
+def end(processes: Iterable[psutil.Process], *, term_s: float, kill_s: float = 1.0) -> list[psutil.Process]:
+    """SIGTERM, then SIGKILL after `term_s`; returns the processes that still run `kill_s` after that.
+
+    An engine that computes ignores SIGTERM until its task returns, hence SIGKILL.
+    """
+    left = [p for p in processes if alive(p)]
+    for p in left:
+        with contextlib.suppress(psutil.Error):
+            p.terminate()
+    left = still_alive(left, term_s)
+    for p in left:
+        with contextlib.suppress(psutil.Error):
+            p.kill()
+    return still_alive(left, kill_s)
+
+
+def still_alive(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those that have not ended within the time. Not `psutil.wait_procs`, which counts unreaped zombies as alive."""
+    deadline = time.monotonic() + timeout_s
+    while (left := [p for p in processes if alive(p)]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
+
+
+def alive(process: psutil.Process | int) -> bool:
+    """Whether a process, or the one with this pid, still runs; a zombie does not."""
+    try:
+        process = psutil.Process(process) if isinstance(process, int) else process
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def sweep(token: str, *, rounds: int = 3) -> list[int]:
+    """Ends all processes that carry the token, until none is found. Returns the pids that could not be ended."""
+    for _ in range(rounds):
+        left = marked(token)
+        if not left:
+            return []
+        end(left, term_s=0.3)
+    return [p.pid for p in marked(token)]
+
+
+def describe_exit(code: int | None) -> str:
+    """How a process ended, from its return code as subprocess gives it (negative: the signal)."""
+    if code is None:
+        return "ended for a reason that cannot be seen from here"
+    if code < 0:
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        hint = {
+            "SIGKILL": " (the system does this when memory runs out; so does kill -9)",
+            "SIGSEGV": " (a crash in native code)",
+            "SIGABRT": " (native code gave up)",
+            "SIGBUS": " (often a full /dev/shm)",
+        }.get(name, "")
+        return f"was ended by {name}{hint}"
+    return f"ended with exit code {code}"

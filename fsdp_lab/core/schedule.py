@@ -1,17 +1,17 @@
 """`Schedule`: which phase of which unit is issued at which point of a step, and what it waits for.
 
-It is data. The engine's hooks ask it what to issue now (`at`), the planner simulates the same list (`actions`), slow motion
-and the timeline take their names from it; so what is predicted and what is executed cannot drift apart. No torch.
+It is data: the engine's hooks look up what to issue (`at`), the planner simulates the same list (`actions`), slow motion
+and the timeline use its names. So prediction and execution cannot drift apart. No torch.
 
 A forward is a tree of calls: the root's call encloses those of its units. The backward walks the same tree from the other
 end. At each call there are four points: before and after its forward, before and after its backward.
 
-Note: what stays gathered. With resharding after forward (arXiv 2304.11277, section 3.2.1) every unit is freed when its
-forward is over, and gathered again for its backward. But what the backward asks for first, the root, the unit it begins with
-and those prefetched beside it, would be freed only to be gathered at once: these stay. They are never more than the
-limiter allows at that moment anyway, so the peak of memory is the same and the gathers are fewer. A unit that is called
-more than once stays from its last call on; before that it would stand beside whatever comes between. Where nothing is freed
-after the forward (ZeRO-2), the limiter counts what computes and what was gathered ahead: to wait for the others is useless.
+Note: what stays gathered. With resharding after forward (arXiv 2304.11277, section 3.2.1) every unit is freed after its
+forward and gathered again for its backward. But the units that the backward needs first (the root, the unit it begins with,
+and those prefetched beside it) would be gathered again immediately, so they stay gathered. The limiter allows as many at
+that moment anyway, so the memory peak is the same with fewer all-gathers. A unit that is called more than once stays from
+its last call on; earlier it would add to the memory of the units in between. If nothing is freed after the forward (ZeRO-2),
+the limiter counts only the unit that computes and those gathered ahead: waiting for the others would have no effect.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Action:
 
 
 class OffloadPolicy(enum.StrEnum):
-    """What is kept on the host. Master shards are, with either of the last two."""
+    """What is stored on the host: with either of the last two, the master shards."""
 
     NONE = "none"
     OPTIMIZER = "optimizer"  # gradients and the optimizer's state; a shard in the gathered dtype stays on the device
@@ -82,7 +82,7 @@ class OffloadPolicy(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchPolicy:
-    """What is gathered ahead of its turn."""
+    """How many units are gathered ahead of time."""
 
     forward_prefetch: int = 0  # units ahead of the one that computes
     backward_prefetch: int = 1
@@ -92,11 +92,11 @@ class PrefetchPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules(PrefetchPolicy):
-    """All that a schedule depends on, beside the calls."""
+    """Everything that a schedule depends on, except the calls."""
 
     reshard_after_forward: bool = True
     offload: OffloadPolicy = OffloadPolicy.NONE
-    keeps_first: bool = True  # keep what the backward asks for first, see the note; FSDP1 and FSDP2 keep the root alone
+    keeps_first: bool = True  # keep the units that the backward needs first, see the note; FSDP1 and FSDP2: the root
 
     @classmethod
     def of(cls, prefetch: PrefetchPolicy, *, reshard_after_forward: bool, offload: OffloadPolicy) -> Rules:
@@ -108,7 +108,7 @@ class Rules(PrefetchPolicy):
         return self.forward_prefetch if direction is Direction.FORWARD else self.backward_prefetch
 
     def has_room(self, alive: int) -> bool:
-        """Whether one more unit may be gathered ahead of its turn."""
+        """Whether one more unit may be gathered ahead of time."""
         return self.limit == 0 or alive < self.limit + 1
 
 
@@ -116,8 +116,7 @@ class Schedule:
     """One step's phases for a tree of calls.
 
     Args:
-        calls: in the order of their beginnings; the first is the root's.
-        rules: see `Rules`.
+        calls: in the order in which they begin; the first is the root's.
         backward: False for a forward without gradients, after which everything is freed.
     """
 
@@ -126,7 +125,7 @@ class Schedule:
         self.actions: tuple[Action, ...] = tuple(_Builder(self).build())
 
     def at(self, point: Point) -> tuple[Action, ...]:
-        """What is issued there, in this order; the computation itself is not listed."""
+        """The actions to issue at a point, in this order, without the computation itself."""
         return self._by_point.get(point, ())
 
     @cached_property
@@ -139,14 +138,14 @@ class Schedule:
 
     @cached_property
     def walk(self) -> tuple[Point, ...]:
-        """Every point, in the order of time."""
+        """Every point, ordered by time."""
         forward = self._points(Direction.FORWARD, reverse=False) if self.calls else ()
         backward = self._points(Direction.BACKWARD, reverse=True) if self.calls and self.backward else ()
         return (*forward, *backward)
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """For each call, those directly inside it."""
+        """For each call, the calls directly inside it."""
         inside: list[list[int]] = [[] for _ in self.calls]
         for k, call in enumerate(self.calls):
             if call.parent is not None:
@@ -155,14 +154,14 @@ class Schedule:
 
     @cached_property
     def order(self) -> dict[Direction, tuple[int, ...]]:
-        """The calls in the order in which they begin, each way."""
-        ways = (Direction.FORWARD, Direction.BACKWARD)
+        """The calls in the order in which they begin, in the forward and in the backward."""
+        directions = (Direction.FORWARD, Direction.BACKWARD)
         before = [p for p in self.walk if p.moment is PointSide.BEFORE]
-        return {way: tuple(p.call for p in before if p.direction is way) for way in ways}
+        return {direction: tuple(p.call for p in before if p.direction is direction) for direction in directions}
 
     @cached_property
     def begun(self) -> dict[Point, int]:
-        """How many calls have begun at a point, its own included: where it stands in the `order` of its direction."""
+        """How many calls have begun at a point, including its own: its position in the `order` of its direction."""
         counts, found = {Direction.FORWARD: 0, Direction.BACKWARD: 0}, {}
         for point in self.walk:
             counts[point.direction] += point.moment is PointSide.BEFORE
@@ -170,8 +169,8 @@ class Schedule:
         return found
 
     def following(self, point: Point, depth: int) -> tuple[int, ...]:
-        """The units of the calls that are still to begin in a point's direction, each once, `depth` at most; before a
-        call without its own."""
+        """The units of the calls that begin after a point in its direction, each once, at most `depth`; at a point before
+        a call, without its own unit."""
         order, found = self.order[point.direction], dict[int, None]()
         own = self.calls[point.call].unit if point.moment is PointSide.BEFORE else None
         for i in range(self.begun[point], len(order)):
@@ -183,7 +182,7 @@ class Schedule:
 
     @cached_property
     def kept(self) -> frozenset[int]:
-        """Units that stay gathered between forward and backward: see the note."""
+        """Units that stay gathered between forward and backward (see the note)."""
         if not self.backward:
             return frozenset()
         if not self.rules.reshard_after_forward:
@@ -200,7 +199,7 @@ class Schedule:
         return frozenset(alive)
 
     def ahead(self, point: Point, alive: set[int]) -> tuple[int, ...]:
-        """The units to prefetch at a point, as far as the limiter allows."""
+        """The units to prefetch at a point, within the limit."""
         chosen, limited = list[int](), alive - self._stay(point)
         for unit in self.following(point, self.rules.depth(point.direction)):
             if unit not in alive and self.rules.has_room(len(limited) + len(chosen)):
@@ -208,23 +207,24 @@ class Schedule:
         return tuple(chosen)
 
     def _stay(self, point: Point) -> set[int]:
-        """Units that have computed and stay gathered whatever the limiter says, where none is freed after the forward."""
+        """Units that have computed and stay gathered regardless of the limit: those before, if none is freed after the
+        forward."""
         if self.rules.reshard_after_forward or not self.backward or point.direction is not Direction.FORWARD:
             return set()
         begun = self.order[Direction.FORWARD][: self.begun[point] - (point.moment is PointSide.BEFORE)]
         return {self.calls[k].unit for k in begun} - {self.calls[point.call].unit}
 
     def _points(self, direction: Direction, *, reverse: bool) -> Iterator[Point]:
-        to_come = [0]  # a call, or ~call for its end; the next one last
-        while to_come:
-            k = to_come.pop()
+        stack = [0]  # a call, or ~call for its end
+        while stack:
+            k = stack.pop()
             yield Point(direction, max(k, ~k), PointSide.BEFORE if k >= 0 else PointSide.AFTER)
             if k >= 0:
-                to_come += (~k, *self.children[k][:: 1 if reverse else -1])
+                stack += (~k, *self.children[k][:: 1 if reverse else -1])
 
 
 class _Builder:
-    """Walks through the points once, keeping what is gathered and what each action has to wait for."""
+    """Visits the points in order, with the state of what is gathered and what each action waits for."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule, self._rules = schedule, schedule.rules
@@ -261,7 +261,7 @@ class _Builder:
     def _after(self, point: Point) -> None:
         unit = self._schedule.calls[point.call].unit
         if self._schedule.children[point.call]:
-            self._compute(unit, point)  # what an enclosing unit does after its inner ones
+            self._compute(unit, point)  # the part of an enclosing unit after its inner ones
         if self._is_freed(unit, point):
             self._add(Phase.RESHARD, unit, point, self._after_computing())
             self._alive.discard(unit)
@@ -283,13 +283,13 @@ class _Builder:
         return unit not in self._schedule.ahead(point, self._alive - {unit})  # it would be gathered again at once
 
     def _comes_again(self, unit: int, point: Point) -> bool:
-        """Whether a call of the unit is still to begin in this direction."""
+        """Whether another call of the unit begins later in this direction."""
         if point.direction is Direction.FORWARD:
             return self._last[unit] >= self._schedule.begun[point]
         return self._first[unit] != point.call
 
     def _is_next(self, unit: int, point: Point) -> bool:
-        """Whether the next call to begin is the unit's own, of itself again or of another of its modules."""
+        """Whether the next call to begin is one of the same unit."""
         order, i = self._schedule.order[point.direction], self._schedule.begun[point]
         return i < len(order) and self._schedule.calls[order[i]].unit == unit
 

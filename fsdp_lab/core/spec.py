@@ -1,9 +1,8 @@
 """What is trained and how it is sharded: `Workload`, `Strategy` and, with a world size, `Spec`.
 
-The three are frozen and validated when they are made, so that a `Spec` in hand can be run: whatever cannot be is
-refused by a `SpecError` that names the field, says why, and gives the way out (`fix` holds it as field values, for a
-user interface). Floor 0: plain dataclasses, neither torch nor numpy. Whether a model or a text exists is not known here;
-`fsdp_lab.models.check` says that.
+The three are frozen and validated by their constructors, so every `Spec` can be run: anything else raises a `SpecError`
+with the field, the reason and a hint (`fix` holds the hint as field values, for a user interface). Plain dataclasses,
+neither torch nor numpy. Whether a model or a text exists is checked by `fsdp_lab.models.check`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fsdp_lab.core.errors import SpecError as SpecError
+from fsdp_lab.core.errors import SpecError, is_number, is_whole
 from fsdp_lab.core.link import LinkError, LinkSpec
 from fsdp_lab.core.schedule import OffloadPolicy, Rules
 
@@ -45,18 +44,17 @@ def _one_of(field: str, value: Any, tokens: Sequence[str]) -> None:
 
 
 def _whole(field: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not is_whole(value, least):
         _refuse(field, value, f"a whole number of {least} or more")
 
 
 def _number(field: str, value: Any, *, positive: bool = False) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < 0 or (positive and value == 0):
+    if not is_number(value) or not math.isfinite(value) or value < 0 or (positive and value == 0):
         _refuse(field, value, "a finite number above 0" if positive else "a finite number of 0 or more")
 
 
 def _share(field: str, value: Any, most: float) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= most:
+    if not is_number(value) or not 0 <= value <= most:
         _refuse(field, value, f"a number from 0 to {most}")
 
 
@@ -67,13 +65,13 @@ def _pattern(field: str, value: Any, pattern: str, wanted: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The dtype of each role; None leaves it as the computation makes it. Master shards are fp32 whatever it says."""
+    """The dtype of each role; None leaves it as the computation produces it. Master shards are always fp32."""
 
     param: str = "fp32"  # unsharded parameters, hence the matrix products and activations
     reduce: str = "fp32"  # gradients while they are reduced
     output: str | None = None  # what the root module returns
     buffer: str | None = None  # floating-point buffers
-    norm: str | None = None  # normalisation layers but BatchNorm, which stays fp32; None: as the other parameters
+    norm: str | None = None  # normalisation layers except BatchNorm, which stays fp32; None: as the other parameters
     keep_low_precision_gradients: bool = False  # gradient shards stay in the reduce dtype until the optimizer's step
 
     def __post_init__(self) -> None:
@@ -96,7 +94,7 @@ PRECISIONS: Mapping[str, Precision] = {
 }
 
 
-LINEAGE = ("model", "seed", "optimizer")  # a Spec that differs in one of these is another training
+LINEAGE = ("model", "seed", "optimizer")  # a Spec that differs in one of these is a different training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +103,14 @@ class Workload:
 
     model: str | Mapping[str, Any] = "gpt2-10m"  # preset, transformers config as a dict, or its folder or file
     data: str = "stdlib"  # Python's own source; a file or folder of text; "images", or a folder of images
-    held_out: float = 0.05  # the share of the samples, the last of the data, that is never trained on
+    held_out: float = 0.05  # fraction of the samples, at the end of the data, that is not trained on
     seq_len: int = 128
     micro_batch: int = 4  # samples per rank per forward
     accumulate: int = 1  # micro-batches per optimizer step
     optimizer: str = "adamw"
     lr: float = 3e-4
     weight_decay: float = 0.1
-    clip_norm: float | None = None  # global gradient norm; None: not clipped
+    clip_norm: float | None = None  # maximum of the global gradient norm; None: no clipping
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -134,14 +132,12 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """How the work is sharded, and by whom. What a backend cannot do is refused by `Spec`."""
+    """How the work is sharded, and by which backend. `Spec` refuses what a backend cannot do."""
 
     backend: str = "lab"
     sharding: str = "full_shard"
     shard_size: int | None = None  # ranks in one shard group: the sharding factor F of arXiv 2304.11277, section 3.2
-    reshard_size: int | None = (
-        None  # ranks that share the parameters between forward and backward; None: as sharding says
-    )
+    reshard_size: int | None = None  # ranks that share the parameters between forward and backward; None: by `sharding`
     precision: str | Precision = "fp32"
     offload: str = "none"
     wrap: str = "block"
@@ -149,7 +145,7 @@ class Strategy:
     backward_prefetch: int = 1
     backward_prefetch_point: str = "before"  # issued before the backward of the unit that computes, or after it
     limit_all_gathers: int = 2  # all-gathers in flight (section 3.4); 0: no limit
-    recompute: str = "none"  # activations: kept, or computed again in the backward
+    recompute: str = "none"  # activations: saved, or recomputed in the backward
     sync: str = "every"  # the micro-batches that communicate
     compile: bool = False
 
@@ -177,7 +173,7 @@ class Strategy:
         """The precision with its token resolved."""
         return self.precision if isinstance(self.precision, Precision) else PRECISIONS[self.precision]
 
-    # -- what `sharding` means: ask for these, not for tokens ----------------------------------------------------
+    # -- the meaning of `sharding`: use these instead of comparing tokens ------------------------------------------
 
     @property
     def is_replicated(self) -> bool:
@@ -209,7 +205,7 @@ class Strategy:
 
     @property
     def schedule_rules(self) -> Rules:
-        """What the engine's schedule, and the planner's, go by."""
+        """The rules of the engine's and the planner's `Schedule`."""
         return Rules(
             reshard_after_forward=self.reshards_after_forward,
             forward_prefetch=self.forward_prefetch,
@@ -231,10 +227,8 @@ class Spec:
     workload: Workload = field(default_factory=Workload)
     strategy: Strategy = field(default_factory=Strategy)
     world_size: int = 2
-    devices: tuple[str, ...] | None = None  # one a rank: "cpu", "cuda:0"; None: one GPU a rank where there are any
-    link: str | None = (
-        None  # an emulated link, see link_spec.py: "0.25 GB/s, 50 us", "nvlink of h100"; None: the real wire
-    )
+    devices: tuple[str, ...] | None = None  # per rank: "cpu", "cuda:0"; None: a GPU per rank, or CPUs if there are none
+    link: str | None = None  # an emulated link, see link.py: "0.25 GB/s, 50 us", "nvlink of h100"; None: the real wire
 
     def __post_init__(self) -> None:
         _whole("world_size", self.world_size, 1)
@@ -248,7 +242,7 @@ class Spec:
     # -- JSON, both ways ------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists and scalars; `Spec.from_dict` takes it back to an equal Spec."""
+        """Plain dicts, lists and scalars, from which `Spec.from_dict` makes an equal Spec."""
         d = dataclasses.asdict(self)
         d["workload"]["model"] = _plain(self.workload.model)
         d["devices"] = None if self.devices is None else list(self.devices)
@@ -256,7 +250,7 @@ class Spec:
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Spec:
-        """Raises SpecError for a key that is unknown, or a value that is refused."""
+        """Raises SpecError for an unknown key or an invalid value."""
         top = _known("", d, cls)
         parts: dict[str, Any] = {}
         for name, kind in (("workload", Workload), ("strategy", Strategy)):
@@ -271,7 +265,7 @@ class Spec:
 
     @classmethod
     def from_json(cls, text: str) -> Spec:
-        """Raises SpecError where the text is not JSON too, with the line."""
+        """Raises SpecError as `from_dict`, or if the text is not JSON, with the line."""
         try:
             d = json.loads(text)
         except json.JSONDecodeError as e:
@@ -285,14 +279,14 @@ class Spec:
         """Eight hex digits; equal Specs have equal ids, in any process."""
         d = self.to_dict()
         if not self.workload.held_out:
-            del d["workload"]["held_out"]  # as before there was one: events that are kept go by that id
+            del d["workload"]["held_out"]  # ids from before this field existed, in stored events, stay valid
         text = json.dumps(d, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
     # -- change ---------------------------------------------------------------------------------------------------
 
     def replace(self, **changes: Any) -> Spec:
-        """A new Spec with flat field names changed: `spec.replace(sharding="shard_grad_op", micro_batch=8)`."""
+        """A copy with fields replaced, by flat name: `spec.replace(sharding="shard_grad_op", micro_batch=8)`."""
         parts: dict[str, dict[str, Any]] = {"workload": {}, "strategy": {}, "": {}}
         for name, value in changes.items():
             parts[part_of(name)][name] = value
@@ -303,7 +297,7 @@ class Spec:
         )
 
     def validate(self, **changes: Any) -> SpecError | None:
-        """What `replace(**changes)` would raise, or None."""
+        """The error that `replace(**changes)` would raise, or None."""
         try:
             self.replace(**changes)
         except SpecError as e:
@@ -311,9 +305,9 @@ class Spec:
         return None
 
     def difference(self, other: Spec) -> dict[str, tuple[Any, Any]]:
-        """Flat field name -> (here, there), for the fields that differ."""
-        here, there = self.flat(), other.flat()
-        return {name: (here[name], there[name]) for name in here if here[name] != there[name]}
+        """Flat field name -> (own value, other's value), for the fields that differ."""
+        own, others = self.flat(), other.flat()
+        return {name: (own[name], others[name]) for name in own if own[name] != others[name]}
 
     def flat(self) -> dict[str, Any]:
         """Every field by its flat name."""
@@ -479,7 +473,7 @@ _RULES: tuple[Callable[[Spec], None], ...] = (
 )
 
 
-# -- checks of one field with a shape of its own --------------------------------------------------------------------
+# -- checks of single fields -----------------------------------------------------------------------------------------
 
 
 def _check_precision(value: Any) -> None:
@@ -504,7 +498,7 @@ def _check_devices(devices: Any, world_size: int) -> tuple[str, ...]:
 
 
 def _check_link(text: Any) -> str:
-    """In one spelling, so that equal links make equal Specs."""
+    """The link in canonical spelling, so that equal links make equal Specs."""
     try:
         return LinkSpec.parse(text).text
     except LinkError as e:
@@ -512,7 +506,7 @@ def _check_link(text: Any) -> str:
 
 
 def _known(prefix: str, given: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """The fields of `kind`, with a precision that was written as an object made one."""
+    """The fields of `kind`; a precision given as a dict becomes a `Precision`."""
     names = [f.name for f in dataclasses.fields(kind)]
     for name in given:
         if name not in names:
@@ -524,7 +518,7 @@ def _known(prefix: str, given: Mapping[str, Any], kind: type) -> dict[str, Any]:
 
 
 def part_of(name: str) -> str:
-    """Where a flat field name belongs: "workload", "strategy", or "" for the Spec itself. Raises SpecError."""
+    """The part with a flat field name: "workload", "strategy", or "" for the Spec itself. Raises SpecError."""
     if name in {f.name for f in dataclasses.fields(Workload)}:
         return "workload"
     if name in {f.name for f in dataclasses.fields(Strategy)}:
@@ -535,17 +529,17 @@ def part_of(name: str) -> str:
 
 
 def _hybrid_ranks(world_size: int) -> int:
-    """The least number of ranks from `world_size` on that shard groups of several ranks divide into replicas."""
+    """The smallest number of ranks, at least `world_size`, that has a valid shard size for hybrid sharding."""
     return next(n for n in range(max(4, world_size), 2 * world_size + 4) if _default_factor(n) is not None)
 
 
 def _default_factor(world_size: int) -> int | None:
-    """The largest shard group that still leaves two replicas or more; None where no divisor lies between."""
+    """The largest shard group with at least two replicas; None if `world_size` has no such divisor."""
     return next((f for f in range(world_size // 2, 1, -1) if world_size % f == 0), None)
 
 
 def _plain(value: Any) -> Any:
-    """Mappings as dicts, sequences as lists, all the way down."""
+    """Mappings as dicts and sequences as lists, recursively."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

@@ -16,13 +16,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+from fsdp_lab.core.describe import DEFAULT_FIELDS, describe_fields, differing_fields
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels.overlay import Overlay
 from fsdp_lab.dashboard.pins import Pinned
 from fsdp_lab.dashboard.ports import LabLike, RunLike, SweepLike
 from fsdp_lab.runs import Comparison, Refusal
-from fsdp_lab.runs.comparison import SHOWN, Row, varying, words
+from fsdp_lab.runs.comparison import Row
 from fsdp_lab.runs.view import RunView
 
 MOST_PINS = len(theme.PINS)
@@ -256,8 +257,10 @@ class Board:
             key = (e.label, e.version, base.version if base is not None else None)
             rows[key] = self._rows.get(key) or _row(e, base)
         self._rows = rows
-        differing = varying([row.flat for row in rows.values()])
-        named = tuple(replace(row, name=words(row.flat, differing or SHOWN)) for row in rows.values())
+        differing = differing_fields([row.flat for row in rows.values()])
+        named = tuple(
+            replace(row, name=describe_fields(row.flat, differing or DEFAULT_FIELDS)) for row in rows.values()
+        )
         return Comparison(rows=named, baseline=base.label if base is not None else None, differing=differing)
 
 

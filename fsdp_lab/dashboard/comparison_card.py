@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fsdp_lab.core.events import Role
-from fsdp_lab.core.formatting import count, duration, figures, size
-from fsdp_lab.core.spread import Spread
+from fsdp_lab.core.formatting import Spread, count, duration, figures, size
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.board import BoardView, Entry, Kind
 from fsdp_lab.dashboard.columns import Columns

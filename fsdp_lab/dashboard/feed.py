@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
+from fsdp_lab.core.describe import describe_changes, describe_field, describe_strategy, describe_value
 from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.formatting import duration
 from fsdp_lab.core.spec import Spec
@@ -22,7 +22,6 @@ from fsdp_lab.runs.steps import Assembler, Step
 from fsdp_lab.runs.view import Switch, switches_in_force
 
 MOST_WAITING = 16  # runs of a sweep whose panels are kept; of more, some are told again from their first step
-SPEAKING = ("backend", "sharding", "precision", "model")  # fields whose values say what they are
 
 
 class Stage:
@@ -203,9 +202,8 @@ class Feed:
     def _headline(self) -> str:
         """What is trained or about to be, how, and how far it is."""
         spec = self._chosen() if self._run is None else self._run.spec
-        s = spec.strategy
-        how = [s.backend, s.sharding, _token(s.precision), *([f"offload {s.offload}"] if s.offload != "none" else [])]
-        what = [_token(spec.workload.model), " ".join(how), f"{spec.world_size} rank{'s' * (spec.world_size != 1)}"]
+        model = describe_value("model", spec.workload.model)
+        what = [model, describe_strategy(spec), f"{spec.world_size} rank{'s' * (spec.world_size != 1)}"]
         if (last := self._stage.last) is not None:
             what = [f"step {last.number:,}", f"{duration(last.step_time_s)} a step", *what]
         return " · ".join(what)
@@ -237,23 +235,7 @@ def describe(switch: Switch) -> tuple[str, str]:
     """A change in a few words, to write along a line; and in a sentence."""
     assert switch.before is not None
     changes = switch.before.difference(switch.after)
-    label = ", ".join(
-        _token(new) if name in SPEAKING else f"{name.replace('_', ' ')} {_token(new, name)}"
-        for name, (_, new) in changes.items()
-    )
-    told = ", ".join(
-        f"{name.replace('_', ' ')} {_token(old, name)} → {_token(new, name)}" for name, (old, new) in changes.items()
-    )
+    label = ", ".join(describe_field(name, new) for name, (_, new) in changes.items())
     how = "parameters and optimizer carried over" if switch.carried else "started afresh"
-    what = told or "it went on after a failure"
+    what = describe_changes(changes) or "it went on after a failure"
     return label or "went on", f"step {switch.step:,}: {what} ({how}, {switch.seconds:.2f} s)"
-
-
-def _token(value: Any, name: str = "") -> str:
-    if isinstance(value, dict):
-        return str(value.get("model_type") or "/".join(str(v) for v in value.values() if v))
-    if isinstance(value, (list, tuple)):
-        return " ".join(str(v) for v in value)
-    if value is None:
-        return "off" if name == "link" else "auto"
-    return str(getattr(value, "param", value))

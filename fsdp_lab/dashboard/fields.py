@@ -10,6 +10,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
+from fsdp_lab.core.describe import describe_value, field_title
 from fsdp_lab.core.link import OFFERED
 from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, SYNCS
 from fsdp_lab.dashboard.choices import Choices, Chosen, Standing
@@ -286,22 +287,12 @@ class _Opaque:
 
 
 def _label(value: Any) -> str:
-    if value is None:
-        return AUTO
-    if isinstance(value, _Opaque):
-        return _label(value.value)
-    if isinstance(value, Mapping):
-        return str(value.get("model_type") or "/".join(str(v) for v in value.values() if v))
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(str, value))
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return str(value)
+    return describe_value("", value.value if isinstance(value, _Opaque) else value)
 
 
 def said(name: str, value: Any, field: ControlSpec | None) -> str:
     """A field and a value of it, in words."""
-    label = field.label if field is not None else name.replace("_", " ")
+    label = field.label if field is not None else field_title(name)
     return f"{label} {field.none if field is not None and value is None else _label(value)}"
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
+from fsdp_lab.core.describe import describe_value, field_title
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.dashboard.live import LiveView, Scene
@@ -261,7 +262,11 @@ class SlowMotionBox:
         put(self._stop, "disabled", not held)
         put(self._say, "value", f'<span class="fsdp-slow-state fsdp-slow-{word}" role="status">{word}</span> '
                                 f"<span>{escape(self._busy or words)}</span>")  # fmt: skip
-        label = "Use " + ", ".join(f"{n.replace('_', ' ')} {v}" for n, v in self._fix.items()) if self._fix else ""
+        label = (
+            "Use " + ", ".join(f"{field_title(n)} {describe_value(n, v)}" for n, v in self._fix.items())
+            if self._fix
+            else ""
+        )
         put(self._way_out, "description", label)
         put(self._way_out.layout, "display", "" if label else "none")
 

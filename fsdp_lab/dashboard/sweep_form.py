@@ -15,13 +15,12 @@ from typing import Any, cast
 
 import ipywidgets as widgets
 
+from fsdp_lab.core.describe import describe_fields, describe_strategy, field_title, flat_fields
 from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec
 from fsdp_lab.dashboard.board import running
 from fsdp_lab.dashboard.parts import put
 from fsdp_lab.dashboard.ports import LabLike, SweepLike
 from fsdp_lab.runs import Refusal
-from fsdp_lab.runs.comparison import words
-from fsdp_lab.runs.summary import how
 from fsdp_lab.runs.sweep import ROUNDS, combine
 from fsdp_lab.runs.view import RunView
 
@@ -57,7 +56,7 @@ class SweepForm:
 
     def _make_widgets(self) -> None:
         self._chips = {name: [self._chip(name, value) for value in values] for name, values in COMBINED.items()}
-        rows = [self._row(_name(name), chips) for name, chips in self._chips.items()]
+        rows = [self._row(field_title(name), chips) for name, chips in self._chips.items()]
         self._steps = self._number("steps", STEPS, "Of each run", 1, 100_000)
         self._rounds = self._number(
             "rounds", ROUNDS, "Turns of each run, so that drift of the machine affects all alike", 1, 100
@@ -77,7 +76,7 @@ class SweepForm:
         self._ask.add_class("fsdp-sweep-ask")
 
     def _chip(self, name: str, value: Any) -> widgets.ToggleButton:
-        chip = widgets.ToggleButton(description=str(value), tooltip=f"Compare with {_name(name)} {value}")
+        chip = widgets.ToggleButton(description=str(value), tooltip=f"Compare with {field_title(name)} {value}")
         chip.add_class("fsdp-chip")
         chip.observe(lambda _: None if self._quiet else self._count(), "value")
         return chip
@@ -222,7 +221,11 @@ def _progress(sweep: SweepLike) -> str:
     share = 100 * p.done_steps / max(1, p.all_steps)
     left = f"about {_while(p.left_s)} left" if p.left_s is not None else "time left not known yet"
     now = sweep.current
-    turn = f" · now {list(sweep.runs).index(now) + 1}: {how(now.spec)}" if now is not None and now in sweep.runs else ""
+    turn = (
+        f" · now {list(sweep.runs).index(now) + 1}: {describe_strategy(now.spec)}"
+        if now is not None and now in sweep.runs
+        else ""
+    )
     track = f'<span class="fsdp-progress-track"><i class="fsdp-progress-done" style="width:{share:.1f}%"></i></span>'
     return (f'<span class="fsdp-progress" role="progressbar" aria-valuenow="{share:.0f}" aria-valuemin="0" '
             f'aria-valuemax="100" aria-label="Comparison">{track}<span>{p.done_steps:,} of {p.all_steps:,} steps · {left}'
@@ -235,21 +238,17 @@ def _wrong(text: str) -> str:
 
 def _why(refused: Sequence[Refusal], lists: Mapping[str, Sequence[Any]]) -> str:
     """Each reason once, with what it is the reason of."""
-    flats = [{**r.spec["strategy"]} if isinstance(r.spec, Mapping) else r.spec.flat() for r in refused]
+    flats = [flat_fields(r.spec) for r in refused]
     fields = [name for name, values in lists.items() if len(values) > 1] or ["backend", "sharding"]
     reasons: dict[str, list[str]] = {}
     for refusal, flat in zip(refused, flats, strict=True):
-        reasons.setdefault(refusal.reason, []).append(words(flat, fields))
+        reasons.setdefault(refusal.reason, []).append(describe_fields(flat, fields))
     lines = (f"<br><b>{escape('; '.join(names))}</b>: {escape(reason)}" for reason, names in reasons.items())
     return "".join(lines)
 
 
 def _many(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
-
-
-def _name(field: str) -> str:
-    return field.replace("_", " ")
 
 
 def _while(seconds: float) -> str:

@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
+from fsdp_lab.core import __version__
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Precision, Spec
-from fsdp_lab.core.version import __version__
 from fsdp_lab.export.script import paragraph
 from fsdp_lab.export.target import CARRIES, TITLES, Peer, gpus, peer, refuse
 from fsdp_lab.models import build_skeleton, resolve

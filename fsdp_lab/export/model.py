@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from fsdp_lab.core.spec import Spec, SpecError
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.models import Initializer, build_skeleton, resolve
 from fsdp_lab.models.facts import Facts, facts_of
 from fsdp_lab.models.initial import Draw

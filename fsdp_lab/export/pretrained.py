@@ -15,7 +15,7 @@ from fsdp_lab.backends.transfer import PARAM, persistent_buffers
 from fsdp_lab.core.checkpoint_format import Checkpoint
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.models import build_skeleton, resolve
-from fsdp_lab.rank.storage import read_shards
+from fsdp_lab.rank.checkpointing import read_shards
 
 
 def export_pretrained(saved: Checkpoint, folder: Path, *, force: bool = False) -> Path:

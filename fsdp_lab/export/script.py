@@ -14,8 +14,8 @@ import torch
 import transformers
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from fsdp_lab.core import __version__
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.core.version import __version__
 from fsdp_lab.export.model import Model, config_of, initial_values, loss_type_is_missing, model_of
 from fsdp_lab.export.target import TITLES, gpus, peer
 from fsdp_lab.models.batches import IGNORED, MASK_ID, MASKED_SHARE

@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from fsdp_lab.core.events import Memory, MemorySample, RoleBytes, StepEvent, Traffic
-from fsdp_lab.core.spans import Span
+from fsdp_lab.core.events import Memory, MemorySample, RoleBytes, Span, StepEvent, Traffic
 
 Row = tuple[int, StepEvent]  # its cursor in the run's EventStore, and the event
 

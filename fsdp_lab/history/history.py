@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import platformdirs
 
-from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.errors import ArgumentError, check_whole, is_number
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.history.database import HistoryDB, HistoryError, damaged, set_aside
 from fsdp_lab.history.run_list import RunList
@@ -48,8 +48,7 @@ class History:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, limit_bytes: int = LIMIT_BYTES) -> None:
-        if not isinstance(limit_bytes, int) or isinstance(limit_bytes, bool) or limit_bytes < 1:
-            raise ArgumentError("limit_bytes", f"{limit_bytes!r} is refused", "give a whole number of bytes above 0")
+        check_whole("limit_bytes", limit_bytes, wanted="a whole number of bytes above 0")
         self.path = place(path)
         self.limit_bytes = limit_bytes
         self._recorder = HistoryWriter(self.path, self._tend)
@@ -109,7 +108,7 @@ class History:
 
     def delete_older(self, days: float) -> int:
         """Deletes the runs that ended so many days ago, but for pinned ones. Returns how many. Raises as `delete`."""
-        if isinstance(days, bool) or not isinstance(days, (int, float)) or not days >= 0:
+        if not is_number(days) or not days >= 0:
             raise ArgumentError("days", f"{days!r} is refused", "give a number of days of 0 or more")
         before = datetime.now().timestamp() - days * 86_400
         old = [
@@ -272,7 +271,7 @@ def _moment(since: float | str | datetime | None) -> float:
             "since", f"{since!r} is no time", 'give one such as "2026-11-21" or "2026-11-21T14:30"'
         ) from None
     except AttributeError:
-        if isinstance(since, (int, float)) and not isinstance(since, bool):
+        if is_number(since):
             return float(since)
         raise ArgumentError(
             "since", f"{since!r} is no time", "give a text, a datetime, or seconds since 1970"

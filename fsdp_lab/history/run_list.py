@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import overload
 
+from fsdp_lab.core.describe import describe_strategy, describe_value
 from fsdp_lab.core.errors import ArgumentError, FieldError
 from fsdp_lab.core.formatting import Table, count
 from fsdp_lab.history.stored_run import StoredRun
-from fsdp_lab.runs.summary import how
 
 COLUMNS = ("id", "name", "when", "model", "how", "ranks", "steps", "state", "tokens/s", "loss", "machine")
 
@@ -63,7 +63,7 @@ class RunList(Sequence[StoredRun]):
 
 def _row(run: StoredRun) -> tuple[str, ...]:
     try:
-        words = how(run.spec)
+        words = describe_strategy(run.spec)
     except FieldError:  # of another version
         words = str(run.spec_fields.get("strategy", {}).get("backend", ""))
     model = run.spec_fields.get("workload", {}).get("model", "")
@@ -71,7 +71,7 @@ def _row(run: StoredRun) -> tuple[str, ...]:
         run.id,
         run.name + (" (pinned)" if run.pinned else ""),
         run.when,
-        model if isinstance(model, str) else "own config",
+        describe_value("model", model),
         words,
         str(run.spec_fields.get("world_size", "")),
         f"{run.step:,}",

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import configuration_auto
 
-from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.errors import SpecError, is_number
 from fsdp_lab.models.facts import facts_of
 from fsdp_lab.models.presets import PRESETS, closest
 
@@ -114,7 +114,7 @@ def _without_dropout(config: PreTrainedConfig) -> None:
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             _without_dropout(value)
-        elif "drop" in name and isinstance(value, (int, float)) and not isinstance(value, bool):
+        elif "drop" in name and is_number(value):
             setattr(config, name, 0.0)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_lab.core.spec import SpecError, Strategy
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import Strategy
 from fsdp_lab.engine import fully_shard
 
 Wrapping = Callable[[nn.Module], list[list[nn.Module]]]

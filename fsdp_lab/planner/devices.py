@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fsdp_lab.core.errors import ArgumentError, SpecError
+from fsdp_lab.core.errors import ArgumentError, SpecError, check_whole
 from fsdp_lab.core.hardware import GPUS, PCIE4_BYTES_PER_S
 from fsdp_lab.planner.curve import Curve
 
@@ -154,8 +154,7 @@ def machine(hardware: str | Device, ranks: int, *, hosts: int | None = None,
         ArgumentError: an unknown device, ranks that the hosts do not divide, a rate that cannot be.
     """
     found = hardware if isinstance(hardware, Device) else device(hardware)
-    if ranks < 1:
-        raise ArgumentError("ranks", f"{ranks} is refused", "give a whole number of 1 or more")
+    check_whole("ranks", ranks)
     if hosts is not None and (hosts < 1 or ranks % hosts):
         good = [n for n in range(1, ranks + 1) if ranks % n == 0]
         nearest = min(good, key=lambda n: (abs(n - hosts), n))

@@ -8,6 +8,7 @@ from functools import cached_property
 from html import escape
 from typing import Any
 
+from fsdp_lab.core.describe import describe_value, differing_fields, field_title
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.events import Role
 from fsdp_lab.core.formatting import Table, count, duration, size
@@ -215,7 +216,7 @@ def sentences(plan: Plan) -> list[str]:
     """What is planned, whether it fits, how fast it is, and what was assumed."""
     s, w, m = plan.spec.strategy, plan.spec.workload, plan.machine
     network = f" at {m.network_bytes_per_s * 8 / 1e9:,.0f} Gb/s a host" if m.hosts > 1 else ""
-    model = w.model if isinstance(w.model, str) else str(w.model.get("model_type", "model"))
+    model = describe_value("model", w.model)
     assumed = "; ".join(f"{name} {value}" for name, value in plan.assumed.items())
     return [
         f"{model}, {parameter_count(plan.shape.parameters)}, {s.backend} {s.sharding}, {s.precision}, on {m.ranks:,} x "
@@ -258,16 +259,14 @@ def memory_table(plan: Plan) -> Table:
 def plan_table(plans: Sequence[Plan]) -> Table:
     """A row a plan: what sets it apart from the others, and its figures."""
     flat = [p.spec.flat() for p in plans]
-    differing = [name for name in flat[0] if any(one[name] != flat[0][name] for one in flat)]
-    names = tuple({"world_size": "ranks"}.get(name, name).replace("_", " ") for name in differing)
-    rows = ((*(_cell(one[n]) for n in differing), *plan_figures(p)) for p, one in zip(plans, flat, strict=True))
+    differing = differing_fields(flat)
+    names = tuple("ranks" if name == "world_size" else field_title(name) for name in differing)
+    rows = ((*(_cell(n, one[n]) for n in differing), *plan_figures(p)) for p, one in zip(plans, flat, strict=True))
     return Table(columns=(*names, *FIGURES), rows=tuple(rows), left=LEFT_ALIGNED | {n for n in names if n != "ranks"})
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return "auto"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+def _cell(name: str, value: Any) -> str:
+    return f"{value:,}" if type(value) is int else describe_value(name, value)
 
 
 def plan_figures(p: Plan) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
+from fsdp_lab.core.describe import describe_field
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.formatting import Table, duration, size
 from fsdp_lab.core.model_shape import ModelShape
@@ -268,7 +269,5 @@ def _sentence(search: Search) -> str:
 def strategy_label(asked: Spec, found: Spec) -> str:
     """What was chosen, where it is neither as asked nor as it is by itself."""
     changed = {**Spec(world_size=found.world_size).difference(found), **asked.difference(found)}
-    named = [
-        f"{name.replace('_', ' ')} {changed[name][1]}" for name in CHOSEN if changed.get(name, (0, None))[1] is not None
-    ]
+    named = [describe_field(name, changed[name][1]) for name in CHOSEN if changed.get(name, (0, None))[1] is not None]
     return ", ".join([found.strategy.sharding, *named])

@@ -1,7 +1,7 @@
 """How ranks leave a step together: `AbortMonitor` wakes this rank and tells the others, `AbortProtocol` settles the
 step.
 
-Note: aborting a step. A rank is asked to stop by SIGINT, or reads in the store that another rank aborted. Both must
+Note: aborting a step. A rank is stopped by SIGINT, or reads in the store that another rank aborted. Both must
 work while the main thread is blocked in C++, where no Python signal handler runs. But the interpreter's C handler
 writes a byte to the wakeup descriptor at once, and the monitor's thread reads it. It aborts the wire (see the note in
 wire/context.py) and writes the reason to the store, where the monitors of the other ranks find it. The exception is
@@ -31,8 +31,8 @@ from typing import Any, TypeVar
 
 from torch import distributed as dist
 
+from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.process import Identity, machine
-from fsdp_lab.core.spec import SpecError
 from fsdp_lab.rank.rendezvous import RankInfo, close_groups, open_groups
 from fsdp_lab.rank.trainer import StepState, Trainer
 from fsdp_lab.wire import RankAborted, Wire, WireContext
@@ -111,7 +111,7 @@ class AbortMonitor:
     """A thread that aborts this rank and informs the others. It runs until `close`, and acts only inside `active`.
 
     Args:
-        store: a connection of its own.
+        store: a separate connection.
     """
 
     def __init__(self, context: WireContext, store: dist.Store, rank: int) -> None:
@@ -244,7 +244,7 @@ class AbortProtocol:
 
     @contextmanager
     def collective_call(self) -> Iterator[None]:
-        """Around a call that all ranks make: it can be interrupted, and the other ranks are told if this one fails."""
+        """Around a call that all ranks make: it can be interrupted, and the other ranks are notified if this one fails."""
         if self.turn == self._last_turn:
             self.turn += 1
         self._last_turn = self.turn

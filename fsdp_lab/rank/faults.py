@@ -135,8 +135,8 @@ class ArmedFault:
 def slower(fault: Fault, now: Link | None, real_bytes_per_s: Callable[[], float]) -> Link:
     """The link of a fault of kind "slow", from the emulated link `now`, or from the real one."""
     if fault.link is not None:
-        asked = LinkSpec.parse(fault.link)
-        return Link(bytes_per_s=asked.bytes_per_s, latency_s=asked.latency_s)
+        requested = LinkSpec.parse(fault.link)
+        return Link(bytes_per_s=requested.bytes_per_s, latency_s=requested.latency_s)
     assert fault.factor is not None
     bytes_per_s, latency_s = (now.bytes_per_s, now.latency_s) if now is not None else (real_bytes_per_s(), 0.0)
     return Link(bytes_per_s=bytes_per_s / fault.factor, latency_s=latency_s * fault.factor)

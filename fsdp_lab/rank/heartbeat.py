@@ -21,8 +21,7 @@ from typing import Any
 
 from torch import distributed as dist
 
-from fsdp_lab.core.hang import diagnose
-from fsdp_lab.core.heartbeat import IDLE_S, WORKING_S, Heartbeat, Issued
+from fsdp_lab.core.hang import IDLE_S, WORKING_S, Heartbeat, Issued, diagnose
 from fsdp_lab.rank.abort import BoundedStore
 from fsdp_lab.wire import Collective, WireContext
 
@@ -121,7 +120,7 @@ class HangWatchdog:
     stopped or the connection is cut, the rank aborts with what it is waiting for.
 
     Args:
-        store: a connection of its own.
+        store: a separate connection.
         limit_s: how long a collective may wait for a rank.
         abort: called with the diagnosis.
     """

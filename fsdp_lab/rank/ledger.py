@@ -387,8 +387,8 @@ def exposed_on_device(events: Iterable[Any]) -> dict[str, float]:
     for start, end, kind in sorted(sent):
         alone = (max(start, until), end)
         if alone[0] < alone[1]:
-            beside = [(max(a, alone[0]), min(b, alone[1])) for a, b in computed if a < alone[1] and b > alone[0]]
-            found[kind] = found.get(kind, 0.0) + alone[1] - alone[0] - covered(beside)
+            overlaps = [(max(a, alone[0]), min(b, alone[1])) for a, b in computed if a < alone[1] and b > alone[0]]
+            found[kind] = found.get(kind, 0.0) + alone[1] - alone[0] - covered(overlaps)
             until = end
     return found
 

@@ -18,10 +18,9 @@ from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.models import Batches, Initializer, build_skeleton, resolve
 from fsdp_lab.rank.abort import AbortProtocol
 from fsdp_lab.rank.checkpointing import Checkpointer
-from fsdp_lab.rank.emulation import EmulatedLink, LinkEmulation
-from fsdp_lab.rank.environment import held_bytes, return_memory
 from fsdp_lab.rank.ledger import LedgerResult
-from fsdp_lab.rank.prepare import Preparation, PreparedTraining
+from fsdp_lab.rank.measure import held_bytes, return_memory
+from fsdp_lab.rank.prepare import EmulatedLink, LinkEmulation, Preparation, PreparedTraining
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset, compare_clocks
 from fsdp_lab.rank.trainer import StepCost, Trainer, TrainingProgress

@@ -1,26 +1,34 @@
-"""`Preparation`: what a Spec needs before anything is built. All ranks refuse a Spec, or none does."""
+"""What a Spec needs before anything is built: `Preparation` (data, FLOPs, checks) and `LinkEmulation` (its emulated link).
+
+All ranks refuse a Spec, or none does.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
+from fsdp_lab.backends import check
 from fsdp_lab.backends.base import DTYPES
-from fsdp_lab.backends.build import check
 from fsdp_lab.backends.transfer import gather_objects
 from fsdp_lab.backends.wrapping import recomputed
 from fsdp_lab.core.errors import FieldError, SpecError
+from fsdp_lab.core.link import LinkError, LinkSpec, spoken_rate, spoken_time
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.models import Batches, BestPeak, Flops, build_skeleton, count_flops, device_peak, resolve
 from fsdp_lab.models.facts import facts_of
 from fsdp_lab.models.peaks import Peak
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.trainer import StepCost
+from fsdp_lab.wire import Link, Wire
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,3 +121,97 @@ class Preparation:
 
 def _same_data(one: Spec, other: Spec) -> bool:
     return not set(one.difference(other)) & {"data", "seq_len", "seed", "model"}
+
+
+# -- the emulated link -----------------------------------------------------------------------------------------------
+
+
+_PROBE_BYTES = 4 << 20  # of an all-gather's output
+_PROBES = 7
+_INSTEAD = "100 Gb/s of h100"  # proposed instead of a link that is too fast
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedLink:
+    """The link of collectives in training steps; None: the real one."""
+
+    link: Link | None = None
+    notes: tuple[str, ...] = ()  # on the effect on timings
+
+
+class LinkEmulation:
+    """Caches the speed of the real wire, which is measured for the first Spec with a link."""
+
+    def __init__(self, info: RankInfo) -> None:
+        self._info = info
+        self._wire_bytes_per_s: float | None = None
+
+    def of(self, spec: Spec, peak_flops_per_s: float | None, world: Wire) -> EmulatedLink:
+        """Collective. `peak_flops_per_s`: of this rank in the Spec's compute dtype, None if unknown.
+
+        Raises:
+            SpecError: on every rank, for a link faster than the wire, or one that cannot be scaled here.
+        """
+        if spec.link is None:
+            return EmulatedLink()
+        wanted, dtype = LinkSpec.parse(spec.link), spec.strategy.dtypes.param
+        compute, wire = self._minimum(peak_flops_per_s or 0.0, self.measure(world))
+        try:
+            scale = wanted.scale(compute, dtype)
+        except LinkError as e:
+            raise SpecError("link", e.reason, e.hint, {"link": None}) from None
+        bytes_per_s = wanted.bytes_per_s * scale
+        if bytes_per_s > wire:
+            raise _too_fast(wanted, bytes_per_s, wire)
+        link = Link(bytes_per_s=bytes_per_s, latency_s=wanted.latency_s)
+        return EmulatedLink(link=link, notes=(_note(wanted, link, scale, dtype),))
+
+    def measure(self, world: Wire) -> float:
+        """Link bytes/s of this rank in an all-gather, the median of a few; collective at the first call. Infinite for
+        one rank."""
+        if self._wire_bytes_per_s is None:
+            self._wire_bytes_per_s = (
+                measured_speed(world, self._info.device) if self._info.world_size > 1 else float("inf")
+            )
+        return self._wire_bytes_per_s
+
+    def _minimum(self, *values: float) -> list[float]:
+        """Each value of the slowest rank."""
+        reduced = torch.tensor(values, dtype=torch.float64)
+        if self._info.world_size > 1:
+            dist.all_reduce(reduced, op=dist.ReduceOp.MIN)
+        minimum: list[float] = reduced.tolist()
+        return minimum
+
+
+def measured_speed(world: Wire, device: torch.device) -> float:
+    """Bytes/s over one rank's link, in one direction, in a large all-gather over the real wire. Collective."""
+    part = torch.zeros(_PROBE_BYTES // 4 // world.size(), device=device)
+    whole = torch.empty(part.numel() * world.size(), device=device)
+    rates = []
+    for _ in range(_PROBES):
+        start_s = time.perf_counter()
+        world.all_gather_single(whole, part).wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        rates.append((whole.nbytes - part.nbytes) / (time.perf_counter() - start_s))
+    return statistics.median(rates[1:])  # the first opens connections
+
+
+def _too_fast(wanted: LinkSpec, bytes_per_s: float, wire: float) -> SpecError:
+    moves = f"than the wire of these ranks, which moves {spoken_rate(wire)}"
+    if wanted.gpu is None:
+        return SpecError("link", f"{wanted.text} is faster {moves}", "use a slower one, or one of a GPU, which is scaled to "
+                         f'what is computed here, such as "{_INSTEAD}"', {"link": _INSTEAD})  # fmt: skip
+    return SpecError("link", f"{wanted.text} comes to {spoken_rate(bytes_per_s)} here, faster {moves}", "use a slower one",
+                     {"link": None})  # fmt: skip
+
+
+def _note(wanted: LinkSpec, link: Link, scale: float, dtype: str) -> str:
+    """On the fidelity of timings."""
+    what = spoken_rate(link.bytes_per_s) + (f", {spoken_time(link.latency_s)} latency" if link.latency_s else "")
+    if wanted.gpu is None:
+        return f"Emulated link: {what}."
+    _, kind = wanted.reference(dtype)
+    of = wanted.text.partition(",")[0]
+    return f"Emulated link: {what} ({of}, scaled by {scale:.2g}: computing here in {dtype} to its in {kind})."

@@ -60,7 +60,7 @@ def open_groups(info: RankInfo, store: dist.Store, context: WireContext, epoch: 
     if info.device.type == "cuda":
         torch.cuda.set_device(info.device)
     backend = register(context, nccl=nccl)
-    # a connection of its own: waiting here must not block threads that use the other one
+    # a separate connection: waiting here must not block threads that use the other one
     own = dist.PrefixStore(f"epoch{epoch}", store.clone())  # type: ignore[attr-defined]
     _reset_group_count()
     dist.init_process_group(

@@ -1,4 +1,4 @@
-"""`Session`: one rank, from the first rendezvous to the end, whatever it trains.
+"""`Session`: one rank, from the first rendezvous to the end, over all its trainings.
 
 The kernel, or `python -m fsdp_lab.rank` under torchrun, calls the same few methods on every rank: `apply` a Spec,
 `train` some steps, `unload`. They return plain values. Between calls a session keeps the process groups (abort.py) and
@@ -16,17 +16,17 @@ from typing import Any
 import psutil
 import torch
 
+from fsdp_lab.core.events import PhaseSnapshot
 from fsdp_lab.core.faults import Fault, FaultKind
 from fsdp_lab.core.hang import limit
-from fsdp_lab.core.phase_snapshot import PhaseSnapshot
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.rank.abort import AbortProtocol, own_connection
 from fsdp_lab.rank.calibration import HardwareProbe, calibration_trainers
 from fsdp_lab.rank.checkpointing import Checkpointer
-from fsdp_lab.rank.environment import device_name, fidelity_notes, software
 from fsdp_lab.rank.faults import FaultInjector, slower
 from fsdp_lab.rank.heartbeat import HangWatchdog, HeartbeatThread, RankActivity
 from fsdp_lab.rank.lifecycle import Lifecycle
+from fsdp_lab.rank.measure import device_name, fidelity_notes, software
 from fsdp_lab.rank.rendezvous import RankInfo, find_store
 from fsdp_lab.rank.slow_motion import SlowMotionStep
 from fsdp_lab.rank.trainer import Trainer
@@ -45,7 +45,7 @@ class Session:
         memory_cap: the fraction of the GPU's memory for this rank, if ranks share a GPU.
         shared_gpu_ranks: how many ranks use this rank's GPU.
         on_event: called with each step event, as a dict, when the step ends.
-        on_heartbeat: called with each `fsdp_lab.core.heartbeat.Heartbeat`, as a dict, in a separate thread; the caller then
+        on_heartbeat: called with each `fsdp_lab.core.hang.Heartbeat`, as a dict, in a separate thread; the caller then
             looks for hangs. None: the ranks do so themselves.
         hang_s: in that case, how long a collective may wait for a rank; None: half of `timeout_s`.
 

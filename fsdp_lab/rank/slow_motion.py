@@ -1,14 +1,173 @@
-"""`SlowMotionStep`: a rank's training step, stopped before each of its phases, as `PhaseSnapshot`s."""
+"""`PhaseStepper`: a training step of our engine that stops before each phase until `next` is called. `SlowMotionStep`: such
+a step of a `Trainer`, as `PhaseSnapshot`s.
+
+The step runs on a separate thread; it is the real step, not a replay. Between two phases nothing computes on this rank, so
+its shards and buffers can be inspected (`holdings`). Phases contain collectives, so all ranks must be stepped alike.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
 from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.phase_snapshot import ROOT, ParameterHolding, PhaseSnapshot
+from fsdp_lab.core.events import ROOT, ParameterHolding, PhaseSnapshot, StepEvent
 from fsdp_lab.core.schedule import Direction, Phase
-from fsdp_lab.rank.phase_stepper import PhaseStepper, Stop, holdings
+from fsdp_lab.engine import (
+    FlatBuffer,
+    ParamShard,
+    Unit,
+    UnitState,
+    original_parameters,
+    runtime_of,
+    shards_of,
+    units_of,
+)
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.trainer import Trainer
+
+T = TypeVar("T")
+
+_POLL_S = 0.1  # between two checks of whether the step's thread is alive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """A phase that is about to begin."""
+
+    index: int
+    phase: Phase
+    unit: str  # "" is the root
+    direction: Direction
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitHolding:
+    """What this rank holds of a parameter just now."""
+
+    shard: ParamShard
+    unit: str
+    state: str  # "sharded", "gathering" or "unsharded"
+    gradient: str  # "none", "unsharded", "reducing" or "sharded"
+
+
+class PhaseStepper(Generic[T]):
+    """An iterator over the phases of `step()`, a whole training step of `module`.
+
+    When it is exhausted, `result` is what `step` returned; what it raised, the next `next` raises. `close` lets the step
+    run to its end.
+    """
+
+    def __init__(self, module: nn.Module, step: Callable[[], T]) -> None:
+        self._runtime, self._step = runtime_of(module), step
+        self._stop: Stop | None = None
+        self._count = 0
+        self._go, self._come = threading.Semaphore(0), threading.Semaphore(0)
+        self._free = False  # no more stops
+        self._error: BaseException | None = None
+        self._result: list[T] = []
+        threads = torch.get_num_threads()
+        device = torch.cuda.current_device() if self._runtime.root.mesh.device.type == "cuda" else None
+        self._thread = threading.Thread(target=self._run, args=(threads, device), name="phase stepper", daemon=True)
+
+    def __iter__(self) -> Iterator[Stop]:
+        return self
+
+    def __next__(self) -> Stop:
+        if self._thread.ident is None:
+            self._thread.start()
+        elif not self.is_over:
+            self._go.release()
+        self._await_stop()
+        if self._stop is None:
+            raise StopIteration
+        return self._stop
+
+    def close(self) -> None:
+        """Let the step run to its end, and wait for it. What it raised is raised."""
+        self._free = True
+        if self._thread.ident is None:
+            return
+        self._go.release()
+        while self._thread.is_alive():
+            self._thread.join(_POLL_S)
+        self._stop = None
+        self._raise()
+
+    @property
+    def is_over(self) -> bool:
+        return self._thread.ident is not None and not self._thread.is_alive()
+
+    @property
+    def result(self) -> T:
+        """Raises RuntimeError while the step is not over."""
+        if not self._result:
+            raise RuntimeError("the step is not over; go on with next()")
+        return self._result[0]
+
+    def at(self, phase: Phase, unit: str, direction: Direction) -> None:
+        """On the step's thread: wait here until the next `next`."""
+        if self._free:
+            return
+        self._stop = Stop(index=self._count, phase=phase, unit=unit, direction=direction)
+        self._count += 1
+        self._come.release()
+        self._go.acquire()
+
+    def _await_stop(self) -> None:
+        while not self._come.acquire(timeout=_POLL_S):
+            if self.is_over and not self._come.acquire(blocking=False):
+                break
+        self._raise()
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, threads: int, device: Any) -> None:
+        torch.set_num_threads(threads)  # OpenMP's count belongs to a thread
+        if device is not None:
+            torch.cuda.set_device(device)
+        self._runtime.watch = self.at
+        try:
+            self._result.append(self._step())
+        except BaseException as e:
+            self._error = e
+        finally:
+            self._runtime.watch = None
+            self._stop = None
+            self._come.release()
+
+
+def holdings(module: nn.Module) -> list[UnitHolding]:
+    """For every parameter, what this rank holds of it now."""
+    unit_of = {id(flat): unit for unit in units_of(module) for flat in unit.flats}
+    reducing = {id(reduction.target) for reduction in runtime_of(module).reducing}
+    found = []
+    for shard, p in zip(shards_of(module), original_parameters(module), strict=True):
+        unit, gradient = unit_of[id(p.flat)], _gradient(shard, p.flat, reducing)
+        found.append(UnitHolding(shard=shard, unit=unit.name, state=_state(unit, p.flat), gradient=gradient))
+    return found
+
+
+def _state(unit: Unit, flat: FlatBuffer) -> str:
+    if unit.state is UnitState.UNSHARDED or flat.is_view_of_master:
+        return "unsharded"
+    return "gathering" if unit.state is UnitState.GATHERING else "sharded"
+
+
+def _gradient(shard: ParamShard, flat: FlatBuffer, reducing: set[int]) -> str:
+    if flat.gradients.unsharded is not None:
+        return "unsharded"
+    if id(flat.gradients) in reducing:
+        return "reducing"
+    return "sharded" if shard.param is not None and shard.param.grad is not None else "none"
 
 
 class SlowMotionStep:

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.core.phase_snapshot import ROOT
-from fsdp_lab.core.spans import Span, Track
+from fsdp_lab.core.events import ROOT, Span, Track
 from fsdp_lab.engine.tensors import tensors_in
 from fsdp_lab.wire import Collective, Wire, spans, waits
 

@@ -14,6 +14,7 @@ from bokeh.models.renderers import DataRenderer
 from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
+from fsdp_lab.core.describe import describe_changes
 from fsdp_lab.core.events import Role
 from fsdp_lab.core.formatting import GIB, MIB, duration, size
 from fsdp_lab.dashboard import theme
@@ -61,7 +62,7 @@ class Course:
     @classmethod
     def of(cls, place: int, row: Row, run: RunView) -> Course:
         found = [(s.step, s.before.difference(s.after)) for s in switches_in_force(run.switches) if s.before]
-        switches = tuple((step, changed(difference)) for step, difference in found if difference)
+        switches = tuple((step, describe_changes(difference)) for step, difference in found if difference)
         return cls(place=place, row=row, steps=[s for s in run.events.steps() if s.is_whole], switches=switches)
 
     @property
@@ -76,11 +77,6 @@ class Course:
     def dash(self) -> int:
         """In `DASHES`; colours that come again come with another."""
         return (self.place + self.place // theme.MOST_LINES) % len(DASHES)
-
-
-def changed(difference: Mapping[str, tuple[object, object]]) -> str:
-    """sharding full_shard → shard_grad_op, precision fp32 → bf16."""
-    return ", ".join(f"{name.replace('_', ' ')} {was} → {now}" for name, (was, now) in difference.items())
 
 
 # -- curves ------------------------------------------------------------------------------------------------------------

@@ -10,12 +10,13 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from fsdp_lab.core import __version__
+from fsdp_lab.core.describe import describe_changes, describe_value
 from fsdp_lab.core.formatting import duration
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.core.version import __version__
 from fsdp_lab.dashboard import theme
-from fsdp_lab.report.charts import Chart, changed
-from fsdp_lab.runs.comparison import Comparison, Refusal, finite, word
+from fsdp_lab.report.charts import Chart
+from fsdp_lab.runs.comparison import Comparison, Refusal, finite
 from fsdp_lab.runs.parity import Verdict
 from fsdp_lab.runs.recommend import Recommendation
 from fsdp_lab.runs.view import RunView, Switch
@@ -83,11 +84,9 @@ def _spread(text: str) -> tuple[str, str]:
 
 def _field(value: Any) -> str:
     """A field of a Spec."""
-    if isinstance(value, Mapping):
-        return word("", value).strip() if "param" in value else json.dumps(value)
-    if value is None or isinstance(value, bool):
-        return {None: "–", True: "yes", False: "no"}[value]
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, Mapping) and "param" not in value:
+        return json.dumps(value)
+    return "–" if value is None else describe_value("", value)
 
 
 def _spec_json(spec: Spec | Mapping[str, Any]) -> str:
@@ -95,7 +94,11 @@ def _spec_json(spec: Spec | Mapping[str, Any]) -> str:
 
 
 def _change(switch: Switch) -> str:
-    return changed(switch.before.difference(switch.after)) or "resumed after a failure" if switch.before else "began"
+    return (
+        describe_changes(switch.before.difference(switch.after)) or "resumed after a failure"
+        if switch.before
+        else "began"
+    )
 
 
 def _environments(compared: Comparison, runs: Sequence[RunView | Refusal]) -> list[tuple[Mapping[str, Any], list[str]]]:

@@ -11,14 +11,15 @@ from typing import Any
 import bokeh
 from bokeh.document import Document
 
+from fsdp_lab.core import __version__
+from fsdp_lab.core.describe import describe_value
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.files import check_file, write_whole
-from fsdp_lab.core.version import __version__
 from fsdp_lab.dashboard import theme
 from fsdp_lab.report.charts import Chart, Course, bars, curves
 from fsdp_lab.report.page import page
 from fsdp_lab.report.still import timeline
-from fsdp_lab.runs.comparison import Comparison, Refusal, word
+from fsdp_lab.runs.comparison import Comparison, Refusal
 from fsdp_lab.runs.recommend import Recommendation, recommend
 from fsdp_lab.runs.view import RunView
 
@@ -99,5 +100,5 @@ def _document(charts: Sequence[Chart]) -> dict[str, Any]:
 
 
 def _title(compared: Comparison) -> str:
-    models = dict.fromkeys(word("model", row.flat["model"]) for row in compared.rows)
+    models = dict.fromkeys(describe_value("model", row.flat["model"]) for row in compared.rows)
     return f"fsdp_lab: {', '.join(models)}, {len(compared)} run{'s' if len(compared) != 1 else ''}"

@@ -18,20 +18,18 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
-from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.describe import DEFAULT_FIELDS, describe_fields, differing_fields, flat_fields
+from fsdp_lab.core.errors import ArgumentError, is_whole
 from fsdp_lab.core.events import Role
 from fsdp_lab.core.files import check_file, write_whole
-from fsdp_lab.core.formatting import Table, count, duration, size
+from fsdp_lab.core.formatting import Spread, Table, count, duration, size
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.core.spread import Spread
 from fsdp_lab.runs.parity import Parity, Verdict, parity
 from fsdp_lab.runs.ratio import Pairing, Ratio, Timed, ratio
 from fsdp_lab.runs.steps import last_stretch
 from fsdp_lab.runs.summary import RULE, Figures, counting, figures
 from fsdp_lab.runs.view import RunView
 
-SHOWN = ("backend", "sharding", "precision")  # of runs that do not differ
-PLAIN = ("model", "data", "backend", "sharding", "precision", "optimizer")  # fields whose value says what it is
 REFUSED = "refused"
 NONE = "–"
 
@@ -110,8 +108,8 @@ class Comparison:
         """
         labels = _labels(len(runs), names)
         at = _place(runs, labels, baseline)
-        flats = [_flat(r.spec) for r in runs]
-        differing = varying(flats)
+        flats = [flat_fields(r.spec) for r in runs]
+        differing = differing_fields(flats)
         base = runs[at] if at is not None else None
         rows = [_row(r, label, flat, differing) for r, label, flat in zip(runs, labels, flats, strict=True)]
         if at is None or isinstance(base, Refusal) or base is None:
@@ -270,7 +268,7 @@ class Comparison:
 
 
 def _row(run: RunView | Refusal, label: str, flat: Mapping[str, Any], differing: Sequence[str]) -> Row:
-    name = words(flat, differing or SHOWN)
+    name = describe_fields(flat, differing or DEFAULT_FIELDS)
     if isinstance(run, Refusal):
         spec = run.spec if isinstance(run.spec, Spec) else None
         return Row(label=label, name=name, run="", spec=spec, flat=flat, state=REFUSED, reason=run.reason)
@@ -336,48 +334,10 @@ def _place(runs: Sequence[RunView | Refusal], labels: Sequence[str], baseline: s
         if isinstance(runs[at], Refusal):
             raise ArgumentError("baseline", f"{baseline} was refused before it began", hint)
         return at
-    if not isinstance(baseline, int) or isinstance(baseline, bool) or not 0 <= baseline < len(runs):
+    if not is_whole(baseline, 0) or baseline >= len(runs):
         raise ArgumentError("baseline", f"there is no run at place {baseline!r} of {len(runs)}", hint)
     order = [*range(baseline, len(runs)), *range(baseline)]
     return next((i for i in order if not isinstance(runs[i], Refusal)), None)
-
-
-# -- a Spec in few words ---------------------------------------------------------------------------------------------
-
-
-def _flat(spec: Spec | Mapping[str, Any]) -> dict[str, Any]:
-    """Every field by its flat name, also of what cannot be a Spec; what its dict does not say is as by default."""
-    if isinstance(spec, Spec):
-        return spec.flat()
-    top = {**spec}
-    parts = [part for name in ("workload", "strategy") if isinstance(part := top.pop(name, {}), Mapping)]
-    given = {**{k: v for part in parts for k, v in part.items()}, **top}
-    default = Spec().flat()
-    return {name: given.get(name, value) for name, value in default.items()}
-
-
-def varying(flats: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The fields in which they are not all alike."""
-    return tuple(name for name in (flats[0] if flats else ()) if len({_text(flat[name]) for flat in flats}) > 1)
-
-
-def words(flat: Mapping[str, Any], fields: Sequence[str]) -> str:
-    """A row's name. What a run does without is not said, unless there is nothing else to say."""
-    said = [word(field, flat[field]) for field in fields if flat[field] not in (None, False, "none")]
-    return " ".join(said or [word(field, flat[field]) for field in fields])
-
-
-def word(field: str, value: Any) -> str:
-    """A field's value for a row's name: `full_shard`, `offload all`, `seq len 128`, `no link`."""
-    named = field.replace("_", " ")
-    if isinstance(value, bool):
-        return named if value else f"no {named}"
-    if value is None:
-        return "real link" if field == "link" else f"no {named}"
-    if isinstance(value, Mapping):
-        return f"{value['param']}/{value['reduce']}" if {"param", "reduce"} <= value.keys() else f"own {named}"
-    text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    return text if field in PLAIN else f"{named} {text}"
 
 
 # -- cells and scalars -----------------------------------------------------------------------------------------------

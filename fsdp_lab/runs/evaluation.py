@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fsdp_lab.core.errors import ArgumentError, SpecError
+from fsdp_lab.core.errors import SpecError, check_whole
 from fsdp_lab.core.spec import Spec, Workload
 from fsdp_lab.models.check import is_language
 from fsdp_lab.runs.view import RunView
@@ -35,13 +35,11 @@ class EvalConfig:
     def __post_init__(self) -> None:
         for name in ("every", "samples", "patience"):
             value = getattr(self, name)
-            if name == "patience" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                more = ", or None to go on in any case" if name == "patience" else ""
-                raise ArgumentError(
-                    f"evaluate.{name}", f"{value!r} is refused", f"give a whole number of 1 or more{more}"
-                )
+            if name != "patience":
+                check_whole(f"evaluate.{name}", value)
+            elif value is not None:
+                wanted = "a whole number of 1 or more, or None to go on in any case"
+                check_whole("evaluate.patience", value, wanted=wanted)
 
     @classmethod
     def of(cls, given: EvalConfig | int | None) -> EvalConfig | None:

@@ -17,7 +17,7 @@ from enum import StrEnum
 from itertools import groupby
 from operator import itemgetter
 
-from fsdp_lab.core.spread import quantile
+from fsdp_lab.core.formatting import quantile
 
 ROUNDS = 3
 FEWEST = 3  # steps that an interval can be told from

@@ -17,9 +17,10 @@ from html import escape
 from itertools import combinations
 from typing import Any
 
-from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.describe import describe_field
+from fsdp_lab.core.errors import check_whole
 from fsdp_lab.core.formatting import count, size
-from fsdp_lab.runs.comparison import Comparison, Refusal, Row, gathered, word
+from fsdp_lab.runs.comparison import Comparison, Refusal, Row, gathered
 from fsdp_lab.runs.ratio import Ratio, ratio
 from fsdp_lab.runs.view import RunView
 
@@ -101,10 +102,8 @@ def recommend(runs: Comparison | Sequence[RunView | Refusal], limit_bytes: int |
     Raises:
         ArgumentError: a limit that is no number of bytes.
     """
-    if limit_bytes is not None and (
-        not isinstance(limit_bytes, int) or isinstance(limit_bytes, bool) or limit_bytes < 1
-    ):
-        raise ArgumentError("limit_bytes", f"{limit_bytes!r} is refused", "give a whole number of bytes, or nothing")
+    if limit_bytes is not None:
+        check_whole("limit_bytes", limit_bytes, wanted="a whole number of bytes, or nothing")
     compared = runs if isinstance(runs, Comparison) else Comparison.of(runs)
     excluded = {row.label: why for row in compared.rows if (why := _excluded(compared, row, limit_bytes))}
     fit = [row for row in compared.rows if row.label not in excluded]
@@ -202,7 +201,7 @@ def _toggle(name: str, rows: Sequence[tuple[Row, Row]]) -> Toggle:
         rows = [(b, a) for a, b in rows]
         pairs = [_pair(a, b) for a, b in rows]
     taken, instead = rows[0][0].flat[name], rows[0][1].flat[name]
-    said = f"{word(name, taken)} instead of {word(name, instead)} {_bought(pairs)}"
+    said = f"{describe_field(name, taken)} instead of {describe_field(name, instead)} {_bought(pairs)}"
     return Toggle(field=name, taken=taken, instead=instead, pairs=tuple(pairs), sentence=said)
 
 

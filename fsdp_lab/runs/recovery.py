@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.core.checkpoint_format import Checkpoint, begin, checkpoints, discard, finish
-from fsdp_lab.core.errors import ArgumentError, FieldError
+from fsdp_lab.core.errors import ArgumentError, FieldError, check_whole
 from fsdp_lab.core.spec import Spec
 
 LIVE, REPLICA, CHECKPOINT, BEGINNING = "the ranks", "a replica", "a checkpoint", "the beginning"
@@ -42,8 +42,7 @@ class RecoveryPolicy:
         for name, value, known in (("how", self.how, HOWS), ("ranks", self.ranks, RANKS)):
             if value not in known:
                 raise ArgumentError(f"recover.{name}", f"{value!r} is refused", f"choose from {', '.join(known)}")
-        if not isinstance(self.times, int) or isinstance(self.times, bool) or self.times < 1:
-            raise ArgumentError("recover.times", f"{self.times!r} is refused", "give a whole number of 1 or more")
+        check_whole("recover.times", self.times)
 
     @classmethod
     def of(cls, given: RecoveryPolicy | str | bool | None) -> RecoveryPolicy:

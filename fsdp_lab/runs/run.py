@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from fsdp_lab.cluster import Call, ClusterError, Interrupted, RankError
 from fsdp_lab.core.checkpoint_format import Checkpoint
-from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError
+from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError, check_whole
 from fsdp_lab.core.faults import Fault, FaultKind
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.models.check import unread_weights
@@ -740,5 +740,5 @@ class Run(RunQueries, Awaited["Run"]):
 
 def _whole_number(name: str, value: int | None, none: str) -> None:
     """Raises ArgumentError for what is no count of steps; `none` says what None stands for."""
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ArgumentError(name, f"{value!r} is refused", f"give a whole number of 1 or more, or None for {none}")
+    if value is not None:
+        check_whole(name, value, wanted=f"a whole number of 1 or more, or None for {none}")

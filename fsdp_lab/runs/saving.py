@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.core.checkpoint_format import Checkpoint, check_folder, checkpoints, read
-from fsdp_lab.core.errors import ArgumentError, FieldError
+from fsdp_lab.core.errors import FieldError, check_whole
 from fsdp_lab.runs.awaited import Awaited
 
 LAST = 3
@@ -30,8 +30,8 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         for name, value in (("every", self.every), ("last", self.last)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ArgumentError(f"save.{name}", f"{value!r} is refused", "give a whole number of 1 or more")
+            if value is not None:
+                check_whole(f"save.{name}", value)
         object.__setattr__(self, "folder", check_folder(self.folder))
 
     @classmethod

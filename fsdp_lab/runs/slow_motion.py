@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_lab.cluster import ClusterError, Interrupted
-from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.events import ParameterHolding, PhaseSnapshot, StepEvent
 from fsdp_lab.core.formatting import Table, count, size
-from fsdp_lab.core.phase_snapshot import ParameterHolding, PhaseSnapshot
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs.run import Ranks
 

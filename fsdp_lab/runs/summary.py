@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+from fsdp_lab.core.describe import describe_strategy
 from fsdp_lab.core.events import Role, RoleBytes, StepEvent
-from fsdp_lab.core.formatting import Table, count, duration, size
+from fsdp_lab.core.formatting import Spread, Table, count, duration, known, quantile, size
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.core.spread import Spread, known, quantile
 from fsdp_lab.runs.steps import Step, last_stretch
 
 # The rule of what counts, for whoever reads the figures.
@@ -254,15 +254,5 @@ def row(step: Step, spec: Spec | None, peaks: Peaks, *, hfu: bool = False) -> tu
         size(max(e.memory.peak_bytes for e in events)),
         duration(statistics.fmean(sum(t.seconds for t in e.comm.values()) for e in events)),
         duration(statistics.fmean(e.exposed_comm_s for e in events)),
-        how(spec),
+        describe_strategy(spec) if spec else "",
     )
-
-
-def how(spec: Spec | None) -> str:
-    """The strategy in a few words."""
-    if spec is None:
-        return ""
-    s = spec.strategy
-    precision = s.precision if isinstance(s.precision, str) else f"{s.precision.param}/{s.precision.reduce}"
-    words = [s.backend, s.sharding, precision, *([f"offload {s.offload}"] if s.offload != "none" else [])]
-    return " ".join([*words, *([f"link {spec.link}"] if spec.link else [])])

@@ -22,10 +22,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.events import Span, StepEvent, Track, exposed_by_unit
 from fsdp_lab.core.files import check_file, write_whole
 from fsdp_lab.core.formatting import Table, duration
-from fsdp_lab.core.spans import Span, Track, exposed_by_unit
 
 TOLERANCE_S = 1e-3  # beyond the stated errors, by which a clock may disagree: what the moments themselves are worth
 MOST_COLUMNS = 8  # ranks that a table names each

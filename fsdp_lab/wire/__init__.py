@@ -1,6 +1,6 @@
 """The wire: one instrumented process group that all bytes between ranks cross.
 
-Read context.py, work.py, group.py, in this order; link.py stands alone.
+Read context.py, work.py, group.py, in this order; link.py is independent.
 """
 
 from fsdp_lab.wire.context import RankAborted, ReductionOrder, WireContext, WireTimeout

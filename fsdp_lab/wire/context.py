@@ -251,7 +251,7 @@ class WireContext:
     # -- for observers in other threads: nothing here needs the thread that may be blocked ------------------------------
 
     def pending(self) -> Collective | None:
-        """The oldest collective that has not finished; None after an abort, when nobody waits any more."""
+        """The oldest collective that has not finished; None after an abort, when no thread waits any more."""
         if self._why is not None:
             return None
         of_gloo = [(r.issued, r.inner) for r in list(self._running.values())]

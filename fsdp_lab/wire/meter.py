@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_lab.core.events import Traffic
-from fsdp_lab.core.spans import Span, Track
+from fsdp_lab.core.events import Span, Track, Traffic
 
 _MOST = 20_000  # collectives kept until they are taken
 
@@ -127,13 +126,13 @@ def waits(collectives: Sequence[Collective]) -> list[tuple[float, float, Collect
     for c in collectives:
         if c.by_future:
             ready[c.backward] = max(c.issue_s, ready.get(c.backward, 0.0))
-    asked = [(start, end, c) for c in collectives for start, end in c.waits]
+    intervals = [(start, end, c) for c in collectives for start, end in c.waits]
     for c in collectives:
         if c.by_future and not c.waits and c.end_s is not None:
-            asked.append((max(c.issue_s, ready[c.backward]), c.end_s, c))
+            intervals.append((max(c.issue_s, ready[c.backward]), c.end_s, c))
     found: list[tuple[float, float, Collective]] = []
     covered = float("-inf")
-    for start, end, c in sorted(asked, key=lambda wait: wait[:2]):
+    for start, end, c in sorted(intervals, key=lambda wait: wait[:2]):
         if end > max(start, covered):
             found.append((max(start, covered), end, c))
             covered = end

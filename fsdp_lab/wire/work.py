@@ -1,4 +1,4 @@
-"""`WireWork`: one collective in flight, with a future of its own (see "Note: abort" in context.py)."""
+"""`WireWork`: one collective in flight, with its own future (see "Note: abort" in context.py)."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from fsdp_lab.bench.ratios import BenchError, BenchResult, spread
 from fsdp_lab.cli import lab_benches
 from fsdp_lab.cli.lab_benches import growth, route, tour
 from fsdp_lab.cli.main import main
-from fsdp_lab.core.spread import Spread
+from fsdp_lab.core.formatting import Spread
 
 TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--vocab", "64", "--seq-len", "8", "--device", "cpu"]
 

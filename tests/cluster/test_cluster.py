@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from fsdp_lab.cluster import Cluster, ClusterError, RankError, RankLost, RankStuck, StartError
-from fsdp_lab.cluster.dispatch import CLIENT_HISTORY
-from fsdp_lab.cluster.processes import marked
+from fsdp_lab.cluster.calls import CLIENT_HISTORY
 from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.process import marked
 from tests.cluster.conftest import FAKE, order
 
 

@@ -20,9 +20,8 @@ from fsdp_lab.cli import jupyter
 from fsdp_lab.cli.main import main
 from fsdp_lab.cluster import Cluster, ClusterError
 from fsdp_lab.cluster.detached import FILE, DetachedCluster, detached_clusters, detached_pids, private_folder
-from fsdp_lab.cluster.processes import MARK, alive, end, marked
 from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.process import Identity, machine
+from fsdp_lab.core.process import MARK, Identity, alive, end, machine, marked
 from tests.cluster.conftest import FAKE
 from tests.lab.test_lab import until
 

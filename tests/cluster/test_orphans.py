@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.cluster.processes import marked
+from fsdp_lab.core.process import marked
 
 OWNER = """
 import os, signal, sys, time

@@ -18,8 +18,7 @@ from typing import Any
 
 from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.core.errors import ArgumentError, SpecError
-from fsdp_lab.core.events import Memory, MemorySample, RoleBytes, StepEvent, Traffic
-from fsdp_lab.core.spans import Track
+from fsdp_lab.core.events import Memory, MemorySample, RoleBytes, StepEvent, Track, Traffic
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs import EventStore, Refusal, RunState, SlowMotion, Sweep, Switch, SwitchRequest
 from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.events import Traffic
-from fsdp_lab.core.spans import Span, Track
+from fsdp_lab.core.events import Span, Track, Traffic
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.live import LiveView, Scene
 from fsdp_lab.dashboard.panels import StepAxis

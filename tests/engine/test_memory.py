@@ -31,7 +31,7 @@ from fsdp_lab.engine import (
     units_of,
 )
 from fsdp_lab.engine.unit import UnitState
-from fsdp_lab.rank.phase_stepper import PhaseStepper
+from fsdp_lab.rank.slow_motion import PhaseStepper
 from tests.covering import tiered
 from tests.engine.sizes import Buffer, Expected, Setting
 from tests.engine.toys import options_of

@@ -13,7 +13,7 @@ from torch import Tensor
 from fsdp_lab.core.schedule import Phase, PointSide, Schedule, UnitCall
 from fsdp_lab.core.spec import Strategy
 from fsdp_lab.engine import FlatBuffer, UnitState, full_state, runtime_of, sharded_parameters, units_of
-from fsdp_lab.rank.phase_stepper import PhaseStepper, Stop, UnitHolding, holdings
+from fsdp_lab.rank.slow_motion import PhaseStepper, Stop, UnitHolding, holdings
 from tests.engine.toys import batch, by_block, make, mean_square
 from tests.pool import Place, Pool
 

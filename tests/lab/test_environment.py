@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp_lab.rank.environment import _driver, software
+from fsdp_lab.rank.measure import _driver, software
 from fsdp_lab.runs.environment import cpu_model, in_words
 
 

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from fsdp_lab import RankHung
-from fsdp_lab.cluster.processes import marked
 from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.process import marked
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
 from tests.covering import tiered

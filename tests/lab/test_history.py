@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_lab.core.describe import describe_strategy
 from fsdp_lab.core.errors import ArgumentError, SpecError
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.history import History, HistoryError, StoredRun
@@ -25,7 +26,6 @@ from fsdp_lab.history.database import MIGRATIONS, HistoryDB
 from fsdp_lab.history.kernel_process import KernelProcess
 from fsdp_lab.history.run_writer import CURVES_KEPT, SPANS_KEPT, thin
 from fsdp_lab.runs import RunState
-from fsdp_lab.runs.summary import how
 from tests.dashboard.fake_lab import event
 from tests.lab.telling import Telling, ended, plain
 from tests.lab.test_lab import until
@@ -187,7 +187,7 @@ def test_runs_are_listed_newest_first_with_what_they_were(shelf: History):
     runs = shelf.runs()
     assert len(runs) == 7 and [r.started_unix_s for r in runs] == sorted((r.started_unix_s for r in runs), reverse=True)
     row = dict(zip(runs.table().columns, runs.table().rows[1], strict=True))
-    assert row["id"] == runs[1].id and row["model"] == "gpt2-1m" and row["how"] == how(runs[1].spec)
+    assert row["id"] == runs[1].id and row["model"] == "gpt2-1m" and row["how"] == describe_strategy(runs[1].spec)
     assert row["when"] == "2026-01-05 00:00" and row["steps"] == "3" and row["state"] == "finished"
     assert "torch" in row["machine"] and float(row["loss"]) > 0 and row["tokens/s"] != "–"
     assert dict(zip(runs.table().columns, runs.table().rows[-1], strict=True))["loss"] == "–", "it told nothing"

@@ -273,7 +273,7 @@ print([p.stage for p in said][-1], lab.cluster.token, flush=True)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     stage, token = done.stdout.split()
-    from fsdp_lab.cluster.processes import marked
+    from fsdp_lab.core.process import marked
 
     assert stage == "ready" and marked(token) == []
 

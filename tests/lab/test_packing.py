@@ -11,8 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_lab.core.events import Memory, MemorySample, RoleBytes, StepEvent, Traffic
-from fsdp_lab.core.spans import Span, Track
+from fsdp_lab.core.events import Memory, MemorySample, RoleBytes, Span, StepEvent, Track, Traffic
 from fsdp_lab.history.codec import pack, unpack
 from tests.lab.events import event
 

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from fsdp_lab.cluster import ClusterError
-from fsdp_lab.cluster.processes import marked
 from fsdp_lab.core.checkpoint_format import find
+from fsdp_lab.core.process import marked
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
 from tests.lab.test_lab import until

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.spec import Spec, SpecError
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.dashboard.board import Board
 from fsdp_lab.dashboard.comparison_card import ComparisonCard
 from fsdp_lab.dashboard.feed import Feed

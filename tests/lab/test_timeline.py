@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.events import StepEvent, Traffic
-from fsdp_lab.core.spans import Span, Track
+from fsdp_lab.core.events import Span, StepEvent, Track, Traffic
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs.run import Run
 from fsdp_lab.runs.store import EventStore

@@ -32,7 +32,7 @@ from fsdp_lab.core.checkpoint_format import (
 )
 from fsdp_lab.core.errors import ArgumentError, FieldError
 from fsdp_lab.rank import checkpointing
-from fsdp_lab.rank.storage import read_shards, write_shard
+from fsdp_lab.rank.checkpointing import read_shards, write_shard
 from tests.covering import tiered
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, session, spec

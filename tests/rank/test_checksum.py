@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fsdp_lab.core.events import StepEvent
-from fsdp_lab.rank.checks import checksum
+from fsdp_lab.rank.trainer import checksum
 from tests.covering import tiered
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, session, spec

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.heartbeat import Heartbeat
+from fsdp_lab.core.hang import Heartbeat
 from fsdp_lab.rank import Session
 from fsdp_lab.rank.heartbeat import PERIOD_S, STILL_S
 from tests.pool import Place, Pool

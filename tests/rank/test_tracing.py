@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from torch.profiler import DeviceType
 
-from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.spans import Span, Track, exposed_by_unit
+from fsdp_lab.core.events import Span, StepEvent, Track, exposed_by_unit
 from fsdp_lab.rank import tracing
 from fsdp_lab.rank.ledger import exposed_on_device
 from tests.pool import Place, Pool

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.hang import Hang, diagnose, limit
-from fsdp_lab.core.heartbeat import Heartbeat, Issued
+from fsdp_lab.core.hang import Hang, Heartbeat, Issued, diagnose, limit
 
 
 def issued(ordinal: int, kind: str = "all_gather", unit: str = "h.3", group: str = "world", **more: Any) -> Issued:

@@ -15,8 +15,8 @@ from bokeh.models.renderers import DataRenderer
 from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
+from fsdp_lab.core.events import Span, Track, exposed_by_unit
 from fsdp_lab.core.formatting import duration, figures, traffic
-from fsdp_lab.core.spans import Span, Track, exposed_by_unit
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns
 from fsdp_lab.dashboard.panels.base import Captions, Key, Patches, Pin, StepAxis, paint_fill, plain_figure, twin

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.errors import ArgumentError, check_whole, is_number
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.devices import ASSUMED_SHARE, DEVICES, Device
 from fsdp_lab.planner.plan import Plan
@@ -47,8 +47,8 @@ class Question:
             _within(name, getattr(self, name), most)
         if self.network is not None:
             _within("network", self.network, 1e6)
-        if self.per_host is not None and (not isinstance(self.per_host, int) or self.per_host < 1):
-            raise ArgumentError("per_host", f"{self.per_host!r} is refused", "give a whole number of 1 or more")
+        if self.per_host is not None:
+            check_whole("per_host", self.per_host)
         self.where.machine(self.spec.world_size)
 
     def flat(self) -> dict[str, Any]:
@@ -151,6 +151,5 @@ def base(question: Question) -> dict[str, Any]:
 
 
 def _within(name: str, value: Any, most: float) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not 0 < value <= most:
+    if not is_number(value) or not math.isfinite(value) or not 0 < value <= most:
         raise ArgumentError(name, f"{value!r} is refused", f"give a number above 0, up to {most:,.0f}")

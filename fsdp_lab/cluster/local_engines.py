@@ -10,12 +10,18 @@ from typing import Any
 import ipyparallel as ipp
 
 from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters, private_folder, remove_private
-from fsdp_lab.cluster.engines import Engines, OnEnd
-from fsdp_lab.cluster.engines.launcher import CONTROLLER_ARGS, LauncherLoop, cluster_options, last_lines, start_error
+from fsdp_lab.cluster.engines import (
+    CONTROLLER_ARGS,
+    Engines,
+    LauncherLoop,
+    OnEnd,
+    cluster_options,
+    last_lines,
+    start_error,
+)
 from fsdp_lab.cluster.errors import ClusterError, StartError
 from fsdp_lab.cluster.guardian import Guardian
-from fsdp_lab.cluster.processes import end, marked, sweep
-from fsdp_lab.core.process import Identity, machine
+from fsdp_lab.core.process import Identity, end, machine, marked, sweep
 
 ATTACH_S = 10.0  # for the client to reach running engines
 # The client remembers the signatures of its messages against replays, by default of 65,536.
@@ -82,7 +88,7 @@ class LocalEngines(Engines):
 
     @property
     def user_client(self) -> Any:
-        """A client of its own: what a notebook does with it (purge, wait for all) does not affect our calls."""
+        """A separate client: what a notebook does with it (purge, wait for all) does not affect our calls."""
         if self._user_client is None:
             info = self._loop.run(self._cluster.controller.get_connection_info(), 10)
             self._user_client = ipp.Client(info["client"], cluster=None)

@@ -1,0 +1,81 @@
+"""A Spec as text for tables, labels and messages: its fields, what differs between Specs, its strategy on one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsdp_lab.core.spec import Spec
+
+DEFAULT_FIELDS = ("backend", "sharding", "precision")  # name Specs that do not differ
+STRATEGY_FIELDS = (*DEFAULT_FIELDS, "offload", "link")
+SELF_EXPLAINING = ("model", "data", "backend", "sharding", "precision", "optimizer")  # shown without the field's name
+NONE_IS_OFF = ("link", "clip_norm")  # None turns these off; of other fields it means a choice by the backend
+
+
+def flat_fields(spec: Spec | Mapping[str, Any]) -> dict[str, Any]:
+    """Flat field name -> value, also of a dict that is no valid Spec; fields missing there have their defaults."""
+    if isinstance(spec, Spec):
+        return spec.flat()
+    top = {**spec}
+    parts = [part for name in ("workload", "strategy") if isinstance(part := top.pop(name, {}), Mapping)]
+    given = {**{k: v for part in parts for k, v in part.items()}, **top}
+    return {name: given.get(name, default) for name, default in Spec().flat().items()}
+
+
+def differing_fields(flats: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Names of the fields whose values are not equal in all of them."""
+
+    def key(value: Any) -> str:
+        return json.dumps(value, sort_keys=True, default=str)
+
+    return tuple(name for name in (flats[0] if flats else ()) if len({key(flat[name]) for flat in flats}) > 1)
+
+
+def field_title(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def describe_value(name: str, value: Any) -> str:
+    """`full_shard`, `128`, `bf16/fp32`, `auto`, `off`; a model that is a config dict by its type."""
+    if value is None:
+        return "off" if name in NONE_IS_OFF else "auto"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, Mapping):
+        if {"param", "reduce"} <= value.keys():
+            return f"{value['param']}/{value['reduce']}"
+        return str(value.get("model_type") or "own config")
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def describe_field(name: str, value: Any) -> str:
+    """`full_shard`, `offload all`, `seq len 128`, `no compile`, `real link`."""
+    if value is None and name == "link":
+        return "real link"
+    if value is None or value is False:
+        return f"no {field_title(name)}"
+    if value is True:
+        return field_title(name)
+    text = describe_value(name, value)
+    return text if name in SELF_EXPLAINING else f"{field_title(name)} {text}"
+
+
+def describe_fields(flat: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Those of the named fields that are set; all of them if none is."""
+    used = [name for name in names if flat[name] not in (None, False, "none")]
+    return " ".join(describe_field(name, flat[name]) for name in used or names)
+
+
+def describe_changes(changes: Mapping[str, tuple[Any, Any]], arrow: str = "→") -> str:
+    """A `Spec.difference`: `sharding full_shard → shard_grad_op, precision fp32 → bf16`."""
+    return ", ".join(
+        f"{field_title(name)} {describe_value(name, old)} {arrow} {describe_value(name, new)}"
+        for name, (old, new) in changes.items()
+    )
+
+
+def describe_strategy(spec: Spec) -> str:
+    """`lab full_shard bf16 offload optimizer link 0.25 GB/s`."""
+    return describe_fields(spec.flat(), STRATEGY_FIELDS)

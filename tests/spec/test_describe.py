@@ -1,0 +1,62 @@
+"""A Spec as text."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_lab.core.describe import (
+    describe_changes,
+    describe_field,
+    describe_fields,
+    describe_strategy,
+    differing_fields,
+    flat_fields,
+)
+from fsdp_lab.core.spec import Precision, Spec
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("sharding", "full_shard", "full_shard"),
+        ("offload", "all", "offload all"),
+        ("seq_len", 128, "seq len 128"),
+        ("compile", True, "compile"),
+        ("compile", False, "no compile"),
+        ("clip_norm", None, "no clip norm"),
+        ("link", None, "real link"),
+        ("precision", {"param": "bf16", "reduce": "fp32"}, "bf16/fp32"),
+        ("model", {"model_type": "gpt2"}, "gpt2"),
+        ("devices", ["cuda:0", "cuda:1"], "devices cuda:0, cuda:1"),
+    ],
+)
+def test_a_field_as_text(name: str, value: object, text: str):
+    assert describe_field(name, value) == text
+
+
+def test_fields_that_are_off_are_left_out_unless_all_are():
+    flat = Spec().replace(offload="all").flat()
+    assert describe_fields(flat, ("compile", "offload", "clip_norm")) == "offload all"
+    assert describe_fields(flat, ("compile", "clip_norm")) == "no compile no clip norm"
+
+
+def test_changes_as_text():
+    before = Spec(link="0.25 GB/s")
+    after = before.replace(sharding="shard_grad_op", compile=True, link=None, precision=Precision(param="bf16"))
+    assert describe_changes(before.difference(after)) == (
+        "sharding full_shard → shard_grad_op, precision fp32 → bf16/fp32, compile off → on, link 0.25 GB/s → off"
+    )
+
+
+def test_a_strategy_on_one_line():
+    assert describe_strategy(Spec()) == "lab full_shard fp32"
+    assert (
+        describe_strategy(Spec(link="0.25 GB/s").replace(offload="all"))
+        == "lab full_shard fp32 offload all link 0.25 GB/s"
+    )
+
+
+def test_a_dict_that_is_no_spec_has_all_fields():
+    flat = flat_fields({"strategy": {"backend": "ddp", "sharding": "full_shard"}, "world_size": 3})
+    assert flat == Spec().flat() | {"backend": "ddp", "world_size": 3}
+    assert differing_fields([flat, Spec().flat()]) == ("backend", "world_size")
