@@ -55,6 +55,19 @@ class History:
         self._recorder = HistoryWriter(self.path, self._tend)
         self._crowded = ""
 
+    @classmethod
+    def of(cls, where: History | str | os.PathLike[str] | bool) -> History | None:
+        """A History as it is, that of a path, the default one for True, None for False. Raises ArgumentError."""
+        if isinstance(where, bool):
+            return cls() if where else None
+        if isinstance(where, (str, os.PathLike)):
+            return cls(where)
+        if not isinstance(where, History):
+            raise ArgumentError(
+                "history", f"{where!r} is refused", "give True, False, the path of a file, or a History"
+            )
+        return where
+
     @property
     def problem(self) -> str:
         """What went wrong with keeping runs, in a sentence; "" where all is well."""
