@@ -16,7 +16,7 @@ from fsdp_lab.core.errors import ArgumentError, SpecError
 from fsdp_lab.core.formatting import Table
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.history.history import History
-from fsdp_lab.history.run_list import RunList
+from fsdp_lab.history.stored_run import RunList
 from fsdp_lab.notebook import ProgressBar, exit_handler, rank_table, replace_former
 from fsdp_lab.planner.calibration import Calibration
 from fsdp_lab.planner.plan import Plan
