@@ -1,6 +1,7 @@
 """`fsdp-lab bench`: the options of all benches, and what they share: refusals, the environment, the file.
 
-step, metering and checkpoint (bench/benches.py) need neither Jupyter nor rich; the others run on a lab (lab_benches.py).
+step, metering and checkpoint (bench/benches.py) need neither Jupyter nor rich; the others run on a lab
+(lab_benches.py).
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ from fsdp_lab.bench.plan import (
     option,
 )
 from fsdp_lab.bench.ratios import BenchError
-from fsdp_lab.cli.console import Failed, Refused
-from fsdp_lab.cli.results import check_file, write_file
+from fsdp_lab.cli.console import Failed, Refused, check_file, write_file
 from fsdp_lab.core.spec import BACKENDS
 
 Add = Callable[..., Any]  # `add_argument` of a parser

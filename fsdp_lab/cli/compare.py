@@ -1,7 +1,8 @@
 """`fsdp-lab compare`: the same work under every combination of the given lists, in turns on the same resident ranks.
 
-Options are the fields of Workload and Strategy, `--ranks`, `--steps` and `--rounds`. What cannot be combined is listed with
-its reason; a run that fails is listed there too, and the exit code is 1. Then: which to take, and what each toggle bought.
+Options are the fields of Workload and Strategy, `--ranks`, `--steps` and `--rounds`. What cannot be combined is listed
+with its reason; a run that fails is listed there too, and the exit code is 1. Then: which to take, and what each toggle
+bought.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.cli import fields
-from fsdp_lab.cli.console import Refused
-from fsdp_lab.cli.results import Results
+from fsdp_lab.cli.console import Refused, Results, terminal
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.spec import Spec
 
@@ -57,10 +57,9 @@ def run(args: argparse.Namespace) -> int:
     results.write()
     refused = list(results.refused)  # before those that fail join them
 
-    from fsdp_lab.cli import session
     from fsdp_lab.runs import Comparison, Refusal
 
-    console = session.console()
+    console = terminal()
     sweep = compare(console, specs, args.steps, args.rounds, results) if specs else None
     rows: list[RunView | Refusal] = [
         *(sweep.in_order if sweep else ()),

@@ -1,7 +1,8 @@
 """`fsdp-lab drill`: failures at random moments in small runs, and whether each run ended as one that nothing befell.
 
-A drill is survived where its run did all its steps with the losses of an undisturbed run, bit for bit, where no process is
-left that was not there before, and where the ranks hold no more memory than such runs, saved and resumed, leave them.
+A drill is survived where its run did all its steps with the losses of an undisturbed run, bit for bit, where no process
+is left that was not there before, and where the ranks hold no more memory than such runs, saved and resumed, leave
+them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """The benches that run on a lab: live, toggle, soak and plan. Of their shape: bench/benches.py.
 
-Note: what is compared in `toggle`. A switch is timed from `run.apply` to the first step that every rank has reported under
-the new Spec, parameters and optimizer state carried over; the chunk of steps that is under way ends first, and counts. It
-comes at a random moment within the seconds after the last one's first step, as a user's does. The relaunch is torchrun on
-the same Spec and command line, from its start to the first step that it prints: new processes, imports, build, rendezvous.
-It loads no state, so it is shorter than the same change by hand, which would save and load a checkpoint. Relaunches are
-spread among the switches, and the run is paused meanwhile. The tour goes through every ordered pair of strategies.
+Note: what is compared in `toggle`. A switch is timed from `run.apply` to the first step that every rank has reported
+under the new Spec, parameters and optimizer state carried over; the chunk of steps that is under way ends first, and
+counts. It comes at a random moment within the seconds after the last one's first step, as a user's does. The relaunch
+is torchrun on the same Spec and command line, from its start to the first step that it prints: new processes, imports,
+build, rendezvous. It loads no state, so it is shorter than the same change by hand, which would save and load a
+checkpoint. Relaunches are spread among the switches, and the run is paused meanwhile. The tour goes through every
+ordered pair of strategies.
 
 Note: what is compared in `plan`. Every round calibrates anew; the steps of all Specs are timed in turns with what is
 calibrated on, so that what the machine does meanwhile affects both alike. No Spec that is compared is calibrated on.
@@ -36,6 +37,7 @@ import psutil
 from fsdp_lab.bench.plan import WARM_UP, WINDOW
 from fsdp_lab.bench.ratios import BenchError, spread
 from fsdp_lab.cli import session
+from fsdp_lab.cli.console import terminal
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.core.host_memory import HOST_MEMORY
 from fsdp_lab.core.spec import Spec
@@ -86,7 +88,7 @@ def live(model: str, ranks: int, rounds: int, say: Say) -> dict[str, Any]:
     """How long a user waits: for the first step, for a switch, for a stop. Raises BenchError."""
     spec = Spec(world_size=ranks).replace(model=model, micro_batch=1, seq_len=64)
     begun_s = time.perf_counter()
-    with session.lab(session.console(), ranks, None, history=False) as lab:
+    with session.lab(terminal(), ranks, None, history=False) as lab:
         ready_s = time.perf_counter() - begun_s
         started = lab.run(spec)
         await_step(started, spec.id)
@@ -154,7 +156,7 @@ def toggle(model: str, ranks: int, pairs: int | None, relaunches: int, say: Say)
     spec = Spec(world_size=ranks).replace(model=model, micro_batch=1, seq_len=64)
     stops = [spec.replace(backend=b, sharding=s) for b, s in route(pairs)]
     say(f"{len(stops) - 1} toggles of {model} on {ranks} ranks, {relaunches} relaunches")
-    with session.lab(session.console(), ranks, None, history=False) as lab:
+    with session.lab(terminal(), ranks, None, history=False) as lab:
         run = lab.run(stops[0])
         await_step(run, stops[0].id)
         toggles, again = _timed(run, stops, relaunches)
@@ -249,7 +251,7 @@ def soak(model: str, ranks: int, toggles: int, backends: Sequence[str], say: Say
     found: dict[str, Mapping[str, Mapping[str, Any]]] = {}
     base = Spec(world_size=ranks).replace(model=model, micro_batch=1, seq_len=32)
     for backend in backends:
-        with session.lab(session.console(), ranks, None, history=False) as lab:  # new ranks for each backend
+        with session.lab(terminal(), ranks, None, history=False) as lab:  # new ranks for each backend
             pair = [base.replace(backend=backend, **c) for c in (REPLICATED if backend == "ddp" else SHARDED)]
             found[backend] = _grown(lab, pair, toggles)
         for name, one in found[backend].items():
@@ -296,7 +298,7 @@ def plan(bases: Sequence[Spec], rounds: int, say: Say) -> dict[str, Any]:
     from fsdp_lab.bench.planned import errors, lines, predictions, strategies
 
     specs = [spec for base in bases for spec in strategies(base)]
-    ranks, console, found = bases[0].world_size, session.console(), []
+    ranks, console, found = bases[0].world_size, terminal(), []
     say(f"{len(specs)} Specs on {ranks} ranks, {rounds} rounds")
     with session.lab(console, ranks, None, history=False) as lab:
         for i in range(rounds):

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.cli import fields
-from fsdp_lab.cli.console import Failed, Refused
-from fsdp_lab.cli.results import Results
+from fsdp_lab.cli.console import Failed, Refused, Results, terminal
 from fsdp_lab.core.checkpoint_format import Checkpoint, check_same, find
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.spec import Spec
@@ -73,11 +72,9 @@ def run(args: argparse.Namespace) -> int:
 
     check(spec.workload, evaluated=evaluate.samples if evaluate else 0)
 
-    from fsdp_lab.cli import session
-
     options: dict[str, Any] = {"steps": args.steps, "save": saving(args), "recover": recovering(args.recover),
                                "evaluate": evaluate}  # fmt: skip
-    train(session.console(), spec, options, results, args.trace, start)
+    train(terminal(), spec, options, results, args.trace, start)
     return 0
 
 

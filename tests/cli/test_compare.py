@@ -17,8 +17,8 @@ import pytest
 from rich.console import Console
 
 from fsdp_lab.cli import compare, session
+from fsdp_lab.cli.console import Results
 from fsdp_lab.cli.main import main, parser
-from fsdp_lab.cli.results import Results
 from fsdp_lab.core.spec import Spec
 
 TINY = ["--model", "gpt2-1m", "--seq-len", "16", "--micro-batch", "1"]
