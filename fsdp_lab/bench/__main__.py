@@ -1,8 +1,8 @@
 """One rank of a bench, as launch.py starts it: `python -m fsdp_lab.bench`.
 
-Its standard input begins with a line of JSON that says what to do; its end means that the launcher is gone, and the rank
-ends too. What it has to say it says in lines of JSON on what was its standard output; what libraries print goes to the
-standard error.
+Its standard input begins with a line of JSON that says what to do; its end means that the launcher is gone, and the
+rank ends too. What it has to say it says in lines of JSON on what was its standard output; what libraries print goes to
+the standard error.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Checkpoints of one model beside each other: the lab's, and plain Distributed Checkpoint's of torch's FSDP2.
 
-Note: what is timed. Save: from the call until all ranks' files are whole on the disk, though the lab's would let training
-go on meanwhile. Load: back into the model and the optimizer that stand there, with what a library asks for to be done before
-and after it (`get_state_dict`, `set_state_dict`). A barrier stands before and after each. Then the lab's own promise: how
-long training stands for a snapshot, and how much slower its steps are until the files are written.
+Note: what is timed. Save: from the call until all ranks' files are whole on the disk, though the lab's would let
+training go on meanwhile. Load: back into the model and the optimizer that stand there, with what a library asks for to
+be done before and after it (`get_state_dict`, `set_state_dict`). A barrier stands before and after each. Then the lab's
+own promise: how long training stands for a snapshot, and how much slower its steps are until the files are written.
 """
 
 from __future__ import annotations

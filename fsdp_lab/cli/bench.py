@@ -25,12 +25,12 @@ from fsdp_lab.bench.plan import (
     STEP,
     WARM_UP,
     WINDOW,
+    BenchError,
     BenchPlan,
     PlanError,
     named,
     option,
 )
-from fsdp_lab.bench.ratios import BenchError
 from fsdp_lab.cli.console import Failed, Refused, check_file, write_file
 from fsdp_lab.core.spec import BACKENDS
 
@@ -157,7 +157,7 @@ def _checkpoint(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _planned(args: argparse.Namespace, forms: Sequence[str], **more: Any) -> BenchPlan:
-    """Raises PlanError, in the words of the command line."""
+    """The plan of the options. Raises PlanError, which names an option."""
     from fsdp_lab.bench.launch import place
 
     sizes = {name: getattr(args, name) for name in ("steps", *SIZES) if hasattr(args, name)}
@@ -166,7 +166,7 @@ def _planned(args: argparse.Namespace, forms: Sequence[str], **more: Any) -> Ben
 
 
 def at_least(args: argparse.Namespace, name: str, least: int, why: str = "") -> None:
-    """Raises PlanError for a number that is given and is too small."""
+    """Raises PlanError if the option is given and less than `least`."""
     if (value := getattr(args, name)) is not None and value < least:
         number = f"{least} or more{why}" if why else f"a whole number of {least} or more"
         raise PlanError(f"{option(name)} {value} is refused; give {number}")
