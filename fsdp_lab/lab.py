@@ -342,14 +342,14 @@ class Lab:
             self._history.record(run)
 
     def save(self, folder: str | os.PathLike[str]) -> Checkpoint:
-        """Saves what the ranks hold and returns the complete checkpoint. A run in progress is saved by `run.save`.
+        """Saves the state of the ranks and returns the complete checkpoint. A run in progress is saved by `run.save`.
 
         Raises:
             ArgumentError: the folder. ClusterError: it could not be written, or a run is in progress.
         """
         root = check_folder(folder, field="folder")
         if (run := self.current) is not None and not run.done:
-            raise ClusterError(f"{run!r} goes on: start it with lab.run(save=folder), then run.save()")
+            raise ClusterError(f"{run!r} is in progress: start it with lab.run(save=folder), then run.save()")
         self._cluster.call("save", root=str(root), kind="step", last=1 << 30)
         saves = self._cluster.call("saves", wait_s=SAVE_S)[0]["ended"]
         error = saves[-1]["error"] if saves else "it takes too long"
@@ -369,7 +369,9 @@ class Lab:
         """
         self._activities.require_open()
         if unfinished := self._activities.unfinished:
-            raise ClusterError(f"{unfinished[0]!r} goes on, and would be measured too; stop it or wait for it")
+            raise ClusterError(
+                f"{unfinished[0]!r} is in progress and would be measured as well; stop it or wait for it"
+            )
         if passes < 1:
             raise ArgumentError("passes", f"{passes} is refused", "give a whole number of 1 or more")
         self._calibration = calibrate(self._cluster, beside, passes=passes)

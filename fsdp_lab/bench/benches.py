@@ -245,7 +245,7 @@ def metering(plan: BenchPlan, peer: str, launches: int, say: Say) -> dict[str, A
     difference, form = max(result.difference() for result in results)
     say(f"largest difference of losses and gradient norms between forms: {difference:.1e} ({form})")
     traced = [count for count in spans if count]
-    say(f"{len(spans)} events came live, {len(traced)} of them with spans, {max(traced, default=0)} at most")
+    say(f"{len(spans)} events published, {len(traced)} of them with spans, {max(traced, default=0)} at most")
     return report.figures | {"step_time_s": {name: asdict(time) for name, time in times.items()}}
 
 

@@ -50,7 +50,7 @@ class Form:
         }
 
 
-# In the order in which they take turns. The control stands far from the form that it repeats.
+# In the order in which they take turns. The control is far from the form that it repeats.
 _ALL = (
     Form(name=LAB, peer="lab", forward_prefetch=1),
     Form(name=REFERENCE, peer="fsdp2", on="raw"),
@@ -81,13 +81,13 @@ METERING: Mapping[str, tuple[str, ...]] = {peer: tuple(f.name for f in _metering
 FORMS: Mapping[str, Form] = {form.name: form for form in (*_ALL, *(f for p in METERED_PEERS for f in _metering(p)))}
 
 
-def named(words: str) -> tuple[str, ...]:
+def named(names: str) -> tuple[str, ...]:
     """The forms in a comma-separated list, where a peer means all its forms, in the order of turns. Raises PlanError."""
     chosen: set[str] = set()
-    for word in (w.strip() for w in words.split(",") if w.strip()):
-        found = [f.name for f in _ALL if word in (f.name, f.peer)]
+    for name in (n.strip() for n in names.split(",") if n.strip()):
+        found = [f.name for f in _ALL if name in (f.name, f.peer)]
         if not found:
-            raise PlanError(f"--only: there is no form {word}; choose from {', '.join((*STEP, *PEERS))}")
+            raise PlanError(f"--only: there is no form {name}; choose from {', '.join((*STEP, *PEERS))}")
         chosen.update(found)
     return tuple(name for name in STEP if name in chosen)
 
@@ -105,7 +105,7 @@ class BenchPlan:
 
     ranks: int = 2
     steps: int = 30  # counted ones of each form
-    warmup: int = 3  # before them: the first makes optimizer state, in the second DDP lays its buckets anew
+    warmup: int = 3  # before them: the first creates optimizer state, in the second DDP rebuilds its buckets
     layers: int = 4
     width: int = 512
     heads: int = 8

@@ -31,7 +31,7 @@ from fsdp_lab.bench.plan import (
     named,
     option,
 )
-from fsdp_lab.cli.console import Failed, Refused, check_file, write_file
+from fsdp_lab.cli.console import Failed, Refused, at_least, check_file, write_file
 from fsdp_lab.core.spec import BACKENDS
 
 Add = Callable[..., Any]  # `add_argument` of a parser
@@ -165,13 +165,6 @@ def _planned(args: argparse.Namespace, forms: Sequence[str], **more: Any) -> Ben
     return BenchPlan.from_dict({**plan.to_dict(), "devices": place(plan.ranks, args.device)})
 
 
-def at_least(args: argparse.Namespace, name: str, least: int, why: str = "") -> None:
-    """Raises PlanError if the option is given and less than `least`."""
-    if (value := getattr(args, name)) is not None and value < least:
-        number = f"{least} or more{why}" if why else f"a whole number of {least} or more"
-        raise PlanError(f"{option(name)} {value} is refused; give {number}")
-
-
 # -- on a lab --------------------------------------------------------------------------------------------------------
 
 
@@ -222,7 +215,7 @@ def _soak(args: argparse.Namespace) -> dict[str, Any]:
     at_least(args, "toggles", WARM_UP + WINDOW, f": the first {WARM_UP} are warm-up")
     backends = [name.strip() for name in args.backend.split(",")]
     if unknown := next((name for name in backends if name not in BACKENDS), None):
-        raise PlanError(f"--backend {unknown!r} is refused; give some of {', '.join(BACKENDS)}")
+        raise Refused(f"--backend {unknown!r} is refused; give some of {', '.join(BACKENDS)}")
     return lab_benches.soak(args.model, args.ranks, args.toggles, backends, say)
 
 

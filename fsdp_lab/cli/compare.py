@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_lab.cli import fields
-from fsdp_lab.cli.console import Refused, Results, terminal
+from fsdp_lab.cli.console import Refused, Results, at_least, terminal
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.spec import Spec
 
@@ -41,9 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("steps", "rounds"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise Refused(f"--{name} {getattr(args, name)} is refused; give a whole number of 1 or more")
+    at_least(args, "steps", 1)
+    at_least(args, "rounds", 1)
     results = Results(file=args.json)
     results.check()
     if args.report is not None:

@@ -6,6 +6,7 @@ The file of `run` and `compare`: {"runs": [a summary, ...], "refused": [{"spec",
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import signal
@@ -72,6 +73,13 @@ def unhurried() -> Iterator[None]:
     finally:
         for name, handler in before.items():
             signal.signal(getattr(signal, name), handler)
+
+
+def at_least(args: argparse.Namespace, name: str, least: int, why: str = "") -> None:
+    """Raises Refused if the option is given and less than `least`."""
+    if (value := getattr(args, name)) is not None and value < least:
+        number = f"{least} or more{why}" if why else f"a whole number of {least} or more"
+        raise Refused(f"--{name.replace('_', '-')} {value} is refused; give {number}")
 
 
 def terminal() -> Console:

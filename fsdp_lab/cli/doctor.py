@@ -55,10 +55,10 @@ def examine() -> Iterator[tuple[str, list[Finding]]]:
 
 
 def outlook(facts: TorchFacts, gpus_seen: int) -> list[Finding]:
-    """What a person can expect of this machine, in sentences."""
+    """Which ranks this machine can run."""
     if not facts.version:
-        return [Finding("ranks", "none", State.FAIL, "torch cannot be imported; mend that first")]
-    on_cpu = f"CPU ranks over Gloo; {cores():g} cores, more ranks than that share them and are slower, not wrong"
+        return [Finding("ranks", "none", State.FAIL, "torch cannot be imported; fix that first")]
+    on_cpu = f"CPU ranks over Gloo; {cores():g} cores, more ranks share them, which is slower but correct"
     found = [Finding("CPU ranks", on_cpu, State.OK if facts.gloo else State.FAIL)]
     if facts.devices:
         value = (
@@ -72,7 +72,7 @@ def outlook(facts: TorchFacts, gpus_seen: int) -> list[Finding]:
 
 # -- software ----------------------------------------------------------------------------------------------------------
 
-# What is looked at where fsdp-lab runs from a checkout that pip never saw, so that no metadata names the requirements.
+# Packages to check if fsdp-lab is not installed, so that no metadata lists the requirements.
 PACKAGES = (
     "torch",
     "transformers",
@@ -88,7 +88,7 @@ PACKAGES = (
 
 def python() -> list[Finding]:
     version, where = platform.python_version(), sys.executable
-    if sys.version_info < (3, 11):  # noqa: UP036 (a doctor is run where things are wrong)
+    if sys.version_info < (3, 11):  # noqa: UP036 (the doctor also runs where requirements are not met)
         return [Finding("Python", f"{version} at {where}", State.FAIL, "make an environment with Python 3.11 or newer")]
     isolated = sys.prefix != sys.base_prefix or "CONDA_PREFIX" in os.environ
     advice = (
@@ -119,11 +119,11 @@ def package(requirement: str) -> Finding:
         return Finding(name, "missing", State.FAIL, fix)
     if satisfies(version, requirement):
         return Finding(name, version)
-    return Finding(name, f"{version}, and {requirement} is wanted", State.FAIL, fix)
+    return Finding(name, f"{version}, but {requirement} is required", State.FAIL, fix)
 
 
 def satisfies(version: str, requirement: str) -> bool:
-    """Whether the version is in the required range; true where nothing here can tell."""
+    """Whether the version is in the required range; True if that cannot be determined."""
     try:
         from packaging.requirements import Requirement
     except ImportError:
@@ -148,7 +148,9 @@ def torch(facts: TorchFacts) -> list[Finding]:
 
 def nccl(facts: TorchFacts) -> Finding:
     if not facts.nccl:
-        return Finding("NCCL", "missing", State.WARN, "GPU ranks would talk over Gloo, through host memory: slow")
+        return Finding(
+            "NCCL", "missing", State.WARN, "GPU ranks would communicate over Gloo, through host memory: slow"
+        )
     version = ".".join(map(str, facts.nccl_version))
     if facts.nccl_version < (2, 30):
         return Finding("NCCL", f"{version}; one rank a GPU (two on one GPU go over Gloo, or need 2.30)")
@@ -180,21 +182,21 @@ def jupyter_servers() -> list[Finding]:
     return found
 
 
-ABOVE = Path("/")  # where others come from
+ABOVE = Path("/")  # folders above a file that others would have to pass; below this one
 
 
 def connection_security() -> list[Finding]:
     files = connection_files()
     readable = [file for file in files if others_read(file)]
     if not readable:
-        return [Finding("connection files", f"{len(files)}, which nobody else can read")]
+        return [Finding("connection files", f"{len(files)}, readable by their owner only")]
     names = ", ".join(map(str, readable[:3])) + (", ..." if len(readable) > 3 else "")
     fix = "whoever reads one can run code as you: chmod go-rwx " + " ".join(f"'{file}'" for file in readable[:3])
-    return [Finding("connection files", f"others can read {names}", State.WARN, fix)]
+    return [Finding("connection files", f"other users can read {names}", State.WARN, fix)]
 
 
 def connection_files() -> list[Path]:
-    """Of Jupyter's servers and kernels, and of ipyparallel's profiles."""
+    """Connection files of Jupyter's servers and kernels, and of ipyparallel's profiles."""
     home = Path(os.environ.get("IPYTHONDIR") or Path.home() / ".ipython")
     found = [*home.glob("profile_*/security/*.json")]
     try:
@@ -211,7 +213,7 @@ def connection_files() -> list[Path]:
 
 
 def others_read(file: Path) -> bool:
-    """Whether the file can be read, and every folder above it passed, by more than its owner."""
+    """Whether users other than the owner can reach the file and read it."""
     folders = [folder for folder in file.absolute().parents if ABOVE in folder.parents]
     try:
         if not os.stat(file).st_mode & (stat.S_IRGRP | stat.S_IROTH):

@@ -73,9 +73,9 @@ def lines(folder: Path) -> Iterator[str]:
     whole, broken = list_checkpoints(folder), incomplete_checkpoints(folder)
     for c in whole:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(c.saved_unix_s))
-        said = f"{how(c.spec)} on {c.spec.world_size} ranks"
-        yield f"{c.path.name}  step {c.step}, {size(c.nbytes)}, {c.kind}, of run {c.run}, {when}: {said}"
-    for t in broken:
-        yield f"torn: {t.reason}"
+        strategy = f"{how(c.spec)} on {c.spec.world_size} ranks"
+        yield f"{c.path.name}  step {c.step}, {size(c.nbytes)}, {c.kind}, of run {c.run}, {when}: {strategy}"
+    for one in broken:
+        yield f"incomplete: {one.reason}"
     if not whole and not broken:
         yield f"{folder} holds no checkpoint"

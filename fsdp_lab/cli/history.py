@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.cli.console import Refused, say, say_json
+from fsdp_lab.cli.console import Refused, at_least, say, say_json
 from fsdp_lab.core.errors import FieldError
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def listed(args: argparse.Namespace, history: History) -> None:
-    if args.limit < 0:
-        raise Refused(f"--limit {args.limit} is refused; give a whole number of 0 or more")
+    at_least(args, "limit", 0)
     runs = history.runs()
     runs = runs[: args.limit] if args.limit else runs
     say_json([run.to_dict() for run in runs]) if args.json else say(repr(runs))
@@ -86,8 +85,8 @@ def head(stored: StoredRun) -> list[str]:
              stored.where or "where it was trained is not known"]  # fmt: skip
     for switch in stored.switches[1:]:
         changes = switch.before.difference(switch.after) if switch.before is not None else {}
-        words = ", ".join(f"{name} {shown(here)} -> {shown(there)}" for name, (here, there) in changes.items())
-        lines.append(f"from step {switch.step}: {words}{'' if switch.carried else ' (begun again)'}")
+        changed = ", ".join(f"{name} {shown(here)} -> {shown(there)}" for name, (here, there) in changes.items())
+        lines.append(f"from step {switch.step}: {changed}{'' if switch.carried else ' (restarted)'}")
     return lines
 
 
@@ -141,11 +140,11 @@ def report(args: argparse.Namespace) -> int:
 
     check_file(args.output, SUFFIXES, field="--output")
     try:
-        kept = History().runs()
+        listed_runs = History().runs()
     except HistoryError as e:
         raise Refused(str(e)) from e
-    runs = list({stored.id: stored for stored in (kept[which] for which in args.which)}.values())
-    baseline = runs[0] if args.baseline is None else kept[args.baseline]
+    runs = list({stored.id: stored for stored in (listed_runs[which] for which in args.which)}.values())
+    baseline = runs[0] if args.baseline is None else listed_runs[args.baseline]
     if baseline.id not in [stored.id for stored in runs]:
         raise Refused(f"--baseline {args.baseline} is not one of the runs of this report; name it among them, too")
     limit = None if args.memory is None else int(args.memory * (1 << 30))

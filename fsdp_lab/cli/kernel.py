@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("ipykernel") is None:
-        raise Refused(f"ipykernel is not installed beside {sys.executable}; pip install ipykernel")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", args.name):  # ".." is a folder, which Jupyter would replace
+        raise Refused(f"ipykernel is not installed for {sys.executable}; pip install ipykernel")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", args.name):  # Jupyter would replace the folder ".."
         raise Refused(
             f"--name {args.name!r} is not a kernel's name; use letters and digits, with '.', '_' and '-' between"
         )
@@ -53,7 +53,7 @@ def display_name() -> str:
 
 
 def register(name: str, prefix: Path | None) -> str:
-    """Writes the kernel's description and returns its folder. Raises Refused where that cannot be written."""
+    """Writes the kernel spec and returns its folder. Raises Refused if it cannot be written."""
     from ipykernel.kernelspec import install
 
     try:
@@ -71,7 +71,7 @@ def register(name: str, prefix: Path | None) -> str:
 
 
 def what_servers_need() -> list[str]:
-    """For each running server of another environment what it lacks; where none runs, what any of them needs."""
+    """What each running server of another environment lacks; if none runs, what any of them needs."""
     others = [server for server in running_servers() if not server.ours]
     if not others:
         lines = ["The JupyterLab server that shows the notebooks needs two packages in ITS environment:"]
@@ -106,7 +106,7 @@ NEEDED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """A Jupyter server that runs now."""
+    """A running Jupyter server."""
 
     pid: int
     port: int
@@ -115,7 +115,7 @@ class Server:
 
     @property
     def ours(self) -> bool:
-        """Whether it runs in the environment that this code runs in."""
+        """Whether it runs from this environment."""
         return self.prefix.resolve() == Path(sys.prefix).resolve()
 
     def install_command(self, missing: Sequence[Extension]) -> str:
@@ -123,14 +123,14 @@ class Server:
 
 
 def missing(prefix: Path) -> list[Extension]:
-    """The needed extensions that a JupyterLab of that environment would not find."""
+    """The required extensions that JupyterLab of that environment would not find."""
     data = [prefix / "share/jupyter", Path.home() / ".local/share/jupyter", Path("/usr/local/share/jupyter")]
     data += [Path(p) for p in os.environ.get("JUPYTER_PATH", "").split(os.pathsep) if p]
     return [e for e in NEEDED if not any((d / "labextensions" / e.folder).is_dir() for d in data)]
 
 
 def running_servers() -> list[Server]:
-    """The Jupyter servers of this user, by the files that they leave in Jupyter's runtime folder."""
+    """The Jupyter servers of this user, from the files in Jupyter's runtime folder."""
     try:
         import psutil
         from jupyter_core.paths import jupyter_runtime_dir

@@ -155,7 +155,7 @@ def _await(run: Run, what: str, there: Callable[[], bool]) -> None:
         if there():
             return
         time.sleep(0.005)
-    raise BenchError(f"no {what} came within {LONGEST_S:.0f} s: {run.reason or run.state.value}")
+    raise BenchError(f"no {what} within {LONGEST_S:.0f} s: {run.reason or run.state.value}")
 
 
 # -- toggle ----------------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def _grown(lab: Lab, pair: Sequence[Spec], toggles: int) -> Mapping[str, Any]:
     await_step(run, pair[0].id)
     for spec in pair[::-1]:
         switch(run, spec)
-        # A ledger step comes three steps after each switch: later switches come too soon for one, or just not.
+        # Wait for the ledger step, three steps after each switch: whether later switches have one depends on timing.
         await_ledger(run, spec.id)
     pids = {"kernel": psutil.Process().pid, **{f"rank {s.rank}": s.pid for s in lab.rank_status()}}
     readings: dict[str, list[int]] = {name: [] for name in pids}

@@ -25,7 +25,7 @@ from typing import Any
 from fsdp_lab.core.formatting import size
 from fsdp_lab.core.nvml import GpuReport, GpuStatus
 
-IDLE_BYTES = 600 * 2**20  # a driver keeps some memory on a GPU that nobody uses
+IDLE_BYTES = 600 * 2**20  # memory that a driver uses on an idle GPU
 OLDEST_DRIVER = {13: "580", 12: "525", 11: "450"}  # Linux drivers that run any minor release of that CUDA
 OLDER_BUILD = {12: "cu126"}  # a PyTorch wheel index for drivers of that CUDA
 GIB = 2**30
@@ -34,16 +34,18 @@ CGROUP = Path("/sys/fs/cgroup")
 
 class State(enum.StrEnum):
     OK = "ok"
-    WARN = "warn"  # works, with less than it could
-    FAIL = "fail"  # does not work until something is done
+    WARN = "warn"  # works, with limitations
+    FAIL = "fail"  # does not work until it is fixed
 
 
 @dataclass(frozen=True)
 class Finding:
+    """The result of one check."""
+
     name: str
     value: str
     state: State = State.OK
-    advice: str = ""  # what to do; empty where nothing needs doing
+    advice: str = ""  # what to do, if anything
 
     def lines(self, colours: bool) -> Iterator[str]:
         """The finding for a terminal: one line, and the advice below it."""
@@ -63,7 +65,7 @@ def worst(findings: Sequence[Finding]) -> State:
 
 TIMEOUT_S = 90  # a first import from a cold network disk takes this long
 
-# Makes no CUDA context: nothing is taken from a GPU that somebody else uses.
+# Creates no CUDA context, so that it takes no memory of a GPU in use.
 PROBE = """
 import json, torch, torch.distributed as dist
 facts = {"version": torch.__version__, "cuda_build": torch.version.cuda or "", "threads": torch.get_num_threads()}
@@ -85,7 +87,7 @@ print(json.dumps(facts))
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """Empty where torch cannot be imported; `error` then says why."""
+    """What torch reports in a subprocess; if it cannot be imported, only `error` is set."""
 
     version: str = ""
     cuda_build: str = ""  # "13.0"; empty for a CPU build
@@ -107,8 +109,8 @@ def ask_torch() -> TorchFacts:
     except subprocess.TimeoutExpired:
         return TorchFacts(error=f"importing torch took longer than {TIMEOUT_S} s")
     if done.returncode:
-        said = done.stderr.strip().splitlines()
-        return TorchFacts(error=said[-1] if said else f"importing torch ended with exit code {done.returncode}")
+        lines = done.stderr.strip().splitlines()
+        return TorchFacts(error=lines[-1] if lines else f"importing torch ended with exit code {done.returncode}")
     facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     tuples: dict[str, Any] = {name: tuple(v) for name, v in facts.items() if isinstance(v, list)}
     return TorchFacts(**{**facts, **tuples})
@@ -135,17 +137,15 @@ def in_use(index: int, gpu: GpuStatus) -> Finding:
     name, value = f"GPU {index}", f"{gpu.name}, {size(gpu.used_bytes)} of {size(gpu.total_bytes)} in use"
     if gpu.processes:
         who = ", ".join(f"{p.name} (pid {p.pid}, {size(p.used_bytes)})" for p in gpu.processes)
-        return Finding(name, f"{value}: {who}", State.WARN, "somebody computes there; give `devices` that leave it out")
+        return Finding(name, f"{value}: {who}", State.WARN, "in use by other processes; exclude it with `devices`")
     if gpu.used_bytes > IDLE_BYTES:
-        advice = (
-            "used from outside this container, where its processes cannot be seen; give `devices` that leave it out"
-        )
+        advice = "used from outside this container, so its processes are not visible; exclude it with `devices`"
         return Finding(name, value, State.WARN, advice)
     return Finding(name, value)
 
 
 def driver(devices: GpuReport, torch: TorchFacts) -> Finding:
-    """The driver against the CUDA that torch was built for; within one major release any minor one runs."""
+    """Whether the driver supports the CUDA that torch was built for; any minor release of the same major one runs."""
     carries = f"driver {devices.driver}" + (f" carries CUDA {devices.driver_cuda}" if devices.driver_cuda else "")
     pip = f"{sys.executable} -m pip install --force-reinstall 'torch>=2.11,<2.14'"
     if not torch.cuda_build:
@@ -170,7 +170,7 @@ def driver(devices: GpuReport, torch: TorchFacts) -> Finding:
 
 
 def architecture(index: int, gpu: GpuStatus, torch: TorchFacts) -> Finding | None:
-    """A finding where torch was built without this GPU's architecture."""
+    """A finding if torch was built without this GPU's architecture."""
     if not torch.arches or not re.fullmatch(r"\d+\.\d+", gpu.capability):
         return None
     major, minor = map(int, gpu.capability.split("."))
@@ -184,11 +184,14 @@ def architecture(index: int, gpu: GpuStatus, torch: TorchFacts) -> Finding | Non
 
 
 def linked(links: Mapping[str, int]) -> Finding:
-    """NV18: NVLinks; PIX, PXB: PCIe switches; PHB, NODE, SYS: through the host, which costs bandwidth."""
+    """Links between GPUs. NV18: NVLinks; PIX, PXB: PCIe switches; PHB, NODE, SYS: through the host, with less bandwidth."""
     value = ", ".join(f"{kind} between {n} pair{'s' if n > 1 else ''}" for kind, n in sorted(links.items()))
     if any(kind in ("SYS", "NODE", "PHB") for kind in links):
         return Finding(
-            "links", value, State.WARN, "some pairs talk through the host; hybrid sharding keeps groups on near ones"
+            "links",
+            value,
+            State.WARN,
+            "some pairs connect through the host; hybrid sharding keeps groups on near GPUs",
         )
     return Finding("links", value)
 
@@ -205,7 +208,7 @@ def host_findings(gpus: int) -> list[Finding]:
 
 
 def cores() -> float:
-    """Cores that this process may use, a container's quota included."""
+    """Number of cores that this process may use, with a container's quota."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = read_text(CGROUP / "cpu.max").partition(" ")
     return min(usable, int(quota) / int(period)) if quota.isdigit() and period.isdigit() else usable
@@ -213,7 +216,7 @@ def cores() -> float:
 
 def processor() -> Finding:
     n = cores()
-    advice = "" if n >= 2 else "two ranks take turns on one core: everything works, slowly"
+    advice = "" if n >= 2 else "two ranks share one core: everything works, slowly"
     return Finding("cores", f"{n:g}", State.OK if n >= 2 else State.WARN, advice)
 
 
@@ -232,12 +235,12 @@ def memory() -> Finding:
 
 
 def host_memory() -> tuple[int, int]:
-    """(total, available) bytes; zeros where this system cannot tell."""
+    """(total, available) bytes; zeros if unknown on this system."""
     try:
         import psutil
     except ImportError:
         lines = (line.split() for line in read_text(Path("/proc/meminfo")).splitlines())
-        values = {words[0]: int(words[1]) * 1024 for words in lines if len(words) > 1}
+        values = {line[0]: int(line[1]) * 1024 for line in lines if len(line) > 1}
         return values.get("MemTotal:", 0), values.get("MemAvailable:", 0)
     seen = psutil.virtual_memory()
     return int(seen.total), int(seen.available)
@@ -266,7 +269,7 @@ def open_files() -> Finding:
 
 
 def processes() -> Finding:
-    """Threads count too: a rank has dozens."""
+    """The limit on processes, in which threads count: a rank has dozens."""
     try:
         import resource
 
@@ -285,7 +288,7 @@ def processes() -> Finding:
 
 
 def writable() -> Finding:
-    """Jupyter and ipyparallel write below the home folder, the lab in the temporary one."""
+    """Whether the home folder (Jupyter, ipyparallel) and the temporary folder (the lab) can be written."""
     wrong = []
     for name, folder in (("home", Path.home()), ("temporary folder", Path(tempfile.gettempdir()))):
         if not os.access(folder, os.W_OK):
@@ -300,7 +303,7 @@ def writable() -> Finding:
 
 
 def host_name(timeout_s: float = 3) -> Finding:
-    """Gloo looks its own host name up unless told an interface; a name that does not resolve makes it fail or wait."""
+    """Gloo resolves the host name unless it is given an interface; a name that does not resolve makes it fail or wait."""
     name = socket.gethostname()
     addresses: list[str] = []
 
@@ -320,7 +323,7 @@ def host_name(timeout_s: float = 3) -> Finding:
 
 
 def loopback() -> Finding:
-    """Ranks, kernel and JupyterLab meet on 127.0.0.1; and whether JupyterLab's usual port is free."""
+    """Whether 127.0.0.1 works, over which ranks, kernel and JupyterLab connect, and JupyterLab's usual port is free."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=3).close()
@@ -340,7 +343,7 @@ def loopback() -> Finding:
 
 
 def read_text(path: Path) -> str:
-    """A small file's text, stripped; empty where it cannot be read."""
+    """The stripped text of a small file; "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

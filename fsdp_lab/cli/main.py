@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code. argparse's own refusals leave by SystemExit(2)."""
+    """Runs one command and returns its exit code. Errors of argparse raise SystemExit(2)."""
     args = parser().parse_args(argv)
     try:
         with signals_raise():

@@ -109,7 +109,7 @@ class HistoryDB:
             raise HistoryError(f"{self.path} is not a history of fsdp_lab; name another file")
         if version > len(migrations):
             raise HistoryError(
-                f"{self.path} was written by a newer fsdp_lab (version {version} of its schema, and this one knows "
+                f"{self.path} was written by a newer fsdp_lab (version {version} of its schema, and this one supports "
                 f"{len(migrations)}); update fsdp_lab, or name another file"
             )
         return version

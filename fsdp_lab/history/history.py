@@ -219,8 +219,7 @@ class History:
         db.shrink()
         over = db.used_bytes > self.limit_bytes
         self._crowded = (
-            f"the history takes more than its {self.limit_bytes / 2**20:.0f} MiB: what is left goes on or is pinned"
-            * over
+            f"the history takes more than its {self.limit_bytes / 2**20:.0f} MiB: the rest is running or pinned" * over
         )
 
     def __repr__(self) -> str:

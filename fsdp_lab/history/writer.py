@@ -4,10 +4,10 @@ A few times a second the thread writes what the runs' event stores have and the 
 nor the thread that receives events is involved, and any failure here (a full disk, another kernel's lock, a damaged
 file) is reported in `problem` and retried, while the runs continue. The thread ends when no run is left to write.
 
-A long run is thinned, so that a day of training stays small. All of the newest 100,000 events are kept; before them
+A long run is thinned, so that a day of training stays small. All of the newest 100,000 events are stored; before them
 those of one step in 16, up to the same number; before them one in 256; and so on. An event takes about 120 bytes, so
-each of these levels some 12 MB. First steps after a switch, ledger steps and evaluated steps are kept one level longer.
-Spans are kept of one traced step every 5 s and of the run's last ones, the newest 20; memory curves of the newest 8
+each of these levels some 12 MB. First steps after a switch, ledger steps and evaluated steps stay one level longer.
+Spans are stored of one traced step every 5 s and of the run's last ones, the newest 20; memory curves of the newest 8
 ledger steps.
 """
 
@@ -160,10 +160,10 @@ class HistoryWriter:
             self._writers.remove(writer)
 
 
-def explain(error: BaseException, path: Path, what: str = "runs go on but are not kept in {} just now") -> str:
+def explain(error: BaseException, path: Path, what: str = "runs continue but are not stored in {} at present") -> str:
     """An error of the file as a sentence with a hint."""
     if isinstance(error, HistoryError):
-        return f"nothing is kept: {error}"
+        return f"runs are not stored: {error}"
     reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip()
     hints = {
         sqlite3.SQLITE_FULL: "make room, or set FSDP_LAB_HISTORY to a file on another disk",
@@ -327,11 +327,11 @@ def figures(run: RunView) -> dict[str, Any]:
 
 
 def _forget_traces(db: HistoryDB, number: int) -> None:
-    for curve, kept in ((0, SPANS_KEPT), (1, CURVES_KEPT)):
+    for curve, newest in ((0, SPANS_KEPT), (1, CURVES_KEPT)):
         db.change(
             "DELETE FROM traces WHERE run = ? AND curve = ? AND first NOT IN "
             "(SELECT first FROM traces WHERE run = ? AND curve = ? ORDER BY first DESC LIMIT ?)",
-            number, curve, number, curve, kept,
+            number, curve, number, curve, newest,
         )  # fmt: skip
 
 

@@ -264,7 +264,7 @@ def test_metering_is_measured_beside_nothing_of_ours(tmp_path: Path, capsys: pyt
         "measuring changes no bit"
     )
     assert set(written["control"]) == {"bare/bare"} and len(written["step_time_s"]) == 3
-    came = int(printed.split(" events came live")[0].rsplit("\n", 1)[1])
+    came = int(printed.split(" events published")[0].rsplit("\n", 1)[1])
     assert came > 20, "of two ranks, in 13 rounds of each launch, but for those of the last moment"
     assert ", 0 of them with spans" not in printed
 

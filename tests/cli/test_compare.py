@@ -161,9 +161,7 @@ def test_the_table_has_a_row_for_every_spec_and_fewer_figures_on_a_narrow_termin
         return console.file.getvalue()
 
     wide = shown(150).splitlines()
-    assert (
-        [row.split()[0] for row in wide[3:6]] == ["A", "B", "C"] and "waiting" in wide[5] and "3 of 20" in wide[3]
-    )
+    assert [row.split()[0] for row in wide[3:6]] == ["A", "B", "C"] and "waiting" in wide[5] and "3 of 20" in wide[3]
     assert "equal bit for bit" in wide[4] and "time / A" in wide[1] and "tokens/s" in wide[1]
     narrow = shown(80)
     assert "peak/rank" in narrow and "tokens/s" not in narrow

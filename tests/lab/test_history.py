@@ -292,7 +292,7 @@ def test_the_oldest_make_room_but_none_that_goes_on_or_is_pinned(tmp_path: Path)
     small = History(history.path, limit_bytes=10_000)
     last = ended(steps=1)
     kept(small, last)
-    assert {r.id for r in small.runs()} == {going.id, pinned.id, last.id} and "goes on or is pinned" in small.problem
+    assert {r.id for r in small.runs()} == {going.id, pinned.id, last.id} and "running or pinned" in small.problem
     going.end()
     assert history.flush(LONG_S)
     history.unpin(pinned.id)
@@ -436,7 +436,7 @@ def test_a_newer_file_and_a_strangers_are_refused_and_left_alone(history: Histor
         db.execute("PRAGMA user_version = 99")
     before = history.path.read_bytes()
     with pytest.raises(
-        HistoryError, match=r"newer fsdp_lab \(version 99 of its schema, and this one knows 1\); update"
+        HistoryError, match=r"newer fsdp_lab \(version 99 of its schema, and this one supports 1\); update"
     ):
         history.runs()
     run = ended()
