@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,8 @@ def save_and_load(
                 (lab.save if method == LAB else plain.save)()
             with _timed(world, found[method]["load"]):
                 (lab.load if method == LAB else plain.load)()
-        found["beside"].append(
-            _beside(lab, lambda b=batch: step(forms[LAB], b, info.device, world, first=False), world)
-        )  # type: ignore[misc]
+        one_step = partial(step, forms[LAB], batch, info.device, world, first=False)
+        found["beside"].append(_beside(lab, one_step, world))
         tell(plan.warmup + i + 1)
     lab.close()
     return found

@@ -1,11 +1,11 @@
-"""`fsdp-lab history` and `fsdp-lab report`: stored runs, listed, shown, named, deleted, and written as one HTML
-report."""
+"""`fsdp-lab history` and `fsdp-lab report`: stored runs listed, shown, named, deleted, or written as one HTML report."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(act=listed)
     actions = parser.add_subparsers(title="actions (default: list)", metavar="ACTION")
-    for name, act, says in (
+    acts: tuple[tuple[str, Callable[[argparse.Namespace, History], None], str], ...] = (
         ("show", show, "show one run: environment, switches, last steps"),
         ("delete", delete, "delete runs, by id or by age"),
-        ("rename", rename, "give a run a name"),
-        ("pin", pin, "never delete this run automatically"),
-        ("unpin", unpin, "undo pin"),
-    ):
+        ("rename", lambda args, history: history.rename(args.which, args.name), "give a run a name"),
+        ("pin", lambda args, history: history.pin(args.which), "never delete this run automatically"),
+        ("unpin", lambda args, history: history.unpin(args.which), "undo pin"),
+    )
+    for name, act, says in acts:
         action = actions.add_parser(name, help=says, description=f"{says[0].upper()}{says[1:]}.", allow_abbrev=False)
         action.set_defaults(act=act)
         what = {"metavar": "ID", "help": "the id, the beginning of one, or a name"}
@@ -104,18 +105,6 @@ def delete(args: argparse.Namespace, history: History) -> None:
             raise Refused(f"--older-than {args.older_than} is refused; {e.hint}") from e
         raise
     say(f"{gone} run{'s' * (gone != 1)} deleted; {len(history.runs())} left")
-
-
-def rename(args: argparse.Namespace, history: History) -> None:
-    history.rename(args.which, args.name)
-
-
-def pin(args: argparse.Namespace, history: History) -> None:
-    history.pin(args.which)
-
-
-def unpin(args: argparse.Namespace, history: History) -> None:
-    history.unpin(args.which)
 
 
 # -- report ------------------------------------------------------------------------------------------------------------

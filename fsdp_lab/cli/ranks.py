@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.cli.console import Failed, Refused, unhurried
+from fsdp_lab.cli.console import Failed, Refused, say_json, unhurried
 
 if TYPE_CHECKING:
     from fsdp_lab.cluster.detached import DetachedCluster
@@ -34,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
                     )
             print(f"{cluster.id}: {len(cluster.pids)} rank{'s' * (len(cluster.pids) != 1)} ended")
     elif args.json:
-        print(json.dumps([record(cluster) for cluster in clusters], indent=1))
+        say_json([record(cluster) for cluster in clusters])
     else:
         print("\n".join(map(line, clusters)) or "no persistent ranks")
     return 0

@@ -55,7 +55,7 @@ def lab(console: Console, ranks: int, devices: Sequence[str] | None, *, history:
 
 
 def tell_unread_weights(console: Console, specs: Sequence[Spec]) -> None:
-    """A note for each model whose folder holds weights: they are not loaded."""
+    """Prints a note for each model whose folder has weights, because they are not loaded."""
     from fsdp_lab.models.check import unread_weights
 
     for note in dict.fromkeys(unread_weights(spec.workload) for spec in specs):
@@ -101,7 +101,7 @@ def recent(run: Run, steps: int = 100) -> Figures:
 
 
 def reason_of(error: BaseException) -> str:
-    """One line for a table or a file."""
+    """The error in one line."""
     if isinstance(error, FieldError):
         return str(error)
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
