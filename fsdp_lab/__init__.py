@@ -1,7 +1,7 @@
 """fsdp_lab: a laboratory for Fully Sharded Data Parallel.
 
-The public names live on their floors and are imported when they are first asked for, so that `import fsdp_lab` costs
-nothing: no torch, no Jupyter, and a machine with neither can still read and write Specs.
+Public names are imported at their first use, so that `import fsdp_lab` imports neither torch nor Jupyter, and Specs can be
+read and written on a machine without them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def __getattr__(name: str) -> Any:
         from fsdp_lab.core.errors import not_installed
 
         raise not_installed(f"{__name__}.{name}", e) from None
-    globals()[name] = value  # asked for once
+    globals()[name] = value  # the next access does not come here
     return value
 
 

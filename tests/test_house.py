@@ -48,6 +48,7 @@ FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (5, "history", KERNEL),
     (6, "dashboard", SCREEN),
     (6, "report", SCREEN | {"jinja2"}),
+    (6, "notebook", KERNEL),
     (6, "lab", KERNEL),
     (6, "cli", SCREEN),
     (6, "__main__", frozenset()),

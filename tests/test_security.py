@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_lab.cli import doctor
 from fsdp_lab.cli import kernel as kernel_command
-from fsdp_lab.cli.doctor import connections
-from fsdp_lab.cli.doctor.finding import State
+from fsdp_lab.cli.machine import State
 from fsdp_lab.cli.main import main, parser
 from fsdp_lab.cluster.engines import exposure_notes
 from tests.test_house import PACKAGE, REPO, modules
@@ -116,15 +116,15 @@ def test_connection_files_that_others_can_read_are_said(tmp_path: Path, monkeypa
     file.write_text("{}")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
-    monkeypatch.setattr(connections, "ABOVE", tmp_path)
+    monkeypatch.setattr(doctor, "ABOVE", tmp_path)
     file.chmod(0o644)
-    (finding,) = connections.findings()
+    (finding,) = doctor.connection_security()
     assert finding.state is State.WARN and str(file) in finding.value and f"chmod go-rwx '{file}'" in finding.advice
     security.chmod(0o700)
-    assert connections.findings()[0].state is State.OK, "nobody gets that far"
+    assert doctor.connection_security()[0].state is State.OK, "nobody gets that far"
     security.chmod(0o755)
     file.chmod(0o600)
-    assert connections.findings()[0].state is State.OK
+    assert doctor.connection_security()[0].state is State.OK
 
 
 class _Client:

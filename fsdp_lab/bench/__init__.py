@@ -1,6 +1,6 @@
-"""Backends against each other in one run, a step of each in turn, and what else a bench measures: `fsdp-lab bench`.
+"""Backends compared with each other in one launch, one step of each in turn, and the other benches: `fsdp-lab bench`.
 
-Read plan.py (what is compared, on what work), interleave.py (the loop in a rank), launch.py (how ranks start and end),
-ratios.py (what comes out), benches.py (each bench: measure, ratios with a control, text and JSON). The launcher needs torch
-only to count GPUs, the ranks no Jupyter. Benches on a Lab are in cli/lab_benches.py.
+Read plan.py (what is compared, on which work), interleave.py (the loop in a rank), launch.py (how ranks start and end),
+benches.py (each bench: measurements, ratios with a control, text and JSON). The launcher needs torch only to count
+GPUs, the ranks need no Jupyter. Benches on a Lab are in cli/lab_benches.py.
 """

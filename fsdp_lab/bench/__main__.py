@@ -1,8 +1,7 @@
-"""One rank of a bench, as launch.py starts it: `python -m fsdp_lab.bench`.
+"""One rank of a bench, started by launch.py: `python -m fsdp_lab.bench`.
 
-Its standard input begins with a line of JSON that says what to do; its end means that the launcher is gone, and the rank
-ends too. What it has to say it says in lines of JSON on what was its standard output; what libraries print goes to the
-standard error.
+The first line of its standard input is its job as JSON; at the end of the input the launcher is gone, and the rank ends. It
+sends messages as lines of JSON over its former standard output; what libraries print goes to the standard error.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-Say = Callable[[str, Any], None]
+Send = Callable[[str, Any], None]
 
 
 def main() -> int:
-    say, told = _private_output(), _from_launcher()
+    send, received = _private_output(), _from_launcher()
     try:
-        _measure(json.loads(told.get()), told, say)
+        _measure(json.loads(received.get()), received, send)
     except Exception as e:
         traceback.print_exc()
-        say("error", " ".join(str(e).split()) or type(e).__name__)
+        send("error", " ".join(str(e).split()) or type(e).__name__)
         return 1
     return 0
 
 
-def _measure(job: dict[str, Any], told: SimpleQueue[bytes], say: Say) -> None:
+def _measure(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> None:
     import torch
 
     from fsdp_lab.bench.checkpoints import save_and_load
@@ -42,9 +41,9 @@ def _measure(job: dict[str, Any], told: SimpleQueue[bytes], say: Say) -> None:
     plan, rank = BenchPlan.from_dict(job["plan"]), int(job["rank"])
     if rank == 0:
         store = host_store()
-        say("port", store.port)
+        send("port", store.port)
     else:
-        store = find_store("127.0.0.1", json.loads(told.get()))
+        store = find_store("127.0.0.1", json.loads(received.get()))
     torch.set_num_threads(1)
     context = WireContext()
     device = torch.device(plan.devices[rank])
@@ -53,38 +52,38 @@ def _measure(job: dict[str, Any], told: SimpleQueue[bytes], say: Say) -> None:
 
     def tell(done: int) -> None:
         if rank == 0:
-            say("round", done)
+            send("round", done)
 
     result: Any
     if job["task"] == "checkpoints":
         result = save_and_load(plan, info, world, store, Path(job["folder"]), tell)
     else:
-        result = interleave(plan, info, world, tell, lambda events: say("events", events))
-    say("result", result)
-    world.control(torch.zeros(1, dtype=torch.float64))  # nobody closes while another still trains
+        result = interleave(plan, info, world, tell, lambda events: send("events", events))
+    send("result", result)
+    world.control(torch.zeros(1, dtype=torch.float64))  # a barrier: no rank closes its groups while another trains
     close_groups(context)
 
 
-def _private_output() -> Say:
-    """Takes the standard output for our own lines, and gives the standard error's place to everybody else's."""
+def _private_output() -> Send:
+    """Reserves the standard output for messages, and redirects other output to the standard error."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
-    def say(kind: str, value: Any) -> None:
+    def send(kind: str, value: Any) -> None:
         out.write(json.dumps([kind, value]) + "\n")
         out.flush()
 
-    return say
+    return send
 
 
 def _from_launcher() -> SimpleQueue[bytes]:
-    """The lines that come; when there are no more, this process ends, also while it still imports torch."""
+    """A queue of the input's lines. At the end of the input this process ends, even while it imports torch."""
     lines: SimpleQueue[bytes] = SimpleQueue()
 
     def read() -> None:
         part = b""
-        while came := os.read(0, 4096):
-            *whole, part = (part + came).split(b"\n")
+        while data := os.read(0, 4096):
+            *whole, part = (part + data).split(b"\n")
             for line in whole:
                 lines.put(line)
         os._exit(1)
@@ -94,4 +93,4 @@ def _from_launcher() -> SimpleQueue[bytes]:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # all is said and flushed; why not Python's own end: end_process, rank/rendezvous.py
+    os._exit(main())  # output is flushed; why not a regular exit: see end_process in rank/rendezvous.py

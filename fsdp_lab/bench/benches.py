@@ -1,45 +1,196 @@
-"""The benches that start ranks of their own, without a lab: step, metering and checkpoint.
+"""The benches that start ranks of their own, without a lab (step, metering, checkpoint), and how any bench reports.
 
-Each says on the way what it finds, and returns what goes into its file: "ratios" and "control" (a ratio where nothing
-differs), each with median, p10, p90 and n; what else it measured; in "environment", what it was measured with.
+A bench prints each figure once it is known and returns the content of its `--json` file: "ratios" and "control" (a
+ratio of equals), each with median, p10, p90 and n; what else was measured; in "environment" what it was measured with.
 
-Note: several launches in `metering`. Which form's tensors lie where in memory is chance, and the same in all rounds of a
-launch: a form can be faster than its equal by one or two per cent for as long as the processes live. So it starts them anew,
-with the forms built in another order each time, and its error is what the launches differ by.
+Note: several launches in `metering`. The memory layout of a form's tensors is random, and constant within a launch: one
+form can be 1 to 2% faster than its equal for as long as the processes live. So the processes are started several times,
+with the forms built in another order each time, and the error is computed from the differences between launches.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.bench.launch import launch, measure
-from fsdp_lab.bench.plan import CONTROL, DCP, DCP_AGAIN, LAB, METERING, BenchPlan
-from fsdp_lab.bench.ratios import BenchResult, in_ms, in_words, of_launches, ratios, slowest, spread
+from fsdp_lab.bench.launch import launch
+from fsdp_lab.bench.plan import CONTROL, DCP, DCP_AGAIN, FORMS, LAB, METERING, PEERS, REFERENCE, BenchError, BenchPlan
 from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.formatting import Table
+from fsdp_lab.core.formatting import Spread, Table
 
 Say = Callable[[str], None]
+TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}  # of losses and gradient norms, relative
+
+# -- reports ---------------------------------------------------------------------------------------------------------
+
+
+class Report:
+    """Prints the ratios of a bench and collects what `--json` writes, in `figures`."""
+
+    def __init__(self, say: Say, environment: Mapping[str, Any]) -> None:
+        self.say = say
+        self.figures: dict[str, Any] = {"ratios": {}, "control": {}, "environment": dict(environment)}
+
+    def ratio(self, name: str, found: Spread, *, label: str = "", note: str = "") -> None:
+        self.figures["ratios"][name] = asdict(found)
+        self.say(f"{label or name}: {text(found)}{note}")
+
+    def control(self, name: str, found: Spread, *, note: str = "") -> None:
+        self.figures["control"][name] = asdict(found)
+        self.say(f"control {name}: {text(found)}{note}")
+
+
+def text(found: Spread, unit: str = "", digits: int = 3) -> str:
+    """Median, p10, p90 and n of a ratio, or of seconds, which the unit "ms" converts."""
+    scale = 1e3 if unit == "ms" else 1
+    median, p10, p90 = (f"{scale * value:.{digits}f}" for value in (found.median, found.p10, found.p90))
+    return f"{median}{' ' * bool(unit)}{unit}, p10 {p10}, p90 {p90} ({found.n})"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """The spread of one value or more."""
+    found = Spread.of(values)
+    assert found is not None
+    return found
+
+
+def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Element-wise quotients, one per round."""
+    return [one / other for one, other in zip(ones, others, strict=True)]
+
+
+def slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
+    """Seconds of the slowest rank, one per round."""
+    return [max(seconds) for seconds in zip(*ranks, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResult:
+    """The measurements of each form: seconds per counted step, and what shows that all forms did the same work."""
+
+    seconds: Mapping[str, Sequence[float]]  # of the slowest rank
+    losses: Mapping[str, Sequence[float]]  # of the last step, by rank
+    gradient_norms: Mapping[str, float]  # of the first step, over all ranks
+    peak_bytes: Mapping[str, int]  # of the rank that allocated most; 0 on CPUs
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[Mapping[str, Any]]) -> BenchResult:
+        """From the `BuiltForm.result` of each rank, by form."""
+        forms = list(ranks[0])
+        return cls(
+            seconds={f: slowest([r[f]["seconds"] for r in ranks]) for f in forms},
+            losses={f: [r[f]["loss"] for r in ranks] for f in forms},
+            peak_bytes={f: max(r[f]["peak_bytes"] for r in ranks) for f in forms},
+            gradient_norms={f: math.sqrt(sum(r[f]["squared_norm"] for r in ranks)) for f in forms},
+        )
+
+    def step_time(self, form: str) -> Spread:
+        return spread(self.seconds[form])
+
+    def ratio(self, one: str, other: str) -> Spread:
+        """Ratio of the step times of two forms in the same round: below 1, `one` is faster."""
+        return spread(ratios(self.seconds[one], self.seconds[other]))
+
+    @property
+    def fastest(self) -> dict[str, str]:
+        """Measured peer -> its form with the smallest median step time."""
+        of_peer = {peer: [f for f in self.seconds if FORMS[f].peer == peer] for peer in PEERS}
+        return {peer: min(of, key=lambda f: statistics.median(self.seconds[f])) for peer, of in of_peer.items() if of}
+
+    @property
+    def reference(self) -> str:
+        """The form that losses, norms and printed times are compared with."""
+        return REFERENCE if REFERENCE in self.seconds else next(iter(self.seconds))
+
+    @property
+    def ratios(self) -> dict[str, Spread]:
+        """Step time of the lab over that of the fastest form of each peer; empty if the lab was not measured."""
+        lab = LAB in self.seconds
+        return {f"{LAB}/{peer}": self.ratio(LAB, form) for peer, form in self.fastest.items() if lab}
+
+    @property
+    def memory_ratios(self) -> dict[str, float]:
+        """Peak allocated memory of the lab over that of the fastest form of each peer; empty on CPUs."""
+        if not self.peak_bytes.get(LAB):
+            return {}
+        return {f"{LAB}/{peer}": self.peak_bytes[LAB] / self.peak_bytes[form] for peer, form in self.fastest.items()}
+
+    @property
+    def control(self) -> dict[str, Spread]:
+        """Step time of the lab over that of a second instance of itself: the ratio when nothing differs."""
+        both = LAB in self.seconds and CONTROL in self.seconds
+        return {f"{LAB}/{LAB}": self.ratio(LAB, CONTROL)} if both else {}
+
+    def metering(self, peer: str) -> tuple[list[float], list[float]]:
+        """Overhead of measuring a backend, per round: metered over the mean of both bare forms; and bare over bare."""
+        bare, metered, again = (self.seconds[name] for name in METERING[peer])
+        cost = [2 * m / (a + b) for m, a, b in zip(metered, bare, again, strict=True)]
+        return cost, ratios(bare, again)
+
+    def difference(self) -> tuple[float, str]:
+        """The largest relative difference to the reference in last losses and first gradient norms, and its form."""
+        apart = {form: self._apart(form) for form in self.seconds}
+        worst = max(apart, key=lambda form: apart[form])
+        return apart[worst], worst
+
+    def _apart(self, form: str) -> float:
+        mine = [*self.losses[form], self.gradient_norms[form]]
+        theirs = [*self.losses[self.reference], self.gradient_norms[self.reference]]
+        gaps = [abs(a - b) / abs(b) if b else abs(a) for a, b in zip(mine, theirs, strict=True)]
+        return max(gap if math.isfinite(gap) else math.inf for gap in gaps)
+
+    def check_same_work(self, precision: str) -> None:
+        """Raises BenchError if a form computed something else than the reference: its step time is meaningless then."""
+        difference, form = self.difference()
+        if difference > TOLERANCES[precision]:
+            raise BenchError(
+                f"{form} did other work than {self.reference}: losses or gradient norms differ by {difference:.2g}, "
+                f"and {TOLERANCES[precision]:g} is allowed in {precision}; no figure of this run counts"
+            )
+
+
+def pooled(launches: Sequence[Sequence[float]]) -> Spread:
+    """The spread over all rounds of all launches."""
+    return spread([ratio for rounds in launches for ratio in rounds])
+
+
+def of_launches(launches: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Summary of ratios of several launches, rounds by launch; the standard error is that of the launches' medians.
+
+    Rounds of one launch share the memory layout of its processes. More rounds do not reduce that part of the error; only
+    further launches show its size.
+    """
+    medians = [statistics.median(rounds) for rounds in launches]
+    error = statistics.stdev(medians) / math.sqrt(len(medians))
+    return {**asdict(pooled(launches)), "launches": medians, "mean": statistics.mean(medians), "standard_error": error}
+
+
+# -- step ------------------------------------------------------------------------------------------------------------
 
 
 def step(plan: BenchPlan, say: Say) -> dict[str, Any]:
-    """Every form of every backend in one run, a step of each in turn. Raises BenchError."""
+    """Every form of every backend in one launch, one step of each in turn. Raises BenchError."""
     say(f"{len(plan.forms)} forms, {rounds_of(plan)}, on {' '.join(plan.devices)}")
-    result = measure(plan, progress(plan))
-    for line in report(result):
-        say(line)
+    result = measure(plan)
+    figures = step_figures(result, used(plan), say)
     result.check_same_work(plan.precision)
-    return result.figures(used(plan))
+    return figures
 
 
-def report(result: BenchResult) -> Iterator[str]:
-    """The table of all forms, fastest first, and a line for each ratio."""
-    lab = LAB in result.seconds
+def measure(plan: BenchPlan, take: Callable[[list[dict[str, Any]]], None] = lambda events: None) -> BenchResult:
+    """Launches the ranks of a plan. `take` is called with the step events of metered forms."""
+    return BenchResult.of_ranks(launch(plan, {"task": "steps"}, progress(plan), take))
+
+
+def step_figures(result: BenchResult, environment: Mapping[str, Any], say: Say) -> dict[str, Any]:
+    """Prints the table of all forms, fastest first, and a line for each ratio; returns the content of the file."""
+    report, lab = Report(say, environment), LAB in result.seconds
     heading = f"{LAB}/form" if lab else f"form/{result.reference}"
     rows = []
     for form in sorted(result.seconds, key=lambda f: result.step_time(f).median):
@@ -47,54 +198,61 @@ def report(result: BenchResult) -> Iterator[str]:
         rows.append((form, *(f"{1e3 * s:.1f}" for s in (time.median, time.p10, time.p90)),
                      *(f"{r:.3f}" for r in (ratio.median, ratio.p10, ratio.p90))))  # fmt: skip
     columns = ("form", "ms/step", "p10", "p90", heading, "p10 ", "p90 ")
-    yield repr(Table(columns=columns, rows=tuple(rows), left=frozenset({"form"})))
+    say(repr(Table(columns=columns, rows=tuple(rows), left=frozenset({"form"}))))
     for name, found in result.ratios.items():
-        yield f"{name}: {in_words(found)}; the fastest form of the peer is {result.fastest[name.partition('/')[2]]}"
+        report.ratio(name, found, note=f"; the fastest form of the peer is {result.fastest[name.partition('/')[2]]}")
     for name, memory in result.memory_ratios.items():
-        yield f"{name}, peak allocated memory: {memory:.3f}"
+        say(f"{name}, peak allocated memory: {memory:.3f}")
     for name, found in result.control.items():
-        yield f"control {name}: {in_words(found)}; {CONTROL} does the same as {LAB}"
+        report.control(name, found, note=f"; {CONTROL} does the same as {LAB}")
     difference, form = result.difference()
-    yield f"largest difference of losses and gradient norms to {result.reference}: {difference:.1e} ({form})"
+    say(f"largest difference of losses and gradient norms to {result.reference}: {difference:.1e} ({form})")
+    return report.figures | {
+        "step_time_s": {form: asdict(result.step_time(form)) for form in result.seconds},
+        "fastest": result.fastest,
+        "peak_bytes": dict(result.peak_bytes),
+        "memory_ratios": result.memory_ratios,
+    }
+
+
+# -- metering --------------------------------------------------------------------------------------------------------
 
 
 def metering(plan: BenchPlan, peer: str, launches: int, say: Say) -> dict[str, Any]:
-    """What the wire, its measuring and live publishing cost a step of `peer`. Raises BenchError."""
+    """The overhead of the wire, of measuring and of live publishing in a step of `peer`. Raises BenchError."""
     say(f"{peer}: {launches} launches of {rounds_of(plan)}, on {' '.join(plan.devices)}")
-    results, spans = list[BenchResult](), list[int]()  # spans: their number, of each event that came live
+    results, spans = list[BenchResult](), list[int]()  # spans: their number in each published event
 
     def take(events: Sequence[Mapping[str, Any]]) -> None:
         spans.extend(len(StepEvent.from_dict(dict(event)).spans) for event in events)
 
     for number in range(launches):
-        turned = number % len(plan.forms)
-        turn = dataclasses.replace(plan, forms=plan.forms[turned:] + plan.forms[:turned])
-        results.append(measure(turn, progress(turn), take))
+        first = number % len(plan.forms)
+        results.append(measure(dataclasses.replace(plan, forms=plan.forms[first:] + plan.forms[:first]), take))
         results[-1].check_same_work(plan.precision)
         cost, control = (statistics.median(found) for found in results[-1].metering(peer))
         say(f"launch {number + 1}: metered/bare {cost:.4f}, control bare/bare {control:.4f}")
     costs, controls = zip(*(result.metering(peer) for result in results), strict=True)
     times = {name: spread([s for result in results for s in result.seconds[name]]) for name in METERING[peer]}
-    found = {"metered/bare": of_launches(costs), "control bare/bare": of_launches(controls)}
     for name, time in times.items():
-        say(f"{name}: {in_ms(time)}")
-    for name, of in found.items():
-        every = f"{of['median']:.3f}, p10 {of['p10']:.3f}, p90 {of['p90']:.3f}, {of['n']} rounds"
-        say(f"{name}: mean of launches {of['mean']:.4f}, standard error {of['standard_error']:.4f}; all: {every}")
+        say(f"{name}: {text(time, 'ms', 1)}")
+    report = Report(say, {**used(plan), "backend": peer, "launches": launches})
+    for section, name, found in (("ratios", "metered/bare", costs), ("control", "bare/bare", controls)):
+        report.figures[section][name] = summary = of_launches(found)
+        error = f"mean of launches {summary['mean']:.4f}, standard error {summary['standard_error']:.4f}"
+        say(f"{'control ' * (section == 'control')}{name}: {error}; all rounds: {text(pooled(found))}")
     difference, form = max(result.difference() for result in results)
     say(f"largest difference of losses and gradient norms between forms: {difference:.1e} ({form})")
     traced = [count for count in spans if count]
-    say(f"{len(spans)} events came live, {len(traced)} of them with spans, {max(traced, default=0)} at most")
-    return {
-        "ratios": {"metered/bare": found["metered/bare"]},
-        "control": {"bare/bare": found["control bare/bare"]},
-        "environment": {**used(plan), "backend": peer, "launches": launches},
-        "step_time_s": {name: asdict(time) for name, time in times.items()},
-    }
+    say(f"{len(spans)} events published, {len(traced)} of them with spans, {max(traced, default=0)} at most")
+    return report.figures | {"step_time_s": {name: asdict(time) for name, time in times.items()}}
+
+
+# -- checkpoint ------------------------------------------------------------------------------------------------------
 
 
 def checkpoint(plan: BenchPlan, folder: Path, say: Say) -> dict[str, Any]:
-    """Save and load beside plain Distributed Checkpoint, and what a save costs training. Raises BenchError."""
+    """Save and load, compared with plain Distributed Checkpoint, and the cost of a save to training. Raises BenchError."""
     say(f"{plan.steps} rounds after {plan.warmup} steps of warm-up, on {' '.join(plan.devices)}")
     ranks = launch(plan, {"task": "checkpoints", "folder": str(folder)}, progress(plan))
     seconds = {
@@ -102,7 +260,6 @@ def checkpoint(plan: BenchPlan, folder: Path, say: Say) -> dict[str, Any]:
         for method in (LAB, DCP, DCP_AGAIN)
     }
     both = {method: [a + b for a, b in zip(of["save"], of["load"], strict=True)] for method, of in seconds.items()}
-    ratio, control = spread(ratios(both[LAB], both[DCP])), spread(ratios(both[DCP], both[DCP_AGAIN]))
     stalls = [max(of, key=lambda one: one["stall_s"]) for of in zip(*(rank["beside"] for rank in ranks), strict=True)]
     stall = {
         "stall_s": spread([one["stall_s"] for one in stalls]),
@@ -112,22 +269,20 @@ def checkpoint(plan: BenchPlan, folder: Path, say: Say) -> dict[str, Any]:
     }
     for method, ways in seconds.items():
         for way, of in ways.items():
-            say(f"{method} {way}: {in_ms(spread(of), 0)}")
-    say(f"lab/dcp, save + load: {in_words(ratio)}")
-    say(f"control dcp/dcp: {in_words(control)}")
+            say(f"{method} {way}: {text(spread(of), 'ms', 0)}")
+    report = Report(say, used(plan))
+    report.ratio("lab/dcp", spread(ratios(both[LAB], both[DCP])), label="lab/dcp, save + load")
+    report.control("dcp/dcp", spread(ratios(both[DCP], both[DCP_AGAIN])))
     say(f"a save stops training for: {1e3 * stall['stall_s'].median:.0f} ms")
-    say(f"stall/step: {in_words(stall['stall/step'])}")
-    say(f"step during the writing/step alone: {in_words(stall['step beside/alone'])}")
-    return {
-        "ratios": {"lab/dcp": asdict(ratio)},
-        "control": {"dcp/dcp": asdict(control)},
-        "environment": used(plan),
+    say(f"stall/step: {text(stall['stall/step'])}")
+    say(f"step during the writing/step alone: {text(stall['step beside/alone'])}")
+    return report.figures | {
         "seconds": {m: {way: asdict(spread(of)) for way, of in ways.items()} for m, ways in seconds.items()},
         **{name: asdict(of) for name, of in stall.items()},
     }
 
 
-# -- what they share -------------------------------------------------------------------------------------------------
+# -- common ----------------------------------------------------------------------------------------------------------
 
 
 def rounds_of(plan: BenchPlan) -> str:
@@ -135,7 +290,7 @@ def rounds_of(plan: BenchPlan) -> str:
 
 
 def used(plan: BenchPlan) -> dict[str, Any]:
-    """The plan, and the names of GPUs where ranks are on GPUs."""
+    """The plan, and the names of the GPUs where ranks are on GPUs."""
     if plan.devices[0] == "cpu":
         return asdict(plan)
     import torch
@@ -145,7 +300,7 @@ def used(plan: BenchPlan) -> dict[str, Any]:
 
 
 def progress(plan: BenchPlan) -> Callable[[int], None]:
-    """On a terminal, a line that counts rounds."""
+    """Counts rounds in a line on a terminal."""
     rounds = plan.warmup + plan.steps
 
     def show(done: int) -> None:

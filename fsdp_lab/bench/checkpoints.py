@@ -1,9 +1,10 @@
-"""Checkpoints of one model beside each other: the lab's, and plain Distributed Checkpoint's of torch's FSDP2.
+"""Checkpoints of one model: the lab's, and those of plain Distributed Checkpoint with torch's FSDP2.
 
-Note: what is timed. Save: from the call until all ranks' files are whole on the disk, though the lab's would let training
-go on meanwhile. Load: back into the model and the optimizer that stand there, with what a library asks for to be done before
-and after it (`get_state_dict`, `set_state_dict`). A barrier stands before and after each. Then the lab's own promise: how
-long training stands for a snapshot, and how much slower its steps are until the files are written.
+Note: what is timed. Save: from the call until the files of all ranks are complete on the disk, though the lab's would
+let training continue meanwhile. Load: back into the existing model and optimizer, including the calls that a library
+requires before and after it (`get_state_dict`, `set_state_dict`). There is a barrier before and after each. Then the
+cost of the lab's asynchronous save: how long training stops for the snapshot, and how much slower its steps are until
+the files are written.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ ALONE = 3  # steps before each save, to compare with
 
 @dataclass(kw_only=True)
 class _Savable:
-    """What the lab's checkpoint is of."""
+    """What `Checkpointer` saves."""
 
     run: str
     spec: Spec
@@ -51,8 +53,8 @@ class _Savable:
 def save_and_load(
     plan: BenchPlan, info: RankInfo, world: Wire, store: dist.Store, folder: Path, tell: Callable[[int], None]
 ) -> dict[str, Any]:
-    """Collective. `plan.forms` are the lab and FSDP2. Returns {method: {"save": [...], "load": [...]}} in seconds, and
-    {"beside": [{"stall_s", "step_s", "slowed", "window_s"}, ...]}, a value a round."""
+    """Collective. `plan.forms` are the lab and FSDP2. Returns {method: {"save": [...], "load": [...]}} in seconds and
+    {"beside": [{"stall_s", "step_s", "slowed", "window_s"}, ...]}, with one value per round."""
     forms = {built.form.name: built for built in build_forms(plan, info, world)}
     batches = list(batches_of(plan, info))
     for i, batch in enumerate(batches[: plan.warmup]):
@@ -60,18 +62,19 @@ def save_and_load(
             step(built, batch, info.device, world, first=i == 0)
     lab = _Lab(plan, info, store, forms[LAB], folder)
     plain = _Plain(forms[REFERENCE], info, folder)
-    told: dict[str, Any] = {method: {"save": [], "load": []} for method in METHODS}
-    told["beside"] = []
+    found: dict[str, Any] = {method: {"save": [], "load": []} for method in METHODS}
+    found["beside"] = []
     for i, batch in enumerate(batches[plan.warmup :]):
         for method in METHODS if i % 2 else METHODS[::-1]:
-            with _timed(world, told[method]["save"]):
+            with _timed(world, found[method]["save"]):
                 (lab.save if method == LAB else plain.save)()
-            with _timed(world, told[method]["load"]):
+            with _timed(world, found[method]["load"]):
                 (lab.load if method == LAB else plain.load)()
-        told["beside"].append(_beside(lab, lambda b=batch: step(forms[LAB], b, info.device, world, first=False), world))  # type: ignore[misc]
+        one_step = partial(step, forms[LAB], batch, info.device, world, first=False)
+        found["beside"].append(_beside(lab, one_step, world))
         tell(plan.warmup + i + 1)
     lab.close()
-    return told
+    return found
 
 
 @contextmanager
@@ -84,7 +87,7 @@ def _timed(world: Wire, seconds: list[float]) -> Iterator[None]:
 
 
 def _beside(lab: _Lab, one_step: Callable[[], float], world: Wire) -> dict[str, float]:
-    """Steps alone, then a snapshot, then steps until its files are written on every rank."""
+    """Times steps alone, then a snapshot, then steps until its files are written on every rank."""
     alone = [one_step() for _ in range(ALONE)]
     begun_s = time.perf_counter()
     lab.begin()
@@ -100,6 +103,8 @@ def _beside(lab: _Lab, one_step: Callable[[], float], world: Wire) -> dict[str, 
 
 
 class _Lab:
+    """The checkpoints of a lab's ranks."""
+
     def __init__(self, plan: BenchPlan, info: RankInfo, store: dist.Store, built: BuiltForm, folder: Path) -> None:
         self._checkpointer = Checkpointer(info, store)
         self._checkpointer.register(built.backend)
@@ -118,9 +123,9 @@ class _Lab:
         self.begin()
         while not self._checkpointer.wait(1.0):
             pass
-        for told in self._checkpointer.ended():
-            if told["error"]:
-                raise OSError(told["error"])
+        for saved in self._checkpointer.ended():
+            if saved["error"]:
+                raise OSError(saved["error"])
 
     def load(self) -> None:
         self._checkpointer.load(find(self._folder), self._of.backend)
@@ -130,7 +135,7 @@ class _Lab:
 
 
 class _Plain:
-    """As torch's tutorials do it."""
+    """Distributed Checkpoint as in torch's tutorials."""
 
     def __init__(self, built: BuiltForm, info: RankInfo, folder: Path) -> None:
         self._backend, self._rank, self._folder = built.backend, info.rank, folder / "dcp"

@@ -1,7 +1,7 @@
-"""The loop of one rank: every form built, then one step of each in turn, round after round.
+"""The loop of one rank: builds every form, then does one step of each in turn, round after round.
 
-Note: what is timed. A barrier stands before each step and is not timed; then forward, backward, update and the dropping
-of the gradients are, until the device has done them. What is noise to one form of a round is noise to its neighbours.
+Note: what is timed. The barrier before each step is not; forward, backward, update and zeroing the gradients are, until the
+device has finished them. Noise in one round affects all of its forms alike.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.wire import ReductionOrder, Wire
 
 Batch = Mapping[str, Tensor]
-TRACE_EVERY_S = 0.5  # a lab traces the last step of a chunk, which lasts so long
-TELL_EVERY_S = 0.04  # as a lab's ranks do, however fast the steps are
+TRACE_EVERY_S = 0.5  # the duration of a chunk in a lab, whose last step is traced
+PUBLISH_EVERY_S = 0.04  # as the ranks of a lab do
 
-Tell = Callable[[list[dict[str, Any]]], None]
+Publish = Callable[[list[dict[str, Any]]], None]
 
 
 @dataclass(kw_only=True)
 class BuiltForm:
-    """A form that is built, and what was measured of it on this rank."""
+    """A form's model and optimizer, and its measurements on this rank."""
 
     form: Form
     backend: Backend
@@ -53,17 +53,21 @@ class BuiltForm:
 
 
 def interleave(
-    plan: BenchPlan, info: RankInfo, world: Wire, tell: Callable[[int], None], tell_events: Tell = lambda events: None
+    plan: BenchPlan,
+    info: RankInfo,
+    world: Wire,
+    tell: Callable[[int], None],
+    tell_events: Publish = lambda events: None,
 ) -> dict[str, dict[str, Any]]:
-    """Collective. Calls `tell` with each round that is over, warm-up counted too, and `tell_events` with the step events of
-    metered forms; returns what `Measured` is made of."""
+    """Collective. Calls `tell` with the number of each finished round, warm-up included, and `tell_events` with the step
+    events of metered forms. Returns `BuiltForm.result` by form."""
     forms = list(build_forms(plan, info, world, tell_events))
     batches = list(batches_of(plan, info))
     for i, batch in enumerate(batches):
         if i == plan.warmup:
             gc.collect()
-            gc.freeze()  # what stands by now is many models: searching it would be counted as some form's time
-        for built in forms if i % 2 else forms[::-1]:  # there and back: nobody always follows the same one
+            gc.freeze()  # many models exist now: a collection would be timed as part of some form's step
+        for built in forms if i % 2 else forms[::-1]:  # in alternating order: no form always follows the same one
             seconds = step(built, batch, info.device, world, first=i == 0)
             if i >= plan.warmup:
                 built.seconds.append(seconds)
@@ -73,7 +77,7 @@ def interleave(
 
 
 def batches_of(plan: BenchPlan, info: RankInfo) -> Iterator[Batch]:
-    """Random tokens, of its own for each rank and round, the same for all forms."""
+    """Random tokens: different ones for each rank and round, the same for all forms."""
     generator = torch.Generator().manual_seed(plan.seed * plan.ranks + info.rank)
     for _ in range(plan.warmup + plan.steps):
         ids = torch.randint(plan.vocab, (plan.micro_batch, plan.seq_len), generator=generator).to(info.device)
@@ -84,9 +88,9 @@ def batches_of(plan: BenchPlan, info: RankInfo) -> Iterator[Batch]:
 
 
 def build_forms(
-    plan: BenchPlan, info: RankInfo, world: Wire, tell_events: Tell = lambda events: None
+    plan: BenchPlan, info: RankInfo, world: Wire, tell_events: Publish = lambda events: None
 ) -> Iterator[BuiltForm]:
-    """Build every form of the plan, with equal initial values; collective."""
+    """Builds every form of the plan, with equal initial values. Collective."""
     raw = _raw_mesh(info, world) if any(FORMS[name].on == "raw" for name in plan.forms) else None
     config = resolve(plan.model)
     for name in plan.forms:
@@ -101,7 +105,7 @@ def build_forms(
 
 
 def _raw_mesh(info: RankInfo, world: Wire) -> DeviceMesh:
-    """All ranks on a group of torch's own, beside the Wire."""
+    """A mesh of all ranks on one of torch's own process groups, in addition to the Wire."""
     over_gloo = info.device.type == "cpu" or info.shares_gpu
     group = dist.new_group(backend="gloo" if over_gloo else "nccl", timeout=world.context.timeout)
     return DeviceMesh.from_group(group, info.device.type, mesh_dim_names=("shard",))
@@ -117,7 +121,7 @@ def _keep_last(model: nn.Module, count: int) -> None:
 
 
 def step(built: BuiltForm, batch: Batch, device: torch.device, world: Wire, *, first: bool) -> float:
-    """Train one step; returns its seconds on this rank. In the first, which is not counted, the gradients are looked at."""
+    """Trains one step and returns its seconds on this rank. The first, which is not counted, computes the gradient norm."""
     backend, metered = built.backend, built.metered
     world.context.reduction = ReductionOrder(built.form.reduction)
     world.control(torch.zeros(1, dtype=torch.float64))  # a barrier
@@ -142,15 +146,17 @@ def step(built: BuiltForm, batch: Batch, device: torch.device, world: Wire, *, f
         backend.optimizer.zero_grad(set_to_none=True)
     _synchronize(device)
     if metered:
-        metered.tell()
+        metered.publish()
     seconds = time.perf_counter() - begun_s
     built.loss = loss.detach()
     return seconds
 
 
 def _peak(backend: Backend, device: torch.device) -> int:
-    """What the last step allocated beyond what stood before it, and of that the form's own part: other forms stand there
-    too. Nothing is left of the step now, so what stands is the same as before it."""
+    """Peak bytes of the last step, without the memory of other forms, which is allocated as well.
+
+    Nothing of the step is left now, so the current allocation equals that before it.
+    """
     if device.type != "cuda":
         return 0
     slots = [state_slots(backend.optimizer, p) for p in backend.param_shards()]
@@ -165,28 +171,28 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _squared_norm(backend: Backend) -> float:
-    """This rank's share: summed over ranks it is that of the whole gradient."""
+    """This rank's share of the squared gradient norm; the sum over ranks is that of the whole gradient."""
     gradients = [g for g in map(backend.gradient, backend.param_shards()) if g is not None]
     return sum(float(g.double().square().sum()) for g in gradients) / backend.replicas
 
 
-# -- what a metered form does besides ---------------------------------------------------------------------------------
+# -- metered forms ---------------------------------------------------------------------------------------------------
 
 
 class Metered:
-    """Measures and reports every step of a form as a lab's rank does: `step` around it, then `tell`, in the step's time too.
+    """Measures and publishes every step of a form as a lab's rank does: `step` around it, then `publish`; both are timed.
 
     Only the transport differs: a rank publishes its events over ZMQ; here they go as JSON through the pipe to the launcher.
-    What the trainer does besides measuring (the vote that ends a step, the gradient norm) is not included, because training
-    without a lab may need it as well.
+    Other work of the trainer (the vote that ends a step, the gradient norm) is not included, because training without a lab
+    may need it as well.
     """
 
-    def __init__(self, plan: BenchPlan, info: RankInfo, world: Wire, backend: Backend, tell: Tell) -> None:
-        self._plan, self._seat, self._tell = plan, info, tell
+    def __init__(self, plan: BenchPlan, info: RankInfo, world: Wire, backend: Backend, send: Publish) -> None:
+        self._plan, self._seat, self._send = plan, info, send
         self.measure = StepMeter(backend, world.context, info, offload="none")
-        self._waiting: list[dict[str, Any]] = []
+        self._unsent: list[dict[str, Any]] = []
         self._steps = 0
-        self._told_s = self._traced_s = float("-inf")
+        self._published_s = self._traced_s = float("-inf")
 
     def step(self) -> AbstractContextManager[None]:
         """Around forward, backward and update."""
@@ -196,10 +202,10 @@ class Metered:
             self._traced_s = now_s
         return self.measure.step(traced=traced)
 
-    def tell(self) -> None:
-        """When the step is over: its event, and what waits is sent."""
+    def publish(self) -> None:
+        """Adds the event of a finished step, and sends all unsent ones every `PUBLISH_EVERY_S`."""
         measured = self.measure.read()
-        self._waiting.append(
+        self._unsent.append(
             StepEvent(
                 run="bench",
                 spec_id="bench",
@@ -210,7 +216,7 @@ class Metered:
                 end_unix_s=measured.end_unix_s,
                 step_time_s=measured.step_time_s,
                 tokens=self._plan.micro_batch * self._plan.seq_len,
-                loss=0.0,  # reading it would be a synchronisation that is the trainer's
+                loss=0.0,  # reading it would synchronise with the device
                 mean_loss=0.0,
                 grad_norm=0.0,
                 flops=0,
@@ -222,7 +228,7 @@ class Metered:
         )
         self._steps += 1
         now_s = time.perf_counter()
-        if now_s - self._told_s >= TELL_EVERY_S:
-            waiting, self._waiting = self._waiting, []
-            self._tell(waiting)
-            self._told_s = now_s
+        if now_s - self._published_s >= PUBLISH_EVERY_S:
+            unsent, self._unsent = self._unsent, []
+            self._send(unsent)
+            self._published_s = now_s

@@ -1,7 +1,7 @@
-"""`measure`: starts a process for each rank, listens to them, and ends them, whatever happens. No torch in here.
+"""`launch`: starts a process for each rank, receives their messages, and ends them in any case.
 
-Each rank has a pipe from this process as its standard input and ends when that closes, so that none outlives a launcher
-that was killed. They are in sessions of their own: Ctrl-C reaches this process alone, which ends them by their pids.
+A rank ends when the pipe that is its standard input closes, so that none outlives a launcher that was killed. Ranks
+have sessions of their own: Ctrl-C reaches this process alone, which ends them by their pids.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from fsdp_lab.bench.plan import BenchPlan, PlanError
-from fsdp_lab.bench.ratios import BenchError, BenchResult
+from fsdp_lab.bench.plan import BenchError, BenchPlan, PlanError
 from fsdp_lab.core.process import HOST_MEMORY
 
-SILENCE_S = 600.0  # without a word of any rank: longer than any wait of theirs that ends by itself
+SILENCE_S = 600.0  # without a message of any rank: longer than all timeouts inside the ranks
 _END_S = 3.0
 
-Word = tuple[int, str, Any]  # rank, kind, value
+Message = tuple[int, str, Any]  # rank, kind, value
 
 
 def place(ranks: int, device: str | None) -> tuple[str, ...]:
-    """A device for each rank: `device` of all, or GPUs where there is one for each, else CPUs.
+    """A device per rank. None: GPUs if there is one for each rank, else CPUs.
 
-    With "cuda" and fewer GPUs than ranks, ranks share them. Raises PlanError where there is none.
+    With "cuda" and fewer GPUs than ranks, ranks share them. Raises PlanError if there is no GPU.
     """
     if device == "cpu":
         return ("cpu",) * ranks
@@ -45,29 +44,27 @@ def place(ranks: int, device: str | None) -> tuple[str, ...]:
     return tuple(f"cuda:{rank % gpus}" for rank in range(ranks))
 
 
-def measure(
-    plan: BenchPlan, tell: Callable[[int], None], take: Callable[[list[dict[str, Any]]], None] = lambda events: None
-) -> BenchResult:
-    """`launch`, as figures of the forms' steps."""
-    return BenchResult.of_ranks(launch(plan, {"task": "steps"}, tell, take))
-
-
 def launch(
     plan: BenchPlan,
     job: Mapping[str, Any],
     tell: Callable[[int], None],
     take: Callable[[list[dict[str, Any]]], None] = lambda events: None,
 ) -> list[Any]:
-    """Runs the plan on processes of its own, and returns each rank's result; `tell` is called with the number of each round
-    that is over, `take` with the step events of metered forms, as dicts. `job`: the "task" and what it needs (__main__.py).
+    """Runs the plan in new processes and returns the result of each rank.
 
-    Raises BenchError with the first reason that a rank gave, or with how it ended.
+    Args:
+        job: the "task", "steps" or "checkpoints", and its arguments (__main__.py).
+        tell: called with the number of each finished round.
+        take: called with the step events of metered forms, as dicts.
+
+    Raises:
+        BenchError: with the first error of a rank, or with its exit code.
     """
     with _processes(plan, job) as ranks:
-        words = _listen(ranks)
+        messages = _listen(ranks)
         results: dict[int, Any] = {}
         while len(results) < plan.ranks:
-            rank, kind, value = _next(words)
+            rank, kind, value = _next(messages)
             if kind == "port":
                 for other in ranks[1:]:
                     other.give(value)
@@ -80,7 +77,7 @@ def launch(
             elif kind == "error":
                 raise BenchError(f"rank {rank} failed: {value}")
             elif rank not in results:  # "gone"
-                raise BenchError(f"rank {rank} ended with code {ranks[rank].code()}: {ranks[rank].last_words()}")
+                raise BenchError(f"rank {rank} ended with code {ranks[rank].code()}: {ranks[rank].last_line()}")
         for started in ranks:
             started.code()
     return [results[rank] for rank in range(plan.ranks)]
@@ -88,28 +85,28 @@ def launch(
 
 @dataclass(kw_only=True)
 class _Rank:
-    """One process of ours."""
+    """The process of one rank."""
 
     process: subprocess.Popen[str]
     errors: IO[bytes]  # its standard error
 
     def give(self, value: Any) -> None:
-        """A line on its standard input. One that is gone is heard of by the end of its output."""
+        """Writes a line to its standard input. A rank that is gone is noticed by the end of its output."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(value) + "\n")
             self.process.stdin.flush()
 
     def code(self) -> int | None:
-        """How it ended; it is waited for, as it may still close its groups."""
+        """Waits for it, as it may still close its groups, and returns its exit code."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_S)
         return self.process.returncode
 
-    def last_words(self) -> str:
+    def last_line(self) -> str:
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "it printed nothing"
 
     def end(self) -> None:
         assert self.process.stdin is not None
@@ -122,7 +119,7 @@ class _Rank:
 
 @contextlib.contextmanager
 def _processes(plan: BenchPlan, job: Mapping[str, Any]) -> Iterator[Sequence[_Rank]]:
-    """A process for each rank, told what to do; all are gone after it."""
+    """Starts a process for each rank and sends its job; ends all of them on exit."""
     ranks: list[_Rank] = []
     try:
         for rank in range(plan.ranks):
@@ -153,25 +150,25 @@ def _start() -> _Rank:
     return _Rank(process=process, errors=errors)
 
 
-def _listen(ranks: Sequence[_Rank]) -> queue.Queue[Word]:
-    """What the ranks say, in the order of its coming; ("gone") at the end of each one's output."""
-    words: queue.Queue[Word] = queue.Queue()
+def _listen(ranks: Sequence[_Rank]) -> queue.Queue[Message]:
+    """The messages of all ranks in order of arrival; a "gone" at the end of each rank's output."""
+    messages: queue.Queue[Message] = queue.Queue()
 
     def read(rank: int, lines: IO[str]) -> None:
         with lines:
             for line in lines:
                 kind, value = json.loads(line)
-                words.put((rank, kind, value))
-        words.put((rank, "gone", None))
+                messages.put((rank, kind, value))
+        messages.put((rank, "gone", None))
 
     for rank, started in enumerate(ranks):
         assert started.process.stdout is not None
         threading.Thread(target=read, args=(rank, started.process.stdout), daemon=True).start()
-    return words
+    return messages
 
 
-def _next(words: queue.Queue[Word]) -> Word:
+def _next(messages: queue.Queue[Message]) -> Message:
     try:
-        return words.get(timeout=SILENCE_S)
+        return messages.get(timeout=SILENCE_S)
     except queue.Empty:
-        raise BenchError(f"no rank has said anything for {SILENCE_S:.0f} s") from None
+        raise BenchError(f"no rank has sent anything for {SILENCE_S:.0f} s") from None

@@ -1,6 +1,6 @@
-"""What is compared and on what work: a `Form` is one way to train, a `BenchPlan` the work that all forms do.
+"""What is compared on which work: a `Form` is one way to train, a `BenchPlan` the work that all forms do.
 
-A peer has several forms, because a ratio counts only against its fastest one.
+A peer has several forms, because ratios are computed against its fastest one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ REFERENCE = "fsdp2-raw"  # losses and printed times are compared with its
 
 class PlanError(ValueError):
     """A refused option. `str()` is a sentence that names it and says what to give instead."""
+
+
+class BenchError(RuntimeError):
+    """The bench was started and failed. `str()` is a sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +50,7 @@ class Form:
         }
 
 
-# In the order in which they take turns. The control stands far from the form that it repeats.
+# In the order in which they take turns. The control is far from the form that it repeats.
 _ALL = (
     Form(name=LAB, peer="lab", forward_prefetch=1),
     Form(name=REFERENCE, peer="fsdp2", on="raw"),
@@ -64,7 +68,7 @@ STEP = tuple(form.name for form in _ALL)
 
 
 def _metering(peer: str) -> tuple[Form, ...]:
-    """For the cost of measuring: torch's own group without any of our code, all measuring on, and the former again."""
+    """Forms for the overhead of measuring: torch's own group without our code, with all measuring, and the first again."""
     return (
         Form(name=f"{peer}-bare", peer=peer, on="raw"),
         Form(name=f"{peer}-metered", peer=peer, reduction="native", metered=True),
@@ -77,13 +81,13 @@ METERING: Mapping[str, tuple[str, ...]] = {peer: tuple(f.name for f in _metering
 FORMS: Mapping[str, Form] = {form.name: form for form in (*_ALL, *(f for p in METERED_PEERS for f in _metering(p)))}
 
 
-def named(words: str) -> tuple[str, ...]:
-    """The forms of a comma-separated list; the name of a peer stands for all its forms. Raises PlanError."""
+def named(names: str) -> tuple[str, ...]:
+    """The forms in a comma-separated list, where a peer means all its forms, in the order of turns. Raises PlanError."""
     chosen: set[str] = set()
-    for word in (w.strip() for w in words.split(",") if w.strip()):
-        found = [f.name for f in _ALL if word in (f.name, f.peer)]
+    for name in (n.strip() for n in names.split(",") if n.strip()):
+        found = [f.name for f in _ALL if name in (f.name, f.peer)]
         if not found:
-            raise PlanError(f"--only: there is no form {word}; choose from {', '.join((*STEP, *PEERS))}")
+            raise PlanError(f"--only: there is no form {name}; choose from {', '.join((*STEP, *PEERS))}")
         chosen.update(found)
     return tuple(name for name in STEP if name in chosen)
 
@@ -101,7 +105,7 @@ class BenchPlan:
 
     ranks: int = 2
     steps: int = 30  # counted ones of each form
-    warmup: int = 3  # before them: the first makes optimizer state, in the second DDP lays its buckets anew
+    warmup: int = 3  # before them: the first creates optimizer state, in the second DDP rebuilds its buckets
     layers: int = 4
     width: int = 512
     heads: int = 8
@@ -138,7 +142,7 @@ class BenchPlan:
             ) from e
 
     def spec(self, form: Form) -> Spec:
-        """What the form is built from. Its `data` is not read: the tokens are random."""
+        """The Spec of a form. Its `data` is not read: the tokens are random."""
         work = Workload(model=self.model, seq_len=self.seq_len, micro_batch=self.micro_batch, lr=3e-4, seed=self.seed)
         strategy = Strategy(**form.strategy(self.sharding, self.precision))
         return Spec(workload=work, strategy=strategy, world_size=self.ranks)
@@ -171,5 +175,5 @@ class BenchPlan:
 
 
 def option(field: str) -> str:
-    """As it is written on the command line."""
+    """The name of its command-line option."""
     return "--" + field.replace("_", "-")

@@ -1,5 +1,5 @@
-"""The `fsdp-lab` command: lab, run, compare, kernel, doctor. Floor 6.
+"""The `fsdp-lab` command.
 
-`main` reads the command line. Each command has a module of its own with `add_arguments(parser)` and `run(args) -> int`;
-what is heavy (torch, Jupyter, rich) is imported inside, so that `fsdp-lab --help` and a refusal are quick.
+`main` parses the command line. A command is a pair of functions, `add_arguments(parser)` and `run(args) -> int`, which
+import what is heavy (torch, Jupyter, rich) themselves, so that `fsdp-lab --help` and refusals are quick.
 """

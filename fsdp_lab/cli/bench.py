@@ -1,6 +1,7 @@
 """`fsdp-lab bench`: the options of all benches, and what they share: refusals, the environment, the file.
 
-step, metering and checkpoint (bench/benches.py) need neither Jupyter nor rich; the others run on a lab (lab_benches.py).
+step, metering and checkpoint (bench/benches.py) need neither Jupyter nor rich; the others run on a lab
+(lab_benches.py).
 """
 
 from __future__ import annotations
@@ -24,14 +25,13 @@ from fsdp_lab.bench.plan import (
     STEP,
     WARM_UP,
     WINDOW,
+    BenchError,
     BenchPlan,
     PlanError,
     named,
     option,
 )
-from fsdp_lab.bench.ratios import BenchError
-from fsdp_lab.cli.console import Failed, Refused
-from fsdp_lab.cli.results import check_file, write_file
+from fsdp_lab.cli.console import Failed, Refused, at_least, check_file, write_file
 from fsdp_lab.core.spec import BACKENDS
 
 Add = Callable[..., Any]  # `add_argument` of a parser
@@ -157,19 +157,12 @@ def _checkpoint(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _planned(args: argparse.Namespace, forms: Sequence[str], **more: Any) -> BenchPlan:
-    """Raises PlanError, in the words of the command line."""
+    """The plan of the options. Raises PlanError, which names an option."""
     from fsdp_lab.bench.launch import place
 
     sizes = {name: getattr(args, name) for name in ("steps", *SIZES) if hasattr(args, name)}
     plan = BenchPlan(**{**sizes, **more}, forms=tuple(forms))
     return BenchPlan.from_dict({**plan.to_dict(), "devices": place(plan.ranks, args.device)})
-
-
-def at_least(args: argparse.Namespace, name: str, least: int, why: str = "") -> None:
-    """Raises PlanError for a number that is given and is too small."""
-    if (value := getattr(args, name)) is not None and value < least:
-        number = f"{least} or more{why}" if why else f"a whole number of {least} or more"
-        raise PlanError(f"{option(name)} {value} is refused; give {number}")
 
 
 # -- on a lab --------------------------------------------------------------------------------------------------------
@@ -222,7 +215,7 @@ def _soak(args: argparse.Namespace) -> dict[str, Any]:
     at_least(args, "toggles", WARM_UP + WINDOW, f": the first {WARM_UP} are warm-up")
     backends = [name.strip() for name in args.backend.split(",")]
     if unknown := next((name for name in backends if name not in BACKENDS), None):
-        raise PlanError(f"--backend {unknown!r} is refused; give some of {', '.join(BACKENDS)}")
+        raise Refused(f"--backend {unknown!r} is refused; give some of {', '.join(BACKENDS)}")
     return lab_benches.soak(args.model, args.ranks, args.toggles, backends, say)
 
 

@@ -1,7 +1,7 @@
-"""`fsdp-lab compare`: the same work under every combination of the given lists, in turns on the same resident ranks.
+"""`fsdp-lab compare`: trains the same workload under every combination of the given lists, in turns on the same ranks.
 
-Options are the fields of Workload and Strategy, `--ranks`, `--steps` and `--rounds`. What cannot be combined is listed with
-its reason; a run that fails is listed there too, and the exit code is 1. Then: which to take, and what each toggle bought.
+Options are the fields of Workload and Strategy, `--ranks`, `--steps` and `--rounds`. Invalid combinations are listed with
+their reason, as are runs that fail; with these the exit code is 1. Recommends one of the strategies at the end.
 """
 
 from __future__ import annotations
@@ -10,19 +10,10 @@ import argparse
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_lab.cli import fields
-from fsdp_lab.cli.console import Refused
-from fsdp_lab.cli.results import Results
-from fsdp_lab.core.describe import (
-    DEFAULT_FIELDS,
-    STRATEGY_FIELDS,
-    describe_fields,
-    differing_fields,
-    field_title,
-    flat_fields,
-)
+from fsdp_lab.cli.console import Refused, Results, at_least, terminal
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.spec import Spec
 
@@ -31,7 +22,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fsdp_lab.runs import Run, Sweep
-    from fsdp_lab.runs.comparison import Comparison
     from fsdp_lab.runs.view import RunView
 
 WAITING, FAILED = "waiting", "failed"
@@ -51,9 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("steps", "rounds"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise Refused(f"--{name} {getattr(args, name)} is refused; give a whole number of 1 or more")
+    at_least(args, "steps", 1)
+    at_least(args, "rounds", 1)
     results = Results(file=args.json)
     results.check()
     if args.report is not None:
@@ -65,10 +54,9 @@ def run(args: argparse.Namespace) -> int:
     results.write()
     refused = list(results.refused)  # before those that fail join them
 
-    from fsdp_lab.cli import session
     from fsdp_lab.runs import Comparison, Refusal
 
-    console = session.console()
+    console = terminal()
     sweep = compare(console, specs, args.steps, args.rounds, results) if specs else None
     rows: list[RunView | Refusal] = [
         *(sweep.in_order if sweep else ()),
@@ -91,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def wanted(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The product of the lists, as Spec dicts."""
+    """The product of the lists as Spec dicts."""
     ranks = fields.whole_numbers("--ranks", args.ranks)
     made = list(fields.product(Spec(), fields.chosen(args), ranks))
     if args.devices is not None:
@@ -102,7 +90,7 @@ def wanted(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def split(dicts: Sequence[Mapping[str, Any]], results: Results) -> list[Spec]:
-    """The Specs that can be; the others go to the results with their reasons. Starts nothing."""
+    """The valid Specs; adds the others to the results with their reasons."""
     from fsdp_lab.models.check import check
 
     specs: list[Spec] = []
@@ -117,7 +105,7 @@ def split(dicts: Sequence[Mapping[str, Any]], results: Results) -> list[Spec]:
 
 
 def compare(console: Console, specs: Sequence[Spec], steps: int, rounds: int | None, results: Results) -> Sweep:
-    """Trains them in turns, with a live table; what was measured is in the results, also after Ctrl-C."""
+    """Trains the Specs in turns with a live table, and adds what was measured to the results, also after Ctrl-C."""
     from fsdp_lab.cli import session
 
     with session.lab(console, specs[0].world_size, specs[0].devices) as lab, session.live(console) as show:
@@ -127,20 +115,20 @@ def compare(console: Console, specs: Sequence[Spec], steps: int, rounds: int | N
 
         def look() -> None:
             nonlocal drawn_s
-            if console.is_terminal and time.monotonic() - drawn_s > REDRAW_S:  # ratios and parity are of all steps
+            if console.is_terminal and time.monotonic() - drawn_s > REDRAW_S:  # ratios and parity cover all steps
                 drawn_s = time.monotonic()
-                show(going(sweep, console.width))
+                show(view(sweep, console.width))
 
         try:
             session.watch(sweep, look)
         finally:
-            keep(sweep, results)
-    console.print(going(sweep, console.width))
+            collect(sweep, results)
+    console.print(view(sweep, console.width))
     return sweep
 
 
-def keep(sweep: Sweep, results: Results) -> None:
-    """Runs that were measured, and reasons of those that failed."""
+def collect(sweep: Sweep, results: Results) -> None:
+    """Adds summaries of runs, and the reasons of those that failed, to the results and writes them."""
     for run in sweep.in_order:
         if run.state.value == FAILED:
             results.add_refused(run.spec.to_dict(), run.reason)
@@ -156,24 +144,22 @@ def keep(sweep: Sweep, results: Results) -> None:
     results.write()
 
 
-# -- what is shown ---------------------------------------------------------------------------------------------------
+# -- the table on the terminal ---------------------------------------------------------------------------------------
 
-WIDE = 110  # columns of a terminal
-FIGURES = ("loss", "step time", "ratio", "tokens/s", "TFLOPS", "peak/rank", "exposed", "parity")
-NARROW = ("loss", "step time", "ratio", "peak/rank", "parity")
+WIDE = 130  # columns of a terminal that has room for all figures
+FIGURES = ("loss", "step time", "time ratio", "tokens/s", "TFLOPS", "peak/rank", "exposed", "parity")
+NARROW = ("loss", "step time", "time ratio", "peak/rank", "parity")
 
 
-def going(sweep: Sweep, width: int) -> Group:
-    """The table as it stands, and how long it will take."""
+def view(sweep: Sweep, width: int) -> Group:
+    """The table of a sweep in progress or over, and a line on its progress."""
     from rich.console import Group
     from rich.text import Text
 
-    compared = sweep.comparison()
-    return Group(table(sweep, compared, width), Text(said(sweep), style="dim"))
+    return Group(table(sweep, width), Text(progress(sweep), style="dim"))
 
 
-def said(sweep: Sweep) -> str:
-    """Progress in a line."""
+def progress(sweep: Sweep) -> str:
     from fsdp_lab.core.formatting import duration
 
     p = sweep.progress
@@ -184,54 +170,31 @@ def said(sweep: Sweep) -> str:
     return f"{p.done_steps} steps in {duration(p.seconds)}{outside}"
 
 
-def table(sweep: Sweep, compared: Comparison, width: int) -> Table:
-    """A row for each Spec, also for those that wait; a narrow terminal does without some of the figures."""
+def table(sweep: Sweep, width: int) -> Table:
+    """`Comparison.table` with a row for each Spec, including those that have not begun, and fewer figures if narrow."""
     from rich import box
     from rich.table import Table
 
-    from fsdp_lab.runs.comparison import cells, ratio_words
+    from fsdp_lab.runs import Comparison, Refusal
 
-    flats = [spec.flat() for spec in sweep.specs]
-    shown = differing_fields(flats) or DEFAULT_FIELDS
-    rows = {row.run: row for row in compared.rows}
+    runs = [sweep.run_of(spec) for spec in sweep.specs]
+    compared = Comparison.of([run or Refusal(spec, WAITING) for run, spec in zip(runs, sweep.specs, strict=True)])
+    figures = compared.table(FIGURES if width >= WIDE else NARROW, spread=False)
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    drawn.add_column("")
-    drawn.add_column(", ".join(field_title(name) for name in shown), overflow="fold")
-    drawn.add_column("state", no_wrap=True)
-    kept = FIGURES if width >= WIDE else NARROW
-    for name in kept:
-        drawn.add_column(name, justify="left" if name == "parity" else "right", no_wrap=name != "parity")
-    for spec, flat in zip(sweep.specs, flats, strict=True):
-        run = sweep.run_of(spec)
-        row = rows.get(run.id) if run is not None else None  # one that began this very moment is in no row yet
+    for name in figures.columns or ("", "what", "state"):
+        folds = name == "what" or name.startswith("parity")
+        justify: Literal["left", "right"] = "left" if folds or name in figures.left else "right"
+        drawn.add_column(name, justify=justify, no_wrap=not folds, overflow="fold", min_width=8 if folds else None)
+    texts = iter(figures.rows)
+    for row, run in zip(compared.rows, runs, strict=True):
         state = state_of(run, sweep.steps)
-        found: dict[str, str] = {}
-        if row is not None:
-            found = {**cells(row.figures), "ratio": ratio_words(row.time_ratio), "parity": compared.badge(row)}
-        style = "red" if state == FAILED or (row and row.differs) else "dim" if state == WAITING else ""
-        told = [found.get(name, "") for name in kept]
-        drawn.add_row(row.label if row else "", describe_fields(flat, shown), state, *told, style=style)
+        style = "red" if state == FAILED or row.differs else "dim" if state == WAITING else ""
+        rest = [] if run is None else next(texts)[3:]
+        drawn.add_row(row.label, row.name, state, *rest, style=style)
     return drawn
 
 
 def state_of(run: Run | None, steps: int) -> str:
     if run is None:
         return WAITING
-    return FAILED if run.state.value == FAILED else "done" if run.step >= steps else f"step {run.step} of {steps}"
-
-
-def refusals(refused: Sequence[Mapping[str, Any]]) -> Table:
-    """Each reason once, with the combinations that it refuses."""
-    from rich import box
-    from rich.table import Table
-
-    by_reason: dict[str, list[str]] = {}
-    for entry in refused:
-        combination = describe_fields(flat_fields(entry["spec"]), ("model", *STRATEGY_FIELDS))
-        by_reason.setdefault(entry["reason"], []).append(combination)
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="not run", title_justify="left")
-    drawn.add_column("combination")
-    drawn.add_column("reason", overflow="fold")
-    for reason, combinations in by_reason.items():
-        drawn.add_row("\n".join(combinations), reason)
-    return drawn
+    return FAILED if run.state.value == FAILED else "done" if run.step >= steps else f"{run.step} of {steps}"

@@ -1,7 +1,7 @@
-"""`fsdp-lab drill`: failures at random moments in small runs, and whether each run ended as one that nothing befell.
+"""`fsdp-lab drill`: injects faults at random moments into small runs, and checks that each run recovers completely.
 
-A drill is survived where its run did all its steps with the losses of an undisturbed run, bit for bit, where no process is
-left that was not there before, and where the ranks hold no more memory than such runs, saved and resumed, leave them.
+A drill is survived if its run did all its steps with the losses of an undisturbed run, bit for bit, if no additional process
+is left, and if the ranks hold no more memory than after an undisturbed run that was saved and resumed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.cli.console import Failed, Refused
+from fsdp_lab.cli.console import Failed, at_least
 from fsdp_lab.core.faults import DRILLS, check_kind
 from fsdp_lab.core.spec import Spec
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 COUNT, STEPS, EVERY = 20, 24, 5
 HANG_S = 3.0
-LIMIT_S = 180.0  # for a run with a drill in it
-MORE_BYTES = 100 << 20  # that a rank may hold beyond what undisturbed runs left it
+LIMIT_S = 180.0  # for a run with a fault in it
+MORE_BYTES = 100 << 20  # allowed for a rank beyond its memory after an undisturbed run
 WORK: Mapping[str, Any] = {"model": "gpt2-1m", "micro_batch": 2, "seq_len": 64}
-FORMS: tuple[Mapping[str, str], ...] = (  # equal bit for bit
+FORMS: tuple[Mapping[str, str], ...] = (  # backends whose losses are equal bit for bit
     {"backend": "lab"},
     {"backend": "fsdp2"},
     {"backend": "ddp", "sharding": "no_shard"},
@@ -45,9 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, least in (("count", 1), ("ranks", 2)):
-        if getattr(args, name) < least:
-            raise Refused(f"--{name} {getattr(args, name)} is refused; give a whole number of {least} or more")
+    at_least(args, "count", 1)
+    at_least(args, "ranks", 2)
     kinds = [k.strip() for k in args.kinds.split(",")] if args.kinds else list(DRILLS)
     for kind in kinds:
         check_kind(kind)
@@ -60,14 +59,14 @@ def run(args: argparse.Namespace) -> int:
 
     survived = 0
     with Lab(args.ranks, reduction="rank_ordered", hang_s=HANG_S, history=False, progress=False) as lab:
-        field = DrillBench(lab, work)
+        bench = DrillBench(lab, work)
         for number, plan in enumerate(plans(args.seed, args.count, args.ranks, kinds), 1):
             begun_s = time.monotonic()
-            wrong = field.drill(plan)
+            wrong = bench.drill(plan)
             survived += not wrong
-            said = "survived" if not wrong else f"NOT survived: {'; '.join(wrong)}"
-            print(f"{number}: {plan}: {said}, {time.monotonic() - begun_s:.1f} s", flush=True)
-    for kind, seconds in sorted(field.seconds.items()):
+            result = "survived" if not wrong else f"NOT survived: {'; '.join(wrong)}"
+            print(f"{number}: {plan}: {result}, {time.monotonic() - begun_s:.1f} s", flush=True)
+    for kind, seconds in sorted(bench.seconds.items()):
         print(f"{kind}: to the next step {statistics.median(seconds):.1f} s in the median of {len(seconds)}, "
               f"{max(seconds):.1f} s at most")  # fmt: skip
     print(f"{survived} of {args.count} survived (seed {args.seed}, {args.ranks} ranks)")
@@ -78,11 +77,11 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DrillPlan:
-    """One drill."""
+    """One fault: which, where and when."""
 
     kind: str
     rank: int
-    step: int  # about when: what happens happens in the middle of something
+    step: int  # it is injected some time after this step
     delay_s: float
     form: Mapping[str, str]
 
@@ -91,7 +90,7 @@ class DrillPlan:
 
 
 def plans(seed: int, count: int, ranks: int, kinds: list[str]) -> Iterator[DrillPlan]:
-    """The same for the same seed."""
+    """Random drills, the same for the same seed."""
     chance = random.Random(seed)
     for _ in range(count):
         yield DrillPlan(kind=chance.choice(kinds), rank=chance.randrange(ranks), step=chance.randrange(1, STEPS - 6),
@@ -99,17 +98,17 @@ def plans(seed: int, count: int, ranks: int, kinds: list[str]) -> Iterator[Drill
 
 
 class DrillBench:
-    """A lab, what an undisturbed run gives on it, and what it leaves behind."""
+    """Runs drills on a lab, and compares each run with an undisturbed one."""
 
     def __init__(self, lab: Lab, work: Spec) -> None:
         self._lab, self._work = lab, work
-        self.seconds: dict[str, list[float]] = {}  # by kind: from the failure to the next step
+        self.seconds: dict[str, list[float]] = {}  # by kind: from the fault to the next step
         self._losses = losses(self._finished(lab.run(work, steps=STEPS)))
         self._processes = len(lab.cluster.processes)
-        self._rss_bytes = max(self._left_by(work.replace(**form)) for form in FORMS)
+        self._rss_bytes = max(self._memory_after(work.replace(**form)) for form in FORMS)
 
     def drill(self, plan: DrillPlan) -> list[str]:
-        """What was wrong afterwards, in words."""
+        """Runs one drill. Returns a sentence for each check that failed."""
         from fsdp_lab.runs import CheckpointConfig
 
         with tempfile.TemporaryDirectory(prefix="fsdp_lab-drill-") as folder:
@@ -117,7 +116,7 @@ class DrillBench:
             work = self._work.replace(**plan.form)
             run = self._lab.run(work, steps=STEPS, save=saving, recover=True)
             try:
-                self._strike(run, plan)
+                self._inject(run, plan)
                 self._finished(run)
                 for incident in run.incidents:
                     if (seconds := incident.seconds) is not None:
@@ -127,16 +126,16 @@ class DrillBench:
                 return [f"{type(e).__name__}: {e}".partition("\n")[0]]
         return list(self._wrong(run, plan))
 
-    def _left_by(self, work: Spec) -> int:
-        """What a rank holds after an undisturbed run that was saved, and one that went on from there."""
+    def _memory_after(self, work: Spec) -> int:
+        """Bytes of the largest rank after an undisturbed run that was saved, and one that was resumed from it."""
         from fsdp_lab.runs import CheckpointConfig
 
         with tempfile.TemporaryDirectory(prefix="fsdp_lab-drill-") as folder:
             self._finished(self._lab.run(work, steps=EVERY, save=CheckpointConfig(folder=Path(folder), every=EVERY)))
             self._finished(self._lab.resume(folder, steps=1))
-        return max(self._held())
+        return max(self._rank_bytes())
 
-    def _strike(self, run: Run, plan: DrillPlan) -> None:
+    def _inject(self, run: Run, plan: DrillPlan) -> None:
         deadline = time.monotonic() + LIMIT_S
         while run.step < plan.step and not run.done and time.monotonic() < deadline:
             time.sleep(0.002)
@@ -148,21 +147,21 @@ class DrillBench:
         return run.wait(LIMIT_S)
 
     def _wrong(self, run: Run, plan: DrillPlan) -> Iterator[str]:
-        told = losses(run)
-        if told != self._losses:
-            parted = sorted(step for step in {*told, *self._losses} if told.get(step) != self._losses.get(step))
-            yield f"the losses are others from step {parted[0]} on"
+        found = losses(run)
+        if found != self._losses:
+            differing = [step for step in {*found, *self._losses} if found.get(step) != self._losses.get(step)]
+            yield f"the losses differ from step {min(differing)} on"
         if (there := len(self._lab.cluster.processes)) != self._processes:
-            yield f"{there} processes are there, and {self._processes} were"
-        if (more := max(self._held()) - self._rss_bytes) > MORE_BYTES:
-            yield f"a rank holds {more / (1 << 20):.0f} MiB more than it did"
+            yield f"there are {there} processes instead of {self._processes}"
+        if (more := max(self._rank_bytes()) - self._rss_bytes) > MORE_BYTES:
+            yield f"a rank holds {more / (1 << 20):.0f} MiB more than before"
         if plan.kind != "slow" and not run.incidents and run.step < STEPS:
-            yield "nothing was found"
+            yield "no incident was recorded"
 
-    def _held(self) -> list[int]:
+    def _rank_bytes(self) -> list[int]:
         return [s.rss_bytes or 0 for s in self._lab.rank_status()]
 
 
 def losses(run: Run) -> dict[int, Any]:
-    """By step. All ranks report the same, and one may die before it does."""
+    """Step -> mean loss over ranks, as any of them reports it: one may die before it does."""
     return {step.number: step.mean_loss for step in run.events.steps()}

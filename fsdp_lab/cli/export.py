@@ -1,12 +1,17 @@
-"""`fsdp-lab export spec.json --to script`: a Spec as something that runs without the lab."""
+"""`fsdp-lab export` and `fsdp-lab checkpoints`: a Spec, or a trained model, in a form that other programs use."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from fsdp_lab.cli.console import Refused
 from fsdp_lab.cli.run import read_spec
+from fsdp_lab.core.checkpoint_format import checkpoints as list_checkpoints
+from fsdp_lab.core.checkpoint_format import find, incomplete_checkpoints
 from fsdp_lab.core.files import check_file
 from fsdp_lab.export import TARGETS, export, text_of
 
@@ -35,3 +40,42 @@ def run(args: argparse.Namespace) -> int:
     file = export(spec, args.to, args.output, force=args.force)
     sys.stdout.write(f"{file}\n")
     return 0
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def add_checkpoints_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="a folder of checkpoints, or one checkpoint")
+    parser.add_argument(
+        "--export", type=Path, metavar="DIR", help="export the newest model to DIR, for from_pretrained"
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite an existing model")
+
+
+def checkpoints(args: argparse.Namespace) -> int:
+    if args.export is not None:
+        from fsdp_lab.export import export_model
+
+        sys.stdout.write(f"{export_model(find(args.folder, field='folder'), args.export, force=args.force)}\n")
+        return 0
+    if not args.folder.is_dir():
+        raise Refused(f"there is no folder {args.folder}; name one that a run was saved in")
+    sys.stdout.write("".join(f"{line}\n" for line in lines(args.folder)))
+    return 0
+
+
+def lines(folder: Path) -> Iterator[str]:
+    """A line for each checkpoint, oldest first; then the incomplete ones."""
+    from fsdp_lab.core.describe import describe_strategy
+    from fsdp_lab.core.formatting import size
+
+    whole, broken = list_checkpoints(folder), incomplete_checkpoints(folder)
+    for c in whole:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(c.saved_unix_s))
+        strategy = f"{describe_strategy(c.spec)} on {c.spec.world_size} ranks"
+        yield f"{c.path.name}  step {c.step}, {size(c.nbytes)}, {c.kind}, of run {c.run}, {when}: {strategy}"
+    for one in broken:
+        yield f"incomplete: {one.reason}"
+    if not whole and not broken:
+        yield f"{folder} holds no checkpoint"

@@ -1,4 +1,4 @@
-"""The fields of a Spec as command-line options: one spelling everywhere, with dashes, and lists by commas."""
+"""The fields of a Spec as command-line options, with dashes, whose values may be comma-separated lists."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ TOKENS: Mapping[str, Sequence[str]] = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """An option for each field of Workload and Strategy, and the link; each takes a value, or a list with commas."""
+    """Adds an option for each field of Workload and Strategy, and for the link."""
     for part, kind in PARTS:
         group = parser.add_argument_group(f"{part} (a value, or a comma-separated list)")
         for field in dataclasses.fields(kind):
             tokens = ", ".join(TOKENS.get(field.name, ()))
-            words = f"{tokens + '; ' if tokens else ''}default: {shown(field.default)}"
-            group.add_argument(option(field.name), metavar="V,V", help=words)
+            help_text = f"{tokens + '; ' if tokens else ''}default: {shown(field.default)}"
+            group.add_argument(option(field.name), metavar="V,V", help=help_text)
     parser.add_argument(
         "--link", metavar="V,V", help=f"{LINK}; none: the real wire. A value, or a comma-separated list"
     )
@@ -45,7 +45,7 @@ def option(name: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """As it is written on the command line."""
+    """A value as written on the command line."""
     return value if isinstance(value, str) else json.dumps(value).replace("null", "none")
 
 
@@ -53,8 +53,8 @@ def chosen(args: argparse.Namespace) -> dict[str, list[Any]]:
     """Flat field name -> its values, for the options that were given.
 
     Raises:
-        Refused: a value that is of no use for its field.
-        SpecError: a value that its field refuses, whatever the others say.
+        Refused: a value of the wrong type.
+        SpecError: a value that its field refuses in any combination.
     """
     lists: dict[str, list[Any]] = {}
     for _, kind in PARTS:
@@ -70,13 +70,13 @@ def chosen(args: argparse.Namespace) -> dict[str, list[Any]]:
     return lists
 
 
-def link_of(word: str) -> str | None:
-    """Of the option --link. Raises SpecError."""
-    return None if word.lower() in ("none", "null") else Spec(link=word).link
+def link_of(text: str) -> str | None:
+    """One value of --link. Raises SpecError."""
+    return None if text.lower() in ("none", "null") else Spec(link=text).link
 
 
 def value_of(field: dataclasses.Field[Any], word: str) -> Any:
-    """The word as its field's type. Raises Refused where it is none."""
+    """The word converted to the type of its field. Raises Refused."""
     kind = str(field.type)
     if word and "str" in kind:
         return word
@@ -93,7 +93,7 @@ def value_of(field: dataclasses.Field[Any], word: str) -> Any:
 
 
 def product(base: Spec, lists: Mapping[str, Sequence[Any]], ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Spec dicts: every combination of the lists over the base, in the order of the options, without repeats."""
+    """Spec dicts: the base with every combination of the lists, in the order of the options, without duplicates."""
     seen: list[dict[str, Any]] = []
     part_of = {field.name: part for part, kind in PARTS for field in dataclasses.fields(kind)}
     for world_size, *values in itertools.product(ranks, *lists.values()):

@@ -1,13 +1,14 @@
-"""`fsdp-lab history`: the runs that are kept on this machine, listed, shown, named and deleted."""
+"""`fsdp-lab history` and `fsdp-lab report`: stored runs listed, shown, named, deleted, or written as one HTML report."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_lab.cli.console import Refused
+from fsdp_lab.cli.console import Refused, at_least, say, say_json
 from fsdp_lab.core.describe import describe_changes
 from fsdp_lab.core.errors import FieldError
 
@@ -23,13 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(act=listed)
     actions = parser.add_subparsers(title="actions (default: list)", metavar="ACTION")
-    for name, act, says in (
+    acts: tuple[tuple[str, Callable[[argparse.Namespace, History], None], str], ...] = (
         ("show", show, "show one run: environment, switches, last steps"),
         ("delete", delete, "delete runs, by id or by age"),
-        ("rename", rename, "give a run a name"),
-        ("pin", pin, "never delete this run automatically"),
-        ("unpin", unpin, "undo pin"),
-    ):
+        ("rename", lambda args, history: history.rename(args.which, args.name), "give a run a name"),
+        ("pin", lambda args, history: history.pin(args.which), "never delete this run automatically"),
+        ("unpin", lambda args, history: history.unpin(args.which), "undo pin"),
+    )
+    for name, act, says in acts:
         action = actions.add_parser(name, help=says, description=f"{says[0].upper()}{says[1:]}.", allow_abbrev=False)
         action.set_defaults(act=act)
         what = {"metavar": "ID", "help": "the id, the beginning of one, or a name"}
@@ -62,31 +64,30 @@ def run(args: argparse.Namespace) -> int:
 
 
 def listed(args: argparse.Namespace, history: History) -> None:
-    if args.limit < 0:
-        raise Refused(f"--limit {args.limit} is refused; give a whole number of 0 or more")
+    at_least(args, "limit", 0)
     runs = history.runs()
     runs = runs[: args.limit] if args.limit else runs
-    say(json.dumps([run.to_dict() for run in runs], indent=1) if args.json else repr(runs))
+    say_json([run.to_dict() for run in runs]) if args.json else say(repr(runs))
 
 
 def show(args: argparse.Namespace, history: History) -> None:
-    past = history.runs()[args.which]
+    stored = history.runs()[args.which]
     if args.json:
-        say(json.dumps({**past.to_dict(), "summary": past.summary()}, indent=1))
+        say_json({**stored.to_dict(), "summary": stored.summary()})
         return
-    say("\n".join([*head(past), "", repr(past.table())]))
+    say("\n".join([*head(stored), "", repr(stored.table())]))
 
 
-def head(past: StoredRun) -> list[str]:
-    """What is known of it but its figures."""
-    lasted_s = (past.ended_unix_s or time.time()) - past.started_unix_s
-    lines = [f"run {past.id}{f' {past.name}' if past.name else ''}{' (pinned)' if past.pinned else ''}",
-             f"{past.state.value}{f' ({past.reason})' if past.reason else ''}; began {past.when}, {lasted_s:.0f} s",
-             past.where or "where it was trained is not known"]  # fmt: skip
-    for switch in past.switches[1:]:
+def head(stored: StoredRun) -> list[str]:
+    """The run's name, state, environment and switches, as lines."""
+    lasted_s = (stored.ended_unix_s or time.time()) - stored.started_unix_s
+    lines = [f"run {stored.id}{f' {stored.name}' if stored.name else ''}{' (pinned)' if stored.pinned else ''}",
+             f"{stored.state.value}{f' ({stored.reason})' if stored.reason else ''}; began {stored.when}, {lasted_s:.0f} s",
+             stored.where or "where it was trained is not known"]  # fmt: skip
+    for switch in stored.switches[1:]:
         changes = switch.before.difference(switch.after) if switch.before is not None else {}
-        words = describe_changes(changes, "->")
-        lines.append(f"from step {switch.step}: {words}{'' if switch.carried else ' (begun again)'}")
+        changed = describe_changes(changes, "->")
+        lines.append(f"from step {switch.step}: {changed}{'' if switch.carried else ' (restarted)'}")
     return lines
 
 
@@ -102,20 +103,35 @@ def delete(args: argparse.Namespace, history: History) -> None:
     say(f"{gone} run{'s' * (gone != 1)} deleted; {len(history.runs())} left")
 
 
-def rename(args: argparse.Namespace, history: History) -> None:
-    history.rename(args.which, args.name)
+# -- report ------------------------------------------------------------------------------------------------------------
 
 
-def pin(args: argparse.Namespace, history: History) -> None:
-    history.pin(args.which)
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("which", nargs="+", metavar="RUN", help="the id of a run, the beginning of one, or its name")
+    parser.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE",
+                        help="output file (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--baseline", metavar="RUN", help="baseline run (default: the first)")
+    parser.add_argument("--title", default="", help="title of the report")
+    parser.add_argument("--memory", type=float, metavar="GIB",
+                        help="device memory for the recommendation (default: that of the runs)")  # fmt: skip
 
 
-def unpin(args: argparse.Namespace, history: History) -> None:
-    history.unpin(args.which)
+def report(args: argparse.Namespace) -> int:
+    if args.memory is not None and not 0 < args.memory < float("inf"):
+        raise Refused(f"--memory {args.memory:g} is refused; give the GiB of a device, such as 80")
+    from fsdp_lab.core.files import check_file
+    from fsdp_lab.history import History, HistoryError
+    from fsdp_lab.report import SUFFIXES, write_report
 
-
-def say(text: str) -> None:
-    """As it is: a table's lines are not broken, and a pipe gets what a terminal shows."""
-    from fsdp_lab.cli import session
-
-    session.console().print(text, markup=False, highlight=False, soft_wrap=True)
+    check_file(args.output, SUFFIXES, field="--output")
+    try:
+        listed_runs = History().runs()
+    except HistoryError as e:
+        raise Refused(str(e)) from e
+    runs = list({stored.id: stored for stored in (listed_runs[which] for which in args.which)}.values())
+    baseline = runs[0] if args.baseline is None else listed_runs[args.baseline]
+    if baseline.id not in [stored.id for stored in runs]:
+        raise Refused(f"--baseline {args.baseline} is not one of the runs of this report; name it among them, too")
+    limit = None if args.memory is None else int(args.memory * (1 << 30))
+    say(f"written: {write_report(args.output, runs, baseline=baseline.id, title=args.title, limit_bytes=limit)}")
+    return 0

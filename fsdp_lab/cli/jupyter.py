@@ -41,27 +41,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("jupyterlab") is None:
-        raise Refused(f"JupyterLab is not installed beside {sys.executable}; pip install jupyterlab")
+        raise Refused(f"JupyterLab is not installed for {sys.executable}; pip install jupyterlab")
     folder = notebooks_folder(args.dir)
     port = free_port(args.ip, args.port)
     token = secrets.token_hex(24)
     if is_root():
-        print("Running as root, as is usual in a container: JupyterLab is told that this is meant (--allow-root).")
+        print("Running as root, as is usual in a container: JupyterLab is started with --allow-root.")
     with jupyterlab(folder, args.ip, port, token, browser=not args.no_browser and has_display()) as server:
         wait_until_up(server, args.ip, port)
         refuse_without_token(args.ip, port)
         print(announcement(folder, args.ip, port, token), flush=True)
         code = server.wait()
     if code:
-        print(f"fsdp-lab: JupyterLab ended by itself, with exit code {code}", file=sys.stderr)
+        print(f"fsdp-lab: JupyterLab ended with exit code {code}", file=sys.stderr)
     return 1 if code else 0
 
 
-# -- what is opened --------------------------------------------------------------------------------------------------
+# -- notebooks -------------------------------------------------------------------------------------------------------
 
 
-def notebooks_folder(asked_for: Path | None) -> Path:
-    """The folder that JupyterLab opens: the repository's notebooks, else copies in a folder that can be written.
+def notebooks_folder(wanted: Path | None) -> Path:
+    """The folder that JupyterLab opens: the repository's notebooks, or copies of them in a writable folder.
 
     Raises:
         Refused: there are no notebooks, or the folder cannot be written.
@@ -69,13 +69,13 @@ def notebooks_folder(asked_for: Path | None) -> Path:
     source = shipped_notebooks()
     if source is None:
         raise Refused("the notebooks are neither beside the package nor in its installation; install fsdp-lab again")
-    if asked_for is None and os.access(source, os.W_OK) and (source.parent / "pyproject.toml").is_file():
+    if wanted is None and os.access(source, os.W_OK) and (source.parent / "pyproject.toml").is_file():
         return source
-    folder = (asked_for or Path.cwd() / "fsdp-lab-notebooks").expanduser().absolute()
+    folder = (wanted or Path.cwd() / "fsdp-lab-notebooks").expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file in [*source.glob("*.ipynb"), *source.glob("*.png")]:
-            if not (folder / file.name).exists():  # what somebody changed stays theirs
+            if not (folder / file.name).exists():  # never overwrite a changed notebook
                 shutil.copy(file, folder)
     except OSError as e:
         why = e.strerror or str(e)
@@ -84,7 +84,7 @@ def notebooks_folder(asked_for: Path | None) -> Path:
 
 
 def shipped_notebooks() -> Path | None:
-    """Where the notebooks came with the package: the repository's folder, or what the installation recorded."""
+    """The notebooks of the package: in the repository, or where the installation has put them."""
     beside = Path(__file__).resolve().parents[2] / "notebooks"
     if (beside / FIRST_NOTEBOOK).is_file():
         return beside
@@ -95,33 +95,33 @@ def shipped_notebooks() -> Path | None:
     return None
 
 
-# -- where it listens ------------------------------------------------------------------------------------------------
+# -- address and port ------------------------------------------------------------------------------------------------
 
 
-def free_port(ip: str, asked_for: int | None) -> int:
-    """The port asked for, or by default the first free one from 8888 on.
+def free_port(ip: str, wanted: int | None) -> int:
+    """The wanted port; by default the first free one from 8888 on.
 
     Raises:
-        Refused: the port asked for is in use or not allowed, with a free one; or the address is not of this machine.
+        Refused: the wanted port is in use or not allowed (a free one is named), or the address is not of this machine.
     """
-    if asked_for is not None and not 0 < asked_for < 65536:
-        raise Refused(f"--port {asked_for} is not a port; give one between 1 and 65535")
-    first = asked_for or DEFAULT_PORT
-    trouble = why_not(ip, first)
-    if trouble is None:
+    if wanted is not None and not 0 < wanted < 65536:
+        raise Refused(f"--port {wanted} is not a port; give one between 1 and 65535")
+    first = wanted or DEFAULT_PORT
+    problem = port_problem(ip, first)
+    if problem is None:
         return first
     free = next(
-        (port for port in range(max(first, 1024) + 1, min(first + 200, 65536)) if why_not(ip, port) is None), None
+        (port for port in range(max(first, 1024) + 1, min(first + 200, 65536)) if port_problem(ip, port) is None), None
     )
     offer = f"; {free} is free: --port {free}" if free else "; no port near it is free"
-    if asked_for is not None or free is None:
-        raise Refused(f"port {first} {trouble}{offer}")
-    print(f"Port {first} {trouble}: taking {free}.")
+    if wanted is not None or free is None:
+        raise Refused(f"port {first} {problem}{offer}")
+    print(f"Port {first} {problem}: taking {free}.")
     return free
 
 
-def why_not(ip: str, port: int) -> str | None:
-    """Why nothing can listen there, or None. Raises Refused for an address that this machine does not have."""
+def port_problem(ip: str, port: int) -> str | None:
+    """Why no server can listen on the port, or None. Raises Refused for an address that is not of this machine."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         with socket.socket(family, kind) as probe:
@@ -142,7 +142,7 @@ def why_not(ip: str, port: int) -> str | None:
 
 
 def reachable(ip: str) -> str:
-    """The address at which this machine itself reaches a server that listens on `ip`."""
+    """The address by which this machine reaches a server that listens on `ip`."""
     return {"0.0.0.0": LOOPBACK, "": LOOPBACK, "*": LOOPBACK, "::": "[::1]"}.get(ip, f"[{ip}]" if ":" in ip else ip)
 
 
@@ -159,7 +159,8 @@ def is_root() -> bool:
 
 @contextlib.contextmanager
 def jupyterlab(folder: Path, ip: str, port: int, token: str, *, browser: bool) -> Iterator[subprocess.Popen[bytes]]:
-    """JupyterLab as a child with a session of its own: Ctrl-C reaches us alone, and we end it, kernels and all."""
+    """JupyterLab as a child process in a session of its own: Ctrl-C reaches this process only, which ends it with its
+    kernels."""
     command = [
         *(sys.executable, "-m", "jupyterlab", "--Application.log_level=ERROR"),
         *(f"--ServerApp.ip={ip}", f"--ServerApp.port={port}", "--ServerApp.port_retries=0"),
@@ -171,7 +172,7 @@ def jupyterlab(folder: Path, ip: str, port: int, token: str, *, browser: bool) -
     with tempfile.TemporaryDirectory(prefix="fsdp-lab-") as config:
         write_defaults(Path(config))
         # The token goes by the environment: a command line can be read by every user of the machine. The notebooks' kernel
-        # is this environment's, whatever the user's own folder holds under the same name.
+        # is this environment's, even if the user's folder has one of the same name.
         environment = {
             **os.environ,
             "JUPYTER_TOKEN": token,
@@ -187,15 +188,15 @@ def jupyterlab(folder: Path, ip: str, port: int, token: str, *, browser: bool) -
 
 
 def write_defaults(config: Path) -> None:
-    """Defaults of JupyterLab's settings for this server alone; what the user has set stays. Without them its question
-    about news covers a corner of the first notebook."""
+    """Writes defaults of JupyterLab's settings for this server; the user's settings win. Without them JupyterLab's
+    question about news covers a corner of the first notebook."""
     folder = config / "labconfig"
     folder.mkdir()
     (folder / "default_setting_overrides.json").write_text(json.dumps(DEFAULTS), encoding="utf-8")
 
 
 def end(server: subprocess.Popen[bytes], timeout_s: float = 10) -> None:
-    """Asks the server to stop, which stops its kernels; then ends whatever of its family is still there."""
+    """Terminates the server, which stops its kernels; then kills remaining descendants, except persistent ranks."""
     import psutil
 
     from fsdp_lab.cluster.detached import detached_pids
@@ -218,11 +219,11 @@ def end(server: subprocess.Popen[bytes], timeout_s: float = 10) -> None:
 
 
 def wait_until_up(server: subprocess.Popen[bytes], ip: str, port: int, timeout_s: float = 90) -> None:
-    """Returns once the server answers, so that no dead URL is printed. Raises Refused when it ends instead."""
+    """Waits until the server answers, so that the printed URL works. Raises Refused if it ends or does not answer."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         if server.poll() is not None:
-            raise Refused(f"JupyterLab did not start (exit code {server.returncode}); its own words stand above")
+            raise Refused(f"JupyterLab did not start (exit code {server.returncode}); see its output above")
         with (
             contextlib.suppress(OSError, urllib.error.URLError),
             urllib.request.urlopen(f"http://{reachable(ip)}:{port}/api", timeout=2),
@@ -233,7 +234,7 @@ def wait_until_up(server: subprocess.Popen[bytes], ip: str, port: int, timeout_s
 
 
 def refuse_without_token(ip: str, port: int) -> None:
-    """Raises Refused where the server serves everybody: a configuration of the user's, or the system's, wins over ours."""
+    """Raises Refused if the server accepts requests without the token, because another configuration overrides ours."""
     try:
         urllib.request.urlopen(f"http://{reachable(ip)}:{port}/api/kernels", timeout=10).close()
     except OSError:  # 403, as it should be
@@ -244,7 +245,7 @@ def refuse_without_token(ip: str, port: int) -> None:
     )
 
 
-# -- what is said ----------------------------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------------------------
 
 
 def announcement(folder: Path, ip: str, port: int, token: str) -> str:
@@ -262,7 +263,7 @@ def announcement(folder: Path, ip: str, port: int, token: str) -> str:
 
 
 def tunnel(port: int, environment: Mapping[str, str], user: str, host: str) -> str:
-    """The ssh command that brings the port to another computer, by the address that this SSH session itself came to."""
+    """The ssh command that forwards the port to another computer, with the address of the current SSH session."""
     option = ""
     ssh = environment.get("SSH_CONNECTION", "").split()  # client address, client port, server address, server port
     if len(ssh) == 4:

@@ -1,4 +1,8 @@
-"""`fsdp-lab kernel install`: this environment as a kernel of a JupyterLab that runs from another one."""
+"""`fsdp-lab kernel install`: registers this environment as a kernel for a JupyterLab that runs from another one.
+
+JupyterLab itself serves the browser part of the widgets. Where it runs from another environment than the kernel, as on
+most cloud machines, two extensions have to be installed in that environment; `missing` and `running_servers` find out.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,16 @@ import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
+import json
+import os
 import platform
 import re
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_lab.cli.console import Refused
-from fsdp_lab.cli.extensions import NEEDED, missing, running_servers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("ipykernel") is None:
-        raise Refused(f"ipykernel is not installed beside {sys.executable}; pip install ipykernel")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", args.name):  # ".." is a folder, which Jupyter would replace
+        raise Refused(f"ipykernel is not installed for {sys.executable}; pip install ipykernel")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", args.name):  # Jupyter would replace the folder ".."
         raise Refused(
             f"--name {args.name!r} is not a kernel's name; use letters and digits, with '.', '_' and '-' between"
         )
@@ -46,7 +53,7 @@ def display_name() -> str:
 
 
 def register(name: str, prefix: Path | None) -> str:
-    """Writes the kernel's description and returns its folder. Raises Refused where that cannot be written."""
+    """Writes the kernel spec and returns its folder. Raises Refused if it cannot be written."""
     from ipykernel.kernelspec import install
 
     try:
@@ -64,7 +71,7 @@ def register(name: str, prefix: Path | None) -> str:
 
 
 def what_servers_need() -> list[str]:
-    """For each running server of another environment what it lacks; where none runs, what any of them needs."""
+    """What each running server of another environment lacks; if none runs, what any of them needs."""
     others = [server for server in running_servers() if not server.ours]
     if not others:
         lines = ["The JupyterLab server that shows the notebooks needs two packages in ITS environment:"]
@@ -78,3 +85,64 @@ def what_servers_need() -> list[str]:
         if lacking:
             lines += [f"  {server.install_command(lacking)}", "  then reload its page in the browser"]
     return lines
+
+
+# -- extensions and servers --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension:
+    """A prebuilt JupyterLab extension: the pip requirement that brings it, and its folder below `labextensions`."""
+
+    requirement: str
+    folder: str
+
+
+NEEDED = (
+    Extension(requirement="anywidget>=0.9.18", folder="anywidget"),
+    Extension(requirement="jupyterlab_widgets>=3", folder="@jupyter-widgets/jupyterlab-manager"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A running Jupyter server."""
+
+    pid: int
+    port: int
+    python: str  # the interpreter that runs it
+    prefix: Path  # its environment
+
+    @property
+    def ours(self) -> bool:
+        """Whether it runs from this environment."""
+        return self.prefix.resolve() == Path(sys.prefix).resolve()
+
+    def install_command(self, missing: Sequence[Extension]) -> str:
+        return " ".join([self.python, "-m pip install", *(f"'{extension.requirement}'" for extension in missing)])
+
+
+def missing(prefix: Path) -> list[Extension]:
+    """The required extensions that JupyterLab of that environment would not find."""
+    data = [prefix / "share/jupyter", Path.home() / ".local/share/jupyter", Path("/usr/local/share/jupyter")]
+    data += [Path(p) for p in os.environ.get("JUPYTER_PATH", "").split(os.pathsep) if p]
+    return [e for e in NEEDED if not any((d / "labextensions" / e.folder).is_dir() for d in data)]
+
+
+def running_servers() -> list[Server]:
+    """The Jupyter servers of this user, from the files in Jupyter's runtime folder."""
+    try:
+        import psutil
+        from jupyter_core.paths import jupyter_runtime_dir
+    except ImportError:
+        return []
+    servers = []
+    for file in sorted(Path(jupyter_runtime_dir()).glob("jpserver-*.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, IndexError, psutil.Error):
+            record = json.loads(file.read_text(encoding="utf-8"))
+            python = psutil.Process(record["pid"]).cmdline()[0]
+            # not resolved: a virtual environment's python is a link to its base, and the environment is what counts
+            servers.append(
+                Server(pid=record["pid"], port=record["port"], python=python, prefix=Path(python).parents[1])
+            )
+    return servers

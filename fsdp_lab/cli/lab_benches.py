@@ -1,16 +1,17 @@
-"""The benches that run on a lab: live, toggle, soak and plan. Of their shape: bench/benches.py.
+"""The benches that run on a lab: live, toggle, soak and plan. They report as those in bench/benches.py do.
 
-Note: what is compared in `toggle`. A switch is timed from `run.apply` to the first step that every rank has reported under
-the new Spec, parameters and optimizer state carried over; the chunk of steps that is under way ends first, and counts. It
-comes at a random moment within the seconds after the last one's first step, as a user's does. The relaunch is torchrun on
-the same Spec and command line, from its start to the first step that it prints: new processes, imports, build, rendezvous.
-It loads no state, so it is shorter than the same change by hand, which would save and load a checkpoint. Relaunches are
-spread among the switches, and the run is paused meanwhile. The tour goes through every ordered pair of strategies.
+Note: what is compared in `toggle`. A switch is timed from `run.apply` to the first step that every rank has reported
+under the new Spec, with parameters and optimizer state carried over; this includes the end of the chunk of steps in
+progress. It comes at a random moment within the seconds after the first step of the previous one, as a user's does. The
+relaunch is torchrun with the same Spec, from its start to the first step that it prints: new processes, imports, build,
+rendezvous. It loads no state, so it is faster than the same change by hand, which would save and load a checkpoint.
+Relaunches are spread over the switches, and the run is paused during them. The tour visits every ordered pair of
+strategies.
 
-Note: what is compared in `plan`. Every round calibrates anew; the steps of all Specs are timed in turns with what is
-calibrated on, so that what the machine does meanwhile affects both alike. No Spec that is compared is calibrated on.
+Note: what is compared in `plan`. Every round calibrates anew; the steps of all Specs are timed in turns with the
+calibration runs, so that the machine's drift affects both alike. No Spec that is compared is calibrated on.
 
-Note: a run keeps its events as long as somebody holds it, which is no leak. So in `soak`, every `RUN_TOGGLES` switches
+Note: a run keeps its events as long as it is referenced, which is no leak. So in `soak`, every `RUN_TOGGLES` switches
 another run continues with the same parameters, and the former is dropped.
 """
 
@@ -25,28 +26,35 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import psutil
 
-from fsdp_lab.bench.plan import WARM_UP, WINDOW
-from fsdp_lab.bench.ratios import BenchError, spread
+from fsdp_lab.bench.benches import Report, Say, ratios, spread, text
+from fsdp_lab.bench.plan import WARM_UP, WINDOW, BenchError
 from fsdp_lab.cli import session
+from fsdp_lab.cli.console import terminal
 from fsdp_lab.cluster import ClusterError
+from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.formatting import Spread, Table
 from fsdp_lab.core.process import HOST_MEMORY
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.spec import BACKENDS, SHARDINGS, Spec
 from fsdp_lab.lab import Lab
+from fsdp_lab.planner.calibration import Calibration
+from fsdp_lab.planner.plan import plan as predict
+from fsdp_lab.planner.shapes.presets import shape_for
 from fsdp_lab.runs import Run
 
-Say = Callable[[str], None]
-LONGEST_S = 120.0  # until a step comes
-RELAUNCH_S = 300.0
-WITHIN_S = 3.0  # after the last switch the next one comes
+LONGEST_S = 120.0  # limit for a step
+RELAUNCH_S = 300.0  # limit for torchrun
+WITHIN_S = 3.0  # the longest pause between two switches
 RUN_TOGGLES = 50
+AIM = 0.15  # error of a predicted step time, as a share of the measured one
 
 # For `live`: every neighbour differs in the backend or a knob; the last differs from the first, too.
 WAY: Sequence[dict[str, Any]] = (
@@ -79,14 +87,19 @@ REPLICATED: Sequence[dict[str, Any]] = (
 )
 
 
+def fresh_lab(ranks: int) -> AbstractContextManager[Lab]:
+    """A lab with new ranks, whose runs are not stored."""
+    return session.lab(terminal(), ranks, None, history=False)
+
+
 # -- live ------------------------------------------------------------------------------------------------------------
 
 
 def live(model: str, ranks: int, rounds: int, say: Say) -> dict[str, Any]:
-    """How long a user waits: for the first step, for a switch, for a stop. Raises BenchError."""
+    """Seconds until the first step, of a switch, and of a stop, as a user sees them. Raises BenchError."""
     spec = Spec(world_size=ranks).replace(model=model, micro_batch=1, seq_len=64)
     begun_s = time.perf_counter()
-    with session.lab(session.console(), ranks, None, history=False) as lab:
+    with fresh_lab(ranks) as lab:
         ready_s = time.perf_counter() - begun_s
         started = lab.run(spec)
         await_step(started, spec.id)
@@ -101,7 +114,7 @@ def live(model: str, ranks: int, rounds: int, say: Say) -> dict[str, Any]:
 
 
 def _stops(lab: Lab, spec: Spec) -> Iterator[float]:
-    """Seconds from `stop` until the ranks are free, for each backend, in the middle of a step."""
+    """Seconds from a `stop` in the middle of a step until the ranks are free, for three backends."""
     for changes in ({}, {"backend": "ddp", "sharding": "no_shard"}, {"backend": "fsdp1"}):
         wanted = spec.replace(**changes)
         run = lab.run(wanted)
@@ -121,7 +134,7 @@ def switch(run: Run, spec: Spec) -> float:
 
 
 def await_step(run: Run, spec_id: str) -> None:
-    """Until every rank has reported a step under the Spec. Raises BenchError if the run ends or does not come to it."""
+    """Waits until every rank has reported a step under the Spec. Raises BenchError at the end of the run or the limit."""
 
     def reported() -> bool:
         latest = run.events.latest().values()
@@ -131,7 +144,7 @@ def await_step(run: Run, spec_id: str) -> None:
 
 
 def await_ledger(run: Run, spec_id: str) -> None:
-    """The same of a ledger step."""
+    """The same for a ledger step of any rank."""
     _await(run, "ledger step", lambda: any(e.ledger and e.spec_id == spec_id for e in run.events.since()[0]))
 
 
@@ -141,7 +154,7 @@ def _await(run: Run, what: str, there: Callable[[], bool]) -> None:
         if there():
             return
         time.sleep(0.005)
-    raise BenchError(f"no {what} came within {LONGEST_S:.0f} s: {run.reason or run.state.value}")
+    raise BenchError(f"no {what} within {LONGEST_S:.0f} s: {run.reason or run.state.value}")
 
 
 # -- toggle ----------------------------------------------------------------------------------------------------------
@@ -150,46 +163,36 @@ Toggle = tuple[Spec, Spec, float]  # from, to, seconds
 
 
 def toggle(model: str, ranks: int, pairs: int | None, relaunches: int, say: Say) -> dict[str, Any]:
-    """From a changed strategy to its first step, on ranks that stay, beside a relaunch by torchrun. Raises BenchError."""
+    """Seconds from a change of strategy to its first step, on resident ranks and by torchrun. Raises BenchError."""
     spec = Spec(world_size=ranks).replace(model=model, micro_batch=1, seq_len=64)
     stops = [spec.replace(backend=b, sharding=s) for b, s in route(pairs)]
     say(f"{len(stops) - 1} toggles of {model} on {ranks} ranks, {relaunches} relaunches")
-    with session.lab(session.console(), ranks, None, history=False) as lab:
+    with fresh_lab(ranks) as lab:
         run = lab.run(stops[0])
         await_step(run, stops[0].id)
         toggles, again = _timed(run, stops, relaunches)
-    seconds = [s for _, _, s in toggles]
+    seconds, relaunch_s = [s for _, _, s in toggles], median(again)
     by_pair: dict[tuple[str, str], list[float]] = {}
-    by_way: dict[str, list[float]] = {}
+    by_strategy: dict[str, list[float]] = {}
     for before, after, s in toggles:
         by_pair.setdefault((before.id, after.id), []).append(s)
-        by_way.setdefault(f"{after.strategy.backend} {after.strategy.sharding}", []).append(s)
-    twice = [found[1] / found[0] for found in by_pair.values() if len(found) > 1]
-    relaunch_s = median(again)
-
-    def told(values: Sequence[float], unit: str = "") -> str:
-        s = spread(values)
-        return f"median {s.median:.3f}{unit}, p10 {s.p10:.3f}, p90 {s.p90:.3f} ({s.n})"
-
-    against = [s / relaunch_s for s in seconds]
-    say(f"resident/relaunch: {told(against)}")
-    if twice:
-        say(f"control resident/resident, the same pair again: {told(twice)}")
-    say(f"toggle to first step: {told(seconds, ' s')}, longest {max(seconds):.3f}")
-    say(f"torchrun to first step: {told(again, ' s')}")
-    for way, of in sorted(by_way.items()):
-        say(f"  to {way}: {told(of, ' s')}")
-    return {
-        "ratios": {"resident/relaunch": asdict(spread(against))},
-        "control": {"resident/resident": asdict(spread(twice))} if twice else {},
-        "environment": {"model": model, "ranks": ranks},
+        by_strategy.setdefault(f"{after.strategy.backend} {after.strategy.sharding}", []).append(s)
+    report = Report(say, {"model": model, "ranks": ranks})
+    report.ratio("resident/relaunch", spread([s / relaunch_s for s in seconds]))
+    if twice := [found[1] / found[0] for found in by_pair.values() if len(found) > 1]:
+        report.control("resident/resident", spread(twice), note="; the same pair again")
+    say(f"toggle to first step: {text(spread(seconds), 's')}, longest {max(seconds):.3f}")
+    say(f"torchrun to first step: {text(spread(again), 's')}")
+    for strategy, of in sorted(by_strategy.items()):
+        say(f"  to {strategy}: {text(spread(of), 's')}")
+    return report.figures | {
         "seconds": {"toggle": asdict(spread(seconds)), "relaunch": asdict(spread(again))},
         "worst": max(seconds),
     }
 
 
 def route(pairs: int | None) -> list[tuple[str, str]]:
-    """Strategies in the order of the switches: each ordered pair of them as neighbours, twice; or so many at random."""
+    """The strategies in the order of switches: each ordered pair as neighbours, twice; or that many random pairs."""
     if pairs is None:
         return [WAYS[i] for i in tour(len(WAYS))] + [WAYS[i] for i in tour(len(WAYS))[1:]]
     chance, found = random.Random(0), [WAYS[0]]
@@ -199,7 +202,7 @@ def route(pairs: int | None) -> list[tuple[str, str]]:
 
 
 def tour(n: int) -> list[int]:
-    """A closed way through all ordered pairs of n places, each pair once (Hierholzer); of n (n - 1) + 1 places."""
+    """An Eulerian circuit over n places (Hierholzer): each ordered pair once; n (n - 1) + 1 places long."""
     left = {i: [j for j in range(n) if j != i] for i in range(n)}
     open_, found = [0], []
     while open_:
@@ -237,7 +240,7 @@ def relaunched(spec: Spec) -> float:
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
         if not lines:
             raise BenchError(f"torchrun made no step: {done.stderr.strip().splitlines()[-1:]}")
-        since_s = float(json.loads(lines[0])["end_unix_s"]) - time.time()  # negative: it went on, to its end
+        since_s = float(json.loads(lines[0])["end_unix_s"]) - time.time()  # negative: torchrun continued to its end
         return time.perf_counter() + since_s - begun_s
 
 
@@ -245,11 +248,11 @@ def relaunched(spec: Spec) -> float:
 
 
 def soak(model: str, ranks: int, toggles: int, backends: Sequence[str], say: Say) -> dict[str, Any]:
-    """How much the memory of kernel and ranks grows over many switches, for each backend. Raises BenchError."""
+    """Growth of the resident memory of kernel and ranks over many switches, for each backend. Raises BenchError."""
     found: dict[str, Mapping[str, Mapping[str, Any]]] = {}
     base = Spec(world_size=ranks).replace(model=model, micro_batch=1, seq_len=32)
     for backend in backends:
-        with session.lab(session.console(), ranks, None, history=False) as lab:  # new ranks for each backend
+        with fresh_lab(ranks) as lab:  # new ranks for each backend
             pair = [base.replace(backend=backend, **c) for c in (REPLICATED if backend == "ddp" else SHARDED)]
             found[backend] = _grown(lab, pair, toggles)
         for name, one in found[backend].items():
@@ -265,7 +268,7 @@ def _grown(lab: Lab, pair: Sequence[Spec], toggles: int) -> Mapping[str, Any]:
     await_step(run, pair[0].id)
     for spec in pair[::-1]:
         switch(run, spec)
-        # A ledger step comes three steps after each switch: later switches come too soon for one, or just not.
+        # Wait for the ledger step, three steps after each switch: whether later switches have one depends on timing.
         await_ledger(run, spec.id)
     pids = {"kernel": psutil.Process().pid, **{f"rank {s.rank}": s.pid for s in lab.rank_status()}}
     readings: dict[str, list[int]] = {name: [] for name in pids}
@@ -283,7 +286,7 @@ def _grown(lab: Lab, pair: Sequence[Spec], toggles: int) -> Mapping[str, Any]:
 
 
 def growth(before: Sequence[int], after: Sequence[int]) -> dict[str, Any]:
-    """From the median of some readings to that of others; the memory of a process at work goes up and down."""
+    """Relative growth between the medians of two lists of readings, which fluctuate."""
     first, last = (sorted(values)[len(values) // 2] for values in (before, after))
     return {"from_bytes": first, "to_bytes": last, "growth": last / first - 1}
 
@@ -292,11 +295,9 @@ def growth(before: Sequence[int], after: Sequence[int]) -> dict[str, Any]:
 
 
 def plan(bases: Sequence[Spec], rounds: int, say: Say) -> dict[str, Any]:
-    """Calibrate on this machine, then predicted step times beside measured ones. Raises SpecError, BenchError."""
-    from fsdp_lab.bench.planned import errors, lines, predictions, strategies
-
+    """Calibrates on this machine, then compares predicted step times with measured ones. Raises SpecError, BenchError."""
     specs = [spec for base in bases for spec in strategies(base)]
-    ranks, console, found = bases[0].world_size, session.console(), []
+    ranks, console, found = bases[0].world_size, terminal(), list[Calibration]()
     say(f"{len(specs)} Specs on {ranks} ranks, {rounds} rounds")
     with session.lab(console, ranks, None, history=False) as lab:
         for i in range(rounds):
@@ -306,11 +307,62 @@ def plan(bases: Sequence[Spec], rounds: int, say: Say) -> dict[str, Any]:
                 except ClusterError as e:
                     raise BenchError(str(e)) from e
     rows = predictions(specs, found)
-    for line in lines(rows):
-        say(line)
+    cells = []
+    for row in rows:
+        s, r = row.spec.strategy, row.ratio
+        times = [f"{1e3 * sorted(values)[len(values) // 2]:.1f}" for values in (row.measured_s, row.predicted_s)]
+        cells.append((str(row.spec.workload.model), s.backend, s.sharding, str(s.precision), *times,
+                      *(f"{value:.3f}" for value in (r.median, r.p10, r.p90))))  # fmt: skip
+    columns = ("model", "backend", "sharding", "precision", "measured ms", "predicted ms", "ratio", "p10", "p90")
+    say(repr(Table(columns=columns, rows=tuple(cells), left=frozenset(columns[:4]))))
+    apart = [abs(row.ratio.median - 1) for row in rows]
+    errors = {"mean": fmean(apart), "worst": max(apart), "within": sum(e <= AIM for e in apart) / len(apart)}
+    say(f"errors of the medians: mean {errors['mean']:.1%}, worst {errors['worst']:.1%}, "
+        f"{errors['within']:.0%} of {len(rows)} within {AIM:.0%}")  # fmt: skip
     return {
         "rows": [row.to_dict() for row in rows],
-        "errors": errors(rows),
+        "errors": errors,
         "environment": {},
         "rates": asdict(found[-1].rates),
     }
+
+
+def strategies(base: Spec) -> Iterator[Spec]:
+    """Every backend with every sharding that it supports on these ranks; hybrids where a shard group is not all ranks."""
+    for backend in BACKENDS:
+        for sharding in SHARDINGS:
+            try:
+                found = base.replace(backend=backend, sharding=sharding)
+            except FieldError:
+                continue
+            if not found.strategy.is_hybrid or 1 < found.shard_factor < found.world_size:
+                yield found
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedStepTime:
+    """One Spec in every round: a round calibrates anew and times its steps in turns with the calibration runs."""
+
+    spec: Spec
+    predicted_s: Sequence[float]
+    measured_s: Sequence[float]  # the median of the round's steps
+
+    @property
+    def ratio(self) -> Spread:
+        """Predicted over measured, one value per round."""
+        return spread(ratios(self.predicted_s, self.measured_s))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"spec": self.spec.to_dict(), "predicted_s": list(self.predicted_s), "measured_s": list(self.measured_s),
+                "predicted/measured": asdict(self.ratio)}  # fmt: skip
+
+
+def predictions(specs: Sequence[Spec], rounds: Sequence[Calibration]) -> list[PredictedStepTime]:
+    """`rounds`: calibrations during which these Specs were timed."""
+    found = []
+    for i, spec in enumerate(specs):
+        shape = shape_for(spec.workload.model, spec.strategy.wrap)
+        predicted = [predict(spec, shape, here.machine, rates=here.rates).step_time_s for here in rounds]
+        measured = [median(here.beside_s[i]) for here in rounds]
+        found.append(PredictedStepTime(spec=spec, predicted_s=predicted, measured_s=measured))
+    return found

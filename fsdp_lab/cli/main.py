@@ -1,6 +1,6 @@
-"""`fsdp-lab`: reads the command line, runs one command, turns what went wrong into a sentence and an exit code.
+"""`fsdp-lab`: parses the command line, runs one command, and turns exceptions into a sentence and an exit code.
 
-Exit codes: 0 done; 1 the command ran and what it found or trained is not well; 2 refused, nothing started; 130 Ctrl-C.
+Exit codes: 0 done; 1 the command ran and failed, or found a failure; 2 refused, nothing was started; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -10,21 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from fsdp_lab.cli import (
-    bench,
-    checkpoints,
-    compare,
-    doctor,
-    drill,
-    export,
-    history,
-    jupyter,
-    kernel,
-    plan,
-    ranks,
-    report,
-    run,
-)
+from fsdp_lab.cli import bench, compare, doctor, drill, export, history, jupyter, kernel, plan, ranks, run
 from fsdp_lab.cli.console import CommandEnded, Failed, Refused, signals_raise
 from fsdp_lab.core import __version__
 from fsdp_lab.core.errors import FieldError, not_installed
@@ -36,29 +22,39 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"fsdp-lab {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, module, says in (
-        ("lab", jupyter, "start JupyterLab on the notebooks"),
-        ("run", run, "train one Spec in this terminal"),
-        ("compare", compare, "train every combination of the given lists and compare them"),
-        ("plan", plan, "predict memory and step time of a Spec on any hardware"),
-        ("checkpoints", checkpoints, "list the checkpoints in a folder, or export a model for transformers"),
-        ("history", history, "list, show, rename and delete stored runs"),
-        ("ranks", ranks, "list and end persistent ranks"),
-        ("report", report, "write stored runs as one HTML report"),
-        ("export", export, "write a Spec as a torchrun script, an Accelerate config, or JSON"),
-        ("drill", drill, "inject random faults into small runs and count the recoveries"),
-        ("bench", bench, "run a benchmark"),
-        ("kernel", kernel, "register this environment as a Jupyter kernel"),
-        ("doctor", doctor, "check this machine and suggest fixes"),
+    for name, add_arguments, run_command, says in (
+        ("lab", jupyter.add_arguments, jupyter.run, "start JupyterLab on the notebooks"),
+        ("run", run.add_arguments, run.run, "train one Spec in this terminal"),
+        ("compare", compare.add_arguments, compare.run, "train every combination of the given lists and compare them"),
+        ("plan", plan.add_arguments, plan.run, "predict memory and step time of a Spec on any hardware"),
+        (
+            "checkpoints",
+            export.add_checkpoints_arguments,
+            export.checkpoints,
+            "list the checkpoints in a folder, or export a model for transformers",
+        ),
+        ("history", history.add_arguments, history.run, "list, show, rename and delete stored runs"),
+        ("ranks", ranks.add_arguments, ranks.run, "list and end persistent ranks"),
+        ("report", history.add_report_arguments, history.report, "write stored runs as one HTML report"),
+        (
+            "export",
+            export.add_arguments,
+            export.run,
+            "write a Spec as a torchrun script, an Accelerate config, or JSON",
+        ),
+        ("drill", drill.add_arguments, drill.run, "inject random faults into small runs and count the recoveries"),
+        ("bench", bench.add_arguments, bench.run, "run a benchmark"),
+        ("kernel", kernel.add_arguments, kernel.run, "register this environment as a Jupyter kernel"),
+        ("doctor", doctor.add_arguments, doctor.run, "check this machine and suggest fixes"),
     ):
         command = commands.add_parser(name, help=says, description=f"{says[0].upper()}{says[1:]}.", allow_abbrev=False)
-        command.set_defaults(run=module.run)
-        module.add_arguments(command)
+        command.set_defaults(run=run_command)
+        add_arguments(command)
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code. argparse's own refusals leave by SystemExit(2)."""
+    """Runs one command and returns its exit code. Errors of argparse raise SystemExit(2)."""
     args = parser().parse_args(argv)
     try:
         with signals_raise():

@@ -1,24 +1,26 @@
-"""`fsdp-lab plan`: what a Spec will need and how fast it will be, on hardware that need not be here.
+"""`fsdp-lab plan`: predicts memory and step time of a Spec on any hardware.
 
-Options are the fields of Workload and Strategy, as of `compare`, and where it is to run. Beside plans: `--find`, many rows
-of a table at once (`--batch`), and how far predictions are from what others measured (`--validate`).
+Options are the fields of Workload and Strategy, as for `compare`, and the hardware. Besides plans: searches (`--find`),
+all rows of a CSV file (`--batch`), and the errors of predictions against published measurements (`--validate`).
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.cli import fields
-from fsdp_lab.cli.console import Refused
-from fsdp_lab.cli.history import say as told
+from fsdp_lab.cli.console import Refused, say, say_json
 from fsdp_lab.core.errors import ArgumentError, FieldError
+from fsdp_lab.core.formatting import Table, count
 from fsdp_lab.core.spec import Spec
 
 if TYPE_CHECKING:
+    from fsdp_lab.core.model_shape import ModelShape
+    from fsdp_lab.planner.devices import Machine
     from fsdp_lab.planner.plan import Plan
     from fsdp_lab.planner.questions import Target
 
@@ -69,18 +71,16 @@ def run(args: argparse.Namespace) -> int:
     along, binds = curve(specs[0], where) if len(specs) + len(refused) == 1 else ([], "")
     if args.json:
         scaling = {"scaling": [point(p) for p in along], "limit": binds} if along else {}
-        say({"plans": [p.to_dict() for p in plans], "refused": refused, **scaling})
+        say_json({"plans": [p.to_dict() for p in plans], "refused": refused, **scaling})
         return 0
-    from fsdp_lab.cli import plan_view
-
-    plan_view.show(plans, along, binds)
+    show_plans(plans, along, binds)
     for one in refused:
-        told(f"refused: {one['reason']}")
+        say(f"refused: {one['reason']}")
     return 0
 
 
 def wanted(args: argparse.Namespace, where: Target) -> tuple[list[Spec], list[dict[str, Any]]]:
-    """The product of the lists, and what of it cannot be. Raises Refused; FieldError where nothing can."""
+    """The product of the lists: valid Specs, and the others with reasons. Raises Refused; FieldError if none is valid."""
     if args.link is not None:
         raise Refused("--link emulates a network while training; a plan's is --network, in Gb/s of a host")
     specs, refused, reasons = list[Spec](), list[dict[str, Any]](), list[FieldError]()
@@ -98,7 +98,7 @@ def wanted(args: argparse.Namespace, where: Target) -> tuple[list[Spec], list[di
 
 
 def on_hosts(made: dict[str, Any], where: Target) -> dict[str, Any]:
-    """Hybrid sharding without a shard size shards inside a host."""
+    """A Spec's dict; hybrid sharding without a shard size gets that of a host."""
     strategy, ranks = made["strategy"], made["world_size"]
     if strategy["sharding"].startswith("hybrid") and strategy["shard_size"] is None:
         per_host = where.machine(ranks).per_host
@@ -108,7 +108,7 @@ def on_hosts(made: dict[str, Any], where: Target) -> dict[str, Any]:
 
 
 def with_batch(spec: Spec, samples: int | None) -> Spec:
-    """With as many micro-batches as make that global batch. Raises ArgumentError."""
+    """The Spec with the number of micro-batches that makes this global batch. Raises ArgumentError."""
     if samples is None:
         return spec
     once = spec.workload.micro_batch * spec.world_size
@@ -120,7 +120,7 @@ def with_batch(spec: Spec, samples: int | None) -> Spec:
 
 
 def limit(args: argparse.Namespace) -> int | None:
-    """Of a GPU's memory. Raises Refused."""
+    """`--memory` in bytes. Raises Refused."""
     if args.memory is None:
         return None
     if not 0 < args.memory < 1e6:
@@ -133,47 +133,44 @@ def limited(plan: Plan, limit_bytes: int | None) -> Plan:
 
 
 def find(args: argparse.Namespace, spec: Spec, where: Target) -> int:
-    """0; 1 where nothing fits."""
-    from fsdp_lab.cli import plan_view
+    """Runs one of the searches. Returns 0, or 1 if nothing fits."""
     from fsdp_lab.planner.questions import fewest_ranks, largest_model, searched
 
     limit_bytes, device = limit(args), where.machine(spec.world_size).device.name
     if args.find == "largest":
         shape = largest_model(spec, where, limit_bytes=limit_bytes)
         found = None if shape is None else {"blocks": len(shape.units) - 1, "parameters": shape.parameters}
-        say({"largest": found}) if args.json else told(plan_view.largest(shape, spec, device))
+        say_json({"largest": found}) if args.json else say(largest_text(shape, spec, device))
         return 0 if shape else 1
     if args.find == "fewest":
         there = fewest_ranks(spec, where, limit_bytes=limit_bytes)
         found = None if there is None else {"ranks": there.ranks, "hosts": there.hosts}
-        say({"fewest": found}) if args.json else told(plan_view.fewest(there, spec, device))
+        say_json({"fewest": found}) if args.json else say(fewest_text(there, spec, device))
         return 0 if there else 1
     search = searched(spec, where, limit_bytes=limit_bytes)
     if args.json:
         top = [{"why": one.why, **one.plan.to_dict()} for one in search.top]
         nearest = None if search.nearest is None else search.nearest.to_dict()
-        say({"top": top, "considered": search.considered, "fitting": search.fitting, "nearest": nearest})
+        say_json({"top": top, "considered": search.considered, "fitting": search.fitting, "nearest": nearest})
     else:
-        told(repr(search))
+        say(repr(search))
     return 0 if search.top else 1
 
 
 def batch(args: argparse.Namespace) -> int:
-    """`{"rows": [...]}`: one a row of the table, in its order."""
+    """Predicts every row of a CSV file, in its order. As JSON: {"rows": [...]}."""
     from fsdp_lab.planner.batch import predict
 
     rows = predict(read_rows(args.batch))
     if args.json:
-        say({"rows": rows})
-        return 0
-    from fsdp_lab.cli import plan_view
-
-    plan_view.show_rows(rows)
+        say_json({"rows": rows})
+    else:
+        say(repr(rows_table(rows)))
     return 0
 
 
 def read_rows(file: Path) -> list[dict[str, str]]:
-    """Raises Refused for a file that is no table."""
+    """The rows of a CSV file with a header. Raises Refused."""
     try:
         with file.open(encoding="utf-8-sig", newline="") as opened:
             reader = csv.DictReader(opened)
@@ -191,24 +188,67 @@ def read_rows(file: Path) -> list[dict[str, str]]:
 
 
 def validate(args: argparse.Namespace) -> int:
-    """Step times, each row predicted without its source; and memory, to which nothing is fitted but what is said."""
+    """Compares predictions with published measurements: step times, each fitted without its own source, and peak memory."""
     from fsdp_lab.planner import memory_rows
     from fsdp_lab.planner import validate as times
 
     rows = times.published()
     found, (peaks, _) = times.validate(rows), memory_rows.memory_rows(rows)
     if args.json:
-        say({**found.to_dict(), "memory": [peak.to_dict() for peak in peaks]})
+        say_json({**found.to_dict(), "memory": [peak.to_dict() for peak in peaks]})
     else:
-        told("\n".join([*found.lines(), "", "Peak memory:", *memory_rows.lines(peaks)]))
+        say("\n".join([*found.lines(), "", "Peak memory:", *memory_rows.lines(peaks)]))
     return 0
 
 
 def point(plan: Plan) -> dict[str, Any]:
-    """Of a scaling curve."""
+    """One point of a scaling curve."""
     d = plan.to_dict()
     return {name: d[name] for name in POINT}
 
 
-def say(content: Any) -> None:
-    print(json.dumps(content, indent=1))
+# -- text ----------------------------------------------------------------------------------------------------------
+
+
+def show_plans(plans: Sequence[Plan], along: Sequence[Plan], binds: str) -> None:
+    """Prints one plan in full with its scaling curve, or several as a table."""
+    from fsdp_lab.planner.plan import memory_table, plan_table, sentences, time_table
+
+    if len(plans) > 1 or not along:
+        say(repr(plan_table(plans)))
+        return
+    (plan,) = plans
+    tables = (time_table(plan), memory_table(plan), plan_table(along))
+    say("\n".join([*sentences(plan), *(f"\n{table!r}" for table in tables), "", f"{binds[0].upper()}{binds[1:]}."]))
+
+
+def rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Predictions of `--batch`; a dash for what is not predicted."""
+    last = "assumed, or why not"
+    cells = []
+    for row in rows:
+        speed, peak, why = ("–", "–"), "–", row.get("error")
+        if why is None:
+            speed = (count(row["tokens_per_s_per_gpu"]), f"{row['tflops_per_gpu']:.0f}")
+            peak = "–" if row["peak_mem"] is None else f"{row['peak_mem']:.1f}"
+            why = ", ".join(row["assumed"])
+        cells.append((row["id"], *speed, peak, why))
+    columns = ("id", "tokens/s/GPU", "TFLOPS/GPU", "memory", last)
+    return Table(columns=columns, rows=tuple(cells), left=frozenset({"id", last}))
+
+
+def largest_text(shape: ModelShape | None, spec: Spec, device: str) -> str:
+    from fsdp_lab.planner.plan import parameter_count
+
+    gpus, model = f"{spec.world_size:,} x {device}", spec.workload.model
+    if shape is None:
+        return f"Not even one block of {model} fits on {gpus}."
+    return f"{gpus} hold {len(shape.units) - 1:,} blocks of {model}: {parameter_count(shape.parameters)}."
+
+
+def fewest_text(machine: Machine | None, spec: Spec, device: str) -> str:
+    model = spec.workload.model
+    if machine is None:
+        batch = f"a global batch of {spec.global_batch:,}"
+        return f"{model} does not fit on any number of {device} that divides {batch}."
+    return f"{model} fits on {machine.ranks:,} x {device} in {machine.hosts:,} host{'s' * (machine.hosts > 1)}."

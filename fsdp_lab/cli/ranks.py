@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.cli.console import Failed, Refused, unhurried
+from fsdp_lab.cli.console import Failed, Refused, say_json, unhurried
 
 if TYPE_CHECKING:
     from fsdp_lab.cluster.detached import DetachedCluster
@@ -29,17 +28,19 @@ def run(args: argparse.Namespace) -> int:
         for cluster in chosen(clusters, args.end):
             with unhurried():
                 if not cluster.end():
-                    raise Failed(f"{cluster.id} could not be ended: a kernel has just taken it, or a process stays")
+                    raise Failed(
+                        f"{cluster.id} could not be ended: a kernel has attached to it, or a process does not end"
+                    )
             print(f"{cluster.id}: {len(cluster.pids)} rank{'s' * (len(cluster.pids) != 1)} ended")
     elif args.json:
-        print(json.dumps([record(cluster) for cluster in clusters], indent=1))
+        say_json([record(cluster) for cluster in clusters])
     else:
         print("\n".join(map(line, clusters)) or "no persistent ranks")
     return 0
 
 
 def chosen(clusters: list[DetachedCluster], ids: list[str]) -> list[DetachedCluster]:
-    """Raises Refused: there is no such cluster, or a kernel uses it."""
+    """The clusters with these ids, or all that no kernel uses. Raises Refused: no such cluster, or a kernel uses it."""
     for one in ids:
         if not any(cluster.id == one for cluster in clusters):
             raise Refused(f"no ranks have the id {one}; `fsdp-lab ranks` lists them")
@@ -71,7 +72,7 @@ def record(cluster: DetachedCluster) -> dict[str, Any]:
 
 
 def line(cluster: DetachedCluster) -> str:
-    """Which kernel uses the ranks, or how long they still wait for one."""
+    """A cluster as one line, with the kernel that uses it or the hours until it ends."""
     from fsdp_lab.core.formatting import size
 
     d = record(cluster)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.cli import fields
-from fsdp_lab.cli.console import Failed, Refused
-from fsdp_lab.cli.results import Results
+from fsdp_lab.cli.console import Failed, Refused, Results, at_least, terminal
 from fsdp_lab.core.checkpoint_format import Checkpoint, check_same, find
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.spec import Spec
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from fsdp_lab.runs import CheckpointConfig, EvalConfig, RecoveryPolicy, Run
 
 LINE = ("loss", "step time", "tokens/s", "TFLOPS", "peak/rank", "exposed")
-LINE_S = 2.0  # between two lines where there is no terminal to draw on
+LINE_S = 2.0  # between two lines of output if there is no terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,48 +40,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", type=Path, metavar="FILE",
         help="write traced steps (.json or .json.gz) for ui.perfetto.dev or chrome://tracing",
     )  # fmt: skip
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint, or the newest in a folder; "
-                        "with a Spec under that one, without as it was")  # fmt: skip
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="resume from a checkpoint, or from the newest in a "
+                        "folder; under the given Spec, or the saved one")  # fmt: skip
     parser.add_argument(
         "--save", type=Path, metavar="DIR", help="save a checkpoint of the last step to DIR; see --save-every"
     )
     parser.add_argument("--save-every", type=int, metavar="N", help="save every N steps")
     parser.add_argument("--save-last", type=int, metavar="N", help="number of checkpoints to keep, besides the best")
-    parser.add_argument("--recover", choices=("same", "fewer"), help="when a rank is lost, go on by itself: with as many "
-                        "ranks, or with those that are left")  # fmt: skip
+    parser.add_argument("--recover", choices=("same", "fewer"), help="when a rank is lost, recover automatically: on as "
+                        "many ranks, or on those that remain")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.steps is not None and args.steps < 1:
-        raise Refused(f"--steps {args.steps} is refused; give a whole number of 1 or more, or leave it out")
+    at_least(args, "steps", 1)
     results = Results(file=args.json)
     results.check()
     if args.trace is not None:
         from fsdp_lab.runs.timeline import check_trace_path
 
         check_trace_path(args.trace, field="--trace")
-    spec, start = begun(args.spec, args.resume)
+    spec, start = spec_and_checkpoint(args.spec, args.resume)
     if args.ranks is not None:
         spec = spec.replace(world_size=args.ranks, devices=None)
     if args.link is not None:
         spec = spec.replace(link=fields.link_of(args.link))
 
-    evaluate = evaluating(args)
+    evaluate = eval_config(args)
 
     from fsdp_lab.models.check import check
 
     check(spec.workload, evaluated=evaluate.samples if evaluate else 0)
 
-    from fsdp_lab.cli import session
-
-    options: dict[str, Any] = {"steps": args.steps, "save": saving(args), "recover": recovering(args.recover),
-                               "evaluate": evaluate}  # fmt: skip
-    train(session.console(), spec, options, results, args.trace, start)
+    options: dict[str, Any] = {"steps": args.steps, "save": checkpoint_config(args),
+                               "recover": recovery_policy(args.recover), "evaluate": evaluate}  # fmt: skip
+    train(terminal(), spec, options, results, args.trace, start)
     return 0
 
 
-def begun(file: Path | None, resume: Path | None) -> tuple[Spec, Checkpoint | None]:
-    """What to train, and from where. Raises Refused, FieldError."""
+def spec_and_checkpoint(file: Path | None, resume: Path | None) -> tuple[Spec, Checkpoint | None]:
+    """The Spec to train, and the checkpoint to resume from. Raises Refused, FieldError."""
     if resume is None:
         if file is None:
             raise Refused("no Spec is given; name a JSON file, or a folder of checkpoints with --resume")
@@ -93,8 +89,8 @@ def begun(file: Path | None, resume: Path | None) -> tuple[Spec, Checkpoint | No
     return spec, start
 
 
-def saving(args: argparse.Namespace) -> CheckpointConfig | None:
-    """Raises FieldError, Refused."""
+def checkpoint_config(args: argparse.Namespace) -> CheckpointConfig | None:
+    """The config of `--save` and its options. Raises FieldError, Refused."""
     if args.save is None:
         if args.save_every is not None:
             raise Refused("--save-every is given and no folder; name it with --save")
@@ -106,25 +102,25 @@ def saving(args: argparse.Namespace) -> CheckpointConfig | None:
     )
 
 
-def recovering(ranks: str | None) -> RecoveryPolicy:
+def recovery_policy(ranks: str | None) -> RecoveryPolicy:
     from fsdp_lab.runs.recovery import RecoveryPolicy
 
     return RecoveryPolicy() if ranks is None else RecoveryPolicy(how="auto", ranks=ranks)
 
 
-def evaluating(args: argparse.Namespace) -> EvalConfig | None:
-    """Raises Refused for options without the one that they belong to, FieldError for their values."""
+def eval_config(args: argparse.Namespace) -> EvalConfig | None:
+    """The config of `--evaluate-every` and its options. Raises Refused if that one is missing, FieldError for values."""
     from fsdp_lab.runs.evaluation import EvalConfig
 
     given = {"every": args.evaluate_every, "samples": args.evaluate_samples, "patience": args.patience}
     given = {name: value for name, value in given.items() if value is not None}
     if given and "every" not in given:
-        raise Refused("there are no evaluations to be patient with, or samples for; give --evaluate-every too")
+        raise Refused("--patience and --evaluate-samples need evaluations; give --evaluate-every too")
     return EvalConfig(**given) if given else None
 
 
 def read_spec(path: Path) -> Spec:
-    """Raises Refused for a file that cannot be read, SpecError for what stands in it."""
+    """The Spec in a JSON file. Raises Refused if it cannot be read, SpecError for its content."""
     try:
         return Spec.from_json(path.read_text(encoding="utf-8"))
     except OSError as e:
@@ -141,9 +137,9 @@ def train(
     trace: Path | None = None,
     start: Checkpoint | None = None,
 ) -> None:
-    """Trains and draws; at the end, Ctrl-C's included, says and writes the summary, and the trace.
+    """Trains with live output; at the end, also after Ctrl-C, prints and writes the summary and the trace.
 
-    `options`: of `Lab.run`. `start`: what to go on from, under this Spec.
+    `options`: of `Lab.run`. `start`: the checkpoint to resume from, under this Spec.
     """
     from fsdp_lab.cli import session
 
@@ -154,16 +150,16 @@ def train(
         else:
             changes = {name: there for name, (_, there) in start.spec.difference(spec).items()}
             run = lab.resume(start, **options, **changes)
-        spoken_s = time.monotonic()
+        printed_s = time.monotonic()
         try:
             with session.live(console, transient=True) as show:
 
                 def look() -> None:
-                    nonlocal spoken_s
+                    nonlocal printed_s
                     if console.is_terminal:
                         show(view(run))
-                    elif time.monotonic() - spoken_s > LINE_S:
-                        spoken_s = time.monotonic()
+                    elif time.monotonic() - printed_s > LINE_S:
+                        printed_s = time.monotonic()
                         console.print(line(run), markup=False, highlight=False)
 
                 session.watch(run, look)
@@ -172,8 +168,8 @@ def train(
         finally:
             if run.details:
                 console.print(run.details, markup=False, highlight=False)
-            for words in afterwards(run):
-                console.print(words, markup=False, highlight=False)
+            for text in outcome(run):
+                console.print(text, markup=False, highlight=False)
             if len(run.events):
                 console.print(view(run))
                 results.add_run(run.summary())
@@ -181,14 +177,14 @@ def train(
                 console.print(write_trace(run, trace), markup=False, highlight=False)
 
 
-def afterwards(run: Run) -> list[str]:
-    """What befell the run, and where it is saved."""
+def outcome(run: Run) -> list[str]:
+    """Sentences on the incidents, failed saves and the last checkpoint."""
     saves = [s.words for s in run.saves if s.error] + [s.words for s in run.saves[-1:] if not s.error]
     return [incident.words for incident in run.incidents] + saves
 
 
 def write_trace(run: Run, file: Path) -> str:
-    """Writes the traced steps and says so; or why not, since what was trained is not to end in an error."""
+    """Writes the traced steps. Returns a sentence on success as on failure, which must not fail the command."""
     try:
         run.export_trace(file)
     except FieldError as e:
@@ -197,26 +193,26 @@ def write_trace(run: Run, file: Path) -> str:
     return f"{steps} traced step{'s' * (steps != 1)} in {file}: open it at ui.perfetto.dev or chrome://tracing"
 
 
-# -- what is shown ---------------------------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------------------------
 
 
 def line(run: Run) -> str:
-    """For a log: one line."""
+    """The state of the run in one line, for a log."""
     from fsdp_lab.cli import session
     from fsdp_lab.runs.comparison import NONE, cells
 
     found = cells(session.recent(run))
-    told = ", ".join(f"{name} {found[name]}" for name in LINE if found[name] != NONE)
+    figures = ", ".join(f"{name} {found[name]}" for name in LINE if found[name] != NONE)
     return (
         f"step {run.step}"
         + (f" of {run.steps}" if run.steps else "")
-        + (f": {told}" if told else f": {run.state.value}")
+        + (f": {figures}" if figures else f": {run.state.value}")
         + (f", {judged}" if (judged := run.judge.words(run.spec.workload)) else "")
     )
 
 
 def view(run: Run) -> Group:
-    """The headline, and a row for each rank with its newest step."""
+    """The Spec and state, the line, and a table of the newest step of each rank."""
     from rich.console import Group
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""A lab for a command: started with a word on how far it is, always closed, its refusals as sentences."""
+"""A lab for the duration of a command, with its progress on the terminal, and the wait for a run or a sweep."""
 
 from __future__ import annotations
 
@@ -20,18 +20,11 @@ if TYPE_CHECKING:
     from fsdp_lab.runs.summary import Figures
 
 TICK_S = 0.2
-LOG_WIDTH = 150
-
-
-def console() -> Console:
-    """The terminal; where there is none (a log, a pipe), lines are wide enough for the tables."""
-    found = Console()
-    return found if found.is_terminal else Console(width=LOG_WIDTH)
 
 
 @contextlib.contextmanager
 def lab(console: Console, ranks: int, devices: Sequence[str] | None, *, history: bool = True) -> Iterator[Lab]:
-    """A lab that is closed whatever happens; `history`: its runs are kept.
+    """A lab that is closed in any case. `history`: whether its runs are stored.
 
     Raises:
         Refused, Failed: the ranks cannot start or join.
@@ -62,7 +55,7 @@ def lab(console: Console, ranks: int, devices: Sequence[str] | None, *, history:
 
 
 def tell_unread_weights(console: Console, specs: Sequence[Spec]) -> None:
-    """A note for each model whose folder holds weights: they are not loaded."""
+    """Prints a note for each model whose folder has weights, because they are not loaded."""
     from fsdp_lab.models.check import unread_weights
 
     for note in dict.fromkeys(unread_weights(spec.workload) for spec in specs):
@@ -72,7 +65,7 @@ def tell_unread_weights(console: Console, specs: Sequence[Spec]) -> None:
 
 @contextlib.contextmanager
 def live(console: Console, *, transient: bool = False) -> Iterator[Callable[[RenderableType], None]]:
-    """What is shown replaces what was shown before; nothing is, where there is no terminal."""
+    """A function that draws over what it drew before; without a terminal it draws nothing."""
     if not console.is_terminal:
         yield lambda shown: None
         return
@@ -81,9 +74,9 @@ def live(console: Console, *, transient: bool = False) -> Iterator[Callable[[Ren
 
 
 def watch(run: Run | Sweep, look: Callable[[], None]) -> None:
-    """Waits for the end and calls `look` about five times a second meanwhile, and once more at its end.
+    """Waits for the end, calling `look` about five times a second and once more at the end.
 
-    Raises: what it failed with. Ctrl-C stops it and is passed on.
+    Raises: the error that it failed with. Ctrl-C stops it and is raised again.
     """
     try:
         while True:
@@ -100,7 +93,7 @@ def watch(run: Run | Sweep, look: Callable[[], None]) -> None:
 
 
 def recent(run: Run, steps: int = 100) -> Figures:
-    """Of the newest steps: it costs the same after an hour as after a second."""
+    """Figures of the newest steps, at a cost that does not grow with the run."""
     from fsdp_lab.runs.steps import last_stretch
     from fsdp_lab.runs.summary import figures
 
@@ -108,7 +101,7 @@ def recent(run: Run, steps: int = 100) -> Figures:
 
 
 def reason_of(error: BaseException) -> str:
-    """One line for a table or a file."""
+    """The error in one line."""
     if isinstance(error, FieldError):
         return str(error)
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

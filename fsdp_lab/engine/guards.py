@@ -21,9 +21,7 @@ class AbsentGradient(Tensor):
     @classmethod
     def of(cls, parameter: Tensor, name: str) -> Self:
         """In the parameter's shape, dtype and place, without storage."""
-        made: Self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
-        )
+        made: Self = Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
         made.name_of_parameter = name
         return made
 
@@ -35,7 +33,9 @@ class AbsentGradient(Tensor):
             "or parameter_groups(model), in place of model.parameters(), and clip by clip_gradients(model, max_norm)"
         )
 
-    __torch_dispatch__ = __torch_function__
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls.__torch_function__(func, types, args, kwargs)
 
 
 def absent_gradients(

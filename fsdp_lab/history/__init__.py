@@ -2,7 +2,6 @@
 
 from fsdp_lab.history.database import HistoryError
 from fsdp_lab.history.history import History
-from fsdp_lab.history.run_list import RunList
-from fsdp_lab.history.stored_run import StoredRun
+from fsdp_lab.history.stored_run import RunList, StoredRun
 
 __all__ = ["History", "HistoryError", "RunList", "StoredRun"]

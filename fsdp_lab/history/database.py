@@ -1,24 +1,36 @@
-"""`HistoryDB`: the SQLite file that runs are kept in. Its schema and its transactions; what stands in it is for others.
+"""`HistoryDB`: the SQLite file of stored runs, its schema and transactions; and `pack`, `unpack` for the events in it.
 
-Several kernels may write to it at once: it keeps a write-ahead log, transactions are short and wait for each other. A file
-of a newer version or of another program is refused, an older one is migrated, a damaged one moved aside.
+Several kernels may write to it at once: it uses a write-ahead log, and transactions are short and wait for each other.
+A file of a newer version or of another program is refused, an older one is migrated, a damaged one is moved aside.
+
+A pack of events is zlib over JSON, with a list per field, because neighbours in such a column are alike; a column with
+equal values is stored as one. JSON writes a float with as many digits as identify it exactly, NaN and infinities by
+name. Spans and memory curves, which are larger than all the rest, are stored only in packs that are made with
+`heavy=True`. Fields added by a later version get their defaults when an old pack is read; fields that no longer exist
+are ignored.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import json
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
+
+from fsdp_lab.core.events import Memory, MemorySample, RoleBytes, Span, StepEvent, Traffic
 
 APPLICATION = 0x4653_4450  # "FSDP" in the file's header
 BUSY_S = 5.0  # for another kernel's transaction
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-VACUUM_PAGES = 2000  # given back to the disk in one go, about 8 MB
+VACUUM_PAGES = 2000  # returned to the disk at once, about 8 MB
 
 # Each takes the schema from one version to the next; the first makes it.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
@@ -69,19 +81,19 @@ class HistoryDB:
             self._db.execute(
                 "PRAGMA synchronous = NORMAL"
             )  # a kernel's death loses nothing, a power cut the last moment
-            self._settle(migrations)
+            self._migrate(migrations)
             self.inode = _inode(path)
         except BaseException:
             self._db.close()
             raise
 
-    def _settle(self, migrations: Sequence[Sequence[str]]) -> None:
-        """The schema as this version knows it."""
+    def _migrate(self, migrations: Sequence[Sequence[str]]) -> None:
+        """Creates the schema, or brings an older one to this version."""
         if self._version(migrations) == len(migrations):
             return
         if not self._tables():
             self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # only before the first table
-        self._keep_a_log()
+        self._use_wal()
         with self.transaction():
             for number, steps in enumerate(migrations[self._version(migrations) :], self._version(migrations) + 1):
                 for step in steps:
@@ -90,13 +102,13 @@ class HistoryDB:
             self._db.execute(f"PRAGMA application_id = {APPLICATION}")
 
     def _version(self, migrations: Sequence[Sequence[str]]) -> int:
-        """0 where nothing is there yet. Raises HistoryError for what is not to be touched."""
+        """The version of the schema; 0 for an empty file. Raises HistoryError for a file that must not be changed."""
         version, whose = self._pragma("user_version"), self._pragma("application_id")
         if whose != APPLICATION and self._tables():
             raise HistoryError(f"{self.path} is not a history of fsdp_lab; name another file")
         if version > len(migrations):
             raise HistoryError(
-                f"{self.path} was written by a newer fsdp_lab (version {version} of its schema, and this one knows "
+                f"{self.path} was written by a newer fsdp_lab (version {version} of its schema, and this one supports "
                 f"{len(migrations)}); update fsdp_lab, or name another file"
             )
         return version
@@ -104,9 +116,12 @@ class HistoryDB:
     def _tables(self) -> int:
         return int(self._first("SELECT count(*) FROM sqlite_master"))
 
-    def _keep_a_log(self) -> None:
-        """A write-ahead log, so that readers and a writer do not wait for each other. SQLite does not wait for the lock that
-        this takes; where there can be none (some network file systems) the file works without."""
+    def _use_wal(self) -> None:
+        """Turns the write-ahead log on, so that readers and a writer do not wait for each other.
+
+        SQLite does not wait for the lock that this takes, so it is retried for a second. Where there can be no such log
+        (some network file systems), the file works without one.
+        """
         for left in range(50, -1, -1):
             try:
                 self._db.execute("PRAGMA journal_mode = WAL")
@@ -124,7 +139,7 @@ class HistoryDB:
 
     @property
     def stale(self) -> bool:
-        """Whether the file was moved or deleted since it was opened: what is written now would be lost."""
+        """Whether the file was moved or deleted since it was opened: further writes would be lost."""
         return _inode(self.path) != self.inode
 
     def close(self) -> None:
@@ -139,7 +154,7 @@ class HistoryDB:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of it or nothing. Waits for another kernel's, `BUSY_S` at most."""
+        """Commits on success, rolls back on an exception. Waits at most `BUSY_S` for another kernel's transaction."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -154,22 +169,22 @@ class HistoryDB:
         return self._db.execute(query, values).fetchall()
 
     def each(self, query: str, *values: Any) -> Iterator[dict[str, Any]]:
-        """One by one, for what is large together."""
+        """Rows one by one, for results that are large together."""
         return iter(self._db.execute(query, values))
 
     def change(self, statement: str, *values: Any) -> int:
-        """Returns the number of rows that it changed."""
+        """Returns the number of changed rows."""
         return self._db.execute(statement, values).rowcount
 
     def insert(self, table: str, row: Mapping[str, Any], *, replace: bool = False) -> int:
-        """Returns its rowid."""
+        """Returns the rowid."""
         columns, marks = ", ".join(row), ", ".join("?" * len(row))
         verb = "INSERT OR REPLACE" if replace else "INSERT"
         done = self._db.execute(f"{verb} INTO {table} ({columns}) VALUES ({marks})", tuple(row.values()))
         return int(done.lastrowid or 0)
 
     def update(self, table: str, number: int, row: Mapping[str, Any]) -> int:
-        """Returns 0 where there is no such row any more."""
+        """Updates a run's row. Returns 0 if it no longer exists."""
         columns = ", ".join(f"{name} = ?" for name in row)
         return self.change(f"UPDATE {table} SET {columns} WHERE number = ?", *row.values(), number)
 
@@ -177,42 +192,44 @@ class HistoryDB:
 
     @property
     def used_bytes(self) -> int:
-        """Of what is kept; pages that are free and not yet given back do not count."""
+        """Size without free pages that were not yet returned to the disk."""
         return (self._pragma("page_count") - self._pragma("freelist_count")) * self._pragma("page_size")
 
     def delete(self, numbers: Iterable[int]) -> int:
-        """These runs with all they told; a transaction each, so that nobody waits long. Returns how many there were."""
+        """Deletes runs with their events; one transaction each, so that other writers wait briefly. Returns the number."""
         gone = 0
         for number in numbers:
             with self.transaction():
                 gone += self.change("DELETE FROM runs WHERE number = ?", number)
         return gone
 
-    def give_back(self) -> None:
-        """Free pages go back to the disk."""
+    def shrink(self) -> None:
+        """Returns free pages to the disk."""
         while free := self._pragma("freelist_count"):
             self.rows(f"PRAGMA incremental_vacuum({VACUUM_PAGES})")
             if self._pragma("freelist_count") >= free:
-                break  # a file that was not made to give any back
-        with contextlib.suppress(sqlite3.OperationalError):  # somebody reads: the log shrinks another time
+                break  # auto_vacuum is off in this file
+        with contextlib.suppress(sqlite3.OperationalError):  # another process reads: the log shrinks another time
             self.rows("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
 def damaged(error: BaseException) -> bool:
-    """Whether it says that the file is no sound database."""
+    """Whether the error means that the file is not a sound database."""
     return isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGED
 
 
-def set_aside(path: Path) -> Path | None:
-    """Moves a damaged file away, with its log, so that a new one can be begun and nothing is destroyed. Returns where it is
-    now; None where another kernel was faster, and the file that is there now is sound."""
+def set_aside(path: Path) -> str:
+    """Renames a damaged file and its log, so that a new one can be created and nothing is destroyed.
+
+    Returns a sentence with the new path; "" if another kernel was faster, and the file in its place is sound.
+    """
     if _sound(path):
-        return None
+        return ""
     aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     for tail in ("", "-wal", "-shm"):
         with contextlib.suppress(FileNotFoundError):
             os.replace(f"{path}{tail}", f"{aside}{tail}")
-    return aside
+    return f"the history was damaged: it is now {aside}, and a new one was begun"
 
 
 def _sound(path: Path) -> bool:
@@ -233,3 +250,105 @@ def _inode(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
+
+
+# -- events as bytes ------------------------------------------------------------------------------------------------------
+
+Row = tuple[int, StepEvent]  # its cursor in the run's EventStore, and the event
+
+PARTS = ("memory", "comm", "memory_curve", "spans", "notes")  # fields that are not scalars
+LEVEL = 6  # of zlib: 9 saves 1% more and takes twice the time
+
+
+def _names(kind: type, without: Sequence[str] = ()) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(kind) if f.name not in without)
+
+
+EVENT, MEMORY = _names(StepEvent, PARTS), _names(Memory, ("at_peak",))
+CLASSES, TRAFFIC = _names(RoleBytes), _names(Traffic)
+
+
+def pack(rows: Sequence[Row], *, heavy: bool = False) -> bytes:
+    """Encodes rows. `unpack(pack(rows, heavy=True))` equals `rows`; without `heavy`, spans and memory curves are dropped."""
+    events = [event for _, event in rows]
+    first = rows[0][0] if rows else 0
+    table: dict[str, Any] = {
+        "n": len(rows),
+        "first": first,
+        "cursor": _column([cursor - first - i for i, (cursor, _) in enumerate(rows)]),
+        "event": _columns(events, EVENT),
+        "memory": _columns([e.memory for e in events], MEMORY),
+        "at_peak": _columns([e.memory.at_peak for e in events], CLASSES),
+        "comm": {kind: _traffic(events, kind) for kind in sorted({kind for e in events for kind in e.comm})},
+        "notes": _column([list(e.notes) for e in events]),
+    }
+    if heavy:
+        table["spans"] = [[span.to_row() for span in e.spans] for e in events]
+        table["memory_curve"] = [[sample.to_row() for sample in e.memory_curve] for e in events]
+    return zlib.compress(_json(table).encode(), LEVEL)
+
+
+def _json(table: Mapping[str, Any]) -> str:
+    """Encodes lists item by item: the encoder holds the GIL, for some 40 ms in a traced step of 64 ranks."""
+    write = json.JSONEncoder(separators=(",", ":")).encode
+    parts = (f"[{','.join(map(write, v))}]" if isinstance(v, list) else write(v) for v in table.values())
+    return "{" + ",".join(f"{write(name)}:{part}" for name, part in zip(table, parts, strict=True)) + "}"
+
+
+def unpack(data: bytes) -> list[Row]:
+    """Decodes the result of `pack`. Raises ValueError, zlib.error or KeyError for other data."""
+    table = json.loads(zlib.decompress(data))
+    n = table["n"]
+    each: list[dict[str, Any]] = _rows(table["event"], EVENT, n)
+    at_peak = [RoleBytes(**row) for row in _rows(table["at_peak"], CLASSES, n)]
+    memory = [Memory(**row, at_peak=a) for row, a in zip(_rows(table["memory"], MEMORY, n), at_peak, strict=True)]
+    for i, row in enumerate(each):
+        row["memory"], row["comm"] = memory[i], {}
+    for kind, columns in table["comm"].items():
+        at = columns.pop("at", None) or range(n)
+        for i, row in zip(at, _rows(columns, TRAFFIC, len(at)), strict=True):
+            each[i]["comm"][kind] = Traffic(**row)
+    _set(each, "notes", _values(table["notes"], n), tuple)
+    _set(each, "spans", table.get("spans", ()), lambda rows: tuple(map(Span.from_row, rows)))
+    _set(each, "memory_curve", table.get("memory_curve", ()), lambda rows: tuple(map(MemorySample.from_row, rows)))
+    cursors = [table["first"] + i + more for i, more in enumerate(_values(table["cursor"], n))]
+    return [(cursor, StepEvent(**row)) for cursor, row in zip(cursors, each, strict=True)]
+
+
+def _columns(things: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: _column(list(map(attrgetter(name), things))) for name in names}
+
+
+def _column(values: list[Any]) -> Any:
+    """The values, or {"all": value} where they are equal. Not for floats: 0.0 equals -0.0, and 1 equals 1.0."""
+    first = values[0] if values else 0.0
+    same = not isinstance(first, float) and all(v == first and type(v) is type(first) for v in values)
+    return {"all": first} if same else values
+
+
+def _traffic(events: Sequence[StepEvent], kind: str) -> dict[str, Any]:
+    at = [i for i, e in enumerate(events) if kind in e.comm]
+    columns = _columns([events[i].comm[kind] for i in at], TRAFFIC)
+    return columns if len(at) == len(events) else {"at": at, **columns}
+
+
+def _values(column: Any, n: int) -> list[Any]:
+    return [column["all"]] * n if isinstance(column, dict) else column
+
+
+def _rows(columns: Mapping[str, Any], names: Sequence[str], n: int) -> list[dict[str, Any]]:
+    known = [name for name in columns if name in names]
+    if not known:
+        return [{} for _ in range(n)]
+    return [
+        dict(zip(known, row, strict=True)) for row in zip(*(_values(columns[name], n) for name in known), strict=True)
+    ]
+
+
+def _set(each: Sequence[dict[str, Any]], name: str, values: Sequence[Any], make: Callable[[Any], Any]) -> None:
+    """Sets a field of each row to `make(value)`; neighbours with the same value share the result."""
+    before, made = object(), None
+    for row, value in zip(each, values, strict=False):
+        if value is not before:
+            before, made = value, make(value)
+        row[name] = made

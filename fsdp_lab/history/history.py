@@ -1,10 +1,10 @@
-"""`History`: runs kept on disk as they happen, listed, reloaded, named, deleted.
+"""`History`: runs stored on disk as they happen, listed, read back, named, deleted.
 
     from fsdp_lab import History
     History().runs(backend="fsdp2")[0].table()          # in a lab: lab.runs(backend="fsdp2")
 
-One SQLite file (`archive`), written by a thread of its own (`recorder`) a few times a second, so that the death of a kernel
-loses no more than the last half second. What is kept of a long run is said in `recording`.
+One SQLite file (`database`), written a few times a second by a thread of its own (`writer`), so that a kernel's death
+loses at most the last half second. How much of a long run is stored is described in `writer`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ import platformdirs
 from fsdp_lab.core.errors import ArgumentError, check_whole, is_number
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.history.database import HistoryDB, HistoryError, damaged, set_aside
-from fsdp_lab.history.run_list import RunList
-from fsdp_lab.history.stored_run import StoredRun
-from fsdp_lab.history.writer import HistoryWriter, said
+from fsdp_lab.history.stored_run import RunList, StoredRun
+from fsdp_lab.history.writer import HistoryWriter, explain
 from fsdp_lab.runs.view import RunState, RunView
 
 VARIABLE = "FSDP_LAB_HISTORY"
 LIMIT_BYTES = 1 << 30
-ROOM = 0.9  # of the limit is what is left when runs have made room
+ROOM = 0.9  # share of the limit that is in use after the oldest runs were deleted
 
 T = TypeVar("T")
 
@@ -39,9 +38,9 @@ class History:
     Args:
         path: of the file, or of a folder for it; None: `$FSDP_LAB_HISTORY`, else `fsdp_lab/history.sqlite3` in the folder
             for data (`$XDG_DATA_HOME`, `~/.local/share`, on a Mac `~/Library/Application Support`).
-        limit_bytes: when the file is larger, the oldest runs are deleted; never one that goes on or was pinned.
+        limit_bytes: when the file is larger, the oldest runs are deleted, except running and pinned ones.
 
-    Nothing is opened or made before there is a run to keep.
+    Nothing is opened or created before there is a run to store.
 
     Raises:
         ArgumentError: of `limit_bytes`.
@@ -51,26 +50,39 @@ class History:
         check_whole("limit_bytes", limit_bytes, wanted="a whole number of bytes above 0")
         self.path = place(path)
         self.limit_bytes = limit_bytes
-        self._recorder = HistoryWriter(self.path, self._tend)
+        self._writer = HistoryWriter(self.path, self._tend)
         self._crowded = ""
+
+    @classmethod
+    def of(cls, where: History | str | os.PathLike[str] | bool) -> History | None:
+        """A History as it is, that of a path, the default one for True, None for False. Raises ArgumentError."""
+        if isinstance(where, bool):
+            return cls() if where else None
+        if isinstance(where, (str, os.PathLike)):
+            return cls(where)
+        if not isinstance(where, History):
+            raise ArgumentError(
+                "history", f"{where!r} is refused", "give True, False, the path of a file, or a History"
+            )
+        return where
 
     @property
     def problem(self) -> str:
-        """What went wrong with keeping runs, in a sentence; "" where all is well."""
-        return self._recorder.problem or self._recorder.moved or self._crowded
+        """Why runs cannot be stored, or what happened to the file, as a sentence; "" if all is well."""
+        return self._writer.problem or self._writer.moved or self._crowded
 
     # -- writing --------------------------------------------------------------------------------------------------
 
     def record(self, run: RunView) -> None:
-        """Keeps a live run from now on, until it is over. Returns at once, and never raises: see `problem`."""
-        self._recorder.record(run)
+        """Stores a live run from now on until it is over. Returns at once and never raises: see `problem`."""
+        self._writer.record(run)
 
     def flush(self, timeout_s: float = 2.0) -> bool:
-        """Waits until what was told so far is on disk; returns whether it is."""
-        return self._recorder.flush(timeout_s)
+        """Waits until everything reported so far is on disk; returns whether it is."""
+        return self._writer.flush(timeout_s)
 
     def rename(self, run: str, name: str) -> None:
-        """Gives a run a name to be found by; "" takes it away. `run` is an id, the beginning of one, or a name.
+        """Names a run; "" removes the name. `run` is an id, the beginning of one, or a name.
 
         Raises:
             ArgumentError: there is no such run, or more than one. HistoryError: the file cannot be written.
@@ -80,34 +92,34 @@ class History:
         self._change(run, "name", name)
 
     def pin(self, run: str) -> None:
-        """The run is deleted by `delete` alone, however full the history is. Raises as `rename`."""
+        """Protects a run: only `delete` deletes it, however full the history is. Raises as `rename`."""
         self._change(run, "pinned", 1)
 
     def unpin(self, run: str) -> None:
-        """It may make room again. Raises as `rename`."""
+        """Undoes `pin`. Raises as `rename`."""
         self._change(run, "pinned", 0)
 
     def _change(self, run: str, column: str, value: str | int) -> None:
         number = self.runs()[run].number
 
-        def change(archive: HistoryDB) -> None:
-            with archive.transaction():
-                archive.update("runs", number, {column: value})
+        def change(db: HistoryDB) -> None:
+            with db.transaction():
+                db.update("runs", number, {column: value})
 
         self._with(change)
 
     def delete(self, *runs: str) -> int:
-        """Deletes runs with all that is kept of them; the space goes back to the disk. Returns how many.
+        """Deletes runs and returns their space to the disk. Returns the number of runs.
 
         Raises:
-            ArgumentError: there is no such run, or more than one, or it goes on.
+            ArgumentError: there is no such run, or more than one, or it is running.
             HistoryError: the file cannot be written.
         """
         listed = self.runs()
         return self._delete([listed[run] for run in dict.fromkeys(runs)])
 
     def delete_older(self, days: float) -> int:
-        """Deletes the runs that ended so many days ago, but for pinned ones. Returns how many. Raises as `delete`."""
+        """Deletes runs that ended `days` ago or earlier, except pinned ones. Returns their number. Raises as `delete`."""
         if not is_number(days) or not days >= 0:
             raise ArgumentError("days", f"{days!r} is refused", "give a number of days of 0 or more")
         before = datetime.now().timestamp() - days * 86_400
@@ -122,9 +134,9 @@ class History:
             if not run.state.over:
                 raise ArgumentError("run", f"run {run.id} is {run.state.value}", "stop it first, or wait for its end")
 
-        def delete(archive: HistoryDB) -> int:
-            gone = archive.delete(run.number for run in chosen)
-            archive.give_back()
+        def delete(db: HistoryDB) -> int:
+            gone = db.delete(run.number for run in chosen)
+            db.shrink()
             return gone
 
         return self._with(delete) if chosen else 0
@@ -139,24 +151,24 @@ class History:
         name: str | None = None,
         **fields: Any,
     ) -> RunList:
-        """The runs that are kept, newest first, those that go on included: `runs(backend="fsdp2", since="2026-11-20")`.
+        """The stored runs, newest first, running ones included: `runs(backend="fsdp2", since="2026-11-20")`.
 
         Args:
-            since: those that began then or later: a date or time in ISO format, a datetime, or seconds since 1970.
-            state: a `RunState` or its word, such as "finished"; "lost" for runs whose kernel died.
-            name: as it was given by `rename`.
-            fields: fields of the Spec applied last, by their flat names; a list stands for any of its values.
+            since: started then or later: a date or time in ISO format, a datetime, or seconds since 1970.
+            state: a `RunState` or its name, such as "finished"; "lost" for runs whose kernel died.
+            name: as given by `rename`.
+            fields: flat fields of the Spec applied last; a list matches any of its values.
 
         Raises:
-            ArgumentError: a field or a state that there is not.
+            ArgumentError: an unknown field or state.
             HistoryError: the file cannot be read.
         """
         wanted, since_s = _fields(fields), _moment(since)
         states = None if state is None else _state(state)
-        if self._recorder.recorded:
+        if self._writer.recorded:
             self.flush(1.0)
         rows = self._with(_list) if self.path.exists() else []
-        found = [StoredRun(row, self._reach) for row in rows]
+        found = [StoredRun(row, self._open) for row in rows]
         chosen = [
             run for run in found
             if run.started_unix_s >= since_s
@@ -168,47 +180,45 @@ class History:
 
     @property
     def size_bytes(self) -> int:
-        """Of the file and its log on disk."""
+        """Size of the file and its log on disk."""
         sizes = (Path(f"{self.path}{tail}") for tail in ("", "-wal"))
         return sum(file.stat().st_size for file in sizes if file.exists())
 
-    def _reach(self) -> HistoryDB:
+    def _open(self) -> HistoryDB:
         """Opens the file to read. Raises HistoryError."""
         try:
             return HistoryDB(self.path)
         except (sqlite3.Error, OSError) as e:
-            raise HistoryError(_cannot(e, self.path)) from e
+            raise HistoryError(explain(e, self.path, "cannot use {}")) from e
 
     def _with(self, use: Callable[[HistoryDB], T]) -> T:
-        """What `use` makes of the file. A damaged one is moved aside, and the next is empty. Raises HistoryError."""
+        """Calls `use` with the open file; a damaged one is moved aside and replaced by an empty one. Raises HistoryError."""
         for _ in range(2):
             try:
-                with HistoryDB(self.path) as archive:
-                    return use(archive)
+                with HistoryDB(self.path) as db:
+                    return use(db)
             except (sqlite3.Error, OSError) as e:
                 if not damaged(e):
-                    raise HistoryError(_cannot(e, self.path)) from e
-                if (aside := set_aside(self.path)) is not None:
-                    self._recorder.moved = f"the history was damaged: it is now {aside}, and a new one was begun"
+                    raise HistoryError(explain(e, self.path, "cannot use {}")) from e
+                self._writer.moved = set_aside(self.path) or self._writer.moved
         raise HistoryError(f"{self.path} is damaged again and again; set {VARIABLE} to a file on another disk")
 
     # -- limit ----------------------------------------------------------------------------------------------------
 
-    def _tend(self, archive: HistoryDB) -> None:
-        """On the recorder's thread: the oldest make room."""
-        if archive.used_bytes <= self.limit_bytes:
+    def _tend(self, db: HistoryDB) -> None:
+        """Deletes the oldest runs while the file is too large. Called on the writer's thread."""
+        if db.used_bytes <= self.limit_bytes:
             self._crowded = ""
             return
-        for run in reversed([StoredRun(row, self._reach) for row in _list(archive)]):
-            if archive.used_bytes <= ROOM * self.limit_bytes:
+        for run in reversed([StoredRun(row, self._open) for row in _list(db)]):
+            if db.used_bytes <= ROOM * self.limit_bytes:
                 break
-            if run.state.over and not run.pinned and run.id not in self._recorder.recorded:
-                archive.delete([run.number])
-        archive.give_back()
-        over = archive.used_bytes > self.limit_bytes
+            if run.state.over and not run.pinned and run.id not in self._writer.recorded:
+                db.delete([run.number])
+        db.shrink()
+        over = db.used_bytes > self.limit_bytes
         self._crowded = (
-            f"the history takes more than its {self.limit_bytes / 2**20:.0f} MiB: what is left goes on or is pinned"
-            * over
+            f"the history takes more than its {self.limit_bytes / 2**20:.0f} MiB: the rest is running or pinned" * over
         )
 
     def __repr__(self) -> str:
@@ -216,7 +226,7 @@ class History:
 
 
 def place(path: str | os.PathLike[str] | None) -> Path:
-    """Where the file is; see `History`."""
+    """The path of the file; see `History`."""
     given = os.fspath(path) if path is not None else os.environ.get(VARIABLE, "")
     if given:
         chosen = Path(given).expanduser().absolute()
@@ -224,19 +234,15 @@ def place(path: str | os.PathLike[str] | None) -> Path:
     return platformdirs.user_data_path("fsdp_lab", appauthor=False) / "history.sqlite3"
 
 
-def _list(archive: HistoryDB) -> list[dict[str, Any]]:
-    return archive.rows("SELECT * FROM runs ORDER BY started_unix_s DESC, number DESC")
-
-
-def _cannot(error: BaseException, path: Path) -> str:
-    return said(error, path).replace("runs go on but are not kept in", "cannot use", 1).replace(" just now", "", 1)
+def _list(db: HistoryDB) -> list[dict[str, Any]]:
+    return db.rows("SELECT * FROM runs ORDER BY started_unix_s DESC, number DESC")
 
 
 # -- filters -------------------------------------------------------------------------------------------------------
 
 
 def _fields(fields: dict[str, Any]) -> dict[str, list[Any]]:
-    """Flat field name -> the values that are wanted, as they stand in JSON. Raises ArgumentError."""
+    """Flat field name -> the values to match, as in JSON. Raises ArgumentError."""
     known = Spec().flat()
     for name in fields:
         if name not in known:

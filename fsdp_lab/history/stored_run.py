@@ -1,41 +1,65 @@
-"""`StoredRun`: a run read back from disk; what can be asked of a `Run` that is over can be asked of it."""
+"""`StoredRun`: a run read back from the history file, with the methods of a `Run` that is over; and lists of them."""
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, overload
 
+from fsdp_lab.core.describe import describe_strategy, describe_value
+from fsdp_lab.core.errors import ArgumentError, FieldError
 from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.formatting import Table, count
+from fsdp_lab.core.process import born
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.history.codec import unpack
-from fsdp_lab.history.database import HistoryDB, HistoryError
-from fsdp_lab.history.kernel_process import KernelProcess
+from fsdp_lab.history.database import HistoryDB, HistoryError, unpack
 from fsdp_lab.runs.environment import in_words
 from fsdp_lab.runs.queries import RunQueries
 from fsdp_lab.runs.store import CAP, EventStore
 from fsdp_lab.runs.view import RunState, Switch
 
-Reach = Callable[[], HistoryDB]  # opens the file
+SILENT_S = 90.0  # a kernel on another host counts as dead after so long without an update: a live one writes every 5 s
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelProcess:
+    """The process that drives a run, identified so that another process can tell whether it is alive."""
+
+    host: str
+    pid: int
+    born: str  # see `fsdp_lab.core.process.born`
+
+    @classmethod
+    def this(cls) -> KernelProcess:
+        return cls(host=socket.gethostname(), pid=os.getpid(), born=born(os.getpid()))
+
+    def alive(self, seen_unix_s: float) -> bool:
+        """Whether it runs. `seen_unix_s`: its last update, which decides for another host."""
+        if self.host != socket.gethostname():
+            return time.time() - seen_unix_s < SILENT_S
+        return born(self.pid) == self.born
 
 
 class StoredRun(RunQueries):
-    """As it stood on disk when it was listed. Its events and switches are read when they are first asked for.
+    """A run as it was in the file when it was listed. Events and switches are read at their first use.
 
     Attributes:
-        id, name, pinned: which one; pinned runs make no room for others.
-        started_unix_s, ended_unix_s: None while it goes on; of one that was lost, when it was last heard of.
-        state, reason, notes, environment: as the run had them. A run whose kernel died without a word is `RunState.LOST`.
-        step: committed steps. tokens_per_s: the median of the newest 100 steps that count. loss: the last one.
+        id, name, pinned: a pinned run is never deleted to make room.
+        started_unix_s, ended_unix_s: the end is None while it runs, and for a lost run the time of its last update.
+        state, reason, notes, environment: as in `Run`. `RunState.LOST` if its kernel died before the run was over.
+        step: committed steps. tokens_per_s: median of the newest 100 counted steps. loss: the last one.
         spec, switches, events: as in `Run`.
     """
 
-    def __init__(self, row: Mapping[str, Any], reach: Reach) -> None:
-        self._reach = reach
+    def __init__(self, row: Mapping[str, Any], open_db: Callable[[], HistoryDB]) -> None:
+        self._open = open_db
         self.number = int(row["number"])
         self.spec_fields: dict[str, Any] = json.loads(row["spec"])
         self.id, self.name, self.pinned = str(row["id"]), str(row["name"]), bool(row["pinned"])
@@ -46,7 +70,7 @@ class StoredRun(RunQueries):
         self._notes = tuple(json.loads(row["notes"]))
         kernel = KernelProcess(host=row["host"], pid=row["pid"], born=row["born"])
         if not self.state.over and not kernel.alive(row["seen_unix_s"]):
-            self.reason = f"its kernel, process {kernel.pid} on {kernel.host}, ended without a word"
+            self.reason = f"its kernel, process {kernel.pid} on {kernel.host}, ended before the run was over"
             self.state, self.ended_unix_s = RunState.LOST, row["seen_unix_s"]
 
     @property
@@ -55,13 +79,13 @@ class StoredRun(RunQueries):
 
     @cached_property
     def spec(self) -> Spec:
-        """Raises SpecError where it is of a version whose fields are not known here; `spec_fields` has them as they were."""
+        """Raises SpecError for a Spec of another version with unknown fields; `spec_fields` has them as stored."""
         return _read_spec(self.spec_fields)
 
     @cached_property
     def switches(self) -> Sequence[Switch]:
-        with self._reach() as archive:
-            rows = archive.rows("SELECT * FROM switches WHERE run = ? ORDER BY position", self.number)
+        with self._open() as db:
+            rows = db.rows("SELECT * FROM switches WHERE run = ? ORDER BY position", self.number)
         made: list[Switch] = []
         for row in rows:
             made.append(
@@ -78,15 +102,15 @@ class StoredRun(RunQueries):
 
     @cached_property
     def events(self) -> EventStore:
-        """Raises HistoryError where it was deleted meanwhile."""
-        with self._reach() as archive:
-            found = archive.rows("SELECT restarts FROM runs WHERE number = ?", self.number)
+        """Raises HistoryError if the run was deleted meanwhile."""
+        with self._open() as db:
+            found = db.rows("SELECT restarts FROM runs WHERE number = ?", self.number)
             if not found:
-                raise HistoryError(f"run {self.id} was deleted from {archive.path}")
-            return read_events(archive, self.number, json.loads(found[0]["restarts"]))
+                raise HistoryError(f"run {self.id} was deleted from {db.path}")
+            return read_events(db, self.number, json.loads(found[0]["restarts"]))
 
     def to_dict(self) -> dict[str, Any]:
-        """All but its events, as plain values."""
+        """Everything except the events, as plain values."""
         return {
             "id": self.id, "name": self.name, "pinned": self.pinned, "state": self.state.value, "reason": self.reason,
             "started_unix_s": self.started_unix_s, "ended_unix_s": self.ended_unix_s, "step": self.step,
@@ -96,12 +120,12 @@ class StoredRun(RunQueries):
 
     @property
     def when(self) -> str:
-        """Its start, in local time."""
+        """Start in local time."""
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.started_unix_s))
 
     @property
     def where(self) -> str:
-        """Machine and devices, in words."""
+        """Machine and devices as text."""
         return in_words(self.environment)
 
     def __repr__(self) -> str:
@@ -110,15 +134,15 @@ class StoredRun(RunQueries):
 
 
 def _read_spec(fields: Mapping[str, Any]) -> Spec:
-    """Of before there was `held_out`: nothing was. Raises SpecError."""
+    """A stored Spec; `held_out` is 0 in one that is older than the field. Raises SpecError."""
     return Spec.from_dict({**fields, "workload": {"held_out": 0, **fields["workload"]}})
 
 
-def read_events(archive: HistoryDB, number: int, restarts: Sequence[tuple[int, int]]) -> EventStore:
-    """A run's events in the order in which they arrived, with the spans and memory curves that were stored."""
+def read_events(db: HistoryDB, number: int, restarts: Sequence[tuple[int, int]]) -> EventStore:
+    """A run's events in order of arrival, with the stored spans and memory curves."""
     found: dict[int, StepEvent] = {}
     for table in ("batches", "traces"):
-        for row in archive.each(f"SELECT data FROM {table} WHERE run = ? ORDER BY first", number):
+        for row in db.each(f"SELECT data FROM {table} WHERE run = ? ORDER BY first", number):
             found.update(unpack(row["data"]))
     store, cursors = EventStore(max(CAP, len(found))), sorted(found)
     places = [*(bisect_left(cursors, cursor) for cursor, _ in restarts), len(cursors)]
@@ -127,3 +151,77 @@ def read_events(archive: HistoryDB, number: int, restarts: Sequence[tuple[int, i
         store.restart(step)  # in files older than `StepEvent.attempt` only the restarts tell the attempts apart
         store.add(found[c] for c in cursors[begin:end])
     return store
+
+
+# -- lists ---------------------------------------------------------------------------------------------------------------
+
+COLUMNS = ("id", "name", "when", "model", "how", "ranks", "steps", "state", "tokens/s", "loss", "machine")
+
+
+class RunList(Sequence[StoredRun]):
+    """Stored runs, newest first: `runs[0]`, `runs[:5]`, or `runs["ab12"]` by the beginning of an id or by name."""
+
+    def __init__(self, runs: Sequence[StoredRun], *, of: int, where: str, notes: tuple[str, ...] = ()) -> None:
+        """`of`: number of all runs in `where`, which is a path or a name."""
+        self._runs, self._of, self._where, self._notes = tuple(runs), of, where, notes
+
+    @overload
+    def __getitem__(self, which: int | str) -> StoredRun: ...
+    @overload
+    def __getitem__(self, which: slice) -> RunList: ...
+    def __getitem__(self, which: int | str | slice) -> StoredRun | RunList:
+        """Raises ArgumentError for an id or a name that no run has, or several; IndexError for a position."""
+        if isinstance(which, slice):
+            return RunList(self._runs[which], of=self._of, where=self._where, notes=self._notes)
+        return self._named(which) if isinstance(which, str) else self._runs[which]
+
+    def _named(self, which: str) -> StoredRun:
+        found = [run for run in self._runs if which and which == run.name]
+        found = found or [run for run in self._runs if which and run.id.startswith(which)]
+        if len(found) == 1:
+            return found[0]
+        few = ", ".join(run.id for run in (found or self._runs)[:5])
+        if found:
+            raise ArgumentError(
+                "run", f"{len(found)} runs are called {which!r} or begin with it", f"say more of the id: {few}"
+            )
+        raise ArgumentError("run", f"none of these runs is called {which!r} or begins with it",
+                        f"the newest are {few}" if few else "there are none")  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def table(self) -> Table:
+        legend = ("tokens/s: the median of the newest 100 steps",) if self._runs else ()
+        few = f"{len(self)} of " if len(self) != self._of else ""
+        caption = f"{few}{self._of} run{'s' * (self._of != 1)} in {self._where}"
+        figures = {"ranks", "steps", "tokens/s", "loss"}
+        return Table(columns=COLUMNS, rows=tuple(map(_row, self._runs)), caption=caption,
+                     notes=(*legend, *self._notes), left=frozenset(COLUMNS) - figures)  # fmt: skip
+
+    def __repr__(self) -> str:
+        return repr(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+def _row(run: StoredRun) -> tuple[str, ...]:
+    try:
+        strategy = describe_strategy(run.spec)
+    except FieldError:  # a Spec of another version
+        strategy = str(run.spec_fields.get("strategy", {}).get("backend", ""))
+    model = run.spec_fields.get("workload", {}).get("model", "")
+    return (
+        run.id,
+        run.name + (" (pinned)" if run.pinned else ""),
+        run.when,
+        describe_value("model", model),
+        strategy,
+        str(run.spec_fields.get("world_size", "")),
+        f"{run.step:,}",
+        run.state.value,
+        "–" if run.tokens_per_s is None else count(run.tokens_per_s),
+        "–" if run.loss is None else f"{run.loss:.4f}",
+        run.where,
+    )

@@ -1,46 +1,68 @@
-"""`HistoryWriter`: the thread that writes live runs to disk as they happen.
+"""`HistoryWriter`: the thread that writes live runs to disk; `RunWriter`: what of one run is written, and when.
 
-It looks a few times a second at what the runs' event stores have that is not on disk. So neither a run's driver nor the
-thread that receives events has anything to do with it, and whatever goes wrong here (a full disk, another kernel's lock, a
-damaged file) is said in `problem` and tried again, while the runs go on. It ends when no run is left to be written.
+A few times a second the thread writes what the runs' event stores have and the file has not. So neither a run's driver
+nor the thread that receives events is involved, and any failure here (a full disk, another kernel's lock, a damaged
+file) is reported in `problem` and retried, while the runs continue. The thread ends when no run is left to write.
+
+A long run is thinned, so that a day of training stays small. All of the newest 100,000 events are stored; before them
+those of one step in 16, up to the same number; before them one in 256; and so on. An event takes about 120 bytes, so
+each of these levels some 12 MB. First steps after a switch, ledger steps and evaluated steps stay one level longer.
+Spans are stored of one traced step every 5 s and of the run's last ones, the newest 20; memory curves of the newest 8
+ledger steps.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from fsdp_lab.history.database import HistoryDB, HistoryError, damaged, set_aside
-from fsdp_lab.history.run_writer import RunWriter
-from fsdp_lab.runs.view import RunView
+from fsdp_lab.core.events import StepEvent
+from fsdp_lab.history.database import HistoryDB, HistoryError, Row, damaged, pack, set_aside, unpack
+from fsdp_lab.history.stored_run import KernelProcess
+from fsdp_lab.runs.steps import last_stretch
+from fsdp_lab.runs.store import CAP
+from fsdp_lab.runs.summary import counting, median
+from fsdp_lab.runs.view import RunView, Switch
 
 FLUSH_S = 0.4
-RETRY_S = 2.0  # after something went wrong
-TEND_S = 10.0  # between two looks at the sizes
-MOST_WAITING = 4  # runs that are over and cannot be written are let go beyond so many
+RETRY_S = 2.0  # after an error
+TEND_S = 10.0  # between two checks of the sizes
+MOST_WAITING = 4  # runs that are over and cannot be written; more are dropped
+
+BATCH = 256  # events in a pack; the last one is rewritten until it is full
+THIN = 16  # one of so many steps of a level moves to the next one
+SPANS_S = 5.0  # between two traced steps that are stored
+SPANS_KEPT, CURVES_KEPT = 20, 8  # steps
+WAITING = 8  # traced steps, and ledger steps, held in memory; at the end of the run all of them are stored
+SEEN_S = 5.0  # between two updates of the time that shows the kernel is alive
+RECENT = 100  # newest steps, of which the figures in lists are
 
 
 class HistoryWriter:
-    """`tend(archive)` keeps the file within its limit; it is called now and then, and when a run is over."""
+    """`tend(db)` keeps the file within its limit; it is called every `TEND_S`, and when a run is over."""
 
     def __init__(self, path: Path, tend: Callable[[HistoryDB], None]) -> None:
         self._path, self._tend = path, tend
-        self.problem = ""  # why nothing can be kept just now, in a sentence
-        self.moved = ""  # where a damaged file went, in a sentence
-        self._recordings: list[RunWriter] = []
+        self.problem = ""  # why nothing can be written at present, as a sentence
+        self.moved = ""  # where a damaged file went, as a sentence
+        self._writers: list[RunWriter] = []
         self._thread: threading.Thread | None = None
-        self._changed = threading.Condition()  # guards the two above, and the two below
-        self._asked = self._answered = 0  # flushes
+        self._changed = threading.Condition()  # guards the two above, and the next two
+        self._flushes_wanted = self._flushes_done = 0
         self._inode: tuple[int, int] | None = None  # of the file that was written to last
         self._tended_s = float("-inf")
 
     def record(self, run: RunView) -> None:
-        """Follows the run until it is over. Returns at once."""
+        """Writes the run until it is over. Returns at once."""
         with self._changed:
-            self._recordings.append(RunWriter(run))
+            self._writers.append(RunWriter(run))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="fsdp_lab-history", daemon=True)
                 self._thread.start()
@@ -49,18 +71,18 @@ class HistoryWriter:
     def recorded(self) -> list[str]:
         """The ids of runs that are being written."""
         with self._changed:
-            return [recording.run.id for recording in self._recordings]
+            return [writer.run.id for writer in self._writers]
 
     def flush(self, timeout_s: float) -> bool:
-        """Writes what the runs have told until now; returns whether that was done within the time."""
+        """Writes everything that the runs have reported until now; returns whether that succeeded in time."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             if self._thread is None:
-                return not self._recordings
-            self._asked += 1
-            asked = self._asked
+                return not self._writers
+            self._flushes_wanted += 1
+            wanted = self._flushes_wanted
             self._changed.notify_all()
-            while self._answered < asked and self._thread is not None:
+            while self._flushes_done < wanted and self._thread is not None:
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
                     return False
             return not self.problem
@@ -68,91 +90,286 @@ class HistoryWriter:
     # -- on its thread --------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        archive: HistoryDB | None = None
+        db: HistoryDB | None = None
         while True:
             with self._changed:
-                asked, recordings = self._asked, list(self._recordings)
-            archive = self._round(archive, recordings)
+                wanted, writers = self._flushes_wanted, list(self._writers)
+            db = self._round(db, writers)
             with self._changed:
-                self._answered = asked
-                self._let_go()
-                if not self._recordings:
-                    self._thread = None  # `record` starts another one, with a file of its own
+                self._flushes_done = wanted
+                self._drop_finished()
+                if not self._writers:
+                    self._thread = None  # `record` starts another one, with a connection of its own
                 self._changed.notify_all()
                 if self._thread is None:
                     break
-                if self._asked == asked:
+                if self._flushes_wanted == wanted:
                     self._changed.wait(RETRY_S if self.problem else FLUSH_S)
-        if archive is not None:
-            archive.close()
+        if db is not None:
+            db.close()
 
-    def _round(self, archive: HistoryDB | None, recordings: list[RunWriter]) -> HistoryDB | None:
-        """Writes what is new, and returns the file, open; None where something is wrong with it."""
+    def _round(self, db: HistoryDB | None, writers: list[RunWriter]) -> HistoryDB | None:
+        """Writes what is new and returns the open file; None after an error."""
         try:
-            archive = self._opened(archive, recordings)
-            for recording in recordings:
-                self._write(recording, archive)
-            if any(r.over for r in recordings) or time.monotonic() - self._tended_s > TEND_S:
-                for recording in recordings:
-                    recording.thin(archive)
-                self._tend(archive)
+            db = self._opened(db, writers)
+            for writer in writers:
+                try:
+                    writer.write(db)
+                except LookupError:  # a user deleted the run while it was going on
+                    writer.over = True
+            if any(writer.over for writer in writers) or time.monotonic() - self._tended_s > TEND_S:
+                for writer in writers:
+                    writer.thin(db)
+                self._tend(db)
                 self._tended_s = time.monotonic()
             self.problem = ""
-            return archive
-        except Exception as e:  # whatever it is, it is no reason to stop: the runs are of more worth than their history
-            if archive is not None:
-                archive.close()
-            self._trouble(e)
+            return db
+        except Exception as e:  # whatever it is, the thread continues: the runs are worth more than their history
+            if db is not None:
+                db.close()
+            self._handle(e)
             return None
 
-    def _write(self, recording: RunWriter, archive: HistoryDB) -> None:
-        try:
-            recording.write(archive)
-        except LookupError:  # it was deleted while it went on: so it is meant
-            recording.over = True
-
-    def _opened(self, archive: HistoryDB | None, recordings: list[RunWriter]) -> HistoryDB:
-        """The file; where it is no more what it was, all that the runs still know is to be written again."""
-        if archive is not None and not archive.stale:
-            return archive
-        if archive is not None:
-            archive.close()
-            self._inode = None  # a new file may get the number of the one that is gone
+    def _opened(self, db: HistoryDB | None, writers: list[RunWriter]) -> HistoryDB:
+        """The open file; if it is not the former one, the runs are written again from the beginning."""
+        if db is not None and not db.stale:
+            return db
+        if db is not None:
+            db.close()
+            self._inode = None  # a new file may get the inode of the one that is gone
         opened = HistoryDB(self._path)
         if opened.inode != self._inode:
-            for recording in recordings:
-                recording.again()
+            for writer in writers:
+                writer.restart()
         self._inode = opened.inode
         return opened
 
-    def _trouble(self, error: Exception) -> None:
-        self.problem = said(error, self._path)
-        if not damaged(error):
-            return
-        try:
-            if (aside := set_aside(self._path)) is not None:
-                self.moved = f"the history was damaged: it is now {aside}, and a new one was begun"
-        except (OSError, sqlite3.Error) as e:
-            self.problem = said(e, self._path)
+    def _handle(self, error: Exception) -> None:
+        self.problem = explain(error, self._path)
+        if damaged(error):
+            try:
+                self.moved = set_aside(self._path) or self.moved
+            except (OSError, sqlite3.Error) as e:
+                self.problem = explain(e, self._path)
 
-    def _let_go(self) -> None:
-        """Of runs that are written, and of those that nobody can write for too long. Called with the lock held."""
-        self._recordings = [r for r in self._recordings if not r.over]
-        ended = [r for r in self._recordings if r.run.state.over]
-        for recording in ended[:-MOST_WAITING]:
-            self._recordings.remove(recording)
+    def _drop_finished(self) -> None:
+        """Drops runs that are written, and the oldest of those that are over and cannot be. Called with the lock held."""
+        self._writers = [writer for writer in self._writers if not writer.over]
+        ended = [writer for writer in self._writers if writer.run.state.over]
+        for writer in ended[:-MOST_WAITING]:
+            self._writers.remove(writer)
 
 
-def said(error: BaseException, path: Path) -> str:
-    """What went wrong with the file, in a sentence with the way out."""
+def explain(error: BaseException, path: Path, what: str = "runs continue but are not stored in {} at present") -> str:
+    """An error of the file as a sentence with a hint."""
     if isinstance(error, HistoryError):
-        return f"nothing is kept: {error}"
+        return f"runs are not stored: {error}"
     reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip()
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    ways = {
+    hints = {
         sqlite3.SQLITE_FULL: "make room, or set FSDP_LAB_HISTORY to a file on another disk",
         sqlite3.SQLITE_BUSY: "another program holds it",
         sqlite3.SQLITE_LOCKED: "another program holds it",
     }
-    hint = ways.get(code, "set FSDP_LAB_HISTORY to a file that can be written")
-    return f"runs go on but are not kept in {path} just now: {reason}; {hint}"
+    hint = hints.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, "set FSDP_LAB_HISTORY to a file that can be written")
+    return f"{what.format(path)}: {reason}; {hint}"
+
+
+class RunWriter:
+    """Writes one run. Used on the thread of `HistoryWriter` alone."""
+
+    def __init__(self, run: RunView) -> None:
+        self.run = run
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins anew, because the file has nothing of the run."""
+        self.over = False  # the run is, and all of it is written
+        self._number: int | None = None
+        self._cursor = 0
+        self._tail: list[Row] = []  # rows of the last pack, if it is not full
+        self._known: tuple[Any, ...] = ()
+        self._switches = 0
+        self._seen_s = self._figures_s = self._spans_s = float("-inf")
+        self._figures: dict[str, Any] = {"tokens_per_s": None, "loss": None}
+        self._heavy: dict[tuple[int, int], dict[int, StepEvent]] = {}  # (attempt, step) -> cursor -> event
+
+    def write(self, db: HistoryDB) -> None:
+        """Writes what is new in one transaction. May be called again after an exception of SQLite."""
+        over = self.run.state.over  # read before the events, so that none is missed
+        new, cursor = self.run.events.since(self._cursor)
+        rows = list(enumerate(new, cursor - len(new)))
+        now_s = time.monotonic()
+        known = (self.run.state, self.run.reason, len(self.run.switches), self.run.notes, self.run.environment, over)
+        if not rows and known == self._known and now_s - self._seen_s < SEEN_S:
+            return
+        self._gather(rows)
+        batches = [(piece, pack(piece)) for piece in _pieces([*self._tail, *rows])] if rows else []
+        traces = self._due(over, now_s)
+        packed = [(min(step), _has_curve(step), pack(sorted(step.items()), heavy=True))
+                  for step in traces.values()]  # fmt: skip
+        if over or now_s - self._figures_s >= SEEN_S or self._figures["loss"] is None:
+            self._figures, self._figures_s = figures(self.run), now_s
+        with db.transaction():
+            number, switches = self._write_row(db, known)
+            for piece, data in batches:
+                batch = {"run": number, "first": piece[0][0], "count": len(piece), "level": 0, "data": data}
+                db.insert("batches", batch, replace=True)
+            for first, curve, data in packed:
+                trace = {"run": number, "first": first, "curve": int(curve), "data": data}
+                db.insert("traces", trace, replace=True)
+            if packed:
+                _forget_traces(db, number)
+        self._number, self._cursor, self._known, self._switches = number, cursor, known, switches
+        self._seen_s = now_s
+        if batches:
+            last = batches[-1][0]
+            self._tail = last if len(last) < BATCH else []
+        if traces:
+            self._spans_s = now_s
+            self._heavy = {key: step for key, step in self._heavy.items() if key not in traces}
+        self.over = over
+
+    def thin(self, db: HistoryDB) -> None:
+        """Thins old events; see the module."""
+        if self._number is not None:
+            thin(db, self._number)
+
+    # -- the run's row --------------------------------------------------------------------------------------------
+
+    def _write_row(self, db: HistoryDB, known: tuple[Any, ...]) -> tuple[int, int]:
+        """Writes the run's row and new switches; returns its number in the file, and the count of switches."""
+        number = self._number
+        latest: dict[str, Any] = {"step": _step(self.run), "seen_unix_s": time.time(), **self._figures}
+        if number is None:
+            number = db.insert("runs", {**_described(self.run), **_whose(), **latest})
+        else:
+            row = {**_described(self.run), **latest} if known != self._known else latest
+            if not db.update("runs", number, row):
+                raise LookupError(f"run {self.run.id} was deleted")
+        switches = list(islice(self.run.switches, self._switches, None))
+        for position, switch in enumerate(switches, self._switches):
+            db.insert("switches", {"run": number, "position": position, **_switch(switch)}, replace=True)
+        return number, self._switches + len(switches)
+
+    # -- spans and memory curves ----------------------------------------------------------------------------------
+
+    def _gather(self, rows: Sequence[Row]) -> None:
+        """Holds the newest steps that have spans or a memory curve."""
+        for cursor, event in rows:
+            if event.spans or event.memory_curve:
+                self._heavy.setdefault((event.attempt, event.step), {})[cursor] = event
+        for curve in (False, True):
+            for key in [key for key, step in self._heavy.items() if _has_curve(step) is curve][:-WAITING]:
+                del self._heavy[key]
+
+    def _due(self, over: bool, now_s: float) -> dict[tuple[int, int], dict[int, StepEvent]]:
+        """Steps whose spans and memory curves are to be stored now.
+
+        Every 5 s the newest traced step and the newest ledger step that all ranks have reported; when the run is over, all
+        that are held.
+        """
+        if over:
+            return dict(self._heavy)
+        if now_s - self._spans_s < SPANS_S:
+            return {}
+        whole = {key: step for key, step in self._heavy.items() if len(step) == next(iter(step.values())).world_size}
+        ledgers = [key for key, step in whole.items() if _has_curve(step)]
+        traced = [key for key in whole if key not in ledgers]
+        newest = [*traced[-1:], *ledgers[-1:]]
+        return {key: whole[key] for key in newest}
+
+
+def _has_curve(step: Mapping[int, StepEvent]) -> bool:
+    return any(e.memory_curve for e in step.values())
+
+
+def _pieces(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    for at in range(0, len(rows), BATCH):
+        yield list(rows[at : at + BATCH])
+
+
+def _described(run: RunView) -> dict[str, Any]:
+    return {
+        "id": run.id,
+        "spec": json.dumps(run.spec.to_dict()),
+        "state": run.state.value,
+        "reason": run.reason,
+        "started_unix_s": run.started_unix_s,
+        "ended_unix_s": run.ended_unix_s,
+        "notes": json.dumps(list(run.notes)),
+        "environment": json.dumps(dict(run.environment)),
+        "restarts": json.dumps(run.events.restarts),
+    }
+
+
+def _whose() -> dict[str, Any]:
+    kernel = KernelProcess.this()
+    return {"host": kernel.host, "pid": kernel.pid, "born": kernel.born}
+
+
+def _switch(switch: Switch) -> dict[str, Any]:
+    return {"step": switch.step, "spec": json.dumps(switch.after.to_dict()), "seconds": switch.seconds,
+            "carried": int(switch.carried), "notes": json.dumps(list(switch.notes))}  # fmt: skip
+
+
+def _step(run: RunView) -> int:
+    return max((e.step + 1 for e in run.events.latest().values()), default=0)
+
+
+def figures(run: RunView) -> dict[str, Any]:
+    """Median tokens/s and last loss of the newest steps with the Spec applied last."""
+    steps = last_stretch(run.events.last_steps(RECENT), run.spec)
+    rates = [step.tokens_per_s for step in counting(steps) if step.step_time_s > 0]
+    return {"tokens_per_s": median(rates), "loss": steps[-1].mean_loss if steps else None}
+
+
+# -- bounds --------------------------------------------------------------------------------------------------------
+
+
+def _forget_traces(db: HistoryDB, number: int) -> None:
+    for curve, newest in ((0, SPANS_KEPT), (1, CURVES_KEPT)):
+        db.change(
+            "DELETE FROM traces WHERE run = ? AND curve = ? AND first NOT IN "
+            "(SELECT first FROM traces WHERE run = ? AND curve = ? ORDER BY first DESC LIMIT ?)",
+            number, curve, number, curve, newest,
+        )  # fmt: skip
+
+
+def thin(db: HistoryDB, number: int, cap: int = CAP) -> None:
+    """Moves the oldest packs of each level with 10% more than `cap` events to the next level, with one step in `THIN`."""
+    level = 0
+    while (held := _held(db, number, level)) is not None:
+        surplus = held["events"] - cap
+        if surplus > cap // 10:
+            query = "SELECT first, count, data FROM batches WHERE run = ? AND level = ? ORDER BY first LIMIT ?"
+            _move(db, number, level, db.rows(query, number, level, math.ceil(surplus / BATCH)))
+        level += 1
+
+
+def _held(db: HistoryDB, number: int, level: int) -> Mapping[str, Any] | None:
+    """{"events", "packs"} of a level; None if it and all levels above are empty."""
+    query = "SELECT total(count) AS events, count(*) AS packs FROM batches WHERE run = ? AND level >= ?"
+    if not db.rows(query, number, level)[0]["packs"]:
+        return None
+    found: Mapping[str, Any] = db.rows(query.replace(">=", "="), number, level)[0]
+    return found
+
+
+def _move(db: HistoryDB, number: int, level: int, old: Sequence[Mapping[str, Any]]) -> None:
+    """Merges `THIN` packs into one at a time, so that transactions are short and packs stay full."""
+    for at in range(0, len(old), THIN):
+        group = old[at : at + THIN]
+        rows = [row for batch in group for row in unpack(batch["data"])]
+        chosen = [
+            (cursor, e)
+            for cursor, e in rows
+            if e.step % THIN ** (level + 1) == 0
+            or (level == 0 and (e.first_after_switch or e.ledger or e.eval_loss is not None))
+        ]
+        pieces = [(piece, pack(piece)) for piece in _pieces(chosen)]
+        with db.transaction():
+            for batch in group:
+                db.change("DELETE FROM batches WHERE run = ? AND first = ?", number, batch["first"])
+            for piece, data in pieces:
+                row = {"run": number, "first": piece[0][0], "count": len(piece), "level": level + 1, "data": data}
+                db.insert("batches", row, replace=True)

@@ -11,7 +11,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
@@ -129,12 +129,18 @@ class Comparison:
 
     # -- tables ---------------------------------------------------------------------------------------------------
 
-    def table(self) -> Table:
-        """A row for each run that began; figures that nobody has are left out. Medians, in brackets p10 to p90; TFLOPS,
-        MFU, exposed and all communication are means over ranks, link is what a rank sends in a step, peak that of the
-        fullest rank."""
+    def table(self, only: Collection[str] = (), *, spread: bool = True) -> Table:
+        """A row for each run that began, and a column for each figure that some run has.
+
+        Figures are medians, with p10 to p90 in brackets; TFLOPS, MFU, exposed and all communication are means over ranks,
+        link is what a rank sends in a step, peak that of the fullest rank.
+
+        Args:
+            only: the figures to show; empty: all. "parity", "time ratio" and "peak ratio" are to the baseline.
+            spread: whether step times have p10 to p90.
+        """
         base, rows = self.baseline, [r for r in self.rows if not r.refused]
-        shown = [cells(r.figures, spread=True) for r in rows]
+        shown = [cells(r.figures, spread=spread) for r in rows]
         columns = {head: [row[head] for row in shown] for head in cells(Figures())}
         step_time, loss = columns.pop("step time"), columns.pop("loss")
         heads = {
@@ -148,7 +154,10 @@ class Comparison:
             f"peak / {base}": [NONE if r.memory_ratio is None else f"{r.memory_ratio:.2f}" for r in rows],
             "loss": loss,
         }
-        kept = {head: texts for head, texts in heads.items() if any(text not in (NONE, "") for text in texts)}
+        ratios = {f"parity with {base}": "parity", f"time / {base}": "time ratio", f"peak / {base}": "peak ratio"}
+        wanted = {"", "what", "state", *only} if only else {ratios.get(head, head) for head in heads}
+        kept = {head: texts for head, texts in heads.items()
+                if ratios.get(head, head) in wanted and any(text not in (NONE, "") for text in texts)}  # fmt: skip
         return _table(kept, ("", "what", "state", f"parity with {base}"), notes=self.notes())
 
     def memory_table(self) -> Table:

@@ -19,7 +19,7 @@ from itertools import product
 from statistics import fmean
 from typing import Any
 
-from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.errors import FieldError, SpecError
 from fsdp_lab.core.spec import Spec, part_of
 from fsdp_lab.runs.awaited import Awaited
 from fsdp_lab.runs.comparison import Comparison, Refusal
@@ -199,6 +199,18 @@ class Sweep(Awaited["Sweep"]):
         if self._stopped.is_set():
             run.stop(0, self.reason)  # it began just after the word was left
         run.wait_suspended()
+
+
+def value_lists(given: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Flat field name -> its values; a value alone becomes a list of one. Raises SpecError."""
+    lists: dict[str, list[Any]] = {}
+    for name, values in given.items():
+        part_of(name)
+        one = not isinstance(values, (list, tuple)) or (name == "devices" and all(isinstance(v, str) for v in values))
+        lists[name] = [values] if one else list(values)
+        if not lists[name]:
+            raise SpecError(name, "no value is given", "give a list of values, or leave it out")
+    return lists
 
 
 def combine(

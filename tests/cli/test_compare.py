@@ -11,15 +11,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from rich.console import Console
 
 from fsdp_lab.cli import compare, session
+from fsdp_lab.cli.console import Results
 from fsdp_lab.cli.main import main, parser
-from fsdp_lab.cli.results import Results
 from fsdp_lab.core.spec import Spec
+from tests.lab.telling import ended
 
 TINY = ["--model", "gpt2-1m", "--seq-len", "16", "--micro-batch", "1"]
 KEYS = {
@@ -144,6 +146,27 @@ def test_weights_that_are_not_loaded_are_said_once_before_training(tmp_path: Pat
     session.tell_unread_weights(console, specs)
     said = f"note: Weights in {tmp_path} are not loaded: training begins from random values.\n"
     assert console.file.getvalue() == said
+
+
+def test_the_table_has_a_row_for_every_spec_and_fewer_figures_on_a_narrow_terminal():
+    specs = [Spec().replace(sharding=sharding) for sharding in ("full_shard", "shard_grad_op", "zero1")]
+    runs = {spec.id: ended(spec) for spec in specs[:2]}
+    for run in runs.values():
+        run.step = len(run.events.steps())
+    sweep = SimpleNamespace(specs=specs, run_of=lambda spec: runs.get(spec.id), steps=20)
+
+    def shown(width: int) -> str:
+        console = Console(file=io.StringIO(), width=width)
+        console.print(compare.table(sweep, width))
+        return console.file.getvalue()
+
+    wide = shown(150).splitlines()
+    assert [row.split()[0] for row in wide[3:6]] == ["A", "B", "C"] and "waiting" in wide[5] and "3 of 20" in wide[3]
+    assert "equal bit for bit" in wide[4] and "time / A" in wide[1] and "tokens/s" in wide[1]
+    narrow = shown(80)
+    assert "peak/rank" in narrow and "tokens/s" not in narrow
+    runs.clear()
+    assert shown(80).count("waiting") == 3
 
 
 @pytest.mark.slow

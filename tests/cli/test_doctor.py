@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.cli.doctor import gpus, servers, software, system
-from fsdp_lab.cli.doctor.finding import Finding, State, worst
-from fsdp_lab.cli.doctor.torch_probe import TorchFacts
+from fsdp_lab.cli import doctor, machine
+from fsdp_lab.cli.machine import Finding, State, TorchFacts, gpu_findings, worst
 from fsdp_lab.cli.main import main
 from fsdp_lab.core.nvml import GpuProcess, GpuReport, GpuStatus
 
@@ -46,7 +45,7 @@ def by_name(findings: list[Finding]) -> dict[str, Finding]:
 
 
 def test_gpus_their_users_their_driver_and_their_links():
-    found = by_name(gpus.findings(TWO_H200, CUDA))
+    found = by_name(gpu_findings(TWO_H200, CUDA))
     assert found["GPU 0"].state is State.OK
     assert found["GPU 1"].state is State.WARN
     assert "python3 (pid 4242, 39.1 GiB)" in found["GPU 1"].value
@@ -55,45 +54,45 @@ def test_gpus_their_users_their_driver_and_their_links():
 
 
 def test_a_driver_too_old_for_the_wheel_names_both_ways_out():
-    found = by_name(gpus.findings(dataclasses.replace(TWO_H200, driver_cuda="12.4"), CUDA))["driver"]
+    found = by_name(gpu_findings(dataclasses.replace(TWO_H200, driver_cuda="12.4"), CUDA))["driver"]
     assert found.state is State.FAIL
     assert "580 or newer" in found.advice
     assert "download.pytorch.org/whl/cu126" in found.advice
 
 
 def test_a_cpu_build_beside_gpus_and_gpus_that_torch_cannot_see():
-    assert "CPU build" in by_name(gpus.findings(TWO_H200, TorchFacts(version="2.13.0+cpu")))["driver"].value
+    assert "CPU build" in by_name(gpu_findings(TWO_H200, TorchFacts(version="2.13.0+cpu")))["driver"].value
     blind = TorchFacts(version="2.13.0", cuda_build="13.0", cuda_error="the driver was not found")
-    found = by_name(gpus.findings(TWO_H200, blind))["driver"]
+    found = by_name(gpu_findings(TWO_H200, blind))["driver"]
     assert (found.state, found.advice) == (State.FAIL, "the driver was not found")
 
 
 def test_a_wheel_without_code_for_the_gpu():
     old = TorchFacts(version="2.13.0", cuda_build="13.0", devices=2, arches=("sm_75", "sm_80", "sm_86"))
-    assert by_name(gpus.findings(TWO_H200, old))["GPU 0 code"].state is State.FAIL
+    assert by_name(gpu_findings(TWO_H200, old))["GPU 0 code"].state is State.FAIL
     with_ptx = TorchFacts(version="2.13.0", cuda_build="13.0", devices=2, arches=("sm_75", "sm_80", "compute_80"))
-    assert "GPU 0 code" not in by_name(gpus.findings(TWO_H200, with_ptx))
+    assert "GPU 0 code" not in by_name(gpu_findings(TWO_H200, with_ptx))
 
 
 def test_memory_in_use_by_processes_that_a_container_cannot_see():
     hidden = tuple(dataclasses.replace(gpu, processes=()) for gpu in TWO_H200.gpus)
-    found = by_name(gpus.findings(dataclasses.replace(TWO_H200, gpus=hidden), CUDA))["GPU 1"]
+    found = by_name(gpu_findings(dataclasses.replace(TWO_H200, gpus=hidden), CUDA))["GPU 1"]
     assert found.state is State.WARN
     assert "container" in found.advice
 
 
 def test_gpus_that_cannot_be_listed_are_a_warning_with_the_reason():
-    (found,) = gpus.findings(GpuReport(error="NVML: Driver Not Loaded"), CUDA)
+    (found,) = gpu_findings(GpuReport(error="NVML: Driver Not Loaded"), CUDA)
     assert found.state is State.WARN and "Driver Not Loaded" in found.value
-    assert gpus.findings(GpuReport(), CUDA) == [Finding("GPUs", "none; ranks run on the CPU")]
+    assert gpu_findings(GpuReport(), CUDA) == [Finding("GPUs", "none; ranks run on the CPU")]
 
 
 def test_little_shared_memory_matters_between_gpus_only(monkeypatch: pytest.MonkeyPatch):
     usage = type("Usage", (), {"total": 64 * 2**20, "free": 64 * 2**20})
-    monkeypatch.setattr(system.shutil, "disk_usage", lambda path: usage)
-    assert system.shared_memory(gpus=8).state is State.WARN
-    assert "--shm-size" in system.shared_memory(gpus=8).advice
-    assert system.shared_memory(gpus=0).state is State.OK
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
+    assert machine.shared_memory(gpus=8).state is State.WARN
+    assert "--shm-size" in machine.shared_memory(gpus=8).advice
+    assert machine.shared_memory(gpus=0).state is State.OK
 
 
 def test_a_containers_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -101,37 +100,37 @@ def test_a_containers_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "memory.max").write_text(str(2**30))
     (tmp_path / "memory.current").write_text(str(2**29))
     (tmp_path / "pids.max").write_text("64\n")
-    monkeypatch.setattr(system, "CGROUP", tmp_path)
-    assert system.cores() == 0.5
-    assert system.memory().value == "512 MiB free of 1.00 GiB"
-    assert [f.state for f in (system.processor(), system.memory(), system.processes())] == [State.WARN] * 3
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    assert machine.cores() == 0.5
+    assert machine.memory().value == "512 MiB free of 1.00 GiB"
+    assert [f.state for f in (machine.processor(), machine.memory(), machine.processes())] == [State.WARN] * 3
 
 
 def test_a_package_that_is_missing_or_of_the_wrong_release():
-    assert software.package("no-such-package-of-ours>=1").state is State.FAIL
-    wrong = software.package("pytest<1")
+    assert doctor.package("no-such-package-of-ours>=1").state is State.FAIL
+    wrong = doctor.package("pytest<1")
     assert wrong.state is State.FAIL
     assert wrong.advice.endswith("-m pip install 'pytest<1'")
-    assert software.package("pytest>=7").state is State.OK
+    assert doctor.package("pytest>=7").state is State.OK
 
 
 def test_torch_that_cannot_be_imported_is_said_not_raised():
-    found = software.torch(TorchFacts(error="ImportError: libcudart.so.13: cannot open shared object file"))
+    found = doctor.torch(TorchFacts(error="ImportError: libcudart.so.13: cannot open shared object file"))
     assert found[0].state is State.FAIL
     assert "libcudart" in found[0].value
 
 
 def test_missing_extensions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(servers, "missing", lambda prefix: list(servers_needed()))
-    monkeypatch.setattr(servers, "running_servers", list)
-    found = servers.findings()[0]
+    monkeypatch.setattr(doctor, "missing", lambda prefix: list(servers_needed()))
+    monkeypatch.setattr(doctor, "running_servers", list)
+    found = doctor.jupyter_servers()[0]
     assert found.state is State.FAIL
     assert "anywidget" in found.advice
     assert "jupyterlab_widgets" in found.advice
 
 
 def servers_needed():
-    from fsdp_lab.cli.extensions import NEEDED
+    from fsdp_lab.cli.kernel import NEEDED
 
     return NEEDED
 

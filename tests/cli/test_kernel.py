@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.cli import kernel
-from fsdp_lab.cli.extensions import NEEDED, Server, missing
+from fsdp_lab.cli.kernel import NEEDED, Server, missing
 from fsdp_lab.cli.main import main
 
 

@@ -68,7 +68,7 @@ def test_what_is_there_is_not_lost(pool: Pool, tmp_path: Path, capsys: pytest.Ca
     next(saved.path.glob("*.safetensors")).unlink()
     capsys.readouterr()
     assert main(["checkpoints", str(tmp_path / "saved")]) == 0
-    assert f"torn: {saved.path.name} lacks its file" in capsys.readouterr().out
+    assert f"incomplete: {saved.path.name} lacks its file" in capsys.readouterr().out
     assert main(["checkpoints", str(tmp_path / "nowhere")]) == 2
 
 

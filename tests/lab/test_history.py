@@ -20,11 +20,11 @@ from fsdp_lab.core.describe import describe_strategy
 from fsdp_lab.core.errors import ArgumentError, SpecError
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.history import History, HistoryError, StoredRun
-from fsdp_lab.history import database as archive_module
-from fsdp_lab.history import writer as recorder_module
+from fsdp_lab.history import database as database_module
+from fsdp_lab.history import writer as writer_module
 from fsdp_lab.history.database import MIGRATIONS, HistoryDB
-from fsdp_lab.history.kernel_process import KernelProcess
-from fsdp_lab.history.run_writer import CURVES_KEPT, SPANS_KEPT, thin
+from fsdp_lab.history.stored_run import KernelProcess
+from fsdp_lab.history.writer import CURVES_KEPT, SPANS_KEPT, thin
 from fsdp_lab.runs import RunState
 from tests.dashboard.fake_lab import event
 from tests.lab.telling import Telling, ended, plain
@@ -105,7 +105,7 @@ def test_the_newest_traced_and_ledger_steps_keep_their_spans_and_curves(history:
 
 
 def test_spans_and_curves_on_disk_are_bounded(history: History, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fsdp_lab.history.run_writer.SPANS_S", 0.0)
+    monkeypatch.setattr("fsdp_lab.history.writer.SPANS_S", 0.0)
     run = Telling()
     history.record(run)
     for _ in range(60):
@@ -292,7 +292,7 @@ def test_the_oldest_make_room_but_none_that_goes_on_or_is_pinned(tmp_path: Path)
     small = History(history.path, limit_bytes=10_000)
     last = ended(steps=1)
     kept(small, last)
-    assert {r.id for r in small.runs()} == {going.id, pinned.id, last.id} and "goes on or is pinned" in small.problem
+    assert {r.id for r in small.runs()} == {going.id, pinned.id, last.id} and "running or pinned" in small.problem
     going.end()
     assert history.flush(LONG_S)
     history.unpin(pinned.id)
@@ -332,8 +332,8 @@ def test_a_disk_that_fills_up_or_cannot_be_written_stops_nothing_and_loses_nothi
             if broken.is_set():
                 self._db.execute(f"PRAGMA {how_it_breaks}")
 
-    monkeypatch.setattr(recorder_module, "HistoryDB", Breakable)
-    monkeypatch.setattr(recorder_module, "RETRY_S", 0.05)
+    monkeypatch.setattr(writer_module, "HistoryDB", Breakable)
+    monkeypatch.setattr(writer_module, "RETRY_S", 0.05)
     broken.set()
     run = Telling(Spec(world_size=8))
     history.record(run)
@@ -349,8 +349,8 @@ def test_a_disk_that_fills_up_or_cannot_be_written_stops_nothing_and_loses_nothi
 
 
 def test_a_lock_that_somebody_holds_is_waited_for(history: History, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(archive_module, "BUSY_S", 0.05)
-    monkeypatch.setattr(recorder_module, "RETRY_S", 0.05)
+    monkeypatch.setattr(database_module, "BUSY_S", 0.05)
+    monkeypatch.setattr(writer_module, "RETRY_S", 0.05)
     kept(history, ended())
     other = sqlite3.connect(history.path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
@@ -436,7 +436,7 @@ def test_a_newer_file_and_a_strangers_are_refused_and_left_alone(history: Histor
         db.execute("PRAGMA user_version = 99")
     before = history.path.read_bytes()
     with pytest.raises(
-        HistoryError, match=r"newer fsdp_lab \(version 99 of its schema, and this one knows 1\); update"
+        HistoryError, match=r"newer fsdp_lab \(version 99 of its schema, and this one supports 1\); update"
     ):
         history.runs()
     run = ended()
@@ -448,7 +448,7 @@ def test_a_newer_file_and_a_strangers_are_refused_and_left_alone(history: Histor
         db.execute("CREATE TABLE mine (x)")
     with pytest.raises(HistoryError, match="is not a history of fsdp_lab; name another file"):
         History(strangers).runs()
-    history._recorder._recordings.clear()
+    history._writer._writers.clear()
 
 
 def test_an_older_file_is_migrated_with_all_that_is_in_it(history: History):

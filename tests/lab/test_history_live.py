@@ -67,15 +67,13 @@ def test_what_is_wrong_with_the_history_is_said_in_the_status_and_stops_no_run(l
 
 @pytest.mark.parametrize(("history", "kept"), [(False, "history=False"), (7, None)])
 def test_a_lab_without_a_history_and_a_wrong_one(history: object, kept: str | None):
-    from fsdp_lab.lab import kept_in
-
     if kept is None:
         with pytest.raises(
             ArgumentError, match="history: 7 is refused; give True, False, the path of a file, or a History"
         ):
             Lab(1, history=history)  # type: ignore[arg-type]
     else:
-        assert kept_in(history) is None  # type: ignore[arg-type]
+        assert History.of(history) is None  # type: ignore[arg-type]
 
 
 # A kernel that trains on real ranks, and keeps a record of its own of what it was told, and when.

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_lab.core.events import Memory, MemorySample, RoleBytes, Span, StepEvent, Track, Traffic
-from fsdp_lab.history.codec import pack, unpack
+from fsdp_lab.history.database import pack, unpack
 from tests.lab.events import event
 
 FLOATS = st.floats() | st.sampled_from([0.0, -0.0, float("nan"), float("inf"), 5e-324, 0.1])

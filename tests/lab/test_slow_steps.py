@@ -158,7 +158,7 @@ def test_a_phase_that_lasts_is_interrupted_when_somebody_must_go_on(lab: Lab):
     waiting.start()
     until(lambda: any(s.state == "slow_next" for s in lab.rank_status()))
     began = time.monotonic()
-    lab._end_slow("somebody must go on", 0.5)
+    lab._activities.end_slow_step("somebody must go on", 0.5)
     waiting.join(10)
     assert ended == ["over"] and time.monotonic() - began < 6
     assert slow.closed and slow.reason == "somebody must go on" and slow.event is None

@@ -1,0 +1,118 @@
+"""What a lab shows and replaces in a notebook: the progress bar, the table of ranks, the lab of a cell that is run again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import Any, Protocol
+
+from fsdp_lab.cluster import Cluster, RankStatus, StartProgress
+from fsdp_lab.core.formatting import Table, duration, size
+
+KEY = "_fsdp_lab_open"  # of the open lab, in the notebook's namespace
+
+
+class NotebookLab(Protocol):
+    """What this module needs of a `Lab`."""
+
+    @property
+    def persistent(self) -> bool: ...
+    @property
+    def cluster(self) -> Cluster: ...
+    def detach(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def replace_former(lab: NotebookLab) -> None:
+    """Closes the lab that this notebook opened before, and registers `lab` in its place.
+
+    Persistent ranks that the new lab asks for as well are detached instead, for it to attach.
+    """
+    from IPython.core.getipython import get_ipython
+
+    shell = get_ipython()
+    if shell is None:
+        return
+    former = shell.user_ns.get(KEY)
+    if isinstance(former, type(lab)):
+        persistent = lab.persistent and former.persistent
+        same = persistent and former.cluster.running and former.cluster.asked == lab.cluster.asked
+        former.detach() if same else former.close()
+    shell.user_ns[KEY] = lab
+
+
+def exit_handler(lab: weakref.ref[NotebookLab]) -> Callable[[], None]:
+    """For atexit: closes or detaches a lab that is still open, in the process that made it and not in a forked child."""
+    owner = os.getpid()
+
+    def end() -> None:
+        if (found := lab()) is not None and os.getpid() == owner:
+            found.detach() if found.persistent else found.close()
+
+    return end
+
+
+class ProgressBar:
+    """A progress bar in a notebook cell; nothing elsewhere. Drawn with IPython's display, so that it needs no widget."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def __call__(self, progress: StartProgress) -> None:
+        with contextlib.suppress(Exception):  # failing to draw is no reason not to start
+            self._show(progress)
+
+    def _show(self, p: StartProgress) -> None:
+        from IPython.core.getipython import get_ipython
+        from IPython.display import HTML, display
+
+        shell = get_ipython()
+        if shell is None or getattr(shell, "kernel", None) is None:
+            return
+        text = f"{p.stage} ({p.done} of {p.total}), {duration(p.seconds)}"
+        bar = f'<progress max="{p.total}" value="{p.done}"></progress>' if p.stage != "ready" else "✓"
+        html = HTML(f"<div>{bar} <span>{escape(text)}</span></div>")  # type: ignore[no-untyped-call]
+        if self._handle is None:
+            self._handle = display(html, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._handle.update(html)
+        if p.stage == "ready":
+            self._handle = None  # a resize shows a bar of its own
+
+
+def rank_table(ranks: Sequence[RankStatus], *, caption: str, notes: Sequence[str]) -> Table:
+    """A row for each rank: process, device, memory, step, its state and since when."""
+    now = time.time()
+    rows = [
+        (
+            str(s.rank),
+            "alive" if s.alive else "gone",
+            _doing(s),
+            f"{max(0.0, now - s.since_unix_s):.0f} s",
+            "–" if s.step is None else str(s.step),
+            s.device,
+            size(s.rss_bytes),
+            str(s.pid),
+            s.host,
+        )
+        for s in ranks
+    ]
+    return Table(
+        columns=("rank", "process", "doing", "since", "step", "device", "RSS", "pid", "host"),
+        rows=tuple(rows),
+        caption=caption,
+        notes=tuple(notes),
+        left=frozenset({"process", "doing", "device", "host"}),
+    )
+
+
+def _doing(s: RankStatus) -> str:
+    """A rank's state, with the collective that it waits for; why it is gone."""
+    if not s.alive:
+        return s.reason or "gone"
+    waits_s = s.heard.waits_s if s.heard is not None else None
+    return f"{s.state}, in {s.waits_for} for {waits_s:.0f} s" if s.waits_for and waits_s else s.state

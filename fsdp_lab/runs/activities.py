@@ -1,0 +1,193 @@
+"""`Activities`: what uses a lab's ranks. One at a time: a run, a sweep of runs in turns, or a step in slow motion."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fsdp_lab.cluster import Cluster, ClusterError
+from fsdp_lab.core.faults import SIGNALS, fault_of
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.runs.comparison import Refusal
+from fsdp_lab.runs.drill import Drill
+from fsdp_lab.runs.run import Run
+from fsdp_lab.runs.slow_motion import SlowMotion, SlowStep
+from fsdp_lab.runs.sweep import Sweep
+from fsdp_lab.runs.view import RunState
+
+REPLACE_S = 15.0  # limit for an activity to end when another one replaces it; hung ranks are ended before that
+END_S = 2.0  # the same when the lab is interrupted or closed
+
+
+class Activities:
+    """Starts runs, sweeps and slow steps; each stops what was going on before it.
+
+    Args:
+        cluster: the ranks.
+        seat: gives the cluster the ranks and devices that a Spec wants; called on the thread of what begins.
+        record: called with each new run.
+
+    Attributes:
+        run, sweep: the newest, running or over; None before the first.
+        closed: whether nothing can be started any more.
+    """
+
+    def __init__(self, cluster: Cluster, seat: Callable[[Spec], None], record: Callable[[Run], None]) -> None:
+        self._cluster, self._seat, self._record = cluster, seat, record
+        self.run: Run | None = None
+        self.sweep: Sweep | None = None
+        self.closed = False
+        self._slow_step: SlowStep | None = None
+        self._newest: Run | SlowStep | None = None
+        self._slow: weakref.ref[SlowMotion] | None = None  # weak: dropping the iterator ends its step
+        self._lock = threading.RLock()
+
+    # -- begin ------------------------------------------------------------------------------------------------------
+
+    def begin_run(self, spec: Spec, **options: Any) -> Run:
+        """Starts a run; `options` are those of `Run`."""
+        with self._lock:
+            self.require_open()
+            prepare = self._preparation("another run was started")
+            run = self.run = self._newest = Run(self._cluster, spec, prepare=prepare, **options)
+        self._record(run)
+        return run
+
+    def begin_sweep(self, specs: Sequence[Spec], refused: Sequence[Refusal], *, steps: int, rounds: int) -> Sweep:
+        with self._lock:
+            self.require_open()
+            clear = self._preparation("a comparison was started", seat=False)
+            self.sweep = Sweep(specs, refused, steps=steps, rounds=rounds, make=self._begin_turn, drop=self._discard,
+                               clear=lambda: clear(specs[0]))  # fmt: skip
+            return self.sweep
+
+    def _begin_turn(self, spec: Spec, steps: int, share: int) -> Run:
+        """Starts one of a sweep's runs."""
+        run = self.run = self._newest = Run(self._cluster, spec, steps=steps, share=share, prepare=self._seat)
+        self._record(run)
+        return run
+
+    def _discard(self, runs: list[str]) -> None:
+        self._cluster.call("discard", timeout_s=5.0, runs=runs)
+
+    def begin_slow_motion(self, spec: Spec) -> SlowMotion:
+        with self._lock:
+            self.require_open()
+            step = SlowStep(self._cluster, spec, self._preparation("slow motion was started"))
+            slow = SlowMotion(step)
+            self._slow_step = self._newest = step
+            self._slow = weakref.ref(slow)
+        return slow
+
+    def _preparation(self, why: str, *, seat: bool = True) -> Callable[[Spec], None]:
+        """The function that a new activity calls on its own thread before anything is sent to the ranks.
+
+        What it has to end is fixed now, under the lock: then everyone ends only earlier activities, and no two wait for
+        each other.
+        """
+        slow, former = [self._slow_step], [self.sweep, self.run]
+
+        def prepare(spec: Spec) -> None:
+            """Ends the former activities, then seats the ranks."""
+            if (step := slow[0]) is not None:
+                step.end(why)
+            for one in former:
+                if one is not None and not one.done and not one.stop(REPLACE_S, why):
+                    raise ClusterError(
+                        f"{one!r} did not end within {REPLACE_S:.0f} s; close the lab and make another one"
+                    )
+            slow[0] = None
+            former.clear()  # otherwise each activity would keep the one before it in memory
+            if seat:
+                self._seat(spec)
+
+        return prepare
+
+    # -- faults and recovery ----------------------------------------------------------------------------------------
+
+    def recover(self, ranks: str | None) -> Run:
+        """See `Lab.recover`."""
+        with self._lock:
+            run = self.run
+            if run is None or run.state not in (RunState.BROKEN, RunState.FAILED):
+                raise ClusterError(
+                    "there is no run to recover: " + (repr(run) if run is not None else "none was started")
+                )
+            if run.state is RunState.BROKEN:
+                run.recover(ranks)
+                return run
+            policy = replace(run.recovering, ranks=ranks or run.recovering.ranks)
+            return self.begin_run(run.spec, steps=run.left or None, ledger_every=run.ledger_every, saving=run.saving,
+                                  evaluate=run.evaluate, recovering=policy, broken=run)  # fmt: skip
+
+    def drill(self, kind: str, rank: int) -> Drill:
+        """See `Lab.drill`."""
+        fault = fault_of(kind, rank)
+        with self._lock:
+            self.require_open()
+            run = self.run
+            if run is None or run.state is not RunState.RUNNING:
+                raise ClusterError("no run trains: start one with lab.run(recover=True), then drill")
+            fault.check(run.spec.world_size, run.step)
+            drill = Drill(kind, rank, run)
+            if kind in SIGNALS:
+                self._cluster.send_signal(rank, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+                run.strike(drill.made_unix_s)
+            else:
+                run.arm(fault)
+        return drill
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def unfinished(self) -> list[Sweep | Run]:
+        """The newest sweep and the newest run, where they are not over."""
+        return [one for one in (self.sweep, self.run) if one is not None and not one.done]
+
+    @property
+    def slow(self) -> SlowMotion | None:
+        """The newest slow motion that is still referenced, running or over."""
+        return self._slow() if self._slow is not None else None
+
+    @property
+    def slow_spec(self) -> Spec | None:
+        """The Spec that the ranks hold since a slow step; None where a run is newer, or the step has not applied it."""
+        newest = self._newest
+        return newest.spec if isinstance(newest, SlowStep) and newest.ready else None
+
+    def require_open(self) -> None:
+        if self.closed:
+            raise ClusterError("this lab is closed; make another one with Lab()")
+
+    # -- end --------------------------------------------------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """See `Lab.interrupt`."""
+        if unfinished := self.unfinished:
+            unfinished[0].stop(reason="interrupted")
+        else:
+            self._cluster.interrupt()
+        self.end_slow_step("interrupted", END_S)
+
+    def stop(self, why: str, limit_s: float = REPLACE_S) -> None:
+        """Stops all activities; waits at most `limit_s` for each."""
+        for one in self.unfinished:
+            one.stop(limit_s, why)
+        self.end_slow_step(why, limit_s)
+
+    def end_slow_step(self, why: str, limit_s: float) -> None:
+        if self._slow_step is not None:
+            self._slow_step.end(why, limit_s)
+
+    def close(self, why: str) -> bool:
+        """Stops all activities for good. Returns False if that was done before."""
+        with self._lock:
+            if self.closed:
+                return False
+            self.closed = True
+        self.stop(why, END_S)
+        return True
