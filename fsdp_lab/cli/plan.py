@@ -160,7 +160,7 @@ def find(args: argparse.Namespace, spec: Spec, where: Target) -> int:
 
 def batch(args: argparse.Namespace) -> int:
     """`{"rows": [...]}`: one a row of the table, in its order."""
-    from fsdp_lab.planner.batch import predict
+    from fsdp_lab.planner.questions import predict
 
     rows = predict(read_rows(args.batch))
     if args.json:
