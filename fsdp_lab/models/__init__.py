@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 _HOMES = {
     "Batches": "batches",
     "Flops": "flops",
-    "Initializer": "initial",
+    "Initializer": "build",
     "PRESETS": "presets",
     "Preset": "presets",
-    "Weights": "weights",
+    "Weights": "build",
     "build_skeleton": "build",
     "count_flops": "flops",
     "BestPeak": "peaks",
     "device_peak": "peaks",
-    "facts_of": "facts",
+    "facts_of": "presets",
     "flops_per_sample": "flops",
     "resolve": "configs",
 }

@@ -1,4 +1,10 @@
-"""`build_skeleton`: a model whose parameters have shapes and no memory, and whose buffers are real."""
+"""Building a model: `build_skeleton` (parameters on meta), and their values, drawn (`Initializer`) or read (`Weights`).
+
+Note: initial values depend on (seed, parameter name) alone, so that every backend starts equal. Building a model with one
+global seed would make them depend on the order of building and on the device. Here every parameter has a generator of its
+own. How a parameter is drawn is defined by transformers' `_init_weights`: it runs once with every initialisation function
+replaced by one that records its name and arguments, and the record is replayed, parameter by parameter, on real memory.
+"""
 
 from __future__ import annotations
 
@@ -225,7 +231,9 @@ _SINGLE = "model.safetensors"
 
 
 class Weights:
-    """A folder with `model.safetensors`, or with its parts and their index, as transformers writes them.
+    """Values of real models from safetensors files.
+
+    A folder with `model.safetensors`, or with its parts and their index, as transformers writes them.
 
     `read(name, start, stop)` gives elements [start, stop) of a flattened parameter; only the rows that hold them are read.
     Given to `fsdp_lab.engine.load_ranges`, each rank reads its own shards and no more.

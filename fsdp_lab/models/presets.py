@@ -1,4 +1,6 @@
-"""Named models from 1M to 405B parameters, as plain config dicts: neither torch nor transformers is imported.
+"""Named models from 1M to 405B parameters as plain config dicts, and what a config says of its model (`facts_of`).
+
+Neither torch nor transformers is imported, except for `facts_of` a type that no preset has.
 
 Small presets are sized for two CPU ranks. Their text vocabulary is the 384 ids of ByT5 (3 special ids, 256
 bytes, 125 extra ids) and their images are small. Large presets have the shape of a published model,

@@ -17,9 +17,9 @@ from fsdp_lab.planner.published import PublishedCase, Row, case
 SPARE = 1.5
 FULL = 0.95  # share of device memory that an allocator reserves at most
 
-# Rows that contradict their own description; reported separately. A T5 of 11.3e9 parameters takes 7 GB more on 8 GPUs than on
-# 512: 5 bytes per parameter, where fp32 values and Adam's moments alone are 12. And 80.7 GB of one GPU for 8.0e9 parameters
-# are 10 bytes each.
+# Rows that contradict their own description; reported separately. A T5 of 11.3e9 parameters takes 7 GB more on 8 GPUs than
+# on 512: 5 bytes per parameter, where fp32 values and Adam's moments alone are 12. And 80.7 GB of one GPU for 8.0e9
+# parameters are 10 bytes each.
 UNEXPLAINED = (
     *(f"fsdp-7c-B{b}-{n}" for b in (8, 16) for n in (8, 16, 32, 64, 128, 256, 512)), "kempner-01", "kempner-02",
 )  # fmt: skip
@@ -58,7 +58,7 @@ def in_kind(planned: MemoryPlan, row: Row) -> float | None:
 
 
 def kind_of(row: Row) -> str:
-    """The kind of memory that a row counts: of tensors ("allocated"), of the allocator ("reserved"), or with the CUDA context
+    """The kind of memory that a row counts: of tensors ("allocated"), of the allocator ("reserved"), or with the context
     ("used", as in nvidia-smi). torchtitan reports reserved memory, which is the default."""
     kind = (row.get("peak_mem_kind") or "").lower()
     if "allocated" in kind:

@@ -195,7 +195,7 @@ def _powers(most: int) -> list[int]:
 
 
 def _most(margin: Callable[[int], int]) -> int:
-    """The largest number of blocks with a margin of 0 or more, by secant steps as blocks need about equal memory; 0: none."""
+    """The largest number of blocks with a margin of 0 or more, by secant steps; 0: not one fits."""
     low, high = 1, 9  # the first blocks differ from the others
     if margin(low) < 0:
         return 0
