@@ -202,8 +202,8 @@ FAULTS = (
     Fault(
         name="planner forgets state",
         what="planner: the optimizer's state is counted once, whatever the optimizer",
-        old="            self.book.alloc(OPTIMIZER, self.shards * STATE[self.spec.workload.optimizer])",
-        new="            self.book.alloc(OPTIMIZER, self.shards)",
+        old="            self.tracker.alloc(OPTIMIZER, self.shards * STATE[self.spec.workload.optimizer])",
+        new="            self.tracker.alloc(OPTIMIZER, self.shards)",
         tests=("tests/planner",),
     ),
     Fault(

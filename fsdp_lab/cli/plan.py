@@ -159,7 +159,7 @@ def find(args: argparse.Namespace, spec: Spec, where: Target) -> int:
 
 def batch(args: argparse.Namespace) -> int:
     """Predicts every row of a CSV file, in its order. As JSON: {"rows": [...]}."""
-    from fsdp_lab.planner.batch import predict
+    from fsdp_lab.planner.questions import predict
 
     rows = predict(read_rows(args.batch))
     if args.json:

@@ -14,11 +14,11 @@ The core is 1,900 lines. Read its files in this order:
     fully_shard.py    the entry and its contract; how units are made
     unit.py           `Unit`: the parameters of one module, gathered and freed together; its states
     flat.py           `FlatBuffer`: those parameters as one buffer, of which each rank keeps a shard
-    layout.py         where each parameter lies in it, and which part is whose
     gradients.py      what comes from autograd, its reduction, and what the optimizer is given
     collectives.py    all-gather, reduce-scatter and all-reduce on streams of their own
     runtime.py        a training step: what is gathered and reduced when
     hooks.py          how autograd and modules report where they are
+    ../core/layout.py    where each parameter lies in the buffer, and which part each rank keeps
     ../core/schedule.py  what is issued at which point of a step, as data; the planner simulates the same list
 
 Beside the core: mesh.py (replicas and shards), policy.py (dtypes), state.py (state by parameter names, checkpoints, deferred

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_lab.core.layout import Layout, Slot
 from fsdp_lab.core.schedule import OffloadPolicy
 from fsdp_lab.engine.collectives import CommHandle, CommStream, all_gather
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.gradients import GradientBuffer
 from fsdp_lab.engine.guards import AbsentGradient, absent_gradients
-from fsdp_lab.engine.layout import Layout, Slot
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.policy import ShardPolicy
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from fsdp_lab.core.layout import Layout
 from fsdp_lab.engine.collectives import CommHandle, CommStream, all_reduce, reduce_scatter
-from fsdp_lab.engine.layout import Layout
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.policy import ShardPolicy
 

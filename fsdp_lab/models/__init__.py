@@ -10,31 +10,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsdp_lab.models.batches import Batches as Batches
+    from fsdp_lab.models.build import Initializer as Initializer
+    from fsdp_lab.models.build import Weights as Weights
     from fsdp_lab.models.build import build_skeleton as build_skeleton
     from fsdp_lab.models.configs import resolve as resolve
-    from fsdp_lab.models.facts import facts_of as facts_of
     from fsdp_lab.models.flops import Flops as Flops
     from fsdp_lab.models.flops import count_flops as count_flops
     from fsdp_lab.models.flops import flops_per_sample as flops_per_sample
-    from fsdp_lab.models.initial import Initializer as Initializer
     from fsdp_lab.models.peaks import BestPeak as BestPeak
     from fsdp_lab.models.peaks import device_peak as device_peak
     from fsdp_lab.models.presets import PRESETS as PRESETS
     from fsdp_lab.models.presets import Preset as Preset
-    from fsdp_lab.models.weights import Weights as Weights
+    from fsdp_lab.models.presets import facts_of as facts_of
 
 _HOMES = {
     "Batches": "batches",
     "Flops": "flops",
-    "Initializer": "initial",
+    "Initializer": "build",
     "PRESETS": "presets",
     "Preset": "presets",
-    "Weights": "weights",
+    "Weights": "build",
     "build_skeleton": "build",
     "count_flops": "flops",
     "BestPeak": "peaks",
     "device_peak": "peaks",
-    "facts_of": "facts",
+    "facts_of": "presets",
     "flops_per_sample": "flops",
     "resolve": "configs",
 }

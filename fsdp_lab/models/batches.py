@@ -19,11 +19,9 @@ import torch
 from torch import Tensor
 
 from fsdp_lab.core.spec import Workload
-from fsdp_lab.models.check import IMAGES, check_shapes, checked_text
-from fsdp_lab.models.facts import facts_of
-from fsdp_lab.models.held_out import check_held_out, held_out_count
+from fsdp_lab.models.check import IMAGES, check_held_out, check_shapes, checked_text, held_out_count
 from fsdp_lab.models.images import FolderImages, MadeImages
-from fsdp_lab.models.presets import Kind
+from fsdp_lab.models.presets import Kind, facts_of
 from fsdp_lab.models.text import BYTE_OFFSET, Ids, Text, encode
 
 Batch: TypeAlias = dict[str, Tensor]

@@ -1,22 +1,34 @@
-"""`build_skeleton`: a model whose parameters have shapes and no memory, and whose buffers are real."""
+"""Building a model: `build_skeleton` (parameters on meta), and their values, drawn (`Initializer`) or read (`Weights`).
+
+Note: initial values depend on (seed, parameter name) alone, so that every backend starts equal. Building a model with one
+global seed would make them depend on the order of building and on the device. Here every parameter has a generator of its
+own. How a parameter is drawn is defined by transformers' `_init_weights`: it runs once with every initialisation function
+replaced by one that records its name and arguments, and the record is replayed, parameter by parameter, on real memory.
+"""
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import inspect
+import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import initialization as hf_init
 from transformers.models.auto import modeling_auto
 
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.models.configs import first_line
-from fsdp_lab.models.facts import facts_of
-from fsdp_lab.models.presets import Kind
+from fsdp_lab.models.presets import Kind, facts_of
 
 _HEADS: dict[Kind, str] = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -79,3 +91,190 @@ def build_skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     if kind == "causal" and getattr(model, "loss_type", "") is None:
         model.loss_type = "ForCausalLM"  # as transformers decides too, with a warning
     return cast(PreTrainedModel, model.train())
+
+
+_DEFAULT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A call of an initialisation function on a parameter, or on a part of it (size, stride, offset)."""
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    part: tuple[torch.Size, tuple[int, ...], int] | None = None
+
+    def play(self, values: Tensor, generator: torch.Generator) -> None:
+        target = values if self.part is None else values.as_strided(*self.part)
+        draws = "generator" in inspect.signature(self.function).parameters
+        self.function(target, **self.arguments, **({"generator": generator} if draws else {}))
+
+    def __str__(self) -> str:
+        words = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in self.arguments.items()}
+        given = ", ".join(f"{k}={v}" for k, v in words.items())
+        return f"{self.function.__name__.rstrip('_')}({given})" + ("" if self.part is None else " on a part")
+
+
+class Initializer:
+    """`Initializer(model, seed)(name)` is the full initial value of one parameter, in fp32 on the CPU.
+
+    `name` is canonical: as in `model.named_parameters()` of the unwrapped model, so that a tied parameter has
+    one name, its first. The model is only read; it may be a skeleton. Values are equal in every process and
+    for every world size on one kind of CPU (the normal distribution's last bit can differ between vector
+    units).
+    """
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self.seed = seed
+        self._shapes = {name: p.shape for name, p in model.named_parameters()}
+        self._draws = _notes(model)
+
+    def __call__(self, name: str) -> Tensor:
+        """The values of one parameter. Raises KeyError for a name that the model does not have."""
+        values = torch.empty(self._shapes[name], dtype=torch.float32, device="cpu")
+        generator = torch.Generator().manual_seed(_seed_of(self.seed, name))
+        with torch.no_grad():
+            for draw in self._draws[name]:
+                draw.play(values, generator)
+        return values
+
+    def draws(self, name: str) -> tuple[Draw, ...]:
+        """The calls that make one parameter's values, in their order; all of them take the same generator."""
+        return tuple(self._draws[name])
+
+    def recipe(self, name: str) -> str:
+        """How a parameter is drawn, in words: "normal(mean=0, std=0.02)"."""
+        return ", then ".join(map(str, self._draws[name]))
+
+
+def _seed_of(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # torch takes 63 bits without a sign
+
+
+def _notes(model: nn.Module) -> dict[str, list[Draw]]:
+    """For each parameter, the calls that set it."""
+    names = {_memory(p): name for name, p in model.named_parameters()}
+    draws: dict[str, list[Draw]] = {name: [] for name in names.values()}
+    borrowed: set[int] = set()  # parameters that the module at hand holds under a second name
+
+    def note(function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        memory = _memory(tensor)
+        if memory in names and memory not in borrowed:  # the rest are buffers, which are right already
+            name, whole = names[memory], tensor._base is None
+            arguments = dict(inspect.signature(function).bind(tensor, *args, **kwargs).arguments)
+            arguments = {k: v for i, (k, v) in enumerate(arguments.items()) if i and k != "generator"}
+            part = None if whole else (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            before = [] if whole else draws[name]  # a draw of the whole replaces what came before it
+            draws[name] = [*before, Draw(function, arguments, part)]
+        return tensor
+
+    with _initialisation_replaced(note):
+        for path, module, owner in _children_first(model, "", None):
+            held = module.named_parameters(recurse=False)
+            # A tied head must not draw the embedding again: its first name decides.
+            borrowed.clear()
+            borrowed.update(_memory(p) for n, p in held if names[_memory(p)] != path + n)
+            if owner is not None:
+                owner._init_weights(module)  # type: ignore[no-untyped-call]
+    for name, parameter in model.named_parameters():
+        if not draws[name] or draws[name][0].part is not None:
+            draws[name].insert(0, _usual(name, parameter))
+    return draws
+
+
+def _children_first(
+    module: nn.Module, path: str, owner: PreTrainedModel | None
+) -> Iterator[tuple[str, nn.Module, PreTrainedModel | None]]:
+    """(path with a final dot, module, nearest transformers model around it), of those below and of this."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    for name, child in module.named_children():
+        yield from _children_first(child, f"{path}{name}.", owner)
+    yield path, module, owner
+
+
+def _memory(tensor: Tensor) -> int:
+    """The same for a parameter and its views; unlike an address it tells parameters on meta apart."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def _initialisation_replaced(note: Callable[..., Any]) -> Iterator[None]:
+    """Every initialisation function that a model may call is `note(function, ...)` inside."""
+    table: dict[str, Callable[..., Any]] = hf_init.TORCH_INIT_FUNCTIONS  # type: ignore[assignment]
+    functions, copy = dict(table), hf_init.copy_
+    table.update({name: partial(note, function) for name, function in functions.items()})
+    hf_init.copy_ = partial(note, _copy_)
+    try:
+        with hf_init.guard_torch_init_functions():  # torch.nn.init's own names lead to the same table
+            yield
+    finally:
+        table.update(functions)
+        hf_init.copy_ = copy
+
+
+def _copy_(tensor: Tensor, other: Tensor) -> Tensor:
+    return tensor.copy_(other)
+
+
+def _usual(name: str, parameter: nn.Parameter) -> Draw:
+    """For what a model leaves out: zeros for biases, ones for other vectors, else a narrow normal."""
+    if name.endswith("bias"):
+        return Draw(nn.init.zeros_, {})
+    if parameter.dim() < 2:
+        return Draw(nn.init.ones_, {})
+    return Draw(nn.init.normal_, {"mean": 0.0, "std": _DEFAULT_STD})
+
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+class Weights:
+    """Values of real models from safetensors files.
+
+    A folder with `model.safetensors`, or with its parts and their index, as transformers writes them.
+
+    `read(name, start, stop)` gives elements [start, stop) of a flattened parameter; only the rows that hold them are read.
+    Given to `fsdp_lab.engine.load_ranges`, each rank reads its own shards and no more.
+
+    Raises:
+        SpecError: there are no such files.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if (self.folder / _INDEX).is_file():
+            index = json.loads((self.folder / _INDEX).read_text(encoding="utf-8"))
+            self._files: dict[str, str] = dict(index["weight_map"])
+        elif (self.folder / _SINGLE).is_file():
+            from safetensors import safe_open
+
+            with safe_open(self.folder / _SINGLE, framework="pt") as f:
+                self._files = dict.fromkeys(f.keys(), _SINGLE)
+        else:
+            raise SpecError("workload.model", f"{self.folder} has neither {_SINGLE} nor {_INDEX}",
+                            "give a folder that save_pretrained has written")  # fmt: skip
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._files)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """[stop - start], in the dtype of the file. Raises SpecError for a name that no file has."""
+        from safetensors import safe_open
+
+        if name not in self._files:
+            raise SpecError(
+                "workload.model", f"{self.folder} has no values for {name}", "give the weights of this model"
+            )
+        with safe_open(self.folder / self._files[name], framework="pt") as f:
+            part = f.get_slice(name)
+            shape = part.get_shape()
+            if not shape:
+                values: Tensor = f.get_tensor(name).reshape(1)
+                return values[start:stop]
+            row = max(1, torch.Size(shape[1:]).numel())
+            first, last = start // row, -(-stop // row)
+            rows: Tensor = part[first:last]
+            return rows.reshape(-1)[start - first * row : stop - first * row]

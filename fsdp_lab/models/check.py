@@ -10,11 +10,9 @@ import warnings
 from pathlib import Path
 
 from fsdp_lab.core.errors import FieldError, SpecError
-from fsdp_lab.core.spec import Workload
-from fsdp_lab.models.facts import Facts, facts_of
-from fsdp_lab.models.held_out import check_held_out
+from fsdp_lab.core.spec import MOST_HELD_OUT, Workload
 from fsdp_lab.models.images import MADE_COUNT, FolderImages
-from fsdp_lab.models.presets import PRESETS
+from fsdp_lab.models.presets import PRESETS, Facts, facts_of
 from fsdp_lab.models.text import SMALLEST_VOCABULARY, Text, open_text
 
 IMAGES = "images"
@@ -135,3 +133,24 @@ def _facts_of_built(workload: Workload) -> Facts:
         warnings.simplefilter("ignore")  # that the count is an estimate is no refusal
         flops_per_sample(config, workload.seq_len)
     return facts
+
+
+_STEPS = 1000  # a share that is proposed is a multiple of one in so many
+
+
+def held_out_count(workload: Workload, count: int) -> int:
+    """How many of `count` samples are held out."""
+    return int(workload.held_out * count)
+
+
+def check_held_out(workload: Workload, count: int, evaluated: int) -> None:
+    """Raises SpecError where fewer of `count` samples are held out than are to be evaluated."""
+    held = held_out_count(workload, count)
+    if held >= evaluated:
+        return
+    shares = (k / _STEPS for k in range(1, int(MOST_HELD_OUT * _STEPS) + 1))
+    enough = next((share for share in shares if int(share * count) >= evaluated), None)
+    ways = [f"use held_out {enough:g}" if enough else "give more data"]
+    ways += [f"evaluate {held} samples or fewer"] if held else []
+    raise SpecError("workload.held_out", f"{held} of {count:,} samples are held out, and {evaluated} are to be evaluated",
+                    ", or ".join(ways), {"held_out": enough} if enough else {})  # fmt: skip

@@ -13,8 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import configuration_auto
 
 from fsdp_lab.core.errors import SpecError, is_number
-from fsdp_lab.models.facts import facts_of
-from fsdp_lab.models.presets import PRESETS, closest
+from fsdp_lab.models.presets import PRESETS, closest, facts_of
 
 _FIELD = "workload.model"
 _TYPES: Mapping[str, str] = configuration_auto.CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.models.build import build_skeleton
 from fsdp_lab.models.configs import first_line
-from fsdp_lab.models.facts import Facts, facts_of
+from fsdp_lab.models.presets import Facts, facts_of
 
 _SAMPLES = 2  # a BatchNorm refuses to normalise a single value
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdp_lab.core.errors import SpecError
-from fsdp_lab.models.facts import Facts
+from fsdp_lab.models.presets import Facts
 
 Pixels: TypeAlias = npt.NDArray[np.float32]
 

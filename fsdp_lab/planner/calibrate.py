@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_lab.planner.memory_pressure import pressed
+from fsdp_lab.planner.devices import Rates
+from fsdp_lab.planner.memory import pressed
 from fsdp_lab.planner.published import PublishedCase
-from fsdp_lab.planner.rates import Rates
 from fsdp_lab.planner.step import StepModel
 
 START = Rates(

@@ -28,10 +28,8 @@ from typing import Any
 
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import BACKENDS, Spec
-from fsdp_lab.planner.curve import Curve
-from fsdp_lab.planner.devices import Device, Machine, MeasuredCurves
-from fsdp_lab.planner.fabric import link_bytes
-from fsdp_lab.planner.rates import PUBLISHED, HostOverhead, Rates
+from fsdp_lab.planner.costs import link_bytes
+from fsdp_lab.planner.devices import PUBLISHED, Curve, Device, HostOverhead, Machine, MeasuredCurves, Rates
 from fsdp_lab.planner.step import AHEAD, StepModel
 
 SMALL = ("deep", "shallow", "whole")

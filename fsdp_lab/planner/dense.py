@@ -28,7 +28,7 @@ from fsdp_lab.core.model_shape import (
     UnitShape,
 )
 from fsdp_lab.core.schedule import Direction, Point, PointSide
-from fsdp_lab.planner.compute import BYTES, Attention, Software
+from fsdp_lab.planner.costs import BYTES, Attention, Software
 
 X = "x"  # the unit's input
 _GRAD_COPIES = 4.0  # bytes of an element of attention's fp32 gradient of queries, while its backward runs

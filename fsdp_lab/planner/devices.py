@@ -1,53 +1,87 @@
-"""`Device` and `Machine`: what a prediction is made for. Peaks are of `fsdp_lab.core.hardware`, the rest stands here.
+"""What a prediction is made for: a `Machine` of `Device`s, and the `Rates` that the planner's physics reach on it.
 
-Sources: memory, its bandwidth and PCI Express of the vendor's data sheets; `matrix_share`, what a large bf16 matrix product
-reaches of the data sheet's peak, of stas00/ml-engineering@744d01e (compute/accelerator: 271.2 TFLOPS on an A100, 794.5 on an
-H100, 1745 on a B200, 1822 on a GB200); where it measured none, the share of the A100 is assumed, and the plan says so.
+Data sheets are in `fsdp_lab.core.hardware`. Where no source has measured what large matrix products reach of the peak, the
+share of an A100 is assumed and listed in the plan.
 """
 
 from __future__ import annotations
 
+import bisect
 import difflib
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_lab.core.errors import ArgumentError, SpecError, check_whole
-from fsdp_lab.core.hardware import GPUS, PCIE4_BYTES_PER_S
-from fsdp_lab.planner.curve import Curve
+from fsdp_lab.core.hardware import DTYPES, GPUS, VARIANTS
 
-GIB = 1 << 30
-ASSUMED_SHARE = 0.87
+ASSUMED_SHARE = 0.87  # of the bf16 peak
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by size, interpolated between measured points on a log-log scale, where no single rate fits, as on a CPU.
+    Below the first point seconds are constant; above the last they grow in proportion to the size."""
+
+    points: tuple[tuple[float, float], ...]  # (size, seconds), sizes rising
+
+    @classmethod
+    def of(cls, rows: Iterable[Sequence[float]]) -> Curve:
+        """From rows [size, seconds] in any order; equal sizes are averaged. Raises ValueError if there are none."""
+        found: dict[float, list[float]] = {}
+        for size, seconds in rows:
+            found.setdefault(size, []).append(max(seconds, 1e-9))
+        if not found:
+            raise ValueError("a curve takes one point or more")
+        return cls(tuple((size, sum(found[size]) / len(found[size])) for size in sorted(found)))
+
+    def __call__(self, size: float) -> float:
+        """Seconds; 0 for a size of 0."""
+        if size <= 0:
+            return 0.0
+        i = bisect.bisect_left(self.points, (size, 0.0))
+        if i == 0:
+            return self.points[0][1]
+        (x0, y0) = self.points[i - 1]
+        if i == len(self.points):
+            return y0 * size / x0
+        x1, y1 = self.points[i]
+        along = math.log(size / x0) / math.log(x1 / x0)
+        return y0 * math.exp(along * math.log(y1 / y0))
+
+    @property
+    def best(self) -> float:
+        """The highest rate of any point, in sizes per second."""
+        return max(size / seconds for size, seconds in self.points)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCurves:
-    """Seconds by size, of one device while all ranks of its machine do the same."""
+    """Seconds by size of one device, measured while all ranks of its machine do the same."""
 
-    products: Mapping[str, Curve]  # by dtype: of one matrix product, by its FLOPs
-    scores: Mapping[str, Curve]  # by dtype: of attention's forward beside its products, by heads x pairs of tokens
-    copies: Curve  # of reading and writing, by bytes
-    updates: Mapping[str, Curve]  # by optimizer: of the gradients' norm and the update, by elements
+    products: Mapping[str, Curve]  # by dtype: one matrix product, by FLOPs
+    scores: Mapping[str, Curve]  # by dtype: attention's forward without its products, by heads x pairs of tokens
+    copies: Curve  # reading and writing, by bytes
+    updates: Mapping[str, Curve]  # by optimizer: the gradient norm and the update, by elements
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator. Rates in FLOP/s and bytes/s, of one direction of a link."""
+    """One accelerator. Rates in FLOP/s and bytes/s, one direction of a link."""
 
     name: str
     peak_flops_per_s: Mapping[str, float]  # dense, by dtype: "bf16", "fp16", "tf32", "fp32"
-    matrix_share: float  # of that, in a large matrix product
+    matrix_share: float  # of the peak, in a large matrix product
     memory_bytes: int
     memory_bytes_per_s: float
     link_bytes_per_s: float  # to the other devices of its host: all its NVLinks, or PCI Express
     switched: bool  # each device has that link to itself; False: the host's devices share it
-    generation: str  # of its tensor cores: "volta", "turing", "ampere", "hopper", "blackwell"; "cpu"
-    assumed: Mapping[str, str]  # what no source says, and what was taken
-    measured: MeasuredCurves | None = (
-        None  # seconds by size, of a device that was measured; they go before the rates above
-    )
+    generation: str  # of its tensor cores, as in `core.hardware`; "cpu"; "here": a calibrated GPU
+    assumed: Mapping[str, str]  # assumptions where no source has a figure
+    measured: MeasuredCurves | None = None  # used instead of the rates above
 
     def flops_per_s(self, dtype: str) -> float:
-        """The peak for matrix products of this dtype. Raises SpecError where the device has none."""
+        """The peak for matrix products of this dtype. Raises SpecError if the device does not support it."""
         found = self.peak_flops_per_s.get(dtype)
         if found is None:
             others = ", ".join(d for d in self.peak_flops_per_s if d != "tf32")
@@ -55,61 +89,32 @@ class Device:
         return found
 
     def curve(self, dtype: str) -> Curve:
-        """Seconds of a matrix product by its FLOPs, where they were measured. Raises SpecError as `flops_per_s`."""
+        """Measured seconds of a matrix product by its FLOPs. Raises SpecError as `flops_per_s`."""
         self.flops_per_s(dtype)
         assert self.measured is not None
         return self.measured.products[dtype]
 
 
-def _device(name: str, generation: str, memory_gib: float, memory_tb_per_s: float, *, matrix_share: float | None = None,
-            gpu: str = "", pcie_bytes_per_s: float = PCIE4_BYTES_PER_S, power: float = 1.0) -> Device:  # fmt: skip
-    """power: of what large products reach, where the part may draw less than the data sheet's; attention, at a third of the
-    peak, does not come near that limit."""
-    row = GPUS[gpu or name]
-    peaks = {dtype: row.flops_per_s(dtype) for dtype in ("bf16", "fp16", "tf32", "fp32")}
-    assumed = {} if matrix_share else {"matrix_share": f"{ASSUMED_SHARE} of the peak, as an A100 reaches"}
+def _device(name: str) -> Device:
+    gpu = VARIANTS.get(name) or GPUS[name]
+    assumed = f"{ASSUMED_SHARE} of the peak, as an A100 reaches{gpu.remark}"
     return Device(
-        name=name, peak_flops_per_s={dtype: peak for dtype, peak in peaks.items() if peak}, generation=generation,
-        matrix_share=(matrix_share or ASSUMED_SHARE) * power, memory_bytes=int(memory_gib * GIB),
-        memory_bytes_per_s=memory_tb_per_s * 1e12, link_bytes_per_s=row.nvlink_bytes_per_s or pcie_bytes_per_s,
-        switched=row.nvlink_bytes_per_s is not None, assumed=assumed,
+        name=name, peak_flops_per_s={dtype: peak for dtype in DTYPES if (peak := gpu.flops_per_s(dtype))},
+        generation=gpu.generation, matrix_share=(gpu.matrix_share or ASSUMED_SHARE) * gpu.power_share,
+        memory_bytes=gpu.memory_bytes, memory_bytes_per_s=gpu.memory_bytes_per_s,
+        link_bytes_per_s=gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s, switched=gpu.nvlink_bytes_per_s is not None,
+        assumed={} if gpu.matrix_share else {"matrix_share": assumed},
     )  # fmt: skip
 
 
-_TABLE = (
-    _device("v100", "volta", 32, 0.9),
-    _device("t4", "turing", 15, 0.32, pcie_bytes_per_s=PCIE4_BYTES_PER_S / 2),
-    _device("a10g", "ampere", 22.5, 0.6),
-    _device("l40s", "ada", 45, 0.864),
-    # NVIDIA L4 data sheet: half of the figures with sparsity, 300 GB/s, 72 W.
-    Device(
-        name="l4",
-        peak_flops_per_s={"bf16": 121e12, "fp16": 121e12, "tf32": 60e12, "fp32": 30.3e12},
-        generation="ada",
-        matrix_share=ASSUMED_SHARE,
-        memory_bytes=int(22.5 * GIB),
-        memory_bytes_per_s=0.3e12,
-        link_bytes_per_s=PCIE4_BYTES_PER_S,
-        switched=False,
-        assumed={"matrix_share": f"{ASSUMED_SHARE} of the peak, as an A100 reaches; at 72 W it may be less"},
-    ),
-    _device("a100-40", "ampere", 40, 1.555, gpu="a100", matrix_share=271.2 / 312),
-    _device("a100-80", "ampere", 80, 2.039, gpu="a100", matrix_share=271.2 / 312),
-    _device("h100", "hopper", 80, 3.35, matrix_share=794.5 / 989.4),
-    _device("h100-pcie", "hopper", 80, 2.0),
-    # The H100 of torchtitan's benchmarks: "96 GB HBM2e 2.4 TB/s, 500 W" (torchtitan@b5bcd76 benchmarks); its clocks at that
-    # power are not published.
-    _device("h100-hbm2e", "hopper", 95, 2.4, gpu="h100", matrix_share=794.5 / 989.4, power=500 / 700),
-    _device("h200", "hopper", 141, 4.8, matrix_share=794.5 / 989.4),
-    _device("b200", "blackwell", 180, 8.0, matrix_share=1745 / 2250),
-    _device("gb200", "blackwell", 186, 8.0, matrix_share=1822 / 2500),
-)
-DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
+_NAMES = ("v100", "t4", "a10g", "l40s", "l4", "a100-40", "a100-80", "h100", "h100-pcie", "h100-hbm2e", "h200", "b200",
+          "gb200")  # fmt: skip
+DEVICES: Mapping[str, Device] = {name: _device(name) for name in _NAMES}
 _OTHER_NAMES = {"a100": "a100-80", "h100-sxm": "h100", "h100-80": "h100", "h200-141": "h200"}
 
 
 def device(name: str) -> Device:
-    """By name. Raises ArgumentError, with the nearest names."""
+    """A device by name. Raises ArgumentError with the nearest names."""
     low = name.strip().lower().replace(" ", "-").replace("_", "-")
     low = _OTHER_NAMES.get(low, low)
     if low in DEVICES:
@@ -125,17 +130,17 @@ class Machine:
     device: Device
     ranks: int
     per_host: int
-    network_bytes_per_s: float  # of a host
+    network_bytes_per_s: float  # per host
     assumed: Mapping[str, str]
-    collectives: Mapping[str, Curve] = field(default_factory=dict)  # where measured: seconds by kind and link bytes
-    pairs: Mapping[str, Curve] = field(default_factory=dict)  # the same of groups of two, all at once
+    collectives: Mapping[str, Curve] = field(default_factory=dict)  # if measured: seconds by kind and link bytes
+    pairs: Mapping[str, Curve] = field(default_factory=dict)  # the same for groups of two, all at once
 
     @property
     def hosts(self) -> int:
         return -(-self.ranks // self.per_host)
 
 
-# The network of a host where nobody says: that of the vendor's reference design or of the usual cloud machine.
+# The default network of a host: that of the vendor's reference design or of the usual cloud machine.
 _NETWORKS_GBIT: Mapping[str, float] = {
     "volta": 100, "turing": 50, "ampere": 1600, "ada": 400, "hopper": 3200, "blackwell": 3200,
 }  # fmt: skip
@@ -143,21 +148,21 @@ _NETWORKS_GBIT: Mapping[str, float] = {
 
 def machine(hardware: str | Device, ranks: int, *, hosts: int | None = None,
             network_gbit_per_s: float | None = None) -> Machine:  # fmt: skip
-    """The machine that is meant; what is not said is assumed, and stands in `assumed`.
+    """A machine with defaults for what is not given, which are listed in `assumed`.
 
     Args:
         hardware: a device, or its name.
-        hosts: None: of eight devices each, as far as they go.
+        hosts: None: hosts of up to eight devices.
         network_gbit_per_s: of all network cards of a host together, one way.
 
     Raises:
-        ArgumentError: an unknown device, ranks that the hosts do not divide, a rate that cannot be.
+        ArgumentError: an unknown device, ranks that the hosts do not divide, a rate out of range.
     """
     found = hardware if isinstance(hardware, Device) else device(hardware)
     check_whole("ranks", ranks)
     if hosts is not None and (hosts < 1 or ranks % hosts):
-        good = [n for n in range(1, ranks + 1) if ranks % n == 0]
-        nearest = min(good, key=lambda n: (abs(n - hosts), n))
+        divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        nearest = min(divisors, key=lambda n: (abs(n - hosts), n))
         raise ArgumentError(
             "hosts", f"{ranks} ranks cannot be divided among {hosts} hosts", f"use {nearest}", {"hosts": nearest}
         )
@@ -173,3 +178,50 @@ def machine(hardware: str | Device, ranks: int, *, hosts: int | None = None,
         if ranks > per_host:
             assumed["network"] = f"{network:.0f} Gb/s a host"
     return Machine(device=found, ranks=ranks, per_host=per_host, network_bytes_per_s=network * 1e9 / 8, assumed=assumed)
+
+
+# -- what is reached of these figures --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostOverhead:
+    """Time of Python, autograd and a backend on a CPU, where computing waits for them. On a GPU the host runs ahead."""
+
+    step_s: float = 0.0  # per step
+    send_s: float = 0.0  # per gather or reduction, beside the collective; below 0 if issuing it in a step is cheaper
+    tensor_s: float = 0.0  # per parameter tensor and step: the operators that use it, its part of the optimizer step
+    stretch: float = 1.0  # time of a collective in a step relative to one alone: cold memory, late ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Free parameters of the planner's physics: few, global, and fitted by one procedure (`fsdp_lab.planner.calibrate`);
+    none belongs to a single published row. Shares are of what the device or the link can do at best, 0 to 1."""
+
+    matrix: float  # matrix products inside a model, relative to one large product alone
+    attention: Mapping[str, float]  # fused attention's own FLOPs (half of the pairs if causal), by generation
+    memory: float  # of the memory bandwidth; not fitted
+    operands: float  # how often a matrix product moves its operands through memory
+    link: float  # inside a host
+    network: float  # between hosts
+    latency_s: float  # of a collective, per rank in its ring; from data/collective_timings.csv, not fitted
+    jitter_s: float  # delay of the last rank at a collective, per further rank
+    interference: float  # slowdown of computing by a collective in flight, as a share of the collective's time
+    step_s: float  # per step, beside its micro-batches: the loop, the optimizer's launches, logging
+    hosts: Mapping[str, HostOverhead] = field(default_factory=dict)  # by backend
+    # By dtype, if measured: bytes moved in each direction by anything but matrix products, per byte saved by the forward.
+    traffic_of: Mapping[str, float] = field(default_factory=dict)
+
+    def attention_share(self, generation: str) -> float:
+        """That of Hopper for generations that were not calibrated."""
+        return self.attention.get(generation, self.attention["hopper"])
+
+    def host(self, backend: str) -> HostOverhead:
+        return self.hosts.get(backend, HostOverhead())
+
+
+# Fitted to all usable rows of data/fsdp_measurements.csv. A test repeats the fit.
+PUBLISHED = Rates(
+    matrix=0.874, attention={"ampere": 0.3178, "hopper": 0.1714}, memory=0.9, operands=1.228, link=0.5735, network=0.7396,
+    latency_s=3e-6, jitter_s=1.957e-6, interference=0.2708, step_s=0.03017,
+)  # fmt: skip

@@ -1,7 +1,12 @@
-"""`memory`: what a rank holds in a step, by the classes of the measured ledger, and the highest moment of it.
+"""`memory`: bytes that a rank holds during a step, by the classes of the measured ledger, and their peak.
 
-The model's tape of one step (`fsdp_lab.core.model_shape`) is replayed with the sizes of the Spec. At every point the
-backend's `MemoryModel` allocates and frees what it gathers, keeps and sends. The peak is the highest moment.
+The model's tape of one step (`fsdp_lab.core.model_shape`) is replayed with the sizes of the Spec. At every point of the
+schedule the backend's `MemoryModel` allocates and frees what it gathers, keeps and sends.
+
+`pressed` predicts whether memory is so full that FSDP1's collectives no longer overlap with computing. FSDP1 gathers on a
+stream of its own, so a freed buffer can be reused only after the stream that used it has come that far; on a nearly full
+device the allocator then releases its cached blocks and calls the driver again, and each time the host waits for the device
+(arXiv 2304.11277, sections 3.4.2 and 5.4). FSDP2 frees without that, and its memory is as planned.
 """
 
 from __future__ import annotations
@@ -13,30 +18,33 @@ from fsdp_lab.core.events import RoleBytes
 from fsdp_lab.core.model_shape import ALLOCATED, ARRIVED, FREED, ModelShape, TapeChange, TapeSegment
 from fsdp_lab.core.schedule import Direction, PointSide
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.planner.compute import USUAL, Software
+from fsdp_lab.planner.costs import BYTES, USUAL, Software
 from fsdp_lab.planner.dense import dense_tape
-from fsdp_lab.planner.memory_models.base import MemoryModel
+from fsdp_lab.planner.devices import Machine
+from fsdp_lab.planner.memory_models.base import ACTIVATIONS, GRADIENTS, OTHER, MemoryModel, MemoryTracker, role_bytes
 from fsdp_lab.planner.memory_models.ddp import DDPMemory
 from fsdp_lab.planner.memory_models.flat import FlatMemory
 from fsdp_lab.planner.memory_models.fsdp1 import FSDP1Memory
 from fsdp_lab.planner.memory_models.fsdp2 import FSDP2Memory
-from fsdp_lab.planner.memory_tracker import ACTIVATIONS, GRADIENTS, OTHER, MemoryTracker, classes_of
 from fsdp_lab.planner.step import recomputed
 
-GPU_SLACK = (
-    0.06  # of what is allocated at the peak: what a caching allocator holds beside it, in blocks that do not fit
-)
+GPU_SLACK = 0.06  # blocks of a caching allocator that fit no request, as a share of the allocated bytes at the peak
+PRESSURE = 0.92  # share of device memory; the rest is the driver's, the communicator's and fragments
+GATHERED = 3  # blocks at once: one in use and two that the rate limiter lets go ahead
+MODELS: Mapping[str, type[MemoryModel]] = {
+    "lab": FlatMemory, "fsdp2": FSDP2Memory, "fsdp1": FSDP1Memory, "ddp": DDPMemory,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes of one rank's compute device, as the ledger counts them. `held`: between steps."""
+    """Bytes of one rank on its compute device, as the ledger counts them. `held`: between steps."""
 
     held: RoleBytes
     at_peak: RoleBytes
     peak_phase: str  # "forward", "backward", "update"
     peak_unit: str
-    host_bytes: int  # that offload keeps there
+    host_bytes: int  # host memory under offload
     reserved_bytes: int  # with the allocator's slack
 
     @property
@@ -44,18 +52,13 @@ class MemoryPlan:
         return self.at_peak.total_bytes
 
 
-_BEHAVIOURS: Mapping[str, type[MemoryModel]] = {
-    "lab": FlatMemory, "fsdp2": FSDP2Memory, "fsdp1": FSDP1Memory, "ddp": DDPMemory,
-}  # fmt: skip
-
-
 def memory(spec: Spec, shape: ModelShape, *, device: str, software: Software = USUAL) -> MemoryPlan:
-    """Predicts the memory of a step that follows others.
+    """Predicts the memory of any step but the first.
 
     Args:
         shape: the model, in the units of `spec.strategy.wrap`.
         device: "cpu" or "cuda".
-        software: for a shape without tapes.
+        software: used if the shape has no tapes.
     """
     return _Step(spec, shape, software, on_gpu=device != "cpu").plan()
 
@@ -63,94 +66,95 @@ def memory(spec: Spec, shape: ModelShape, *, device: str, software: Software = U
 class _Step:
     def __init__(self, spec: Spec, shape: ModelShape, software: Software, *, on_gpu: bool) -> None:
         self._software = software
-        self._spec, self._shape, self._book, self._on_gpu = spec, shape, MemoryTracker(), on_gpu
-        self._backend = _BEHAVIOURS[spec.strategy.backend](spec, shape, self._book, on_gpu=on_gpu)  # type: ignore[call-arg]
+        self._spec, self._shape, self._tracker, self._on_gpu = spec, shape, MemoryTracker(), on_gpu
+        self._model = MODELS[spec.strategy.backend](spec, shape, self._tracker, on_gpu=on_gpu)
         self._samples, self._tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
         self._sizes: dict[int, tuple[Sequence[TapeChange], list[tuple[str, float, int | None, int]]]] = {}
-        self._folded: dict[tuple[object, ...], tuple[MemoryTracker, tuple[float, object]]] = {}
+        self._played: dict[tuple[object, ...], tuple[MemoryTracker, tuple[float, object]]] = {}
 
     @property
-    def _batch(self) -> float:
-        """On a CPU ids and images are numpy's, and a copy of the ids, the labels, is torch's."""
+    def _batch_bytes(self) -> float:
+        """On a CPU ids and images are numpy's memory; torch's is a copy of the ids, the labels."""
         if self._on_gpu:
             return self._shape.batch.bytes_of(self._samples, self._tokens)
         return 0.0 if self._shape.image_tokens is not None else 8.0 * self._samples * self._tokens
 
     def plan(self) -> MemoryPlan:
-        book, backend = self._book, self._backend
-        book.alloc(OTHER, self._shape.buffers_bytes)
-        backend.keeps_gradients = self._software.keeps_gradients
-        backend.hold()
-        held = classes_of(book.now)
-        batch = self._batch
-        accumulate = self._spec.workload.accumulate
+        tracker, model = self._tracker, self._model
+        tracker.alloc(OTHER, self._shape.buffers_bytes)
+        model.keeps_gradients = self._software.keeps_gradients
+        model.alloc_state()
+        held = role_bytes(tracker.now)
+        batch = self._batch_bytes
+        last = self._spec.workload.accumulate - 1
         tape = tape_of(self._shape, self._spec, self._software)
-        for micro in _micros(accumulate):
-            book.alloc(OTHER, batch)
-            backend.begin(loud=self._spec.strategy.sync == "every" or micro == accumulate - 1)
+        for micro in sorted({0, min(1, last), last}):  # those in the middle are equal
+            tracker.alloc(OTHER, batch)
+            model.begin_micro_batch(reduces=self._spec.strategy.sync == "every" or micro == last)
             self._play(tape)
-            book.free(OTHER, batch)
-        book.where = (Direction.UPDATE, 0)
-        backend.update()
-        backend.forget()
-        phase, unit = book.peak_where
+            tracker.free(OTHER, batch)
+        tracker.where = (Direction.UPDATE, 0)
+        model.update()
+        model.drop_gradients()
+        phase, unit = tracker.peak_where
         names = self._shape.unit_names or tuple(u.name for u in self._shape.units)
-        peak = classes_of(book.peak)
+        peak = role_bytes(tracker.peak)
         return MemoryPlan(
-            held=held, at_peak=peak, peak_phase=phase, peak_unit=names[unit], host_bytes=round(backend.host_bytes),
+            held=held, at_peak=peak, peak_phase=phase, peak_unit=names[unit], host_bytes=round(model.host_bytes),
             reserved_bytes=round(peak.total_bytes * (1 + GPU_SLACK)),
         )  # fmt: skip
 
     def _play(self, tape: Sequence[TapeSegment]) -> None:
-        calls, book, backend = self._shape.call_tree, self._book, self._backend
-        for stretch in tape:
-            point = stretch.point
-            own = calls[point.call].unit
-            last = point.direction is Direction.BACKWARD and point.call == 0 and point.moment is PointSide.AFTER
-            book.where = (point.direction, own)
-            backend.landed()
-            if not last:
-                backend.at(point)
-            self._change(stretch.changes, own)
-            if last:
-                backend.at(point)
-                backend.end_backward()
-                backend.landed()
+        calls, tracker, model = self._shape.call_tree, self._tracker, self._model
+        for segment in tape:
+            point = segment.point
+            unit = calls[point.call].unit
+            is_last = point.direction is Direction.BACKWARD and point.call == 0 and point.moment is PointSide.AFTER
+            tracker.where = (point.direction, unit)
+            model.finish_prefetches()
+            if not is_last:
+                model.at(point)
+            self._change(segment.changes, unit)
+            if is_last:
+                model.at(point)
+                model.end_backward()
+                model.finish_prefetches()
 
-    def _change(self, changes: Sequence[TapeChange], own: int) -> None:
-        """What the model allocates and frees; of units that are alike it is reckoned once."""
+    def _change(self, changes: Sequence[TapeChange], unit: int) -> None:
+        """Play the model's own allocations; those of equal units in equal state are played once and repeated."""
         if not changes:
             return
-        backend = self._backend
-        key = (id(changes), id(self._shape.units[own]), backend.flying, *backend.key(own))
-        found = self._folded.get(key)
-        if found is None:
+        model = self._model
+        key = (id(changes), id(self._shape.units[unit]), model.in_flight, *model.state_key(unit))
+        played = self._played.get(key)
+        if played is None:
             if any(c.unit is not None for c in changes if c.kind == ARRIVED):
-                self._write(changes, own)
+                self._allocate(changes, unit)
                 return
-            whole, backend.book = self._book, MemoryTracker()
-            self._book = backend.book
-            self._write(changes, own)
-            found = self._folded[key] = (self._book, (backend.flying, backend.after(own)))
-            self._book = backend.book = whole
-        self._book.add(found[0])
-        backend.flying, state = found[1]
-        backend.restore(own, state)
+            whole, model.tracker = self._tracker, MemoryTracker()
+            self._tracker = model.tracker
+            self._allocate(changes, unit)
+            played = self._played[key] = (self._tracker, (model.in_flight, model.unit_state(unit)))
+            self._tracker = model.tracker = whole
+        self._tracker.add(played[0])
+        model.in_flight, state = played[1]
+        model.set_unit_state(unit, state)
 
-    def _write(self, changes: Sequence[TapeChange], own: int) -> None:
-        book, backend = self._book, self._backend
-        for kind, size, unit, index in self._numbers(changes):
+    def _allocate(self, changes: Sequence[TapeChange], own: int) -> None:
+        tracker, model = self._tracker, self._model
+        for kind, size, unit, index in self._sized(changes):
             if kind == ALLOCATED:
-                book.alloc(ACTIVATIONS, size)
+                tracker.alloc(ACTIVATIONS, size)
             elif kind == FREED:
-                book.free(ACTIVATIONS, size)
+                tracker.free(ACTIVATIONS, size)
             elif kind == ARRIVED:
-                backend.arrived(own if unit is None else unit, index, size)
-                backend.landed()
+                model.gradient_ready(own if unit is None else unit, index, size)
+                model.finish_prefetches()
             else:
-                book.alloc(GRADIENTS, size)
+                tracker.alloc(GRADIENTS, size)
 
-    def _numbers(self, changes: Sequence[TapeChange]) -> list[tuple[str, float, int | None, int]]:
+    def _sized(self, changes: Sequence[TapeChange]) -> list[tuple[str, float, int | None, int]]:
+        """(kind, bytes, unit, index) of each change."""
         found = self._sizes.get(id(changes))
         if found is None:
             sized = [(c.kind, c.size.bytes_of(self._samples, self._tokens), c.unit, c.index) for c in changes]
@@ -158,14 +162,9 @@ class _Step:
         return found[1]
 
 
-def _micros(accumulate: int) -> list[int]:
-    """The micro-batches that differ: the first, one in the middle, the last."""
-    return sorted({0, min(1, accumulate - 1), accumulate - 1})
-
-
 def tape_of(shape: ModelShape, spec: Spec, software: Software = USUAL) -> Sequence[TapeSegment]:
-    """The tape of a precision; with some blocks computed again, block by block of the one or the other. Where a model is one
-    unit, "every:K" is taken as "none": rather too much than too little."""
+    """The tape of the Spec's precision and recompute. Where the model is one unit, "every:K" counts as "none", which
+    overestimates."""
     s = spec.strategy
     if not shape.tapes:
         again = frozenset(recomputed(spec, len(shape.units)))
@@ -179,3 +178,34 @@ def tape_of(shape: ModelShape, spec: Spec, software: Software = USUAL) -> Sequen
         return whole
     each = int(s.recompute.partition(":")[2])
     return [b if b.point.call and (b.point.call - 1) % each == 0 else a for a, b in zip(plain, whole, strict=True)]
+
+
+# -- memory pressure -------------------------------------------------------------------------------------------------
+
+
+def pressed(spec: Spec, shape: ModelShape, machine: Machine) -> bool:
+    """Whether collectives wait for memory; False for what does not fit at all."""
+    if spec.strategy.backend != "fsdp1" or spec.shard_factor == 1 or machine.device.generation == "cpu":
+        return False
+    return PRESSURE < needed_bytes(spec, shape) / machine.device.memory_bytes <= 1.0
+
+
+def needed_bytes(spec: Spec, shape: ModelShape) -> float:
+    """Bytes of a rank at the end of a micro-batch's forward: state, activations, blocks in flight."""
+    dtypes, root, block = spec.strategy.dtypes, shape.units[0], max(shape.units[1:], key=lambda unit: unit.numel)
+    param, reduced = BYTES[dtypes.param], BYTES[dtypes.reduce]
+    in_flight = (GATHERED * param + 2 * reduced) * block.numel + (param + reduced) * root.numel
+    state = (4 if spec.workload.optimizer == "sgd" else 12) + 4  # fp32 values and moments; gradients
+    return state * shape.parameters / spec.shard_factor + activation_bytes(spec, shape) + in_flight
+
+
+def activation_bytes(spec: Spec, shape: ModelShape) -> float:
+    """Activations of a micro-batch, with the logits. A recomputed block saves only its input."""
+    tokens, dtype = shape.tokens(spec.workload.seq_len), spec.strategy.dtypes.param
+    own = [unit.saved[dtype].bytes_of(tokens) for unit in shape.units[1:]]
+    inputs = [BYTES[dtype] * unit.boundary_elements * tokens for unit in shape.units[1:]]
+    again = recomputed(spec, len(shape.units))
+    blocks = sum(inputs[i] if i + 1 in again else own[i] for i in range(len(own)))
+    logits = shape.units[0].saved[dtype].bytes_of(tokens)  # freed before the blocks are recomputed
+    passing = max(logits, max(own)) if again else logits
+    return spec.workload.micro_batch * (blocks + passing)

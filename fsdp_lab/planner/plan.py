@@ -1,4 +1,4 @@
-"""`Plan`: what is predicted of a Spec on a machine before it is measured. `plan` makes one, in milliseconds."""
+"""`Plan`: predicted memory and time of a Spec on a machine. `plan` makes one, in milliseconds."""
 
 from __future__ import annotations
 
@@ -14,30 +14,28 @@ from fsdp_lab.core.events import Role
 from fsdp_lab.core.formatting import Table, count, duration, size
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.planner.compute import USUAL, Software
-from fsdp_lab.planner.devices import Machine, machine
-from fsdp_lab.planner.memory import MemoryPlan, memory
-from fsdp_lab.planner.memory_pressure import pressed
-from fsdp_lab.planner.rates import PUBLISHED, Rates
+from fsdp_lab.planner.costs import USUAL, Software
+from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates, machine
+from fsdp_lab.planner.memory import MemoryPlan, memory, pressed
 from fsdp_lab.planner.step import StepModel, StepTime, recomputed
 
-CONTEXT_BYTES = 1 << 30  # of a GPU's memory: CUDA's context, NCCL's buffers and the libraries' workspaces
+CONTEXT_BYTES = 1 << 30  # GPU memory of CUDA's context, NCCL's buffers and the libraries' workspaces
 PARTS = ("computing", "slowed by sending", "exposed communication", "optimizer")
 FIGURES = ("fits", "memory", "step", "tokens/s", "TFLOPS", "MFU", "exposed", "bound by")
 LEFT_ALIGNED = frozenset({"strategy", "why", "bound by", "fits"})
-BOUND = 0.2  # of a step: what is lost to communication, exposed or beside computing, binds from there on
+BOUND = 0.2  # share of a step that communication costs, exposed or by slowdown, from which it is the bottleneck
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """One prediction. Rates are per rank unless the name says otherwise; `assumed` names what nobody said."""
+    """One prediction. Figures are per rank unless stated otherwise; `assumed` lists defaults that were used."""
 
     spec: Spec
     shape: ModelShape
     machine: Machine
     step: StepTime
     memory: MemoryPlan
-    comm_s: Mapping[str, float]  # by kind: of a step, by itself
+    comm_s: Mapping[str, float]  # by kind of collective: seconds per step without overlap
     link_bytes: Mapping[str, int]
     assumed: Mapping[str, Any]
 
@@ -47,23 +45,23 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Of all ranks in a step."""
+        """Tokens per step of all ranks."""
         return self.spec.global_batch * self.shape.tokens(self.spec.workload.seq_len)
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks."""
         return self.tokens / self.step_time_s
 
     @cached_property
     def model_flops(self) -> float:
-        """Of a rank in a step: forward and backward, recompute not counted."""
+        """FLOPs of a rank per step: forward and backward without recompute."""
         samples = self.spec.workload.micro_batch * self.spec.workload.accumulate
         return 3 * samples * self.shape.forward_flops(self.spec.workload.seq_len)
 
     @cached_property
     def recompute_flops(self) -> float:
-        """Of a rank in a step: what the backward computes again of the forward."""
+        """FLOPs of a rank per step that recompute adds."""
         samples = self.spec.workload.micro_batch * self.spec.workload.accumulate
         again, tokens = recomputed(self.spec, len(self.shape.units)), self.shape.tokens(self.spec.workload.seq_len)
         return samples * sum(self.shape.units[i].forward_flops(tokens) for i in again)
@@ -74,17 +72,17 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation, 0 to 1, of the data sheet's peak in the compute dtype."""
+        """Model FLOPs utilisation, 0 to 1, relative to the data sheet's peak in the compute dtype."""
         return self.flops_per_s / self.machine.device.flops_per_s(self.spec.strategy.dtypes.param)
 
     @property
     def hfu(self) -> float:
-        """Hardware FLOPs utilisation: with what is computed again."""
+        """Hardware FLOPs utilisation, which includes recompute."""
         return self.mfu * (1 + self.recompute_flops / self.model_flops)
 
     @property
     def margin_bytes(self) -> int:
-        """What is left of a device's memory; below 0 is what lacks."""
+        """Free memory of a device; negative if the plan does not fit."""
         return margin_bytes(self.memory, self.machine)
 
     @property
@@ -93,12 +91,12 @@ class Plan:
 
     @property
     def exposed_share(self) -> float:
-        """Of the step: exposed communication."""
+        """Exposed communication as a share of the step."""
         return self.step.exposed_comm_s / self.step_time_s
 
     @property
     def binding(self) -> str:
-        """What makes a step as long as it is: "communication", "computing" or "the loop"."""
+        """The bottleneck of a step: "communication", "computing" or "the loop"."""
         if self.step.exposed_comm_s + self.step.slowed_s > BOUND * self.step_time_s:
             return "communication"
         return "computing" if self.step.computing_s > self.step_time_s / 2 else "the loop"
@@ -107,17 +105,17 @@ class Plan:
         return "\n".join(sentences(self))
 
     def _repr_html_(self) -> str:
-        told = "".join(f"<p>{escape(line)}</p>" for line in sentences(self))
-        return f"{told}{time_table(self)._repr_html_()}{memory_table(self)._repr_html_()}"
+        text = "".join(f"<p>{escape(line)}</p>" for line in sentences(self))
+        return f"{text}{time_table(self)._repr_html_()}{memory_table(self)._repr_html_()}"
 
     def within(self, limit_bytes: int) -> Plan:
-        """The same, where no more of a device's memory may be used."""
+        """The same plan with a memory limit per device."""
         device = self.machine.device
         least = min(limit_bytes, device.memory_bytes)
         return replace(self, machine=replace(self.machine, device=replace(device, memory_bytes=least)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, by the names that a measured run's summary has (`fsdp_lab.runs.summary`)."""
+        """Plain numbers under the same names as in the summary of a measured run (`fsdp_lab.runs.summary`)."""
         ranks = self.machine.ranks
         return {
             "spec": self.spec.to_dict(), "hardware": self.machine.device.name, "ranks": ranks, "hosts": self.machine.hosts,
@@ -145,7 +143,7 @@ def plan(
         where: with as many ranks as the Spec has.
 
     Raises:
-        FieldError: ranks that differ, a dtype that the device has not.
+        FieldError: ranks that differ, a dtype that the device does not support.
     """
     if where.ranks != spec.world_size:
         raise ArgumentError(
@@ -154,7 +152,7 @@ def plan(
     overlaps = not pressed(spec, shape, where)
     model = StepModel(spec, shape.units, shape.tokens(spec.workload.seq_len), where, rates, software, overlaps=overlaps)
     step = model.step()
-    comm_s, link_bytes = model.communicated(loud=step.loud, quiet=step.quiet)
+    comm_s, link_bytes = model.communicated(reducing=step.reducing, unreduced=step.unreduced)
     assumed = {**where.device.assumed, **where.assumed}
     if where.device.measured is None:
         assumed["attention"] = software.attention.value
@@ -166,13 +164,13 @@ def plan(
 
 
 def margin_bytes(held: MemoryPlan, where: Machine) -> int:
-    """Of a device's memory, less what its allocator will hold and, on a GPU, what is nobody's tensor."""
+    """Device memory less the allocator's and, on a GPU, less the context's."""
     context = CONTEXT_BYTES if device_kind(where) == "cuda" else 0
     return where.device.memory_bytes - held.reserved_bytes - context
 
 
 def device_kind(where: Machine) -> str:
-    """As torch names it: "cpu" or "cuda"."""
+    """torch's name of the device: "cpu" or "cuda"."""
     return "cpu" if where.device.generation == "cpu" else "cuda"
 
 
@@ -180,14 +178,14 @@ def machine_like(where: Machine, ranks: int) -> Machine:
     """The same devices and network with another number of ranks: a part of a host, or whole hosts."""
     hosts = max(1, ranks // where.per_host)
     fewer = machine(where.device, ranks, hosts=hosts, network_gbit_per_s=where.network_bytes_per_s * 8 / 1e9)
-    said = dict(where.assumed)
-    if "hosts" in said:
-        said["hosts"] = f"{hosts}, of {where.per_host} devices each"
-    return replace(fewer, assumed=said)
+    assumed = dict(where.assumed)
+    if "hosts" in assumed:
+        assumed["hosts"] = f"{hosts}, of {where.per_host} devices each"
+    return replace(fewer, assumed=assumed)
 
 
 def scaling(spec: Spec, shape: ModelShape, where: Machine, ranks: Sequence[int], **options: Any) -> list[Plan]:
-    """The same work of each rank on other numbers of ranks in such hosts; those that the Spec cannot have are left out."""
+    """Plans for other numbers of ranks with the same work per rank. Numbers that are invalid for the Spec are left out."""
     found = []
     for world_size in ranks:
         whole = world_size <= where.per_host or world_size % where.per_host == 0
@@ -198,7 +196,7 @@ def scaling(spec: Spec, shape: ModelShape, where: Machine, ranks: Sequence[int],
 
 
 def limit(plans: Sequence[Plan]) -> str:
-    """What binds along a scaling curve, in one sentence."""
+    """The bottleneck along a scaling curve, as a sentence."""
     bound = next((p for p in plans if p.binding == "communication"), None)
     network = plans[-1].machine.network_bytes_per_s * 8 / 1e9
     if bound is None:
@@ -233,14 +231,14 @@ def parameter_count(number: int) -> str:
 
 
 def fit_sentence(plan: Plan) -> str:
-    words, limit = size(plan.memory.reserved_bytes), size(plan.machine.device.memory_bytes)
+    reserved, limit = size(plan.memory.reserved_bytes), size(plan.machine.device.memory_bytes)
     if plan.fits:
-        return f"fits: {words} of {limit}, {size(plan.margin_bytes)} to spare"
-    return f"does not fit: {words} of {limit}, {size(-plan.margin_bytes)} too much"
+        return f"fits: {reserved} of {limit}, {size(plan.margin_bytes)} to spare"
+    return f"does not fit: {reserved} of {limit}, {size(-plan.margin_bytes)} too much"
 
 
 def time_table(plan: Plan) -> Table:
-    """Where a step's time goes."""
+    """Parts of the step time."""
     step, kinds = plan.step, tuple(plan.comm_s)
     parts = (step.computing_s, step.slowed_s, step.exposed_comm_s, step.optimizer_s)
     sent = [f"{duration(plan.comm_s[kind])}, {size(plan.link_bytes[kind])}" for kind in kinds]
@@ -248,7 +246,7 @@ def time_table(plan: Plan) -> Table:
 
 
 def memory_table(plan: Plan) -> Table:
-    """What the peak is made of."""
+    """Memory at the peak by class."""
     held = plan.memory
     kinds = [role for role in Role if held.at_peak.of_role(role)]
     sizes = [size(held.at_peak.of_role(role)) for role in kinds]
@@ -257,7 +255,7 @@ def memory_table(plan: Plan) -> Table:
 
 
 def plan_table(plans: Sequence[Plan]) -> Table:
-    """A row a plan: what sets it apart from the others, and its figures."""
+    """One row per plan: fields in which the plans differ, and figures."""
     flat = [p.spec.flat() for p in plans]
     differing = differing_fields(flat)
     names = tuple("ranks" if name == "world_size" else field_title(name) for name in differing)
@@ -270,7 +268,7 @@ def _cell(name: str, value: Any) -> str:
 
 
 def plan_figures(p: Plan) -> tuple[str, ...]:
-    """Of the columns `FIGURES`."""
+    """Cells of the columns `FIGURES`."""
     return (
         "yes" if p.fits else "no", size(p.memory.reserved_bytes), duration(p.step_time_s), count(p.tokens_per_s),
         f"{p.flops_per_s / 1e12:.3g}", f"{p.mfu:.1%}", f"{p.exposed_share:.0%}", p.binding,

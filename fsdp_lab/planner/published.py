@@ -15,7 +15,7 @@ from typing import Any
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.planner.compute import Attention, Software
+from fsdp_lab.planner.costs import Attention, Software
 from fsdp_lab.planner.devices import Machine, machine
 from fsdp_lab.planner.named_models import model_of_row, shape_of
 

@@ -1,24 +1,26 @@
-"""`planned`: a Spec on hardware that need not be here, predicted. It finds the model's shape and the machine, and asks the
-planner (`fsdp_lab.planner`), which knows neither models by name nor torch."""
+"""What the command line and the dashboard ask the planner: plans, searches and rows of a table, for models by name.
+
+These functions find the model's shape and the machine; the rest of the planner needs neither model names nor torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from fsdp_lab.core.errors import ArgumentError, SpecError
+from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.models.check import check_shapes
-from fsdp_lab.models.facts import facts_of
-from fsdp_lab.models.presets import PRESETS
+from fsdp_lab.models.presets import PRESETS, facts_of
 from fsdp_lab.planner.calibration import Calibration
-from fsdp_lab.planner.devices import Device, Machine, machine
+from fsdp_lab.planner.devices import PUBLISHED, Device, Machine, Rates, machine
 from fsdp_lab.planner.memory import MemoryPlan, memory
+from fsdp_lab.planner.memory_rows import in_kind
 from fsdp_lab.planner.plan import Plan, limit, plan, scaling
-from fsdp_lab.planner.rates import PUBLISHED, Rates
+from fsdp_lab.planner.published import Row, case, counted_flops_per_token
 from fsdp_lab.planner.search import Search, fewest, largest, search
 from fsdp_lab.planner.shapes.presets import shape_for
 from fsdp_lab.planner.shapes.rewrapping import deepened
@@ -31,32 +33,30 @@ CURVE = tuple(1 << i for i in range(13))  # 1 to 4,096 ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Hardware in words: a device, its hosts or how many it shares one with, the network of each. None: what is usual, and
-    said in `Plan.assumed`."""
+    """Hardware as a user names it. None: the usual value, which `Plan.assumed` lists."""
 
     hardware: str | Device
     hosts: int | None = None
-    per_host: int | None = None  # devices; where `hosts` is None
+    per_host: int | None = None  # devices; only if `hosts` is None
     network_gbit_per_s: float | None = None
 
     def machine(self, ranks: int) -> Machine:
-        """Raises ArgumentError: an unknown device, ranks that the hosts do not divide, a rate that cannot be."""
+        """Raises ArgumentError: an unknown device, ranks that the hosts do not divide, a rate out of range."""
         found = machine(self.hardware, ranks, hosts=self.hosts, network_gbit_per_s=self.network_gbit_per_s)
         if self.per_host is None or self.hosts is not None:
             return found
         if self.per_host < 1 or (ranks > self.per_host and ranks % self.per_host):
-            nearest = min(
-                (n for n in range(1, ranks + 1) if ranks % n == 0), key=lambda n: abs(n - (self.per_host or 0))
-            )
+            divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+            nearest = min(divisors, key=lambda n: abs(n - (self.per_host or 0)))
             raise ArgumentError("per_host", f"{ranks} GPUs cannot be divided among hosts of {self.per_host}",
                             f"use {nearest}", {"per_host": nearest})  # fmt: skip
-        said = {name: words for name, words in found.assumed.items() if name not in ("hosts", "network")}
+        assumed = {name: text for name, text in found.assumed.items() if name not in ("hosts", "network")}
         if self.network_gbit_per_s is None and ranks > self.per_host:
-            said["network"] = f"{found.network_bytes_per_s * 8 / 1e9:.0f} Gb/s a host"
-        return replace(found, per_host=min(self.per_host, ranks), assumed=said)
+            assumed["network"] = f"{found.network_bytes_per_s * 8 / 1e9:.0f} Gb/s a host"
+        return replace(found, per_host=min(self.per_host, ranks), assumed=assumed)
 
     def whole_host(self, ranks: int) -> Machine:
-        """As `machine`; but fewer ranks than a host has are a part of one, and not all of a smaller one."""
+        """As `machine`, but fewer ranks than a host has are part of a full host."""
         return self.machine(ranks if self.hosts is not None else max(ranks, self.per_host or PER_HOST))
 
 
@@ -64,19 +64,14 @@ def planned(spec: Spec, where: Target, rates: Rates = PUBLISHED) -> Plan:
     """Predicts one step.
 
     Raises:
-        FieldError: a model that nothing is known of, a sequence longer than it takes, hardware that is unknown or does not
-            have as many ranks, numbers beyond all reason.
+        FieldError: an unknown model, a sequence longer than its positions, hardware that is unknown or does not have as many
+            ranks, numbers out of range.
     """
-    shape = shape_of(spec)
-    return plan(spec, shape, where.machine(spec.world_size), rates=rates)
+    return plan(spec, shape_of(spec), where.machine(spec.world_size), rates=rates)
 
 
 def planned_here(spec: Spec, here: Calibration) -> Plan:
-    """Predicts one step of the ranks that were calibrated.
-
-    Raises:
-        FieldError: another number of ranks, and what `planned` raises.
-    """
+    """Predicts one step on the calibrated machine. Raises FieldError for another number of ranks, and as `planned`."""
     if spec.world_size != here.ranks:
         raise SpecError("world_size", f"{here.ranks} ranks were calibrated, and the Spec has {spec.world_size}",
                         "calibrate again with as many, or name hardware")  # fmt: skip
@@ -84,12 +79,12 @@ def planned_here(spec: Spec, here: Calibration) -> Plan:
 
 
 def planned_memory(spec: Spec, *, device: str) -> MemoryPlan:
-    """Of a rank, by class; `device` is "cpu" or "cuda". It needs no rates, so it can be had of any machine."""
+    """Memory of a rank on any machine; `device` is "cpu" or "cuda"."""
     return memory(spec, shape_of(spec), device=device)
 
 
 def curve(spec: Spec, where: Target, rates: Rates = PUBLISHED) -> tuple[list[Plan], str]:
-    """The same work of each rank on 1 to 4,096 of them, and what binds along the curve, in a sentence."""
+    """Plans for 1 to 4,096 ranks with the same work per rank, and a sentence about the bottleneck along the curve."""
     shape, there = shape_of(spec), where.whole_host(spec.world_size)
     ranks = sorted({*CURVE, spec.world_size})
     plans = scaling(spec, shape, there, ranks, rates=rates)
@@ -97,24 +92,23 @@ def curve(spec: Spec, where: Target, rates: Rates = PUBLISHED) -> tuple[list[Pla
 
 
 def searched(spec: Spec, where: Target, *, limit_bytes: int | None = None, rates: Rates = PUBLISHED) -> Search:
-    """The Strategies that make a step shortest, of those that fit. Raises FieldError as `planned` does."""
+    """The fastest Strategies that fit. Raises FieldError as `planned`."""
     return search(spec, shape_of(spec), where.machine(spec.world_size), limit_bytes=limit_bytes, rates=rates)
 
 
 def largest_model(spec: Spec, where: Target, *, limit_bytes: int | None = None) -> ModelShape | None:
-    """With as many more, or fewer, blocks of the Spec's model as fit. Raises FieldError as `planned` does."""
-    base = shape_of(spec.replace(wrap="block"))
-    grown = partial(deepened, base)
-    return largest(spec.replace(wrap="block"), grown, where.machine(spec.world_size), limit_bytes=limit_bytes)
+    """The Spec's model with as many blocks as fit; None if not one fits. Raises FieldError as `planned`."""
+    spec = spec.replace(wrap="block")
+    return largest(spec, partial(deepened, shape_of(spec)), where.machine(spec.world_size), limit_bytes=limit_bytes)
 
 
 def fewest_ranks(spec: Spec, where: Target, *, limit_bytes: int | None = None) -> Machine | None:
-    """On which the model fits at the Spec's global batch. Raises FieldError as `planned` does."""
+    """The smallest machine on which the model fits at the Spec's global batch. Raises FieldError as `planned`."""
     return fewest(spec, shape_of(spec), where.machine(spec.world_size), limit_bytes=limit_bytes)
 
 
 def shape_of(spec: Spec) -> ModelShape:
-    """The model of a Spec in its units, after a look at what nothing could run. Raises SpecError."""
+    """The model of a Spec in its units. Raises SpecError for what could not run anywhere."""
     w = spec.workload
     if spec.world_size > MOST_RANKS:
         raise SpecError("world_size", f"{spec.world_size:,} ranks are refused", f"give {MOST_RANKS:,} or fewer")
@@ -130,6 +124,31 @@ def _config(model: str | Mapping[str, Any]) -> Any:
     preset = PRESETS.get(model) if isinstance(model, str) else None
     if preset is not None:
         return preset.config
-    from fsdp_lab.models.configs import resolve  # only here: it needs transformers
+    from fsdp_lab.models.configs import resolve  # needs transformers
 
     return resolve(model)
+
+
+def predict(rows: Iterable[Row], rates: Rates = PUBLISHED) -> list[dict[str, Any]]:
+    """Predictions for rows of a table, with assumptions for empty cells. One dict per row, in their order: `id`,
+    `tokens_per_s_per_gpu`, `tflops_per_gpu` (as the row's `tflops_kind` counts), `peak_mem` (in its `peak_mem_unit`, of its
+    `peak_mem_kind`; None if the unit is unknown), `step_time_s`, and `assumed`, by field; or `id` and `error`, a sentence
+    that names the column."""
+    return [_predict_row(row, rates) for row in rows]
+
+
+def _predict_row(row: Row, rates: Rates) -> dict[str, Any]:
+    name = row.get("id", "")
+    try:
+        one = case(row)
+        found = plan(one.spec, one.shape, one.machine, rates=rates, software=one.software)
+    except FieldError as e:
+        return {"id": name, "error": str(e)}
+    tokens_per_s = found.tokens_per_s / one.spec.world_size
+    w, recomputed = one.spec.workload, one.spec.strategy.recompute == "full"
+    per_token = counted_flops_per_token(row.get("tflops_kind", ""), one.shape, w.seq_len, recomputed=recomputed)
+    return {
+        "id": name, "tokens_per_s_per_gpu": tokens_per_s, "tflops_per_gpu": tokens_per_s * per_token / 1e12,
+        "peak_mem": in_kind(found.memory, row),
+        "step_time_s": found.step_time_s, "assumed": {**found.assumed, **one.assumed},
+    }  # fmt: skip

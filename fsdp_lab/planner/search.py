@@ -1,7 +1,7 @@
-"""`search`: the Strategy that makes a step shortest within a memory limit; the largest model that fits; the fewest GPUs.
+"""Searches within a memory limit: the fastest Strategy (`search`), the `largest` model, the `fewest` GPUs.
 
-`candidates` says what may vary; the rest of the Spec stays as it was asked for, the global batch too: a larger micro-batch
-is fewer of them. All that fit are simulated, so that nothing is lost to a rule of thumb.
+`candidates` yields what may vary; the rest of the Spec is fixed, including the global batch: larger micro-batches are fewer.
+All candidates that fit are simulated; none is dropped by a rule of thumb.
 """
 
 from __future__ import annotations
@@ -13,25 +13,23 @@ from html import escape
 
 from fsdp_lab.core.describe import describe_field
 from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.formatting import Table, duration, size
+from fsdp_lab.core.formatting import GIB, Table, duration, size
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import SHARDINGS, Spec, Strategy
-from fsdp_lab.planner.compute import USUAL, Software
-from fsdp_lab.planner.devices import Machine
+from fsdp_lab.planner.costs import USUAL, Software
+from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates
 from fsdp_lab.planner.memory import memory
 from fsdp_lab.planner.plan import LEFT_ALIGNED, Plan, device_kind, fit_sentence, machine_like, margin_bytes, plan
-from fsdp_lab.planner.rates import PUBLISHED, Rates
 
 RECOMPUTES = ("none", "every:2", "full")
 CHOSEN = ("shard_size", "recompute", "offload", "micro_batch", "accumulate", "forward_prefetch")
-OFFLOADS = ("optimizer", "all")  # tried where nothing fits without
+OFFLOADS = ("optimizer", "all")  # tried if nothing fits without offload
 MOST_RANKS, MOST_BLOCKS = 4096, 2048
-GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A plan that fits, and why it stands where it stands."""
+    """A plan that fits, and the reason for its rank."""
 
     plan: Plan
     why: str
@@ -39,7 +37,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Search:
-    """`top`: at most as many as were asked for, the fastest first. Empty: nothing fits, and `nearest` lacks least."""
+    """`top`: the fastest candidates first. If it is empty, nothing fits, and `nearest` lacks the least memory."""
 
     asked: Spec
     top: tuple[Candidate, ...]
@@ -69,26 +67,26 @@ def search(
     """The fastest Strategies of `spec.strategy.backend` for its model, ranks and global batch.
 
     Args:
-        limit_bytes: of a device's memory; None: all of it.
+        limit_bytes: memory limit per device; None: all of it.
 
     Raises:
         FieldError: ranks that differ from the machine's.
     """
     where = _limited(where, limit_bytes)
 
-    def planned(wanted: Spec) -> Plan:
-        return plan(wanted, shape, where, rates=rates, software=software)
+    def planned(candidate: Spec) -> Plan:
+        return plan(candidate, shape, where, rates=rates, software=software)
 
     considered, lacking = 0, list[tuple[int, Spec]]()
     for offloads in (("none",), OFFLOADS):
         fitting = []
-        for wanted in candidates(spec, where.per_host, offloads):
+        for candidate in candidates(spec, where.per_host, offloads):
             considered += 1
-            margin = _margin(wanted, shape, where, software)
+            margin = _margin(candidate, shape, where, software)
             if margin >= 0:
-                fitting.append(planned(wanted))
+                fitting.append(planned(candidate))
             else:
-                lacking.append((-margin, wanted))
+                lacking.append((-margin, candidate))
         if fitting:
             best = _different(sorted(fitting, key=lambda p: p.step_time_s), count)
             top = tuple(Candidate(plan=p, why=_why(p, best[0], len(fitting))) for p in best)
@@ -98,7 +96,7 @@ def search(
 
 
 def candidates(spec: Spec, per_host: int, offloads: Sequence[str] = ("none",)) -> Iterator[Spec]:
-    """Every Strategy that the backend can have, at the same global batch."""
+    """All valid Strategies of the backend at the same global batch."""
     rank_samples = spec.workload.micro_batch * spec.workload.accumulate
     micro_batches = [m for m in _powers(rank_samples) if rank_samples % m == 0]
     for (sharding, factor), recompute, micro_batch, prefetch, offload in itertools.product(
@@ -115,10 +113,10 @@ def candidates(spec: Spec, per_host: int, offloads: Sequence[str] = ("none",)) -
 def largest(
     spec: Spec, deepened: Callable[[int], ModelShape], where: Machine, *, limit_bytes: int | None = None
 ) -> ModelShape | None:
-    """The model with as many blocks as fit; None: not even one does.
+    """The model with as many blocks as fit; None if not one fits.
 
     Args:
-        deepened: the model with so many blocks.
+        deepened: returns the model with a number of blocks.
     """
     where = _limited(where, limit_bytes)
     leanest, known = _leanest(spec, where.per_host), dict[int, int]()
@@ -136,9 +134,9 @@ def largest(
 def fewest(
     spec: Spec, shape: ModelShape, where: Machine, *, limit_bytes: int | None = None, most: int = MOST_RANKS
 ) -> Machine | None:
-    """The smallest part of such a machine that the model fits on: of a host, or whole ones; None: `most` are too few.
+    """The smallest machine of these hosts, or part of a host, on which the model fits; None if `most` ranks are too few.
 
-    The global batch stays, so that fewer ranks take more micro-batches each.
+    The global batch is fixed, so fewer ranks take more micro-batches each.
     """
     for ranks in (n for n in _powers(most) if n <= where.per_host or n % where.per_host == 0):
         there = _limited(machine_like(where, ranks), limit_bytes)
@@ -149,7 +147,7 @@ def fewest(
 
 
 def spread(spec: Spec, ranks: int) -> Spec | None:
-    """The same global batch on another number of ranks; None where it cannot be divided."""
+    """The same global batch on another number of ranks; None if it cannot be divided."""
     each, rest = divmod(spec.global_batch, ranks)
     if rest or not each:
         return None
@@ -159,7 +157,7 @@ def spread(spec: Spec, ranks: int) -> Spec | None:
     return None if spec.validate(**changes) else spec.replace(**changes)
 
 
-# -- small parts -----------------------------------------------------------------------------------------------------
+# -- helpers ---------------------------------------------------------------------------------------------------------
 
 
 def _limited(where: Machine, limit_bytes: int | None) -> Machine:
@@ -183,7 +181,7 @@ def _shardings(ranks: int, per_host: int) -> list[tuple[str, int | None]]:
 
 
 def _leanest(spec: Spec, per_host: int) -> list[Spec]:
-    """What takes least memory: all is sharded, recomputed, one sample at a time; offload as it was asked for."""
+    """Candidates with the least memory: fully sharded, recomputed, one sample at a time, the Spec's offload."""
 
     def is_lean(c: Spec) -> bool:
         s = c.strategy
@@ -198,8 +196,8 @@ def _powers(most: int) -> list[int]:
 
 
 def _most(margin: Callable[[int], int]) -> int:
-    """The largest number whose margin is not below 0, where each block takes about as much as another; 0: none."""
-    low, high = 1, 9  # the first blocks are not like the others
+    """The largest number of blocks with a margin of 0 or more, by secant steps; 0: not one fits."""
+    low, high = 1, 9  # the first blocks differ from the others
     if margin(low) < 0:
         return 0
     while margin(high) >= 0:
@@ -215,20 +213,20 @@ def _most(margin: Callable[[int], int]) -> int:
 
 
 def _different(plans: Sequence[Plan], count: int) -> list[Plan]:
-    """Without those that only another prefetch sets apart from a faster one, and those that nothing does."""
+    """At most `count` plans, without those that differ from a faster one only in prefetch, or in no figure."""
     chosen: dict[tuple[object, ...], Plan] = {}
-    alike: set[tuple[object, ...]] = set()
+    seen: set[tuple[object, ...]] = set()
     for one in plans:
         s, w = one.spec.strategy, one.spec.workload
         figures = (f"{one.step_time_s:.4g}", one.memory.reserved_bytes)
-        if figures not in alike:
+        if figures not in seen:
             chosen.setdefault((s.sharding, s.shard_size, s.recompute, s.offload, w.micro_batch), one)
-        alike.add(figures)
+        seen.add(figures)
     return list(chosen.values())[:count]
 
 
 def _why(one: Plan, best: Plan, fitting: int) -> str:
-    """One sentence: of the best what binds it, of the others what they cost and what they save."""
+    """One sentence: the bottleneck of the best plan; time and memory of the others relative to it."""
     if one is best:
         return f"the fastest of {fitting} that fit; bound by {one.binding}"
     slower = one.step_time_s / best.step_time_s - 1
@@ -240,8 +238,8 @@ def _why(one: Plan, best: Plan, fitting: int) -> str:
     }
     cause = max(causes, key=lambda name: causes[name])
     less = best.memory.reserved_bytes - one.memory.reserved_bytes
-    memory_words = f"{abs(less) / GIB:.1f} GiB {'less' if less > 0 else 'more'} memory"
-    return f"{slower:+.1%} step time ({cause}), {memory_words}" if slower >= 5e-4 else f"as fast, {memory_words}"
+    memory = f"{abs(less) / GIB:.1f} GiB {'less' if less > 0 else 'more'} memory"
+    return f"{slower:+.1%} step time ({cause}), {memory}" if slower >= 5e-4 else f"as fast, {memory}"
 
 
 # -- text and tables ---------------------------------------------------------------------------------------------------
@@ -257,7 +255,7 @@ def _table(search: Search) -> Table:
 
 
 def _sentence(search: Search) -> str:
-    """How many fit; or what comes nearest."""
+    """The number of candidates that fit, or the nearest one."""
     if search.top:
         return f"{search.fitting} of {search.considered} strategies fit."
     if search.nearest is None:
@@ -267,7 +265,7 @@ def _sentence(search: Search) -> str:
 
 
 def strategy_label(asked: Spec, found: Spec) -> str:
-    """What was chosen, where it is neither as asked nor as it is by itself."""
+    """The sharding and the chosen fields that differ from the request or from the defaults."""
     changed = {**Spec(world_size=found.world_size).difference(found), **asked.difference(found)}
     named = [describe_field(name, changed[name][1]) for name in CHOSEN if changed.get(name, (0, None))[1] is not None]
     return ", ".join([found.strategy.sharding, *named])

@@ -1,9 +1,9 @@
-"""A discrete-event simulation of one micro-batch: the very actions that `schedule.py` gives the engine, with their times.
+"""A discrete-event simulation of one micro-batch: the same actions that `core.schedule` gives the engine, with their times.
 
-Computing and communication are a queue each. An action begins when its queue is free and what it waits for is over. Our own
-engine, and every backend on a CPU, issues a gather when the computation before it is over, as the schedule says. FSDP1 and
-FSDP2 on a GPU issue it as far ahead as their rate limiter lets the host run (arXiv 2304.11277, section 3.4), so that
-forwards overlap without prefetching. DDP gathers nothing; its units stand for its buckets.
+Computing and communication are a queue each. An action begins when its queue is free and the actions it waits for are
+complete. The lab's engine, and every backend on a CPU, issues a gather after the computation before it, as scheduled. FSDP1
+and FSDP2 on a GPU issue it as far ahead as their rate limiter lets the host run (arXiv 2304.11277, section 3.4), so forwards
+overlap without prefetching. DDP gathers nothing; its units represent its buckets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fsdp_lab.core.schedule import Action, Direction, Phase, PointSide, Rules, S
 
 
 class TimedAction(NamedTuple):
-    """An action and when it began and ended, in seconds from the beginning of the micro-batch."""
+    """An action with its begin and end, in seconds from the beginning of the micro-batch."""
 
     action: Action
     begin_s: float
@@ -30,7 +30,7 @@ class TimedAction(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedTimeline:
-    """One micro-batch. `waits` are the gaps in which computing stood for communication: (unit, begin_s, end_s)."""
+    """One micro-batch. `waits`: when computing waited for communication, (unit, begin_s, end_s)."""
 
     done: tuple[TimedAction, ...]
     waits: tuple[tuple[int, float, float], ...]
@@ -46,12 +46,12 @@ class SimulatedTimeline:
 
 @functools.lru_cache(maxsize=64)
 def schedule_for(calls: Sequence[UnitCall], rules: Rules) -> Schedule:
-    """Made once: many questions are asked of one model."""
+    """A cached Schedule: one model is planned many times."""
     return Schedule(calls, rules)
 
 
 def schedule_of(units: int, rules: Rules) -> Schedule:
-    """Of a root, unit 0, that calls the others once each, in order."""
+    """The Schedule of a root, unit 0, that calls the others once each, in order."""
     return schedule_for(_calls(units), rules)
 
 
@@ -64,18 +64,18 @@ def simulate(
     schedule: Schedule, seconds: Callable[[Action], float], *, ahead: bool, interference: float, late_s: float = 0.0,
     blocking: frozenset[Phase] = frozenset(),
 ) -> SimulatedTimeline:  # fmt: skip
-    """`seconds` of each action by itself.
+    """Simulates one micro-batch.
 
     Args:
+        seconds: of each action alone.
         ahead: the host runs ahead of the device, and only the limiter holds gathers back.
-        interference: of the time that a collective takes, how much longer computing takes beside it.
-        late_s: how long a collective waits for the last of its ranks, and computing with it.
-        blocking: phases during which the thread that computes waits.
+        interference: slowdown of computing by a collective in flight, as a share of the collective's time.
+        late_s: wait of a collective for the last of its ranks, and of computing with it.
+        blocking: phases during which the computing thread waits.
     """
-    simulation = _Simulation(
+    return _Simulation(
         schedule, seconds, ahead=ahead, interference=interference, late_s=late_s, blocking=blocking
-    )
-    return simulation.run()
+    ).run()
 
 
 class _Simulation:
@@ -84,12 +84,12 @@ class _Simulation:
         self._schedule, self._seconds = schedule, seconds
         self._ahead, self._interference, self._late_s = ahead, interference, late_s
         self._blocking = blocking
-        self._computing = self._sending = self._copying = 0.0  # until when each queue is busy
+        self._computing = self._sending = self._copying = 0.0  # when each queue is free
         self._ends: list[float] = []
         self._freed: list[float] = []
         self._gathers = 0
-        self._disturbed = 0.0  # seconds of collectives that computing has not paid for yet
-        self._waited_s = 0.0  # for ranks that came late
+        self._disturbed = 0.0  # seconds of collectives that have not slowed computing yet
+        self._waited_s = 0.0  # for late ranks
         self._waits: list[tuple[int, float, float]] = []
 
     def run(self) -> SimulatedTimeline:
@@ -99,7 +99,7 @@ class _Simulation:
             self._ends.append(end)
             done.append(TimedAction(action=action, begin_s=begin, end_s=end))
         last = max((d.end_s for d in done), default=0.0)
-        if last > self._computing:  # the last gradients are under way
+        if last > self._computing:  # for the last gradients
             self._waits.append((done[-1].action.unit, self._computing, last))
         return SimulatedTimeline(done=tuple(done), waits=tuple(self._waits), seconds=last)
 
@@ -114,7 +114,7 @@ class _Simulation:
             self._freed.append(ready)
             return ready, ready
         if action.phase is Phase.OPTIM:
-            return ready, ready  # once a step, after all micro-batches
+            return ready, ready  # once per step, after all micro-batches
         if action.phase is Phase.HOST_COPY:
             begin = max(ready, self._copying)
             self._copying = begin + self._seconds(action)
@@ -125,7 +125,7 @@ class _Simulation:
         return self._send(action, ready)
 
     def _limited(self) -> float:
-        """When the limiter lets the next gather go: so many may be in flight or used, beside what is kept anyway."""
+        """When the limiter admits the next gather: `limit` may be in flight or in use, beside units that stay gathered."""
         limit = self._schedule.rules.limit
         if not limit:
             return 0.0
@@ -135,14 +135,14 @@ class _Simulation:
     def _send(self, action: Action, ready: float) -> tuple[float, float]:
         begin, lasts = max(ready, self._sending), self._seconds(action)
         if action.phase in self._blocking:
-            return self._stand(action, max(begin, self._computing), lasts)
+            return self._block(action, max(begin, self._computing), lasts)
         self._sending = begin + lasts
         self._disturbed += lasts
         self._waited_s += self._late_s if lasts else 0.0
         return begin, self._sending
 
-    def _stand(self, action: Action, begin: float, lasts: float) -> tuple[float, float]:
-        """Both queues are one."""
+    def _block(self, action: Action, begin: float, lasts: float) -> tuple[float, float]:
+        """Send while computing waits."""
         self._waits.append((action.unit, self._computing, begin + lasts))
         self._sending = self._computing = begin + lasts
         self._waited_s += self._late_s if lasts else 0.0
@@ -161,8 +161,8 @@ class _Simulation:
 
 
 def computes(action: Action, schedule: Schedule) -> bool:
-    """Whether this computation of a call is the one that has its work: what encloses others works after them in the
-    forward, before them in the backward."""
+    """Whether this computation of a call has its work: a call that encloses others works after them in the forward and
+    before them in the backward."""
     if not schedule.children[action.point.call]:
         return True
     after = PointSide.AFTER if action.point.direction is Direction.FORWARD else PointSide.BEFORE

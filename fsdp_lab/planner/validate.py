@@ -1,34 +1,33 @@
-"""`validate`: how far predictions are from published steps that the calibration has not seen.
+"""`validate`: cross-validation of predicted step times against published ones, and `checks` of published ratios.
 
-Folds leave out each source in turn; the largest, llm-foundry, in parts, a GPU and a model size each. Errors are averaged
-over rows, and over sources first, so that two hundred rows of one source do not decide alone.
+Each fold leaves out one source; the largest source, llm-foundry, is split by GPU and model size. Errors are averaged over
+rows, and over sources first, so that two hundred rows of one source do not decide alone.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.planner.calibrate import leave_out, predicted_s
-from fsdp_lab.planner.checks import Check, checks
+from fsdp_lab.planner.devices import PUBLISHED, Rates
 from fsdp_lab.planner.published import PublishedCase, Row, case
-from fsdp_lab.planner.rates import PUBLISHED
 
-# ZeRO-3 with the global batch held fixed while GPUs are added: DeepSpeed of 2021, bound by communication on a network that
-# the table does not give (arXiv 2104.04473, table 2).
+# ZeRO-3 with a fixed global batch while GPUs are added: DeepSpeed of 2021, bound by communication on a network that the
+# table does not give (arXiv 2104.04473, table 2).
 STRESS = ("sc21-zero3-768", "sc21-zero3-640", "sc21-zero3-1120", "sc21-zero3-2240")
-# Its rows give no precision; they are the model and the cluster of figure 7(b), which give bf16.
+# Its rows give no precision; model and cluster are those of figure 7(b), in bf16.
 ALSO_BF16 = "arXiv 2304.11277 / PVLDB 16(12) Fig 6(b)"
 LARGEST = "llm-foundry"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutError:
-    """A row that was predicted without having been calibrated on. `error`: predicted over measured, less one."""
+    """A row and its prediction by rates that were fitted without its fold. `error`: predicted / measured - 1."""
 
     case: PublishedCase
     fold: str
@@ -41,7 +40,7 @@ class HeldOutError:
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Of rows, all left out of what predicted them."""
+    """Errors of held-out rows."""
 
     held: tuple[HeldOutError, ...]
 
@@ -67,13 +66,13 @@ class Errors:
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """`lines` and `to_dict` say it."""
+    """Results of `validate`, with `lines` as text and `to_dict` as JSON."""
 
     errors: Errors
-    constant: Errors  # by one MFU for each GPU, the mean of the other folds' rows
-    stress: tuple[HeldOutError, ...]  # predicted, and no part of any average
+    constant: Errors  # predicted by one MFU per GPU, the mean of the other folds' rows
+    stress: tuple[HeldOutError, ...]  # in no average
     checks: tuple[Check, ...]
-    refused: tuple[tuple[str, str], ...]  # row, why
+    refused: tuple[tuple[str, str], ...]  # (row id, reason)
 
     def lines(self) -> list[str]:
         """Plain text."""
@@ -98,7 +97,7 @@ class Validation:
         ]  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """Errors as fractions, predicted over measured less one."""
+        """Errors are fractions: predicted / measured - 1."""
         return {
             "rows": [_row(one) for one in self.errors.held],
             "by_row_mape": self.errors.by_row_mape, "by_source_mape": self.errors.by_source_mape,
@@ -115,7 +114,7 @@ class Validation:
 
 
 def mape(held: Sequence[HeldOutError]) -> float:
-    """Mean absolute error, relative to what was measured."""
+    """Mean absolute error relative to the measurement."""
     return sum(abs(one.error) for one in held) / len(held)
 
 
@@ -135,14 +134,14 @@ def published() -> list[Row]:
 
 
 def usable(rows: Iterable[Row]) -> tuple[list[PublishedCase], list[tuple[str, str]]]:
-    """Rows in bf16 that tell a step and can be predicted; and why the others are left out."""
+    """Rows in bf16 that have a step time and can be predicted; and (row id, reason) of the others."""
     cases, refused = [], []
     for row in rows:
         reason = _unfit(row)
         if not reason:
             try:
                 found = case(row)
-                reason = "" if found.measured_s else "it tells no step time and no throughput"
+                reason = "" if found.measured_s else "it gives neither step time nor throughput"
             except FieldError as e:
                 reason = str(e)
         if reason:
@@ -163,7 +162,7 @@ def _unfit(row: Row) -> str:
 
 
 def validate(rows: Sequence[Row]) -> Validation:
-    """Predicts every usable row by rates that were found without its fold. Takes a minute or two."""
+    """Predicts every usable row with rates fitted to the other folds. Takes a minute or two."""
     cases, refused = usable(rows)
     found = leave_out(cases, fold)
     held = tuple(HeldOutError(case=c, fold=fold(c), predicted_s=predicted_s(c, found[fold(c)].rates)) for c in cases)
@@ -176,27 +175,109 @@ def validate(rows: Sequence[Row]) -> Validation:
 
 
 def by_constant(cases: Sequence[PublishedCase]) -> list[HeldOutError]:
-    """What one number for each GPU would predict: the mean MFU that other folds reached on it; on any, where none did."""
+    """Predictions by one number per GPU: the mean MFU of the other folds' rows on it, or on any GPU if there are none."""
     at_peak = {c.id: _at_peak_s(c) for c in cases}
     reached = {c.id: at_peak[c.id] / (c.measured_s or 1.0) for c in cases}
     held = []
     for one in cases:
         others = [c for c in cases if fold(c) != fold(one)]
-        alike = [c for c in others if c.machine.device.name == one.machine.device.name] or others
-        mfu = sum(reached[c.id] for c in alike) / len(alike)
+        same = [c for c in others if c.machine.device.name == one.machine.device.name] or others
+        mfu = sum(reached[c.id] for c in same) / len(same)
         held.append(HeldOutError(case=one, fold=fold(one), predicted_s=at_peak[one.id] / mfu))
     return held
 
 
 def _at_peak_s(one: PublishedCase) -> float:
-    """Of the model's FLOPs at the data sheet's peak."""
+    """Seconds of the model's FLOPs at the data sheet's peak."""
     w = one.spec.workload
     flops = 3 * w.micro_batch * w.accumulate * one.shape.forward_flops(w.seq_len)
     return flops / one.machine.device.flops_per_s(one.spec.strategy.dtypes.param)
 
 
 def fold(one: PublishedCase) -> str:
-    """What is left out together."""
+    """The name of the fold with which a case is left out."""
     if LARGEST not in one.source:
         return one.source
     return f"{LARGEST}, {one.machine.device.name}, {one.shape.parameters / 1e9:.1f}B"
+
+
+# -- ratios ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """A ratio of two throughputs per GPU: of a row of the table and the same row with a column changed. The published ratio
+    is that of the table if it has both rows, otherwise of the source named beside it."""
+
+    name: str
+    kind: str  # "scaling", "ablation"
+    published: float
+    predicted: float
+
+    @property
+    def points(self) -> float:
+        """Hundredths by which the prediction is above the published ratio."""
+        return 100 * (self.predicted - self.published)
+
+
+def checks(rows: Sequence[Row], rates: Rates = PUBLISHED) -> tuple[Check, ...]:
+    """Scaling and ablations, predicted by `rates`. rows: the whole table."""
+    table = {row["id"]: row for row in rows}
+    return (*_scaling(table, rates), *_ablations(table, rates))
+
+
+# Per GPU at 512 GPUs and at 128: mosaicml/llm-foundry@8c8dd48 scripts/train/benchmarking/README.md, 'Large Scale'.
+MPT_7B_TFLOPS = (417, 452)
+# At 1,536 GPUs and at 384, global batch 1,536: arXiv 2104.04473, table 2.
+ZERO3_175B_TFLOPS = (44, 144)
+
+
+def _scaling(table: Mapping[str, Row], rates: Rates) -> list[Check]:
+    pairs = (
+        ("GPT 175B, 128 to 512 GPUs", "fsdp-6b-on-512", "fsdp-6b-on-128"),
+        ("MPT 3B, 128 to 512 GPUs", "mosaic-013", "mosaic-015"),
+        ("MPT 13B, 128 to 512 GPUs", "mosaic-007", "mosaic-009"),
+        ("MPT 30B, 128 to 512 GPUs", "mosaic-004", "mosaic-006"),
+        ("T5 11B, 8 to 512 GPUs", "fsdp-7c-B8-512", "fsdp-7c-B8-8"),
+    )
+    seven = table["mosaic-011"]
+    many, few = MPT_7B_TFLOPS
+    found = [_check(name, "scaling", table[a], table[b], rates) for name, a, b in pairs]
+    at, beside = ({**seven, "n_gpus": str(n), "global_batch": str(6 * n)} for n in (512, 128))
+    return [*found, _check("MPT 7B, 128 to 512 GPUs", "scaling", at, beside, rates, published=many / few)]
+
+
+def _ablations(table: Mapping[str, Row], rates: Rates) -> list[Check]:
+    on = table["fsdp-6b-on-128"]
+    off = {**on, "other_value": "off"}
+    zero3 = table["sc21-zero3-768"]
+    spread, packed = ({**zero3, "n_gpus": str(1536 // b), "micro_batch": str(b)} for b in (1, 4))
+    many, few = ZERO3_175B_TFLOPS
+    pairs = (
+        ("backward prefetch, GPT 175B on 256 GPUs", "fsdp-6b-on-256", "fsdp-6b-off-256"),
+        ("backward prefetch, GPT 175B on 512 GPUs", "fsdp-6b-on-512", "fsdp-6b-off-512"),
+        ("full over hybrid, Llama 3 8B compiled", "gb200-8B-0", "gb200-8B-3"),
+        ("full over hybrid, Llama 3 8B", "gb200-8B-1", "gb200-8B-4"),
+        ("ZeRO-3 of 530B, one global batch, 640 to 2240", "sc21-zero3-2240", "sc21-zero3-640"),
+    )
+    return [
+        # "approximately 18%", arXiv 2304.11277, section 5.3; figure 6(b) digitised gives 22%.
+        _check("backward prefetch, GPT 175B on 128 GPUs", "ablation", on, off, rates, published=1.18),
+        *(_check(name, "ablation", table[a], table[b], rates) for name, a, b in pairs),
+        _check(
+            "ZeRO-3 of 175B, one global batch, 384 to 1536", "ablation", spread, packed, rates, published=many / few
+        ),
+    ]
+
+
+def _check(name: str, kind: str, row: Row, beside: Row, rates: Rates, published: float | None = None) -> Check:
+    ours = [case(each) for each in (row, beside)]
+    a, b = (one.tokens / predicted_s(one, rates) for one in ours)
+    return Check(name=name, kind=kind, published=published or _measured(ours[0]) / _measured(ours[1]), predicted=a / b)
+
+
+def _measured(one: PublishedCase) -> float:
+    """Tokens per second per GPU."""
+    if not one.measured_s:
+        raise ValueError(f"{one.id} has no step time")
+    return one.tokens / one.measured_s

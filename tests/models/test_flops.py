@@ -16,9 +16,9 @@ from fsdp_lab.backends.wrapping import prepare, recomputed
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Strategy
 from fsdp_lab.models import build_skeleton, count_flops, device_peak, flops_per_sample, peaks, resolve
-from fsdp_lab.models.facts import facts_of
 from fsdp_lab.models.flops import _batch
 from fsdp_lab.models.peaks import BestPeak, Peak, _from_table, measured_peak
+from fsdp_lab.models.presets import facts_of
 from tests.models.small import filled
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fsdp_lab.core.spec import Workload
 from fsdp_lab.models import Batches, resolve
-from fsdp_lab.models.facts import facts_of
+from fsdp_lab.models.presets import facts_of
 from tests.models.small import filled
 
 

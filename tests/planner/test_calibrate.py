@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from fsdp_lab.planner.calibrate import calibrate
+from fsdp_lab.planner.devices import PUBLISHED
 from fsdp_lab.planner.published import PublishedCase
-from fsdp_lab.planner.rates import PUBLISHED
 from fsdp_lab.planner.validate import published, usable
 
 

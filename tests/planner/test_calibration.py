@@ -11,10 +11,9 @@ import pytest
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.calibration import Calibration, references
-from fsdp_lab.planner.curve import Curve
+from fsdp_lab.planner.devices import PUBLISHED, Curve, HostOverhead, Rates
 from fsdp_lab.planner.named_models import NamedModel, shape_of
 from fsdp_lab.planner.plan import plan
-from fsdp_lab.planner.rates import PUBLISHED, HostOverhead, Rates
 from fsdp_lab.planner.shapes.rewrapping import rewrapped
 from fsdp_lab.planner.step import StepModel
 

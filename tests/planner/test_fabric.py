@@ -8,9 +8,8 @@ from importlib import resources
 import pytest
 
 from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.planner.devices import machine
-from fsdp_lab.planner.fabric import RankGroup, late_s, link_bytes, seconds
-from fsdp_lab.planner.rates import PUBLISHED
+from fsdp_lab.planner.costs import RankGroup, collective_seconds, late_s, link_bytes
+from fsdp_lab.planner.devices import PUBLISHED, machine
 
 GB = 1e9
 
@@ -22,20 +21,20 @@ def test_a_ring_sends_what_the_textbook_says() -> None:
 
 def test_one_group_over_hosts_has_their_whole_network_and_replicas_share_it() -> None:
     where = machine("a100-80", 32, hosts=4, network_gbit_per_s=400)
-    whole = seconds("all_gather", GB, RankGroup(size=32), where, PUBLISHED)
+    whole = collective_seconds("all_gather", GB, RankGroup(size=32), where, PUBLISHED)
     assert whole == pytest.approx(GB * 31 / 32 / (50 * GB * PUBLISHED.network), rel=0.01)
-    inside = seconds("all_gather", GB, RankGroup(size=8), where, PUBLISHED)
+    inside = collective_seconds("all_gather", GB, RankGroup(size=8), where, PUBLISHED)
     assert inside == pytest.approx(GB * 7 / 8 / (300 * GB * PUBLISHED.link), rel=0.1)
-    replicas = seconds("all_reduce", GB / 8, RankGroup(size=4, stride=8), where, PUBLISHED)
+    replicas = collective_seconds("all_reduce", GB / 8, RankGroup(size=4, stride=8), where, PUBLISHED)
     assert replicas == pytest.approx(2 * 3 / 4 * GB / (50 * GB * PUBLISHED.network), rel=0.01), (
         "eight rings, an eighth each"
     )
-    assert seconds("all_gather", GB, RankGroup(size=1), where, PUBLISHED) == 0.0
+    assert collective_seconds("all_gather", GB, RankGroup(size=1), where, PUBLISHED) == 0.0
 
 
 def test_a_shared_bus_is_shared() -> None:
     t4 = machine("t4", 4, hosts=1)
-    two, four = (seconds("all_gather", GB, RankGroup(size=n), t4, PUBLISHED) for n in (2, 4))
+    two, four = (collective_seconds("all_gather", GB, RankGroup(size=n), t4, PUBLISHED) for n in (2, 4))
     assert four / two == pytest.approx((3 / 4 * 4) / (1 / 2 * 2), rel=0.01)
 
 
@@ -51,7 +50,7 @@ def test_large_all_reduces_of_nccl_tests_are_within_the_calibrated_share() -> No
         if size < 1 << 28 or not row["time_us"]:
             continue
         told = float(row["time_us"]) / 1e6
-        found = seconds("all_reduce", size, RankGroup(size=8), machine(names[row["gpu"]], 8), PUBLISHED)
+        found = collective_seconds("all_reduce", size, RankGroup(size=8), machine(names[row["gpu"]], 8), PUBLISHED)
         assert 0.8 < found / told < 2.0, (row["gpu"], size, found / told)
         checked += 1
     assert checked >= 7

@@ -9,7 +9,7 @@ import pytest
 
 from fsdp_lab.core.events import Role, StepEvent
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.planner.compute import Software
+from fsdp_lab.planner.costs import Software
 from fsdp_lab.planner.memory import memory
 from fsdp_lab.planner.memory_rows import UNEXPLAINED, MemoryRow, in_kind, lines, mape, memory_rows
 from fsdp_lab.planner.named_models import NamedModel, shape_of

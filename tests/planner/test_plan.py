@@ -6,10 +6,10 @@ import pytest
 
 from fsdp_lab.core.errors import ArgumentError, SpecError
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.planner.batch import predict
 from fsdp_lab.planner.devices import machine
 from fsdp_lab.planner.named_models import named_model, shape_of
 from fsdp_lab.planner.plan import limit, plan, scaling
+from fsdp_lab.planner.questions import predict
 from fsdp_lab.planner.validate import published
 
 SEVEN = shape_of(named_model("Llama-2 7B"))  # type: ignore[arg-type]

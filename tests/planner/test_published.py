@@ -8,9 +8,9 @@ import pytest
 
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.planner.calibrate import predicted_s
-from fsdp_lab.planner.compute import Attention
+from fsdp_lab.planner.costs import Attention
+from fsdp_lab.planner.devices import PUBLISHED
 from fsdp_lab.planner.published import case
-from fsdp_lab.planner.rates import PUBLISHED
 from fsdp_lab.planner.validate import published, usable
 
 ROW = {

@@ -7,10 +7,20 @@ import json
 import pytest
 
 from fsdp_lab.planner.calibrate import calibrate, leave_out, predicted_s
-from fsdp_lab.planner.checks import Check, checks
+from fsdp_lab.planner.devices import PUBLISHED
 from fsdp_lab.planner.published import PublishedCase, case
-from fsdp_lab.planner.rates import PUBLISHED
-from fsdp_lab.planner.validate import STRESS, Errors, HeldOutError, Validation, by_constant, fold, published, usable
+from fsdp_lab.planner.validate import (
+    STRESS,
+    Check,
+    Errors,
+    HeldOutError,
+    Validation,
+    by_constant,
+    checks,
+    fold,
+    published,
+    usable,
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,132 +1,259 @@
-"""`MemoryModel`: what a backend allocates and frees in a `MemoryTracker` during a step. Each backend has one."""
+"""`MemoryModel`: what a backend allocates and frees in a `MemoryTracker` during a step. Each backend has a subclass.
+
+A model computes nothing and moves nothing: it follows the points of a schedule and adds up bytes, with the sizes of each
+unit in each form that the backend holds (`UnitBytes`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_lab.core.events import Role, RoleBytes
 from fsdp_lab.core.model_shape import ModelShape, UnitShape
-from fsdp_lab.core.schedule import Point
+from fsdp_lab.core.schedule import Direction, Point, PointSide
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.planner.memory_tracker import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS, MemoryTracker
-from fsdp_lab.planner.unit_bytes import STATE, UnitBytes
 
-Measure = Callable[[UnitShape, Spec, int], UnitBytes]
+MASTER = 4  # bytes of an fp32 element
+STATE = {"adamw": 2, "sgd": 0}  # tensors of optimizer state for each parameter
+
+PARAMETERS, UNSHARDED, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION, OTHER = range(7)
+_ROLES = (
+    Role.PARAMETERS, Role.UNSHARDED, Role.GRADIENTS, Role.OPTIMIZER, Role.ACTIVATIONS, Role.COMMUNICATION, Role.OTHER,
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class MemoryTracker:
+    """Allocated bytes by class: now and at the peak. `where` is set by the caller; `peak_where` is its value at the peak."""
+
+    now: list[float] = field(default_factory=lambda: [0.0] * len(_ROLES))
+    total: float = 0.0
+    peak: list[float] = field(default_factory=lambda: [0.0] * len(_ROLES))
+    peak_total: float = 0.0
+    where: tuple[str, int] = ("begin", 0)
+    peak_where: tuple[str, int] = ("begin", 0)
+
+    def alloc(self, role: int, size: float) -> None:
+        self.now[role] += size
+        self.total += size
+        if self.total > self.peak_total:
+            self.peak_total, self.peak, self.peak_where = self.total, self.now[:], self.where
+
+    def free(self, role: int, size: float) -> None:
+        self.now[role] -= size
+        self.total -= size
+
+    def add(self, other: MemoryTracker) -> None:
+        """Repeat the allocations of a tracker that began empty."""
+        if self.total + other.peak_total > self.peak_total:
+            self.peak_total = self.total + other.peak_total
+            self.peak = [a + b for a, b in zip(self.now, other.peak, strict=True)]
+            self.peak_where = self.where
+        self.now = [a + b for a, b in zip(self.now, other.now, strict=True)]
+        self.total += other.total
+
+
+def role_bytes(sizes: list[float]) -> RoleBytes:
+    """`MemoryTracker.now` or `.peak` in whole bytes."""
+    return RoleBytes.of({role: round(max(0.0, size)) for role, size in zip(_ROLES, sizes, strict=True)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitBytes:
+    """Bytes of a unit on one rank, padding included, where F ranks share a copy."""
+
+    shard: float  # this rank's shard in fp32
+    cast: float  # the shard in the gathered dtype
+    gathered: float  # all F shards in the gathered dtype
+    whole: float  # the unsharded gradient in the dtype of the reduction
+    reduced: float  # this rank's shard of the gradient in that dtype
+    decayed: float  # of the shard, in fp32: parameters with weight decay, which the optimizer steps together
+    others: float  # the rest of the shard
+    mixed: bool  # gathered in another dtype than fp32
+    recast: bool  # reduced in another dtype than fp32
+
+    @classmethod
+    def of(cls, shard_numel: int, decayed: int, others: int, *, param: int, reduce: int, factor: int) -> UnitBytes:
+        """From elements of a shard; `param` and `reduce` are bytes of an element in those dtypes."""
+        return cls(
+            shard=shard_numel * MASTER, cast=shard_numel * param, gathered=factor * shard_numel * param,
+            whole=factor * shard_numel * reduce, reduced=shard_numel * reduce, decayed=decayed * MASTER,
+            others=others * MASTER, mixed=param != MASTER, recast=reduce != MASTER,
+        )  # fmt: skip
+
+
+def parameter_shapes(unit: UnitShape) -> list[tuple[int, ...]]:
+    """Shapes of a unit's parameters. Where only their elements are known, matrices whose rows divide evenly."""
+    if unit.shapes:
+        return list(unit.shapes)
+    width = int(unit.boundary_elements) or 1
+    return [(n // width, width) if n > width and n % width == 0 else (n,) for n in unit.parameters]
+
+
+def decayed_numel(unit: UnitShape) -> int:
+    """Elements of the matrices, which have weight decay; biases and norms have none."""
+    return sum(math.prod(s) for s in parameter_shapes(unit) if len(s) >= 2)
 
 
 class MemoryModel:
-    """State of one rank in one step.
+    """Memory state of one rank during one step.
 
     Args:
-        measure: the bytes of a unit, as this backend lays it out.
-        on_gpu: whether the host's memory is another one.
+        on_gpu: whether device and host memory are separate.
     """
 
-    def __init__(self, spec: Spec, shape: ModelShape, book: MemoryTracker, measure: Measure, *, on_gpu: bool) -> None:
-        self.spec, self.shape, self.book, self.on_gpu = spec, shape, book, on_gpu
+    def __init__(self, spec: Spec, shape: ModelShape, tracker: MemoryTracker, *, on_gpu: bool) -> None:
+        self.spec, self.shape, self.tracker, self.on_gpu = spec, shape, tracker, on_gpu
         self.factor, self.strategy = spec.shard_factor, spec.strategy
         self.replicas = spec.world_size // self.factor
-        known = {id(unit): unit for unit in shape.units}
-        of = {key: measure(unit, spec, self.factor) for key, unit in known.items()}
-        self.units = [of[id(unit)] for unit in shape.units]
-        self.gradients = [0.0] * len(self.units)  # shards that are reduced
+        sizes = {id(unit): self.unit_bytes(unit) for unit in {id(unit): unit for unit in shape.units}.values()}
+        self.units = [sizes[id(unit)] for unit in shape.units]
+        self.gradients = [0.0] * len(self.units)  # reduced gradients of each unit
+        self.fresh = [0.0] * len(self.units)  # gradients that became ready since the unit's last reduction
         self.offloaded = self.strategy.offload != "none"
+        self.reduces_on_host = self.offloaded and not on_gpu  # reduced gradients are host memory, which is not counted
         self.keeps_gradients = False  # between steps
-        self.loud = True  # whether this micro-batch communicates
-        self.flying = 0.0  # scratch of gathers on their way
+        self.reduces = True  # whether this micro-batch reduces gradients
+        self.in_flight = 0.0  # scratch of prefetches that have not completed
         self._over_gloo = not on_gpu and self.factor > 1
+
+    def unit_bytes(self, unit: UnitShape) -> UnitBytes:
+        """Sizes of a unit as this backend lays it out. Called by the constructor, after `spec` and `factor` are set."""
+        raise NotImplementedError
 
     # -- between steps ----------------------------------------------------------------------------------------------
 
     @property
     def shards(self) -> float:
-        """Bytes of fp32 parameters."""
+        """Bytes of this rank's fp32 parameters."""
         return sum(u.shard for u in self.units)
 
-    def hold(self) -> None:
-        """What is there when a step begins."""
+    def alloc_state(self) -> None:
+        """Allocate what a rank holds when a step begins."""
         if self.keeps_gradients and not self.offloaded:
             self.gradients = [u.shard for u in self.units]
-            self.book.alloc(GRADIENTS, self.shards)
+            self.tracker.alloc(GRADIENTS, self.shards)
         if not self.offloaded:
-            self.book.alloc(PARAMETERS, self.shards)
-            self.book.alloc(OPTIMIZER, self.shards * STATE[self.spec.workload.optimizer])
+            self.tracker.alloc(PARAMETERS, self.shards)
+            self.tracker.alloc(OPTIMIZER, self.shards * STATE[self.spec.workload.optimizer])
 
     @property
     def host_bytes(self) -> float:
-        """Of the host under offload: shards, gradients, optimizer state."""
+        """Host memory under offload: shards, gradients, optimizer state."""
         return self.shards * (2 + STATE[self.spec.workload.optimizer]) if self.offloaded else 0.0
 
-    # -- on the wire ------------------------------------------------------------------------------------------------
+    # -- collectives ------------------------------------------------------------------------------------------------
 
-    def gathering(self, size: float) -> float:
-        """What a gather of so many bytes takes beside its output while it is on its way: Gloo lands it elsewhere first."""
+    def gather_scratch(self, size: float) -> float:
+        """Bytes that an all-gather needs beside its output while in flight: Gloo receives into a buffer of its own."""
         return size if self._over_gloo else 0.0
 
-    def reducing(self, size: float) -> float:
-        """The same of a reduce-scatter: over Gloo the wire exchanges the summands, and adds them in the order of ranks."""
+    def reduce_scratch(self, size: float) -> float:
+        """The same for a reduce-scatter: over Gloo ranks exchange the summands and add them in rank order."""
         return size if self._over_gloo else 0.0
 
-    def pass_by(self, size: float, *, ahead: bool = False) -> None:
-        """So many bytes for a moment; of a collective that runs beside computing, till about the middle of the unit that
-        computes: till its first gradient is made, or its forward is over."""
-        self.book.alloc(COMMUNICATION, size)
+    def alloc_scratch(self, size: float, *, ahead: bool = False) -> None:
+        """Allocate and free scratch. That of a prefetch is freed when the unit that computes meanwhile is about halfway:
+        at its first gradient, or at the end of its forward."""
+        self.tracker.alloc(COMMUNICATION, size)
         if ahead:
-            self.flying += size
+            self.in_flight += size
         else:
-            self.book.free(COMMUNICATION, size)
+            self.tracker.free(COMMUNICATION, size)
 
-    def landed(self) -> None:
-        if self.flying:
-            self.book.free(COMMUNICATION, self.flying)
-            self.flying = 0.0
+    def finish_prefetches(self) -> None:
+        """Free the scratch of prefetches in flight."""
+        if self.in_flight:
+            self.tracker.free(COMMUNICATION, self.in_flight)
+            self.in_flight = 0.0
 
     # -- in a micro-batch -------------------------------------------------------------------------------------------
 
-    def begin(self, *, loud: bool) -> None:
-        """A micro-batch begins."""
-        self.loud = loud
+    def begin_micro_batch(self, *, reduces: bool) -> None:
+        self.reduces = reduces
 
     def at(self, point: Point) -> None:
-        """The step has come to a point of the schedule."""
+        """The step reaches a point of the schedule."""
 
-    def arrived(self, unit: int, index: int, size: float) -> None:
-        """A parameter's gradient is complete: a block of `size` of the class of gradients."""
+    def gradient_ready(self, unit: int, index: int, size: float) -> None:
+        """A parameter's gradient is complete: `size` bytes of the class of gradients."""
+
+    def keep_gradient(self, unit: int, size: float) -> None:
+        """A reduced gradient of `size` bytes: moved to the host, added to the one that is there, or kept."""
+        if self.offloaded or self.gradients[unit]:
+            self.tracker.free(GRADIENTS, size)
+        else:
+            self.gradients[unit] = size
 
     def end_backward(self) -> None:
-        """Autograd is through."""
+        """The backward is complete."""
 
     # -- update -----------------------------------------------------------------------------------------------------
 
     def update(self) -> None:
-        """The optimizer's scratch: AdamW's square roots, SGD's gradients with decay added; a group of parameters at once."""
+        """Scratch of the optimizer's foreach kernels: AdamW's square roots, SGD's gradients with weight decay added; one
+        parameter group at a time."""
         if self.offloaded:
             return
         groups = [sum(u.decayed for u in self.units), sum(u.others for u in self.units)]
-        decay = self.spec.workload.weight_decay > 0
         if self.spec.workload.optimizer == "sgd":
-            groups = groups[:1] if decay else []
+            groups = groups[:1] if self.spec.workload.weight_decay > 0 else []
         for scratch in groups:
-            self.book.alloc(OPTIMIZER, scratch)
-            self.book.free(OPTIMIZER, scratch)
+            self.tracker.alloc(OPTIMIZER, scratch)
+            self.tracker.free(OPTIMIZER, scratch)
 
-    def forget(self) -> None:
-        """Gradients are dropped."""
+    def drop_gradients(self) -> None:
+        """`zero_grad`."""
         if self.keeps_gradients:
             return
         if not self.offloaded:
-            self.book.free(GRADIENTS, sum(self.gradients))
+            self.tracker.free(GRADIENTS, sum(self.gradients))
         self.gradients = [0.0] * len(self.units)
 
-    # -- alike units ------------------------------------------------------------------------------------------------
+    # -- repeated units: `memory` plays the gradients of equal units once ---------------------------------------------
 
-    def key(self, unit: int) -> tuple[object, ...]:
-        """What decides how this unit's gradients are taken."""
+    def state_key(self, unit: int) -> tuple[object, ...]:
+        """All state on which the treatment of this unit's gradients depends."""
+        return (self.fresh[unit],)
+
+    def unit_state(self, unit: int) -> Any:
+        """State of a unit after its gradients are ready, as `set_unit_state` takes it."""
+        return self.fresh[unit]
+
+    def set_unit_state(self, unit: int, state: Any) -> None:
+        self.fresh[unit] = state
+
+
+class HookedMemory(MemoryModel):
+    """FSDP1 and FSDP2: hooks run before the first and after the last call of a unit, in each direction."""
+
+    def __init__(self, spec: Spec, shape: ModelShape, tracker: MemoryTracker, *, on_gpu: bool) -> None:
+        super().__init__(spec, shape, tracker, on_gpu=on_gpu)
+        calls = shape.call_tree
+        self._first = {c.unit: k for k, c in reversed(list(enumerate(calls)))}
+        self._last = {c.unit: k for k, c in enumerate(calls)}
+        self.order = [u for u in dict.fromkeys(c.unit for c in calls) if u]  # units below the root, by first call
+        self.gathered = [False] * len(self.units)
+
+    def at(self, point: Point) -> None:
+        unit = self.shape.call_tree[point.call].unit
+        forward, before = point.direction is Direction.FORWARD, point.moment is PointSide.BEFORE
+        if point.call == (self._first if forward is before else self._last)[unit]:
+            if forward:
+                (self.pre_forward if before else self.post_forward)(unit)
+            else:
+                (self.pre_backward if before else self.post_backward)(unit)
+
+    def pre_forward(self, unit: int) -> None:
         raise NotImplementedError
 
-    def after(self, unit: int) -> Any:
-        """The unit's state, for `restore` to set without its gradients coming one by one."""
+    def post_forward(self, unit: int) -> None:
         raise NotImplementedError
 
-    def restore(self, unit: int, state: Any) -> None:
+    def pre_backward(self, unit: int) -> None:
+        raise NotImplementedError
+
+    def post_backward(self, unit: int) -> None:
         raise NotImplementedError

@@ -1,72 +1,83 @@
-"""torch's DDP: parameters, gradients in buckets and optimizer state, whole on every rank.
+"""torch's DDP: parameters, gradients in buckets and optimizer state, unsharded on every rank.
 
-A gradient is copied into its bucket as it comes. Where the reduction has a dtype of its own, each bucket is sent as a copy.
+A gradient is copied to its bucket when it is ready. If the reduction has a dtype of its own, a bucket is sent as a copy.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from fsdp_lab.core.model_shape import ModelShape
+from fsdp_lab.core.model_shape import ModelShape, UnitShape
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.planner.memory_models.base import MemoryModel
-from fsdp_lab.planner.memory_tracker import COMMUNICATION, GRADIENTS, MemoryTracker
-from fsdp_lab.planner.unit_bytes import replica_bytes
-
-FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # torch's defaults, in bytes
+from fsdp_lab.planner.costs import BUCKET, BYTES, FIRST_BUCKET
+from fsdp_lab.planner.memory_models.base import (
+    COMMUNICATION,
+    GRADIENTS,
+    MASTER,
+    MemoryModel,
+    MemoryTracker,
+    UnitBytes,
+    decayed_numel,
+)
 
 
 class DDPMemory(MemoryModel):
-    def __init__(self, spec: Spec, shape: ModelShape, book: MemoryTracker, *, on_gpu: bool) -> None:
-        super().__init__(spec, shape, book, replica_bytes, on_gpu=on_gpu)
+    """`fresh`: bytes of a unit's gradients of this micro-batch that are not in buckets, as under `no_sync`."""
+
+    def __init__(self, spec: Spec, shape: ModelShape, tracker: MemoryTracker, *, on_gpu: bool) -> None:
+        super().__init__(spec, shape, tracker, on_gpu=on_gpu)
         self._filled, self._limit, self._sent = 0.0, float(FIRST_BUCKET), 0.0
         self._recast = self.units[0].recast
-        self._kept, self._fresh = [0.0] * len(self.units), [0.0] * len(self.units)  # by unit
+        self._kept = [0.0] * len(self.units)  # the same of earlier micro-batches
         self._share = self.units[0].reduced / max(1.0, self.units[0].shard)
 
-    def hold(self) -> None:
-        super().hold()
-        self.book.alloc(GRADIENTS, self.shards)
+    def unit_bytes(self, unit: UnitShape) -> UnitBytes:
+        decayed, reduce = decayed_numel(unit), BYTES[self.strategy.dtypes.reduce]
+        whole = UnitBytes.of(unit.numel, decayed, unit.numel - decayed, param=MASTER, reduce=reduce, factor=1)
+        return dataclasses.replace(whole, gathered=0, whole=whole.shard)
 
-    def arrived(self, unit: int, index: int, size: float) -> None:
-        """Without communication the first ones stay beside the buckets, and later ones are added to them."""
-        if not self.loud and not self._kept[unit]:
-            self._fresh[unit] += size
+    def alloc_state(self) -> None:
+        super().alloc_state()
+        self.tracker.alloc(GRADIENTS, self.shards)
+
+    def gradient_ready(self, unit: int, index: int, size: float) -> None:
+        """Under `no_sync` the first gradients stay beside the buckets, and later ones are added to them."""
+        if not self.reduces and not self._kept[unit]:
+            self.fresh[unit] += size
             return
-        self.book.free(GRADIENTS, size)
-        if self.loud and self._kept[unit]:
-            self.book.free(GRADIENTS, 4.0 * self.shape.units[unit].parameters[index])
-        if self._recast and self.loud:
-            self._fill(4.0 * self.shape.units[unit].parameters[index])
-
-    def _fill(self, size: float) -> None:
-        self._filled += size
-        if self._filled >= self._limit:
-            self._send()
+        numel = self.shape.units[unit].parameters[index]
+        self.tracker.free(GRADIENTS, size)
+        if self.reduces and self._kept[unit]:
+            self.tracker.free(GRADIENTS, 4.0 * numel)
+        if self._recast and self.reduces:
+            self._filled += 4.0 * numel
+            if self._filled >= self._limit:
+                self._send()
 
     def _send(self) -> None:
         sent = self._filled * self._share
-        self.book.alloc(COMMUNICATION, sent)
+        self.tracker.alloc(COMMUNICATION, sent)
         self._sent += sent
         self._filled, self._limit = 0.0, float(BUCKET)
 
     def end_backward(self) -> None:
-        self._kept = [0.0 if self.loud else kept + fresh for kept, fresh in zip(self._kept, self._fresh, strict=True)]
-        self._fresh = [0.0] * len(self.units)
+        self._kept = [0.0 if self.reduces else kept + new for kept, new in zip(self._kept, self.fresh, strict=True)]
+        self.fresh = [0.0] * len(self.units)
         if self._recast and self._filled:
             self._send()
-        self.book.free(COMMUNICATION, self._sent)
+        self.tracker.free(COMMUNICATION, self._sent)
         self._sent, self._filled, self._limit = 0.0, 0.0, float(FIRST_BUCKET)
 
-    def forget(self) -> None:
+    def drop_gradients(self) -> None:
         """The buckets stay."""
 
-    def key(self, unit: int) -> tuple[object, ...]:
-        sent = (self._filled, self._limit, self._sent) if self._recast and self.loud else ()
-        return (self.loud, bool(self._kept[unit]), self._fresh[unit], *sent)
+    def state_key(self, unit: int) -> tuple[object, ...]:
+        sent = (self._filled, self._limit, self._sent) if self._recast and self.reduces else ()
+        return (self.reduces, bool(self._kept[unit]), self.fresh[unit], *sent)
 
-    def after(self, unit: int) -> Any:
-        return self._filled, self._limit, self._sent, self._fresh[unit]
+    def unit_state(self, unit: int) -> Any:
+        return self._filled, self._limit, self._sent, self.fresh[unit]
 
-    def restore(self, unit: int, state: Any) -> None:
-        self._filled, self._limit, self._sent, self._fresh[unit] = state
+    def set_unit_state(self, unit: int, state: Any) -> None:
+        self._filled, self._limit, self._sent, self.fresh[unit] = state

@@ -1,161 +1,189 @@
-"""Our own engine: what `runtime.py`, `flat.py` and `gradients.py` of the engine hold, action by action of the schedule."""
+"""The lab's own engine: what engine/runtime.py, flat.py and gradients.py allocate and free, action by action.
+
+Shared with the engine, as data without torch: the order of gathers, frees and reductions (`core.schedule.Schedule`) and the
+layout of flat buffers, shards and optimizer groups (`core.layout.Layout`).
+
+Note: what is not shared. The state of a unit's buffers (gathered, sent, reducing) is written here a second time. The
+engine's transitions act on storages: they wait for streams, keep tensors alive, and react to a forward that departs from
+its schedule and to exceptions, none of which a prediction has. `engine.memory_stats` counts those storages afterwards, so it
+needs a model that was built and trained. One state machine for both would be an interface between each line of the runtime
+and its tensors. Instead tests/planner/test_memory.py compares this file with the memory of real ranks, class by class.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import reduce
 
-from fsdp_lab.core.model_shape import ModelShape
+from fsdp_lab.core.layout import Layout
+from fsdp_lab.core.model_shape import ModelShape, UnitShape
 from fsdp_lab.core.schedule import Direction, Phase, Point, PointSide
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.planner.memory_models.base import MemoryModel
-from fsdp_lab.planner.memory_tracker import COMMUNICATION, GRADIENTS, PARAMETERS, UNSHARDED, MemoryTracker
+from fsdp_lab.planner.costs import BYTES
+from fsdp_lab.planner.memory_models.base import (
+    COMMUNICATION,
+    GRADIENTS,
+    MASTER,
+    PARAMETERS,
+    UNSHARDED,
+    MemoryModel,
+    MemoryTracker,
+    UnitBytes,
+    parameter_shapes,
+)
 from fsdp_lab.planner.timeline import schedule_for
-from fsdp_lab.planner.unit_bytes import UnitBytes, lab_bytes
 
 
 class FlatMemory(MemoryModel):
-    def __init__(self, spec: Spec, shape: ModelShape, book: MemoryTracker, *, on_gpu: bool) -> None:
-        super().__init__(spec, shape, book, lab_bytes, on_gpu=on_gpu)
+    """See the module. `fresh` of a unit is 1.0 where it has a gradient that is not reduced."""
+
+    def __init__(self, spec: Spec, shape: ModelShape, tracker: MemoryTracker, *, on_gpu: bool) -> None:
+        super().__init__(spec, shape, tracker, on_gpu=on_gpu)
         self._schedule = schedule_for(shape.call_tree, spec.strategy.schedule_rules)
         self._whole_gradients = spec.strategy.shards_optimizer_only
         self._low = spec.strategy.dtypes.keep_low_precision_gradients
         n = len(self.units)
-        self._gathered, self._sent, self._few = [False] * n, [0.0] * n, [0.0] * n
-        self._gradient = [0.0] * n  # 1.0: something came that is not reduced yet
+        self._gathered, self._sent, self._post_forward = [False] * n, [0.0] * n, [0.0] * n
         self._reducing: int | None = None
 
+    def unit_bytes(self, unit: UnitShape) -> UnitBytes:
+        """Of its flat buffers, one for each dtype in which parameters are gathered."""
+        dtypes, shapes, parts = self.strategy.dtypes, parameter_shapes(unit), []
+        for full_precision in (False, True):
+            chosen = [s for i, s in enumerate(shapes) if (i in unit.full_precision) is full_precision]
+            if chosen:
+                item = MASTER if full_precision else BYTES[dtypes.param]
+                layout = Layout.of(chosen, [len(s) >= 2 for s in chosen], self.factor, item)
+                decayed, others = (_kept(layout, group) for group in (True, False))
+                parts.append(UnitBytes.of(layout.shard_numel, decayed, others, param=item, reduce=BYTES[dtypes.reduce],
+                                          factor=self.factor))  # fmt: skip
+        return reduce(_joined, parts)
+
     @property
-    def _views(self) -> bool:
-        """Without shards, in fp32 and on its own device the master is what modules see."""
+    def _is_view_of_master(self) -> bool:
+        """Without sharding, in fp32 and on the same device, modules use the master itself."""
         return self.factor == 1 and not self.units[0].mixed and (self.strategy.offload == "none" or not self.on_gpu)
 
-    def hold(self) -> None:
-        super().hold()
-        if self.strategy.offload == "optimizer" and not self._views:
-            self.book.alloc(PARAMETERS, sum(u.cast for u in self.units))
-        if self._whole_gradients and not self._views:  # ZeRO-1 keeps what it gathered
-            self.book.alloc(UNSHARDED, sum(u.gathered for u in self.units))
+    def alloc_state(self) -> None:
+        super().alloc_state()
+        if self.strategy.offload == "optimizer" and not self._is_view_of_master:
+            self.tracker.alloc(PARAMETERS, sum(u.cast for u in self.units))
+        if self._whole_gradients and not self._is_view_of_master:  # ZeRO-1 keeps gathered parameters
+            self.tracker.alloc(UNSHARDED, sum(u.gathered for u in self.units))
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def at(self, point: Point) -> None:
         unit = self.shape.call_tree[point.call].unit
-        acted = False
+        reduced = False
         for action in self._schedule.at(point):
             if action.phase is Phase.UNSHARD:
                 self._unshard(action.unit, ahead=action.ahead)
             elif action.phase is Phase.RESHARD:
                 self._reshard(action.unit, point.direction)
             elif action.phase is Phase.REDUCE:
-                acted = True
+                reduced = True
                 self._reduce(action.unit)
-        if point.moment is PointSide.BEFORE and not acted:
+        if point.moment is PointSide.BEFORE and not reduced:
             self._unshard(unit)
-            self._land(unit)
+            self._wait_for_unshard(unit)
 
     def _unshard(self, unit: int, *, ahead: bool = False) -> None:
-        if self._gathered[unit] or self._views:
+        if self._gathered[unit] or self._is_view_of_master:
             return
         self._gathered[unit] = True
-        u, book = self.units[unit], self.book
-        near = self.strategy.offload
-        if near == "all" and not self._few[unit]:
-            book.alloc(COMMUNICATION, u.cast)
+        u, tracker, offload = self.units[unit], self.tracker, self.strategy.offload
+        if offload == "all" and not self._post_forward[unit]:
+            tracker.alloc(COMMUNICATION, u.cast)
             self._sent[unit] = u.cast
         if not self._whole_gradients:
-            book.alloc(UNSHARDED, u.gathered)
-        if not self._few[unit] and near == "none" and u.mixed:
+            tracker.alloc(UNSHARDED, u.gathered)
+        if offload == "none" and u.mixed and not self._post_forward[unit]:
             self._sent[unit] = u.cast
-            book.alloc(COMMUNICATION, u.cast)
-        self.pass_by(self.gathering(u.gathered), ahead=ahead)
+            tracker.alloc(COMMUNICATION, u.cast)
+        self.alloc_scratch(self.gather_scratch(u.gathered), ahead=ahead)
         if self.factor == 1:
-            self._land(unit)
+            self._wait_for_unshard(unit)
 
-    def _land(self, unit: int) -> None:
-        if self._few[unit] and self._gathered[unit]:
-            self.book.free(UNSHARDED, self._few[unit])
-            self._few[unit] = 0.0
-        self.book.free(COMMUNICATION, self._sent[unit])
+    def _wait_for_unshard(self, unit: int) -> None:
+        """Free what the gather sent."""
+        if self._post_forward[unit] and self._gathered[unit]:
+            self.tracker.free(UNSHARDED, self._post_forward[unit])
+            self._post_forward[unit] = 0.0
+        self.tracker.free(COMMUNICATION, self._sent[unit])
         self._sent[unit] = 0.0
 
     def _reshard(self, unit: int, direction: Direction) -> None:
         if not self._gathered[unit]:
             return
-        self._land(unit)
+        self._wait_for_unshard(unit)
         self._gathered[unit] = False
         size = self.strategy.reshard_size
         if size and direction is Direction.FORWARD:
-            self._few[unit] = self.units[unit].gathered / size
-            self.book.alloc(UNSHARDED, self._few[unit])
+            self._post_forward[unit] = self.units[unit].gathered / size
+            self.tracker.alloc(UNSHARDED, self._post_forward[unit])
         if not self._whole_gradients:
-            self.book.free(UNSHARDED, self.units[unit].gathered)
+            self.tracker.free(UNSHARDED, self.units[unit].gathered)
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
-    @property
-    def _is_host_s(self) -> bool:
-        """On a CPU, what an offloaded gradient ends in is the host's from the beginning."""
-        return self.offloaded and not self.on_gpu
+    def gradient_ready(self, unit: int, index: int, size: float) -> None:
+        if not self.fresh[unit]:
+            self.fresh[unit] = 1.0
+            self.tracker.alloc(GRADIENTS, self._unsharded_gradient(unit))
+        self.tracker.free(GRADIENTS, size)
 
-    def arrived(self, unit: int, index: int, size: float) -> None:
-        u = self.units[unit]
-        if not self._gradient[unit]:
-            self._gradient[unit] = 1.0
-            self.book.alloc(GRADIENTS, self._whole(u))
-        self.book.free(GRADIENTS, size)
+    def _unsharded_gradient(self, unit: int) -> float:
+        u, is_final = self.units[unit], self.factor == 1 or self._whole_gradients
+        return 0.0 if self.reduces_on_host and is_final and (self._low or not u.recast) else u.whole
 
-    def _whole(self, u: UnitBytes) -> float:
-        stays = self.factor == 1 or self._whole_gradients
-        return 0.0 if self._is_host_s and stays and (self._low or not u.recast) else u.whole
-
-    def _part(self, u: UnitBytes) -> float:
-        """What is scattered."""
-        stays = not self._whole_gradients and (self._low or not u.recast)
-        return 0.0 if self.factor == 1 or (self._is_host_s and stays) else u.reduced
+    def _scattered_gradient(self, unit: int) -> float:
+        u, is_final = self.units[unit], not self._whole_gradients
+        on_host = self.reduces_on_host and is_final and (self._low or not u.recast)
+        return 0.0 if self.factor == 1 or on_host else u.reduced
 
     def _reduce(self, unit: int) -> None:
-        if not self.loud or not self._gradient[unit]:
+        if not self.reduces or not self.fresh[unit]:
             return
-        self._finish()
-        self._gradient[unit] = 0.0
-        self.book.alloc(GRADIENTS, self._part(self.units[unit]))
-        self.book.alloc(COMMUNICATION, self.reducing(self.units[unit].whole))
+        self._finish_reducing()
+        self.fresh[unit] = 0.0
+        self.tracker.alloc(GRADIENTS, self._scattered_gradient(unit))
+        self.tracker.alloc(COMMUNICATION, self.reduce_scratch(self.units[unit].whole))
         self._reducing = unit
 
-    def _finish(self) -> None:
-        """The reduction in flight comes to its shard."""
+    def _finish_reducing(self) -> None:
+        """Wait for the reduction in flight; what is left is the gradient of the shard."""
         if self._reducing is None:
             return
         unit, self._reducing = self._reducing, None
-        u, book = self.units[unit], self.book
-        whole, part = self._whole(u), self._part(u)
-        kept = whole if self.factor == 1 or self._whole_gradients else part
-        book.free(COMMUNICATION, self.reducing(u.whole))
-        book.free(GRADIENTS, whole + part - kept)
+        u, tracker = self.units[unit], self.tracker
+        unsharded, scattered = self._unsharded_gradient(unit), self._scattered_gradient(unit)
+        kept = unsharded if self.factor == 1 or self._whole_gradients else scattered
+        tracker.free(COMMUNICATION, self.reduce_scratch(u.whole))
+        tracker.free(GRADIENTS, unsharded + scattered - kept)
         if u.recast and not self._low:
-            raised = 0.0 if self._is_host_s else u.shard
-            book.alloc(GRADIENTS, raised)
-            book.free(GRADIENTS, kept)
-            kept = raised
-        if self.offloaded or self.gradients[unit]:
-            book.free(GRADIENTS, kept)
-        else:
-            self.gradients[unit] = kept
+            upcast = 0.0 if self.reduces_on_host else u.shard
+            tracker.alloc(GRADIENTS, upcast)
+            tracker.free(GRADIENTS, kept)
+            kept = upcast
+        self.keep_gradient(unit, kept)
 
     def end_backward(self) -> None:
         for unit in reversed(range(len(self.units))):
             self._reduce(unit)
-        self._finish()
+        self._finish_reducing()
         for unit in range(len(self.units)):
             self._reshard(unit, Direction.BACKWARD)
 
-    # -- alike units ------------------------------------------------------------------------------------------------
 
-    def key(self, unit: int) -> tuple[object, ...]:
-        return (bool(self._gradient[unit]),)
+def _kept(layout: Layout, group: bool) -> int:
+    """Elements of an optimizer group that rank 0 keeps."""
+    if group not in layout.regions:
+        return 0
+    start, stop = layout.region_in_shard(group, 0)
+    return stop - start
 
-    def after(self, unit: int) -> Any:
-        return self._gradient[unit]
 
-    def restore(self, unit: int, state: Any) -> None:
-        self._gradient[unit] = state
+def _joined(a: UnitBytes, b: UnitBytes) -> UnitBytes:
+    names = ("shard", "cast", "gathered", "whole", "reduced", "decayed", "others")
+    sums = {name: getattr(a, name) + getattr(b, name) for name in names}
+    return UnitBytes(**sums, mixed=a.mixed or b.mixed, recast=a.recast or b.recast)

@@ -1,192 +1,183 @@
-"""torch's FSDP2, as its `_fsdp_param_group.py` of torch 2.13 goes.
+"""torch's FSDP2, after `_fsdp_param_group.py` of torch 2.13.
 
-A gather lands in one buffer and is copied out of it; the buffer stays until the next unit's copy (in the forward) or until
-that copy is made (in the backward). A reduction's input stays until the next unit's. Gradients of a unit stand side by side
-until its backward is over. The root stays gathered.
+An all-gather writes to one buffer, which is copied to the parameters. The buffer is freed at the next unit's copy (in the
+forward) or after its own copy (in the backward). The input of a reduction is freed at the next unit's reduction. Gradients
+of a unit stay apart until its backward is over. The root stays gathered.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
-from fsdp_lab.core.model_shape import ModelShape
-from fsdp_lab.core.schedule import Direction, Point, PointSide
+from fsdp_lab.core.model_shape import ModelShape, UnitShape
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.planner.memory_models.base import MemoryModel
-from fsdp_lab.planner.memory_tracker import COMMUNICATION, GRADIENTS, UNSHARDED, MemoryTracker
-from fsdp_lab.planner.unit_bytes import torch_bytes
+from fsdp_lab.planner.costs import BYTES
+from fsdp_lab.planner.memory_models.base import (
+    COMMUNICATION,
+    GRADIENTS,
+    UNSHARDED,
+    HookedMemory,
+    MemoryTracker,
+    UnitBytes,
+    parameter_shapes,
+)
 
 
-class FSDP2Memory(MemoryModel):
-    def __init__(self, spec: Spec, shape: ModelShape, book: MemoryTracker, *, on_gpu: bool) -> None:
-        super().__init__(spec, shape, book, torch_bytes, on_gpu=on_gpu)
-        s = spec.strategy
+class FSDP2Memory(HookedMemory):
+    """`fresh`: bytes of a unit's gradients of the current backward."""
+
+    def __init__(self, spec: Spec, shape: ModelShape, tracker: MemoryTracker, *, on_gpu: bool) -> None:
+        super().__init__(spec, shape, tracker, on_gpu=on_gpu)
+        s, n = spec.strategy, len(self.units)
         self._reshards = s.reshards_after_forward
         self._asynchronous = s.forward_prefetch > 0 or s.backward_prefetch > 1
-        n = len(self.units)
-        self._buffer = [0.0] * n  # gathered, and not copied out yet
-        self._gathered, self._few = [False] * n, [0.0] * n
-        self._lent = 0.0  # the forward's last buffer
-        self._gradient = [0.0] * n  # bytes of gradients that have come and were not reduced
-        self._accumulated = [False] * n  # they are in the dtype of the reduction
-        self._fresh = [0.0] * n  # what came since
-        self._input = 0.0  # of the last reduction
-        self._held = 0.0  # what replicas sum, where it is not the shard itself
-        calls = shape.call_tree
-        self._first = {c.unit: k for k, c in reversed(list(enumerate(calls)))}
-        self._last = {c.unit: k for k, c in enumerate(calls)}
-        self._order = [u for u in dict.fromkeys(c.unit for c in calls) if u]
+        self._buffer = [0.0] * n  # gathered and not copied yet
+        self._post_forward = [0.0] * n
+        self._last_buffer = 0.0  # of the forward, after its copy
+        self._unreduced = [0.0] * n  # gradients of finished backwards
+        self._upcast = [False] * n  # they are in the dtype of the reduction
+        self._reduce_input = 0.0
+        self._all_reduced = 0.0  # inputs of all-reduces over replicas, where they are not the shards themselves
+
+    def unit_bytes(self, unit: UnitShape) -> UnitBytes:
+        """Each parameter is sharded by its first dimension; rank 0 has the largest part."""
+        dtypes, shapes = self.strategy.dtypes, parameter_shapes(unit)
+        parts = [-(-s[0] // self.factor) * (math.prod(s) // s[0]) if s and s[0] else 0 for s in shapes]
+        n, decayed = sum(parts), sum(p for p, s in zip(parts, shapes, strict=True) if len(s) >= 2)
+        param, reduce = BYTES[dtypes.param], BYTES[dtypes.reduce]
+        return UnitBytes.of(n, decayed, n - decayed, param=param, reduce=reduce, factor=self.factor)
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
-    def at(self, point: Point) -> None:
-        unit = self.shape.call_tree[point.call].unit
-        forward, before = point.direction is Direction.FORWARD, point.moment is PointSide.BEFORE
-        if forward and before and point.call == self._first[unit]:
-            self._unshard(unit)
-            self._copy_out(unit, lend=not self._asynchronous)
-            if unit:
-                for other in self._next(unit, self.strategy.forward_prefetch):
-                    self._unshard(other, ahead=True)
-        elif forward and not before and point.call == self._last[unit]:
-            if unit and self._reshards:
-                self._reshard(unit, keep=True)
-            if not unit:
-                self.book.free(COMMUNICATION, self._lent)
-                self._lent = 0.0
-        elif not forward and before and point.call == self._last[unit]:
-            self._unshard(unit)
-            self._copy_out(unit, lend=False)
-            for other in self._before(unit):
+    def pre_forward(self, unit: int) -> None:
+        self._unshard(unit)
+        self._copy_out(unit, keeps_buffer=not self._asynchronous)
+        if unit:
+            place = self.order.index(unit) + 1
+            for other in self.order[place : place + self.strategy.forward_prefetch]:
                 self._unshard(other, ahead=True)
-        elif not forward and not before and point.call == self._first[unit]:
-            self._post_backward(unit)
 
-    def _next(self, unit: int, depth: int) -> list[int]:
-        place = self._order.index(unit)
-        return self._order[place + 1 : place + 1 + depth]
-
-    def _before(self, unit: int) -> list[int]:
-        """Whom it prefetches in the backward: the last one used before it, or as many as are asked for."""
+    def post_forward(self, unit: int) -> None:
+        if unit and self._reshards:
+            self._reshard(unit, post_forward=True)
         if not unit:
-            return self._order[-1:]
-        place, depth = self._order.index(unit), self.strategy.backward_prefetch
-        return self._order[max(0, place - depth) : place][::-1]
+            self.tracker.free(COMMUNICATION, self._last_buffer)
+            self._last_buffer = 0.0
+
+    def pre_backward(self, unit: int) -> None:
+        self._unshard(unit)
+        self._copy_out(unit, keeps_buffer=False)
+        for other in self._prefetched_in_backward(unit):
+            self._unshard(other, ahead=True)
+
+    def _prefetched_in_backward(self, unit: int) -> list[int]:
+        """The last unit by the root; else as many as are prefetched, nearest first."""
+        if not unit:
+            return self.order[-1:]
+        place, depth = self.order.index(unit), self.strategy.backward_prefetch
+        return self.order[max(0, place - depth) : place][::-1]
 
     def _unshard(self, unit: int, *, ahead: bool = False) -> None:
-        if self._gathered[unit] or self._buffer[unit] or self.spec.world_size == 1:
+        if self.gathered[unit] or self._buffer[unit] or self.spec.world_size == 1:
             return
-        u, book = self.units[unit], self.book
-        copied = self.strategy.offload == "all" and self.on_gpu and not self._few[unit]
-        cast = (u.cast if u.mixed and not self._few[unit] else 0.0) + (u.shard if copied else 0.0)
-        book.alloc(COMMUNICATION, cast)
+        u, tracker, is_resharded = self.units[unit], self.tracker, bool(self._post_forward[unit])
+        copied = self.strategy.offload == "all" and self.on_gpu and not is_resharded
+        cast = (u.cast if u.mixed and not is_resharded else 0.0) + (u.shard if copied else 0.0)
+        tracker.alloc(COMMUNICATION, cast)
         self._buffer[unit] = u.gathered
-        book.alloc(COMMUNICATION, u.gathered)
-        self.pass_by(self.gathering(u.gathered), ahead=ahead and self._asynchronous)
-        book.free(COMMUNICATION, cast)
+        tracker.alloc(COMMUNICATION, u.gathered)
+        self.alloc_scratch(self.gather_scratch(u.gathered), ahead=ahead and self._asynchronous)
+        tracker.free(COMMUNICATION, cast)
 
-    def _copy_out(self, unit: int, *, lend: bool) -> None:
-        if self._gathered[unit]:
+    def _copy_out(self, unit: int, *, keeps_buffer: bool) -> None:
+        if self.gathered[unit]:
             return
-        if lend or self._lent:
-            self.book.free(COMMUNICATION, self._lent)
-            self._lent = 0.0
-        self.book.alloc(UNSHARDED, self.units[unit].gathered)
-        self._gathered[unit] = True
+        if keeps_buffer or self._last_buffer:
+            self.tracker.free(COMMUNICATION, self._last_buffer)
+            self._last_buffer = 0.0
+        self.tracker.alloc(UNSHARDED, self.units[unit].gathered)
+        self.gathered[unit] = True
         buffer, self._buffer[unit] = self._buffer[unit], 0.0
-        if lend:
-            self._lent = buffer
+        if keeps_buffer:
+            self._last_buffer = buffer
         else:
-            self.book.free(COMMUNICATION, buffer)
-        self.book.free(UNSHARDED, self._few[unit])
-        self._few[unit] = 0.0
+            self.tracker.free(COMMUNICATION, buffer)
+        self.tracker.free(UNSHARDED, self._post_forward[unit])
+        self._post_forward[unit] = 0.0
 
-    def _reshard(self, unit: int, *, keep: bool = False) -> None:
-        if not self._gathered[unit]:
+    def _reshard(self, unit: int, *, post_forward: bool = False) -> None:
+        if not self.gathered[unit]:
             return
         size = self.strategy.reshard_size
-        if keep and size:
-            self._few[unit] = self.units[unit].gathered / size
-            self.book.alloc(UNSHARDED, self._few[unit])
-        self._gathered[unit] = False
-        self.book.free(UNSHARDED, self.units[unit].gathered)
+        if post_forward and size:
+            self._post_forward[unit] = self.units[unit].gathered / size
+            self.tracker.alloc(UNSHARDED, self._post_forward[unit])
+        self.gathered[unit] = False
+        self.tracker.free(UNSHARDED, self.units[unit].gathered)
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
-    def arrived(self, unit: int, index: int, size: float) -> None:
-        """It stays where autograd put it; a later micro-batch adds to what came before."""
-        if self._gradient[unit] and not self._accumulated[unit]:
-            self.book.free(GRADIENTS, size)
+    def gradient_ready(self, unit: int, index: int, size: float) -> None:
+        """Autograd adds it to that of an earlier micro-batch, if there is one."""
+        if self._unreduced[unit] and not self._upcast[unit]:
+            self.tracker.free(GRADIENTS, size)
         else:
-            self._fresh[unit] += size
+            self.fresh[unit] += size
 
-    def _post_backward(self, unit: int) -> None:
-        u, book = self.units[unit], self.book
-        if self._accumulated[unit]:
-            book.free(GRADIENTS, self._fresh[unit])
+    def post_backward(self, unit: int) -> None:
+        u, tracker = self.units[unit], self.tracker
+        if self._upcast[unit]:
+            tracker.free(GRADIENTS, self.fresh[unit])
         else:
-            self._gradient[unit] += self._fresh[unit]
-        self._fresh[unit] = 0.0
+            self._unreduced[unit] += self.fresh[unit]
+        self.fresh[unit] = 0.0
         self._reshard(unit)
-        if not self.loud:
-            self._raise(unit)
+        if not self.reduces:
+            self._upcast_unreduced(unit)
             return
-        book.free(COMMUNICATION, self._input)
-        self._input = u.whole
-        if not self._gradient[unit]:
-            self._input = 0.0
+        tracker.free(COMMUNICATION, self._reduce_input)
+        self._reduce_input = u.whole if self._unreduced[unit] else 0.0
+        if not self._unreduced[unit]:
             return
-        book.alloc(COMMUNICATION, self._input)
-        book.free(GRADIENTS, self._gradient[unit])
-        self._gradient[unit], self._accumulated[unit] = 0.0, False
-        self._reduced(unit)
+        tracker.alloc(COMMUNICATION, self._reduce_input)
+        tracker.free(GRADIENTS, self._unreduced[unit])
+        self._unreduced[unit], self._upcast[unit] = 0.0, False
+        self._reduce(unit)
 
-    def _raise(self, unit: int) -> None:
-        """What is kept for a later micro-batch is kept in the dtype of the reduction."""
+    def _upcast_unreduced(self, unit: int) -> None:
+        """Gradients that a later micro-batch adds to are kept in the dtype of the reduction."""
         u = self.units[unit]
-        if u.mixed and not u.recast and not self._accumulated[unit] and self._gradient[unit]:
-            raised = self._gradient[unit] * 2
-            self.book.alloc(GRADIENTS, raised)
-            self.book.free(GRADIENTS, self._gradient[unit])
-            self._gradient[unit], self._accumulated[unit] = raised, True
+        if u.mixed and not u.recast and not self._upcast[unit] and self._unreduced[unit]:
+            upcast = self._unreduced[unit] * 2
+            self.tracker.alloc(GRADIENTS, upcast)
+            self.tracker.free(GRADIENTS, self._unreduced[unit])
+            self._unreduced[unit], self._upcast[unit] = upcast, True
 
-    def _reduced(self, unit: int) -> None:
-        """A shard of the sum, and from it the gradient."""
-        u, book = self.units[unit], self.book
-        is_host_s = self.offloaded and not self.on_gpu
+    def _reduce(self, unit: int) -> None:
+        """The shard of the sum, and the gradient made of it."""
+        u, tracker = self.units[unit], self.tracker
         if not u.recast:
-            size = 0.0 if is_host_s else u.reduced
-            book.alloc(GRADIENTS, size)
-            self.pass_by(self.reducing(u.whole))
+            size = 0.0 if self.reduces_on_host else u.reduced
+            tracker.alloc(GRADIENTS, size)
+            self.alloc_scratch(self.reduce_scratch(u.whole))
         else:
-            book.alloc(COMMUNICATION, u.reduced)
-            self.pass_by(self.reducing(u.whole))
-            size = 0.0 if is_host_s else u.shard
-            book.alloc(GRADIENTS, size)
+            tracker.alloc(COMMUNICATION, u.reduced)
+            self.alloc_scratch(self.reduce_scratch(u.whole))
+            size = 0.0 if self.reduces_on_host else u.shard
+            tracker.alloc(GRADIENTS, size)
             if self.replicas > 1:
-                self._held += u.reduced
+                self._all_reduced += u.reduced
             else:
-                book.free(COMMUNICATION, u.reduced)
-        if self.offloaded or self.gradients[unit]:
-            book.free(GRADIENTS, size)
-        else:
-            self.gradients[unit] = size
+                tracker.free(COMMUNICATION, u.reduced)
+        self.keep_gradient(unit, size)
 
     def end_backward(self) -> None:
         for unit in range(len(self.units)):
-            if self._gathered[unit] or self._fresh[unit]:
-                self._post_backward(unit)
-        self.book.free(COMMUNICATION, self._input + self._held + sum(self._buffer))
-        self._input = self._held = 0.0
+            if self.gathered[unit] or self.fresh[unit]:
+                self.post_backward(unit)
+        self.tracker.free(COMMUNICATION, self._reduce_input + self._all_reduced + sum(self._buffer))
+        self._reduce_input = self._all_reduced = 0.0
         self._buffer = [0.0] * len(self.units)
 
-    # -- alike units ------------------------------------------------------------------------------------------------
-
-    def key(self, unit: int) -> tuple[object, ...]:
-        return bool(self._gradient[unit]), self._accumulated[unit], self._fresh[unit]
-
-    def after(self, unit: int) -> Any:
-        return self._fresh[unit]
-
-    def restore(self, unit: int, state: Any) -> None:
-        self._fresh[unit] = state
+    def state_key(self, unit: int) -> tuple[object, ...]:
+        return bool(self._unreduced[unit]), self._upcast[unit], self.fresh[unit]

@@ -30,7 +30,7 @@ from fsdp_lab.core.spec import Strategy
 from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.models.build import build_skeleton
 from fsdp_lab.models.configs import first_line, resolve
-from fsdp_lab.models.facts import Facts, facts_of
+from fsdp_lab.models.presets import Facts, facts_of
 from fsdp_lab.models.wrapping import blocks, units
 from fsdp_lab.planner.shapes.rewrapping import MIDDLE, repeated, rewrapped
 from fsdp_lab.planner.shapes.tape import SAMPLES, TapeRecording, owners, products_of, record

@@ -39,7 +39,7 @@ from fsdp_lab.core.model_shape import (
 from fsdp_lab.core.schedule import Direction, Point, PointSide
 from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.engine.tensors import map_tensors, tensors_in
-from fsdp_lab.models.facts import Facts
+from fsdp_lab.models.presets import Facts
 
 SAMPLES = 37
 _LENGTHS = tuple(2 * prime for prime in (479, 487, 491, 241, 239, 233, 61, 59, 53))  # an encoder reads half of one

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from fsdp_lab.planner.memory_pressure import needed_bytes, pressed
-from fsdp_lab.planner.memory_traffic import GATE, RESIDUAL, RMS_NORM, ROTARY, memory_traffic
+from fsdp_lab.planner.costs import GATE, RESIDUAL, RMS_NORM, ROTARY, memory_traffic
+from fsdp_lab.planner.memory import needed_bytes, pressed
 from fsdp_lab.planner.named_models import named_model, shape_of
 from fsdp_lab.planner.plan import plan
 from fsdp_lab.planner.published import case

@@ -1,0 +1,263 @@
+"""Seconds of one operation: a unit's forward and backward (`work`), an optimizer step, a collective.
+
+Matrix products [tokens, inputs] x [inputs, outputs]: FLOPs at the device's rate for large products, plus operands once
+through memory (a roofline whose two sides are added, which makes narrow matrices slower, as they are). Fused attention: its
+own FLOPs, of which causal masking skips half, at a rate of its own; its backward computes the scores again, 2.5 times the
+forward (FlashAttention-2, arXiv 2307.08691, section 4.1). Plain attention: two products of all pairs, and the matrix of
+scores through memory. Norms, activations, residuals and losses: memory traffic, counted from the kernels that published code
+runs (`memory_traffic`).
+
+Collectives: a ring of n ranks sends (n-1)/n of the payload over every link for an all-gather or a reduce-scatter, twice that
+for an all-reduce (Patarasu and Yuan, 2009; nccl-tests' "busbw" is that over the time). Within a host each device has its own
+link. Between hosts NCCL makes several rings, which enter and leave a host by different network cards, so that one group's
+ring has the whole host's network; groups whose members are on the same hosts share it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from fsdp_lab.core.model_shape import UnitShape
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.planner.devices import Device, Machine, Rates
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+# Read and written per fp32 element: value, gradient, moments; torch's foreach AdamW, operation by operation.
+OPTIMIZER_BYTES = {"adamw": 80, "sgd": 12}
+FUSED_ADAMW_BYTES = 28
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DDP's buckets, torch's defaults
+
+
+class Attention(StrEnum):
+    """The attention kernel, which libraries choose and no Spec sets. Its rate is `Rates.attention` times `GAIN`."""
+
+    PLAIN = "plain"  # writes the matrix of scores to memory
+    FLASH1 = "flash1"  # FlashAttention, and Triton's of the same age
+    FLASH2 = "flash2"  # FlashAttention-2, in torch's scaled_dot_product_attention since 2.2
+
+
+# Causal, width 128, on an A100: arXiv 2307.08691, figures 5 and 6.
+GAIN = {Attention.FLASH1: 1.0, Attention.FLASH2: 1.8}
+SCORE_BYTES = 12  # memory traffic per score and head: written, masked, softmax, read, in half precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """Properties of the software that no Spec has.
+
+    `operators`: recompute keeps half of the matrix products and the attention of a unit (torchtitan's selective activation
+    checkpoints). `stops_early`: recompute stops at the last tensor that the backward needs, before the unit's last
+    product (torch's checkpoints since 2.1). `fused_optimizer`: one pass over AdamW's state; torch's default makes eight.
+    `keeps_gradients`: between steps they are filled with zeros and not freed (torch's optimizers before 2.0).
+    `holds_scores`: the peak includes the matrix of scores, though the step is as fast as with a fused kernel.
+    """
+
+    attention: Attention = Attention.FLASH2
+    operators: bool = False
+    stops_early: bool = True
+    fused_optimizer: bool = False
+    keeps_gradients: bool = False
+    holds_scores: bool = False
+
+
+USUAL = Software()
+
+
+# -- computing -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Seconds of one unit in one micro-batch."""
+
+    forward_s: float
+    backward_s: float
+    again_s: float  # recompute, in the backward
+
+
+def work(unit: UnitShape, tokens: int, spec: Spec, device: Device, rates: Rates, software: Software, *,
+         recomputed: bool) -> Work:  # fmt: skip
+    """tokens: of one sample."""
+    dtype, samples = spec.strategy.dtypes.param, spec.workload.micro_batch
+    products = product_seconds(unit, tokens * samples, dtype, device, rates)
+    scores = attention_seconds(unit, tokens, samples, dtype, device, rates, software.attention)
+    if (times := rates.traffic_of.get(dtype)) is not None:
+        moved = (times * saved_bytes(unit, tokens, dtype),) * 2
+    else:
+        moved = moved_bytes(unit, tokens, dtype, joined=spec.strategy.compile)
+    other, other_back = (samples * size / (device.memory_bytes_per_s * rates.memory) for size in moved)
+    host = rates.host(spec.strategy.backend).tensor_s * len(unit.parameters) / 2
+    again = products / 2 + other if software.operators else products + scores + other
+    if software.stops_early and unit.products and not software.operators:
+        last = replace(unit, products=(replace(unit.products[-1], count=1),))
+        again -= product_seconds(last, tokens * samples, dtype, device, rates)
+    scores_back = (2.0 if software.attention is Attention.PLAIN else 2.5) * scores
+    return Work(
+        forward_s=products + scores + other + host,
+        backward_s=2 * products + scores_back + other_back + host,
+        again_s=again + host if recomputed else 0.0,
+    )
+
+
+def saved_bytes(unit: UnitShape, tokens: int, dtype: str) -> float:
+    """Bytes that one sample's forward saves for the backward, without attention's scores, whose traffic is counted apart."""
+    return replace(unit.saved[dtype], per_pair_bytes=0.0).bytes_of(tokens)
+
+
+def moved_bytes(unit: UnitShape, tokens: int, dtype: str, *, joined: bool) -> tuple[float, float]:
+    """Memory traffic of one sample without products and attention: (forward, backward). joined: by a compiler."""
+    traffic = memory_traffic(unit)
+    if traffic is None:
+        saved = saved_bytes(unit, tokens, dtype)
+        forward, backward = PER_SAVED[2:] if joined else PER_SAVED[:2]
+        return forward * saved, backward * saved
+    seen = unit.share * tokens * BYTES[dtype] / 2
+    if joined:
+        return traffic.joined_forward * seen, traffic.joined_backward * seen
+    return traffic.forward * seen, traffic.backward * seen
+
+
+def product_seconds(unit: UnitShape, tokens: float, dtype: str, device: Device, rates: Rates) -> float:
+    """Matrix products of the forward."""
+    if device.measured is not None:
+        curve = device.curve(dtype)
+        return sum(p.count * curve(2 * unit.share * tokens * p.share * p.inputs * p.outputs) for p in unit.products)
+    rate = device.flops_per_s(dtype) * device.matrix_share * rates.matrix
+    bandwidth = device.memory_bytes_per_s * rates.memory
+    seen = unit.share * tokens
+    total = 0.0
+    for p in unit.products:
+        operands = rates.operands * BYTES[dtype] * (p.share * seen * (p.inputs + p.outputs) + p.inputs * p.outputs)
+        total += p.count * (2 * p.share * seen * p.inputs * p.outputs / rate + operands / bandwidth)
+    return total
+
+
+def attention_seconds(unit: UnitShape, tokens: float, samples: int, dtype: str, device: Device, rates: Rates,
+                      kernel: Attention) -> float:  # fmt: skip
+    """Attention of the forward, without its products with weights. tokens: of one sample."""
+    pairs, peak = samples * (unit.share * tokens) ** 2, device.flops_per_s(dtype)
+    if device.measured is not None:
+        return unit.pair_flops * pairs / peak + device.measured.scores[dtype](unit.heads * pairs)
+    if kernel is Attention.PLAIN:
+        moved = SCORE_BYTES * unit.heads * pairs / (device.memory_bytes_per_s * rates.memory)
+        return unit.pair_flops * pairs / (peak * device.matrix_share * rates.matrix) + moved
+    flops = unit.pair_flops * pairs * (0.5 if unit.causal else 1.0)
+    return flops / (peak * rates.attention_share(device.generation) * GAIN[kernel])
+
+
+def optimizer_seconds(elements: float, optimizer: str, device: Device, rates: Rates, software: Software) -> float:
+    """One update of a rank's shard."""
+    if device.measured is not None:
+        return device.measured.updates[optimizer](elements)
+    fused = optimizer == "adamw" and software.fused_optimizer
+    each = FUSED_ADAMW_BYTES if fused else OPTIMIZER_BYTES[optimizer]
+    return elements * each / (device.memory_bytes_per_s * rates.memory)
+
+
+# -- memory traffic --------------------------------------------------------------------------------------------------
+
+# Bytes that an element's kernels read and write: forward, backward; then the same where a compiler has joined neighbours.
+# Half precision is 2 bytes; a cast to fp32 moves 4. Nothing here is fitted. Dropout is not counted.
+Bytes = tuple[float, float, float, float]
+
+LAYER_NORM: Bytes = (4, 10, 2, 4)  # one kernel; backward: the gradient of its input, then of its weights
+RMS_NORM: Bytes = (36, 66, 2, 4)  # as Llama's code has it: cast, square, mean, product, cast, weight, a kernel each
+RESIDUAL: Bytes = (6, 6, 6, 4)  # two read, one written; joined: with the norm behind it
+ACTIVATION: Bytes = (4, 6, 4, 6)  # GELU or ReLU
+GATE: Bytes = (10, 18, 6, 12)  # SiLU and a product, of which the backward reads both factors
+ROTARY: Bytes = (20, 20, 4, 4)  # of queries and keys, in fp32
+LOSS: Bytes = (14, 22, 4, 4)  # of a logit: cast, log-softmax; its gradient, cast
+PER_SAVED: Bytes = (1.1, 1.7, 0.8, 1.1)  # of a saved byte, where a unit is no transformer's; as in a GPT's block
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryTraffic:
+    """Bytes per token in half precision: each operation a kernel of its own, and joined by a compiler."""
+
+    forward: float
+    backward: float
+    joined_forward: float
+    joined_backward: float
+
+
+def memory_traffic(unit: UnitShape) -> MemoryTraffic | None:
+    """Traffic of a transformer's block, or of a head with its loss, which is one product without attention. None for other
+    units."""
+    if unit.heads:
+        return _block_traffic(unit)
+    if len(unit.products) == 1 and not unit.saved["bf16"].fixed_bytes:
+        head = unit.products[0]
+        return _sum_traffic((head.count * head.outputs * head.share, LOSS))
+    return None
+
+
+def _block_traffic(unit: UnitShape) -> MemoryTraffic | None:
+    """Traffic of one block or several. A block that widens to twice its inner width is gated, and such models (Llama and
+    later ones) have RMS norms and rotary positions."""
+    hidden = unit.boundary_elements or max(unit.products, key=lambda p: p.outputs).inputs
+    width = max((p.inputs for p in unit.products if p.outputs == hidden), default=0)
+    blocks = sum(p.count for p in unit.products if (p.inputs, p.outputs) == (width, hidden))
+    if not blocks:
+        return None
+    widened = sum(p.count * p.outputs for p in unit.products if p.inputs == hidden and p.outputs in (width, 2 * width))
+    logits = sum(p.count * p.outputs * p.share for p in unit.products if p.outputs > max(4 * hidden, 2 * width))
+    ends, inner, heads = 2 * blocks * hidden, blocks * width, unit.pair_flops / 4
+    if widened >= 2 * inner:
+        return _sum_traffic((ends, RESIDUAL), (ends, RMS_NORM), (2 * heads, ROTARY), (inner, GATE), (logits, LOSS))
+    return _sum_traffic((ends, RESIDUAL), (ends, LAYER_NORM), (inner, ACTIVATION), (logits, LOSS))
+
+
+def _sum_traffic(*parts: tuple[float, Bytes]) -> MemoryTraffic:
+    """parts: elements per token, and the bytes of each."""
+    a, b, c, d = (sum(elements * each[i] for elements, each in parts) for i in range(4))
+    return MemoryTraffic(forward=a, backward=b, joined_forward=c, joined_backward=d)
+
+
+# -- collectives -----------------------------------------------------------------------------------------------------
+
+PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # of the payload through the ring
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankGroup:
+    """`size` ranks, `stride` apart: 1 for those that share a shard, the shard's size for its replicas."""
+
+    size: int
+    stride: int = 1
+
+
+def link_bytes(kind: str, payload_bytes: float, size: int) -> float:
+    """Bytes that a rank sends, and receives, in a ring of `size` ranks."""
+    return PASSES[kind] * payload_bytes * (size - 1) / size
+
+
+def collective_seconds(kind: str, payload_bytes: float, group: RankGroup, machine: Machine, rates: Rates) -> float:
+    """One collective alone; 0 for a group of one."""
+    if group.size < 2:
+        return 0.0
+    sent = link_bytes(kind, payload_bytes, group.size)
+    if kind in machine.collectives:
+        return _measured_seconds(kind, sent, group.size, machine)
+    inside = min(machine.per_host, group.size * group.stride)
+    shared = 1 if machine.device.switched else inside
+    slowest = sent * shared / (machine.device.link_bytes_per_s * rates.link)
+    if group.size * group.stride > machine.per_host:
+        rings = min(group.stride, machine.per_host)  # groups that use a host's network at once
+        slowest = max(slowest, sent * rings / (machine.network_bytes_per_s * rates.network))
+    return slowest + rates.latency_s * (group.size - 1)
+
+
+def _measured_seconds(kind: str, sent: float, size: int, machine: Machine) -> float:
+    """Interpolated between the measurements of pairs, if there are any, and of all ranks."""
+    whole = machine.collectives[kind](sent)
+    if kind not in machine.pairs or machine.ranks == 2:
+        return whole
+    along = (size - 2) / (machine.ranks - 2)
+    return along * whole + (1 - along) * machine.pairs[kind](sent)
+
+
+def late_s(size: int, rates: Rates) -> float:
+    """Delay of the last of so many ranks at a collective. Ranks are interrupted rarely and one by one, so the wait for the
+    slowest grows with their number (Petrini, Kerbyson and Pakin, 2003)."""
+    return rates.jitter_s * (size - 1)
