@@ -26,12 +26,11 @@ from fsdp_lab.history.run_list import RunList
 from fsdp_lab.planner.calibration import Calibration
 from fsdp_lab.planner.plan import Plan
 from fsdp_lab.planner.questions import Target, planned, planned_here
-from fsdp_lab.runs.calibrating import PASSES, calibrate
 from fsdp_lab.runs.comparison import Refusal
-from fsdp_lab.runs.drill import Drill
+from fsdp_lab.runs.environment import PASSES, calibrate
 from fsdp_lab.runs.evaluation import EvalConfig
 from fsdp_lab.runs.recovery import RecoveryPolicy
-from fsdp_lab.runs.run import Run
+from fsdp_lab.runs.run import Drill, Run
 from fsdp_lab.runs.saving import CheckpointConfig
 from fsdp_lab.runs.slow_motion import SlowMotion, SlowStep
 from fsdp_lab.runs.sweep import ROUNDS, Sweep, combine
@@ -258,7 +257,7 @@ class Lab:
         What becomes of it depends on how the run recovers (`run(recover=...)`), and stands in `run.incidents`.
 
         Args:
-            kind: see `fsdp_lab.runs.drill.DRILLS`: kill, stop, stall, cut, slow, out-of-memory, nan, raise.
+            kind: see `fsdp_lab.core.faults.DRILLS`: kill, stop, stall, cut, slow, out-of-memory, nan, raise.
 
         Raises:
             ArgumentError: there is no such drill, or no such rank. ClusterError: no run trains, or the rank is not ours.

@@ -19,8 +19,7 @@ from fsdp_lab.core.events import StepEvent
 from fsdp_lab.history.codec import Row, pack, unpack
 from fsdp_lab.history.database import HistoryDB
 from fsdp_lab.history.kernel_process import KernelProcess
-from fsdp_lab.runs.steps import last_stretch
-from fsdp_lab.runs.store import CAP
+from fsdp_lab.runs.steps import CAP, last_stretch
 from fsdp_lab.runs.summary import counting, median
 from fsdp_lab.runs.view import RunView, Switch
 

@@ -16,9 +16,8 @@ from fsdp_lab.history.codec import unpack
 from fsdp_lab.history.database import HistoryDB, HistoryError
 from fsdp_lab.history.kernel_process import KernelProcess
 from fsdp_lab.runs.environment import in_words
-from fsdp_lab.runs.queries import RunQueries
-from fsdp_lab.runs.store import CAP, EventStore
-from fsdp_lab.runs.view import RunState, Switch
+from fsdp_lab.runs.steps import CAP, EventStore
+from fsdp_lab.runs.view import RunQueries, RunState, Switch
 
 Reach = Callable[[], HistoryDB]  # opens the file
 

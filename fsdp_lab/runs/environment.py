@@ -10,16 +10,23 @@ import importlib.metadata
 import platform
 import re
 import socket
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from fsdp_lab.cluster import Cluster
 from fsdp_lab.cluster.placement import usable_cores
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.planner.calibration import Calibration, references
+from fsdp_lab.planner.shapes.presets import shape_for
 
 PACKAGES = ("torch", "transformers", "fsdp-lab")
 CPUINFO = Path("/proc/cpuinfo")
+PASSES = 6
 
 
 def fingerprint(ranks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
@@ -79,3 +86,17 @@ def in_words(environment: Mapping[str, Any]) -> str:
         counted += f" ({environment.get('cpu', '')}, {environment.get('cores', '?')} cores)"
     more = "".join(f", {k} {environment[k]}" for k in ("cuda", "nccl", "driver") if environment.get(k))
     return f"{environment.get('host', '')}: {counted}, torch {environment.get('torch', '')}{more}"
+
+
+def calibrate(cluster: Cluster, beside: Sequence[Spec] = (), *, passes: int = PASSES) -> Calibration:
+    """Measures on all ranks of an idle cluster; see `Lab.calibrate`."""
+    begun_s, devices = time.monotonic(), cluster.placement.devices
+    on_gpu = devices[0] != "cpu"
+    dtypes = ("fp32", "bf16", "fp16") if on_gpu else ("fp32", "bf16")  # products in fp16 are no use on a CPU
+    timed = references(len(devices), dtypes, devices)
+    shapes = tuple(replace(shape_for(r.spec.workload.model, r.spec.strategy.wrap), tapes={}) for r in timed)
+    specs = [spec.to_dict() for spec in (*(r.spec for r in timed), *beside)]
+    each = cluster.call("calibrate", specs=specs, dtypes=dtypes, passes=passes)
+    name = str(cluster.call("status")[0]["device_name"])
+    return Calibration.of(each, unix_s=time.time(), seconds=time.monotonic() - begun_s, name=name, devices=devices,
+                          shapes=shapes)  # fmt: skip

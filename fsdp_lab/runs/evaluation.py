@@ -7,13 +7,13 @@ found before is forgotten, as are steps that the ranks go back behind; the event
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fsdp_lab.core.errors import ArgumentError, SpecError
 from fsdp_lab.core.spec import Spec, Workload
 from fsdp_lab.models.check import is_language
-from fsdp_lab.runs.view import RunView
 
 HELD_OUT_BY = ("data", "held_out", "seq_len")  # a change of model or seed begins again anyway
 
@@ -114,19 +114,42 @@ class EarlyStopping:
         return f"{said}, best {_words(self.best, workload)}" if self.best else said
 
 
-def judged(run: RunView) -> EarlyStopping:
-    """Of a run that is kept, from the steps that count."""
-    judge, before = EarlyStopping(), None
-    specs = {switch.after.id: switch.after for switch in run.switches}
-    for step in run.events.steps():
-        if step.eval_loss is None:
-            continue
-        spec = specs.get(step.spec_id)
-        if before is not None and spec is not None:
-            judge.switched(before, spec)
-        before = spec or before
-        judge.take(step.number, step.eval_loss)
-    return judge
+class Evaluator:
+    """When a run is evaluated, and what was found. Used by the run's driver alone.
+
+    Attributes:
+        config: None: the run is not evaluated. on_best: called with each evaluation that is the best so far.
+    """
+
+    def __init__(self, config: EvalConfig | None) -> None:
+        self.config = config
+        self.judge = EarlyStopping(config.patience if config is not None else None)
+        self.on_best: list[Callable[[Evaluation], None]] = []
+
+    @property
+    def samples(self) -> int:
+        """Held-out samples per evaluation."""
+        return self.config.samples if self.config is not None else 0
+
+    def check(self, spec: Spec) -> None:
+        """Raises SpecError where the Spec holds nothing out for the evaluation."""
+        if self.config is not None:
+            self.config.check(spec)
+
+    def due(self, steps: range, until: int | None) -> dict[int, int]:
+        """The first of `steps` after which to evaluate, with the number of samples; empty where there is none.
+
+        `until`: the step before which the run ends; its last step is evaluated, too.
+        """
+        if self.config is None:
+            return {}
+        due = [n for n in steps if (n + 1) % self.config.every == 0 or n + 1 == until]
+        return dict.fromkeys(due[:1], self.config.samples)
+
+    def take(self, results: Sequence[Mapping[str, Any]]) -> list[Evaluation]:
+        """Judges the evaluations among the events of each rank. Returns those that were the best so far."""
+        losses = {e["step"]: e["eval_loss"] for r in results for e in r["events"] if e["eval_loss"] is not None}
+        return [Evaluation(step, loss) for step, loss in losses.items() if self.judge.take(step, loss)]
 
 
 def perplexity(loss: float) -> float:

@@ -3,7 +3,7 @@
 The rule. Candidates do the same work as the baseline on the same link (model, data, sequence length), they are not
 *different* from it, and the peak of their fullest rank has been measured and fits. Speed is throughput over all ranks, so
 that runs of other batches and world sizes compare. *Fastest*: the most tokens a second. *Smallest*: the least peak among
-those whose time a token is within `WITHIN` of the fastest's, as `fsdp_lab.runs.ratio` tells it. A *toggle* is a field of
+those whose time a token is within `WITHIN` of the fastest's, as `fsdp_lab.runs.summary` tells it. A *toggle* is a field of
 the Spec and two of its values; it is judged from every pair of runs that differ in this field alone.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.formatting import count, size
 from fsdp_lab.runs.comparison import Comparison, Refusal, Row, gathered, word
-from fsdp_lab.runs.ratio import Ratio, ratio
+from fsdp_lab.runs.summary import Ratio, ratio
 from fsdp_lab.runs.view import RunView
 
 WITHIN = 0.10

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from fsdp_lab.cluster import ClusterError
+from fsdp_lab.cluster import ClusterError, RankError
 from fsdp_lab.core.checkpoint_format import Checkpoint, begin, checkpoints, discard, finish
 from fsdp_lab.core.errors import ArgumentError, FieldError
 from fsdp_lab.core.spec import Spec
@@ -96,6 +97,60 @@ class Incident:
     @property
     def sentence(self) -> str:
         return str(self.error).partition("\n")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predecessor:
+    """A failed run that another one continues."""
+
+    id: str
+    step: int  # steps committed
+    error: BaseException
+
+
+class Recovery:
+    """The failures of one run. Used by the run's driver alone, but for `injected_unix_s`, which any thread may set.
+
+    Attributes:
+        incidents: oldest first. predecessor: the failed run that this one continues; None: there is none.
+        injected_unix_s: when a failure was made on purpose that has not been detected yet.
+    """
+
+    def __init__(self, policy: RecoveryPolicy, predecessor: Predecessor | None) -> None:
+        self.policy, self.predecessor = policy, predecessor
+        self.incidents: list[Incident] = []
+        self.injected_unix_s: float | None = None
+        self._failures = 0  # since the last committed step
+
+    def count_failure(self) -> bool:
+        """Counts a failure. Returns whether the policy recovers from it."""
+        self._failures += 1
+        return self.policy.how == "ask" or (self.policy.how == "auto" and self._failures <= self.policy.times)
+
+    def add(self, error: BaseException, step: int, ranks: int) -> None:
+        """A new incident, detected now. A RankError has the time of the failure, a RankLost that of its detection."""
+        unix_s = getattr(error, "unix_s", None)
+        raised = isinstance(error, RankError)
+        self.incidents.append(
+            Incident(
+                error=error,
+                step=step,
+                ranks=ranks,
+                failed_unix_s=unix_s if raised else self.injected_unix_s,
+                detected_unix_s=time.time() if raised or unix_s is None else unix_s,
+            )
+        )
+        self.injected_unix_s = None
+
+    def update(self, **changes: Any) -> None:
+        """Replaces fields of the newest incident."""
+        self.incidents[-1] = replace(self.incidents[-1], **changes)
+
+    def step_committed(self, unix_s: float) -> None:
+        """Training works: called with the time at which a chunk's first step ended."""
+        self._failures = 0
+        if self.incidents and self.incidents[-1].resumed_unix_s is None:
+            self.update(resumed_unix_s=unix_s)
 
 
 class Survivors(Protocol):

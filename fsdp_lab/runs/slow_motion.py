@@ -26,7 +26,7 @@ from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.formatting import Table, count, size
 from fsdp_lab.core.phase_snapshot import ParameterHolding, PhaseSnapshot
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.runs.run import Ranks
+from fsdp_lab.runs.driver import Ranks
 
 END_S = 15.0  # for a step to run to its end; then it is interrupted, and the parameters stay as they were before it
 POLL_S = 0.05

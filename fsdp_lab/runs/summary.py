@@ -13,7 +13,9 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from enum import StrEnum
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from fsdp_lab.core.events import Role, RoleBytes, StepEvent
@@ -205,6 +207,89 @@ def of_ranks(step: Step, value: Callable[[StepEvent], float | None]) -> float:
     """The mean over the ranks that know it; NaN where none does, or one knows that it does not."""
     told = [v for e in step.events if (v := value(e)) is not None]
     return statistics.fmean(told) if told else math.nan
+
+
+# -- ratios of two runs' figures ------------------------------------------------------------------------------------
+
+ROUNDS = 3
+FEWEST = 3  # steps of each run that an interval needs
+LEAST = 0.02  # a smaller difference counts as noise, however narrow its interval
+NORMAL_90 = 1.2816  # 90 % of a normal distribution lies below so many standard deviations
+
+Timed = Sequence[tuple[float, float]]  # (Unix time in seconds, value) of each step
+
+
+class Pairing(StrEnum):
+    ROUNDS = "in rounds"
+    MEDIANS = "one after the other"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """How much longer, or larger, one run is than another, and how certain that is.
+
+    The rule. Where the two were trained in turns, at least `ROUNDS` times each, as in a sweep, the median of each turn is
+    divided by that of the other run's turn in the same round, which is the nearest in time: drift of the machine affects
+    both alike. The ratio is the median over rounds, with the 10th and 90th percentile of rounds. Otherwise, when one was
+    trained after the other, it is the ratio of the two medians; p10 and p90 are the ends of its 80 % interval, from the
+    order statistics of both samples. Drift of the machine between the two is then part of the ratio.
+
+    Attributes:
+        p10, p90: None where there are too few steps. n: rounds, or the steps of the run that has fewer.
+    """
+
+    median: float
+    p10: float | None
+    p90: float | None
+    n: int
+    pairing: Pairing
+
+    @property
+    def clear(self) -> bool:
+        """Whether it differs from 1: the interval excludes 1, and the median is not within `LEAST` of it."""
+        if self.p10 is None or self.p90 is None:
+            return False
+        return not self.p10 <= 1 <= self.p90 and abs(self.median - 1) >= LEAST
+
+
+def ratio(of: Timed, to: Timed) -> Ratio | None:
+    """By the rule in `Ratio`; None where one of the two has no values, or some are not positive."""
+    if not of or not to or min(v for _, v in (*of, *to)) <= 0:
+        return None
+    rounds = in_rounds(of, to)
+    if len(rounds) >= ROUNDS:
+        each = [statistics.median(a) / statistics.median(b) for a, b in rounds]
+        p10, p90 = quantile(each, 0.1), quantile(each, 0.9)
+        return Ratio(median=statistics.median(each), p10=p10, p90=p90, n=len(each), pairing=Pairing.ROUNDS)
+    mine, theirs = [v for _, v in of], [v for _, v in to]
+    middle = statistics.median(mine) / statistics.median(theirs)
+    low, high = _interval(middle, mine, theirs)
+    n = min(len(mine), len(theirs))
+    return Ratio(median=middle, p10=low, p90=high, n=n, pairing=Pairing.MEDIANS)
+
+
+def in_rounds(of: Timed, to: Timed) -> list[tuple[list[float], list[float]]]:
+    """For each round, the values of the one's turn and of the other's."""
+    ordered = sorted([*((t, 0, v) for t, v in of), *((t, 1, v) for t, v in to)])
+    turns: tuple[list[list[float]], list[list[float]]] = ([], [])
+    for side, group in groupby(ordered, key=itemgetter(1)):
+        turns[side].append([v for _, _, v in group])
+    return list(zip(*turns, strict=False))  # the last round may lack the other's turn
+
+
+def _interval(middle: float, mine: Sequence[float], theirs: Sequence[float]) -> tuple[float | None, float | None]:
+    """(p10, p90): the errors of the two medians, added in quadrature on a logarithmic scale."""
+    if min(len(mine), len(theirs)) < FEWEST:
+        return None, None
+    (my_low, my_high), (their_low, their_high) = _median_errors(mine), _median_errors(theirs)
+    return middle * math.exp(-math.hypot(my_low, their_high)), middle * math.exp(math.hypot(my_high, their_low))
+
+
+def _median_errors(values: Sequence[float]) -> tuple[float, float]:
+    """How far below and above the sample's median the true one may be, as logarithms of ratios."""
+    reach = min(0.5, NORMAL_90 / 2 / math.sqrt(len(values)))
+    low, middle, high = (quantile(values, q) or 0.0 for q in (0.5 - reach, 0.5, 0.5 + reach))
+    return math.log(middle / low), math.log(high / middle)
 
 
 # -- the table of the last steps -----------------------------------------------------------------------------------

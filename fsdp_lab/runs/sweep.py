@@ -21,8 +21,8 @@ from typing import Any
 
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.spec import Spec, part_of
-from fsdp_lab.runs.awaited import Awaited
 from fsdp_lab.runs.comparison import Comparison, Refusal
+from fsdp_lab.runs.control import Awaited
 from fsdp_lab.runs.recommend import Recommendation, recommend
 from fsdp_lab.runs.run import STOP_S, Run
 from fsdp_lab.runs.steps import assemble_all

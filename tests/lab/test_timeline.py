@@ -18,7 +18,7 @@ from fsdp_lab.core.events import StepEvent, Traffic
 from fsdp_lab.core.spans import Span, Track
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs.run import Run
-from fsdp_lab.runs.store import EventStore
+from fsdp_lab.runs.steps import EventStore
 from fsdp_lab.runs.timeline import Timeline, stacked
 from tests.lab.events import event
 from tests.traces import Traced, traced
