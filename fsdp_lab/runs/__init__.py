@@ -1,4 +1,4 @@
-"""One Spec being trained, as the kernel sees it: its events, its switches, its end, and what is said of it."""
+"""Runs as the kernel sees them: driven chunk by chunk, saved, recovered, summarised, compared and shown on a timeline."""
 
 from fsdp_lab.core.formatting import Table
 from fsdp_lab.runs.comparison import Comparison, Refusal

@@ -22,7 +22,7 @@ from fsdp_lab.runs.view import RunState, Switch
 T = TypeVar("T")
 
 # The states that may follow each one. A state follows itself where only its reason changes.
-_FROM_LOOP = frozenset(RunState) - {RunState.STARTING, RunState.LOST}  # what may follow while the driver's loop executes
+_FROM_LOOP = frozenset(RunState) - {RunState.STARTING, RunState.LOST}
 TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
     RunState.STARTING: _FROM_LOOP,
     RunState.RUNNING: _FROM_LOOP,
@@ -143,7 +143,7 @@ class RunControl:
         self._ledger = False
 
     def set_state(self, state: RunState, reason: str = "") -> None:
-        """The one place where the state changes. Hold the lock. Raises RuntimeError where `TRANSITIONS` forbids the change."""
+        """The one place where the state changes. Hold the lock. Raises RuntimeError where `TRANSITIONS` forbids it."""
         if state not in TRANSITIONS[self.state]:
             raise RuntimeError(f"a run's state cannot change from {self.state.name} to {state.name}")
         self.state, self.reason = state, reason

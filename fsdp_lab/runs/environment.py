@@ -1,6 +1,6 @@
-"""Where a run was trained: machine, system, versions, devices. Part of its figures, since they are of no worth without.
+"""The machine that a run was trained on: `fingerprint` (hardware and versions) and `calibrate` (measured speed).
 
-No user names, no paths, no environment variables: it is shown to others.
+A fingerprint is shown to other people, so it has no user names, no paths and no environment variables.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from fsdp_lab.planner.shapes.presets import shape_for
 
 PACKAGES = ("torch", "transformers", "fsdp-lab")
 CPUINFO = Path("/proc/cpuinfo")
-PASSES = 6
+PASSES = 6  # measurements of each figure
 
 
 def fingerprint(ranks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """Of this machine and, where `ranks` gives what each says of itself (`Session.status`), of its device and its software.
+    """Hardware and software of this machine, and of its ranks where their `Session.status` is given.
 
-    Returns: plain scalars and lists, by "host", "cpu", "cores" (that may be used), "memory_bytes", "system", "python",
+    Returns: plain scalars and lists, by "host", "cpu", "cores" (usable ones), "memory_bytes", "system", "python",
     "torch", "transformers", "fsdp_lab", "devices" (a name for each rank), "cuda", "nccl", "driver" (empty on a CPU).
     """
-    found = {**dict(_machine()), "devices": [str(r.get("device_name", r.get("device", ""))) for r in ranks]}
-    told = dict(ranks[0].get("software", {})) if ranks else {}
+    software = dict(ranks[0].get("software", {})) if ranks else {}
     return {
-        **found,
+        **dict(_machine()),
+        "devices": [str(r.get("device_name", r.get("device", ""))) for r in ranks],
         "cuda": "",
         "nccl": "",
         "driver": "",
-        **{name: version for name, version in told.items() if version},
+        **{name: version for name, version in software.items() if version},
     }
 
 
 @functools.cache
 def _machine() -> tuple[tuple[str, Any], ...]:
-    """What does not change while this process lives."""
+    """The items that are constant in this process."""
     return (
         ("host", socket.gethostname()),
         ("cpu", cpu_model()),
@@ -61,7 +61,7 @@ def _machine() -> tuple[tuple[str, Any], ...]:
 
 
 def cpu_model(file: Path = CPUINFO) -> str:
-    """As its maker calls it; the architecture where that is not told."""
+    """The processor's model name; its architecture where that is unknown."""
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", file.read_text(), re.MULTILINE)
     except OSError:
@@ -77,7 +77,7 @@ def _version(package: str) -> str:
 
 
 def in_words(environment: Mapping[str, Any]) -> str:
-    """A line: "box: 2 x CPU (AMD EPYC 7B13, 2 cores), torch 2.13.0"."""
+    """A fingerprint in one line: "box: 2 x CPU (AMD EPYC 7B13, 2 cores), torch 2.13.0"."""
     if not environment:
         return ""
     devices = [str(name) for name in environment.get("devices", ())]
@@ -89,14 +89,14 @@ def in_words(environment: Mapping[str, Any]) -> str:
 
 
 def calibrate(cluster: Cluster, beside: Sequence[Spec] = (), *, passes: int = PASSES) -> Calibration:
-    """Measures on all ranks of an idle cluster; see `Lab.calibrate`."""
+    """Measures all ranks of an idle cluster at once; see `Lab.calibrate`."""
     begun_s, devices = time.monotonic(), cluster.placement.devices
     on_gpu = devices[0] != "cpu"
-    dtypes = ("fp32", "bf16", "fp16") if on_gpu else ("fp32", "bf16")  # products in fp16 are no use on a CPU
+    dtypes = ("fp32", "bf16", "fp16") if on_gpu else ("fp32", "bf16")  # matrix products in fp16 are not useful on a CPU
     timed = references(len(devices), dtypes, devices)
     shapes = tuple(replace(shape_for(r.spec.workload.model, r.spec.strategy.wrap), tapes={}) for r in timed)
     specs = [spec.to_dict() for spec in (*(r.spec for r in timed), *beside)]
-    each = cluster.call("calibrate", specs=specs, dtypes=dtypes, passes=passes)
+    by_rank = cluster.call("calibrate", specs=specs, dtypes=dtypes, passes=passes)
     name = str(cluster.call("status")[0]["device_name"])
-    return Calibration.of(each, unix_s=time.time(), seconds=time.monotonic() - begun_s, name=name, devices=devices,
+    return Calibration.of(by_rank, unix_s=time.time(), seconds=time.monotonic() - begun_s, name=name, devices=devices,
                           shapes=shapes)  # fmt: skip

@@ -1,7 +1,7 @@
-"""Evaluation on held-out samples: how often a run is to do it, what it found, and when it is enough.
+"""Evaluation on held-out samples: how often, with which results, and when to stop.
 
-A loss counts beside others of the same samples alone. So where a switch changes what is held out (`HELD_OUT_BY`), what was
-found before is forgotten, as are steps that the ranks go back behind; the events keep it all.
+Only losses of the same samples are comparable. So a switch that changes what is held out (`HELD_OUT_BY`) discards earlier
+evaluations, and a restart from an earlier step discards those after it; the events keep them all.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from fsdp_lab.core.errors import ArgumentError, SpecError
 from fsdp_lab.core.spec import Spec, Workload
 from fsdp_lab.models.check import is_language
 
-HELD_OUT_BY = ("data", "held_out", "seq_len")  # a change of model or seed begins again anyway
+HELD_OUT_BY = ("data", "held_out", "seq_len")  # a change of model or seed begins at step 0 anyway
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """After each `every` steps, and after the run's last, the mean loss of so many held-out `samples` is found.
+    """Computes the mean loss of `samples` held-out samples after every `every` steps, and after the run's last.
 
-    `patience`: the run stops when so many evaluations in turn were not better than the best; None: never.
+    `patience`: the run stops after so many consecutive evaluations that were not better than the best; None: never.
 
     Raises:
-        ArgumentError: what is no whole number of 1 or more.
+        ArgumentError: a value that is not a whole number of 1 or more.
     """
 
     every: int
@@ -38,7 +38,7 @@ class EvalConfig:
             if name == "patience" and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                more = ", or None to go on in any case" if name == "patience" else ""
+                more = ", or None to never stop early" if name == "patience" else ""
                 raise ArgumentError(
                     f"evaluate.{name}", f"{value!r} is refused", f"give a whole number of 1 or more{more}"
                 )
@@ -49,7 +49,7 @@ class EvalConfig:
         return given if given is None or isinstance(given, cls) else cls(every=given)  # type: ignore[arg-type]
 
     def check(self, spec: Spec) -> None:
-        """Raises SpecError where nothing is held out. Whether it is enough is known where the data is."""
+        """Raises SpecError where nothing is held out. The ranks, which have the data, check whether it is enough."""
         if not spec.workload.held_out:
             share = Workload.held_out
             raise SpecError("workload.held_out", "nothing is held out to evaluate on", f"use held_out {share}",
@@ -64,7 +64,7 @@ class Evaluation(NamedTuple):
 
 
 class EarlyStopping:
-    """Takes evaluations in the order of steps. `stale`: how many in turn were not better than the best."""
+    """Takes evaluations in order of steps. `stale`: how many consecutive ones were not better than the best."""
 
     def __init__(self, patience: int | None = None) -> None:
         self.patience = patience
@@ -76,7 +76,7 @@ class EarlyStopping:
         self.stale = 0
 
     def take(self, step: int, loss: float) -> bool:
-        """Whether it is the best until now. One that is not finite never is."""
+        """Returns whether it is the best so far. A loss that is not finite never is."""
         found = Evaluation(step, loss)
         self.evaluations.append(found)
         better = math.isfinite(loss) and (self.best is None or loss < self.best.loss)
@@ -85,20 +85,20 @@ class EarlyStopping:
         return better
 
     def forget(self, step: int = 0) -> None:
-        """What was found at `step` and later is not true any more."""
-        kept = [e for e in self.evaluations if e.step < step]
+        """Discards the evaluations at `step` and later, which are to be trained again."""
+        earlier = [e for e in self.evaluations if e.step < step]
         self._begin()
-        for e in kept:
+        for e in earlier:
             self.take(*e)
 
     def switched(self, before: Spec, after: Spec) -> None:
-        """Another Spec goes on with the same parameters."""
+        """Another Spec continues with the same parameters. Discards all evaluations where it holds out other samples."""
         if set(before.difference(after)) & set(HELD_OUT_BY):
             self.forget()
 
     @property
     def reason(self) -> str:
-        """Why to stop; empty where there is none."""
+        """Why to stop, in a sentence; empty: not to stop."""
         if self.patience is None or self.stale < self.patience:
             return ""
         times = f"in {self.stale} evaluation{'s' * (self.stale != 1)}"
@@ -110,8 +110,8 @@ class EarlyStopping:
         """The last evaluation and the best; empty before the first."""
         if not self.evaluations:
             return ""
-        said = f"evaluation loss {_words(self.evaluations[-1], workload)}"
-        return f"{said}, best {_words(self.best, workload)}" if self.best else said
+        text = f"evaluation loss {_words(self.evaluations[-1], workload)}"
+        return f"{text}, best {_words(self.best, workload)}" if self.best else text
 
 
 class Evaluator:
@@ -153,7 +153,7 @@ class Evaluator:
 
 
 def perplexity(loss: float) -> float:
-    """Of a language model with this mean loss, in nats per token."""
+    """Perplexity of a language model. `loss`: mean, in nats per token."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -161,7 +161,7 @@ def perplexity(loss: float) -> float:
 
 
 def in_words(loss: float, *, language: bool) -> str:
-    """An evaluation loss, with the perplexity where the model is one of language."""
+    """An evaluation loss as text, with the perplexity for a language model."""
     return f"{loss:.4f} (perplexity {perplexity(loss):.4g})" if language else f"{loss:.4f}"
 
 

@@ -1,4 +1,4 @@
-"""`CheckpointConfig`: what a run saves, where and how often; and `SavedCheckpoint`: what came of each checkpoint."""
+"""Checkpoints of a run: `CheckpointConfig` (where, how often), `CheckpointSchedule` (when), `SavedCheckpoint` (results)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LAST = 3
 class CheckpointConfig:
     """Where a run's checkpoints go: `CheckpointConfig(folder="checkpoints", every=100)`. Raises ArgumentError.
 
-    The last step of a run that ends in good order is saved, too.
+    The last step is saved, too, unless the run fails.
     """
 
     folder: str | os.PathLike[str]
-    every: int | None = None  # steps; None: when it is asked for, and at the end
-    last: int = LAST  # how many of a run are kept, and the best one beside them
+    every: int | None = None  # steps; None: only on request, and at the end
+    last: int = LAST  # how many checkpoints of a run to keep, beside the best one
 
     def __post_init__(self) -> None:
         for name, value in (("every", self.every), ("last", self.last)):
@@ -36,7 +36,7 @@ class CheckpointConfig:
 
     @classmethod
     def of(cls, given: CheckpointConfig | str | os.PathLike[str] | None) -> CheckpointConfig | None:
-        """From what a user gives: a Saving, a folder, or None. Raises ArgumentError."""
+        """From a config, a folder, or None. Raises ArgumentError."""
         return given if given is None or isinstance(given, CheckpointConfig) else cls(folder=given)
 
 
@@ -45,13 +45,13 @@ class SavedCheckpoint:
     """A checkpoint that a run took."""
 
     step: int
-    kind: str  # of `checkpoints.KINDS`
-    stall_s: float  # how long training stood for it; writing went on beside it
-    waited_s: float  # of that, for the one before to be written
-    path: Path | None = None  # None: it is still being written, or was not
+    kind: str  # one of `checkpoints.KINDS`
+    stall_s: float  # how long training was interrupted; writing overlaps with training
+    waited_s: float  # the part of `stall_s` in which the previous checkpoint was still being written
+    path: Path | None = None  # None: still being written, or failed
     nbytes: int = 0
-    seconds: float | None = None  # from the snapshot until it was whole; None while it is being written
-    error: str = ""  # why there is none
+    seconds: float | None = None  # from the snapshot until it was complete; None while it is being written
+    error: str = ""  # why it failed
 
     @property
     def pending(self) -> bool:
@@ -59,16 +59,18 @@ class SavedCheckpoint:
 
     @property
     def words(self) -> str:
-        """What came of it, in a sentence."""
+        """Its outcome, in a sentence."""
         if self.pending:
             return f"step {self.step} is being saved"
         if self.path is None:
-            return f"step {self.step} could not be saved ({self.error}); training goes on, and earlier ones are whole"
+            return (
+                f"step {self.step} could not be saved ({self.error}); training continues, and earlier ones are complete"
+            )
         return f"step {self.step} is saved in {self.path}"
 
 
 class SaveRequest(Awaited[Checkpoint]):
-    """A checkpoint on its way: `await` it, or `wait()`, for the Checkpoint. Nobody has to."""
+    """The result of `Run.save`: `await` it, or `wait()`, for the Checkpoint. Waiting is optional."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +84,7 @@ class SaveRequest(Awaited[Checkpoint]):
                 self._made = read(saved.path)
             elif saved is not None:
                 self._error = ClusterError(saved.words)
-        except FieldError as e:  # it has made room for newer ones already
+        except FieldError as e:  # deleted already, in favour of newer ones
             self._error = e
         self._end()
 

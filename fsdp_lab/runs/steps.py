@@ -1,12 +1,13 @@
-"""`Step`: one optimizer step over all ranks. Results, tables, plots and reports are all made of these.
+"""`EventStore`, the step events of one run, and `Step`, one optimizer step over all ranks, assembled from them.
 
-The rules:
+Results, tables, plots and reports are all computed from steps. The rules:
 
 - Restarts. `StepEvent.attempt` counts how often the ranks have begun again from an earlier step. A later attempt replaces
-  every step of earlier attempts from its own first step on; those are abandoned and in no result.
+  every step of earlier attempts from its own first step on; these are abandoned and in no result.
 - Missing ranks. A step is whole when every rank of its world size has reported it. Results use whole steps only; live plots
   draw a partial step once enough later steps are whole.
-- World size. Each step is held against its own world size, so a run that resumes on fewer ranks keeps its earlier steps.
+- World size. Whether a step is whole depends on its own world size, so a run that resumes on fewer ranks keeps its earlier
+  steps.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Step:
         return sum(e.tokens for e in self.events) / self.step_time_s
 
     def by_rank(self, value: Mapping[int, float]) -> list[float]:
-        """One number for each rank of the world, NaN where it is missing."""
+        """One number per rank, NaN where it is missing."""
         return [value.get(rank, math.nan) for rank in range(self.world_size)]
 
 
@@ -96,62 +97,62 @@ def assemble_all(events: Iterable[StepEvent]) -> list[Step]:
 
 def assemble(events: Iterable[StepEvent]) -> list[Step]:
     """The steps that no later attempt replaced, whole or partial, in order of step."""
-    kept: list[Step] = []
-    begun = math.inf  # the earliest step of later attempts
+    found: list[Step] = []
+    earliest = math.inf  # step of later attempts
     for step in reversed(assemble_all(events)):
-        if (number := step.number) < begun:
-            begun = number
-            kept.append(step)
-    return kept[::-1]
+        if (number := step.number) < earliest:
+            earliest = number
+            found.append(step)
+    return found[::-1]
 
 
 def last_stretch(steps: Sequence[Step], spec: Spec) -> list[Step]:
     """The whole steps trained with `spec` since the last step of another Spec."""
-    spec_id = spec.id  # computed anew each time it is asked for
+    spec_id = spec.id  # a property that is computed at each access
     stretch = list(takewhile(lambda s: s.spec_id == spec_id, reversed(steps)))
     return [s for s in reversed(stretch) if s.is_whole]
 
 
 class Assembler:
-    """Assembles events into steps as they arrive. A step is given out when it is whole, or when `patience` later steps are
-    whole: a rank that died must not stop the plots."""
+    """Assembles events into steps as they arrive. A step is returned when it is whole, or when `patience` later steps are
+    whole, so that a dead rank does not stop the plots."""
 
     def __init__(self, *, patience: int = 2) -> None:
         self.patience = patience
         self._open: list[StepEvent] = []
-        self._given = (0, -1)  # attempt and number of the last step given out
+        self._returned = (0, -1)  # attempt and number of the last step that was returned
 
     def add(self, events: Iterable[StepEvent]) -> list[Step]:
-        """Takes events in any order; returns the steps that are ready, in order. Events of steps given out are dropped."""
+        """Takes events in any order; returns the steps that are ready, in order. Events of returned steps are dropped."""
         self._open += events
-        self._drop_given()
+        self._drop_returned()
         steps = assemble(self._open)
         latest_whole = max((s.number for s in steps if s.is_whole), default=-1)
-        return self._give(list(takewhile(lambda s: s.is_whole or s.number <= latest_whole - self.patience, steps)))
+        return self._return(list(takewhile(lambda s: s.is_whole or s.number <= latest_whole - self.patience, steps)))
 
     def flush(self) -> list[Step]:
-        """All that is left, whole or partial: at the end of a run, or when a rank is lost."""
-        return self._give(assemble(self._open))
+        """The remaining steps, whole or partial: at the end of a run, or when a rank is lost."""
+        return self._return(assemble(self._open))
 
-    def _give(self, steps: list[Step]) -> list[Step]:
+    def _return(self, steps: list[Step]) -> list[Step]:
         if steps:
-            self._given = (steps[-1].attempt, steps[-1].number)
-            self._drop_given()
+            self._returned = (steps[-1].attempt, steps[-1].number)
+            self._drop_returned()
         return steps
 
-    def _drop_given(self) -> None:
-        self._open = [e for e in self._open if (e.attempt, e.step) > self._given]
+    def _drop_returned(self) -> None:
+        self._open = [e for e in self._open if (e.attempt, e.step) > self._returned]
 
 
 class _Seen:
-    """Which steps of one rank are there: all below `floor`, and those in `above`. Small however long the run."""
+    """The steps that one rank has reported: all below `floor`, and those in `above`. Small for a run of any length."""
 
     def __init__(self, floor: int) -> None:
         self.floor = floor
         self.above: set[int] = set()
 
     def add(self, step: int) -> bool:
-        """Whether the step is new."""
+        """Returns whether the step is new."""
         if step < self.floor or step in self.above:
             return False
         self.above.add(step)
@@ -162,10 +163,15 @@ class _Seen:
 
 
 class EventStore:
-    """Step events, each rank's step once, however often it is told.
+    """The step events of one run in order of arrival, each rank's step once.
 
-    A step is said while it is done and again in its chunk's return value, so that a lost message heals by itself; the
-    second telling is dropped.
+    A rank publishes a step's event at once and returns it again with its chunk, so that a lost message does no harm; what
+    arrives a second time is dropped.
+
+    Append-only and thread-safe: ipyparallel's IO thread appends, everyone else reads. It is bounded to the newest `CAP`
+    events (about 0.7 kB each, so 70 MB; at two ranks 50,000 steps) and counts those that it `dropped`. Spans are stored for
+    the newest `TRACED_STEPS` traced steps and `SPAN_CAP` spans (about 0.3 kB each), memory curves for the newest
+    `CURVE_STEPS` ledger steps; older events lose theirs.
     """
 
     def __init__(self, cap: int = CAP, *, traced_steps: int = TRACED_STEPS, span_cap: int = SPAN_CAP) -> None:
@@ -173,11 +179,11 @@ class EventStore:
         self._events: list[StepEvent] = []
         self._first = 0  # cursor of _events[0]
         self._seen: dict[int, _Seen] = {}
-        self._start = 0  # the step that a rank not heard of yet begins with
+        self._start = 0  # the first step of the current attempt
         self._notes: dict[tuple[str, ...], tuple[str, ...]] = {}
-        self._traced: deque[tuple[int, int]] = deque()  # cursor of an event that carries spans, and how many
+        self._traced: deque[tuple[int, int]] = deque()  # cursor of an event with spans, and their number
         self._spans = 0
-        self._curves: deque[int] = deque()  # cursors of events that carry a memory curve
+        self._curves: deque[int] = deque()  # cursors of events with a memory curve
         self._attempt = 0
         self._restarts: list[tuple[int, int]] = []
         self._lock = threading.Lock()
@@ -189,19 +195,19 @@ class EventStore:
         *,
         attempt: int | None = None,
     ) -> int:
-        """Appends what is new; `notes` go in front of each event's own. Returns how many were new.
+        """Appends the events that are new, with `notes` in front of their own. Returns how many were new.
 
-        Each event gets the current attempt; one that carries a later attempt begins that. `attempt`: the one in which these
-        were measured; if the ranks have begun again since, they are dropped.
+        Events get the current attempt; an event of a later attempt begins that one. `attempt`: in which the events were
+        measured; they are dropped if the ranks have begun again since. None: not checked.
         """
         added = 0
         for given in events:
-            rank, step, carried = _place(given)
+            rank, step, own_attempt = _place(given)
             with self._lock:
                 if attempt is not None and attempt != self._attempt:
                     continue
-                if carried > self._attempt:
-                    self._begin_attempt(carried, step)
+                if own_attempt > self._attempt:
+                    self._begin_attempt(own_attempt, step)
                 if self._seen.setdefault(rank, _Seen(self._start)).add(step):
                     self._events.append(self._made(given, notes))
                     self._note_spans(self._events[-1])
@@ -209,13 +215,13 @@ class EventStore:
                     added += 1
         with self._lock:
             surplus = len(self._events) - self._cap
-            if surplus > self._cap // 10:  # in bulk, because it moves the whole list
+            if surplus > self._cap // 10:  # in bulk, because this moves the whole list
                 del self._events[:surplus]
                 self._first += surplus
         return added
 
     def _note_spans(self, event: StepEvent) -> None:
-        """Called with the lock held, after `event` was appended: the oldest spans make room."""
+        """Drops the oldest spans above the limits. Hold the lock; `event` was appended last."""
         if not event.spans:
             return
         cursor = self._first + len(self._events) - 1
@@ -229,7 +235,7 @@ class EventStore:
                 self._events[at] = dataclasses.replace(self._events[at], spans=())
 
     def _note_curve(self, event: StepEvent) -> None:
-        """The same for memory curves."""
+        """Drops the oldest memory curves above the limit. Hold the lock."""
         if not event.memory_curve:
             return
         self._curves.append(self._first + len(self._events) - 1)
@@ -242,7 +248,7 @@ class EventStore:
         if isinstance(given, StepEvent):
             return given if given.attempt == self._attempt else dataclasses.replace(given, attempt=self._attempt)
         both = tuple(dict.fromkeys([*notes, *given["notes"]]))
-        shared = self._notes.setdefault(both, both)  # one tuple, not one an event
+        shared = self._notes.setdefault(both, both)  # one tuple for all events
         return StepEvent.from_dict({**given, "notes": shared, "attempt": self._attempt})
 
     def restart(self, step: int) -> None:
@@ -251,7 +257,7 @@ class EventStore:
             self._begin_attempt(self._attempt + bool(self._first + len(self._events)), step)
 
     def _begin_attempt(self, attempt: int, step: int) -> None:
-        """Called with the lock held."""
+        """Hold the lock."""
         self._attempt, self._start = attempt, step
         self._restarts.append((self._first + len(self._events), step))
         for seen in self._seen.values():
@@ -260,7 +266,7 @@ class EventStore:
     # -- reading --------------------------------------------------------------------------------------------------
 
     def since(self, cursor: int = 0) -> tuple[list[StepEvent], int]:
-        """(what arrived since the cursor, the cursor to ask with next time). Costs what is new. 0 is the beginning."""
+        """(events that arrived since the cursor, the next cursor). 0 is the beginning. Takes time for new events only."""
         with self._lock:
             start = max(0, cursor - self._first)
             return self._events[start:], self._first + len(self._events)
@@ -292,11 +298,11 @@ class EventStore:
         return dict(sorted(found.items()))
 
     def steps(self) -> list[Step]:
-        """The steps that count, whole or partial, in order: see `runs.steps`."""
+        """The steps that count, whole or partial, in order: those of the module's rules."""
         return self._steps(None)
 
     def last_steps(self, n: int) -> list[Step]:
-        """The newest `n` whole steps that count, oldest first. Costs what it returns, not what is stored."""
+        """The newest `n` whole steps that count, oldest first. The time depends on `n`, not on the length of the run."""
         window = (n + 4) * max(1, len(self.ranks))
         while True:
             whole = [s for s in self._steps(window) if s.is_whole]
@@ -313,16 +319,16 @@ class EventStore:
         return [s for s in steps if s.attempt == attempt or s.number < start] if attempt else steps
 
     def traced(self) -> list[Step]:
-        """The traced steps whose spans are kept, those of abandoned attempts included: of each the events with spans."""
+        """The traced steps whose spans are stored, from their events with spans; abandoned attempts included."""
         with self._lock:
-            kept = [self._events[cursor - self._first] for cursor, _ in self._traced if cursor >= self._first]
-        return assemble_all(kept)
+            events = [self._events[cursor - self._first] for cursor, _ in self._traced if cursor >= self._first]
+        return assemble_all(events)
 
     def newest_traced(self) -> Step | None:
-        """The newest traced step that counts, if possible a whole one; None where no spans are kept."""
-        kept = self.traced()
+        """The newest traced step that counts, if possible a whole one; None where no spans are stored."""
+        traced = self.traced()
         current = {(s.attempt, s.number) for s in self.steps()}
-        counting = [s for s in kept if (s.attempt, s.number) in current] or kept
+        counting = [s for s in traced if (s.attempt, s.number) in current] or traced
         found = [s for s in counting if s.is_whole] or counting
         return found[-1] if found else None
 
@@ -334,13 +340,13 @@ class EventStore:
 
     @property
     def restarts(self) -> tuple[tuple[int, int], ...]:
-        """(cursor, step) of each `restart`: the events from that cursor on were told after it."""
+        """(cursor, step) of each `restart`; events from that cursor on arrived after it."""
         with self._lock:
             return tuple(self._restarts)
 
     @property
     def dropped(self) -> int:
-        """Events that were let go to stay within the cap."""
+        """Events that were dropped to stay within the cap."""
         return self._first
 
     @property
@@ -349,7 +355,7 @@ class EventStore:
             return tuple(sorted(self._seen))
 
     def __len__(self) -> int:
-        """Events that arrived, those let go included."""
+        """Events that arrived, dropped ones included."""
         with self._lock:
             return self._first + len(self._events)
 
@@ -362,7 +368,7 @@ def _place(given: Mapping[str, Any] | StepEvent) -> tuple[int, int, int]:
 
 
 def reader(name: str) -> Callable[[StepEvent], Any]:
-    """How to read a column from an event. Raises AttributeError for a name that it has not."""
+    """A function that reads a column from an event. Raises AttributeError for an unknown name."""
     head, dot, tail = name.partition(".")
     getattr(StepEvent, head)
     if not dot:
