@@ -105,7 +105,7 @@ class Sweep(Awaited["Sweep"]):
 
     @property
     def outside_share(self) -> float | None:
-        """Time outside of steps (switches, builds, waiting for a chunk's end) over time in them; None before the first step."""
+        """Time outside of steps (switches, builds, waiting for a chunk's end) over time in steps; None before any."""
         in_steps = sum(s.step_time_s for run in list(self.runs) for s in assemble_all(run.events.since()[0]))
         return self.progress.seconds / in_steps - 1 if in_steps else None
 
