@@ -22,12 +22,11 @@ from fsdp_lab.planner.calibration import Calibration
 from fsdp_lab.planner.plan import Plan
 from fsdp_lab.planner.questions import Target, planned, planned_here
 from fsdp_lab.runs.activities import Activities
-from fsdp_lab.runs.calibrating import PASSES, calibrate
 from fsdp_lab.runs.comparison import Refusal
-from fsdp_lab.runs.drill import Drill
+from fsdp_lab.runs.environment import PASSES, calibrate
 from fsdp_lab.runs.evaluation import EvalConfig
 from fsdp_lab.runs.recovery import RecoveryPolicy
-from fsdp_lab.runs.run import Run
+from fsdp_lab.runs.run import Drill, Run
 from fsdp_lab.runs.saving import CheckpointConfig
 from fsdp_lab.runs.slow_motion import SlowMotion
 from fsdp_lab.runs.sweep import ROUNDS, Sweep, combine, value_lists
@@ -207,7 +206,7 @@ class Lab:
         What follows depends on the run's recovery policy (`run(recover=...)`) and is recorded in `run.incidents`.
 
         Args:
-            kind: see `fsdp_lab.runs.drill.DRILLS`: kill, stop, stall, cut, slow, out-of-memory, nan, raise.
+            kind: see `fsdp_lab.core.faults.DRILLS`: kill, stop, stall, cut, slow, out-of-memory, nan, raise.
 
         Raises:
             ArgumentError: no such fault, or no such rank. ClusterError: no run is training, or the rank's process is not

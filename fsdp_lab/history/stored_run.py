@@ -21,9 +21,8 @@ from fsdp_lab.core.process import born
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.history.database import HistoryDB, HistoryError, unpack
 from fsdp_lab.runs.environment import in_words
-from fsdp_lab.runs.queries import RunQueries
-from fsdp_lab.runs.store import CAP, EventStore
-from fsdp_lab.runs.view import RunState, Switch
+from fsdp_lab.runs.steps import CAP, EventStore
+from fsdp_lab.runs.view import RunQueries, RunState, Switch
 
 SILENT_S = 90.0  # a kernel on another host counts as dead after so long without an update: a live one writes every 5 s
 

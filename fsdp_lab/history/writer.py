@@ -26,8 +26,7 @@ from typing import Any
 from fsdp_lab.core.events import StepEvent
 from fsdp_lab.history.database import HistoryDB, HistoryError, Row, damaged, pack, set_aside, unpack
 from fsdp_lab.history.stored_run import KernelProcess
-from fsdp_lab.runs.steps import last_stretch
-from fsdp_lab.runs.store import CAP
+from fsdp_lab.runs.steps import CAP, last_stretch
 from fsdp_lab.runs.summary import counting, median
 from fsdp_lab.runs.view import RunView, Switch
 

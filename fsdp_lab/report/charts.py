@@ -22,9 +22,8 @@ from fsdp_lab.dashboard.panels.base import Key, hover, paint_fill, plain_figure,
 from fsdp_lab.dashboard.panels.classes import ON_DEVICE, class_keys
 from fsdp_lab.dashboard.panels.ranges import FINE, SpanRange, ZeroRange
 from fsdp_lab.runs.comparison import Comparison, Row, ratio_words
-from fsdp_lab.runs.ratio import Pairing, Ratio
 from fsdp_lab.runs.steps import Step
-from fsdp_lab.runs.summary import counting
+from fsdp_lab.runs.summary import Pairing, Ratio, counting
 from fsdp_lab.runs.view import RunView, switches_in_force
 
 # Curves that lie on each other: each is seen in the gaps of the next, and the fifth to eighth as bands below the first four.

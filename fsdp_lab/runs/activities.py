@@ -13,8 +13,7 @@ from fsdp_lab.cluster import Cluster, ClusterError
 from fsdp_lab.core.faults import SIGNALS, fault_of
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs.comparison import Refusal
-from fsdp_lab.runs.drill import Drill
-from fsdp_lab.runs.run import Run
+from fsdp_lab.runs.run import Drill, Run
 from fsdp_lab.runs.slow_motion import SlowMotion, SlowStep
 from fsdp_lab.runs.sweep import Sweep
 from fsdp_lab.runs.view import RunState

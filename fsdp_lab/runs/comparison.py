@@ -1,7 +1,7 @@
 """`Comparison`: several runs side by side, live or past, each held against one of them, the baseline.
 
 What is compared is each run under the Spec that was applied last, by the rule in `fsdp_lab.runs.summary`; ratios by the
-rule in `fsdp_lab.runs.ratio`; whether two runs computed the same by that in `fsdp_lab.runs.parity`.
+rule in `fsdp_lab.runs.summary`; whether two runs computed the same by that in `fsdp_lab.runs.parity`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from fsdp_lab.core.files import check_file, write_whole
 from fsdp_lab.core.formatting import Spread, Table, count, duration, size
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs.parity import Parity, Verdict, parity
-from fsdp_lab.runs.ratio import Pairing, Ratio, Timed, ratio
 from fsdp_lab.runs.steps import last_stretch
-from fsdp_lab.runs.summary import RULE, Figures, counting, figures
+from fsdp_lab.runs.summary import RULE, Figures, Pairing, Ratio, Timed, counting, figures, ratio
 from fsdp_lab.runs.view import RunView
 
 REFUSED = "refused"

@@ -1,6 +1,6 @@
-"""Where a run was trained: machine, system, versions, devices. Part of its figures, since they are of no worth without.
+"""The machine that a run was trained on: `fingerprint` (hardware and versions) and `calibrate` (measured speed).
 
-No user names, no paths, no environment variables: it is shown to others.
+A fingerprint is shown to other people, so it has no user names, no paths and no environment variables.
 """
 
 from __future__ import annotations
@@ -10,38 +10,45 @@ import importlib.metadata
 import platform
 import re
 import socket
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from fsdp_lab.cluster import Cluster
 from fsdp_lab.cluster.placement import usable_cores
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.planner.calibration import Calibration, references
+from fsdp_lab.planner.shapes.presets import shape_for
 
 PACKAGES = ("torch", "transformers", "fsdp-lab")
 CPUINFO = Path("/proc/cpuinfo")
+PASSES = 6  # measurements of each figure
 
 
 def fingerprint(ranks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """Of this machine and, where `ranks` gives what each says of itself (`Session.status`), of its device and its software.
+    """Hardware and software of this machine, and of its ranks where their `Session.status` is given.
 
-    Returns: plain scalars and lists, by "host", "cpu", "cores" (that may be used), "memory_bytes", "system", "python",
+    Returns: plain scalars and lists, by "host", "cpu", "cores" (usable ones), "memory_bytes", "system", "python",
     "torch", "transformers", "fsdp_lab", "devices" (a name for each rank), "cuda", "nccl", "driver" (empty on a CPU).
     """
-    found = {**dict(_machine()), "devices": [str(r.get("device_name", r.get("device", ""))) for r in ranks]}
-    told = dict(ranks[0].get("software", {})) if ranks else {}
+    software = dict(ranks[0].get("software", {})) if ranks else {}
     return {
-        **found,
+        **dict(_machine()),
+        "devices": [str(r.get("device_name", r.get("device", ""))) for r in ranks],
         "cuda": "",
         "nccl": "",
         "driver": "",
-        **{name: version for name, version in told.items() if version},
+        **{name: version for name, version in software.items() if version},
     }
 
 
 @functools.cache
 def _machine() -> tuple[tuple[str, Any], ...]:
-    """What does not change while this process lives."""
+    """The items that are constant in this process."""
     return (
         ("host", socket.gethostname()),
         ("cpu", cpu_model()),
@@ -54,7 +61,7 @@ def _machine() -> tuple[tuple[str, Any], ...]:
 
 
 def cpu_model(file: Path = CPUINFO) -> str:
-    """As its maker calls it; the architecture where that is not told."""
+    """The processor's model name; its architecture where that is unknown."""
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", file.read_text(), re.MULTILINE)
     except OSError:
@@ -70,7 +77,7 @@ def _version(package: str) -> str:
 
 
 def in_words(environment: Mapping[str, Any]) -> str:
-    """A line: "box: 2 x CPU (AMD EPYC 7B13, 2 cores), torch 2.13.0"."""
+    """A fingerprint in one line: "box: 2 x CPU (AMD EPYC 7B13, 2 cores), torch 2.13.0"."""
     if not environment:
         return ""
     devices = [str(name) for name in environment.get("devices", ())]
@@ -79,3 +86,17 @@ def in_words(environment: Mapping[str, Any]) -> str:
         counted += f" ({environment.get('cpu', '')}, {environment.get('cores', '?')} cores)"
     more = "".join(f", {k} {environment[k]}" for k in ("cuda", "nccl", "driver") if environment.get(k))
     return f"{environment.get('host', '')}: {counted}, torch {environment.get('torch', '')}{more}"
+
+
+def calibrate(cluster: Cluster, beside: Sequence[Spec] = (), *, passes: int = PASSES) -> Calibration:
+    """Measures all ranks of an idle cluster at once; see `Lab.calibrate`."""
+    begun_s, devices = time.monotonic(), cluster.placement.devices
+    on_gpu = devices[0] != "cpu"
+    dtypes = ("fp32", "bf16", "fp16") if on_gpu else ("fp32", "bf16")  # matrix products in fp16 are not useful on a CPU
+    timed = references(len(devices), dtypes, devices)
+    shapes = tuple(replace(shape_for(r.spec.workload.model, r.spec.strategy.wrap), tapes={}) for r in timed)
+    specs = [spec.to_dict() for spec in (*(r.spec for r in timed), *beside)]
+    by_rank = cluster.call("calibrate", specs=specs, dtypes=dtypes, passes=passes)
+    name = str(cluster.call("status")[0]["device_name"])
+    return Calibration.of(by_rank, unix_s=time.time(), seconds=time.monotonic() - begun_s, name=name, devices=devices,
+                          shapes=shapes)  # fmt: skip

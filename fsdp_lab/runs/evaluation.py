@@ -1,31 +1,31 @@
-"""Evaluation on held-out samples: how often a run is to do it, what it found, and when it is enough.
+"""Evaluation on held-out samples: how often, with which results, and when to stop.
 
-A loss counts beside others of the same samples alone. So where a switch changes what is held out (`HELD_OUT_BY`), what was
-found before is forgotten, as are steps that the ranks go back behind; the events keep it all.
+Only losses of the same samples are comparable. So a switch that changes what is held out (`HELD_OUT_BY`) discards earlier
+evaluations, and a restart from an earlier step discards those after it; the events keep them all.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fsdp_lab.core.errors import SpecError, check_whole
 from fsdp_lab.core.spec import Spec, Workload
 from fsdp_lab.models.check import is_language
-from fsdp_lab.runs.view import RunView
 
-HELD_OUT_BY = ("data", "held_out", "seq_len")  # a change of model or seed begins again anyway
+HELD_OUT_BY = ("data", "held_out", "seq_len")  # a change of model or seed begins at step 0 anyway
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """After each `every` steps, and after the run's last, the mean loss of so many held-out `samples` is found.
+    """Computes the mean loss of `samples` held-out samples after every `every` steps, and after the run's last.
 
-    `patience`: the run stops when so many evaluations in turn were not better than the best; None: never.
+    `patience`: the run stops after so many consecutive evaluations that were not better than the best; None: never.
 
     Raises:
-        ArgumentError: what is no whole number of 1 or more.
+        ArgumentError: a value that is not a whole number of 1 or more.
     """
 
     every: int
@@ -38,7 +38,7 @@ class EvalConfig:
             if name != "patience":
                 check_whole(f"evaluate.{name}", value)
             elif value is not None:
-                wanted = "a whole number of 1 or more, or None to go on in any case"
+                wanted = "a whole number of 1 or more, or None to never stop early"
                 check_whole("evaluate.patience", value, wanted=wanted)
 
     @classmethod
@@ -47,7 +47,7 @@ class EvalConfig:
         return given if given is None or isinstance(given, cls) else cls(every=given)  # type: ignore[arg-type]
 
     def check(self, spec: Spec) -> None:
-        """Raises SpecError where nothing is held out. Whether it is enough is known where the data is."""
+        """Raises SpecError where nothing is held out. The ranks, which have the data, check whether it is enough."""
         if not spec.workload.held_out:
             share = Workload.held_out
             raise SpecError("workload.held_out", "nothing is held out to evaluate on", f"use held_out {share}",
@@ -62,7 +62,7 @@ class Evaluation(NamedTuple):
 
 
 class EarlyStopping:
-    """Takes evaluations in the order of steps. `stale`: how many in turn were not better than the best."""
+    """Takes evaluations in order of steps. `stale`: how many consecutive ones were not better than the best."""
 
     def __init__(self, patience: int | None = None) -> None:
         self.patience = patience
@@ -74,7 +74,7 @@ class EarlyStopping:
         self.stale = 0
 
     def take(self, step: int, loss: float) -> bool:
-        """Whether it is the best until now. One that is not finite never is."""
+        """Returns whether it is the best so far. A loss that is not finite never is."""
         found = Evaluation(step, loss)
         self.evaluations.append(found)
         better = math.isfinite(loss) and (self.best is None or loss < self.best.loss)
@@ -83,20 +83,20 @@ class EarlyStopping:
         return better
 
     def forget(self, step: int = 0) -> None:
-        """What was found at `step` and later is not true any more."""
-        kept = [e for e in self.evaluations if e.step < step]
+        """Discards the evaluations at `step` and later, which are to be trained again."""
+        earlier = [e for e in self.evaluations if e.step < step]
         self._begin()
-        for e in kept:
+        for e in earlier:
             self.take(*e)
 
     def switched(self, before: Spec, after: Spec) -> None:
-        """Another Spec goes on with the same parameters."""
+        """Another Spec continues with the same parameters. Discards all evaluations where it holds out other samples."""
         if set(before.difference(after)) & set(HELD_OUT_BY):
             self.forget()
 
     @property
     def reason(self) -> str:
-        """Why to stop; empty where there is none."""
+        """Why to stop, in a sentence; empty: not to stop."""
         if self.patience is None or self.stale < self.patience:
             return ""
         times = f"in {self.stale} evaluation{'s' * (self.stale != 1)}"
@@ -108,27 +108,50 @@ class EarlyStopping:
         """The last evaluation and the best; empty before the first."""
         if not self.evaluations:
             return ""
-        said = f"evaluation loss {_words(self.evaluations[-1], workload)}"
-        return f"{said}, best {_words(self.best, workload)}" if self.best else said
+        text = f"evaluation loss {_words(self.evaluations[-1], workload)}"
+        return f"{text}, best {_words(self.best, workload)}" if self.best else text
 
 
-def judged(run: RunView) -> EarlyStopping:
-    """Of a run that is kept, from the steps that count."""
-    judge, before = EarlyStopping(), None
-    specs = {switch.after.id: switch.after for switch in run.switches}
-    for step in run.events.steps():
-        if step.eval_loss is None:
-            continue
-        spec = specs.get(step.spec_id)
-        if before is not None and spec is not None:
-            judge.switched(before, spec)
-        before = spec or before
-        judge.take(step.number, step.eval_loss)
-    return judge
+class Evaluator:
+    """When a run is evaluated, and what was found. Used by the run's driver alone.
+
+    Attributes:
+        config: None: the run is not evaluated. on_best: called with each evaluation that is the best so far.
+    """
+
+    def __init__(self, config: EvalConfig | None) -> None:
+        self.config = config
+        self.judge = EarlyStopping(config.patience if config is not None else None)
+        self.on_best: list[Callable[[Evaluation], None]] = []
+
+    @property
+    def samples(self) -> int:
+        """Held-out samples per evaluation."""
+        return self.config.samples if self.config is not None else 0
+
+    def check(self, spec: Spec) -> None:
+        """Raises SpecError where the Spec holds nothing out for the evaluation."""
+        if self.config is not None:
+            self.config.check(spec)
+
+    def due(self, steps: range, until: int | None) -> dict[int, int]:
+        """The first of `steps` after which to evaluate, with the number of samples; empty where there is none.
+
+        `until`: the step before which the run ends; its last step is evaluated, too.
+        """
+        if self.config is None:
+            return {}
+        due = [n for n in steps if (n + 1) % self.config.every == 0 or n + 1 == until]
+        return dict.fromkeys(due[:1], self.config.samples)
+
+    def take(self, results: Sequence[Mapping[str, Any]]) -> list[Evaluation]:
+        """Judges the evaluations among the events of each rank. Returns those that were the best so far."""
+        losses = {e["step"]: e["eval_loss"] for r in results for e in r["events"] if e["eval_loss"] is not None}
+        return [Evaluation(step, loss) for step, loss in losses.items() if self.judge.take(step, loss)]
 
 
 def perplexity(loss: float) -> float:
-    """Of a language model with this mean loss, in nats per token."""
+    """Perplexity of a language model. `loss`: mean, in nats per token."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -136,7 +159,7 @@ def perplexity(loss: float) -> float:
 
 
 def in_words(loss: float, *, language: bool) -> str:
-    """An evaluation loss, with the perplexity where the model is one of language."""
+    """An evaluation loss as text, with the perplexity for a language model."""
     return f"{loss:.4f} (perplexity {perplexity(loss):.4g})" if language else f"{loss:.4f}"
 
 

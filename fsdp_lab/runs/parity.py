@@ -1,21 +1,20 @@
 """`parity`: whether two runs computed the same thing, from their losses, gradient norms and checksums.
 
-The rule. Two runs are held against each other at the whole steps that both have (`runs.steps`: without those abandoned by a
-restart), when they train the same: model, data, seed, optimizer and its values, and the same samples a step. Compared of
-a step is what all ranks agree on: the mean loss, the global gradient norm, and where both have one the checksum of the
-parameters after it.
+The rule. Two runs are compared at the whole steps that both have (`runs.steps`: without those abandoned by a restart), if
+they train the same: model, data, seed, optimizer and its values, and the same samples per step. Steps are compared by what
+all ranks agree on: the mean loss, the global gradient norm and, where both have it, a checksum of the parameters after it.
 
-- *equal*: losses and checksums are equal bit for bit, in every one of these steps; gradient norms to `NORM_ROUNDING`, since
-  the order in which squares are summed follows the shards.
+- *equal*: losses and checksums are equal bit for bit in every one of these steps; gradient norms to `NORM_ROUNDING`, since
+  the order in which squares are summed depends on the shards.
 - *within*: they differ by no more than rounding explains in the coarser of the two precisions.
 - *different*: they differ by more; or replicas that should hold the same parameters do not. The first such step is named.
-- *unknown*: there is nothing to compare, and why.
+- *unknown*: there is nothing to compare; the sentence says why.
 
-Note: what rounding explains. It acts from the first step that is not equal. In the `ALIKE` steps from there parameters are
-as good as the same, and each loss and gradient norm is held against its bound (`BOUNDS`, `near`). Then training has carried
-the difference on: a norm may leap in one run and not in the other, and a loss with it. So later only losses are compared, in
-the mean over as many steps, and the bound doubles every `ALIKE` steps until `MOST` (`far`). What goes wrong later, in runs
-that were not equal before, is found if losses show that much, and not otherwise.
+Note: what rounding explains. Rounding acts from the first step that is not equal. In the `ALIKE` steps from there on the
+parameters are still practically equal, and each loss and gradient norm has a bound (`BOUNDS`, `near`). After that, training
+has amplified the difference: a norm may jump in one run and not in the other, and a loss with it. So only losses are
+compared, as a mean over `ALIKE` steps, and the bound doubles every `ALIKE` steps up to `MOST` (`far`). An error that begins
+that late, in runs that were not equal before, is detected only if it changes losses by so much.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ from fsdp_lab.runs.view import RunView
 
 TRAINED = ("model", "data", "held_out", "seq_len", "optimizer", "lr", "weight_decay", "clip_norm", "seed")
 
-NORM_ROUNDING = 1e-5  # of a sum of fp32 squares in whatever order
+NORM_ROUNDING = 1e-5  # relative, of a sum of fp32 squares in any order
 ALIKE = 8  # steps
-MOST = 0.03  # of a loss: two precisions that train alike
+MOST = 0.03  # of a loss: how far two precisions that train alike may differ
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundingBound:
-    """Relative differences that rounding may make in the first step.
+    """Relative differences that rounding may cause in the first step.
 
-    In units of roundoff (2^-24, 2^-11, 2^-8): 4 and 256 in fp32, whose norm is summed over all of the model (more than
-    `NORM_ROUNDING`, or no norm could be within); 1 and 4 in the half precisions, whose matrix products add in fp32.
+    In units of roundoff (2^-24, 2^-11, 2^-8): 4 and 256 in fp32, whose norm is summed over the whole model (more than
+    `NORM_ROUNDING`, or no norm could be *within*); 1 and 4 in the half precisions, whose matrix products add in fp32.
     """
 
     loss: float
@@ -65,29 +64,29 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """What was found: over `steps` common steps, `checksums` of them with the parameters themselves."""
+    """The verdict on two runs: over `steps` common steps, `checksums` of which have a checksum of the parameters in both."""
 
     verdict: Verdict
     steps: int = 0
     checksums: int = 0
-    first_step: int | None = None  # the first that is not equal bit for bit; where different: in which it was found
-    what: str = ""  # what differed there: "loss", "gradient norm", "parameters", "replicas" or "skipped step"
+    first_step: int | None = None  # the first that is not equal bit for bit; for DIFFERENT, the one that shows it
+    what: str = ""  # what differs there: "loss", "gradient norm", "parameters", "replicas" or "skipped step"
     sentence: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepDigest:
-    """What all ranks agree on in one step."""
+    """What all ranks agree on after one step."""
 
     loss: float
     norm: float
     checksum: int | None
     torn: bool  # replicas hold different parameters
-    skipped: bool  # its gradients overflowed
+    skipped: bool  # gradients overflowed at the loss scale
 
 
 def parity(baseline: RunView, other: RunView) -> Parity:
-    """`other` held against `baseline`; the rule is in the module's docstring."""
+    """Compares `other` with `baseline`, by the rule in the module's docstring."""
     for spec in (s.after for s in other.switches):
         if reason := _incomparable(baseline.spec, spec):
             return Parity(verdict=Verdict.UNKNOWN, sentence=reason)
@@ -108,17 +107,17 @@ def digests(steps: Iterable[Step]) -> dict[int, StepDigest]:
 
 
 def _digest(step: Step) -> StepDigest:
-    copies: dict[int, int] = {}
+    by_replica: dict[int, int] = {}
     for e in step.events:
         if e.checksum is not None:
-            copies[e.replica] = (copies.get(e.replica, 0) + e.checksum) % (1 << 64)
-    one, first = next(iter(copies.values()), None), step.events[0]
-    return StepDigest(loss=first.mean_loss, norm=first.grad_norm, checksum=one, torn=len(set(copies.values())) > 1,
-                      skipped=first.skipped)  # fmt: skip
+            by_replica[e.replica] = (by_replica.get(e.replica, 0) + e.checksum) % (1 << 64)
+    checksum, first = next(iter(by_replica.values()), None), step.events[0]
+    return StepDigest(loss=first.mean_loss, norm=first.grad_norm, checksum=checksum,
+                      torn=len(set(by_replica.values())) > 1, skipped=first.skipped)  # fmt: skip
 
 
 def _incomparable(one: Spec, other: Spec) -> str:
-    """Why two runs are not the same training, in words; empty where they are."""
+    """Why two runs are not the same training; empty where they are."""
     differing = [name for name in TRAINED if getattr(one.workload, name) != getattr(other.workload, name)]
     if one.global_batch != other.global_batch:
         differing.append(f"samples a step ({one.global_batch} and {other.global_batch})")
@@ -126,24 +125,25 @@ def _incomparable(one: Spec, other: Spec) -> str:
 
 
 def _coarsest(one: RunView, other: RunView) -> RoundingBound:
-    """Of the dtypes that either computed or reduced in."""
+    """The widest bound among the dtypes in which either run computed or reduced."""
     specs = [one.spec, *(s.after for s in one.switches), other.spec, *(s.after for s in other.switches)]
     dtypes = {d for spec in specs for d in (spec.strategy.dtypes.param, spec.strategy.dtypes.reduce)}
     return max((BOUNDS[dtype] for dtype in dtypes), key=lambda bound: bound.loss)
 
 
 def near(bound: float, since: int) -> float:
-    """What a relative difference may be so many steps after the first: each has added one of its own."""
+    """Bound on a relative difference `since` steps after the first: every step adds an independent one."""
     return bound * math.sqrt(1 + since)
 
 
 def far(bound: float, since: int) -> float:
-    """The same of the mean over the last `ALIKE` steps, when they are no longer alike."""
+    """Bound on the mean relative difference over the last `ALIKE` steps, once parameters have drifted apart."""
     doublings = min(since / ALIKE - 1, 64.0)
     return max(bound, min(MOST, near(bound, ALIKE) * math.exp2(doublings)))
 
 
 def _judge(common: list[tuple[int, StepDigest, StepDigest]], bound: RoundingBound) -> Parity:
+    """The verdict. `common`: (step, digest of the baseline, digest of the other)."""
     checksums = sum(a.checksum is not None and b.checksum is not None for _, a, b in common)
     found = partial(Parity, steps=len(common), checksums=checksums)
     over = f"over {len(common)} step{'s' if len(common) != 1 else ''}"
@@ -164,7 +164,7 @@ def _judge(common: list[tuple[int, StepDigest, StepDigest]], bound: RoundingBoun
 
 
 def _early(a: StepDigest, b: StepDigest, bound: RoundingBound, since: int) -> tuple[str, str] | None:
-    """What is beyond its bound in a step while parameters are alike, and how it differs."""
+    """What is beyond its bound in a step while parameters are practically equal, and how; None: nothing."""
     if a.skipped != b.skipped:
         return (
             "skipped step",
@@ -179,10 +179,10 @@ def _early(a: StepDigest, b: StepDigest, bound: RoundingBound, since: int) -> tu
 
 
 def _late(newest: list[tuple[int, StepDigest, StepDigest]], bound: RoundingBound, since: int) -> tuple[str, str] | None:
-    """The same of the mean over the newest steps, when training has gone on from the first difference."""
+    """The same for the mean over the newest steps, once training has amplified the first difference."""
     pairs = [(a.loss, b.loss) for _, a, b in newest]
     x, y = pairs[-1]
-    if _beyond(x, y, math.inf):  # one of them is no number
+    if _beyond(x, y, math.inf):  # one of them is not finite
         return "loss", f"loss {y:.9g} instead of {x:.9g}"
     apart = sum(abs(x - y) / max(abs(x), abs(y), 1e-12) for x, y in pairs if math.isfinite(x - y)) / len(pairs)
     limit = far(bound.loss, since)
@@ -193,7 +193,7 @@ def _late(newest: list[tuple[int, StepDigest, StepDigest]], bound: RoundingBound
 
 
 def _unequal(a: StepDigest, b: StepDigest) -> str:
-    """Which part of a step is not equal; empty where none is."""
+    """Which part of a step is not equal; empty: all are."""
     if a.loss != b.loss and not (math.isnan(a.loss) and math.isnan(b.loss)):
         return "loss"
     if _beyond(a.norm, b.norm, NORM_ROUNDING):
@@ -204,6 +204,7 @@ def _unequal(a: StepDigest, b: StepDigest) -> str:
 
 
 def _beyond(x: float, y: float, limit: float) -> bool:
+    """Whether the relative difference is above the limit. Infinities and NaN are equal to themselves only."""
     if not (math.isfinite(x) and math.isfinite(y)):
         return not (x == y or (math.isnan(x) and math.isnan(y)))
     return abs(x - y) > limit * max(abs(x), abs(y), 1e-12)

@@ -1,10 +1,10 @@
-"""`recommend`: which of the measured runs to take, and what each toggle bought, in sentences.
+"""`recommend`: which of the measured runs to use, and what each toggle saved or cost, in sentences.
 
 The rule. Candidates do the same work as the baseline on the same link (model, data, sequence length), they are not
-*different* from it, and the peak of their fullest rank has been measured and fits. Speed is throughput over all ranks, so
-that runs of other batches and world sizes compare. *Fastest*: the most tokens a second. *Smallest*: the least peak among
-those whose time a token is within `WITHIN` of the fastest's, as `fsdp_lab.runs.ratio` tells it. A *toggle* is a field of
-the Spec and two of its values; it is judged from every pair of runs that differ in this field alone.
+*different* from it (`runs.parity`), and the peak of their fullest rank has been measured and fits. Speed is throughput over
+all ranks, so that runs of other batches and world sizes compare. *Fastest*: the most tokens per second. *Smallest*: the
+lowest peak among those whose time per token is within `WITHIN` of the fastest's (`runs.summary.ratio`). A *toggle* is a
+field of the Spec with two of its values; it is judged from every pair of runs that differ in this field alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsdp_lab.core.describe import describe_field
 from fsdp_lab.core.errors import check_whole
 from fsdp_lab.core.formatting import count, size
 from fsdp_lab.runs.comparison import Comparison, Refusal, Row, gathered
-from fsdp_lab.runs.ratio import Ratio, ratio
+from fsdp_lab.runs.summary import Ratio, ratio
 from fsdp_lab.runs.view import RunView
 
 WITHIN = 0.10
@@ -30,22 +30,22 @@ TOGGLES = ("backend", "sharding", "shard_size", "reshard_size", "precision", "of
            "backward_prefetch", "backward_prefetch_point", "limit_all_gathers", "recompute", "sync", "compile",
            "micro_batch", "accumulate", "world_size", "link")  # fmt: skip
 FITS = "What fits is judged by the allocator's peak; a device's context, libraries and fragmentation take some more."
-SAME_MEMORY = 0.01  # peaks that differ by less are alike
+SAME_MEMORY = 0.01  # peaks that differ by less count as equal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two runs that differ in one field: `taken` beside `instead`."""
+    """Two runs that differ in one field: `taken` has the toggle's value, `instead` the other one."""
 
     taken: str  # labels
     instead: str
     memory: float | None  # ratio of peaks
-    time: Ratio | None  # of time a token
+    time: Ratio | None  # of time per token
 
 
 @dataclass(frozen=True, kw_only=True)
 class Toggle:
-    """What a field's value bought instead of another; the sentence says it."""
+    """What a field's value saved or cost compared with another, as a sentence."""
 
     field: str
     taken: Any
@@ -60,8 +60,8 @@ class Recommendation:
 
     Attributes:
         fastest, smallest: labels; None where no run can be recommended.
-        sentences: the recommendation in words. toggles: what each toggle bought.
-        excluded: label -> why it is not recommended. notes: what the figures are worth.
+        sentences: the recommendation. toggles: what each toggle saved or cost.
+        excluded: label -> why it is not recommended. notes: how far to trust the figures.
     """
 
     fastest: str | None
@@ -73,7 +73,7 @@ class Recommendation:
     notes: tuple[str, ...]
 
     def lines(self) -> tuple[str, ...]:
-        """All that it says, a sentence each; the notes are apart."""
+        """Recommendation, toggles and exclusions, a sentence each, without the notes."""
         reasons = gathered((label, why) for label, why in self.excluded.items())
         left_out = (f"Not recommended, {labels}: {why}." for why, labels in reasons.items())
         return (*self.sentences, *(t.sentence for t in self.toggles), *left_out)
@@ -94,13 +94,13 @@ class Recommendation:
 
 
 def recommend(runs: Comparison | Sequence[RunView | Refusal], limit_bytes: int | None = None) -> Recommendation:
-    """By the rule of the module.
+    """By the rule in the module's docstring.
 
     Args:
-        limit_bytes: the memory of the device that is meant, for each rank; None: that of the devices the runs had.
+        limit_bytes: device memory per rank; None: that of the devices that the runs used.
 
     Raises:
-        ArgumentError: a limit that is no number of bytes.
+        ArgumentError: a limit that is not a number of bytes.
     """
     if limit_bytes is not None:
         check_whole("limit_bytes", limit_bytes, wanted="a whole number of bytes, or nothing")
@@ -122,11 +122,11 @@ def recommend(runs: Comparison | Sequence[RunView | Refusal], limit_bytes: int |
     )
 
 
-# -- which can be taken ------------------------------------------------------------------------------------------------
+# -- candidates -------------------------------------------------------------------------------------------------------
 
 
 def _excluded(compared: Comparison, row: Row, limit_bytes: int | None) -> str:
-    """Why it is no candidate, in words; empty where it is one."""
+    """Why it is not a candidate; empty where it is one."""
     if not row.figures.steps:
         return f"{row.state} before a step was measured" + (f" ({row.reason})" if row.reason else "")
     if row.differs and row.parity:
@@ -148,7 +148,7 @@ def _speed(row: Row) -> float:
 
 
 def _behind(row: Row, fastest: Row) -> float:
-    """How many times as long it takes for a token."""
+    """Time per token relative to the fastest."""
     found = ratio(fastest.throughputs, row.throughputs)
     return found.median if found else math.inf
 
@@ -157,13 +157,13 @@ def _chosen(fastest: Row | None, smallest: Row | None, fit: Sequence[Row], limit
     if fastest is None or smallest is None:
         return ("None of these runs can be recommended.",)
     room = f"fits in {size(limit_bytes)} a rank" if limit_bytes else "fits"
-    said = f"The fastest that {room} is {_named(fastest)}: {_costs(fastest)}."
+    first = f"The fastest that {room} is {_named(fastest)}: {_costs(fastest)}."
     others = ((row, ratio(fastest.throughputs, row.throughputs)) for row in fit if row is not fastest)
     alike = ", ".join(row.label for row, found in others if found is None or not found.clear)
-    said += f" Within noise as fast: {alike}." if alike else ""
+    first += f" Within noise as fast: {alike}." if alike else ""
     if smallest is fastest:
-        return (said, f"It is also the smallest within {WITHIN:.0%} of that time.")
-    return (said, f"The smallest within {WITHIN:.0%} of its time is {_named(smallest)}: {_costs(smallest)}.")
+        return (first, f"It is also the smallest within {WITHIN:.0%} of that time.")
+    return (first, f"The smallest within {WITHIN:.0%} of its time is {_named(smallest)}: {_costs(smallest)}.")
 
 
 def _named(row: Row) -> str:
@@ -174,7 +174,7 @@ def _costs(row: Row) -> str:
     return f"{count(_speed(row))} tokens/s, peak {size(row.figures.peak_memory_bytes)} a rank"
 
 
-# -- what each toggle bought -----------------------------------------------------------------------------------------
+# -- toggles ------------------------------------------------------------------------------------------------------
 
 
 def toggles(rows: Sequence[Row]) -> tuple[Toggle, ...]:
@@ -187,12 +187,12 @@ def toggles(rows: Sequence[Row]) -> tuple[Toggle, ...]:
             first, second = sorted((a, b), key=lambda row: str(row.flat[fields[0]]))
             key = (fields[0], str(first.flat[fields[0]]), str(second.flat[fields[0]]))
             found.setdefault(key, []).append((first, second))
-    ordered = sorted(found.items(), key=lambda item: TOGGLES.index(item[0][0]))
-    return tuple(_toggle(name, pairs) for (name, _, _), pairs in ordered)
+    by_field = sorted(found.items(), key=lambda item: TOGGLES.index(item[0][0]))
+    return tuple(_toggle(name, pairs) for (name, _, _), pairs in by_field)
 
 
 def _toggle(name: str, rows: Sequence[tuple[Row, Row]]) -> Toggle:
-    """Turned so that the value taken saves: memory, else time."""
+    """The order of the two values is such that the one taken saves memory, else time."""
     pairs = [_pair(a, b) for a, b in rows]
     memory = _middle([p.memory for p in pairs if p.memory])
     time = _middle([p.time.median for p in pairs if p.time])
@@ -211,30 +211,32 @@ def _pair(taken: Row, instead: Row) -> Pair:
         taken=taken.label,
         instead=instead.label,
         memory=mine / its if mine and its else None,
-        time=ratio(instead.throughputs, taken.throughputs),  # tokens a second the other way round: time a token
+        time=ratio(instead.throughputs, taken.throughputs),  # inverse throughput: time per token
     )
 
 
 def _bought(pairs: Sequence[Pair]) -> str:
-    """The rest of the sentence: what was saved, and for what. It is turned so that memory is never what it costs."""
+    """The rest of the sentence: what was saved, and at what cost; by the order of the values that is never memory."""
     memory, time = _memory([p.memory for p in pairs if p.memory]), _time([p.time for p in pairs if p.time])
-    told = f"{pairs[0].taken} and {pairs[0].instead}" if len(pairs) == 1 else f"median and range of {len(pairs)} pairs"
+    source = (
+        f"{pairs[0].taken} and {pairs[0].instead}" if len(pairs) == 1 else f"median and range of {len(pairs)} pairs"
+    )
     if memory and time.startswith("cost"):
-        said = f"saved {memory} for {time.removeprefix('cost ')}"
+        result = f"saved {memory} for {time.removeprefix('cost ')}"
     elif memory and time.startswith("saved"):
-        said = f"saved {memory} and {time.removeprefix('saved ')}"
+        result = f"saved {memory} and {time.removeprefix('saved ')}"
     elif memory:
-        said = f"saved {memory}; {time}"
+        result = f"saved {memory}; {time}"
     else:
         measured = any(p.memory for p in pairs)
-        said = f"{'bought nothing: ' if time.startswith('within') else ''}{time}, " + (
+        result = f"{'bought nothing: ' if time.startswith('within') else ''}{time}, " + (
             "the same memory" if measured else "memory not measured"
         )
-    return f"{said} ({told})."
+    return f"{result} ({source})."
 
 
 def _memory(ratios: Sequence[float]) -> str:
-    """What was saved of the peak; empty where that is nothing, or not known."""
+    """How much of the peak was saved; empty where that is nothing, or unknown."""
     middle = _middle(ratios)
     return _percent(ratios, "memory") if middle is not None and abs(middle - 1) >= SAME_MEMORY else ""
 
@@ -250,9 +252,9 @@ def _time(ratios: Sequence[Ratio]) -> str:
 
 
 def _clear(ratios: Sequence[Ratio]) -> bool:
-    """Whether most pairs tell a difference, all of these to the same side."""
-    told = [r for r in ratios if r.clear]
-    return 2 * len(told) > len(ratios) and len({r.median > 1 for r in told}) == 1
+    """Whether most pairs show a difference, and all of these in the same direction."""
+    clear = [r for r in ratios if r.clear]
+    return 2 * len(clear) > len(ratios) and len({r.median > 1 for r in clear}) == 1
 
 
 def _middle(values: Sequence[float]) -> float | None:
@@ -260,7 +262,7 @@ def _middle(values: Sequence[float]) -> float | None:
 
 
 def _percent(ratios: Sequence[float], of: str) -> str:
-    """How far their median is from 1, to its own side, and of several the range: "55% memory (50 to 61%)"."""
+    """The distance of their median from 1, and the range of several: "55% memory (50 to 61%)"."""
     away = 1 if statistics.median(ratios) >= 1 else -1
     shares = sorted(100 * away * (r - 1) for r in ratios)
     text = f"{round(statistics.median(shares))}% {of}"  # round has no negative zero

@@ -1,4 +1,4 @@
-"""`CheckpointConfig`: what a run saves, where and how often; and `SavedCheckpoint`: what came of each checkpoint."""
+"""Checkpoints of a run: `CheckpointConfig` (where, how often), `CheckpointSchedule` (when), `SavedCheckpoint` (results)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.core.checkpoint_format import Checkpoint, check_folder, checkpoints, read
-from fsdp_lab.core.errors import FieldError, check_whole
-from fsdp_lab.runs.awaited import Awaited
+from fsdp_lab.core.errors import FieldError
+from fsdp_lab.runs.control import Awaited
 
 LAST = 3
 
@@ -21,12 +21,12 @@ LAST = 3
 class CheckpointConfig:
     """Where a run's checkpoints go: `CheckpointConfig(folder="checkpoints", every=100)`. Raises ArgumentError.
 
-    The last step of a run that ends in good order is saved, too.
+    The last step is saved, too, unless the run fails.
     """
 
     folder: str | os.PathLike[str]
-    every: int | None = None  # steps; None: when it is asked for, and at the end
-    last: int = LAST  # how many of a run are kept, and the best one beside them
+    every: int | None = None  # steps; None: only on request, and at the end
+    last: int = LAST  # how many checkpoints of a run to keep, beside the best one
 
     def __post_init__(self) -> None:
         for name, value in (("every", self.every), ("last", self.last)):
@@ -36,7 +36,7 @@ class CheckpointConfig:
 
     @classmethod
     def of(cls, given: CheckpointConfig | str | os.PathLike[str] | None) -> CheckpointConfig | None:
-        """From what a user gives: a Saving, a folder, or None. Raises ArgumentError."""
+        """From a config, a folder, or None. Raises ArgumentError."""
         return given if given is None or isinstance(given, CheckpointConfig) else cls(folder=given)
 
 
@@ -45,13 +45,13 @@ class SavedCheckpoint:
     """A checkpoint that a run took."""
 
     step: int
-    kind: str  # of `checkpoints.KINDS`
-    stall_s: float  # how long training stood for it; writing went on beside it
-    waited_s: float  # of that, for the one before to be written
-    path: Path | None = None  # None: it is still being written, or was not
+    kind: str  # one of `checkpoints.KINDS`
+    stall_s: float  # how long training was interrupted; writing overlaps with training
+    waited_s: float  # the part of `stall_s` in which the previous checkpoint was still being written
+    path: Path | None = None  # None: still being written, or failed
     nbytes: int = 0
-    seconds: float | None = None  # from the snapshot until it was whole; None while it is being written
-    error: str = ""  # why there is none
+    seconds: float | None = None  # from the snapshot until it was complete; None while it is being written
+    error: str = ""  # why it failed
 
     @property
     def pending(self) -> bool:
@@ -59,16 +59,18 @@ class SavedCheckpoint:
 
     @property
     def words(self) -> str:
-        """What came of it, in a sentence."""
+        """Its outcome, in a sentence."""
         if self.pending:
             return f"step {self.step} is being saved"
         if self.path is None:
-            return f"step {self.step} could not be saved ({self.error}); training goes on, and earlier ones are whole"
+            return (
+                f"step {self.step} could not be saved ({self.error}); training continues, and earlier ones are complete"
+            )
         return f"step {self.step} is saved in {self.path}"
 
 
 class SaveRequest(Awaited[Checkpoint]):
-    """A checkpoint on its way: `await` it, or `wait()`, for the Checkpoint. Nobody has to."""
+    """The result of `Run.save`: `await` it, or `wait()`, for the Checkpoint. Waiting is optional."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +84,7 @@ class SaveRequest(Awaited[Checkpoint]):
                 self._made = read(saved.path)
             elif saved is not None:
                 self._error = ClusterError(saved.words)
-        except FieldError as e:  # it has made room for newer ones already
+        except FieldError as e:  # deleted already, in favour of newer ones
             self._error = e
         self._end()
 
@@ -93,113 +95,116 @@ class SaveRequest(Awaited[Checkpoint]):
 
 
 class CheckpointSchedule:
-    """The checkpoints of one run: when one is due, who waits for it, and what came of it.
+    """The checkpoints of one run: when one is due, which requests wait for it, and what became of it.
 
-    `ask` is called under the run's lock, all else on its driver; `taken` may be read by all.
+    `request` is called with the run's lock held, all else by its driver; `taken` may be read by any thread.
+
+    Attributes:
+        config: None: the run takes no checkpoints. taken: oldest first.
     """
 
-    def __init__(self, saving: CheckpointConfig | None, run: str, start: int) -> None:
-        """`start`: the step that the run goes on from; that one is saved already."""
-        self._saving, self._run, self._came_from = saving, run, start
+    def __init__(self, config: CheckpointConfig | None, run: str, start: int) -> None:
+        """`start`: the step of the checkpoint that the run starts from, which is not saved again."""
+        self.config = config
         self.taken: tuple[SavedCheckpoint, ...] = ()
-        self._asking: list[SaveRequest] = []  # not yet taken
-        self._waiting: dict[int, list[SaveRequest]] = {}  # index in `taken` -> who waits for it
+        self._run, self._start = run, start
+        self._requests: list[SaveRequest] = []  # for the next checkpoint
+        self._waiting: dict[int, list[SaveRequest]] = {}  # index in `taken` -> requests that it answers
 
-    def ask(self) -> SaveRequest:
-        self._asking.append(ticket := SaveRequest())
-        return ticket
+    def request(self) -> SaveRequest:
+        self._requests.append(request := SaveRequest())
+        return request
 
     @property
-    def asked(self) -> bool:
-        return bool(self._asking)
+    def requested(self) -> bool:
+        return bool(self._requests)
 
     @property
     def pending(self) -> bool:
-        """Whether one is still being written."""
+        """Whether a checkpoint is still being written."""
         return any(s.pending for s in self.taken)
 
     def has(self, step: int) -> bool:
+        """Whether the newest checkpoint is of this step."""
         return bool(self.taken) and self.taken[-1].step == step
 
-    def until_due(self, step: int) -> int:
-        """Steps from here to the next that is to be saved."""
-        every = self._saving.every if self._saving is not None else None
-        return 1 << 30 if every is None else every - step % every
+    @property
+    def _every(self) -> int | None:
+        return self.config.every if self.config is not None else None
+
+    def steps_until_due(self, step: int) -> int:
+        """Steps from `step` to the next regular checkpoint."""
+        return 1 << 30 if self._every is None else self._every - step % self._every
 
     def due(self, step: int) -> bool:
-        """Whether this step is to be saved, or somebody asked."""
-        every = self._saving.every if self._saving is not None else None
-        regular = every is not None and step % every == 0 and step != self._came_from and not self.has(step)
-        return self.asked or regular
+        """Whether to save this step: it is regular, or requested."""
+        regular = self._every is not None and step % self._every == 0 and step != self._start and not self.has(step)
+        return self.requested or regular
 
-    def go_back(self, step: int) -> None:
-        """The run goes on from this step."""
-        self._came_from = step
+    def restart(self, step: int) -> None:
+        """The run continues from this step, which is not saved again."""
+        self._start = step
 
     @contextlib.contextmanager
     def taking(self, kind: str, step: int) -> Iterator[Callable[[Sequence[Mapping[str, Any]]], None]]:
-        """Around the taking of one; what is yielded is given what the ranks said of it (`Session.save`). A refusal is noted,
-        every other error is passed on."""
-        tickets, self._asking = self._asking, []
+        """The context in which a checkpoint is taken. Yields a function to call with the ranks' results of `Session.save`.
 
-        def take(told: Sequence[Mapping[str, Any]]) -> None:
-            stall_s, waited_s = (max(t[name] for t in told) for name in ("seconds", "waited_s"))
-            self._waiting[len(self.taken)] = tickets
-            self.taken += (SavedCheckpoint(step=int(told[0]["step"]), kind=kind, stall_s=stall_s, waited_s=waited_s),)
+        A FieldError is recorded in `taken`, any other error is raised again; both end the requests.
+        """
+        requests, self._requests = self._requests, []
+
+        def record(results: Sequence[Mapping[str, Any]]) -> None:
+            stall_s, waited_s = (max(r[name] for r in results) for name in ("seconds", "waited_s"))
+            self._waiting[len(self.taken)] = requests
+            self.taken += (
+                SavedCheckpoint(step=int(results[0]["step"]), kind=kind, stall_s=stall_s, waited_s=waited_s),
+            )
 
         try:
-            yield take
+            yield record
         except BaseException as e:
-            for ticket in tickets:
-                ticket.settle(None, e if isinstance(e, Exception) else None)
+            for request in requests:
+                request.settle(None, e if isinstance(e, Exception) else None)
             if not isinstance(e, FieldError):
                 raise
             self.taken += (
                 SavedCheckpoint(step=step, kind=kind, stall_s=0.0, waited_s=0.0, seconds=0.0, error=e.reason),
             )
 
-    def note(self, ended: Collection[Mapping[str, Any]]) -> None:
-        """What the ranks have written meanwhile."""
-        self.taken = settled(self.taken, ended)
-        for i in [i for i in self._waiting if not self.taken[i].pending]:
-            for ticket in self._waiting.pop(i):
-                ticket.settle(self.taken[i])
+    def written(self, ended: Collection[Mapping[str, Any]]) -> None:
+        """Takes what the ranks have finished writing (`Checkpointer.ended` of rank 0), in the order of `taken`."""
+        left = list(ended)
+        taken = []
+        for saved in self.taken:
+            if saved.pending and left and left[0]["step"] == saved.step:
+                end = left.pop(0)
+                path = Path(end["path"]) if end["path"] else None
+                saved = replace(saved, path=path, nbytes=end["bytes"], seconds=end["seconds"], error=end["error"])
+            taken.append(saved)
+        self._update(taken)
 
     def give_up(self, why: str) -> None:
-        """Ranks failed: what is not whole by now will never be."""
-        found = checkpoints(self._saving.folder) if self._saving is not None else []
-        self.taken = given_up(self.taken, why, {c.step: c for c in found if c.run == self._run})
-        self.note(())
+        """Ranks failed: a checkpoint that is being written and is not complete on the disk never will be."""
+        found = checkpoints(self.config.folder) if self.config is not None else []
+        complete = {c.step: c for c in found if c.run == self._run}
+        taken = []
+        for saved in self.taken:
+            if saved.pending and (made := complete.get(saved.step)) is not None:
+                saved = replace(saved, path=made.path, nbytes=made.nbytes, seconds=0.0)
+            elif saved.pending:
+                saved = replace(saved, seconds=0.0, error=why)
+            taken.append(saved)
+        self._update(taken)
+
+    def _update(self, taken: Iterable[SavedCheckpoint]) -> None:
+        """Replaces `taken` and ends the requests whose checkpoint is no longer pending."""
+        self.taken = tuple(taken)
+        for i in [i for i in self._waiting if not self.taken[i].pending]:
+            for request in self._waiting.pop(i):
+                request.settle(self.taken[i])
 
     def end(self) -> None:
-        """The run is over: nobody waits any longer."""
-        for ticket in [*self._asking, *(t for of in self._waiting.values() for t in of)]:
-            ticket.settle(None)
-        self._asking, self._waiting = [], {}
-
-
-def settled(saves: Iterable[SavedCheckpoint], ended: Iterable[Mapping[str, Any]]) -> tuple[SavedCheckpoint, ...]:
-    """The same, with what rank 0 said of those that ended (`Checkpointer.ended`): they end in the order of their taking."""
-    told = list(ended)
-    found = []
-    for saved in saves:
-        if saved.pending and told and told[0]["step"] == saved.step:
-            end = told.pop(0)
-            path = Path(end["path"]) if end["path"] else None
-            saved = replace(saved, path=path, nbytes=end["bytes"], seconds=end["seconds"], error=end["error"])
-        found.append(saved)
-    return tuple(found)
-
-
-def given_up(
-    saves: Iterable[SavedCheckpoint], why: str, whole: Mapping[int, Checkpoint]
-) -> tuple[SavedCheckpoint, ...]:
-    """The same, where ranks are gone: what was being written and is not whole on the disk will never be."""
-    found = []
-    for saved in saves:
-        if saved.pending and (made := whole.get(saved.step)) is not None:
-            saved = replace(saved, path=made.path, nbytes=made.nbytes, seconds=0.0)
-        elif saved.pending:
-            saved = replace(saved, seconds=0.0, error=why)
-        found.append(saved)
-    return tuple(found)
+        """The run is over: ends all requests."""
+        for request in [*self._requests, *(r for waiting in self._waiting.values() for r in waiting)]:
+            request.settle(None)
+        self._requests, self._waiting = [], {}

@@ -4,10 +4,10 @@
         print(moment.caption, moment.holds(0))
 
 The ranks train an ordinary step, forward, backward and update by autograd, and halt before each of its phases until the next
-one is asked for. Nothing is sent to them in between, so they are idle then, and cells (`%%px`) can look at them.
+one is requested. Nothing is sent to them in between, so they are idle then, and cells (`%%px`) can inspect them.
 
-Threads: whoever calls `next` or `close` sends the work, one call at a time; a run cannot be going meanwhile, because each
-of the two ends the other before it begins. So the ranks still get the same calls in the same order.
+Threads: the thread that calls `next` or `close` sends the work, one call at a time. No run trains meanwhile, because a run
+and a step in slow motion end each other before they begin. So all ranks still get the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -25,21 +25,18 @@ from fsdp_lab.cluster import ClusterError, Interrupted
 from fsdp_lab.core.events import ParameterHolding, PhaseSnapshot, StepEvent
 from fsdp_lab.core.formatting import Table, count, size
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.runs.run import Ranks
+from fsdp_lab.runs.driver import Ranks
 
-END_S = 15.0  # for a step to run to its end; then it is interrupted, and the parameters stay as they were before it
+END_S = 15.0  # for the step to finish; then it is interrupted, and the parameters stay as they were before it
 POLL_S = 0.05
 
 ITEM_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
-MASTER_BYTES = 4  # an element of a shard: fp32, whatever is computed in
+MASTER_BYTES = 4  # per element of a shard, which is fp32 in any precision
 
 
 @dataclass(frozen=True)
 class StepMoment:
-    """All ranks at one phase, which is about to happen.
-
-    `frames` are in rank order; `spec` is what is trained.
-    """
+    """All ranks just before one phase of a step. `frames`: in rank order."""
 
     frames: tuple[PhaseSnapshot, ...]
     spec: Spec
@@ -68,15 +65,15 @@ class StepMoment:
         return self.frames[0].step
 
     def holds(self, rank: int) -> dict[str, tuple[int, int]]:
-        """Parameter -> the range [start, stop) of its flattened elements that this rank can read now."""
+        """Parameter -> range [start, stop) of its flattened elements that this rank can read now."""
         return {p.name: p.held for p in self.frames[rank].parameters}
 
     def held_elements(self, rank: int) -> int:
-        """Elements of parameters that this rank can read now."""
+        """Number of parameter elements that this rank can read now."""
         return sum(stop - start for start, stop in self.holds(rank).values())
 
     def held_bytes(self, rank: int) -> int:
-        """Bytes of parameters on this rank: its fp32 shards, and beside them what is gathered, in the dtype of computing."""
+        """Bytes of parameters on this rank: its fp32 shards, plus what is gathered, in the compute dtype."""
         return sum(self._bytes_of(p) for p in self.frames[rank].parameters)
 
     def _bytes_of(self, p: ParameterHolding) -> int:
@@ -89,11 +86,11 @@ class StepMoment:
 
     @property
     def caption(self) -> str:
-        """What is about to happen, in words."""
+        """The phase that comes next, in a sentence."""
         return f"{self.direction} · {self.phase}{'' if self.phase == 'optim' else ' ' + self.unit}: {self._words()}"
 
     def _words(self) -> str:
-        """The phase, with how much of what it moves."""
+        """The phase, and how much data it moves."""
         parameters = self.frames[0].parameters
         n = count(sum(p.numel for p in parameters if p.unit == self.unit))
         factor = self.spec.shard_factor
@@ -127,7 +124,7 @@ class StepMoment:
         return f"reduce-scatter of {n} gradients, each rank gets the mean of its shard{more}"
 
     def table(self) -> Table:
-        """What each rank holds, a row a rank."""
+        """What each rank holds, one row per rank."""
         rows = []
         for frame in self.frames:
             whole = dict.fromkeys(p.unit for p in frame.parameters if p.state == "unsharded")
@@ -152,15 +149,15 @@ class StepMoment:
 
 
 class SlowStep:
-    """The step on the ranks: begun, moved on, ended, from any thread. Knows no iterator, so that one can be dropped.
+    """The step on the ranks; any thread may advance or end it. It does not refer to its iterator, which can be dropped.
 
     Attributes:
-        moment: the last one. events: one a rank, when the step is over. over, reason, error: whether it is, and why.
-        ready: whether the ranks hold the Spec.
+        moment: the last one. events: one per rank, when the step is over. over, reason, error: whether it is, and why.
+        ready: whether the Spec is applied on the ranks.
     """
 
     def __init__(self, ranks: Ranks, spec: Spec, prepare: Callable[[Spec], None]) -> None:
-        """`prepare(spec)` is called before anything is sent: it sees to the right ranks, with nothing else going on."""
+        """`prepare(spec)`: called before anything is sent; makes the ranks ready and ends what else is running on them."""
         self.spec = spec
         self.moment: StepMoment | None = None
         self.events: tuple[StepEvent, ...] = ()
@@ -168,23 +165,23 @@ class SlowStep:
         self.reason = ""
         self.error: Exception | None = None
         self._ranks, self._prepare = ranks, prepare
-        self._turn = threading.Lock()  # held during a call to the ranks: there is one at a time
-        self._asked_s: float | None = None  # when its end was asked for, on the monotonic clock
-        self._asked_why, self._limit_s = "", END_S
+        self._calling = threading.Lock()  # held during a call to the ranks: one at a time
+        self._end_s: float | None = None  # when its end was requested, on the monotonic clock
+        self._end_reason, self._limit_s = "", END_S
         self.ready = False
         self._under_way = False  # on the ranks
 
     def advance(self) -> StepMoment | None:
-        """To the next phase; None when the step is over. Raises what a call to the ranks raises."""
-        with self._turn:
-            if self.over or self._asked_s is not None:
+        """Runs to the next phase; None when the step is over. Raises what a call to the ranks raises."""
+        with self._calling:
+            if self.over or self._end_s is not None:
                 return None
             try:
                 if not self.ready:
                     self._begin()
                 return self._next()
             except Interrupted:
-                if self._asked_s is None:  # by somebody else: the step was given up
+                if self._end_s is None:  # not by `end`: the step is abandoned
                     self._finish("interrupted")
                 return None
             except Exception as e:
@@ -193,51 +190,51 @@ class SlowStep:
                 raise
 
     def end(self, why: str, limit_s: float = END_S) -> Exception | None:
-        """Lets the step run to its end without stops. Returns what went wrong, if anything did. Idempotent."""
-        if self._asked_s is None:
-            self._asked_why, self._limit_s, self._asked_s = why, limit_s, time.monotonic()
-        with self._turn:
+        """Lets the step run to its end without halts. Returns its error; None: there was none. Idempotent."""
+        if self._end_s is None:
+            self._end_reason, self._limit_s, self._end_s = why, limit_s, time.monotonic()
+        with self._calling:
             if self.over:
                 return None
             try:
                 if self._under_way:
                     self._take(self._results("slow_end"))
             except Interrupted:
-                pass  # it took too long, or somebody was in a hurry
+                pass  # after `limit_s`, or by the user
             except Exception as e:
                 self.error = e
-            self._finish(self._asked_why)
+            self._finish(self._end_reason)
             return self.error
 
     def _begin(self) -> None:
         self._prepare(self.spec)
-        told = self._results("status")
-        if any(s.get("spec_id") != self.spec.id for s in told):
+        statuses = self._results("status")
+        if any(s.get("spec_id") != self.spec.id for s in statuses):
             self._results("apply", run=secrets.token_hex(4), spec=self.spec.to_dict(), fresh=False)
         self.ready = True
 
     def _next(self) -> StepMoment | None:
         self._under_way = True
-        told = self._results("slow_next")
-        if any(t["frame"] is None for t in told):
+        results = self._results("slow_next")
+        if any(r["frame"] is None for r in results):
             self._under_way = False
-            self._take(told)
+            self._take(results)
             self._finish("the step is over")
             return None
-        frames = sorted((PhaseSnapshot.from_dict(t["frame"]) for t in told), key=lambda f: f.rank)
+        frames = sorted((PhaseSnapshot.from_dict(r["frame"]) for r in results), key=lambda f: f.rank)
         self.moment = StepMoment(tuple(frames), self.spec)
         return self.moment
 
     def _results(self, what: str, **arguments: Any) -> list[Any]:
-        """Of a call to all ranks. One that keeps the end waiting for too long is interrupted."""
+        """Results of a call to all ranks, which is interrupted `limit_s` after the end was requested."""
         call = self._ranks.submit(what, **arguments)
         while not call.wait(POLL_S):
-            if self._asked_s is not None and time.monotonic() - self._asked_s > self._limit_s:
+            if self._end_s is not None and time.monotonic() - self._end_s > self._limit_s:
                 return call.results(0)
         return call.results()
 
-    def _take(self, told: list[Any]) -> None:
-        self.events = tuple(StepEvent.from_dict(t["event"]) for t in told if t.get("event") is not None)
+    def _take(self, results: list[Any]) -> None:
+        self.events = tuple(StepEvent.from_dict(r["event"]) for r in results if r.get("event") is not None)
 
     def _finish(self, reason: str) -> None:
         self.reason, self.over, self._under_way = reason, True, False
@@ -246,15 +243,15 @@ class SlowStep:
 class SlowMotion(Iterator[StepMoment]):
     """An iterator over the phases of one training step. Made by `Lab.slow_motion`; begins with the first `next`.
 
-    It ends with the step. Ended early, by `close()`, `with`, Ctrl-C, or by dropping it (a `break` out of a loop), it lets
-    the step run to its end; so do a new run, another slow motion, and `lab.close()`. `reason` says which it was.
+    It ends with the step. Where it ends earlier (`close()`, `with`, Ctrl-C, a `break` that drops it, a new run, another slow
+    motion, `lab.close()`), the step runs to its end without halts. `reason` says which it was.
 
-    Raises, from `next`: what a run's error would be, such as RankError, RankLost, or the SpecError of a refused Spec.
+    Raises, from `next`: the errors of a run, such as RankError, RankLost, or the SpecError of a refused Spec.
     """
 
     def __init__(self, step: SlowStep) -> None:
         self._step = step
-        # An iterator that is dropped must not wait for ranks on the thread that happens to collect it.
+        # A dropped iterator must not wait for ranks on the thread that garbage-collects it.
         weakref.finalize(self, _end_later, step).atexit = False
 
     def __next__(self) -> StepMoment:
@@ -273,17 +270,17 @@ class SlowMotion(Iterator[StepMoment]):
 
     @property
     def moment(self) -> StepMoment | None:
-        """The last one; None before the first."""
+        """The last moment; None before the first."""
         return self._step.moment
 
     @property
     def event(self) -> StepEvent | None:
-        """Of rank 0, when the step is over; its times are those of a step that was held."""
+        """Rank 0's, when the step is over; its times include the halts."""
         return self._step.events[0] if self._step.events else None
 
     @property
     def events(self) -> tuple[StepEvent, ...]:
-        """Of all ranks, when the step is over."""
+        """Those of all ranks, when the step is over."""
         return self._step.events
 
     @property
@@ -293,11 +290,11 @@ class SlowMotion(Iterator[StepMoment]):
 
     @property
     def reason(self) -> str:
-        """Why it is closed, in words."""
+        """Why it is closed."""
         return self._step.reason
 
     def close(self) -> None:
-        """Lets the step run to its end. Idempotent. Raises what goes wrong on the ranks meanwhile."""
+        """Lets the step run to its end. Idempotent. Raises errors of the ranks meanwhile."""
         if (error := self._step.end("closed")) is not None:
             raise error
 
@@ -317,5 +314,5 @@ class SlowMotion(Iterator[StepMoment]):
 
 def _end_later(step: SlowStep) -> None:
     if not step.over:
-        with contextlib.suppress(RuntimeError):  # the interpreter is ending: the lab ends its ranks itself
+        with contextlib.suppress(RuntimeError):  # at interpreter exit, where the lab ends its ranks itself
             threading.Thread(target=step.end, args=("dropped",), name="fsdp_lab-slow-end", daemon=True).start()

@@ -1,23 +1,33 @@
-"""`Step`: one optimizer step over all ranks. Results, tables, plots and reports are all made of these.
+"""`EventStore`, the step events of one run, and `Step`, one optimizer step over all ranks, assembled from them.
 
-The rules:
+Results, tables, plots and reports are all computed from steps. The rules:
 
 - Restarts. `StepEvent.attempt` counts how often the ranks have begun again from an earlier step. A later attempt replaces
-  every step of earlier attempts from its own first step on; those are abandoned and in no result.
+  every step of earlier attempts from its own first step on; these are abandoned and in no result.
 - Missing ranks. A step is whole when every rank of its world size has reported it. Results use whole steps only; live plots
   draw a partial step once enough later steps are whole.
-- World size. Each step is held against its own world size, so a run that resumes on fewer ranks keeps its earlier steps.
+- World size. Whether a step is whole depends on its own world size, so a run that resumes on fewer ranks keeps its earlier
+  steps.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
 
 from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.spec import Spec
+
+CAP = 100_000  # events, over all ranks
+TRACED_STEPS = 200
+SPAN_CAP = 250_000  # over all ranks
+CURVE_STEPS = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +82,7 @@ class Step:
         return sum(e.tokens for e in self.events) / self.step_time_s
 
     def by_rank(self, value: Mapping[int, float]) -> list[float]:
-        """One number for each rank of the world, NaN where it is missing."""
+        """One number per rank, NaN where it is missing."""
         return [value.get(rank, math.nan) for rank in range(self.world_size)]
 
 
@@ -87,48 +97,280 @@ def assemble_all(events: Iterable[StepEvent]) -> list[Step]:
 
 def assemble(events: Iterable[StepEvent]) -> list[Step]:
     """The steps that no later attempt replaced, whole or partial, in order of step."""
-    kept: list[Step] = []
-    begun = math.inf  # the earliest step of later attempts
+    found: list[Step] = []
+    earliest = math.inf  # step of later attempts
     for step in reversed(assemble_all(events)):
-        if (number := step.number) < begun:
-            begun = number
-            kept.append(step)
-    return kept[::-1]
+        if (number := step.number) < earliest:
+            earliest = number
+            found.append(step)
+    return found[::-1]
 
 
 def last_stretch(steps: Sequence[Step], spec: Spec) -> list[Step]:
     """The whole steps trained with `spec` since the last step of another Spec."""
-    spec_id = spec.id  # computed anew each time it is asked for
+    spec_id = spec.id  # a property that is computed at each access
     stretch = list(takewhile(lambda s: s.spec_id == spec_id, reversed(steps)))
     return [s for s in reversed(stretch) if s.is_whole]
 
 
 class Assembler:
-    """Assembles events into steps as they arrive. A step is given out when it is whole, or when `patience` later steps are
-    whole: a rank that died must not stop the plots."""
+    """Assembles events into steps as they arrive. A step is returned when it is whole, or when `patience` later steps are
+    whole, so that a dead rank does not stop the plots."""
 
     def __init__(self, *, patience: int = 2) -> None:
         self.patience = patience
         self._open: list[StepEvent] = []
-        self._given = (0, -1)  # attempt and number of the last step given out
+        self._returned = (0, -1)  # attempt and number of the last step that was returned
 
     def add(self, events: Iterable[StepEvent]) -> list[Step]:
-        """Takes events in any order; returns the steps that are ready, in order. Events of steps given out are dropped."""
+        """Takes events in any order; returns the steps that are ready, in order. Events of returned steps are dropped."""
         self._open += events
-        self._drop_given()
+        self._drop_returned()
         steps = assemble(self._open)
         latest_whole = max((s.number for s in steps if s.is_whole), default=-1)
-        return self._give(list(takewhile(lambda s: s.is_whole or s.number <= latest_whole - self.patience, steps)))
+        return self._return(list(takewhile(lambda s: s.is_whole or s.number <= latest_whole - self.patience, steps)))
 
     def flush(self) -> list[Step]:
-        """All that is left, whole or partial: at the end of a run, or when a rank is lost."""
-        return self._give(assemble(self._open))
+        """The remaining steps, whole or partial: at the end of a run, or when a rank is lost."""
+        return self._return(assemble(self._open))
 
-    def _give(self, steps: list[Step]) -> list[Step]:
+    def _return(self, steps: list[Step]) -> list[Step]:
         if steps:
-            self._given = (steps[-1].attempt, steps[-1].number)
-            self._drop_given()
+            self._returned = (steps[-1].attempt, steps[-1].number)
+            self._drop_returned()
         return steps
 
-    def _drop_given(self) -> None:
-        self._open = [e for e in self._open if (e.attempt, e.step) > self._given]
+    def _drop_returned(self) -> None:
+        self._open = [e for e in self._open if (e.attempt, e.step) > self._returned]
+
+
+class _Seen:
+    """The steps that one rank has reported: all below `floor`, and those in `above`. Small for a run of any length."""
+
+    def __init__(self, floor: int) -> None:
+        self.floor = floor
+        self.above: set[int] = set()
+
+    def add(self, step: int) -> bool:
+        """Returns whether the step is new."""
+        if step < self.floor or step in self.above:
+            return False
+        self.above.add(step)
+        while self.floor in self.above:
+            self.above.remove(self.floor)
+            self.floor += 1
+        return True
+
+
+class EventStore:
+    """The step events of one run in order of arrival, each rank's step once.
+
+    A rank publishes a step's event at once and returns it again with its chunk, so that a lost message does no harm; what
+    arrives a second time is dropped.
+
+    Append-only and thread-safe: ipyparallel's IO thread appends, everyone else reads. It is bounded to the newest `CAP`
+    events (about 0.7 kB each, so 70 MB; at two ranks 50,000 steps) and counts those that it `dropped`. Spans are stored for
+    the newest `TRACED_STEPS` traced steps and `SPAN_CAP` spans (about 0.3 kB each), memory curves for the newest
+    `CURVE_STEPS` ledger steps; older events lose theirs.
+    """
+
+    def __init__(self, cap: int = CAP, *, traced_steps: int = TRACED_STEPS, span_cap: int = SPAN_CAP) -> None:
+        self._cap, self._traced_steps, self._span_cap = cap, traced_steps, span_cap
+        self._events: list[StepEvent] = []
+        self._first = 0  # cursor of _events[0]
+        self._seen: dict[int, _Seen] = {}
+        self._start = 0  # the first step of the current attempt
+        self._notes: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._traced: deque[tuple[int, int]] = deque()  # cursor of an event with spans, and their number
+        self._spans = 0
+        self._curves: deque[int] = deque()  # cursors of events with a memory curve
+        self._attempt = 0
+        self._restarts: list[tuple[int, int]] = []
+        self._lock = threading.Lock()
+
+    def add(
+        self,
+        events: Iterable[Mapping[str, Any] | StepEvent],
+        notes: tuple[str, ...] = (),
+        *,
+        attempt: int | None = None,
+    ) -> int:
+        """Appends the events that are new, with `notes` in front of their own. Returns how many were new.
+
+        Events get the current attempt; an event of a later attempt begins that one. `attempt`: in which the events were
+        measured; they are dropped if the ranks have begun again since. None: not checked.
+        """
+        added = 0
+        for given in events:
+            rank, step, own_attempt = _place(given)
+            with self._lock:
+                if attempt is not None and attempt != self._attempt:
+                    continue
+                if own_attempt > self._attempt:
+                    self._begin_attempt(own_attempt, step)
+                if self._seen.setdefault(rank, _Seen(self._start)).add(step):
+                    self._events.append(self._made(given, notes))
+                    self._note_spans(self._events[-1])
+                    self._note_curve(self._events[-1])
+                    added += 1
+        with self._lock:
+            surplus = len(self._events) - self._cap
+            if surplus > self._cap // 10:  # in bulk, because this moves the whole list
+                del self._events[:surplus]
+                self._first += surplus
+        return added
+
+    def _note_spans(self, event: StepEvent) -> None:
+        """Drops the oldest spans above the limits. Hold the lock; `event` was appended last."""
+        if not event.spans:
+            return
+        cursor = self._first + len(self._events) - 1
+        self._traced.append((cursor, len(event.spans)))
+        self._spans += len(event.spans)
+        while len(self._traced) > self._traced_steps * len(self._seen) or self._spans > self._span_cap:
+            oldest, spans = self._traced.popleft()
+            self._spans -= spans
+            at = oldest - self._first
+            if at >= 0:
+                self._events[at] = dataclasses.replace(self._events[at], spans=())
+
+    def _note_curve(self, event: StepEvent) -> None:
+        """Drops the oldest memory curves above the limit. Hold the lock."""
+        if not event.memory_curve:
+            return
+        self._curves.append(self._first + len(self._events) - 1)
+        while len(self._curves) > CURVE_STEPS * len(self._seen):
+            at = self._curves.popleft() - self._first
+            if at >= 0:
+                self._events[at] = dataclasses.replace(self._events[at], memory_curve=())
+
+    def _made(self, given: Mapping[str, Any] | StepEvent, notes: tuple[str, ...]) -> StepEvent:
+        if isinstance(given, StepEvent):
+            return given if given.attempt == self._attempt else dataclasses.replace(given, attempt=self._attempt)
+        both = tuple(dict.fromkeys([*notes, *given["notes"]]))
+        shared = self._notes.setdefault(both, both)  # one tuple for all events
+        return StepEvent.from_dict({**given, "notes": shared, "attempt": self._attempt})
+
+    def restart(self, step: int) -> None:
+        """The ranks begin again at `step`: a new attempt, unless there are no events yet. Earlier events stay."""
+        with self._lock:
+            self._begin_attempt(self._attempt + bool(self._first + len(self._events)), step)
+
+    def _begin_attempt(self, attempt: int, step: int) -> None:
+        """Hold the lock."""
+        self._attempt, self._start = attempt, step
+        self._restarts.append((self._first + len(self._events), step))
+        for seen in self._seen.values():
+            seen.floor, seen.above = step, set()
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def since(self, cursor: int = 0) -> tuple[list[StepEvent], int]:
+        """(events that arrived since the cursor, the next cursor). 0 is the beginning. Takes time for new events only."""
+        with self._lock:
+            start = max(0, cursor - self._first)
+            return self._events[start:], self._first + len(self._events)
+
+    def columns(self, *names: str, cursor: int = 0) -> tuple[dict[int, dict[str, list[Any]]], int]:
+        """rank -> field -> values that arrived since the cursor, and the next cursor.
+
+        A name is a field or property of StepEvent, or of its memory with a dot: "step", "tflops", "memory.peak_bytes".
+        """
+        new, cursor = self.since(cursor)
+        out: dict[int, dict[str, list[Any]]] = {}
+        readers = {name: reader(name) for name in names}
+        for event in new:
+            row = out.setdefault(event.rank, {name: [] for name in names})
+            for name, read in readers.items():
+                row[name].append(read(event))
+        return out, cursor
+
+    def latest(self) -> dict[int, StepEvent]:
+        """The newest event of each rank in the current attempt, in rank order."""
+        with self._lock:
+            found: dict[int, StepEvent] = {}
+            for event in reversed(self._events):
+                if event.attempt != self._attempt:
+                    break
+                found.setdefault(event.rank, event)
+                if len(found) == event.world_size:
+                    break
+        return dict(sorted(found.items()))
+
+    def steps(self) -> list[Step]:
+        """The steps that count, whole or partial, in order: those of the module's rules."""
+        return self._steps(None)
+
+    def last_steps(self, n: int) -> list[Step]:
+        """The newest `n` whole steps that count, oldest first. The time depends on `n`, not on the length of the run."""
+        window = (n + 4) * max(1, len(self.ranks))
+        while True:
+            whole = [s for s in self._steps(window) if s.is_whole]
+            if len(whole) >= n or window >= len(self._events):
+                return whole[max(0, len(whole) - n) :]
+            window *= 4
+
+    def _steps(self, newest: int | None) -> list[Step]:
+        """The steps that count among the newest events, or all."""
+        with self._lock:
+            events = self._events[-newest:] if newest else self._events[:]
+            attempt, start = self._attempt, self._start
+        steps = assemble(events)
+        return [s for s in steps if s.attempt == attempt or s.number < start] if attempt else steps
+
+    def traced(self) -> list[Step]:
+        """The traced steps whose spans are stored, from their events with spans; abandoned attempts included."""
+        with self._lock:
+            events = [self._events[cursor - self._first] for cursor, _ in self._traced if cursor >= self._first]
+        return assemble_all(events)
+
+    def newest_traced(self) -> Step | None:
+        """The newest traced step that counts, if possible a whole one; None where no spans are stored."""
+        traced = self.traced()
+        current = {(s.attempt, s.number) for s in self.steps()}
+        counting = [s for s in traced if (s.attempt, s.number) in current] or traced
+        found = [s for s in counting if s.is_whole] or counting
+        return found[-1] if found else None
+
+    @property
+    def attempt(self) -> int:
+        """How often the ranks have begun again from an earlier step."""
+        with self._lock:
+            return self._attempt
+
+    @property
+    def restarts(self) -> tuple[tuple[int, int], ...]:
+        """(cursor, step) of each `restart`; events from that cursor on arrived after it."""
+        with self._lock:
+            return tuple(self._restarts)
+
+    @property
+    def dropped(self) -> int:
+        """Events that were dropped to stay within the cap."""
+        return self._first
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        with self._lock:
+            return tuple(sorted(self._seen))
+
+    def __len__(self) -> int:
+        """Events that arrived, dropped ones included."""
+        with self._lock:
+            return self._first + len(self._events)
+
+
+def _place(given: Mapping[str, Any] | StepEvent) -> tuple[int, int, int]:
+    """Rank, step and attempt."""
+    if isinstance(given, StepEvent):
+        return given.rank, given.step, given.attempt
+    return given["rank"], given["step"], given.get("attempt", 0)
+
+
+def reader(name: str) -> Callable[[StepEvent], Any]:
+    """A function that reads a column from an event. Raises AttributeError for an unknown name."""
+    head, dot, tail = name.partition(".")
+    getattr(StepEvent, head)
+    if not dot:
+        return lambda event: getattr(event, head)
+    return lambda event: getattr(getattr(event, head), tail)

@@ -1,10 +1,9 @@
-"""What a run was, in figures: the entry of `fsdp-lab compare`'s JSON, `Figures`, and the table of its last steps.
+"""Figures of a run: `summarize` (the entry of `fsdp-lab compare`'s JSON), `Figures`, `Ratio`, and a table of the last steps.
 
-The rule of what counts, everywhere: figures are of the steps trained with the Spec that was applied last; which steps a run
-has after a restart is said in `runs.steps`. A step's
-time is that of its slowest rank. Medians and percentiles of time, throughput, TFLOPS and communication leave out
-the first step after a switch (allocations, first-time set-up) and ledger steps (slowed by measuring memory); where
-nothing is left, as in a run of one step, they take all. Losses and memory leave out nothing.
+The rule of what counts, everywhere: figures are of the steps trained with the Spec applied last (which steps a run has after
+a restart: see `runs.steps`). A step's time is that of its slowest rank. Medians and percentiles of time, throughput, TFLOPS
+and communication leave out the first step after a switch (allocations, first-time set-up) and ledger steps (slowed by
+measuring memory); where no step is left, as in a run of one step, they include all. Losses and memory leave out nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from enum import StrEnum
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from fsdp_lab.core.describe import describe_strategy
@@ -22,13 +23,13 @@ from fsdp_lab.core.formatting import Spread, Table, count, duration, known, quan
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs.steps import Step, last_stretch
 
-# The rule of what counts, for whoever reads the figures.
+# The rule of what counts, for readers of the figures.
 RULE = ("Medians (and p10 to p90) leave out the first step after a change and ledger steps; a step's time is that of its "
         "slowest rank.")  # fmt: skip
 
 
 def summarize(spec: Spec, steps: Sequence[Step]) -> dict[str, Any]:
-    """The `runs` entry of compare's JSON. Figures that nothing was measured for are None, lists are empty."""
+    """The `runs` entry of compare's JSON. Figures without a measurement are None, lists are empty."""
     steps = last_stretch(steps, spec)
     counted = counting(steps)
     ranks = range(steps[0].world_size if steps else 0)
@@ -61,7 +62,7 @@ def summarize(spec: Spec, steps: Sequence[Step]) -> dict[str, Any]:
 
 
 def evaluated(steps: Sequence[Step]) -> dict[str, Any]:
-    """Evaluation losses and the least of those that are finite; nothing of a run without."""
+    """Evaluation losses, and the least finite one; empty for a run without evaluations."""
     found = [{"step": s.number, "loss": s.eval_loss} for s in steps if s.eval_loss is not None]
     finite = [e for e in found if math.isfinite(e["loss"])]
     best = min(finite, key=lambda e: float(e["loss"]), default=None)
@@ -69,7 +70,7 @@ def evaluated(steps: Sequence[Step]) -> dict[str, Any]:
 
 
 def counting(steps: Sequence[Step]) -> Sequence[Step]:
-    """Those whose times belong in a median; where there is none, all."""
+    """The steps whose times belong in a median; all where there is none."""
     return [s for s in steps if s.counts] or steps
 
 
@@ -78,8 +79,10 @@ def comm_kinds(steps: Iterable[Step]) -> list[str]:
 
 
 class Peaks:
-    """What utilisation is relative to: of each rank and Spec the greatest peak of the steps added so far. A step that
-    goes beyond the peak raises it for later events only; here earlier ones follow, so that all have one scale."""
+    """The peak FLOP/s that utilisation is relative to: for each rank and Spec the greatest one of the steps added so far.
+
+    Events have the peak known at their time; a faster step raises it. Here it is the same for all steps, earlier ones too.
+    """
 
     def __init__(self, steps: Sequence[Step] = ()) -> None:
         self._best: dict[tuple[int, str], tuple[float, str]] = {}
@@ -93,7 +96,7 @@ class Peaks:
                 self._best[event.rank, event.spec_id] = max(found, (best, event.peak_source))
 
     def of(self, event: StepEvent) -> tuple[float, str] | None:
-        """FLOP/s and where they are from; None where no peak is known."""
+        """(FLOP/s, source); None where no peak is known."""
         return self._best.get((event.rank, event.spec_id))
 
     def mfu(self, event: StepEvent) -> float | None:
@@ -107,12 +110,12 @@ class Peaks:
 
     @property
     def by_source(self) -> dict[str, float]:
-        """Where the peaks are from, with the greatest of each."""
+        """Source of a peak -> the greatest peak, FLOP/s."""
         return {source: best for best, source in sorted(self._best.values())}
 
 
 def comm_seconds(step: Step, kind: str) -> float:
-    """Issue to completion, mean over ranks."""
+    """From issue to completion, mean over ranks."""
     return statistics.fmean(e.comm[kind].seconds if kind in e.comm else 0.0 for e in step.events)
 
 
@@ -137,23 +140,23 @@ def rounded(value: float | None) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """A run under the Spec applied last, by the rule of this module. None: not measured.
+    """Figures of a run under the Spec applied last, by the rule of this module. None: not measured.
 
-    Memory is that of the fullest rank: `at_peak` says what its peak was made of. `outside_bytes`, `host_bytes`: the most of
-    any rank at the last step; `limit_bytes`: the least.
+    Memory is that of the fullest rank; `at_peak`: by class, at its peak. `outside_bytes`, `host_bytes`: the greatest of
+    all ranks at the last step; `limit_bytes`: the least.
     """
 
     steps: int = 0  # whole ones
-    counted: int = 0  # of them, in medians
+    counted: int = 0  # those in medians
     first_step: int | None = None
     step_time_s: Spread | None = None
     tokens_per_s: Spread | None = None  # of all ranks
     tflops_per_rank: Spread | None = None  # mean over ranks, as are the next four
     mfu: Spread | None = None
     hfu: Spread | None = None
-    comm_s: Spread | None = None  # a step, issue to completion, all kinds
-    exposed_comm_s: Spread | None = None  # a step, all kinds
-    link_bytes: Spread | None = None  # that rank 0 sends in a step
+    comm_s: Spread | None = None  # per step, issue to completion, all kinds
+    exposed_comm_s: Spread | None = None  # per step, all kinds
+    link_bytes: Spread | None = None  # sent by rank 0 per step
     comm_s_by_kind: Mapping[str, float] = field(default_factory=dict)  # medians
     peak_memory_bytes: int | None = None
     at_peak: RoleBytes = field(default_factory=RoleBytes)
@@ -163,11 +166,11 @@ class Figures:
     last_step: int | None = None
     last_loss: float | None = None  # mean over ranks
     peak_flops_source: str = ""
-    notes: tuple[str, ...] = ()  # what the times are worth
+    notes: tuple[str, ...] = ()  # how far to trust the times
 
 
 def figures(steps: Sequence[Step]) -> Figures:
-    """Of the whole steps under one Spec (`steps.last_stretch`)."""
+    """`steps`: the whole ones under one Spec (`steps.last_stretch`)."""
     if not steps:
         return Figures()
     counted, last, peaks = counting(steps), steps[-1].events, Peaks(steps)
@@ -202,17 +205,100 @@ def figures(steps: Sequence[Step]) -> Figures:
 
 
 def of_ranks(step: Step, value: Callable[[StepEvent], float | None]) -> float:
-    """The mean over the ranks that know it; NaN where none does, or one knows that it does not."""
-    told = [v for e in step.events if (v := value(e)) is not None]
-    return statistics.fmean(told) if told else math.nan
+    """Mean over the ranks whose value is not None; NaN where all are None, or one is NaN."""
+    values = [v for e in step.events if (v := value(e)) is not None]
+    return statistics.fmean(values) if values else math.nan
+
+
+# -- ratios of two runs' figures ------------------------------------------------------------------------------------
+
+ROUNDS = 3
+FEWEST = 3  # steps of each run that an interval needs
+LEAST = 0.02  # a smaller difference counts as noise, however narrow its interval
+NORMAL_90 = 1.2816  # 90 % of a normal distribution lies below so many standard deviations
+
+Timed = Sequence[tuple[float, float]]  # (Unix time in seconds, value) of each step
+
+
+class Pairing(StrEnum):
+    ROUNDS = "in rounds"
+    MEDIANS = "one after the other"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """How much longer, or larger, one run is than another, and how certain that is.
+
+    The rule. Where the two were trained in turns, at least `ROUNDS` times each, as in a sweep, the median of each turn is
+    divided by that of the other run's turn in the same round, which is the nearest in time: drift of the machine affects
+    both alike. The ratio is the median over rounds, with the 10th and 90th percentile of rounds. Otherwise, when one was
+    trained after the other, it is the ratio of the two medians; p10 and p90 are the ends of its 80 % interval, from the
+    order statistics of both samples. Drift of the machine between the two is then part of the ratio.
+
+    Attributes:
+        p10, p90: None where there are too few steps. n: rounds, or the steps of the run that has fewer.
+    """
+
+    median: float
+    p10: float | None
+    p90: float | None
+    n: int
+    pairing: Pairing
+
+    @property
+    def clear(self) -> bool:
+        """Whether it differs from 1: the interval excludes 1, and the median is not within `LEAST` of it."""
+        if self.p10 is None or self.p90 is None:
+            return False
+        return not self.p10 <= 1 <= self.p90 and abs(self.median - 1) >= LEAST
+
+
+def ratio(of: Timed, to: Timed) -> Ratio | None:
+    """By the rule in `Ratio`; None where one of the two has no values, or some are not positive."""
+    if not of or not to or min(v for _, v in (*of, *to)) <= 0:
+        return None
+    rounds = in_rounds(of, to)
+    if len(rounds) >= ROUNDS:
+        each = [statistics.median(a) / statistics.median(b) for a, b in rounds]
+        p10, p90 = quantile(each, 0.1), quantile(each, 0.9)
+        return Ratio(median=statistics.median(each), p10=p10, p90=p90, n=len(each), pairing=Pairing.ROUNDS)
+    mine, theirs = [v for _, v in of], [v for _, v in to]
+    middle = statistics.median(mine) / statistics.median(theirs)
+    low, high = _interval(middle, mine, theirs)
+    n = min(len(mine), len(theirs))
+    return Ratio(median=middle, p10=low, p90=high, n=n, pairing=Pairing.MEDIANS)
+
+
+def in_rounds(of: Timed, to: Timed) -> list[tuple[list[float], list[float]]]:
+    """For each round, the values of the one's turn and of the other's."""
+    ordered = sorted([*((t, 0, v) for t, v in of), *((t, 1, v) for t, v in to)])
+    turns: tuple[list[list[float]], list[list[float]]] = ([], [])
+    for side, group in groupby(ordered, key=itemgetter(1)):
+        turns[side].append([v for _, _, v in group])
+    return list(zip(*turns, strict=False))  # the last round may lack the other's turn
+
+
+def _interval(middle: float, mine: Sequence[float], theirs: Sequence[float]) -> tuple[float | None, float | None]:
+    """(p10, p90): the errors of the two medians, added in quadrature on a logarithmic scale."""
+    if min(len(mine), len(theirs)) < FEWEST:
+        return None, None
+    (my_low, my_high), (their_low, their_high) = _median_errors(mine), _median_errors(theirs)
+    return middle * math.exp(-math.hypot(my_low, their_high)), middle * math.exp(math.hypot(my_high, their_low))
+
+
+def _median_errors(values: Sequence[float]) -> tuple[float, float]:
+    """How far below and above the sample's median the true one may be, as logarithms of ratios."""
+    reach = min(0.5, NORMAL_90 / 2 / math.sqrt(len(values)))
+    low, middle, high = (quantile(values, q) or 0.0 for q in (0.5 - reach, 0.5, 0.5 + reach))
+    return math.log(middle / low), math.log(high / middle)
 
 
 # -- the table of the last steps -----------------------------------------------------------------------------------
 
 
 def step_table(steps: Sequence[Step], specs: dict[str, Spec], caption: str = "", notes: Sequence[str] = ()) -> Table:
-    """One row a step over all ranks: slowest time, summed throughput, mean TFLOPS, communication and what of it
-    is exposed, highest peak."""
+    """One row per step over all ranks: greatest time, summed throughput, mean TFLOPS, mean communication and the exposed
+    part of it, greatest peak."""
     marked = any(step.events[0].first_after_switch or step.events[0].ledger for step in steps)
     legend = ("* first step after a switch, or slowed by measuring: not counted in medians",) if marked else ()
     recomputes = any(e.recompute_flops for step in steps for e in step.events)
@@ -228,14 +314,14 @@ def step_table(steps: Sequence[Step], specs: dict[str, Spec], caption: str = "",
 
 
 def relation(peaks: Peaks, shares: Sequence[str]) -> tuple[str, ...]:
-    """The sentence on what utilisation is relative to; none where no peak is known."""
+    """A sentence on what utilisation is relative to; none where no peak is known."""
     best = "; ".join(f"{peak / 1e12:.3g} TFLOPS a rank ({source})" for source, peak in peaks.by_source.items())
     counted = " (HFU counts recompute)" if "HFU" in shares else ""
     return (f"{' and '.join(shares)}{counted} relative to {best}",) if best else ()
 
 
 def percent(shares: Sequence[float | None]) -> str:
-    """The mean of those that are known."""
+    """Mean of those that are known."""
     known = [share for share in shares if share is not None]
     return f"{statistics.fmean(known):.1%}" if known else "–"
 

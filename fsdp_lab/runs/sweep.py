@@ -1,10 +1,10 @@
 """`Sweep`: several Specs trained side by side on the same ranks, in turns.
 
 Note: rounds. Each Spec is a run of its own, from the same initial values on the same batches. They take turns of equal
-numbers of steps, round after round, so that whatever drifts meanwhile (a clock, a neighbour, the temperature) meets all of
-them alike. Between two turns a run's state waits on the host, bit for bit, and the device is another's alone: what is
-measured of its memory is its own. The first step of each turn is left out of medians, as after any switch. With one round
-they are trained one after the other, and nothing waits.
+numbers of steps, round after round, so that drift (clock rates, other processes, temperature) affects all of them alike.
+Between its turns a run's state is on the host, bit for bit, so that the memory measured on the device is the current run's
+alone. The first step of each turn is left out of medians, as after any switch. With one round the runs are trained one
+after the other, and none is suspended.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Any
 
 from fsdp_lab.core.errors import FieldError, SpecError
 from fsdp_lab.core.spec import Spec, part_of
-from fsdp_lab.runs.awaited import Awaited
 from fsdp_lab.runs.comparison import Comparison, Refusal
+from fsdp_lab.runs.control import Awaited
 from fsdp_lab.runs.recommend import Recommendation, recommend
 from fsdp_lab.runs.run import STOP_S, Run
 from fsdp_lab.runs.steps import assemble_all
 from fsdp_lab.runs.view import RunState
 
 ROUNDS = 3
-LEAST_TURN = 3  # steps: in the third of them memory is measured
+LEAST_TURN = 3  # steps; memory is measured in the third
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepProgress:
-    """How far a sweep is. `left_s` is None until a step has been measured of each run or the sweep is over."""
+    """Progress of a sweep. `left_s`: estimated time left; None before the first measured step."""
 
     done_steps: int
     all_steps: int
@@ -43,12 +43,12 @@ class SweepProgress:
 
 
 class Sweep(Awaited["Sweep"]):
-    """Made by `Lab.compare`; starts at once. `await` it, `wait()` for it, or go on: `table()` says what is known so far.
+    """Made by `Lab.compare`; starts at once. `await` it or `wait()` for it; `comparison()` has the results so far.
 
-    A run that fails is over with its reason, and the others go on. `stop` keeps what is done.
+    A run that fails is over with its reason, and the others continue. What was measured before a `stop` stays available.
 
     Attributes:
-        runs: in the order of the Specs. refused: combinations that cannot be.
+        runs: in order of their first turns. refused: combinations that are impossible.
         steps: of each run. rounds: turns of each run. reason: why it was stopped; empty where it was not.
     """
 
@@ -63,7 +63,7 @@ class Sweep(Awaited["Sweep"]):
         clear: Callable[[], None],
         drop: Callable[[list[str]], None],
     ) -> None:
-        """`make(spec, steps, share)` starts a run; `clear` makes the ranks free, once; `drop` forgets what waits there."""
+        """`make(spec, steps, share)` starts a run; `clear` frees the ranks, once; `drop` deletes suspended runs' states."""
         super().__init__()
         self.specs, self.refused = tuple({spec.id: spec for spec in specs}.values()), tuple(refused)
         self.steps, self.rounds, self.reason = steps, rounds, ""
@@ -76,28 +76,28 @@ class Sweep(Awaited["Sweep"]):
         self._driver = threading.Thread(target=self._drive, name="fsdp_lab-sweep", daemon=True)
         self._driver.start()
 
-    # -- what the user sees -----------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------------------------
 
     @property
     def current(self) -> Run | None:
-        """Whose turn it is; None before the first and after the last."""
+        """The run whose turn it is; None before the first and after the last."""
         return next((run for run in self.runs if not run.done and run.state is not RunState.PAUSED), None)
 
     @property
     def in_order(self) -> list[Run]:
-        """The runs that have begun, in the order of the Specs."""
+        """The runs that have begun, in order of the Specs."""
         return [run for spec in self.specs if (run := self._run_of.get(spec.id)) is not None]
 
     def run_of(self, spec: Spec) -> Run | None:
-        """The run that one of the Specs was for; None before its first turn."""
+        """The run of one of the Specs; None before its first turn."""
         return self._run_of.get(spec.id)
 
     def comparison(self, baseline: str | int | None = 0) -> Comparison:
-        """What is known of them now, side by side, in the order of the Specs; see `Comparison.of`."""
+        """The results so far, side by side, in order of the Specs; see `Comparison.of`."""
         return Comparison.of([*self.in_order, *self.refused], baseline=baseline)
 
     def recommend(self, limit_bytes: int | None = None) -> Recommendation:
-        """Which of them to take, and what each toggle bought; see `fsdp_lab.runs.recommend`."""
+        """Which of the runs to use, and what each toggle saved or cost; see `fsdp_lab.runs.recommend`."""
         return recommend(self.comparison(), limit_bytes)
 
     def _repr_html_(self) -> str:
@@ -105,7 +105,7 @@ class Sweep(Awaited["Sweep"]):
 
     @property
     def outside_share(self) -> float | None:
-        """Time outside of steps (switches, builds, the wait for a chunk's end) over time in them; None before the first."""
+        """Time outside of steps (switches, builds, waiting for a chunk's end) over time in steps; None before any."""
         in_steps = sum(s.step_time_s for run in list(self.runs) for s in assemble_all(run.events.since()[0]))
         return self.progress.seconds / in_steps - 1 if in_steps else None
 
@@ -118,7 +118,7 @@ class Sweep(Awaited["Sweep"]):
         return SweepProgress(done_steps=done, all_steps=self.steps * len(self.specs), seconds=seconds, left_s=left)
 
     def _left_s(self, runs: Sequence[Run]) -> float | None:
-        """By what the steps of each have taken; of those that have not begun, by the mean of the others."""
+        """From the step times of each run; for runs that have not begun, from the mean of the others."""
         means = {r.id: fmean(s.step_time_s for s in steps) for r in runs if (steps := r.events.last_steps(20))}
         if not means:
             return None
@@ -132,11 +132,11 @@ class Sweep(Awaited["Sweep"]):
         refused = f", {len(self.refused)} refused" if self.refused else ""
         return f"<Sweep of {len(self.specs)} runs{refused}: {state}, {p.done_steps} of {p.all_steps} steps>"
 
-    # -- what the user asks for -------------------------------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------------------------------------------
 
     def stop(self, timeout_s: float = 5.0, reason: str = "stopped") -> bool:
-        """Ends the turn that is going on and lets no other begin; what was measured is kept. With 0 it only leaves the
-        word. Returns whether it is over."""
+        """Ends the current turn and lets no other begin; what was measured stays available. Returns whether it is over
+        within `timeout_s`; with 0 it only leaves the request."""
         if not self._stopped.is_set() and not self.done:
             self.reason = reason
             self._stopped.set()
@@ -165,13 +165,13 @@ class Sweep(Awaited["Sweep"]):
         finally:
             for run in self.runs:
                 run.stop(STOP_S, self.reason)
-            with contextlib.suppress(Exception):  # ranks that are gone keep nothing
+            with contextlib.suppress(Exception):  # lost ranks have nothing suspended
                 self._drop([run.id for run in self.runs])
             self._ended_s = time.monotonic()
             self._end()
 
     def _by_ranks(self) -> Iterator[list[Spec]]:
-        """Those of other ranks come after the last of these: ranks that are ended keep nothing that waits."""
+        """Groups of Specs with the same ranks, trained one after the other: suspended states end with their ranks."""
         kinds = dict.fromkeys((spec.world_size, spec.devices) for spec in self.specs)
         for kind in kinds:
             yield [spec for spec in self.specs if (spec.world_size, spec.devices) == kind]
@@ -195,9 +195,9 @@ class Sweep(Awaited["Sweep"]):
                 self._await(run)
 
     def _await(self, run: Run) -> None:
-        """Until the run's turn is over."""
+        """Blocks until the run's turn is over."""
         if self._stopped.is_set():
-            run.stop(0, self.reason)  # it began just after the word was left
+            run.stop(0, self.reason)  # it began just after `stop`
         run.wait_suspended()
 
 
@@ -216,7 +216,7 @@ def value_lists(given: Mapping[str, Any]) -> dict[str, list[Any]]:
 def combine(
     base: Spec, lists: Mapping[str, Sequence[Any]], replace: Callable[[Spec, Mapping[str, Any]], Spec]
 ) -> Iterator[Spec | Refusal]:
-    """Every combination of the lists over the base, in their order, without repeats; those that cannot be with reasons.
+    """Every combination of the lists with the base, in order, without repeats; impossible ones as a Refusal.
 
     Args:
         lists: flat field name, as in `Spec.replace` -> values.
@@ -235,7 +235,7 @@ def combine(
 
 
 def _wanted(base: Spec, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked for, as a Spec's dict would have it."""
+    """The requested fields, in the form of a Spec's dict."""
     made = base.to_dict()
     for name, value in changes.items():
         part = part_of(name)

@@ -1,27 +1,37 @@
-"""`RunView`: what can be read of a run, whether it is going on, is over, or was read back from disk."""
+"""`RunView`, what can be read of any run, live or stored; and `RunQueries`, the results computed from that."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.formatting import Table
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.runs.store import EventStore
+from fsdp_lab.export import export_accelerate, export_script, export_spec
+from fsdp_lab.runs.evaluation import EarlyStopping, Evaluation
+from fsdp_lab.runs.steps import EventStore, Step
+from fsdp_lab.runs.summary import step_table, summarize
+from fsdp_lab.runs.timeline import Timeline, check_trace_path, write_trace
 
 
 class RunState(enum.Enum):
+    """How a run is. Which state may follow which: `fsdp_lab.runs.control.TRANSITIONS`."""
+
     STARTING = "starting"
     RUNNING = "running"
     PAUSED = "paused"
-    BROKEN = "broken"  # its ranks failed, and it waits for `recover` or `stop`
+    BROKEN = "broken"  # its ranks failed; it waits for `recover` or `stop`
     RECOVERING = "recovering"
     STOPPING = "stopping"
     STOPPED = "stopped"
     FINISHED = "finished"
     FAILED = "failed"
-    LOST = "lost with its kernel"  # of one that was read back: nobody was left to say how it ended
+    LOST = "lost with its kernel"  # only of a stored run: its kernel ended before it could store another state
 
     @property
     def over(self) -> bool:
@@ -30,38 +40,45 @@ class RunState(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Switch:
-    """A Spec that was applied: `before` is None for a run's first."""
+    """A Spec that was applied. `before`: the Spec that it replaced; None for a run's first."""
 
     step: int  # the first step with the new Spec
     before: Spec | None
     after: Spec
-    seconds: float  # from the word to the ranks until they were ready
-    carried: bool  # parameters and optimizer state went along; otherwise the ranks began at step 0
+    seconds: float  # until the ranks were ready
+    carried: bool  # parameters and optimizer state were carried over; otherwise the ranks began at step 0
     notes: tuple[str, ...] = ()
 
 
 def switches_in_force(switches: Sequence[Switch]) -> list[Switch]:
-    """Without those that the ranks went back behind; `before` is the Spec that was in force until each."""
-    kept: list[Switch] = []
+    """Without switches at steps that were trained again later; `before` is then the Spec that each really followed."""
+    in_force: list[Switch] = []
     for switch in switches:
-        earlier = [s for s in kept if switch.carried and s.step <= switch.step]
-        if len(earlier) < len(kept):
+        earlier = [s for s in in_force if switch.carried and s.step <= switch.step]
+        if len(earlier) < len(in_force):
             switch = replace(switch, before=earlier[-1].after if earlier else None)
-        kept = [*earlier, switch]
-    return kept
+        in_force = [*earlier, switch]
+    return in_force
 
 
 class RunView(Protocol):
-    """A `Run`, or one of the past. Nothing here waits for a rank."""
+    """A `Run`, or a stored one. Reading it never waits for a rank."""
 
-    id: str
-    events: EventStore
-    started_unix_s: float
-    ended_unix_s: float | None
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def events(self) -> EventStore: ...
+
+    @property
+    def started_unix_s(self) -> float: ...
+
+    @property
+    def ended_unix_s(self) -> float | None: ...
 
     @property
     def spec(self) -> Spec:
-        """The one applied last."""
+        """The Spec applied last."""
         ...
 
     @property
@@ -72,15 +89,126 @@ class RunView(Protocol):
 
     @property
     def reason(self) -> str:
-        """Why it is in its state, in words; empty where the state says it all."""
+        """Why the run is in its state, in a sentence; empty where the state says enough."""
         ...
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What its times are worth, in words."""
+        """How far to trust its times, a sentence each."""
         ...
 
     @property
     def environment(self) -> Mapping[str, Any]:
-        """Where it ran: machine, Python, torch, devices (`fsdp_lab.runs.environment`)."""
+        """Machine, versions and devices (`fsdp_lab.runs.environment`)."""
         ...
+
+
+class JudgedRun(RunView, Protocol):
+    """A `RunView` that is a `RunQueries`, too."""
+
+    @property
+    def judge(self) -> EarlyStopping: ...
+
+
+class RunQueries:
+    """Tables, figures, timelines and exports of a run. A mixin for classes that are a `RunView`."""
+
+    @property
+    def judge(self: RunView) -> EarlyStopping:
+        """The run's evaluations, and the best of them."""
+        judge, before = EarlyStopping(), None
+        specs = {switch.after.id: switch.after for switch in self.switches}
+        for step in self.events.steps():
+            if step.eval_loss is None:
+                continue
+            spec = specs.get(step.spec_id)
+            if before is not None and spec is not None:
+                judge.switched(before, spec)
+            before = spec or before
+            judge.take(step.number, step.eval_loss)
+        return judge
+
+    @property
+    def evaluations(self: JudgedRun) -> tuple[Evaluation, ...]:
+        """(step, mean loss of the held-out samples), oldest first."""
+        return tuple(self.judge.evaluations)
+
+    @property
+    def best(self: JudgedRun) -> Evaluation | None:
+        """The evaluation with the least loss; None where there is none."""
+        return self.judge.best
+
+    def table(self: JudgedRun, last: int = 10) -> Table:
+        """The last steps, one row each, over all ranks. Notes name the last evaluation and the best one."""
+        specs = {spec.id: spec for spec in (self.spec, *(s.after for s in self.switches))}
+        evaluations = self.judge.words(self.spec.workload)
+        notes = (*([evaluations] if evaluations else []), *self.notes)
+        return step_table(self.events.last_steps(last), specs, caption=repr(self)[1:-1], notes=notes)
+
+    def summary(self: RunView) -> dict[str, Any]:
+        """The `runs` entry of `fsdp-lab compare`'s JSON, for the Spec applied last; its rule is in `runs.summary`."""
+        return summarize(self.spec, self.events.steps())
+
+    def timeline(self: RunView, step: int | None = None) -> Timeline:
+        """What every rank did in a traced step (the last of each half second), on one clock.
+
+        Args:
+            step: None: the newest one, of those that every rank has reported if possible.
+
+        Raises:
+            ArgumentError: that step was not traced, or its spans were dropped.
+        """
+        newest = self.events.newest_traced() if step is None else None
+        return Timeline.of((newest or traced_steps(self.events, step if step is None else [step])[-1]).events)
+
+    def export_trace(self: RunView, path: str | os.PathLike[str], steps: Iterable[int] | None = None) -> Path:
+        """Writes traced steps as one Chrome trace (.json or .json.gz), for ui.perfetto.dev or chrome://tracing.
+
+        Args:
+            steps: None: all whose spans are stored.
+
+        Returns:
+            The path.
+
+        Raises:
+            ArgumentError: the path cannot be written, or one of the steps was not traced.
+        """
+        check_trace_path(path)
+        return write_trace(path, [Timeline.of(step.events) for step in traced_steps(self.events, steps)])
+
+    def export_script(self: RunView, path: str | os.PathLike[str], *, force: bool = False) -> Path:
+        """Writes a torchrun script that trains the Spec applied last with torch alone; see `fsdp_lab.export`.
+
+        Raises:
+            FieldError: of the path, or of a field that torch's own backends or the script cannot express.
+        """
+        return export_script(self.spec, path, force=force)
+
+    def export_accelerate(self: RunView, path: str | os.PathLike[str], *, force: bool = False) -> Path:
+        """Writes a config for `accelerate launch`. As `export_script` otherwise."""
+        return export_accelerate(self.spec, path, force=force)
+
+    def export_spec(self: RunView, path: str | os.PathLike[str], *, force: bool = False) -> Path:
+        """Writes the Spec as JSON, which `fsdp-lab run` takes. As `export_script` otherwise."""
+        return export_spec(self.spec, path, force=force)
+
+
+def traced_steps(events: EventStore, wanted: Iterable[int] | None) -> list[Step]:
+    """Traced steps whose spans are stored: all (None), or the wanted ones of their latest attempts. Raises ArgumentError."""
+    traced = events.traced()
+    if not traced:
+        raise ArgumentError(
+            "step", "no step of this run has been traced yet", "train on: the last of each half second is"
+        )
+    if wanted is None:
+        return traced
+    latest = {step.number: step for step in traced}
+    numbers = list(wanted)
+    if not numbers:
+        raise ArgumentError("steps", "none is named", "name traced steps, or leave it out for all that are kept")
+    for number in numbers:
+        if number not in latest:
+            near = min(latest, key=lambda known: (abs(known - number), known))
+            reason = f"step {number} was not traced, or its spans are no longer kept"
+            raise ArgumentError("step", reason, f"the nearest of {len(latest)} that are kept is {near}")
+    return [step for step in traced if step.number in numbers and latest[step.number] is step]

@@ -15,8 +15,7 @@ from fsdp_lab.dashboard.live import LiveView, Scene
 from fsdp_lab.dashboard.panels import StepAxis
 from fsdp_lab.dashboard.panels import timeline as module
 from fsdp_lab.dashboard.panels.timeline import TimelinePanel
-from fsdp_lab.runs.steps import Assembler, Step
-from fsdp_lab.runs.store import TRACED_STEPS
+from fsdp_lab.runs.steps import TRACED_STEPS, Assembler, Step
 from tests.lab.events import event
 from tests.lab.test_timeline import off, told
 

@@ -11,8 +11,7 @@ import pytest
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.events import Role
 from fsdp_lab.runs import Comparison, Refusal, RunState
-from fsdp_lab.runs.ratio import Pairing, ratio
-from fsdp_lab.runs.summary import summarize
+from fsdp_lab.runs.summary import Pairing, ratio, summarize
 from tests.lab.events import SPEC, steps
 from tests.lab.kept import RecordedRun
 from tests.lab.past import MIB, past

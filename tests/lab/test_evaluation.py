@@ -109,7 +109,7 @@ def test_the_best_is_told_while_the_ranks_are_at_its_step(lab: Lab):
 
 
 def _status(run: Run) -> list[Any]:
-    return run._await(run._ranks.submit("status"))
+    return run._driver.call("status")
 
 
 def test_what_is_gone_back_behind_is_forgotten_live_and_on_disk(lab: Lab):

@@ -83,7 +83,7 @@ def test_it_runs_from_top_to_bottom(name: str, tmp_path: Path):
         assert len(set(losses(told))) == 1, "the same work under another sharding"
         assert {"rank 0 of 2", "rank 1 of 2"} <= set(re.findall(r"rank \d of \d", told))
     elif name == NAMES[4]:
-        assert "rank 1 is gone" in told and "It went on from a checkpoint at step" in told
+        assert "rank 1 is gone" in told and "It resumed from a checkpoint at step" in told
         assert "True" in told.splitlines(), "the losses are those of the undisturbed run"
         assert "training stood" in told and "parameters'" in told
     elif name == NAMES[5]:

@@ -13,7 +13,7 @@ from fsdp_lab.history import History
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import recommend
 from fsdp_lab.runs.parity import Verdict
-from fsdp_lab.runs.ratio import Pairing
+from fsdp_lab.runs.summary import Pairing
 
 
 @pytest.mark.slow

@@ -21,8 +21,7 @@ from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns
 from fsdp_lab.dashboard.panels.base import Captions, Key, Patches, Pin, StepAxis, paint_fill, plain_figure, twin
 from fsdp_lab.dashboard.panels.ranges import FINE, ZeroRange
-from fsdp_lab.runs.steps import Step
-from fsdp_lab.runs.store import SPAN_CAP, TRACED_STEPS
+from fsdp_lab.runs.steps import SPAN_CAP, TRACED_STEPS, Step
 from fsdp_lab.runs.timeline import NO_UNIT, TRACK_NAMES, RankLane, Timeline, stacked
 
 LANE_PX = ((2, 104), (4, 84), (theme.MOST_LINES, 58))  # up to so many lanes, each so high

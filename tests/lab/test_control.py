@@ -1,4 +1,4 @@
-"""`Awaited`: a result that a thread sets once, waited for from cells, tasks and loops."""
+"""`Awaited`, a result that a thread sets once, waited for from cells, tasks and loops; and a run's state transitions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from fsdp_lab.runs.awaited import Awaited
+from fsdp_lab.runs.control import TRANSITIONS, Awaited, RunControl
+from fsdp_lab.runs.view import RunState
 
 
 class Answer(Awaited[int]):
@@ -64,3 +65,24 @@ def test_a_loop_that_was_closed_meanwhile_is_no_error(caplog: pytest.LogCaptureF
     asyncio.run(cell())
     answer._end()
     assert answer.done and not caplog.records
+
+
+def test_every_state_has_transitions_and_a_run_that_is_over_has_none():
+    assert TRANSITIONS.keys() == set(RunState)
+    assert all(not TRANSITIONS[state] for state in RunState if state.over)
+    assert all(TRANSITIONS[state] & {RunState.STOPPED, RunState.FAILED} for state in RunState if not state.over)
+    assert not any(RunState.STARTING in after or RunState.LOST in after for after in TRANSITIONS.values())
+
+
+def test_a_transition_that_is_not_in_the_table_is_refused():
+    control = RunControl()
+    control.request_stop("enough")
+    control.request_stop("again")
+    assert (control.state, control.reason, control.ending) == (RunState.STOPPING, "enough", True)
+    with pytest.raises(RuntimeError, match="cannot change from STOPPING to RUNNING"):
+        control.set_state(RunState.RUNNING)
+    control.finish(RunState.STOPPED, "enough")
+    control.request_stop("too late")
+    with pytest.raises(RuntimeError, match="from STOPPED to RECOVERING"):
+        control.set_state(RunState.RECOVERING)
+    assert (control.state, control.reason) == (RunState.STOPPED, "enough")

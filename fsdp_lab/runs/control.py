@@ -1,0 +1,263 @@
+"""`RunControl`: a run's state and the requests that its driver has not carried out yet, under one lock.
+
+Also `Awaited`, a result that another thread sets and a notebook cell waits for, and `SwitchRequest`, the result of `apply`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Generator, Mapping
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, Generic, TypeVar
+
+from fsdp_lab.cluster import ClusterError
+from fsdp_lab.core.faults import Fault
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.runs.recovery import RecoveryPolicy
+from fsdp_lab.runs.view import RunState, Switch
+
+T = TypeVar("T")
+
+# The states that may follow each one. A state follows itself where only its reason changes.
+_FROM_LOOP = frozenset(RunState) - {RunState.STARTING, RunState.LOST}
+TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
+    RunState.STARTING: _FROM_LOOP,
+    RunState.RUNNING: _FROM_LOOP,
+    RunState.PAUSED: _FROM_LOOP,
+    RunState.RECOVERING: _FROM_LOOP,
+    RunState.BROKEN: frozenset({RunState.RECOVERING, RunState.STOPPING, RunState.STOPPED, RunState.FAILED}),
+    # Ranks may fail just as a stop is requested: BROKEN or RECOVERING is then set on the way to the end.
+    RunState.STOPPING: _FROM_LOOP - {RunState.RUNNING, RunState.PAUSED},
+    RunState.STOPPED: frozenset(),
+    RunState.FINISHED: frozenset(),
+    RunState.FAILED: frozenset(),
+    RunState.LOST: frozenset(),
+}
+
+
+class Awaited(Generic[T]):
+    """A result that another thread sets once. `wait()` or `await` it from any thread or event loop, any number of times.
+
+    Subclasses define `_given_up`: what Ctrl-C in `wait`, or cancelling the task that awaits, does.
+    """
+
+    def __init__(self) -> None:
+        self._future: Future[None] = Future()
+        self._future.set_running_or_notify_cancel()  # cancelling one task that awaits does not cancel it for the others
+
+    def _outcome(self) -> T:
+        """Returns the result, or raises. Called after `_end`."""
+        raise NotImplementedError
+
+    def _given_up(self, blocking: bool) -> None:
+        """Called when the caller stops waiting. `blocking`: it was in `wait`, not in `await`."""
+
+    def _end(self) -> None:
+        """Wakes everyone who waits. Idempotent."""
+        with contextlib.suppress(InvalidStateError):  # called before
+            self._future.set_result(None)
+
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Blocks until the result is there and returns it, or raises its error; TimeoutError after `timeout` seconds."""
+        try:
+            if not self._wait_over(timeout):
+                raise TimeoutError(f"{self!r} was not over after {timeout} s")
+        except KeyboardInterrupt:
+            self._given_up(blocking=True)
+            raise
+        return self._outcome()
+
+    def _wait_over(self, timeout_s: float | None) -> bool:
+        """Blocks until the result is there, or for `timeout_s`. Returns `done`."""
+        with contextlib.suppress(TimeoutError):
+            self._future.result(timeout_s)
+        return self.done
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._wait_async().__await__()
+
+    async def _wait_async(self) -> T:
+        try:
+            await asyncio.wrap_future(self._future)
+        except asyncio.CancelledError:
+            self._given_up(blocking=False)
+            raise
+        return self._outcome()
+
+
+class SwitchRequest(Awaited[Switch]):
+    """The result of `Run.apply`: `await` it, or `wait()`, for the Switch. Waiting is optional."""
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__()
+        self.spec = spec
+        self._switch: Switch | None = None
+        self._error: Exception | None = None
+
+    def settle(self, switch: Switch | None, error: Exception | None) -> None:
+        self._switch, self._error = switch, error
+        self._end()
+
+    def _outcome(self) -> Switch:
+        if self._switch is None:
+            raise self._error or ClusterError("the run ended before this was applied")
+        return self._switch
+
+    def __repr__(self) -> str:
+        return f"<SwitchRequest for {self.spec.id}: {'done' if self.done else 'pending'}>"
+
+
+class RunControl:
+    """The state of one run and the requests for its driver. Threads: see the note in `fsdp_lab.runs.driver`.
+
+    `changed` guards all of it and is notified of every change. A single attribute may be read without it.
+
+    Attributes:
+        state, reason, error: of the run. ended_unix_s: None until it is over.
+        pending: the Spec of the newest `apply`, until it is applied or refused; None: there is none.
+        recovery: how a BROKEN run is to recover; None: `recover` was not called yet.
+        paused: whether to hold between two chunks.
+        suspended: whether the run waits for its turn, with its training state on the host.
+        stop_s, stop_reason: when a stop was requested, on the monotonic clock, and why; None: it was not.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.state, self.reason = RunState.STARTING, ""
+        self.error: BaseException | None = None
+        self.ended_unix_s: float | None = None
+        self.pending: Spec | None = None
+        self.recovery: RecoveryPolicy | None = None
+        self.paused = self.suspended = False
+        self.stop_s: float | None = None
+        self.stop_reason = ""
+        self._switch_requests: list[SwitchRequest] = []
+        self._faults: list[Fault | None] = []  # to be armed, in order; None: disarm
+        self._ledger = False
+
+    def set_state(self, state: RunState, reason: str = "") -> None:
+        """The one place where the state changes. Hold the lock. Raises RuntimeError where `TRANSITIONS` forbids it."""
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(f"a run's state cannot change from {self.state.name} to {state.name}")
+        self.state, self.reason = state, reason
+        self.changed.notify_all()
+
+    @property
+    def ending(self) -> bool:
+        """Whether the run is over or a stop was requested."""
+        return self.state.over or self.stop_s is not None
+
+    # -- called by users' threads ------------------------------------------------------------------------------------
+
+    def request_switch(self, spec: Spec) -> SwitchRequest:
+        """Replaces a pending Spec."""
+        request = SwitchRequest(spec)
+        with self.changed:
+            self.pending = spec
+            self._switch_requests.append(request)
+            self.changed.notify_all()
+        return request
+
+    def request_ledger(self) -> None:
+        with self.changed:
+            self._ledger = True
+
+    def request_fault(self, fault: Fault | None) -> None:
+        with self.changed:
+            self._faults.append(fault)
+            self.changed.notify_all()
+
+    def request_stop(self, reason: str) -> None:
+        """The first reason counts."""
+        with self.changed:
+            if not self.ending:
+                self.stop_s, self.stop_reason = time.monotonic(), reason
+                self.set_state(RunState.STOPPING, reason)
+            self.changed.notify_all()
+
+    def set_paused(self, paused: bool) -> None:
+        with self.changed:
+            self.paused = paused
+            self.changed.notify_all()
+
+    def take_turn(self) -> None:
+        with self.changed:
+            self.suspended = False
+            self.changed.notify_all()
+
+    def wait_suspended(self, timeout_s: float | None) -> bool:
+        with self.changed:
+            return self.changed.wait_for(lambda: self.suspended or self.state.over, timeout_s)
+
+    # -- called by the driver ----------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is a Spec to apply or a fault to arm, which a pause does not delay."""
+        return self.pending is not None or bool(self._faults)
+
+    @property
+    def interrupt_reason(self) -> str:
+        """Why a call to the ranks was interrupted."""
+        return self.stop_reason if self.stop_s is not None else "interrupted"
+
+    def take_faults(self) -> list[Fault | None]:
+        with self.changed:
+            faults, self._faults = self._faults, []
+        return faults
+
+    def take_ledger(self) -> bool:
+        """Whether `ledger` was called since the last chunk."""
+        with self.changed:
+            requested, self._ledger = self._ledger, False
+        return requested
+
+    def wait_for_recovery(self, error: ClusterError) -> RecoveryPolicy | None:
+        """BROKEN until `recover` or `stop` is called. Returns how to recover; None: stop."""
+        with self.changed:
+            self.error = error
+            self.set_state(RunState.BROKEN, error.sentence)
+            self.changed.wait_for(lambda: self.recovery is not None or self.stop_s is not None)
+            policy, self.recovery = self.recovery, None
+            self.error = None if policy is not None else error
+        return policy
+
+    def wait_for_turn(self) -> bool:
+        """Suspended until `take_turn` or `stop` is called. Returns whether it is the run's turn."""
+        with self.changed:
+            self.suspended = True
+            if self.stop_s is None:
+                self.set_state(RunState.PAUSED, "waits for its turn")
+            while self.suspended and self.stop_s is None:
+                self.changed.wait()
+            return self.stop_s is None
+
+    def clear_pending(self, spec: Spec) -> None:
+        """`spec` was applied or refused; a newer one stays pending. Hold the lock."""
+        if self.pending is spec:
+            self.pending = None
+
+    def settle(self, spec: Spec, switch: Switch | None, error: Exception | None) -> None:
+        """Ends the requests for `spec` and for what it replaced, with the switch or the error."""
+        with self.changed:
+            last = max((i for i, r in enumerate(self._switch_requests) if r.spec is spec), default=-1)
+            settled, self._switch_requests = self._switch_requests[: last + 1], self._switch_requests[last + 1 :]
+        for request in settled:
+            request.settle(switch, error)
+
+    def finish(self, state: RunState, reason: str) -> None:
+        """The run is over; requests that are left fail."""
+        with self.changed:
+            self.ended_unix_s = time.time()
+            self.pending = None
+            requests, self._switch_requests = self._switch_requests, []
+            self.set_state(state, reason)
+        for request in requests:
+            request.settle(None, None)

@@ -1,0 +1,476 @@
+"""`Driver`: trains one run, chunk by chunk, on a thread of its own.
+
+A chunk is a number of steps sized to about half a second. Between two chunks the driver carries out what was requested
+meanwhile (stop, pause, another Spec, a checkpoint, a fault) and what is due (a checkpoint, an evaluation, a turn's end).
+
+Note: threads. Around each run there are:
+
+- The *driver's thread*, which executes `Driver.drive`. It alone sends work to the ranks while the run goes on, and it alone
+  writes the fields of `Driver`, `Progress`, `Evaluator`, `Recovery` and `CheckpointSchedule`. It calls the callbacks in
+  `on_best`, between two chunks.
+- *Users' threads* (cells, widget callbacks), which call `Run`. A call leaves a request in `RunControl` and returns; only
+  `wait`, `await` and `stop` with a timeout wait. They read the driver's fields one at a time, without a lock. `Run.strike`
+  sets `Recovery.injected_unix_s`.
+- *ipyparallel's IO thread*, which calls `Driver._add_events` with what a rank published. `EventStore` has its own lock.
+
+One lock, `RunControl.changed`, guards `RunControl` and the requests for checkpoints. The driver holds it, too, while it
+changes the Spec, the step and the switches together. It never waits for a rank with the lock held.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from fsdp_lab.cluster import Call, ClusterError, Interrupted
+from fsdp_lab.core.checkpoint_format import Checkpoint
+from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.faults import Fault, FaultKind
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.models.check import unread_weights
+from fsdp_lab.runs.control import RunControl
+from fsdp_lab.runs.environment import fingerprint
+from fsdp_lab.runs.evaluation import Evaluation, Evaluator
+from fsdp_lab.runs.recovery import LIVE, Recovery, RecoveryPolicy, refitted, source_of
+from fsdp_lab.runs.saving import CheckpointSchedule
+from fsdp_lab.runs.steps import EventStore
+from fsdp_lab.runs.view import RunState, Switch
+
+CHUNK_S = 0.5  # target duration of a chunk
+CHUNK_STEPS = 256
+GROWTH = 4  # limit of a chunk's size relative to the last one: the first steps after a switch are not representative
+PATIENCE_S = 0.15  # after a stop, for the chunk to end; then it is interrupted, and again every second
+DEAF_S = 8.0  # after a stop, for ranks to answer an interrupt; then they are ended
+SAVES_S = 60.0  # at a run's end, for its last checkpoint to be written
+
+
+class Ranks(Protocol):
+    """The part of a Cluster that a run uses."""
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+    @property
+    def lost(self) -> Mapping[int, Any]:
+        """Lost ranks."""
+        ...
+
+    def submit(
+        self, what: str, *, take: Callable[[Mapping[str, Any]], None] | None = None, **arguments: Any
+    ) -> Call: ...
+
+    def settle(self) -> dict[int, Any]: ...
+
+    def ask(self, what: str, ranks: Collection[int], **arguments: Any) -> dict[int, Any]: ...
+
+
+class Progress:
+    """Counts the steps of a run, and sizes its chunks.
+
+    Attributes:
+        steps: to train in all; None: until stopped. share: steps of a turn; None: the run has the ranks to itself.
+        step: number of the next step. until: step before which the run is finished; None: until stopped.
+    """
+
+    def __init__(self, steps: int | None, share: int | None, step: int) -> None:
+        self.steps, self.share, self.step = steps, share, step
+        self.until = steps
+        self._done = 0
+        self._chunk = 1
+        self._turn_left = share or 0
+
+    @property
+    def finished(self) -> bool:
+        return self.steps is not None and self._done >= self.steps
+
+    @property
+    def turn_over(self) -> bool:
+        return self.share is not None and self._turn_left == 0
+
+    def chunk(self) -> int:
+        """The most steps of the next chunk."""
+        left = self._chunk if self.steps is None else min(self._chunk, self.steps - self._done)
+        return left if self.share is None else min(left, self._turn_left)
+
+    def next_steps(self, count: int) -> range:
+        return range(self.step, self.step + count)
+
+    def checksum_steps(self, count: int) -> list[int]:
+        """Which of the next `count` steps checksum the parameters: those after 1, 2, 4, 8, ... steps, and the last."""
+        return [n for n in self.next_steps(count) if (n + 1).bit_count() == 1 or n + 1 == self.until]
+
+    def advance(self, trained: int, step: int, step_times_s: Sequence[float]) -> None:
+        """A chunk of `trained` steps is over. `step_times_s`: of each rank's last step; the slowest sizes the next chunk."""
+        self._done += trained
+        self._turn_left -= trained
+        self.step = step
+        if step_times_s:
+            fits = round(CHUNK_S / max(max(step_times_s), 1e-6))
+            self._chunk = max(1, min(fits, self._chunk * GROWTH, CHUNK_STEPS))
+
+    def switch(self, step: int) -> None:
+        """Another Spec from `step` on: step times are unknown, so the next chunk is one step."""
+        self.step, self._chunk = step, 1
+        self._set_until()
+
+    def recover(self, failed_at: int) -> None:
+        """The run continues from `step`; the steps from there to `failed_at` are trained again."""
+        self._done += self.step - failed_at
+        if self.steps is not None:
+            self._set_until()
+
+    def _set_until(self) -> None:
+        self.until = None if self.steps is None else self.step + self.steps - self._done
+
+    def begin_turn(self) -> None:
+        self._turn_left = self.share or 0
+
+    def restart(self) -> None:
+        """All steps are to be trained again."""
+        self._done = 0
+
+
+class Driver:
+    """Trains a run until it is over. Threads: see the module's note.
+
+    Attributes:
+        spec: the one applied last, before the first switch the one to apply. switches: of every Spec that was applied.
+        refused: the error of the last Spec that the ranks refused; None: there is none.
+        environment: of the ranks (`fsdp_lab.runs.environment`); empty before they are prepared.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        ranks: Ranks,
+        spec: Spec,
+        prepare: Callable[[Spec], None],
+        *,
+        control: RunControl,
+        events: EventStore,
+        progress: Progress,
+        checkpoints: CheckpointSchedule,
+        evaluator: Evaluator,
+        recovery: Recovery,
+        ledger_every: int | None,
+    ) -> None:
+        self.run, self.ranks, self.spec = run, ranks, spec
+        self.control, self.events, self.progress = control, events, progress
+        self.checkpoints, self.evaluator, self.recovery = checkpoints, evaluator, recovery
+        self.switches: list[Switch] = []
+        self.refused: FieldError | None = None
+        self.environment: Mapping[str, Any] = {}
+        self._prepare, self._ledger_every = prepare, ledger_every
+        self._unread = ""  # a note on weight files that were not loaded
+
+    @property
+    def step(self) -> int:
+        """Steps committed, which is the number of the next step."""
+        latest = self.events.latest()
+        return max(self.progress.step, *(e.step + 1 for e in latest.values())) if latest else self.progress.step
+
+    def drive(self, start: Checkpoint | None, fresh: bool, end: Callable[[], None]) -> None:
+        """Trains until the run is over, then calls `end`. `start`, `fresh`: as of `Run`."""
+        state, reason = RunState.FAILED, ""
+        try:
+            if self.recovery.predecessor is None:
+                self._begin(start, fresh)
+            state, reason = self._train_and_recover()
+            self._save_last_step()
+        except Interrupted:
+            state, reason = RunState.STOPPED, self.control.interrupt_reason
+        except BaseException as e:
+            self.control.error, reason = e, e.sentence if isinstance(e, ClusterError) else str(e)
+            if self.control.stop_s is not None and isinstance(e, ClusterError):
+                state = RunState.STOPPED  # as requested; the reason is how the ranks failed meanwhile
+        finally:
+            self.control.finish(state, reason)
+            self.checkpoints.end()
+            end()
+
+    def _begin(self, start: Checkpoint | None, fresh: bool) -> None:
+        self._prepare(self.spec)
+        self.environment = fingerprint(self.call("status"))
+        if start is not None:
+            self._restore(self.spec, start)
+        else:
+            self._switch(self.spec, fresh=fresh)
+
+    def _train_and_recover(self) -> tuple[RunState, str]:
+        """Trains until the run is over, and recovers from failures as the policy says. Returns final state and reason."""
+        policy = None
+        if (failed := self.recovery.predecessor) is not None:
+            self.recovery.add(failed.error, failed.step, self.spec.world_size)
+            policy = self.recovery.policy
+        while True:
+            try:
+                if policy is not None:
+                    self._recover(policy)
+                return self._train()
+            except Interrupted:
+                raise
+            except ClusterError as e:
+                if (policy := self._policy_after(e)) is None:
+                    raise
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def _train(self) -> tuple[RunState, str]:
+        """Trains chunk by chunk. Returns final state and reason."""
+        control, progress = self.control, self.progress
+        while True:
+            with control.changed:
+                while (
+                    control.paused and control.stop_s is None and not (control.has_work or self.checkpoints.requested)
+                ):
+                    control.set_state(RunState.PAUSED)
+                    control.changed.wait()
+                if control.stop_s is not None:
+                    return RunState.STOPPED, control.stop_reason
+                pending, faults = control.pending, control.take_faults()
+            for fault in faults:
+                self._arm(fault)
+            if pending is not None:
+                self._switch_or_refuse(pending)
+                continue
+            if self.checkpoints.due(progress.step):
+                self._save("step")
+                continue
+            if progress.finished:
+                return RunState.FINISHED, ""
+            if reason := self.evaluator.judge.reason:
+                return RunState.STOPPED, reason
+            if progress.turn_over:
+                self._suspend()
+                continue
+            with control.changed:
+                if control.stop_s is None:
+                    control.set_state(RunState.RUNNING)
+            if self._train_chunk():
+                return RunState.STOPPED, control.interrupt_reason
+
+    def _train_chunk(self) -> bool:
+        """Trains one chunk on all ranks. Returns whether it was interrupted."""
+        progress = self.progress
+        count = progress.chunk()
+        evaluations = self.evaluator.due(progress.next_steps(count), progress.until)
+        # A chunk ends with an evaluation, so that `on_best` finds the parameters of that step.
+        until_evaluation = [n + 1 - progress.step for n in evaluations]
+        count = min([count, self.checkpoints.steps_until_due(progress.step), *until_evaluation])
+        results = self._call_train(count, evaluations)
+        self.checkpoints.written(results[0].get("saves", ()))
+        first = results[0]["events"]
+        if first:
+            self.recovery.step_committed(first[0]["end_unix_s"])
+        step_times_s = [r["events"][-1]["step_time_s"] for r in results if r["events"]]
+        progress.advance(len(first), int(results[0]["step"]), step_times_s)
+        interrupted = any(r["stopped"] for r in results)
+        for best in self.evaluator.take(results):
+            if not interrupted:
+                self._report_best(best)
+        return interrupted
+
+    def _call_train(self, count: int, evaluations: Mapping[int, int]) -> list[Any]:
+        """Trains `count` steps. Events are added as they are published, and again from the results, for lost messages."""
+        attempt = self.events.attempt
+        complete = threading.Event()  # what is published after that is in the results
+        results = self.call(
+            "train",
+            take=lambda data: None if complete.is_set() else self._add_events(data.get("events", ()), attempt),
+            steps=count,
+            ledgers=self._ledger_steps(count),
+            checks=self.progress.checksum_steps(count),
+            evaluations=evaluations,
+        )
+        for result in results:
+            self._add_events(result["events"], attempt)
+        complete.set()
+        return results
+
+    def _ledger_steps(self, count: int) -> list[int]:
+        """Which of the next `count` steps are ledger steps."""
+        requested, every = self.control.take_ledger(), self._ledger_every
+        return [
+            n
+            for n in self.progress.next_steps(count)
+            if (requested and n == self.progress.step) or (every is not None and (n + 1) % every == 0)
+        ]
+
+    def _add_events(self, events: Any, attempt: int) -> None:
+        """Also on the client's IO thread, with what a rank published; that may arrive after the ranks have begun again."""
+        self.events.add((e for e in events if e["run"] == self.run), self.ranks.notes, attempt=attempt)
+
+    def _report_best(self, best: Evaluation) -> None:
+        if self.checkpoints.config is not None:
+            self._save("best")
+        for callback in self.evaluator.on_best:
+            callback(best)
+
+    def _arm(self, fault: Fault | None) -> None:
+        """Arms a fault on the ranks; None: disarms them."""
+        if fault is None:
+            self.call("disarm")
+        else:
+            self.call("arm", fault=fault.to_dict())
+            if fault.kind is not FaultKind.SLOW:  # a slow link makes nothing fail
+                self.recovery.injected_unix_s = time.time()
+
+    def _suspend(self) -> None:
+        """Moves the training state to the host until `take_turn` or `stop`. Ranks that are new by then begin again."""
+        self.call("suspend")
+        if not self.control.wait_for_turn():
+            return
+        self.progress.begin_turn()
+        self._prepare(self.spec)
+        if self.call("resume", run=self.run)[0]["step"] is None:
+            self.progress.restart()
+            self._switch(self.spec, fresh=True)
+
+    # -- calls to the ranks ----------------------------------------------------------------------------------------------
+
+    def call(
+        self, what: str, *, take: Callable[[Mapping[str, Any]], None] | None = None, **arguments: Any
+    ) -> list[Any]:
+        """Calls all ranks and returns their results, in rank order. A stop meanwhile becomes an interrupt."""
+        return self._results(self.ranks.submit(what, take=take, **arguments))
+
+    def _results(self, call: Call) -> list[Any]:
+        interrupts = 0
+        while not call.wait(0.05):
+            stop_s = self.control.stop_s
+            if stop_s is None:
+                continue
+            waited_s = time.monotonic() - stop_s
+            if waited_s > PATIENCE_S + interrupts * 1.0:
+                interrupts += 1
+                call.interrupt()
+            if waited_s > DEAF_S:
+                break
+        return call.results(0 if call.pending and not call.failed else None)
+
+    # -- another Spec ----------------------------------------------------------------------------------------------------
+
+    def _switch_or_refuse(self, spec: Spec) -> None:
+        """Applies `spec`; where the ranks refuse it, the run continues as it was."""
+        try:
+            self._switch(spec, fresh=False)
+        except FieldError as e:
+            with self.control.changed:
+                self.refused = e
+                self.control.clear_pending(spec)
+            self.control.settle(spec, None, e)
+
+    def _switch(self, spec: Spec, *, fresh: bool) -> None:
+        """Has the ranks train `spec`, with the parameters that they have, if those fit and it is not to be `fresh`."""
+        self._apply(spec, "apply", fresh=fresh, evaluated=self.evaluator.samples)
+
+    def _restore(self, spec: Spec, checkpoint: Checkpoint) -> None:
+        """Has the ranks train `spec` from a checkpoint."""
+        self._apply(spec, "restore", path=str(checkpoint.path))
+
+    def _apply(self, spec: Spec, what: str, **arguments: Any) -> None:
+        """Calls the ranks with `spec`, and records the switch."""
+        began_s = time.monotonic()
+        before = self.spec if self.switches else None
+        result = self.call(what, run=self.run, spec=spec.to_dict(), **arguments)[0]
+        seconds = time.monotonic() - began_s
+        if not result["carried"]:
+            self._unread = unread_weights(spec.workload)
+        switch = Switch(
+            step=int(result["step"]),
+            before=before,
+            after=spec,
+            seconds=seconds,
+            carried=bool(result["carried"]),
+            notes=(*result.get("notes", ()), *filter(None, [self._unread])),
+        )
+        rewound = switch.step < self.step or (before is not None and before.world_size != spec.world_size)
+        if not switch.carried or before is None or rewound:
+            self.events.restart(switch.step)
+            self.evaluator.judge.forget(switch.step)
+        else:
+            self.evaluator.judge.switched(before, spec)
+        with self.control.changed:
+            self.spec = spec
+            self.progress.switch(switch.step)
+            self.switches.append(switch)
+            self.control.clear_pending(spec)
+        self.control.settle(spec, switch, None)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------------
+
+    def _save(self, kind: str) -> None:
+        """Takes a checkpoint, which the ranks write while training goes on. One that cannot be written ends nothing."""
+        config = self.checkpoints.config
+        assert config is not None
+        with self.checkpoints.taking(kind, self.progress.step) as record:
+            call = self.ranks.submit("save", root=str(config.folder), kind=kind, last=config.last)
+            # The last one is taken after a stop, which must not interrupt it.
+            record(call.results(SAVES_S) if kind == "last" else self._results(call))
+
+    def _save_last_step(self) -> None:
+        """Saves the last step, and waits for what is being written."""
+        if self.checkpoints.config is None:
+            return
+        with self.control.changed:
+            state = RunState.STOPPING if self.control.stop_s is not None else RunState.RUNNING
+            self.control.set_state(state, "saves its last step")
+        if not self.checkpoints.has(self.progress.step):
+            self._save("last")
+        deadline_s = time.monotonic() + SAVES_S
+        while self.checkpoints.pending and time.monotonic() < deadline_s:
+            results = self.ranks.submit("saves", wait_s=0.5).results()
+            self.checkpoints.written([end for r in results for end in r["ended"]])
+
+    # -- recovery --------------------------------------------------------------------------------------------------------
+
+    def _policy_after(self, error: ClusterError) -> RecoveryPolicy | None:
+        """How to recover from a failure; None: the run ends. With "ask" this waits for the user."""
+        if not self.recovery.count_failure() or self.control.stop_s is not None:
+            return None
+        self.recovery.add(error, self.step, self.spec.world_size)
+        self.ranks.settle()
+        self.recovery.update(freed_unix_s=time.time())
+        return self.recovery.policy if self.recovery.policy.how == "auto" else self.control.wait_for_recovery(error)
+
+    def _recover(self, policy: RecoveryPolicy) -> None:
+        """Makes the ranks ready to train again; see the note on sources in `fsdp_lab.runs.recovery`."""
+        failure = self.recovery.incidents[-1].sentence
+        with self.control.changed:
+            self.control.set_state(RunState.RECOVERING, failure)
+        statuses, failed_at = self.ranks.settle(), self.progress.step
+        if self.recovery.incidents[-1].freed_unix_s is None:
+            self.recovery.update(freed_unix_s=time.time())
+        self.checkpoints.give_up(f"meanwhile {failure}")
+        if self._ranks_agree(statuses):
+            self._switch(self.spec, fresh=False)
+            self._recovered(LIVE, failed_at)
+            return
+        left = len(statuses) or self.spec.world_size
+        spec, notes = refitted(self.spec, left) if policy.ranks == "fewer" else (self.spec, ())
+        config, failed = self.checkpoints.config, self.recovery.predecessor
+        folder = Path(config.folder) if config is not None else None
+        saved_by = failed.id if failed is not None and not self.switches else self.run
+        with source_of(self.ranks, statuses, saved_by, folder) as (source, checkpoint):
+            self._prepare(spec)
+            if checkpoint is not None:
+                self._restore(spec, checkpoint)
+            else:
+                self._switch(spec, fresh=True)
+        self._recovered(source, failed_at, notes)
+
+    def _ranks_agree(self, statuses: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Whether no rank is lost and all hold the parameters of the same step."""
+        steps = {status["step"] for status in statuses.values()}
+        return not self.ranks.lost and len(statuses) == self.spec.world_size and len(steps) == 1 and steps != {None}
+
+    def _recovered(self, source: str, failed_at: int, notes: tuple[str, ...] = ()) -> None:
+        with self.control.changed:
+            self.checkpoints.restart(self.progress.step)
+            self.progress.recover(failed_at)
+        self.recovery.update(
+            source=source, resumed_step=self.progress.step, resumed_ranks=self.spec.world_size, notes=notes
+        )
