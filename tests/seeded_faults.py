@@ -209,7 +209,7 @@ FAULTS = (
     Fault(
         name="plot without its last steps",
         what="dashboard: steps that still wait for a rank at the end of a run are not drawn",
-        old="        return self._give(assemble(self._open))",
+        old="        return self._return(assemble(self._open))",
         new="        return []",
         tests=("tests/dashboard",),
     ),

@@ -1,7 +1,5 @@
 """`Layout`: where each parameter lies in a flat buffer, and which part of the buffer each rank keeps. Numbers only.
 
-The engine lays out its buffers by it, and the planner counts their bytes with it.
-
 A buffer of F ranks has F shards of equal length. Parameters follow one another, those of one optimizer group together (a
 `region`), each beginning on a 16-byte boundary: kernels are slow on misaligned views. Shards cut wherever they fall, also
 through a parameter, so a rank's part of a parameter is a range of elements, perhaps an empty one (arXiv 2304.11277, section

@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.core.checkpoint_format import Checkpoint, check_folder, checkpoints, read
-from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.errors import FieldError, check_whole
 from fsdp_lab.runs.control import Awaited
 
 LAST = 3
