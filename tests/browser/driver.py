@@ -113,6 +113,11 @@ class DashboardPage:
         self.page.wait_for_function(f"(n) => ({STEP})() === n", arg=last)
         return last
 
+    def wait_refusal(self, text: str, timeout_s: float = 30) -> None:
+        """Until a line beside the controls says why something was refused."""
+        line = self.page.locator(".fsdp-refusal-line:visible", has_text=text)
+        line.first.wait_for(timeout=timeout_s * 1e3)
+
     def wait_rows(self, source: str, count: int, timeout_s: float = 30) -> None:
         self.page.wait_for_function(
             f"(n) => ({model(source)}?.get_length() ?? 0) === n", arg=count, timeout=timeout_s * 1e3

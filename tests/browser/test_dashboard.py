@@ -57,7 +57,7 @@ def test_start_toggle_refuse_stop(opened):
 
     opened.choose("backend", "ddp")
     opened.wait_note("backend", "refused")
-    assert "DDP keeps a whole replica on every rank" in opened.refusals()
+    opened.wait_refusal("DDP keeps a whole replica on every rank")
     opened.page.locator("button.fsdp-fix:visible").click()
     opened.wait_note("backend", r"applied at step \d+")
     assert opened.refusals() == ""

@@ -61,7 +61,7 @@ def test_notebook_01(opened: DashboardPage, picture: Callable[[str], Path]):
     opened.wait_note("link", r"applied at step \d+", 60)
     opened.choose("backend", "ddp")
     opened.wait_note("backend", "refused")
-    assert "DDP keeps a whole replica" in opened.refusals()
+    opened.wait_refusal("DDP keeps a whole replica")
     print(f"\n2 ranks computing: {in_words(measure(opened, more_steps=8))}")
 
     opened.notebook.hide_sidebar()

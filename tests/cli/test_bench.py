@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import signal
@@ -332,4 +333,9 @@ def test_no_rank_outlives_its_launcher(number: signal.Signals, after_s: float) -
 
 
 def ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
-    return [p for p in launcher.children() if "fsdp_lab.bench" in p.cmdline()]
+    found = []
+    for child in launcher.children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # also one that has ended and was not waited for
+            if "fsdp_lab.bench" in child.cmdline():
+                found.append(child)
+    return found
