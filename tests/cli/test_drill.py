@@ -11,12 +11,12 @@ from fsdp_lab.core.faults import DRILLS
 
 @pytest.mark.slow
 def test_drills_are_survived_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    kinds = "nan,raise,out-of-memory,cut,kill,slow"
-    assert main(["drill", "--count", "6", "--seed", "11", "--kinds", kinds]) == 0
+    kinds = "nan,kill,slow"
+    assert main(["drill", "--count", "3", "--seed", "3", "--kinds", kinds]) == 0
     printed = capsys.readouterr().out
-    assert printed.count(": survived, ") == 6
+    assert printed.count(": survived, ") == 3
     assert "kill: to the next step " in printed and "slow: " not in printed
-    assert printed.splitlines()[-1] == "6 of 6 survived (seed 11, 2 ranks)"
+    assert printed.splitlines()[-1] == "3 of 3 survived (seed 3, 2 ranks)"
 
 
 def test_the_same_seed_makes_the_same_drills_and_all_kinds_come() -> None:
