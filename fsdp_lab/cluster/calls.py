@@ -204,7 +204,7 @@ class Call:
         self.interrupt()
         self.wait_all(HUNG_S)
         ended = [rank for rank in set(self.pending) & set(hung.absent)
-                 if self._dispatcher.end_rank(rank, "did not come to a collective and was ended")]  # fmt: skip
+                 if self._dispatcher.end_rank(rank, "did not join a collective and was ended")]  # fmt: skip
         with self._changed:  # the next call must find them lost
             self._changed.wait_for(lambda: all(rank in self._outcomes and self._outcomes[rank].lost for rank in ended),
                                    DEATH_NOTICE_S)  # fmt: skip

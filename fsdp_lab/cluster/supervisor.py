@@ -151,7 +151,7 @@ class Supervisor:
             time.sleep(0.01)
         if exit_code is None and not member.end_reason and member.process is not None and alive(member.process):
             engines.end([member.pid], term_s=0.1)
-            return "no longer answers (stopped, or its machine stands still), so it is left out"
+            return "no longer answers (stopped, or its machine hangs), so it is left out"
         return member.end_reason or describe_exit(exit_code)
 
 

@@ -165,7 +165,7 @@ def _more_than(name: str, value: Any, least: float) -> None:
 # "kill" and "stop" are signals to the process; the others happen in the rank's next step.
 DRILLS = {
     "kill": "ends the rank's process (SIGKILL), as the system does when memory runs out",
-    "stop": "stops the rank's process (SIGSTOP), as a machine that stands still",
+    "stop": "stops the rank's process (SIGSTOP), as a machine that hangs",
     "stall": "lets the rank sit in native code, deaf to interrupts",
     "cut": "lets no byte of the rank's collectives through, as if its cable were pulled",
     "slow": "makes the rank's link ten times slower; nothing fails; end() mends it",

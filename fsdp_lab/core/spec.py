@@ -351,7 +351,7 @@ def _rule_sharding(spec: Spec) -> None:
     why = _WHY_NOT.get((backend, sharding)) or _WHY_NOT[(backend, "*")]
     instead = " or ".join([", ".join(can[:-1]), can[-1]] if len(can) > 1 else can)
     hint = f"use sharding {instead}" + ("" if sharding != "no_shard" else ", or backend ddp")
-    reason = f"{sharding} cannot be had from {backend}: {why}"
+    reason = f"{sharding} is not available with {backend}: {why}"
     raise SpecError("strategy.sharding", reason, hint, {"sharding": can[0]})
 
 

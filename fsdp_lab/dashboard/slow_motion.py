@@ -199,7 +199,7 @@ class SlowMotionBox:
         going = run is not None and not run.state.over
         slow = self._lab.slow_motion(self._wanted())
         said = (
-            "The run was stopped for this and keeps its parameters: lab.run(lab.spec, fresh=False) goes on with them."
+            "The run was stopped for this and keeps its parameters: lab.run(lab.spec, fresh=False) continues with them."
         )
         return slow, said if going else ""
 

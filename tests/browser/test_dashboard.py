@@ -227,14 +227,13 @@ def test_a_hang_is_said_and_its_stack_unfolds(opened, picture):
         "lab.current.stop(); r = lab.current\n"
         "stack = ''.join(f'  File \"/lab/layer{i}.py\", line {i}, in forward\\n' for i in range(40)) + '    time.sleep(9)'\n"
         "r.state, r.details = type(r.state).FAILED, 'rank 1 is here:\\n' + stack\n"
-        "r.reason = 'rank 1 did not come to all_gather 106 of transformer.h.2 (group 0: ranks 0 and 1), for which rank 0 '"
-        "'has waited 30.2 s: the last that rank 1 came to is all_gather 105 of transformer.h.1'"
+        "r.reason = 'rank 1 did not join all_gather 106 of transformer.h.2 (group 0: ranks 0 and 1), for which rank 0 '"
+        "'has waited 30.2 s: the last that rank 1 joined is all_gather 105 of transformer.h.1'"
     )
     details = opened.page.locator(".fsdp-details")
     details.wait_for(timeout=10_000)
     assert (
-        opened.state() == "failed"
-        and "rank 1 did not come to all_gather 106" in details.locator("xpath=..").inner_text()
+        opened.state() == "failed" and "rank 1 did not join all_gather 106" in details.locator("xpath=..").inner_text()
     )
     assert not details.locator("pre").is_visible()
     details.locator("summary").click()

@@ -59,7 +59,7 @@ def test_a_product_is_a_table_and_what_cannot_be_is_said(capsys: pytest.CaptureF
     assert [r["reason"].split(":")[0] for r in found["refused"]] == ["strategy.sharding"] * 2
     assert main(asked) == 0
     drawn = capsys.readouterr().out
-    assert "refused: strategy.sharding: no_shard cannot be had from fsdp2" in drawn
+    assert "refused: strategy.sharding: no_shard is not available with fsdp2" in drawn
 
 
 def test_the_best_strategy_the_largest_model_and_the_fewest_gpus(capsys: pytest.CaptureFixture[str]) -> None:

@@ -337,7 +337,7 @@ def test_a_hang_is_said_while_it_lasts_and_the_stack_is_there_to_be_unfolded(des
     run.stop()
     run.state, run.reason, run.details = (
         RunState.FAILED,
-        "rank 1 did not come to all_gather 17",
+        "rank 1 did not join all_gather 17",
         'File "<cell>", line 3',
     )
     desk.tick()

@@ -61,4 +61,4 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "none.json" in capsys.readouterr().err
     given.write_text(spec(sharding="zero1").to_json())
     assert main(["export", str(given), "--to", "script"]) == 2
-    assert "strategy.sharding: zero1 cannot be had from fsdp2" in capsys.readouterr().err
+    assert "strategy.sharding: zero1 is not available with fsdp2" in capsys.readouterr().err

@@ -28,7 +28,7 @@ from tests.cluster.conftest import FAKE
 def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
+        assert time.monotonic() < deadline, "it did not join that"
         time.sleep(0.01)
 
 

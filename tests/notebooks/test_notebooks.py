@@ -80,7 +80,7 @@ def test_it_runs_from_top_to_bottom(name: str, tmp_path: Path):
         assert told.count("alive") == 2
     elif name == NAMES[1]:
         assert "carried over: True" in told
-        assert "cannot be had from ddp" in told
+        assert "is not available with ddp" in told
         assert len(losses(told)) == 2
         assert len(set(losses(told))) == 1, "the same work under another sharding"
         assert {"rank 0 of 2", "rank 1 of 2"} <= set(re.findall(r"rank \d of \d", told))
