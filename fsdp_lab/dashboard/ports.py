@@ -44,7 +44,7 @@ class SaveRequestLike(Protocol):
 
 
 class DrillLike(Protocol):
-    """A failure that was made on purpose. `end` undoes what it did to a link."""
+    """An injected fault. `end` undoes what it did to a link."""
 
     def end(self) -> None: ...
 

@@ -33,7 +33,7 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPolicy:
-    """What `fully_shard` was told, but for the mesh; one for each unit."""
+    """The arguments of `fully_shard` except the mesh; one for each unit."""
 
     mp: MixedPrecisionPolicy
     rules: Rules

@@ -161,14 +161,14 @@ class Comparison:
 
     def memory_table(self) -> Table:
         """What the peak of the fullest rank was made of, and what lies beside it."""
-        told = [r for r in self.rows if r.figures.peak_memory_bytes]
-        heads = {"": [r.label for r in told], "what": [r.name for r in told]}
-        heads |= {role.value: [size(r.figures.at_peak.of_role(role)) for r in told] for role in Role}
+        measured = [r for r in self.rows if r.figures.peak_memory_bytes]
+        heads = {"": [r.label for r in measured], "what": [r.name for r in measured]}
+        heads |= {role.value: [size(r.figures.at_peak.of_role(role)) for r in measured] for role in Role}
         heads |= {
-            "peak": [size(r.figures.peak_memory_bytes) for r in told],
-            "outside": [size(r.figures.outside_bytes) for r in told],
-            "host": [size(r.figures.host_bytes) for r in told],
-            "limit": [size(r.figures.limit_bytes) for r in told],
+            "peak": [size(r.figures.peak_memory_bytes) for r in measured],
+            "outside": [size(r.figures.outside_bytes) for r in measured],
+            "host": [size(r.figures.host_bytes) for r in measured],
+            "limit": [size(r.figures.limit_bytes) for r in measured],
         }
         outside = "outside: not the allocator's (contexts, libraries, other processes); host: what offload moved there"
         return _table(heads, ("", "what"), caption="memory of the fullest rank at its peak", notes=(outside,))
@@ -206,9 +206,9 @@ class Comparison:
     def fidelity(self, *, common: bool = True) -> tuple[str, ...]:
         """What the times are worth, each sentence once; with the labels it is true of, where that is not all. Without
         `common` only those that are not true of all."""
-        told = [r for r in self.rows if r.figures.steps]
-        said = dict.fromkeys(note for r in told for note in r.notes)
-        only = {note: _only([r.label for r in told if note in r.notes], len(told)) for note in said}
+        trained = [r for r in self.rows if r.figures.steps]
+        notes = dict.fromkeys(note for r in trained for note in r.notes)
+        only = {note: _only([r.label for r in trained if note in r.notes], len(trained)) for note in notes}
         return tuple(note + labels for note, labels in only.items() if labels or common)
 
     def _pairings(self) -> list[str]:
@@ -389,7 +389,7 @@ def ratio_words(found: Ratio | None) -> str:
 
 
 def gathered(said: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """What is said -> the labels of all that it is said of: "A, B"."""
+    """Sentence -> the labels of the rows it applies to: "A, B"."""
     found: dict[str, list[str]] = {}
     for label, what in said:
         found.setdefault(what, []).append(label)

@@ -113,7 +113,7 @@ class Recovery:
 
     Attributes:
         incidents: oldest first. predecessor: the failed run that this one continues; None: there is none.
-        injected_unix_s: when a failure was made on purpose that has not been detected yet.
+        injected_unix_s: when a fault was injected that has not been detected yet.
     """
 
     def __init__(self, policy: RecoveryPolicy, predecessor: Predecessor | None) -> None:

@@ -261,7 +261,7 @@ class Run(RunQueries, Awaited["Run"]):
             self._control.request_fault(fault)
 
     def strike(self, unix_s: float) -> None:
-        """The next failure to be detected was made on purpose, at this time."""
+        """The next failure to be detected was injected at this time."""
         self._driver.recovery.injected_unix_s = unix_s
 
     def take_turn(self) -> None:
@@ -304,7 +304,7 @@ class Run(RunQueries, Awaited["Run"]):
 
 
 class Drill:
-    """A failure made on purpose, by `Lab.drill`. `wait()` or `await` it for the Incident, once the run trains again.
+    """A fault injected by `Lab.drill`. `wait()` or `await` it for the Incident, once the run trains again.
 
     Attributes:
         kind, rank, run: what was done, to which rank of which run. made_unix_s: when. step: steps committed by then.

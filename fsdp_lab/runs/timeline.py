@@ -71,7 +71,7 @@ class Timeline:
     """A traced step. In a notebook it shows its exposed communication, unit by unit; `export` writes it as a trace.
 
     Attributes:
-        lanes: of the ranks that told their spans, in order of rank. missing: the others.
+        lanes: one for each rank that sent spans, in order of rank. missing: the other ranks.
         zero_s: of the common clock, rank 0's `time.perf_counter`.
         clock_error_s: how far a lane may be off beside rank 0's, at most; None: no two lanes are aligned.
     """
@@ -119,7 +119,7 @@ class Timeline:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Ranks that told nothing of this step."""
+        """Ranks that sent no spans of this step."""
         return tuple(sorted(set(range(self.world_size)) - {lane.rank for lane in self.lanes}))
 
     @property
@@ -169,7 +169,7 @@ class Timeline:
         return said.strip()
 
     def _unseen(self) -> str:
-        said = "Over NCCL streams wait, where the wire does not see it: waits are not told by unit."
+        said = "Over NCCL streams wait, where the wire does not see it: waits are not attributed to units."
         return said if self.waits_unseen else ""
 
     def table(self) -> Table:
@@ -237,7 +237,7 @@ def _meetings(
     events: Mapping[int, StepEvent], spans: Mapping[int, Sequence[Span]]
 ) -> dict[tuple[str, int, Track], tuple[dict[int, float], dict[int, float]]]:
     """Collective -> rank -> the earliest that it can have issued it, and the latest that it can have ended, on rank 0's
-    clock. One that two ranks cannot be told of alike (more ranks than its group has) is left out."""
+    clock. A collective with more ranks than its group has is left out."""
     found: dict[tuple[str, int, Track], tuple[dict[int, float], dict[int, float]]] = {}
     crowded = set()
     for rank, e in events.items():
@@ -390,8 +390,8 @@ def _threads(
 
 def _step(begin: int, lane: RankLane) -> dict[str, Any]:
     e = lane.event
-    told = {"mean_loss": e.mean_loss, "tokens": e.tokens, "exposed_comm_s": e.exposed_comm_s, "spec_id": e.spec_id}
-    finite = {k: v for k, v in told.items() if not isinstance(v, float) or math.isfinite(v)}
+    values = {"mean_loss": e.mean_loss, "tokens": e.tokens, "exposed_comm_s": e.exposed_comm_s, "spec_id": e.spec_id}
+    finite = {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
     return _slice(f"step {e.step}", "step", e.rank, STEP_THREAD, begin, begin + _ns(e.step_time_s), finite)
 
 

@@ -1,4 +1,4 @@
-"""Faults made on purpose on real engines: what the kernel sees of each, how soon, and that the lab goes on."""
+"""Injected faults on real engines: what the kernel sees of each, how soon, and that the lab goes on."""
 
 from __future__ import annotations
 

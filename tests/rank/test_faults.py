@@ -1,4 +1,4 @@
-"""Faults made on purpose, without a kernel: what each rank says, that none is left blocked, and that they go on.
+"""Injected faults, without a kernel: what each rank says, that none is left blocked, and that they go on.
 
 Those that end or stop a process are in tests/lab/test_faults.py.
 """
