@@ -9,8 +9,8 @@ It needs torch only. To install it alone, in a clone: `pip install torch && pip 
     fully_shard(model)
     optimizer = torch.optim.AdamW(sharded_parameters(model))
 
-End a script by `torch.distributed.destroy_process_group()`: over Gloo, torch may abort a process that ends while one of Gloo's
-threads still holds the tensor of a collective.
+End a script by `torch.distributed.destroy_process_group()`: over Gloo, torch may abort a process that ends while a thread of
+Gloo still holds the tensor of a collective.
 
 The core is 1,900 lines. Read its files in this order:
 
