@@ -42,7 +42,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One row: what it is of, and a version that changes when that tells more."""
+    """One row: its run, and a version that changes with the run's data."""
 
     label: str
     kind: Kind
@@ -92,7 +92,7 @@ class Board:
     # -- what a person does -----------------------------------------------------------------------------------------
 
     def pin(self, run: RunView | RunLike | None = None, label: str | None = None) -> str:
-        """Keeps a run as it is now, by default the one that goes on; returns its label.
+        """Pins a run as it is now, by default the current one. Returns its label.
 
         Raises:
             ArgumentError: there is nothing to pin, no place, or the label is taken.
@@ -211,7 +211,7 @@ class Board:
         return (*pins, *swept, *live)
 
     def _live(self, going: RunLike | None, others: set[object]) -> Iterator[Entry]:
-        """The run that is shown, unless it is among the others, or has told nothing since it was pinned."""
+        """The run that is shown, unless it is among the others or has sent no events since it was pinned."""
         if going is None or going.id in others or not len(cast(RunView, going).events):
             return
         if all(pin.told != _told(going) for pin in self._pins.values()):
@@ -265,7 +265,7 @@ class Board:
 
 
 def running(lab: LabLike) -> RunLike | None:
-    """The run that is shown: in a sweep that goes on, the one whose turn it is."""
+    """The run that is shown: in a running sweep, the one that trains at present."""
     sweep = lab.sweep
     return (sweep.current if sweep is not None and not sweep.done else None) or lab.current
 

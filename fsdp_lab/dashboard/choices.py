@@ -17,7 +17,7 @@ MOST_FIXES = 6
 
 
 class Standing(enum.Enum):
-    """How a choice stands."""
+    """The state of a choice."""
 
     IDLE = "idle"
     NEXT = "next"  # takes effect with the next start
@@ -28,7 +28,7 @@ class Standing(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """What is said beside a control. `fix` holds further field values that would make a refused choice possible."""
+    """The text beside a control. `fix` holds further field values that would make a refused choice possible."""
 
     standing: Standing = Standing.IDLE
     text: str = ""

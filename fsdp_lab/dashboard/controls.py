@@ -32,7 +32,7 @@ NEEDS_NEW_RUN = ("world_size", "devices")
 
 @dataclass(frozen=True, kw_only=True)
 class Extra:
-    """A button beside those of the run. What `press` raises is said in the line of the state."""
+    """A button beside those of the run. An error of `press` is shown beside the state."""
 
     word: str
     icon: str
@@ -109,7 +109,7 @@ class Controls:
     # -- what a person does ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins a run with what is chosen; goes on with one that is paused."""
+        """Starts a run with the chosen values; resumes a paused one."""
         run = self._alive()
         if run is not None and run.state.name == "PAUSED":
             run.resume()
@@ -117,13 +117,13 @@ class Controls:
             self._begin({})
 
     def pause(self) -> None:
-        """Holds the run, or goes on with it."""
+        """Pauses or resumes the run."""
         run = self._alive()
         if run is not None:
             (run.resume if run.state.name == "PAUSED" else run.pause)()
 
     def stop(self) -> None:
-        """Leaves word that the run, or the whole comparison, is to end: at once, whatever the ranks are doing."""
+        """Requests that the run, or the whole comparison, ends at once, whatever the ranks are doing."""
         run = self._alive()
         if (sweep := self._sweep()) is not None:
             sweep.stop(0)
@@ -220,7 +220,7 @@ class Controls:
         self._sent.append(_Sent(names=dict(names), spec_id=spec.id, run=run, ticket=ticket))
 
     def _sweep(self) -> SweepLike | None:
-        """The comparison that goes on."""
+        """The comparison in progress."""
         sweep = self._lab.sweep
         return None if sweep is None or sweep.done else sweep
 
@@ -229,7 +229,7 @@ class Controls:
         return None if run is None or run.state.over else run
 
     def _guarded(self, act: Callable[[], None]) -> None:
-        """Does it under the lock, and says in words what went wrong: a handler has nobody to raise to."""
+        """Runs the action under the lock and shows its error: nobody can catch what a widget handler raises."""
         with self._lock:
             self._complaint = ""
             try:

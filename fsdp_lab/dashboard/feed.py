@@ -25,7 +25,7 @@ MOST_WAITING = 16  # runs of a sweep whose panels are kept; of more, some are to
 
 
 class Stage:
-    """The panels of one run, and how far they have been told of it."""
+    """The panels of one run, and how many of its events they have been given."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size

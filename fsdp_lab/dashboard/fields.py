@@ -291,7 +291,7 @@ def _label(value: Any) -> str:
 
 
 def said(name: str, value: Any, field: ControlSpec | None) -> str:
-    """A field and a value of it, in words."""
+    """A field and one of its values, as text."""
     label = field.label if field is not None else field_title(name)
     return f"{label} {field.none if field is not None and value is None else _label(value)}"
 

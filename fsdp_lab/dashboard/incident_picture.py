@@ -1,4 +1,4 @@
-"""An incident as a small timeline in plain HTML: a failure is noticed, its ranks are free, training goes on.
+"""An incident as a small timeline in plain HTML: a failure is detected, its ranks are freed, training resumes.
 
 A bar of three stretches on one scale, so that what took longest is seen; the seconds stand below it in words.
 """

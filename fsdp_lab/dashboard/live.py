@@ -85,7 +85,7 @@ class Scene:
         }
 
     def _said(self, card: Card) -> dict[str, Any]:
-        """A card's words as a dict, made once of what it says again: ten times a second, a table of cells is dear."""
+        """A card's captions as a dict, converted again only when they change: at ten ticks a second a table is expensive."""
         words = card.captions()
         known, said = self._made.get(card.name, (None, {}))
         if known is not words:

@@ -1,4 +1,4 @@
-"""What a run does when its ranks fail, and the buttons with which one that waits goes on."""
+"""The form for what a run does when its ranks fail, and the buttons that resume a run which waits after a failure."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RecoveryForm:
         return RecoveryPolicy(how=self._how.value, ranks=self._ranks.value)
 
     def recover(self, ranks: str) -> None:
-        """Leaves word that the run goes on, on the same ranks or on fewer; of one that failed, another takes the place."""
+        """Requests that the run resumes on the same ranks or on fewer. A failed run is replaced by a new one."""
         try:
             self._say("")
             self._lab.recover(ranks)

@@ -67,7 +67,7 @@ class SafetyBox:
         return self._saving, self._evaluation, self._recovery, self._drill
 
     def options(self) -> dict[str, Any]:
-        """How the next run is saved, evaluated and recovered. Raises FieldError, which is said in the card too."""
+        """How the next run is saved, evaluated and recovered. Raises FieldError, which the card shows as well."""
         saving, recovering = self._saving.saving(), self._recovery.recovering()
         return {"save": saving, "recover": recovering, "evaluate": self._evaluation.evaluating()}
 

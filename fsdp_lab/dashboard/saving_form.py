@@ -87,7 +87,7 @@ class SavingForm:
     # -- what a person does -----------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Leaves word that the run is to be saved; without one that goes on, has saved what the ranks hold."""
+        """Requests a checkpoint of the current run; without one, saves what the ranks hold."""
         run = self._lab.current
         if run is not None and not run.state.over:
             self._guarded(lambda: self._save_run(run))
@@ -110,7 +110,7 @@ class SavingForm:
         self._guarded(lambda: self._begin(self._folder.value))
 
     def _guarded(self, act: Callable[[], Any]) -> None:
-        """Does it, and says in words what went wrong: a handler has nobody to raise to."""
+        """Runs the action and shows its error: nobody can catch what a widget handler raises."""
         try:
             act()
         except Exception as e:

@@ -126,7 +126,7 @@ class SweepForm:
         self._show()
 
     def stop(self) -> None:
-        """Leaves word that it is to end; what was measured stays."""
+        """Requests that the comparison ends. Finished steps stay."""
         if (sweep := self._going_on()) is not None:
             sweep.stop(0)
 
@@ -138,7 +138,7 @@ class SweepForm:
         return {name: values or [now[name]] for name, values in chosen.items()}
 
     def _guarded(self, act: Callable[[], None]) -> None:
-        """Does it under the lock, and says in words what went wrong: a handler has nobody to raise to."""
+        """Runs the action under the lock and shows its error: nobody can catch what a widget handler raises."""
         with self._lock:
             try:
                 act()
@@ -216,7 +216,7 @@ class SweepForm:
 
 
 def _progress(sweep: SweepLike) -> str:
-    """A bar, and in words: steps, the time left, whose turn it is."""
+    """A progress bar with the steps done, the time left and the run in progress."""
     p = sweep.progress
     share = 100 * p.done_steps / max(1, p.all_steps)
     left = f"about {_while(p.left_s)} left" if p.left_s is not None else "time left not known yet"

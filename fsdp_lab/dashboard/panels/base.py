@@ -233,7 +233,7 @@ class StepAxis:
         return fig
 
     def label_markers(self, fig: figure) -> None:
-        """Writes what changed along each marker, from the top down; called last, so that it stands before the data."""
+        """Writes the change along each marker, from the top down. Called last, so that it is drawn over the data."""
         fig.extra_y_ranges = {**fig.extra_y_ranges, "marker": Range1d(start=0, end=1)}
         labels = fig.text(
             x="step", y=0.99, text="label", y_range_name="marker", source=self.marker_source, angle=math.pi / 2,
@@ -302,7 +302,7 @@ def rank_bars(name: str, x_label: str, world_size: int) -> figure:
 
 
 def sign_bars(fig: figure, source: ColumnDataSource, *, y: str, end: str, height: float) -> None:
-    """The rank's colour at the root of each bar, and the words of column `label` at its end."""
+    """The rank's colour at the root of each bar, and the text of column `label` at its end."""
     fig.rect(x=0, y=y, width=8, width_units="screen", height=height, fill_color="color", line_alpha=0, source=source)
     text = fig.text(x=end, y=y, text="label", x_offset=7, text_baseline="middle", text_font_size="11px", source=source)
     tint(text.glyph, text_color="ink.peak")

@@ -13,7 +13,7 @@ HOLLOW = "hollow"  # what a legend draws with an outline alone
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of each rank. A step's time is predicted where this machine is calibrated."""
+    """A prediction for one rank. The step time is predicted if this machine is calibrated."""
 
     spec_id: str
     at_peak: RoleBytes
@@ -38,5 +38,5 @@ GHOST_KEY = Key(label="predicted", token="ink.marker", hatch=HOLLOW)
 
 
 def told(predicted: str, measured: str | None) -> str:
-    """A prediction in words, beside its measurement where there is one."""
+    """The text of a prediction, with its measurement if there is one."""
     return f"predicted {predicted}" + (f", measured {measured}" if measured is not None else " for what is chosen")

@@ -88,7 +88,7 @@ class MemoryLanes:
         return peak
 
     def _ticks(self) -> list[tuple[float, str]]:
-        """Where the axis has figures, and which: from foot to top of each lane, or, of many lanes, their ranks."""
+        """The axis ticks and their labels: values along each lane, or rank numbers where there are many lanes."""
         if self._lanes > MOST_SCALED:
             return [(float(i), f"{i}") for i in range(self._lanes)]
         parts = [(i, share) for i in range(self._lanes) for share in (0.0, 0.5, 1.0)]

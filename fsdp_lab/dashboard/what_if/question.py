@@ -79,7 +79,7 @@ _OWN = ("hardware", "per_host", "network", "peak_tflops", "memory_gib", "link_gb
 
 
 def custom(question: Question) -> Device:
-    """A device of three numbers; the rest is said in `assumed`."""
+    """A device from three numbers; the other values are listed in `assumed`."""
     like = DEVICES[LIKE]
     peak = question.peak_tflops * 1e12
     shares = {dtype: flops / like.flops_per_s("bf16") for dtype, flops in like.peak_flops_per_s.items()}
@@ -111,7 +111,7 @@ class Answer:
 
     @property
     def assumed(self) -> Mapping[str, Any]:
-        """What nobody said, and what was taken."""
+        """Values that were not given, and what was assumed."""
         said = dict(self.plan.assumed)
         if self.plan.spec.strategy.shard_size != self.question.spec.strategy.shard_size:
             said["shard size"] = f"{self.plan.spec.strategy.shard_size}, the GPUs of a host"

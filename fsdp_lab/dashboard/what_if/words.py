@@ -1,4 +1,4 @@
-"""A plan in words."""
+"""A plan as text."""
 
 from __future__ import annotations
 
