@@ -184,7 +184,7 @@ def local_tensor(t: Tensor) -> Tensor:
 
 
 def local_part(t: Tensor) -> Tensor:
-    """The same, flat. Raises RuntimeError if that would be a copy."""
+    """The local part as a flat view. Raises RuntimeError if that would be a copy."""
     return local_tensor(t).view(-1)
 
 

@@ -144,7 +144,7 @@ def await_step(run: Run, spec_id: str) -> None:
 
 
 def await_ledger(run: Run, spec_id: str) -> None:
-    """The same for a ledger step of any rank."""
+    """Waits for a ledger step of any rank."""
     _await(run, "ledger step", lambda: any(e.ledger and e.spec_id == spec_id for e in run.events.since()[0]))
 
 

@@ -140,7 +140,7 @@ class Call:
 
     @property
     def values(self) -> dict[int, Any]:
-        """Of the ranks where it succeeded, by rank."""
+        """Results by rank, of the ranks where the call succeeded."""
         with self._changed:
             return {r: o.value for r, o in self._outcomes.items() if not o.failed and not o.interrupted}
 

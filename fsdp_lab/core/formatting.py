@@ -129,7 +129,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
-        """Of the finite values; None if there are none."""
+        """The spread of the finite values; None if there are none."""
         finite = known(values)
         m, low, high = quantile(finite, 0.5), quantile(finite, 0.1), quantile(finite, 0.9)
         if m is None or low is None or high is None:

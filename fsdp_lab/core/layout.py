@@ -58,7 +58,7 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Of the whole buffer, with padding."""
+        """Elements of the whole buffer, with padding."""
         return self.factor * self.shard_numel
 
     @property

@@ -62,7 +62,7 @@ class UnitShape:
         return sum(self.parameters)
 
     def forward_flops(self, tokens: int) -> float:
-        """Of one sample."""
+        """FLOPs of the forward of one sample."""
         seen = self.share * tokens
         return 2 * sum(p.weights * p.share for p in self.products) * seen + self.pair_flops * seen * seen
 
@@ -137,11 +137,11 @@ class ModelShape:
         return sum(unit.numel for unit in self.units)
 
     def tokens(self, seq_len: int) -> int:
-        """Of one sample."""
+        """Tokens of one sample."""
         return self.image_tokens if self.image_tokens is not None else seq_len
 
     def forward_flops(self, seq_len: int) -> float:
-        """Of one sample."""
+        """FLOPs of the forward of one sample."""
         return sum(unit.forward_flops(self.tokens(seq_len)) for unit in self.units)
 
     @cached_property

@@ -207,7 +207,7 @@ def _recommended(shown: BoardView) -> tuple[str, ...]:
 
 
 def _reasons(compared: Comparison) -> list[str]:
-    """Of what is not equal bit for bit, where it begins."""
+    """For each run that is not equal bit for bit: where it begins to differ."""
     return [f"{r.label} is {r.parity.sentence}." for r in compared.rows if r.differs and r.parity]
 
 

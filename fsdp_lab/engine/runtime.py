@@ -33,7 +33,7 @@ Around = Callable[[Phase, str], AbstractContextManager[None]]  # within it a pha
 
 
 class TrainingState(enum.Enum):
-    """Of a pass, by the names of torch's FSDP2."""
+    """The state of a pass, by the names of torch's FSDP2."""
 
     IDLE = "idle"  # nothing is to come: the backward is over, or there is none
     FORWARD = "forward"

@@ -132,7 +132,7 @@ def _scatter(shard: ParamShard, value: Tensor | None, mesh: ShardMesh) -> None:
 
 
 def _check_values(shards: list[tuple[ParamShard, OriginalParameter]], values: Mapping[str, Tensor] | None) -> None:
-    """What rank 0 finds wrong, every rank raises."""
+    """Raise on every rank the error that rank 0 finds."""
     mesh = shards[0][1].flat.mesh
     wrong: list[str | None] = [None]
     if values is not None:

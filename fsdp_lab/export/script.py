@@ -205,7 +205,7 @@ def paragraph(text: str, indent: str = "") -> str:
 
 
 def from_import(names: Sequence[str], module: str) -> str:
-    """As isort and ruff write it."""
+    """The import statement as isort and ruff format it."""
     ordered = sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
     line = f"from {module} import {', '.join(ordered)}"
     if len(line) <= 88:

@@ -51,7 +51,7 @@ def stands_in(refused: SpecError, backend: str) -> SpecError:
 
 
 def refuse(field: str, reason: str, hint: str, **fix: object) -> SpecError:
-    """Of a field of a Strategy that a target cannot express."""
+    """The error for a Strategy field that a target cannot express."""
     return SpecError(f"strategy.{field}", reason, f"{hint}, {CARRIES}", fix)
 
 

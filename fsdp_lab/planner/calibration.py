@@ -113,7 +113,7 @@ class Calibration:
 
     @cached_property
     def machine(self) -> Machine:
-        """As `fsdp_lab.planner.plan` takes it."""
+        """The measured machine, for `fsdp_lab.planner.plan`."""
         p = self.probes
         products = {dtype: Curve.of(rows) for dtype, rows in p["products"].items()}
         peaks = {dtype: curve.best for dtype, curve in products.items()}
@@ -136,7 +136,7 @@ class Calibration:
 
     @cached_property
     def rates(self) -> Rates:
-        """As `fsdp_lab.planner.plan` takes them."""
+        """The measured rates, for `fsdp_lab.planner.plan`."""
         bare = replace(
             PUBLISHED, matrix=1.0, memory=1.0, link=1.0, network=1.0, latency_s=0.0, jitter_s=0.0, step_s=0.0,
             interference=0.5,
@@ -236,7 +236,7 @@ class Calibration:
 
 
 def _curves(rows: Mapping[str, Sequence[Row]], size: int) -> dict[str, Curve]:
-    """By link bytes; rows of payload bytes."""
+    """Curves by link bytes, from rows by payload bytes."""
     return {
         kind: Curve.of((link_bytes(kind, payload, size), seconds) for payload, seconds in each)
         for kind, each in rows.items()

@@ -246,7 +246,7 @@ def block_operators(unit: UnitShape, item: int, software: Software, compiled: bo
 
 
 def _kv(unit: UnitShape, width: float) -> float:
-    """Of keys or values: the product that is made twice and is no MLP's."""
+    """Width of keys or values: of the product that occurs twice outside the MLP."""
     twice = [p for p in unit.products[:-1] if p.count == 2]
     return float(twice[0].outputs) if twice else width
 

@@ -33,7 +33,7 @@ class NamedModel:
 
     @property
     def width(self) -> int:
-        """Of all heads together."""
+        """Width of all heads together."""
         return self.heads * self.head_width or self.hidden
 
     @property

@@ -41,7 +41,7 @@ class PublishedCase:
 
     @property
     def tokens(self) -> int:
-        """Of a rank in one step."""
+        """Tokens per rank and step."""
         w = self.spec.workload
         return w.micro_batch * w.accumulate * w.seq_len
 
@@ -264,7 +264,7 @@ def _per_host(reader: _Reader) -> int:
 
 
 def _network_gbit(reader: _Reader, per_host: int) -> float | None:
-    """Of a host."""
+    """Network bandwidth of a host; None where it is not given."""
     told = reader.text("interconnect")
     if found := re.search(r"([\d.]+) ?([GT])b(?:/s|ps)?(?: [\w-]+)* per GPU", told):
         return float(found[1]) * (1000 if found[2] == "T" else 1) * per_host

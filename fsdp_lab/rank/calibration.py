@@ -150,7 +150,7 @@ class HardwareProbe:
     # -- communication --------------------------------------------------------------------------------------------
 
     def collectives(self, group: dist.ProcessGroup) -> dict[str, list[list[float]]]:
-        """By kind, in a group of more than one rank."""
+        """Measured rows by kind of collective; the group has more than one rank."""
         return {kind: list(self._sent(kind, group)) for kind in KINDS if group.size() > 1}
 
     def _sent(self, kind: str, group: dist.ProcessGroup) -> Iterator[list[float]]:
@@ -256,7 +256,7 @@ class HardwareProbe:
             torch.cuda.synchronize(self._device)
 
     def _memory_bytes(self) -> int:
-        """Of this rank: its GPU's, or its part of the host's."""
+        """Memory of this rank: its GPU's, or its share of the host's."""
         if self._kind == "cuda":
             return int(torch.cuda.get_device_properties(self._device).total_memory)
         return int(psutil.virtual_memory().total) // self._info.world_size

@@ -135,7 +135,7 @@ class HangWatchdog:
         self._received: dict[int, tuple[int, float]] = {}  # rank -> number of its last heartbeat, and when it was new
 
     def receive(self, heartbeat: Mapping[str, Any]) -> None:
-        """In the heartbeat thread, with this rank's own heartbeat."""
+        """Called in the heartbeat thread with this rank's own heartbeat."""
         late = heartbeat["pending_s"] >= self._limit_s / 2
         try:
             heartbeats = self._store.call(lambda store: self._exchange(store, heartbeat, read=late))

@@ -197,7 +197,7 @@ class Lifecycle:
 
 
 def _prepared(spec: Spec, batches: Batches, cost: StepCost) -> PreparedTraining:
-    """Of a Spec that was prepared before."""
+    """The preparation of a Spec that was prepared before."""
     skeleton = build_skeleton(resolve(spec.workload.model))
     return PreparedTraining(spec=spec, skeleton=skeleton, batches=batches, cost=cost)
 

@@ -39,7 +39,7 @@ _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """Of one step, with the fields of its `StepEvent`."""
+    """Measurements of one step, by the fields of its `StepEvent`."""
 
     begin_s: float  # the origin of spans, on this rank's clock
     end_unix_s: float
@@ -117,7 +117,7 @@ class StepMeter:
             self._optimizer = sum(t.nbytes for s in slots for t in s.values())
 
     def read(self) -> StepMetrics:
-        """Of the step that has ended."""
+        """The measurements of the step that has ended."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
             self._context.read_timing()
@@ -223,7 +223,7 @@ def device_name(device: torch.device) -> str:
 
 
 def fidelity_notes(info: RankInfo, shared_gpu_ranks: int) -> tuple[str, ...]:
-    """In what way timings of this rank are not representative."""
+    """Notes on why timings of this rank are not representative."""
     if info.device.type == "cpu":
         return ("CPU and Gloo: the shapes are right, the times are not a GPU's.",)
     if shared_gpu_ranks > 1:

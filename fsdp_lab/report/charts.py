@@ -74,7 +74,7 @@ class Course:
 
     @property
     def dash(self) -> int:
-        """In `DASHES`; colours that come again come with another."""
+        """Index into `DASHES`: a colour used again has another dash."""
         return (self.place + self.place // theme.MOST_LINES) % len(DASHES)
 
 
@@ -187,7 +187,7 @@ def bars(compared: Comparison, note: str) -> list[Chart]:
 
 
 def _exact(value: float) -> Ratio:
-    """Of what does not scatter."""
+    """A ratio without spread."""
     return Ratio(median=value, p10=None, p90=None, n=1, pairing=Pairing.MEDIANS)
 
 

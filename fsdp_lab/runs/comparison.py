@@ -330,7 +330,7 @@ def letters(place: int) -> str:
 
 
 def _place(runs: Sequence[RunView | Refusal], labels: Sequence[str], baseline: str | int | None) -> int | None:
-    """Of the baseline among the runs."""
+    """Index of the baseline among the runs."""
     if baseline is None or (not runs and baseline == 0):
         return None
     hint = f"name one of {', '.join(labels)}, a run's id, or a place from 0 on" if labels else "give it some runs"

@@ -73,12 +73,12 @@ class Step:
 
     @property
     def step_time_s(self) -> float:
-        """Of the slowest rank."""
+        """Step time of the slowest rank."""
         return max(e.step_time_s for e in self.events)
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks."""
+        """Throughput of all ranks together."""
         return sum(e.tokens for e in self.events) / self.step_time_s
 
     def by_rank(self, value: Mapping[int, float]) -> list[float]:

@@ -212,7 +212,7 @@ class WireWork(dist.Work):
         self._settle()
 
     def _complete_in_alarm(self) -> None:
-        """In the alarm's thread."""
+        """Called in the alarm's thread."""
         try:
             self._complete()
         except RuntimeError as e:

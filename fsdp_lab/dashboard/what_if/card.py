@@ -46,5 +46,5 @@ def bar_figure(name: str, x_label: str) -> figure:
 
 
 def taken_bytes(p: Plan) -> int:
-    """Of a GPU, with the allocator's slack and the context."""
+    """Memory taken on a GPU, with the allocator's slack and the context."""
     return p.machine.device.memory_bytes - p.margin_bytes

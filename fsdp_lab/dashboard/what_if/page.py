@@ -134,7 +134,7 @@ class WhatIf:
         threading.Thread(target=self._search, name="fsdp-lab-what-if-search", daemon=True).start()
 
     def _search(self) -> None:
-        """Of what is wanted once all that was chosen before is seen to."""
+        """Searches for the current question, once earlier choices are handled."""
         with self._lock:
             self._lock.wait_for(lambda: self._worker is None)
             question = self.choices.wanted

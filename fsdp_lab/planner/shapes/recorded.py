@@ -145,7 +145,7 @@ class _Model:
         self._owned = owners(model, self._inside)
 
     def _in_order(self, inside: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
-        """Of the forward, as a run tells it."""
+        """The modules of each unit in the order of the recorded forward."""
         self._inside = [list(unit) for unit in inside]
         found = list(dict.fromkeys(unit for unit, _ in self._record("fp32", []).calls if unit))
         found += [i for i in range(1, len(inside) + 1) if i not in found]

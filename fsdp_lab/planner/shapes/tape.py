@@ -276,13 +276,13 @@ class _Run:
         self.recorder.point(Point(direction, k, moment))
 
     def _own(self) -> CallRecord | None:
-        """Of the innermost call, in the forward."""
+        """The record of the innermost call in the forward."""
         return self.seen[self._open[-1]] if self._open and not self._backward else None
 
 
 @dataclass(slots=True, weakref_slot=True)
 class _Life:
-    """Of a storage: the number of its begin among the recorder's events."""
+    """The life of a storage: the number of its allocation among the recorder's events."""
 
     size: int
     number: int
@@ -358,7 +358,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def size_of(size: int, seq_len: int) -> SizeFormula:
-    """How a size of the run grows: its factors tell."""
+    """How a size grows, from its factors."""
     left, samples, tokens = size, 0, 0
     while left % SAMPLES == 0 and samples < 1:
         left, samples = left // SAMPLES, samples + 1
