@@ -27,7 +27,7 @@ from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.flat import OriginalParameter
 from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.engine.runtime import Pass, Runtime
-from fsdp_lab.engine.tensors import hiding_in, map_tensors, tensors_in
+from fsdp_lab.engine.tensors import hiding_in, map_tensors, tensors_in, view_inputs
 from fsdp_lab.engine.unit import Unit
 
 _STATE = "_fsdp_lab_hooks"  # the attribute of a sharded module that holds its `UnitHooks`
@@ -93,15 +93,7 @@ class UnitHooks:
         return output
 
     def _watch_inputs(self, runtime: Runtime, current: Pass, k: int, inputs: Any) -> Any:
-        views: list[Tensor] = []
-
-        def view(t: Tensor) -> Tensor:
-            if not t.requires_grad:
-                return t
-            views.append(t.view_as(t))
-            return views[-1]
-
-        inputs = map_tensors(view, inputs)
+        inputs, views = view_inputs(inputs)
         unit = self.unit
         if len(views) == 1:
             views[0].register_hook(lambda _: runtime.after_backward(unit, current, k))  # type: ignore[no-untyped-call]

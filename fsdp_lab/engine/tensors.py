@@ -56,6 +56,19 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
+def view_inputs(value: Any) -> tuple[Any, list[Tensor]]:
+    """The same value with a view in place of every tensor that requires a gradient, and those views, in order."""
+    views: list[Tensor] = []
+
+    def view(t: Tensor) -> Tensor:
+        if not t.requires_grad:
+            return t
+        views.append(t.view_as(t))
+        return views[-1]
+
+    return map_tensors(view, value), views
+
+
 def _with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """A mapping that is also a dataclass (the outputs of transformers) keeps both in step by its own setter."""
     if all(items[k] is v for k, v in value.items()):

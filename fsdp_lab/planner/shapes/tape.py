@@ -38,7 +38,7 @@ from fsdp_lab.core.model_shape import (
 )
 from fsdp_lab.core.schedule import Direction, Point, PointSide
 from fsdp_lab.engine.policy import ModuleKind, kind_of
-from fsdp_lab.engine.tensors import map_tensors, tensors_in
+from fsdp_lab.engine.tensors import map_tensors, tensors_in, view_inputs
 from fsdp_lab.models.presets import Facts
 
 SAMPLES = 37
@@ -238,20 +238,12 @@ class _Run:
             inputs = (args, kwargs)
             if self._half:
                 inputs = map_tensors(lambda t: t.to(torch.bfloat16) if t.dtype is torch.float32 else t, inputs)
-            views: list[Tensor] = []
-
-            def view(t: Tensor) -> Tensor:
-                if not t.requires_grad:
-                    return t
-                views.append(t.view_as(t))
-                return views[-1]
-
             if k:
-                inputs = map_tensors(view, inputs)
+                inputs, views = view_inputs(inputs)
                 self.seen[k].boundary = sum(v.numel() for v in views)
-            if views:
-                after = lambda _: self._point(Direction.BACKWARD, k, PointSide.AFTER)  # noqa: E731
-                torch.autograd.graph.register_multi_grad_hook(views, after, mode="all")
+                if views:
+                    after = lambda _: self._point(Direction.BACKWARD, k, PointSide.AFTER)  # noqa: E731
+                    torch.autograd.graph.register_multi_grad_hook(views, after, mode="all")
             return inputs
 
         def after(_: nn.Module, __: Any, output: Any) -> None:
