@@ -151,7 +151,8 @@ class CheckpointSchedule:
 
         A FieldError is recorded in `taken`, any other error is raised again; both end the requests.
         """
-        requests, self._requests = self._requests, []
+        requests = self._requests[:]
+        del self._requests[: len(requests)]  # a request that comes meanwhile stays for the next checkpoint
 
         def record(results: Sequence[Mapping[str, Any]]) -> None:
             stall_s, waited_s = (max(r[name] for r in results) for name in ("seconds", "waited_s"))
