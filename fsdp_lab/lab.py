@@ -106,7 +106,7 @@ class Lab:
             report=progress if callable(progress) else ProgressBar() if progress else None,
             **options,
         )
-        self._activities = Activities(self._cluster, self._seat, self._record)
+        self._activities = Activities(self._cluster, self._place_ranks, self._record)
         self._at_exit = exit_handler(weakref.ref(self))
         if not alongside:
             replace_former(self)
@@ -408,7 +408,7 @@ class Lab:
         self._devices = each_device(devices, ranks)
         self._resize(ranks, self._devices)
 
-    def _seat(self, spec: Spec) -> None:
+    def _place_ranks(self, spec: Spec) -> None:
         """Gives the cluster the ranks and devices that the Spec wants, if it has others."""
         own = self._devices if self._devices is not None and len(self._devices) == spec.world_size else None
         devices = spec.devices or own

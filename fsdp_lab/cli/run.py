@@ -207,7 +207,7 @@ def line(run: Run) -> str:
         f"step {run.step}"
         + (f" of {run.steps}" if run.steps else "")
         + (f": {figures}" if figures else f": {run.state.value}")
-        + (f", {judged}" if (judged := run.judge.words(run.spec.workload)) else "")
+        + (f", {judged}" if (judged := run.early_stopping.words(run.spec.workload)) else "")
     )
 
 

@@ -54,7 +54,7 @@ class EvaluationForm:
         """Shows what the run that is shown has found."""
         for entry in (self._every, self._samples, self._patience):
             put(entry, "disabled", self._when.value == OFF)
-        found = run.judge.words(run.spec.workload) if run is not None else ""
+        found = run.early_stopping.words(run.spec.workload) if run is not None else ""
         put(self._said, "value", status(f"{found[0].upper()}{found[1:]}." if found else NOTHING))
 
     def retire(self) -> None:

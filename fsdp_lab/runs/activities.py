@@ -27,7 +27,7 @@ class Activities:
 
     Args:
         cluster: the ranks.
-        seat: gives the cluster the ranks and devices that a Spec wants; called on the thread of what begins.
+        place_ranks: gives the cluster the ranks and devices of a Spec; called on the thread of the new activity.
         record: called with each new run.
 
     Attributes:
@@ -35,8 +35,8 @@ class Activities:
         closed: whether nothing can be started any more.
     """
 
-    def __init__(self, cluster: Cluster, seat: Callable[[Spec], None], record: Callable[[Run], None]) -> None:
-        self._cluster, self._seat, self._record = cluster, seat, record
+    def __init__(self, cluster: Cluster, place_ranks: Callable[[Spec], None], record: Callable[[Run], None]) -> None:
+        self._cluster, self._place_ranks, self._record = cluster, place_ranks, record
         self.run: Run | None = None
         self.sweep: Sweep | None = None
         self.closed = False
@@ -59,14 +59,14 @@ class Activities:
     def begin_sweep(self, specs: Sequence[Spec], refused: Sequence[Refusal], *, steps: int, rounds: int) -> Sweep:
         with self._lock:
             self.require_open()
-            clear = self._preparation("a comparison was started", seat=False)
+            clear = self._preparation("a comparison was started", place_ranks=False)
             self.sweep = Sweep(specs, refused, steps=steps, rounds=rounds, make=self._begin_turn, drop=self._discard,
                                clear=lambda: clear(specs[0]))  # fmt: skip
             return self.sweep
 
     def _begin_turn(self, spec: Spec, steps: int, share: int) -> Run:
         """Starts one of a sweep's runs."""
-        run = self.run = self._newest = Run(self._cluster, spec, steps=steps, share=share, prepare=self._seat)
+        run = self.run = self._newest = Run(self._cluster, spec, steps=steps, share=share, prepare=self._place_ranks)
         self._record(run)
         return run
 
@@ -82,7 +82,7 @@ class Activities:
             self._slow = weakref.ref(slow)
         return slow
 
-    def _preparation(self, why: str, *, seat: bool = True) -> Callable[[Spec], None]:
+    def _preparation(self, why: str, *, place_ranks: bool = True) -> Callable[[Spec], None]:
         """The function that a new activity calls on its own thread before anything is sent to the ranks.
 
         What it has to end is fixed now, under the lock: then everyone ends only earlier activities, and no two wait for
@@ -91,7 +91,7 @@ class Activities:
         slow, former = [self._slow_step], [self.sweep, self.run]
 
         def prepare(spec: Spec) -> None:
-            """Ends the former activities, then seats the ranks."""
+            """Ends the former activities, then places the ranks."""
             if (step := slow[0]) is not None:
                 step.end(why)
             for one in former:
@@ -101,8 +101,8 @@ class Activities:
                     )
             slow[0] = None
             former.clear()  # otherwise each activity would keep the one before it in memory
-            if seat:
-                self._seat(spec)
+            if place_ranks:
+                self._place_ranks(spec)
 
         return prepare
 
@@ -135,7 +135,7 @@ class Activities:
             drill = Drill(kind, rank, run)
             if kind in SIGNALS:
                 self._cluster.send_signal(rank, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-                run.strike(drill.made_unix_s)
+                run.fault_injected(drill.made_unix_s)
             else:
                 run.arm(fault)
         return drill

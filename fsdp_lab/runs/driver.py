@@ -9,8 +9,8 @@ Note: threads. Around each run there are:
   writes the fields of `Driver`, `Progress`, `Evaluator`, `Recovery` and `CheckpointSchedule`. It calls the callbacks in
   `on_best`, between two chunks.
 - *Users' threads* (cells, widget callbacks), which call `Run`. A call leaves a request in `RunControl` and returns; only
-  `wait`, `await` and `stop` with a timeout wait. They read the driver's fields one at a time, without a lock. `Run.strike`
-  sets `Recovery.injected_unix_s`.
+  `wait`, `await` and `stop` with a timeout wait. They read the driver's fields one at a time, without a lock.
+  `Run.fault_injected` sets `Recovery.injected_unix_s`.
 - *ipyparallel's IO thread*, which calls `Driver._add_events` with what a rank published. `EventStore` has its own lock.
 
 One lock, `RunControl.changed`, guards `RunControl` and the requests for checkpoints. The driver holds it, too, while it
@@ -43,7 +43,7 @@ CHUNK_S = 0.5  # target duration of a chunk
 CHUNK_STEPS = 256
 GROWTH = 4  # limit of a chunk's size relative to the last one: the first steps after a switch are not representative
 PATIENCE_S = 0.15  # after a stop, for the chunk to end; then it is interrupted, and again every second
-DEAF_S = 8.0  # after a stop, for ranks to answer an interrupt; then they are ended
+UNRESPONSIVE_S = 8.0  # after a stop, for ranks to answer an interrupt; then they are ended
 SAVES_S = 60.0  # at a run's end, for its last checkpoint to be written
 
 
@@ -241,7 +241,7 @@ class Driver:
                 continue
             if progress.finished:
                 return RunState.FINISHED, ""
-            if reason := self.evaluator.judge.reason:
+            if reason := self.evaluator.early_stopping.reason:
                 return RunState.STOPPED, reason
             if progress.turn_over:
                 self._suspend()
@@ -347,7 +347,7 @@ class Driver:
             if waited_s > PATIENCE_S + interrupts * 1.0:
                 interrupts += 1
                 call.interrupt()
-            if waited_s > DEAF_S:
+            if waited_s > UNRESPONSIVE_S:
                 break
         return call.results(0 if call.pending and not call.failed else None)
 
@@ -390,9 +390,9 @@ class Driver:
         rewound = switch.step < self.step or (before is not None and before.world_size != spec.world_size)
         if not switch.carried or before is None or rewound:
             self.events.restart(switch.step)
-            self.evaluator.judge.forget(switch.step)
+            self.evaluator.early_stopping.forget(switch.step)
         else:
-            self.evaluator.judge.switched(before, spec)
+            self.evaluator.early_stopping.switched(before, spec)
         with self.control.changed:
             self.spec = spec
             self.progress.switch(switch.step)

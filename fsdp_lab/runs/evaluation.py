@@ -121,7 +121,7 @@ class Evaluator:
 
     def __init__(self, config: EvalConfig | None) -> None:
         self.config = config
-        self.judge = EarlyStopping(config.patience if config is not None else None)
+        self.early_stopping = EarlyStopping(config.patience if config is not None else None)
         self.on_best: list[Callable[[Evaluation], None]] = []
 
     @property
@@ -147,7 +147,7 @@ class Evaluator:
     def take(self, results: Sequence[Mapping[str, Any]]) -> list[Evaluation]:
         """Judges the evaluations among the events of each rank. Returns those that were the best so far."""
         losses = {e["step"]: e["eval_loss"] for r in results for e in r["events"] if e["eval_loss"] is not None}
-        return [Evaluation(step, loss) for step, loss in losses.items() if self.judge.take(step, loss)]
+        return [Evaluation(step, loss) for step, loss in losses.items() if self.early_stopping.take(step, loss)]
 
 
 def perplexity(loss: float) -> float:

@@ -151,8 +151,8 @@ class Run(RunQueries, Awaited["Run"]):
         return self._driver.environment
 
     @property
-    def judge(self) -> EarlyStopping:
-        return self._driver.evaluator.judge
+    def early_stopping(self) -> EarlyStopping:
+        return self._driver.evaluator.early_stopping
 
     @property
     def saves(self) -> Sequence[SavedCheckpoint]:
@@ -260,7 +260,7 @@ class Run(RunQueries, Awaited["Run"]):
                 fault.check(self.spec.world_size, self.step)
             self._control.request_fault(fault)
 
-    def strike(self, unix_s: float) -> None:
+    def fault_injected(self, unix_s: float) -> None:
         """The next failure to be detected was injected at this time."""
         self._driver.recovery.injected_unix_s = unix_s
 

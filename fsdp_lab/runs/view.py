@@ -107,41 +107,41 @@ class JudgedRun(RunView, Protocol):
     """A `RunView` that is a `RunQueries`, too."""
 
     @property
-    def judge(self) -> EarlyStopping: ...
+    def early_stopping(self) -> EarlyStopping: ...
 
 
 class RunQueries:
     """Tables, figures, timelines and exports of a run. A mixin for classes that are a `RunView`."""
 
     @property
-    def judge(self: RunView) -> EarlyStopping:
+    def early_stopping(self: RunView) -> EarlyStopping:
         """The run's evaluations, and the best of them."""
-        judge, before = EarlyStopping(), None
+        early_stopping, before = EarlyStopping(), None
         specs = {switch.after.id: switch.after for switch in self.switches}
         for step in self.events.steps():
             if step.eval_loss is None:
                 continue
             spec = specs.get(step.spec_id)
             if before is not None and spec is not None:
-                judge.switched(before, spec)
+                early_stopping.switched(before, spec)
             before = spec or before
-            judge.take(step.number, step.eval_loss)
-        return judge
+            early_stopping.take(step.number, step.eval_loss)
+        return early_stopping
 
     @property
     def evaluations(self: JudgedRun) -> tuple[Evaluation, ...]:
         """(step, mean loss of the held-out samples), oldest first."""
-        return tuple(self.judge.evaluations)
+        return tuple(self.early_stopping.evaluations)
 
     @property
     def best(self: JudgedRun) -> Evaluation | None:
         """The evaluation with the least loss; None where there is none."""
-        return self.judge.best
+        return self.early_stopping.best
 
     def table(self: JudgedRun, last: int = 10) -> Table:
         """The last steps, one row each, over all ranks. Notes name the last evaluation and the best one."""
         specs = {spec.id: spec for spec in (self.spec, *(s.after for s in self.switches))}
-        evaluations = self.judge.words(self.spec.workload)
+        evaluations = self.early_stopping.words(self.spec.workload)
         notes = (*([evaluations] if evaluations else []), *self.notes)
         return step_table(self.events.last_steps(last), specs, caption=repr(self)[1:-1], notes=notes)
 

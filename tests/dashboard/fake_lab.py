@@ -152,7 +152,7 @@ class FakeRun:
         self.saving: CheckpointConfig | None = None
         self.recovering = RecoveryPolicy()
         self.evaluate: EvalConfig | None = None
-        self.judge = EarlyStopping()
+        self.early_stopping = EarlyStopping()
         self.saves: list[SavedCheckpoint] = []
         self.incidents: list[Incident] = []
         self._failure: ClusterError | None = None  # that is about to be noticed
@@ -277,7 +277,7 @@ class FakeRun:
         if self.evaluate is None or (step + 1) % self.evaluate.every:
             return told
         found = told[0].loss + 0.2
-        self.judge.take(step, found)
+        self.early_stopping.take(step, found)
         return [dataclasses.replace(e, eval_loss=found) for e in told]
 
     def _went_on(self, error: ClusterError, step: int) -> bool:

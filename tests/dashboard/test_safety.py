@@ -183,7 +183,7 @@ def test_an_evaluation_is_chosen_and_what_it_finds_is_said(desk: Desk) -> None:
     desk.controls.start()
     chosen = desk.lab.current.evaluate
     assert (chosen.every, chosen.samples, chosen.patience) == (5, 8, 3)
-    desk.until(lambda: len(desk.lab.current.judge.evaluations) > 1)
+    desk.until(lambda: len(desk.lab.current.early_stopping.evaluations) > 1)
     desk.until(lambda: plain(form._said.value).startswith("Evaluation loss "))
     assert re.search(r"best \S+ \(perplexity \S+\) at step \d+\.$", plain(form._said.value))
     assert desk.head() == "saving is off · evaluation every 5 steps · recovery: ask · no incident"

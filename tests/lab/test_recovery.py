@@ -106,7 +106,7 @@ def test_a_killed_rank_is_replaced_and_the_curve_is_that_of_an_undisturbed_run(
     until(lambda: run.step > 6, 60)
     others = [s.pid for s in lab.rank_status() if s.rank != victim]
     struck_unix_s = kill(lab, victim)
-    run.strike(struck_unix_s)
+    run.fault_injected(struck_unix_s)
     run.wait(120)
     assert run.state is RunState.FINISHED and losses(run) == losses(undisturbed_run)
     (incident,) = run.incidents
