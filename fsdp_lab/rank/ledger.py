@@ -115,6 +115,7 @@ class Ledger:
         if self._device.type == "cuda":
             self._before_bytes = torch.cuda.memory_allocated(self._device)
         self._install()
+        self._context.hide_from_profiler = True  # the step may be given up
         try:
             kind = self._device.type if self._device.type != "cpu" else None
             with profile(profile_memory=True, use_kineto=True, use_device=kind) as profiler:
@@ -122,6 +123,7 @@ class Ledger:
                 yield
                 self._mark(Direction.UPDATE, ROOT, "end", persistent=True)
         finally:
+            self._context.hide_from_profiler = False
             self._remove()
         self.result = self._analyse(profiler.kineto_results.experimental_event_tree())
         if kind is not None:

@@ -12,7 +12,12 @@ closes its end of the connections, which ends the operation on the others; other
 the operation may still read and write its tensors, or only start to (Gloo's threads take operations from a queue).
 Their storage must not be freed by force (`busy_addresses`), and a cancelled work is never finished afterwards
 (`Cancellable.cancel`). Callbacks that run in Gloo's threads must not hold a group: the last reference would make its
-own thread destroy and join it."""
+own thread destroy and join it.
+
+Note: a profiler and an abort. torch's profiler records a Gloo operation from its issue to its end, and the end is
+written by Gloo's thread into memory that the profiler frees when it stops. In a step that is given up an operation may
+end later than that, and the write corrupts the heap: the process dies at some later allocation. So a profiler that is
+stopped while operations may still be running must not record them (`hide_from_profiler`)."""
 
 from __future__ import annotations
 
@@ -87,6 +92,7 @@ class WireContext:
         self.timeout_s = timeout_s
         self.last: Collective | None = None
         self.on_issue: Callable[[Sequence[torch.Tensor]], None] | None = None  # given the tensors of each collective
+        self.hide_from_profiler = False  # Gloo's operations: see the note on a profiler and an abort
         self._unit = ""  # on whose behalf collectives are issued
         self.link: Link | None = None  # emulated; None: the real one
         self.alarm = Alarm()

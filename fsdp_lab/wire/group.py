@@ -321,8 +321,8 @@ class Wire(dist.ProcessGroup):
             self.context.on_issue([*inputs, *outputs, *(results or ())])
         group, ins, outs, unstage = self._route(inputs, outputs)
         dropped = self.context.dropped_work(self._size)
-        inner: Any = dropped or call(group, ins, outs)
         blocking = dropped is not None or group is self._gloo
+        inner: Any = dropped or self._issue(call, group, ins, outs)
         if blocking and inner is not None:
             self.context.track(issued, [*ins, *outs], inner)
 
@@ -334,6 +334,16 @@ class Wire(dist.ProcessGroup):
 
         return WireWork(self.context, issued, inner, results or outputs, finish=finish, blocking=blocking,
                         sliced=whole_group)  # fmt: skip
+
+    def _issue(self, call: _InnerCall, group: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
+        """Issue an operation of an inner group, out of a profiler's sight where the context says so."""
+        if not self.context.hide_from_profiler or group is not self._gloo:
+            return call(group, inputs, outputs)
+        torch._C._autograd._enable_record_function(False)  # in this thread, and where the operation runs
+        try:
+            return call(group, inputs, outputs)
+        finally:
+            torch._C._autograd._enable_record_function(True)
 
     def _wait_for_device(self, tensors: list[Tensor]) -> None:
         """For NCCL on an emulated link: the host runs ahead of the device, so a collective would begin later than it

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.profiler import profile
 
 from fsdp_lab.core.events import MemorySample, Role, RoleBytes, StepEvent
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.models import Initializer, build_skeleton, resolve
-from fsdp_lab.rank.ledger import MOST_SAMPLES, MemoryBlock, _follow, _Mark
+from fsdp_lab.rank.faults import InjectedFault
+from fsdp_lab.rank.ledger import MOST_SAMPLES, Ledger, MemoryBlock, _follow, _Mark
+from fsdp_lab.wire import WireContext
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, session
 
@@ -298,6 +302,41 @@ def test_a_ledger_step_changes_no_bit(pool: Pool, name: str) -> None:
 
 
 # -- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def _operations_recorded(place: Place) -> list[list[str]]:
+    """The names of Gloo's operations that a profiler recorded: with the ledger's setting of the wire, and without."""
+    found = []
+    for hidden in (True, False):
+        place.context.hide_from_profiler = hidden
+        with profile() as recorded:
+            place.world.all_gather_single(torch.empty(8), torch.ones(4)).wait()
+            torch.ones(3).add_(1)
+        names = [e.name() for e in recorded.profiler.kineto_results.events()]
+        assert "aten::add_" in names, "what the rank computes is recorded all the same"
+        found.append([name for name in names if name.startswith("gloo:")])
+    return found
+
+
+def _hidden_while_recording(place: Place) -> list[bool]:
+    """Whether operations are hidden in a ledger step that is given up, and after it."""
+    s = session(place)
+    s.apply("run", spec().to_dict())
+    assert s.trainer is not None
+    context, seen = WireContext(), []
+    ledger = Ledger(s.trainer.backend, context, torch.device("cpu"), offloaded=False)
+    with contextlib.suppress(InjectedFault), ledger.recording():
+        seen.append(context.hide_from_profiler)
+        raise InjectedFault("given up")
+    s.close()
+    return [*seen, context.hide_from_profiler]
+
+
+def test_a_ledger_step_can_be_given_up_while_operations_run(pool: Pool) -> None:
+    """The end of an operation that the profiler records would be written to freed memory: see the note in the wire."""
+    for hidden, shown in pool.run(_operations_recorded, 2):
+        assert hidden == [] and shown != []
+    assert pool.run(_hidden_while_recording, 2, reduction=None) == [[True, False]] * 2
 
 
 def test_the_highest_moment_between_two_marks_is_in_the_curve() -> None:
