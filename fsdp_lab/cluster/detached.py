@@ -29,6 +29,7 @@ from fsdp_lab.core.process import Identity, end, machine, marked, sweep
 FILE = "kept.json"
 PREFIX = "fsdp_lab-"  # of private folders; nothing else is ever removed
 DEFAULT_LIMIT_S = 24 * 3600.0  # how long ranks wait for a kernel, unless a number of hours is given
+REMOVAL_S = 2.0  # how long a folder may be in use that is to be removed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,5 +204,7 @@ def is_private(path: Path) -> bool:
 
 def remove_private(folder: Path) -> None:
     """Removes a folder made by `private_folder`, and no other."""
-    if folder.name.startswith(PREFIX):
+    deadline = time.monotonic() + REMOVAL_S
+    while folder.name.startswith(PREFIX) and folder.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.02)  # ipyparallel's thread may have written to it meanwhile

