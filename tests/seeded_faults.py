@@ -10,6 +10,7 @@ fault must be written anew. The exit code is 1 where the whole tier misses a fau
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -19,6 +20,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 REPO = Path(__file__).resolve().parents[1]
 COPIED = ("fsdp_lab", "tests", "notebooks", "binder", "pyproject.toml", "README.md")
@@ -278,7 +281,16 @@ def table(tree: Path, faults: Sequence[Fault], tiers: Sequence[str]) -> Iterator
             found: dict[str, str] = {}
             for tier in tiers:
                 found[tier] = found.get("quick") or caught_by(Path(folder), fault.tests, TIERS[tier])
+            end_what_is_left(Path(folder))
             yield fault, found
+
+
+def end_what_is_left(tree: Path) -> None:
+    """End the processes that a fault kept alive: those that `caught_by` started, by their environment."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("PYTHONPATH") == str(tree):
+                process.kill()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
