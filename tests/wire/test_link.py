@@ -16,6 +16,7 @@ from fsdp_lab.wire import Alarm, Collective, Link, LinkDirection, RankAborted, W
 from tests.pool import Place, Pool
 
 MIB = 1 << 20
+WAKING_S = 2e-4  # by how much a thread of a busy machine wakes late, at best
 
 # -- the formula -----------------------------------------------------------------------------------------------------
 
@@ -128,9 +129,10 @@ def _several(
 
 
 def _off(measured: list[float], wanted: float) -> float:
-    """Relative error of what other work on the machine does not disturb, which is never early: the lower tenth."""
+    """Relative error of the lower tenth, which other work on the machine disturbs least; no end is early. A thread that
+    is woken may be `WAKING_S` late."""
     assert min(measured) > wanted * 0.999, f"{min(measured)} s is earlier than the {wanted} s of the formula"
-    return sorted(measured)[len(measured) // 10] / wanted - 1
+    return max(0.0, sorted(measured)[len(measured) // 10] - WAKING_S) / wanted - 1
 
 
 def _in_time(found: list[list[float]], by_rank: list[list[Ends]], wanted_s: list[float]) -> None:
