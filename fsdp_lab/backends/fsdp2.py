@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import DTYPES, RoleTensor, TorchBackend
+from fsdp_lab.backends.base import DTYPES, Backend, RoleTensor
 from fsdp_lab.backends.wrapping import context_of, name_fsdp2_unit, named_units, prepare
 from fsdp_lab.core.events import ROOT, Role
 from fsdp_lab.core.spec import Precision, Spec, Strategy
@@ -22,7 +22,7 @@ from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.models.wrapping import units
 
 
-class FSDP2(TorchBackend):
+class FSDP2(Backend):
     """Each parameter is a DTensor sharded in dimension 0; those of a unit are gathered together and copied out."""
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
