@@ -16,7 +16,7 @@ from fsdp_lab.backends.ddp import DDP
 from fsdp_lab.backends.flat import FlatBackend
 from fsdp_lab.backends.fsdp1 import FSDP1
 from fsdp_lab.backends.fsdp2 import FSDP2
-from fsdp_lab.backends.transfer import fill, transfer_state
+from fsdp_lab.backends.state import fill, transfer_state
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.engine import ParamShard, build_mesh

@@ -6,7 +6,7 @@ rank 0's store that their file is on disk, and rank 0 commits the files as a che
 incomplete checkpoint and blocks no other rank.
 
 Note: files. They are safetensors in the Hugging Face format of torch's Distributed Checkpoint. The layout is known
-beforehand (backends/snapshot.py), so its planners have nothing to negotiate and need no process group, and a thread can
+beforehand (backends/state.py), so its planners have nothing to negotiate and need no process group, and a thread can
 write while training continues."""
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fsdp_lab.backends import Backend
-from fsdp_lab.backends.snapshot import Chunk, Layouts, layouts_of, shapes_of, slots_of, snapshot, targets
-from fsdp_lab.backends.transfer import gather_objects
+from fsdp_lab.backends.state import Chunk, Layout, gather_objects, layout_of, shapes_of, slots_of, snapshot, targets
 from fsdp_lab.core.checkpoint_format import Checkpoint, begin, check_same, discard, find, finish, prune
 from fsdp_lab.core.errors import ArgumentError, FieldError
 from fsdp_lab.core.spec import Spec
@@ -76,7 +75,7 @@ class Checkpointer:
     def __init__(self, info: RankInfo, store: dist.Store) -> None:
         self._info, self._store = info, store
         self._backend: Backend | None = None
-        self._layouts: Layouts = ()
+        self._layouts: Sequence[Layout] = ()  # by rank
         self._writing: threading.Thread | None = None
         self._ended: list[dict[str, Any]] = []
         self._closed = threading.Event()
@@ -85,7 +84,7 @@ class Checkpointer:
         """Gather the layouts of a new backend, so that later no communication is needed; collective, once per
         backend."""
         if backend is not self._backend:
-            self._backend, self._layouts = backend, layouts_of(backend)
+            self._backend, self._layouts = backend, gather_objects(layout_of(backend.param_shards()))
 
     def unregister(self) -> None:
         """The backend is released."""

@@ -1,7 +1,7 @@
 """`Lifecycle`: the training that a rank holds, from building to dropping: switch, rebuild, suspend, resume, restore.
 
 At most one backend is live. A switch of strategy transfers its values into a new backend and releases the old one
-(backends/transfer.py). Every method is called inside `AbortProtocol.collective_call`, and most are collective.
+(backends/state.py). Every method is called inside `AbortProtocol.collective_call`, and most are collective.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fsdp_lab.backends import Backend, build, fill, transfer_state
 from fsdp_lab.backends.base import update_hyperparameters
-from fsdp_lab.backends.transfer import SuspendedState, resume_state, suspend_state
+from fsdp_lab.backends.state import SuspendedState, resume_state, suspend_state
 from fsdp_lab.core.spec import LINEAGE, Spec
 from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.models import Batches, Initializer, build_skeleton, resolve

@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdp_lab.backends import check
 from fsdp_lab.backends.base import DTYPES
-from fsdp_lab.backends.transfer import gather_objects
+from fsdp_lab.backends.state import gather_objects
 from fsdp_lab.backends.wrapping import recomputed
 from fsdp_lab.core.errors import FieldError, SpecError
 from fsdp_lab.core.link import LinkError, LinkSpec, spoken_rate, spoken_time
