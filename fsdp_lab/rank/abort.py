@@ -1,5 +1,4 @@
-"""How ranks leave a step together: `AbortMonitor` wakes this rank and tells the others, `AbortProtocol` settles the
-step.
+"""How ranks leave a step together: `AbortMonitor` wakes this rank and informs the others, `AbortProtocol` settles the step.
 
 Note: aborting a step. A rank is stopped by SIGINT, or reads in the store that another rank aborted. Both must
 work while the main thread is blocked in C++, where no Python signal handler runs. But the interpreter's C handler
@@ -47,13 +46,10 @@ T = TypeVar("T")
 
 
 class BoundedStore:
-    """Requests to a store, with a timeout.
+    """Requests to a store, whose answers may take `timeout_s`.
 
-    torch's own have none: if the cable is cut, they wait as long as TCP retries, many minutes. So each request runs in
-    its own thread, which is left behind if no answer arrives.
-
-    Args:
-        timeout_s: how long an answer may take.
+    torch's own requests have no timeout: if the cable is cut, they wait as long as TCP retries, many minutes. So each
+    request runs in its own thread, which is left behind if no answer arrives.
     """
 
     def __init__(self, store: dist.Store, timeout_s: float) -> None:
@@ -61,8 +57,7 @@ class BoundedStore:
         self._unanswered: Future[Any] | None = None
 
     def call(self, request: Callable[[dist.Store], T]) -> T:
-        """Raises what `request` raises, or dist.DistNetworkError: no answer in time, or an earlier request has none
-        yet."""
+        """Raises what `request` raises; dist.DistNetworkError without an answer, to it or to an earlier request."""
         if self._unanswered is not None and not self._unanswered.done():
             raise self._no_answer()
         answer: Future[T] = Future()
@@ -110,8 +105,7 @@ class Peers:
 class AbortMonitor:
     """A thread that aborts this rank and informs the others. It runs until `close`, and acts only inside `active`.
 
-    Args:
-        store: a separate connection.
+    `store` is a connection of its own.
     """
 
     def __init__(self, context: WireContext, store: dist.Store, rank: int) -> None:
@@ -125,14 +119,13 @@ class AbortMonitor:
         self._closed = False
         self._aborted_s = 0.0
         self._turn = 0  # the number of the current call
-        self.insisted = False  # a second SIGINT: the sender knows that a rank will not answer
+        self.insisted = False  # set by a second SIGINT: the sender knows that a rank will not answer
         self._thread = threading.Thread(target=self._watch, name="fsdp-lab-abort", daemon=True)
         self._thread.start()
 
     @contextmanager
     def active(self, epoch: int, turn: int) -> Iterator[None]:
-        """Around a call that all ranks make, with its number. In the main thread SIGINT's handler is replaced
-        meanwhile."""
+        """The context of call number `turn`, which all ranks make. In the main thread it replaces SIGINT's handler."""
         with self._lock:
             self._epoch, self._turn = epoch, turn
         self.insisted = False
@@ -159,13 +152,13 @@ class AbortMonitor:
         return self._epoch is not None
 
     def next_epoch(self, epoch: int) -> None:
-        """Stay active under a new epoch. Call it before the context is reset, so that a late abort of the old one is
-        ignored."""
+        """Stay active under a new epoch. Call it before the wire's context is reset, so that a late abort of the old epoch
+        is ignored."""
         with self._lock:
             self._epoch = epoch
 
     def announce(self, why: str) -> None:
-        """Abort this rank, and tell the others if the store answers."""
+        """Abort this rank, and inform the others if the store answers."""
         self._context.abort(why)
         epoch = self._epoch
         if epoch is None:
@@ -180,7 +173,7 @@ class AbortMonitor:
         return None if entry is None else entry[1]
 
     def announced_now(self, epoch: int) -> str | None:
-        """The same, if it was in the current call: a rank that entered it first has already left it again."""
+        """The same, if it happened in the current call: a rank that entered the call first has already left it again."""
         entry = self._entry(epoch)
         return entry[1] if entry is not None and entry[0] == self._turn else None
 
@@ -216,9 +209,8 @@ class AbortMonitor:
                 self._abort_in(epoch, f"the store of rank 0 is gone ({str(e).splitlines()[0]})")
 
     def _abort_in(self, epoch: int, why: str) -> None:
-        """Unless the main thread has moved to another epoch meanwhile."""
         with self._lock:
-            if self._epoch == epoch:
+            if self._epoch == epoch:  # otherwise the main thread has moved on
                 self._context.abort(why)
 
 
@@ -226,7 +218,7 @@ class AbortProtocol:
     """The process groups of one epoch, and what ranks do when one of them aborts a step: see the notes.
 
     Attributes:
-        world: the default process group.
+        world: the default process group; another one after an abort.
         turn: the number of the call in progress. The kernel sets it; without a kernel it is counted here.
     """
 
@@ -244,7 +236,7 @@ class AbortProtocol:
 
     @contextmanager
     def collective_call(self) -> Iterator[None]:
-        """Around a call that all ranks make: it can be interrupted, and the other ranks are notified if this one fails."""
+        """The context of a call that all ranks make: it can be interrupted, and a failure is announced to the others."""
         if self.turn == self._last_turn:
             self.turn += 1
         self._last_turn = self.turn
@@ -259,17 +251,16 @@ class AbortProtocol:
 
     def abort_step(self, trainer: Trainer, why: BaseException) -> None:
         """End a step that raised, on all ranks. Raises `why` again, unless it was an interrupt."""
-        aborted = isinstance(why, RankAborted)
-        # an aborted rank announces too: a broken connection is noticed by one side first
+        aborted = isinstance(why, RankAborted)  # it announces too: a broken connection is noticed by one side first
         self.monitor.announce(str(why) if aborted else self._failure(why))
         self._settle(trainer)
         if not (aborted and str(why).endswith(INTERRUPTED)):
             raise why
 
     def reopen(self) -> bool:
-        """If any rank aborted this epoch: open new groups. Returns whether it did; then backends must be rebuilt.
+        """Open new groups if any rank aborted this epoch. Returns whether one did; then backends must be rebuilt.
 
-        Raises RankAborted if that happened in this very call: the aborting rank comes back with the next one.
+        Raises RankAborted if that happened in this very call: the aborting rank takes part again in the next one.
         """
         if self.monitor.announced(self._epoch) is None:
             return False
@@ -296,11 +287,11 @@ class AbortProtocol:
     def _settle(self, trainer: Trainer) -> None:
         """Agree on the last committed step. Raises RankAborted if a rank, or rank 0's store, does not answer."""
         mine = trainer.progress.step
-        limit_s = time.perf_counter() + _SETTLE_S
+        deadline_s = time.perf_counter() + _SETTLE_S
         try:
             self.record(trainer, settled=True)
             for rank in range(self._info.world_size):
-                record = self._await_record(rank, mine, limit_s)
+                record = self._await_record(rank, mine, deadline_s)
                 if record["step"] == mine + 1 and trainer.state in (StepState.VOTING, StepState.UPDATING):
                     trainer.commit(record["vote"])
                     break
@@ -309,12 +300,12 @@ class AbortProtocol:
         finally:
             trainer.discard()
 
-    def _await_record(self, rank: int, mine: int, limit_s: float) -> dict[str, Any]:
-        """A rank's record, once it is of this abort, or of a chunk that ended later than this rank's last step."""
+    def _await_record(self, rank: int, mine: int, deadline_s: float) -> dict[str, Any]:
+        """Wait for a rank's record of this abort, or of a chunk that ended later than this rank's last step."""
         key = f"at/{self._epoch}/{rank}"
         self._bounded.call(lambda _: self._peers.look_up(rank))
-        while time.perf_counter() < limit_s and not self.monitor.insisted:
-            ended = self._peers.ended(rank)  # looked up before its record, whose last version still counts
+        while time.perf_counter() < deadline_s and not self.monitor.insisted:
+            ended = self._peers.ended(rank)  # checked before its record is read: the last version still counts
             if text := self._bounded.call(lambda store: store.get(key) if store.check([key]) else b""):
                 record: dict[str, Any] = json.loads(text)
                 if record["settled"] or record["step"] > mine:
@@ -348,4 +339,4 @@ def _abort_key(epoch: int) -> str:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """SIGINT's Python handler while the monitor is active, which has read the signal already."""
+    """SIGINT's Python handler while the monitor is active: its thread reads the signal from the pipe."""

@@ -1,5 +1,5 @@
-"""`HeartbeatThread`: reports where a rank is while its main thread may be blocked. `HangWatchdog`: acts on it without a
-kernel.
+"""`HeartbeatThread`: reports where a rank is while its main thread may be blocked. `HangWatchdog`: finds hangs from these
+reports without a kernel.
 
 The thread is not the abort monitor's (abort.py), which asks rank 0's store and so blocks when rank 0 does. It reads
 only what the wire context has anyway, and does nothing in the path of a step. It needs the interpreter: a rank whose
@@ -45,10 +45,8 @@ class RankActivity:
 class HeartbeatThread:
     """Sends heartbeats until `close`.
 
-    Args:
-        context, rank: of this rank.
-        activity: called for each heartbeat, in this thread.
-        send: called with each heartbeat as a dict, in this thread; what it raises is ignored.
+    In this thread it calls `activity` for each heartbeat, and `send` with the heartbeat as a dict; what `send` raises is
+    ignored.
     """
 
     def __init__(
@@ -84,9 +82,7 @@ class HeartbeatThread:
 
     def _read(self, number: int, activity: RankActivity, *, progress: bool, still: bool) -> Heartbeat:
         last = self._context.last
-        pending = (
-            None if progress else self._context.pending()
-        )  # works in flight are left alone while there is progress
+        pending = None if progress else self._context.pending()  # not asked for while there is progress
         return Heartbeat(
             rank=self._rank,
             number=number,
@@ -115,23 +111,16 @@ def _issued(c: Collective) -> Issued:
 class HangWatchdog:
     """Finds hangs from the ranks themselves, where no kernel receives their heartbeats: under torchrun.
 
-    Each rank writes its heartbeats to rank 0's store. A rank that has waited for too long reads all of them, names the
-    missing rank, and aborts the step on all ranks with that diagnosis. If the store does not answer, since rank 0 is
-    stopped or the connection is cut, the rank aborts with what it is waiting for.
+    Each rank writes its heartbeats to rank 0's store. A rank that has waited for longer than `limit_s` reads all of them,
+    names the missing rank, and aborts the step on all ranks with that diagnosis, by calling `abort`. If the store does
+    not answer, since rank 0 is stopped or the connection is cut, the rank aborts with what it is waiting for.
 
-    Args:
-        store: a separate connection.
-        limit_s: how long a collective may wait for a rank.
-        abort: called with the diagnosis.
+    `store` is a connection of its own.
     """
 
     def __init__(self, store: dist.Store, world_size: int, limit_s: float, abort: Callable[[str], None]) -> None:
-        self._store, self._world_size, self._limit_s, self._abort = (
-            BoundedStore(store, _ANSWER_S),
-            world_size,
-            limit_s,
-            abort,
-        )
+        self._store, self._world_size = BoundedStore(store, _ANSWER_S), world_size
+        self._limit_s, self._abort = limit_s, abort
         self._received: dict[int, tuple[int, float]] = {}  # rank -> number of its last heartbeat, and when it was new
 
     def receive(self, heartbeat: Mapping[str, Any]) -> None:
