@@ -114,5 +114,4 @@ def _doing(s: RankStatus) -> str:
     """A rank's state, with the collective that it waits for; why it is gone."""
     if not s.alive:
         return s.reason or "gone"
-    waits_s = s.heard.waits_s if s.heard is not None else None
-    return f"{s.state}, in {s.waits_for} for {waits_s:.0f} s" if s.waits_for and waits_s else s.state
+    return f"{s.state}, in {s.waits_for} for {s.waits_s:.0f} s" if s.waits_for else s.state

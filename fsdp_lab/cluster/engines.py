@@ -1,5 +1,5 @@
-"""`Engines`: where engines come from, and how ipyparallel's launchers are run. `ExternalEngines`: those that the user
-started with any launcher (MPI, Slurm, SSH). Engines started here or by a former kernel are in local_engines.py.
+"""`Engines`: the interface to engines, wherever they come from. `ExternalEngines`: those that the user started with any
+launcher (MPI, Slurm, SSH). Engines started here or by a former kernel are in local_engines.py.
 
 All provide engine ids and a connected `ipyparallel.Client`; which engine is which rank is decided in assembly.py. Only
 `fsdp_lab.cluster` uses undocumented parts of ipyparallel 9, each with a comment that gives the reason.
@@ -90,17 +90,14 @@ class Engines(ABC):
 
 T = TypeVar("T")
 
-# The hub counts an engine as registered after two heartbeats, so a short period gives a short start. An engine's heart is a
-# native thread that beats while Python computes; 50 misses (10 s) mean a machine that is suspended, or a stopped process.
-# The exit of a process is noticed by its nanny at once, not by its heart. Threads instead of six scheduler processes save
-# about 300 MB. The hub would log a warning for every step event that it relays. The listening addresses are explicit,
-# because a file in /etc/ipython may set others.
 CONTROLLER_ARGS = (
+    # explicit, because a file in /etc/ipython may set other addresses
     *(f"--IPController.{whom}_ip=127.0.0.1" for whom in ("client", "engine", "monitor")),
-    "--HeartMonitor.period=200",
+    "--HeartMonitor.period=200",  # short: the hub registers an engine after two heartbeats
+    # 10 s: a native thread sends heartbeats, so only a suspended machine or a stopped process misses so many of them
     "--HeartMonitor.max_heartmonitor_misses=50",
-    "--IPController.use_threads=True",
-    "--log-level=ERROR",
+    "--IPController.use_threads=True",  # instead of six scheduler processes; saves about 300 MB
+    "--log-level=ERROR",  # otherwise the hub logs a warning for every step event that it relays
 )
 LOG_LINES = 12
 
@@ -137,7 +134,7 @@ class LauncherLoop:
 
 
 def cluster_options() -> dict[str, Any]:
-    """For every `ipyparallel.Cluster` of ours: nothing is read from or written to the user's profile."""
+    """Options of every `ipyparallel.Cluster` of ours: nothing is read from or written to the user's profile."""
     config = Config()
     config.EngineLauncher.engine_args = ["--log-level=WARN"]  # else an engine logs every request: megabytes a day
     log = logging.getLogger("fsdp_lab.cluster.ipyparallel")  # without one ipyparallel writes to the notebook
@@ -154,7 +151,7 @@ def cluster_options() -> dict[str, Any]:
 
 
 def engine_environment(token: str, ranks: int, extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of every process of a cluster. Variables that the user has set win."""
+    """The environment of every process of a cluster. Variables that the user has set take precedence."""
     threads = str(max(1, usable_cores() // max(1, ranks)))
     defaults = {
         "OMP_NUM_THREADS": threads,
@@ -174,7 +171,7 @@ def engine_environment(token: str, ranks: int, extra: Mapping[str, str]) -> dict
 
 
 def loopback() -> str:
-    """The name of the interface that no other machine reaches; torch's ranks would choose another one."""
+    """The name of the loopback interface; torch's ranks would choose one that other machines reach."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.family == socket.AF_INET and a.address == "127.0.0.1" for a in addresses):
             return str(name)
@@ -186,13 +183,13 @@ def start_error(what: str, error: Exception, log: str, timeout_s: float) -> Star
     if isinstance(error, StartError):
         return error
     if isinstance(error, TimeoutError):
-        why = f"nothing was heard of it for {timeout_s:.0f} s"
+        why = f"no answer for {timeout_s:.0f} s"
     elif isinstance(error, PermissionError):
         why = f"{error.filename or 'a file'} may not be written or run"
     else:
         why = " ".join(str(error).split())[:300] or type(error).__name__
     if "Address already in use" in log or "Address already in use" in why:
-        why = "a port that it wanted is in use; try again, other ports are taken"
+        why = "a port that it needs is in use; try again, which chooses other ports"
     return StartError(f"{what}: {why}", log)
 
 
@@ -204,11 +201,7 @@ def last_lines(text: str) -> str:
 
 
 class ExternalEngines(Engines):
-    """They are used as they are and never ended.
-
-    Args:
-        source: a running ipyparallel Cluster, a Client, or a string: a profile, a cluster id, a connection file.
-    """
+    """The engines of a running ipyparallel cluster, which are never ended. `source`: see `connect`."""
 
     def __init__(self, source: Any, timeout_s: float = 60) -> None:
         self._own_client = not isinstance(source, ipp.Client)
@@ -233,7 +226,7 @@ class ExternalEngines(Engines):
 
 
 def connect(source: Any, timeout_s: float) -> Any:
-    """An ipyparallel Client for what the user gave."""
+    """An ipyparallel Client for a running Cluster, a Client, or a string: a profile, a cluster id, a connection file."""
     if isinstance(source, ipp.Client):
         return source
     if isinstance(source, ipp.Cluster):

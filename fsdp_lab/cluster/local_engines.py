@@ -29,10 +29,9 @@ SIGNATURES = 2048
 
 
 class LocalEngines(Engines):
-    """A private controller and engines on this machine: on loopback, with a private folder, ended with us.
+    """A private controller and engines on this machine: on loopback, with a private folder, ended with this kernel.
 
-    Raises:
-        StartError: from the constructor and from `add`, with the last lines of the log; nothing is left behind.
+    The constructor and `add` raise StartError, with the last lines of the log; nothing is left behind.
     """
 
     owned = True
@@ -82,7 +81,7 @@ class LocalEngines(Engines):
         if not (client.session.key or client.curve_serverkey):
             client.close(linger=0)
             raise StartError(
-                "a configuration of ipyparallel on this machine takes the key from its messages: remove it"
+                "a configuration of ipyparallel on this machine disables the signing of messages: remove it"
             )
         return client
 
@@ -134,7 +133,7 @@ class LocalEngines(Engines):
         launcher.on_stop(self._process_ended)
 
     def _process_ended(self, data: Mapping[str, Any]) -> None:
-        """On the launcher thread, for an engine or the controller."""
+        """Called on the launcher thread, for an engine or the controller."""
         pid, code = int(data["pid"]), data.get("exit_code")
         self._exit_codes[pid] = code if code is None else int(code)
         self._on_end(pid, self._exit_codes[pid])
@@ -186,7 +185,7 @@ class LocalEngines(Engines):
                     client.close(linger=0)
 
     def _stop_loop(self) -> None:
-        """Waits until ipyparallel's own waiting threads have reported to the loop, which they do at once."""
+        """Stops the loop when ipyparallel's waiting threads have reported to it, which they do at once."""
         launchers = [x for x in [*self._launchers.values(), self._controller] if x is not None]
         deadline = time.monotonic() + 1
         while (running := any(x.state == "running" for x in launchers)) and time.monotonic() < deadline:
@@ -194,7 +193,7 @@ class LocalEngines(Engines):
         if not running:
             self._loop.stop()
 
-    # -- beyond the kernel --------------------------------------------------------------------------------------------
+    # -- persistence --------------------------------------------------------------------------------------------------
 
     def persist(self, **fields: Any) -> None:
         assert self._guardian is not None
@@ -220,7 +219,7 @@ class LocalEngines(Engines):
             self._record = None
 
     def detach(self) -> None:
-        """The other kernel may have taken them over before this returns."""
+        """See `Engines.detach`. Another kernel may have taken the engines over before this returns."""
         if self._record is None or self._guardian is None:
             raise ClusterError("these ranks are not persistent; give Lab(persist=True)")
         self._closed = True
