@@ -45,7 +45,7 @@ def register(context: WireContext, *, nccl: bool = False) -> str:
 
 
 class Wire(dist.ProcessGroup):
-    """See the module docstring. `options` is torch's `_DistributedBackendOptions`: store, rank, size, group."""
+    """See above. `options` is torch's `_DistributedBackendOptions`: store, rank, size, group."""
 
     def __init__(self, options: Any, context: WireContext, *, nccl: bool) -> None:
         rank, size = options.group_rank, options.group_size
@@ -56,7 +56,7 @@ class Wire(dist.ProcessGroup):
         self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", options.store), rank, size, context.timeout)
         self._nccl: Any = None
         if nccl:
-            os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # for WireContext.read_clocks
+            os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # for WireContext.read_timing
             store = dist.PrefixStore("nccl", options.store)
             self._nccl = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
         ranks = options.global_ranks_in_group or range(self._size)  # torch passes none for the world
@@ -240,10 +240,8 @@ class Wire(dist.ProcessGroup):
         return self._send("barrier", 0, [], [], lambda g, i, o: g.barrier(c10d.BarrierOptions()))
 
     def control(self, values: Tensor) -> None:
-        """Sum a few float64 on the host over the ranks, in place and blocking, counted as "control".
-
-        The lab's own traffic (the vote that ends a step) is metered apart from the backends'.
-        """
+        """Sum a few float64 on the host over the ranks, in place and blocking. It is metered as "control", apart from the
+        backends' collectives: the lab's own traffic, such as the vote that ends a step."""
         if self._size > 1:
             opts = c10d.AllreduceOptions()
             with self.context.unit_scope(""):
@@ -274,9 +272,8 @@ class Wire(dist.ProcessGroup):
         return self._send("reduce_scatter", input.nbytes, [input], [summands], call, then=add, results=[output])
 
     def _ordered_all_reduce(self, tensor: Tensor, op: Any, opts: Any) -> WireWork:
-        """Every rank gets all summands and adds them itself, in one exchange: no collective is issued from a callback,
-        where ranks could differ in order. It sends W/2 times the bytes of a ring, which is the price of bit parity.
-        """
+        """Every rank gets all summands in one exchange and adds them itself, so that no collective is issued from a
+        callback, where ranks could differ in order. For that bit parity it sends W/2 times the bytes of a ring."""
         flat = tensor.reshape(-1).clone()  # [n]
         summands = flat.new_empty(self._size * flat.numel())  # [W * n]
 
@@ -305,8 +302,8 @@ class Wire(dist.ProcessGroup):
         bytes_: int | None = None,
         direction: LinkDirection = LinkDirection.BOTH,
     ) -> WireWork:
-        """Number, meter and issue one collective. `then` runs when its outputs have arrived. `direction` is not BOTH
-        only for a transfer between two ranks."""
+        """Number, meter and issue one collective. `then` runs when its outputs have arrived. A `direction` other than BOTH
+        is of a transfer between two ranks."""
         whole_group = direction is LinkDirection.BOTH
         if self.context.link is not None:
             self._wait_for_device([*inputs, *outputs])
@@ -336,8 +333,8 @@ class Wire(dist.ProcessGroup):
                         sliced=whole_group)  # fmt: skip
 
     def _wait_for_device(self, tensors: list[Tensor]) -> None:
-        """For NCCL on an emulated link: the host runs ahead of the device, so a collective would begin later than it
-        was issued. Wait for the device, so that both are the same."""
+        """Wait for the device before NCCL is used on an emulated link: the host runs ahead of the device, so a collective
+        would begin later than it was issued."""
         device = next((t.device for t in tensors if t.is_cuda), None)
         if device is not None and self._nccl is not None:
             torch.cuda.current_stream(device).synchronize()
