@@ -42,11 +42,11 @@ def call(what: str, arguments: Mapping[str, Any], owner: str, turn: int) -> dict
     """
     try:
         if what not in ANY_OWNER:
-            here = resident()
-            if here.owner != owner:
+            own = resident()
+            if own.owner != owner:
                 raise RuntimeError("another lab has taken these ranks over; close this one")
-            if here.session is not None:
-                here.session.turn = turn
+            if own.session is not None:
+                own.session.turn = turn
         return {"ok": ACTIONS[what](**arguments) if what in ACTIONS else call_session(what, arguments)}
     except KeyboardInterrupt:
         return {"interrupted": True}
@@ -61,15 +61,15 @@ def call_session(method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Events are published while `train` runs, and also returned, so that a lost message does no harm."""
     if method not in SESSION_METHODS:
         raise LookupError(f"{method} is no method of Session that may be called from the kernel")
-    here, s = resident(), session()
+    own, s = resident(), session()
     if method in MODEL_METHODS:
-        here.withdraw()
+        own.withdraw()
     try:
         return dict(getattr(s, method)(**arguments))
     finally:
         if method in MODEL_METHODS:
-            here.push()
-        here.publisher.flush()
+            own.push()
+        own.publisher.flush()
 
 
 def described(error: BaseException) -> dict[str, Any]:
@@ -198,10 +198,10 @@ def resident() -> Resident:
 
 def session() -> Any:
     """This rank's Session. Raises RuntimeError if there is none, as after `%reset` in a cell."""
-    here = resident()
-    if here.session is None:
+    own = resident()
+    if own.session is None:
         raise RuntimeError("this rank has no session: it was closed, or the namespace was cleared; start the lab again")
-    return here.session
+    return own.session
 
 
 # -- actions, by name ------------------------------------------------------------------------------------------------
@@ -266,10 +266,10 @@ def load(module: str | None) -> None:
 
 def host(module: str | None, address: str, toward: str) -> tuple[str, int]:
     """On rank 0: opens the store where all ranks meet. Returns its address and port."""
-    here = resident()
+    own = resident()
     address = address or own_address(toward)
-    here.store = rank_code(module).host_store(address)
-    return address, int(here.store.port)
+    own.store = rank_code(module).host_store(address)
+    return address, int(own.store.port)
 
 
 def reach(address: str, port: int) -> None:
@@ -285,12 +285,12 @@ def reach(address: str, port: int) -> None:
 
 def join(module: str | None, beats: Mapping[str, str], **arguments: Any) -> None:
     """Makes this rank's Session; returns when all ranks have joined. `beats` is the header of its heartbeats."""
-    here = resident()
-    here.heartbeats = HeartbeatPublisher(beats)
-    here.session = rank_code(module).Session(
-        store=here.store, on_event=here.publisher.publish, on_heartbeat=here.heartbeats.publish, **arguments
+    own = resident()
+    own.heartbeats = HeartbeatPublisher(beats)
+    own.session = rank_code(module).Session(
+        store=own.store, on_event=own.publisher.publish, on_heartbeat=own.heartbeats.publish, **arguments
     )
-    here.push()
+    own.push()
 
 
 def attach(beats: Mapping[str, str]) -> dict[str, Any]:
@@ -304,14 +304,14 @@ def attach(beats: Mapping[str, str]) -> dict[str, Any]:
 
 def leave() -> None:
     """Closes the Session, if there is one, with everything that it holds."""
-    here = resident()
-    here.withdraw()
-    former, here.session = here.session, None
+    own = resident()
+    own.withdraw()
+    former, own.session = own.session, None
     try:
         if former is not None:
             former.close()
     finally:
-        here.store = None
+        own.store = None
 
 
 def ping() -> int:

@@ -81,20 +81,19 @@ class Checkpointer:
         self._closed = threading.Event()
 
     def register(self, backend: Backend) -> None:
-        """Gather the layouts of a new backend, so that later no communication is needed; collective, once per
-        backend."""
+        """Gather the layouts of a new backend, so that saving needs no communication; collective, once per backend."""
         if backend is not self._backend:
             self._backend, self._layouts = backend, gather_objects(layout_of(backend.param_shards()))
 
     def unregister(self) -> None:
-        """The backend is released."""
+        """Forget a backend that is released."""
         self._backend, self._layouts = None, ()
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
     def begin(self, root: str, step: int) -> Path:
-        """Create the folder for the files of all ranks, on rank 0; collective. Raises ArgumentError on every rank if rank 0
-        cannot."""
+        """Create the folder for the files of all ranks, on rank 0; collective. If it fails, every rank raises
+        ArgumentError."""
         result: list[Any] = [None]
         if self._info.rank == 0:
             try:
@@ -109,8 +108,8 @@ class Checkpointer:
         return Path(result[0])
 
     def save(self, trainer: Savable, partial: Path, *, kind: str, last: int) -> int:
-        """Take a snapshot and write it in a thread; returns its bytes on this rank. Not collective. Call `wait` before:
-        only one can be written at a time. `last`: how many of the run are kept."""
+        """Take a snapshot and write it in a thread; returns its bytes on this rank. Not collective. Call `wait` before,
+        since one is written at a time. `last`: how many of the run are kept."""
         chunks, state = self._take(trainer, range(self._info.world_size))
         begin_s, step = time.perf_counter(), trainer.progress.step
 
@@ -147,7 +146,7 @@ class Checkpointer:
         return self._writing is None
 
     def ended(self) -> list[dict[str, Any]]:
-        """What has been written since the last call, on rank 0: {"kind", "step", "path" or None, "bytes", "seconds",
+        """On rank 0, what has been written since the last call: {"kind", "step", "path" or None, "bytes", "seconds",
         "error"}."""
         ended, self._ended = self._ended, []
         return ended
@@ -212,16 +211,16 @@ class Checkpointer:
             check_same(saved, spec)
         except FieldError as e:
             error = e
-        if found := next((e for e in gather_objects(error) if e is not None), None):
-            raise found
+        if first := next((e for e in gather_objects(error) if e is not None), None):
+            raise first
         assert saved is not None
         return saved
 
     def load(self, saved: Checkpoint, backend: Backend) -> tuple[TrainingProgress, Scaler, list[str]]:
-        """Fill a new backend. Not collective. Also returns notes on what could not be restored.
+        """Fill a new backend. Not collective. Returns notes, too, on what could not be restored.
 
         Raises:
-            ArgumentError: it is of another model. LookupError, OSError: of its files.
+            ArgumentError: it is of another model. LookupError, OSError: its files cannot be read.
         """
         m, rank = saved.manifest, self._info.rank
         shapes = shapes_of(backend)
@@ -232,18 +231,15 @@ class Checkpointer:
         writers = m["writers"]
         buffers_of = writers[rank % len(writers)]
         wanted = targets(backend, m["optimizer"]["slots"], m["optimizer"]["steps"], buffers_of)
-        random, notes = self._random_targets(saved)
+        same_rank = saved.spec.world_size == self._info.world_size and rank in writers
+        random = self._random_states() if same_rank else []
         with torch.no_grad():
             read_shards(saved.path, [*wanted, *random], optional=("optimizer.", "random."))
         for chunk in random:
             _set_random_state(chunk, self._info.device)
-        return TrainingProgress(step=saved.step, samples=saved.samples), Scaler(**m["scaler"]), notes
-
-    def _random_targets(self, saved: Checkpoint) -> tuple[list[Chunk], list[str]]:
-        rank = self._info.rank
-        if saved.spec.world_size != self._info.world_size or rank not in saved.manifest["writers"]:
-            return [], ["random numbers that your own code draws on a rank do not continue from the saved state"]
-        return self._random_states(), []
+        lost = "random numbers that your own code draws on a rank do not continue from the saved state"
+        progress = TrainingProgress(step=saved.step, samples=saved.samples)
+        return progress, Scaler(**m["scaler"]), [] if same_rank else [lost]
 
 
 def _set_random_state(chunk: Chunk, device: torch.device) -> None:
@@ -254,7 +250,7 @@ def _set_random_state(chunk: Chunk, device: torch.device) -> None:
 
 
 def _written(partial: Path, rank: int, chunks: Sequence[Chunk], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes this rank's file; returns its part, or {"error"}."""
+    """Writes this rank's file. Returns its part for `finish`, or {"error"}."""
     try:
         file, nbytes = write_shard(partial, rank, chunks)
         return {"file": file, "bytes": nbytes, "state": state}
@@ -280,8 +276,8 @@ def _key(partial: Path, rank: int) -> str:
 
 
 def write_shard(folder: Path, rank: int, chunks: Sequence[Chunk]) -> tuple[str | None, int]:
-    """Writes this rank's file; returns its name and size in bytes, or None and 0 if there is nothing to write. Not
-    collective. Each name at most once. Raises OSError."""
+    """Writes this rank's file; returns its name and size in bytes, or None and 0 without chunks. Not collective. Each
+    name occurs at most once. Raises OSError."""
     if not chunks:
         return None, 0
     with warnings.catch_warnings():
@@ -317,7 +313,7 @@ class _Writer(HuggingFaceStorageWriter):
         self._rank = rank
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Each rank plans by itself; its rank is in the file's name."""
+        """Puts the rank into the file's name; each rank plans by itself."""
         return [dataclasses.replace(plan, storage_data={"shard_index": self._rank + 1}) for plan in plans]
 
 

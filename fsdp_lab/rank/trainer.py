@@ -59,7 +59,7 @@ STEP_TRANSITIONS = {  # from every state a step can be discarded
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What a step costs, with the fields of its `StepEvent`."""
+    """The cost of a step, for the fields of its `StepEvent`."""
 
     flops: int  # model FLOPs of this rank
     recompute_flops: int  # additional FLOPs of recompute
@@ -68,13 +68,13 @@ class StepCost:
 
     @property
     def peak_flops_per_s(self) -> float | None:
-        """Before any step, so that an emulated link is scaled alike in every run."""
+        """The peak that is known before any step, so that every run scales an emulated link alike."""
         return self.peak.given.flops_per_s
 
 
 @dataclass(kw_only=True)
 class TrainingProgress:
-    """Survives a switch of strategy."""
+    """The progress of a training, which a switch of strategy keeps."""
 
     step: int = 0  # optimizer steps committed
     samples: int = 0  # the global sample counter
@@ -82,7 +82,7 @@ class TrainingProgress:
 
 
 class Trainer:
-    """A new one for each applied Spec; `progress` and `scaler` are passed on."""
+    """Trains under one Spec. The trainer of the next Spec is given `progress` and `scaler`."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Trainer:
         clock: ClockOffset,
         ledger: LedgerResult | None = None,
     ) -> None:
-        """`ledger`: of a ledger step of this training before it was suspended, so that none is needed now."""
+        """`ledger`: the result of a ledger step of this training before it was suspended; None: the third step is one."""
         self.run, self.spec, self.info, self.backend, self.batches = run, spec, info, backend, batches
         self.world, self.cost, self.progress, self.scaler, self.notes = world, cost, progress, scaler, notes
         self.clock = clock
@@ -110,10 +110,10 @@ class Trainer:
         self._ledger_due = ledger is None
 
     def step(self, *, slow: bool = False, ledger: bool = False, traced: bool = False) -> StepEvent:
-        """Forward, backward, vote, update. `slow`: it is stopped between phases; `ledger`: make it a ledger step;
-        `traced`: its event gets spans.
+        """Forward, backward, vote, update. `slow`: it is stopped between phases; `traced`: its event gets spans.
 
-        The third step after a switch is always a ledger step; one requested earlier is postponed until then.
+        `ledger`: make it a ledger step. The third step after a switch always is one; an earlier request is postponed
+        until then.
 
         Raises RankAborted or WireTimeout if it is aborted, NotFinite if it cannot be applied.
         """
@@ -161,11 +161,7 @@ class Trainer:
 
     def evaluated(self, event: StepEvent, samples: int) -> StepEvent:
         """The event of the step that has just ended, with the mean loss of so many held-out samples; collective, and
-        not part of the step's time or traffic.
-
-        Raises:
-            SpecError: fewer are held out. RankAborted or WireTimeout: it was aborted.
-        """
+        not part of the step's time or traffic. Raises SpecError if fewer are held out; RankAborted or WireTimeout."""
         total = torch.zeros((), dtype=torch.float64, device=self.info.device)
         with self.backend.evaluating():
             for batch, counted in self.batches.held_out(samples):
@@ -220,10 +216,7 @@ class Trainer:
 
     def commit(self, vote: Sequence[float]) -> tuple[float, float, bool]:
         """Update, or skip the update; every rank does the same with the same result. Not collective, so it cannot be
-        aborted.
-
-        If the update raises, it can be committed again (abort.py): gradients are not scaled twice.
-        """
+        aborted. If it raises, it can be called again (abort.py): gradients are not scaled twice."""
         mean_loss = vote[0] / self.info.world_size
         finite = math.isfinite(vote[1])
         norm = math.sqrt(max(0.0, vote[1] / self.backend.replicas)) / self.scaler.scale if finite else math.inf
@@ -270,8 +263,7 @@ class Trainer:
 
 def squared_norm(tensors: list[Tensor]) -> float:
     """The squared norm of all tensors together. Norms are computed in a tensor's dtype, their squares summed in
-    float64. On a CPU a norm is a running fp32 sum, whose error grows with the tensor, so it is taken in parts
-    (tests/rank/test_norm.py)."""
+    float64. On a CPU a norm is a running fp32 sum, whose error grows with its length, so it is taken in parts."""
     if not tensors:
         return 0.0
     parts = [part for t in tensors for part in _slices(t)] if tensors[0].is_cpu else tensors
@@ -324,7 +316,7 @@ def not_finite(*, step: int, loss: float, backend: Backend, world: Wire, again: 
 
 
 def _error(rank: int, guilty: Sequence[object], mine: str, others: str) -> RuntimeError:
-    """`guilty`: by rank, true for the ranks that caused it; may be shorter than the world size."""
+    """`guilty`: by rank, whether it was the cause; may be shorter than the world size."""
     if any(guilty[rank : rank + 1]):
         return NotFinite(f"{mine}; {_HINT}")
     first = next(r for r, is_guilty in enumerate(guilty) if is_guilty)
