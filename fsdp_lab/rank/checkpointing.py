@@ -27,6 +27,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -36,10 +37,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -317,12 +316,10 @@ class _Writer(HuggingFaceStorageWriter):
         return [dataclasses.replace(plan, storage_data={"shard_index": self._rank + 1}) for plan in plans]
 
 
-class _SavePlanner(SavePlanner):
+class _SavePlanner(DefaultSavePlanner):
     def __init__(self, chunks: Sequence[Chunk]) -> None:
+        super().__init__()
         self._chunks = {c.name: c for c in chunks}
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        pass
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan([_item(c) for c in self._chunks.values()])
@@ -330,11 +327,8 @@ class _SavePlanner(SavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         return all_plans, Metadata(state_dict_metadata={})  # the files have it
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._chunks[write_item.index.fqn].values
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._chunks[index.fqn].values
 
 
 def _item(c: Chunk) -> WriteItem:
@@ -353,21 +347,18 @@ def _extent(c: Chunk) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size([c.start]), sizes=c.values.shape)
 
 
-class _LoadPlanner(LoadPlanner):
+class _LoadPlanner(DefaultLoadPlanner):
     def __init__(self, targets: Sequence[Chunk], optional: tuple[str, ...]) -> None:
+        super().__init__()
         self._targets = {c.name: c for c in targets}
         self._optional = optional
-        self._metadata = Metadata(state_dict_metadata={})
-
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        assert metadata is not None
-        self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
         return LoadPlan([item for c in self._targets.values() for item in self._items(c)])
 
     def _items(self, c: Chunk) -> list[ReadItem]:
-        saved = self._metadata.state_dict_metadata.get(c.name)
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata.get(c.name)
         if not isinstance(saved, TensorStorageMetadata):
             if c.name.startswith(self._optional):
                 return []
@@ -379,18 +370,8 @@ class _LoadPlanner(LoadPlanner):
             raise LookupError(f"it lacks a part of {c.name}[{c.start}:{c.stop}]")
         return items
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        offset, n = read_item.dest_offsets[0], read_item.lengths[0]
-        return self._targets[read_item.dest_index.fqn].values[offset : offset + n]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass  # it was read into its target
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._targets[index.fqn].values
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         raise TypeError("a checkpoint has only tensors")
