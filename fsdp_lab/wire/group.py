@@ -72,8 +72,7 @@ class Wire(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return BACKEND
 
-    def name(self) -> str:
-        return BACKEND
+    name = getBackendName
 
     def rank(self) -> int:
         return self._rank
@@ -88,9 +87,7 @@ class Wire(dist.ProcessGroup):
     def group_name(self) -> str:
         return self._name_
 
-    @property
-    def pg_name(self) -> str:
-        return self._name_
+    pg_name = group_name
 
     def _set_group_desc(self, desc: str) -> None:
         self._desc = desc
