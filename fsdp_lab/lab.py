@@ -10,7 +10,10 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.cluster import Cluster, ClusterError, RankLost, RankStatus, StartProgress
+from fsdp_lab.cluster import ClusterError, RankLost
+from fsdp_lab.cluster.assembly import StartProgress
+from fsdp_lab.cluster.cluster import Cluster
+from fsdp_lab.cluster.membership import RankStatus
 from fsdp_lab.core.checkpoint_format import Checkpoint, check_folder, check_same, find
 from fsdp_lab.core.errors import ArgumentError, SpecError, check_whole, is_whole
 from fsdp_lab.core.formatting import Table

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any, Protocol
 
-from fsdp_lab.cluster import Cluster, RankStatus, StartProgress
+from fsdp_lab.cluster.assembly import StartProgress
+from fsdp_lab.cluster.cluster import Cluster
+from fsdp_lab.cluster.membership import RankStatus
 from fsdp_lab.core.formatting import Table, duration, size
 
 KEY = "_fsdp_lab_open"  # of the open lab, in the notebook's namespace

@@ -18,7 +18,8 @@ import pytest
 
 from fsdp_lab.cli import jupyter
 from fsdp_lab.cli.main import main
-from fsdp_lab.cluster import Cluster, ClusterError
+from fsdp_lab.cluster import ClusterError
+from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.detached import FILE, DetachedCluster, detached_clusters, detached_pids, private_folder
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.process import MARK, Identity, alive, end, machine, marked
@@ -27,7 +28,7 @@ from tests.lab.test_lab import until
 
 KERNEL = """
 import sys, time
-from fsdp_lab.cluster import Cluster
+from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.core.spec import Spec
 
 if __name__ == "__main__":
