@@ -445,7 +445,7 @@ class Lab:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the figures mean on this machine, and how the ranks were started, in sentences."""
-        return (*self._cluster.notes, *self._cluster.remarks)
+        return self._cluster.notes
 
     @property
     def cluster(self) -> Cluster:

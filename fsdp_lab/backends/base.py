@@ -57,12 +57,12 @@ class Backend(ABC):
 
     @abstractmethod
     def micro_batch(self, *, communicate: bool) -> AbstractContextManager[None]:
-        """Around one forward and backward; without communication, gradients are accumulated for a later one."""
+        """The context of one forward and backward; without communication, gradients are accumulated for a later one."""
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Around forwards without training, between steps: no gradients, modules in eval mode. Afterwards all state is
-        restored, so that training continues bit for bit."""
+        """The context of forwards without training, between steps: no gradients, modules in eval mode. Afterwards all
+        state is restored, so that training continues bit for bit."""
         training = [m for m in self.module.modules() if m.training]
         self.module.eval()
         try:
@@ -92,10 +92,8 @@ class Backend(ABC):
             yield from ((Role.OPTIMIZER, t) for t in state.values() if isinstance(t, Tensor) and t.dim())
 
     def transient_tensors(self) -> Iterator[RoleTensor]:
-        """What is on the device now to compute with: gathered parameters, unreduced gradients.
-
-        A storage may be listed several times; `persistent_tensors` takes precedence.
-        """
+        """What is on the device now to compute with: gathered parameters, unreduced gradients. A storage may be listed
+        several times; `persistent_tensors` takes precedence."""
         return iter(())
 
     def leaves(self) -> Iterator[Tensor]:
@@ -136,10 +134,8 @@ class Backend(ABC):
 
 
 def make_optimizer(shards: list[ParamShard], workload: Workload) -> torch.optim.Optimizer:
-    """The workload's optimizer over the backend's shards, with weight decay on matrices only.
-
-    foreach, not fused: the bits of fused AdamW depend on an element's position.
-    """
+    """The workload's optimizer over the backend's shards, with weight decay on matrices only. It is foreach, not fused,
+    since the bits of fused AdamW depend on an element's position."""
     decayed = dict.fromkeys(p.param for p in shards if p.param is not None and len(p.shape) >= 2)
     others = dict.fromkeys(p.param for p in shards if p.param is not None and len(p.shape) < 2)
     groups: list[dict[str, Any]] = [
@@ -172,8 +168,7 @@ def local_part(t: Tensor) -> Tensor:
 
 
 def _range(shard: ParamShard, t: Tensor) -> Tensor:
-    """A shard's part of a tensor that is laid out like the optimizer's parameter; the tensor itself if that is all of
-    it."""
+    """A shard's part of a tensor that is laid out like the optimizer's parameter."""
     return t if t.numel() == shard.numel else t.view(-1)[shard.offset : shard.offset + shard.numel]
 
 
@@ -184,10 +179,7 @@ def state_slots(optimizer: torch.optim.Optimizer, shard: ParamShard) -> dict[str
 
 
 def steps_taken(optimizer: torch.optim.Optimizer) -> int:
-    """How often the optimizer stepped; 0 without state.
-
-    The maximum over parameters: one of which this rank holds nothing has no gradient and is skipped.
-    """
+    """How often the optimizer stepped; 0 without state. The maximum, since it skips parameters without a gradient."""
     return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
 
 

@@ -103,8 +103,7 @@ def resume_state(state: SuspendedState, backend: Backend) -> None:
 def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     """The buffers that are state, such as BatchNorm's statistics, with their names in the model, in order.
 
-    Non-persistent buffers, such as rotary frequencies, are constants: the new model has them already, and the old one
-    perhaps in a lower precision.
+    Non-persistent buffers, such as rotary frequencies, are constants, which a new model has already.
     """
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     found = ((f"{path}.{name}", m, name, b) for path, m in inner.named_modules() for name, b in m._buffers.items())
@@ -181,11 +180,8 @@ class Transfer:
 
 
 def plan_transfers(names: Collection[str], held: Sequence[Layout], wanted: Sequence[Layout]) -> list[Transfer]:
-    """The transfers of all ranks, in the same order on each. `held` and `wanted`: by rank.
-
-    Raises:
-        ValueError: a rank wants what no rank holds.
-    """
+    """The transfers of all ranks, in the same order on each. `held` and `wanted` are by rank. Raises ValueError if no rank
+    holds what one wants."""
     return [t for name in names for t in _plan_one(name, [at[name] for at in held], [at[name] for at in wanted])]
 
 
@@ -264,11 +260,8 @@ def slots_of(backend: Backend) -> dict[str, object]:
 
 
 def snapshot(backend: Backend, layouts: Sequence[Layout], rank: int, writers: Collection[int]) -> list[Chunk]:
-    """A CPU copy of the share that this rank writes, when the ranks `writers` write together. Not collective.
-
-    Raises:
-        LookupError: the writers do not hold all of the model; on each of them alike.
-    """
+    """A CPU copy of the share that this rank writes, when the ranks `writers` write together. Not collective. Raises
+    LookupError, on each writer, if they do not hold all of the model."""
     ranges = dict(_shares(layouts, rank, sorted(writers), shapes_of(backend)))
     slots = (PARAM, *sorted(_own_slots(backend)))
     chunks = []
@@ -284,10 +277,8 @@ def snapshot(backend: Backend, layouts: Sequence[Layout], rank: int, writers: Co
 
 
 def targets(backend: Backend, slots: Sequence[str], steps: int, buffers_of: int) -> list[Chunk]:
-    """Where a checkpoint's values go in a new backend, whose optimizer state is seeded here. Not collective.
-
-    `buffers_of`: the rank whose saved buffers this one takes.
-    """
+    """The tensors of a new backend to be filled from a checkpoint; creates its optimizer state. Not collective.
+    `buffers_of`: the rank whose saved buffers this one takes."""
     if slots:
         seed_state(backend.optimizer, tuple(slots), steps)
     wanted = [

@@ -66,10 +66,8 @@ class ClusterConfig:
 
 
 class Assembly:
-    """Attributes:
-    remarks: notes on how the ranks were started.
-    held: `Session.status` of each rank when it was taken over; empty if it was started here.
-    """
+    """Makes ranks of engines. `notes` are on how the ranks were started; `held` is `Session.status` of each rank when it was
+    taken over, empty if it was started here."""
 
     def __init__(
         self,
@@ -81,7 +79,7 @@ class Assembly:
         self._config, self._dispatcher, self._supervisor = config, dispatcher, supervisor
         self._membership, self._monitor, self._on_progress = dispatcher.membership, supervisor.monitor, report
         self._began_s = 0.0
-        self.remarks: tuple[str, ...] = ()
+        self.notes: tuple[str, ...] = ()
         self.held: tuple[Mapping[str, Any], ...] = ()
 
     @property
@@ -148,7 +146,7 @@ class Assembly:
         self._membership.replace(members, placement)
         self._join(reports)
         if not self._engines.owned:
-            self.remarks = exposure_notes(self._engines.client, [r["host"] for r in by_engine.values()])
+            self.notes = exposure_notes(self._engines.client, [r["host"] for r in by_engine.values()])
         if self._config.persist_s is not None:
             self._engines.persist(
                 asked=self._config.identity,
@@ -250,9 +248,9 @@ class Assembly:
                     engines.detach()  # an interrupt is no reason to lose what they hold
                     raise
                 engines.close()
-                self.remarks = (f"ranks that a former kernel left were ended, and new ones started: {e.sentence}",)
+                self.notes = (f"ranks that a former kernel left were ended, and new ones started: {e.sentence}",)
         if others := [cluster.id for cluster in detached_clusters() if cluster.free]:
-            self.remarks += (
+            self.notes += (
                 f"other ranks wait for a kernel ({', '.join(others)}); list or end them with `fsdp-lab ranks`",
             )
         return False

@@ -231,12 +231,8 @@ class Cluster:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return self.placement.notes
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """Notes on how the ranks were started."""
-        return self._assembly.remarks
+        """Notes on how representative the times are, and on how the ranks were started."""
+        return (*self.placement.notes, *self._assembly.notes)
 
     @property
     def asked(self) -> dict[str, Any]:

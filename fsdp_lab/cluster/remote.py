@@ -46,7 +46,7 @@ def call(what: str, arguments: Mapping[str, Any], owner: str, turn: int) -> dict
             if own.owner != owner:
                 raise RuntimeError("another lab has taken these ranks over; close this one")
             if own.session is not None:
-                own.session.turn = turn
+                own.session.begin_call(turn)
         return {"ok": ACTIONS[what](**arguments) if what in ACTIONS else call_session(what, arguments)}
     except KeyboardInterrupt:
         return {"interrupted": True}

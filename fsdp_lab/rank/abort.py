@@ -79,10 +79,8 @@ class BoundedStore:
 
 
 class Peers:
-    """The processes of the other ranks, so that no rank waits for the answer of a process that has ended.
-
-    Each rank publishes its process in the store. Nothing is known about ranks on other machines.
-    """
+    """The processes of the other ranks on this machine, which each publishes in the store, so that no rank waits for the
+    answer of a process that has ended."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store = store
@@ -103,10 +101,8 @@ class Peers:
 
 
 class AbortMonitor:
-    """A thread that aborts this rank and informs the others. It runs until `close`, and acts only inside `active`.
-
-    `store` is a connection of its own.
-    """
+    """A thread that aborts this rank and informs the others, by a separate connection to the store. It runs until `close`,
+    and acts only inside `active`."""
 
     def __init__(self, context: WireContext, store: dist.Store, rank: int) -> None:
         self._context, self._store, self._rank = context, store, rank
@@ -258,10 +254,8 @@ class AbortProtocol:
             raise why
 
     def reopen(self) -> bool:
-        """Open new groups if any rank aborted this epoch. Returns whether one did; then backends must be rebuilt.
-
-        Raises RankAborted if that happened in this very call: the aborting rank takes part again in the next one.
-        """
+        """Open new groups if any rank aborted this epoch. Returns whether one did; then backends must be rebuilt. Raises
+        RankAborted if that happened in this very call: the aborting rank takes part again in the next one."""
         if self.monitor.announced(self._epoch) is None:
             return False
         if (why := self.monitor.announced_now(self._epoch)) is not None:

@@ -230,8 +230,7 @@ class HardwareProbe:
         return compute
 
     def _seconds(self, call: Callable[[], object]) -> float:
-        """Mean seconds of a call while all ranks call theirs, for the same time, so that all share the cores until the
-        end."""
+        """Mean seconds of a call while all ranks call theirs, all for the same time, since they share the cores."""
         call()
         self._barrier()
         begun_s = time.perf_counter()

@@ -124,12 +124,8 @@ class Checkpointer:
         return sum(c.values.nbytes for c in chunks)
 
     def rescue(self, trainer: Savable, partial: str, writers: Collection[int]) -> dict[str, Any]:
-        """Write this rank's share when other ranks are lost. Not collective. Returns its part for `checkpoints.finish`.
-
-        Raises:
-            LookupError: the writers do not hold all of the model.
-            OSError: of the disk.
-        """
+        """Write this rank's share when other ranks are lost. Not collective. Returns its part for
+        `checkpoint_format.finish`. Raises OSError, or LookupError if the writers do not hold all of the model."""
         chunks, state = self._take(trainer, writers)
         part = _written(Path(partial), self._info.rank, chunks, state)
         if "error" in part:
@@ -216,11 +212,8 @@ class Checkpointer:
         return saved
 
     def load(self, saved: Checkpoint, backend: Backend) -> tuple[TrainingProgress, Scaler, list[str]]:
-        """Fill a new backend. Not collective. Returns notes, too, on what could not be restored.
-
-        Raises:
-            ArgumentError: it is of another model. LookupError, OSError: its files cannot be read.
-        """
+        """Fill a new backend. Not collective. Returns notes, too, on what could not be restored. Raises ArgumentError if
+        it is of another model; LookupError or OSError if its files cannot be read."""
         m, rank = saved.manifest, self._info.rank
         shapes = shapes_of(backend)
         if shapes != m["parameters"]:
@@ -294,8 +287,7 @@ def read_shards(folder: Path, targets: Sequence[Chunk], optional: tuple[str, ...
 
     `optional`: prefixes of names that may be missing; such a target, or the missing part of it, is left unchanged.
 
-    Raises:
-        LookupError: a target is not in the files, or only a part of it. OSError: a file cannot be read.
+    Raises LookupError if the files do not have all of a target, OSError if one cannot be read.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

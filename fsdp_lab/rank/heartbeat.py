@@ -43,11 +43,7 @@ class RankActivity:
 
 
 class HeartbeatThread:
-    """Sends heartbeats until `close`.
-
-    In this thread it calls `activity` for each heartbeat, and `send` with the heartbeat as a dict; what `send` raises is
-    ignored.
-    """
+    """Calls `activity`, and `send` with a heartbeat as a dict, in a thread until `close`. What `send` raises is ignored."""
 
     def __init__(
         self,
@@ -113,9 +109,8 @@ class HangWatchdog:
 
     Each rank writes its heartbeats to rank 0's store. A rank that has waited for longer than `limit_s` reads all of them,
     names the missing rank, and aborts the step on all ranks with that diagnosis, by calling `abort`. If the store does
-    not answer, since rank 0 is stopped or the connection is cut, the rank aborts with what it is waiting for.
-
-    `store` is a connection of its own.
+    not answer, since rank 0 is stopped or the connection is cut, the rank aborts with what it is waiting for. `store` is
+    a separate connection.
     """
 
     def __init__(self, store: dist.Store, world_size: int, limit_s: float, abort: Callable[[str], None]) -> None:

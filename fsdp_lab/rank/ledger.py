@@ -90,11 +90,8 @@ class MemoryBlock:
 
 
 class Ledger:
-    """Records one step of one rank.
-
-    Args:
-        offloaded: whether shards, their gradients and optimizer state are on the host; needed to tell on a CPU.
-    """
+    """Records one step of one rank. `offloaded`: shards, their gradients and optimizer state are on the host, which a
+    tensor of a CPU does not show."""
 
     def __init__(self, backend: Backend, context: WireContext, device: torch.device, *, offloaded: bool) -> None:
         self._backend, self._context, self._device, self._offloaded = backend, context, device, offloaded
@@ -367,10 +364,7 @@ _COPIES = ("Memcpy", "Memset")
 
 
 def exposed_on_device(events: Iterable[Any]) -> dict[str, float]:
-    """Seconds by kind of collective. `events` are kineto's, with `name()`, `device_type()`, `start_ns()`, `end_ns()`.
-
-    Time with several collectives counts for the one that began first.
-    """
+    """Seconds by kind of collective, from kineto's events. Time with several collectives counts for the first of them."""
     sent: list[tuple[float, float, str]] = []
     computed: list[tuple[float, float]] = []
     for event in events:

@@ -49,10 +49,7 @@ class Session:
             looks for hangs. None: the ranks do so themselves.
         hang_s: in that case, how long a collective may wait for a rank; None: half of `timeout_s`.
 
-    Raises:
-        ArgumentError: for an invalid `hang_s`.
-        ConnectionError: rank 0 was not found.
-        RuntimeError: not all ranks joined in time.
+    Raises ArgumentError for `hang_s`, ConnectionError if rank 0 was not found, RuntimeError if a rank did not join in time.
     """
 
     def __init__(
@@ -95,13 +92,8 @@ class Session:
         self._heartbeat = HeartbeatThread(self.context, rank, self._activity, send)
         self._joined_unix_s = time.time()
 
-    @property
-    def turn(self) -> int:
-        """The number of the call in progress, set by the kernel."""
-        return self._protocol.turn
-
-    @turn.setter
-    def turn(self, number: int) -> None:
+    def begin_call(self, number: int) -> None:
+        """The kernel numbers its calls, so that ranks know which of them an abort belongs to."""
         self._protocol.turn = number
 
     @property
@@ -273,8 +265,7 @@ class Session:
         """Make `spec` the training of the next `train`, with the values of the checkpoint at `path`, which may be of
         another backend, sharding and number of ranks; collective. Returns what `apply` does.
 
-        Raises:
-            FieldError: it is incomplete, or of another training; the live training may be dropped then.
+        Raises FieldError if it is incomplete, or of another training; the live training may be dropped then.
         """
         start_s = time.perf_counter()
         wanted = Spec.from_dict(spec)
@@ -288,11 +279,8 @@ class Session:
         """Run a training step to its next phase, or begin one if none is in progress; collective.
 
         Returns {"frame": the `PhaseSnapshot` as a dict, "event": None}, or at the end of the step {"frame": None,
-        "event": its `StepEvent` as a dict}.
-
-        Raises:
-            SpecError: the backend is not our own engine.
-            as `train`; KeyboardInterrupt if the step was interrupted.
+        "event": its `StepEvent` as a dict}. Raises as `train`, SpecError unless the backend is our own engine, and
+        KeyboardInterrupt if the step was interrupted.
         """
         return self._slowly(lambda slow: slow.next())
 

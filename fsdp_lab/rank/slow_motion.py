@@ -1,8 +1,8 @@
 """`PhaseStepper`: a training step of our engine that stops before each phase until `next` is called. `SlowMotionStep`: such
 a step of a `Trainer`, as `PhaseSnapshot`s.
 
-The step runs on a separate thread; it is the real step, not a replay. Between two phases nothing computes on this rank, so
-its shards and buffers can be inspected (`holdings`). Phases contain collectives, so all ranks must be stepped alike.
+It is the real step, on a separate thread. Between two phases nothing computes on this rank, so its shards and buffers can
+be inspected (`holdings`). Phases contain collectives, so all ranks must be stepped alike.
 """
 
 from __future__ import annotations
@@ -167,11 +167,7 @@ def _gradient(shard: ParamShard, flat: FlatBuffer, reducing: set[int]) -> str:
 
 
 class SlowMotionStep:
-    """One step of a trainer with our own engine.
-
-    Raises:
-        SpecError: the backend is another one, whose phases cannot be stopped.
-    """
+    """One step of a trainer with our own engine. Raises SpecError for another backend, whose phases cannot be stopped."""
 
     def __init__(self, trainer: Trainer, info: RankInfo) -> None:
         backend = trainer.backend

@@ -289,12 +289,8 @@ class NotFinite(RuntimeError):
 def not_finite(*, step: int, loss: float, backend: Backend, world: Wire, again: Callable[[], object]) -> RuntimeError:
     """The exception for this rank after a vote that was not finite, while its gradients exist; collective.
 
-    Args:
-        step, loss: of this rank.
-        again: repeats forward and backward of the step, starting without gradients.
-
-    Returns:
-        `NotFinite` on the rank that caused it, or on rank 0 if only the sum is not finite; `RankAborted` on the others.
+    `NotFinite` on the rank that caused it, or on rank 0 if only the sum is not finite; `RankAborted` on the others.
+    `again` repeats forward and backward of the step, starting without gradients.
     """
     rank = world.rank()
     losses = _gather(world, 0.0 if math.isfinite(loss) else 1.0)
@@ -333,8 +329,8 @@ def _gather(world: Wire, mine: float) -> list[float]:
 
 
 def _last_bad_gradient(backend: Backend, world: Wire) -> str:
-    """The last parameter, in model order, whose gradient is not finite on some rank: the backward reaches it first. ""
-    if all gradients are finite, and only their norm is not."""
+    """The last parameter in model order, which the backward reaches first, with a gradient that is not finite on some rank;
+    "" if only the norm of the gradients is not."""
     shards = backend.param_shards()
     gradients = ((i, backend.gradient(shard)) for i, shard in enumerate(shards))
     mine = max((i + 1 for i, g in gradients if g is not None and _bad(g)), default=0)
@@ -365,12 +361,10 @@ def _bad(t: Tensor) -> bool:
 
 
 def checksum(backend: Backend) -> int:
-    """This rank's part: the parts of all ranks of a replica add up, modulo 2^64, to the checksum of the whole
-    parameters.
+    """This rank's part of a checksum of the parameters: the parts of a replica's ranks add up to it, modulo 2^64.
 
-    Each element's 32 bits (fp32; -0 as 0) are weighted by its parameter's name and its position in it, and summed
-    modulo 2^64, so that the sum does not depend on the sharding. Padding is in no shard. A single different element
-    changes the sum."""
+    Each element's 32 bits (fp32; -0 as 0) are weighted by its parameter's name and its position in it, so that the sum
+    does not depend on the sharding, and a single different element changes it. Padding is in no shard."""
     total = 0
     for shard in backend.param_shards():
         seed = int.from_bytes(hashlib.blake2b(shard.name.encode(), digest_size=8).digest(), "little", signed=True)

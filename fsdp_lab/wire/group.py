@@ -103,10 +103,8 @@ class Wire(dist.ProcessGroup):
             self._nccl.abort()
 
     def shutdown(self) -> None:
-        """Release the inner groups, with their threads and connections: torch's caches may keep this object forever.
-
-        After an abort they are destroyed in a thread, since an operation may still be running.
-        """
+        """Release the inner groups, with their threads and connections: torch's caches may keep this object forever. After
+        an abort they are destroyed in a thread, since an operation may still be running."""
         self.context.remove_group(self._name_)
         inner = [self._gloo, self._nccl]
         self._gloo = self._nccl = None
@@ -373,10 +371,8 @@ def _in_place(name: str, opts: Any) -> _InnerCall:
 
 
 def _sum_natively(inner_opts: Any, op: Any, opts: Any, outputs: list[Tensor], size: int) -> Callable[[], None] | None:
-    """Set the inner operation; returns what remains to be done after it.
-
-    A mean is a sum and a division: Gloo's own AVG only summed in reduce-scatter before 2.13.
-    """
+    """Set the inner operation; returns what remains to be done after it. A mean is a sum and a division: Gloo's own AVG
+    only summed in reduce-scatter before 2.13."""
     inner_opts.reduceOp = _Op.SUM if op in _RANK_ORDERED_OPS else opts.reduceOp
     return lambda: _scale(outputs[0], op, opts, size)
 

@@ -35,11 +35,8 @@ class Link:
 
         finish = max(now, link_free) + latency + link_bytes / bandwidth
 
-    Args:
-        bytes_per_s: of one direction.
-        latency_s: of each collective, whatever its size; it occupies the link.
-
-    Raises ValueError without bandwidth, or for a negative latency.
+    `bytes_per_s` is of one direction; `latency_s` of each collective, whatever its size. Raises ValueError without
+    bandwidth, or for a negative latency.
     """
 
     def __init__(self, *, bytes_per_s: float, latency_s: float = 0.0) -> None:
@@ -99,11 +96,8 @@ def pause_until(due_s: float, interrupt: threading.Event) -> None:
 
 
 class Alarm:
-    """Calls back at given moments, from one thread that exists only while it is needed.
-
-    It completes what is not waited for in Python (DDP's futures): a wait in Gloo's own threads would delay their next
-    operations.
-    """
+    """Calls back at given moments, from one thread that exists only while it is needed. It completes DDP's futures, for
+    which Python does not wait: a wait in Gloo's own threads would delay their next operations."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
