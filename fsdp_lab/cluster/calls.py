@@ -166,8 +166,8 @@ class Call:
             outcomes = dict(self._outcomes)
         gone = any(o.error and o.error["kind"] == "EngineError" for o in outcomes.values())  # ipyparallel's name for it
         if gone or (any(o.error for o in outcomes.values()) and self._dispatcher.may_be_dying(self._ranks)):
-            self._await_death_notice()
             with self._changed:
+                self._changed.wait_for(self._lost, DEATH_NOTICE_S)
                 outcomes = dict(self._outcomes)
         problem = verdict(self.what, outcomes)
         if problem is not None:
@@ -210,10 +210,6 @@ class Call:
     def _lost(self) -> bool:
         with self._changed:
             return any(o.lost for o in self._outcomes.values())
-
-    def _await_death_notice(self) -> None:
-        with self._changed:
-            self._changed.wait_for(self._lost, DEATH_NOTICE_S)
 
 
 def verdict(what: str, outcomes: Mapping[int, Outcome]) -> Exception | None:

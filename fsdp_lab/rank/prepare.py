@@ -73,7 +73,7 @@ class Preparation:
         self._check_same_text([f for _, f, _ in by_rank], spec)
         common = self._common_peak([p for _, _, p in by_rank], mine.given)
         peak = self._peaks[dtype] = mine if mine.given == common else BestPeak(common)
-        return dataclasses.replace(prepared, cost=self._cost(spec, peak, prepared.skeleton.config))
+        return dataclasses.replace(prepared, cost=dataclasses.replace(prepared.cost, peak=peak))
 
     def _prepare_local(self, spec: Spec, before: tuple[Spec, Batches] | None, peak: BestPeak) -> PreparedTraining:
         """All checks that need no other rank."""
@@ -83,21 +83,17 @@ class Preparation:
         config = resolve(spec.workload.model)
         source = before[1].source if before is not None and _same_data(before[0], spec) else None
         batches = Batches(spec.workload, config, rank=self._info.rank, world_size=self._info.world_size, source=source)
-        cost = self._cost(spec, peak, config)
-        skeleton = build_skeleton(config)
-        check(skeleton, spec, self._info.device)
-        return PreparedTraining(spec=spec, skeleton=skeleton, batches=batches, cost=cost)
-
-    def _cost(self, spec: Spec, peak: BestPeak, config: Any) -> StepCost:
-        w = spec.workload
+        w, flops = spec.workload, self._sample(spec, config)
         samples = w.micro_batch * w.accumulate
-        flops = self._sample(spec, config)
-        return StepCost(
+        cost = StepCost(
             flops=samples * flops.model,
             recompute_flops=samples * flops.recompute,
             tokens=samples * facts_of(config).tokens_per_sample(w.seq_len),
             peak=peak,
         )
+        skeleton = build_skeleton(config)
+        check(skeleton, spec, self._info.device)
+        return PreparedTraining(spec=spec, skeleton=skeleton, batches=batches, cost=cost)
 
     def _sample(self, spec: Spec, config: Any) -> Flops:
         w, s = spec.workload, spec.strategy

@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from enum import Enum
 
 import torch
@@ -81,30 +81,26 @@ class TrainingProgress:
     vote: tuple[float, ...] = ()  # the result of the last committed step's vote
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Trainer:
     """Trains under one Spec. The trainer of the next Spec is given `progress` and `scaler`."""
 
-    def __init__(
-        self,
-        *,
-        run: str,
-        spec: Spec,
-        info: RankInfo,
-        backend: Backend,
-        batches: Batches,
-        world: Wire,
-        cost: StepCost,
-        progress: TrainingProgress,
-        scaler: Scaler,
-        notes: tuple[str, ...],
-        clock: ClockOffset,
-        ledger: LedgerResult | None = None,
-    ) -> None:
-        """`ledger`: the result of a ledger step of this training before it was suspended; None: the third step is one."""
-        self.run, self.spec, self.info, self.backend, self.batches = run, spec, info, backend, batches
-        self.world, self.cost, self.progress, self.scaler, self.notes = world, cost, progress, scaler, notes
-        self.clock = clock
-        self.meter = StepMeter(backend, world.context, info, offload=spec.strategy.offload, ledger=ledger)
+    run: str
+    spec: Spec
+    info: RankInfo
+    backend: Backend
+    batches: Batches
+    world: Wire
+    cost: StepCost
+    progress: TrainingProgress
+    scaler: Scaler
+    notes: tuple[str, ...]
+    clock: ClockOffset
+    ledger: InitVar[LedgerResult | None] = None  # of this training before it was suspended; None: the third step is one
+
+    def __post_init__(self, ledger: LedgerResult | None) -> None:
+        offload = self.spec.strategy.offload
+        self.meter = StepMeter(self.backend, self.world.context, self.info, offload=offload, ledger=ledger)
         self.state = StepState.IDLE
         self._steps_here = 0
         self._ledger_due = ledger is None
