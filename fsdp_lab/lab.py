@@ -317,7 +317,7 @@ class Lab:
         """The Spec of the newest run; before the first, that of the ranks that were attached to, else the default one."""
         if (run := self.current) is not None:
             return run.spec
-        return self._wanted(next((status["spec"] for status in self._cluster.held), None), {})
+        return self._wanted(next((status["spec"] for status in self._cluster.attached_status), None), {})
 
     # -- stored runs, checkpoints, plans ----------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ def replace_former(lab: NotebookLab) -> None:
     former = shell.user_ns.get(KEY)
     if isinstance(former, type(lab)):
         persistent = lab.persistent and former.persistent
-        same = persistent and former.cluster.running and former.cluster.asked == lab.cluster.asked
+        same = persistent and former.cluster.running and former.cluster.identity == lab.cluster.identity
         former.detach() if same else former.close()
     shell.user_ns[KEY] = lab
 

@@ -56,8 +56,8 @@ class ClusterConfig:
     @property
     def identity(self) -> dict[str, Any]:
         """The arguments and this environment, as JSON values; those of detached ranks that are taken over are the same."""
-        asked = {name: value for name, value in vars(self).items() if name not in ("given", "persist_s")}
-        return asked | {
+        arguments = {name: value for name, value in vars(self).items() if name not in ("given", "persist_s")}
+        return arguments | {
             "devices": None if self.devices is None else list(self.devices),
             "notebook": os.environ.get("JPY_SESSION_NAME", ""),  # set by JupyterLab
             "python": sys.executable,
@@ -66,8 +66,8 @@ class ClusterConfig:
 
 
 class Assembly:
-    """Makes ranks of engines. `notes` are on how the ranks were started; `held` is `Session.status` of each rank when it was
-    taken over, empty if it was started here."""
+    """Makes ranks of engines. `notes` are on how the ranks were started; `attached_status` is `Session.status` of each rank
+    when it was taken over, empty if it was started here."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Assembly:
         self._membership, self._monitor, self._on_progress = dispatcher.membership, supervisor.monitor, report
         self._began_s = 0.0
         self.notes: tuple[str, ...] = ()
-        self.held: tuple[Mapping[str, Any], ...] = ()
+        self.attached_status: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def attached(self) -> bool:
@@ -137,7 +137,7 @@ class Assembly:
         if n < 1:
             raise ClusterError(f"{n} ranks: one is the least")
         self._engines.unpersist()
-        self.held = ()
+        self.attached_status = ()
         by_engine = self._describe(self._enough_engines(n))
         chosen = rank_order(by_engine)[:n]
         reports = [by_engine[engine] for engine in chosen]
@@ -269,8 +269,8 @@ class Assembly:
         deadline = time.monotonic() + self._config.timeout_s
         while not call.wait(0.05) and len(call.pending) == len(members) and time.monotonic() < deadline:
             continue
-        self.held = tuple(call.results(ATTACHED_S))
-        for member, status in zip(members, self.held, strict=True):
+        self.attached_status = tuple(call.results(ATTACHED_S))
+        for member, status in zip(members, self.attached_status, strict=True):
             member.step = status["step"]
         self._report("ready", len(members), len(members))
 

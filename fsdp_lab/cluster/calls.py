@@ -125,10 +125,10 @@ class Call:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while len(self._outcomes) < len(self._ranks) and not self.failed:
-                left = 0.5 if deadline is None else min(0.5, deadline - time.monotonic())
-                if left <= 0:
+                left_s = 0.5 if deadline is None else min(0.5, deadline - time.monotonic())
+                if left_s <= 0:
                     return False
-                self._changed.wait(left)
+                self._changed.wait(left_s)
         return True
 
     def wait_all(self, timeout_s: float) -> bool:
@@ -193,7 +193,7 @@ class Call:
                 self.finish(rank, Outcome(interrupted=True))
                 continue
             ended = self._dispatcher.end_rank(rank, "did not answer an interrupt and was ended")
-            outcome = "its process was ended" if ended else "it is not ours to end, and is left as it is"
+            outcome = "its process was ended" if ended else "it is not ours to end, and keeps running"
             stuck = RankStuck(rank=rank, what=self.what, after_s=2 * STEP_S, outcome=outcome)
             self.finish(rank, Outcome(stuck=stuck))
 

@@ -235,7 +235,7 @@ class Cluster:
         return (*self.placement.notes, *self._assembly.notes)
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """The arguments with which another cluster takes these ranks over."""
         return self._config.identity
 
@@ -250,9 +250,9 @@ class Cluster:
         return self._assembly.attached
 
     @property
-    def held(self) -> tuple[Mapping[str, Any], ...]:
+    def attached_status(self) -> tuple[Mapping[str, Any], ...]:
         """`Session.status` of each rank when it was taken over; empty if it was started here."""
-        return self._assembly.held
+        return self._assembly.attached_status
 
     @property
     def owned(self) -> bool:

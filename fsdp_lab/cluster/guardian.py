@@ -70,9 +70,9 @@ class Guardian:
 
 def package_path() -> str:
     """PYTHONPATH, starting with the folder that this package was imported from: it need not be installed."""
-    here = str(Path(__file__).resolve().parents[2])
-    rest = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != here]
-    return os.pathsep.join([here, *rest])
+    root = str(Path(__file__).resolve().parents[2])
+    others = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != root]
+    return os.pathsep.join([root, *others])
 
 
 def watch(owner_pid: int) -> bool:

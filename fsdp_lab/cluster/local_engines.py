@@ -99,19 +99,17 @@ class LocalEngines(Engines):
             started = self._loop.run(self._start(n), timeout_s)
         except Exception as e:
             raise start_error("the engines did not start", e, "", timeout_s) from None
-        deadline, seen = time.monotonic() + timeout_s, -1
+        deadline, reported = time.monotonic() + timeout_s, -1
         while True:
             new = sorted(set(self.client.ids) - before)
-            if len(new) != seen:
-                seen = len(new)
-                ready(seen)
+            if len(new) != reported:
+                reported = len(new)
+                ready(reported)
             if len(new) >= n:
                 return new
-            gone = [pid for pid in started if pid in self._exit_codes]
-            if gone:
-                raise StartError(
-                    f"an engine ended while it was starting (exit code {self._exit_codes[gone[0]]})", self.log(gone[0])
-                )
+            if ended := [pid for pid in started if pid in self._exit_codes]:
+                code, log = self._exit_codes[ended[0]], self.log(ended[0])
+                raise StartError(f"an engine ended while it was starting (exit code {code})", log)
             if time.monotonic() > deadline:
                 raise StartError(
                     f"{n - len(new)} of {n} engines were not ready after {timeout_s:.0f} s; a busy machine is slow",

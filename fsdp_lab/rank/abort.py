@@ -84,19 +84,19 @@ class Peers:
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store = store
-        self._found: dict[int, Identity | None] = {}  # by rank; None: on another machine
+        self._processes: dict[int, Identity | None] = {}  # by rank; None: on another machine
         store.set(_process_key(rank), json.dumps({"machine": machine(), "process": asdict(Identity.this())}))
 
     def look_up(self, rank: int) -> None:
         """Read a rank's process from the store, once."""
-        if rank in self._found or not self._store.check([_process_key(rank)]):
+        if rank in self._processes or not self._store.check([_process_key(rank)]):
             return
         entry = json.loads(self._store.get(_process_key(rank)))
-        self._found[rank] = Identity(**entry["process"]) if entry["machine"] == machine() else None
+        self._processes[rank] = Identity(**entry["process"]) if entry["machine"] == machine() else None
 
     def ended(self, rank: int) -> bool:
         """Whether the process of a rank that was looked up has ended."""
-        process = self._found.get(rank)
+        process = self._processes.get(rank)
         return process is not None and not process.alive
 
 
@@ -109,9 +109,9 @@ class AbortMonitor:
         self._bounded = BoundedStore(store, ANSWER_S)
         self._epoch: int | None = None  # None: not active
         self._lock = threading.Lock()
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
+        self._wakeup_read, self._wakeup_write = os.pipe()
+        os.set_blocking(self._wakeup_read, False)
+        os.set_blocking(self._wakeup_write, False)
         self._closed = False
         self._aborted_s = 0.0
         self._turn = 0  # the number of the current call
@@ -135,7 +135,7 @@ class AbortMonitor:
     @contextmanager
     def _own_signals(self) -> Iterator[None]:
         handler = signal.signal(signal.SIGINT, _ignore)
-        wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        wakeup = signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
         try:
             yield
         finally:
@@ -181,15 +181,15 @@ class AbortMonitor:
 
     def close(self) -> None:
         self._closed = True
-        os.write(self._write, b"\0")
+        os.write(self._wakeup_write, b"\0")
         self._thread.join(2)
-        os.close(self._read)
-        os.close(self._write)
+        os.close(self._wakeup_read)
+        os.close(self._wakeup_write)
 
     def _watch(self) -> None:
         while not self._closed:
-            ready, _, _ = select.select([self._read], [], [], _POLL_S)
-            interrupted = bool(ready) and signal.SIGINT in os.read(self._read, 1024)
+            ready, _, _ = select.select([self._wakeup_read], [], [], _POLL_S)
+            interrupted = bool(ready) and signal.SIGINT in os.read(self._wakeup_read, 1024)
             with self._lock:
                 epoch = self._epoch
             if epoch is None or self._context.aborted is not None:

@@ -103,12 +103,12 @@ class HardwareProbe:
             x, w, g = (self._full(*shape, dtype) for shape in shapes)
             bias = self._full(outputs, 1, dtype).view(-1)
 
-            def three(x: Tensor = x, w: Tensor = w, g: Tensor = g, bias: Tensor = bias) -> None:
+            def multiply(x: Tensor = x, w: Tensor = w, g: Tensor = g, bias: Tensor = bias) -> None:
                 torch.addmm(bias, x, w)
                 torch.mm(g, w.t())
                 torch.mm(x.t(), g)
 
-            yield [2.0 * rows * inputs * outputs, self._seconds(three) / 3]
+            yield [2.0 * rows * inputs * outputs, self._seconds(multiply) / 3]
 
     def scores(self, dtype: torch.dtype) -> Iterator[list[float]]:
         """[scores, FLOPs, seconds] of causal attention, forward and backward: scores and FLOPs are the forward's."""
@@ -158,15 +158,15 @@ class HardwareProbe:
         for size, times in _SENT.items():
             issue = self._issue(kind, size, group)
             issue().wait()
-            taken = []
+            seconds = []
             for _ in range(times):
                 compute()
                 self._finish()
                 begun_s = time.perf_counter()
                 issue().wait()
                 self._finish()
-                taken.append(time.perf_counter() - begun_s)
-            yield [float(size), median(taken)]
+                seconds.append(time.perf_counter() - begun_s)
+            yield [float(size), median(seconds)]
 
     def _issue(self, kind: str, size: int, group: dist.ProcessGroup) -> Callable[[], Any]:
         """A function that issues a collective with `size` bytes of payload."""
@@ -272,13 +272,13 @@ def calibration_trainers(
     specs: Sequence[Spec], info: RankInfo, world: Wire, preparation: Preparation
 ) -> Iterator[list[Trainer]]:
     """Trainers of these Specs from initial values, besides the live training, until the exit; collective."""
-    found: list[Trainer] = []
+    trainers: list[Trainer] = []
     try:
         for spec in specs:
-            found.append(_trainer(spec, info, world, preparation, found[-1] if found else None))
-        yield found
+            trainers.append(_trainer(spec, info, world, preparation, trainers[-1] if trainers else None))
+        yield trainers
     finally:
-        for trainer in found:
+        for trainer in trainers:
             trainer.backend.release(world.context.busy_addresses())
         gc.collect()
 

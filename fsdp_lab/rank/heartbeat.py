@@ -62,11 +62,11 @@ class HeartbeatThread:
         self._thread.join(2)
 
     def _run(self) -> None:
-        seen, number, progress_s, sent_s = (-1, False), 0, 0.0, 0.0
+        state, number, progress_s, sent_s = (-1, False), 0, 0.0, 0.0
         while not self._closed.wait(PERIOD_S):
             activity, last, now = self._activity(), self._context.last, time.monotonic()
-            before, seen = seen, (last.sequence if last else -1, activity.working)
-            if progress := seen != before:
+            before, state = state, (last.sequence if last else -1, activity.working)
+            if progress := state != before:
                 progress_s = now
             if now - sent_s < _interval_s(activity.working, progress=progress) - 0.1:
                 continue
@@ -164,9 +164,9 @@ def main_stack() -> str:
     """The stack of the main thread as Python prints it, newest call last; also of native threads that currently run
     Python, such as autograd's for a GPU."""
     frames = sys._current_frames()
-    known = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
+    python_threads = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
     main = threading.main_thread().ident
-    chosen = [main, *(ident for ident in frames if ident not in known)]
+    chosen = [main, *(ident for ident in frames if ident not in python_threads)]
     stacks = [_summary(frames[ident]) for ident in chosen if ident in frames]
     del frames
     return "another thread, of native code:\n".join("".join(stack.format()) for stack in stacks)

@@ -215,8 +215,8 @@ class Ledger:
         moments = sorted(_read(tree, self._device.type), key=lambda moment: moment[0])
         blocks, marks = self._lifetimes(moments)
         if self._device.type == "cuda":
-            known = sum(b.size for b in blocks if b.start == -math.inf)
-            blocks.append(MemoryBlock(max(0, self._before_bytes - known), Role.OTHER))
+            listed = sum(b.size for b in blocks if b.start == -math.inf)
+            blocks.append(MemoryBlock(max(0, self._before_bytes - listed), Role.OTHER))
         return _follow(blocks, marks)
 
     def _lifetimes(self, moments: Sequence[_Moment]) -> tuple[list[MemoryBlock], list[tuple[float, _Mark]]]:

@@ -118,9 +118,9 @@ class StepTrace:
         """The spans of the step, when it is over and the device synchronised: computing without waits, waits,
         communication and host copies."""
         stalls = [(start - self.begin_s, end - self.begin_s) for start, end, _ in waits(collectives)]
-        moved = [(start - self.begin_s, end - self.begin_s) for _, start, end in copies]
-        found = self._computing([*stalls, *moved])
-        for (unit, _, _), interval in zip(copies, moved, strict=True):
+        copied = [(start - self.begin_s, end - self.begin_s) for _, start, end in copies]
+        found = self._computing([*stalls, *copied])
+        for (unit, _, _), interval in zip(copies, copied, strict=True):
             found += [_span(Track.HOST_COPY, "host_copy", unit, part) for part in _without(interval, stalls)]
         return tuple(sorted([*found, *spans(collectives, self.begin_s)], key=lambda s: (s.start_s, s.track)))
 

@@ -198,7 +198,7 @@ class Trainer:
         self.world.control(vote)
         if not self._usable(vote.tolist()):
             step = self.progress.step
-            raise not_finite(step=step, loss=loss, backend=self.backend, world=self.world, again=self._repeat)
+            raise not_finite(step=step, loss=loss, backend=self.backend, world=self.world, repeat=self._repeat)
         return self.commit(vote.tolist())
 
     def _usable(self, vote: Sequence[float]) -> bool:
@@ -282,11 +282,11 @@ class NotFinite(RuntimeError):
     """The loss or a gradient of this rank is not finite."""
 
 
-def not_finite(*, step: int, loss: float, backend: Backend, world: Wire, again: Callable[[], object]) -> RuntimeError:
+def not_finite(*, step: int, loss: float, backend: Backend, world: Wire, repeat: Callable[[], object]) -> RuntimeError:
     """The exception for this rank after a vote that was not finite, while its gradients exist; collective.
 
     `NotFinite` on the rank that caused it, or on rank 0 if only the sum is not finite; `RankAborted` on the others.
-    `again` repeats forward and backward of the step, starting without gradients.
+    `repeat` repeats forward and backward of the step, starting without gradients.
     """
     rank = world.rank()
     losses = _gather(world, 0.0 if math.isfinite(loss) else 1.0)
@@ -299,7 +299,7 @@ def not_finite(*, step: int, loss: float, backend: Backend, world: Wire, again: 
         return _error(rank, [1.0], whole, whole)
     if world.size() == 1:
         return _error(rank, [1.0], mine, mine)
-    sums = _gather(world, _first_bad_summand(world.context, again))
+    sums = _gather(world, _first_bad_summand(world.context, repeat))
     if any(sums):
         first = min(number for number in sums if number)
         return _error(rank, [number == first for number in sums], mine, mine)
@@ -334,7 +334,7 @@ def _last_bad_gradient(backend: Backend, world: Wire) -> str:
     return shards[last - 1].name if last else ""
 
 
-def _first_bad_summand(context: WireContext, again: Callable[[], object]) -> float:
+def _first_bad_summand(context: WireContext, repeat: Callable[[], object]) -> float:
     """The number, from 1, of the first sum to which this rank contributes a non-finite value; 0 if none."""
     count, found = 0, 0
 
@@ -346,7 +346,7 @@ def _first_bad_summand(context: WireContext, again: Callable[[], object]) -> flo
 
     before, context.on_issue = context.on_issue, look
     try:
-        again()
+        repeat()
     finally:
         context.on_issue = before
     return float(found)

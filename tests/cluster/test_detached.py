@@ -80,8 +80,8 @@ def test_the_next_kernel_finds_ranks_that_were_busy_when_theirs_was_killed(tempo
     with Cluster(2, rank_module=FAKE, persist=1) as cluster:
         assert time.monotonic() - began < 5, "they had most of a second to go"
         assert cluster.attached and tuple(cluster.pids) == record.pids and cluster.token == token
-        assert [told["step"] for told in cluster.held] == [40, 40] == [s.step for s in cluster.status()]
-        assert [told["spec"]["workload"]["seed"] for told in cluster.held] == [7, 7]
+        assert [told["step"] for told in cluster.attached_status] == [40, 40] == [s.step for s in cluster.status()]
+        assert [told["spec"]["workload"]["seed"] for told in cluster.attached_status] == [7, 7]
         assert detached_clusters()[0].owner == Identity.this()
         resume_held_spec(cluster)
         assert [t["step"] for t in cluster.call("train", steps=3)] == [43, 43]
@@ -102,7 +102,7 @@ def test_the_next_kernel_finds_ranks_that_were_busy_when_theirs_was_killed(tempo
 
 def resume_held_spec(cluster: Cluster) -> None:
     """The Spec that they hold goes on."""
-    held = cluster.held[0]["spec"]
+    held = cluster.attached_status[0]["spec"]
     assert all(t["carried"] for t in cluster.call("apply", run="again", spec=held, fresh=False))
 
 
@@ -126,7 +126,7 @@ def test_an_interrupt_while_they_are_waited_for_loses_nothing(temporary: Path):
         Cluster(2, rank_module=FAKE, persist=1).start()
     assert detached_clusters()[0].free and marked(token)
     with Cluster(2, rank_module=FAKE, persist=1) as cluster:
-        assert cluster.attached and tuple(cluster.pids) == record.pids and cluster.held[0]["step"] == 250
+        assert cluster.attached and tuple(cluster.pids) == record.pids and cluster.attached_status[0]["step"] == 250
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def test_a_kernel_that_leaves_lets_the_next_one_in_at_once(temporary: Path):
     pids = first.pids
     assert first.attached and marked(token)
     other = Cluster(2, rank_module=FAKE, persist=1, timeout_s=59)
-    assert other.asked != first.asked, "another cell"
+    assert other.identity != first.identity, "another cell"
     first.detach()
     assert first.closed and not first.running
     with pytest.raises(ClusterError, match="closed"):
