@@ -316,18 +316,10 @@ def _shares(
             start, stop = layouts[writer][name]
             if start < stop:
                 holders.setdefault((start, stop), []).append(writer)
-        if not _covers(holders, torch.Size(shape).numel()):
+        if (
+            sum(stop - start for start, stop in holders) != torch.Size(shape).numel()
+        ):  # two ranges are equal or disjoint
             raise LookupError(f"ranks {list(writers)} do not hold all of {name}")
         (start, stop), among = next(((r, h) for r, h in holders.items() if rank in h), ((0, 0), [rank]))
         i, n = among.index(rank), len(among)
         yield name, (start + (stop - start) * i // n, start + (stop - start) * (i + 1) // n)
-
-
-def _covers(ranges: Collection[tuple[int, int]], numel: int) -> bool:
-    """Whether they are contiguous from 0 to the end: in our layouts, two ranges are equal or disjoint."""
-    at = 0
-    for start, stop in sorted(ranges):
-        if start != at:
-            return False
-        at = stop
-    return at == numel

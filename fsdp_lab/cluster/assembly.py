@@ -152,7 +152,7 @@ class Assembly:
                 asked=self._config.identity,
                 engines=tuple(chosen),
                 pids=tuple(m.pid for m in members),
-                placement=placement.to_dict(),
+                placement=asdict(placement),
                 limit_s=self._config.persist_s,
             )
 

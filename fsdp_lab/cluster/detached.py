@@ -41,7 +41,7 @@ class DetachedCluster:
     asked: Mapping[str, Any]  # the arguments of the cluster; a kernel that gives the same arguments takes it over
     engines: tuple[int, ...]  # ipyparallel's ids, in rank order
     pids: tuple[int, ...]
-    placement: Mapping[str, Any]  # as `Placement.to_dict` wrote it
+    placement: Mapping[str, Any]  # a `Placement`
     begun_unix_s: float
     limit_s: float  # how long the ranks wait for a kernel
     guardian: Identity

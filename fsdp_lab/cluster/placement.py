@@ -13,7 +13,7 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -74,14 +74,11 @@ class Seat:
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     seats: tuple[Seat, ...]
-    notes: tuple[str, ...] = field(default=())  # how representative the times are; shown on every panel
+    notes: tuple[str, ...] = ()  # how representative the times are; shown on every panel
 
     @property
     def devices(self) -> tuple[str, ...]:
         return tuple(seat.device for seat in self.seats)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"seats": [dataclasses.asdict(seat) for seat in self.seats], "notes": list(self.notes)}
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Placement:

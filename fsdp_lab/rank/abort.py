@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict
-from types import FrameType
 from typing import Any, TypeVar
 
 from torch import distributed as dist
@@ -134,7 +133,7 @@ class AbortMonitor:
 
     @contextmanager
     def _own_signals(self) -> Iterator[None]:
-        handler = signal.signal(signal.SIGINT, _ignore)
+        handler = signal.signal(signal.SIGINT, lambda number, frame: None)  # the thread reads the signal from the pipe
         wakeup = signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
         try:
             yield
@@ -330,7 +329,3 @@ def _process_key(rank: int) -> str:
 
 def _abort_key(epoch: int) -> str:
     return f"abort/{epoch}"
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """SIGINT's Python handler while the monitor is active: its thread reads the signal from the pipe."""

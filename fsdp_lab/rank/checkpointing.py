@@ -17,7 +17,7 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -114,12 +114,13 @@ class Checkpointer:
 
         def write() -> None:
             part = _written(partial, self._info.rank, chunks, state)
-            self._store.set(_key(partial, self._info.rank), json.dumps(part))
-            if self._info.rank == 0:
-                result = {"kind": kind, "step": step, **self._commit(partial, kind, last)}
-                self._ended.append({**result, "seconds": time.perf_counter() - begin_s})
+            with contextlib.suppress(RuntimeError):  # rank 0 and its store are gone: the checkpoint stays incomplete
+                self._store.set(_key(partial, self._info.rank), json.dumps(part))
+                if self._info.rank == 0:
+                    result = {"kind": kind, "step": step, **self._commit(partial, kind, last)}
+                    self._ended.append({**result, "seconds": time.perf_counter() - begin_s})
 
-        self._writing = threading.Thread(target=_quietly, args=(write,), name="fsdp-lab-checkpoint", daemon=True)
+        self._writing = threading.Thread(target=write, name="fsdp-lab-checkpoint", daemon=True)
         self._writing.start()
         return sum(c.values.nbytes for c in chunks)
 
@@ -253,11 +254,6 @@ def _written(partial: Path, rank: int, chunks: Sequence[Chunk], state: Mapping[s
 def _message(e: BaseException) -> str:
     text = e.strerror if isinstance(e, OSError) and e.strerror else " ".join(str(e).split())
     return text or type(e).__name__
-
-
-def _quietly(write: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # rank 0 and its store are gone: the checkpoint stays incomplete
-        write()
 
 
 def _key(partial: Path, rank: int) -> str:

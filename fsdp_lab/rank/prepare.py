@@ -81,7 +81,9 @@ class Preparation:
             raise SpecError("world_size", f"the Spec needs {spec.world_size} ranks and there are {self._info.world_size}",
                             "start as many ranks")  # fmt: skip
         config = resolve(spec.workload.model)
-        source = before[1].source if before is not None and _same_data(before[0], spec) else None
+        source = None
+        if before is not None and not set(before[0].difference(spec)) & {"data", "seq_len", "seed", "model"}:
+            source = before[1].source
         batches = Batches(spec.workload, config, rank=self._info.rank, world_size=self._info.world_size, source=source)
         w, flops = spec.workload, self._sample(spec, config)
         samples = w.micro_batch * w.accumulate
@@ -113,10 +115,6 @@ class Preparation:
         if other is not None:
             raise SpecError("workload.data", f"rank {other} and rank 0 read different texts from {spec.workload.data!r}",
                             "give a path with the same files on every machine")  # fmt: skip
-
-
-def _same_data(one: Spec, other: Spec) -> bool:
-    return not set(one.difference(other)) & {"data", "seq_len", "seed", "model"}
 
 
 # -- the emulated link -----------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ class RankInfo:
     shares_gpu: bool = False  # then CUDA tensors go over Gloo: NCCL needs one GPU per rank
 
 
-def host_store(host: str = "127.0.0.1", *, timeout_s: float = 60.0) -> dist.TCPStore:
+def host_store(host: str = "127.0.0.1") -> dist.TCPStore:
     """Rank 0's store, to which the other ranks connect: on a free port (`.port`), and on `host` only. By default torch's
     store listens on all networks, without authentication."""
     listener = socket.create_server((host, 0))
@@ -35,7 +35,7 @@ def host_store(host: str = "127.0.0.1", *, timeout_s: float = 60.0) -> dist.TCPS
         listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=60),
         master_listen_fd=listener.detach(),
     )
 
@@ -59,18 +59,14 @@ def open_groups(info: RankInfo, store: dist.Store, context: WireContext, epoch: 
     backend = register(context, nccl=nccl)
     # a separate connection: waiting here must not block threads that use the other one
     own = dist.PrefixStore(f"epoch{epoch}", store.clone())  # type: ignore[attr-defined]
-    _reset_group_count()
+    if not dist.is_initialized():
+        # torch names groups by this count, which includes groups that could not be opened: a rank that had one would never
+        # find the others again
+        c10d._world.group_count = 0
     dist.init_process_group(backend, store=own, rank=info.rank, world_size=info.world_size, timeout=context.timeout)
     group = dist.group.WORLD
     assert isinstance(group, Wire)
     return group
-
-
-def _reset_group_count() -> None:
-    """Restart torch's count of groups, by which it names them. It includes groups that could not be opened, and a rank that
-    had one would never find the others again."""
-    if not dist.is_initialized():
-        c10d._world.group_count = 0
 
 
 def close_groups(context: WireContext) -> None:
