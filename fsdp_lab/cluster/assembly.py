@@ -17,9 +17,9 @@ import psutil
 
 from fsdp_lab.cluster.calls import Dispatcher
 from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters
-from fsdp_lab.cluster.engines import Engines, ExternalEngines, engine_environment, exposure_notes
+from fsdp_lab.cluster.engines import Engines, ExternalEngines, exposure_notes
 from fsdp_lab.cluster.errors import ClusterError, StartError
-from fsdp_lab.cluster.local_engines import DetachedEngines, LocalEngines, claim
+from fsdp_lab.cluster.local_engines import DetachedEngines, LocalEngines, claim, engine_environment
 from fsdp_lab.cluster.membership import Member
 from fsdp_lab.cluster.placement import Host, Placement, place, probe
 from fsdp_lab.cluster.supervisor import Supervisor
@@ -276,10 +276,8 @@ class Assembly:
 
 
 def rank_order(reports: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """Engine ids in rank order: ranks of one machine are neighbors, machines in the order of their first engine.
-
-    So the shard groups of hybrid sharding stay inside one machine.
-    """
+    """Engine ids in rank order: ranks of one machine are neighbors, so that the shard groups of hybrid sharding stay inside
+    one machine; machines are in the order of their first engine."""
     first: dict[str, int] = {}
     for engine in sorted(reports):
         first.setdefault(reports[engine]["host"], engine)
@@ -289,8 +287,8 @@ def rank_order(reports: Mapping[int, Mapping[str, Any]]) -> list[int]:
 def store_address(reports: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     """(address, toward) for rank 0's store, from the reports of the ranks, in rank order.
 
-    It is loopback if all ranks are on one machine, so nothing listens on the network. Otherwise it is "": rank 0 chooses the
-    address of its route toward the first rank on another machine.
+    The address is loopback if all ranks are on one machine, so nothing listens on the network. Otherwise it is "": rank 0
+    chooses the address of its route toward the first rank on another machine.
     """
     elsewhere = [r for r in reports if r["host"] != reports[0]["host"]]
     return ("127.0.0.1", "") if not elsewhere else ("", str(elsewhere[0]["address"]))

@@ -1,9 +1,9 @@
 """`Dispatcher`: sends calls and signals to the ranks' engines. `Call`: one call on many ranks, which fails as soon as it has
 failed on one of them.
 
-When a rank dies or raises in a collective, the others wait for it until the collective's timeout. So a failed call frees
-them, in steps: an interrupt (SIGINT, which the rank's wire turns into an abort), a second interrupt with a ping, and then,
-for engines that are ours, the end of the process. The caller gets one exception, of the rank that failed first.
+When a rank dies or raises, the others wait for it in a collective until its timeout. So a failed call frees them, in
+steps: an interrupt (SIGINT, which the wire turns into an abort), a second interrupt with a ping, and then, for engines
+that are ours, the end of the process. The caller gets one exception, of the rank that failed first.
 
 If a rank hangs (supervisor.py), the grace period has already elapsed: it is interrupted once with all others, then ended.
 """
@@ -42,10 +42,8 @@ OnData = Callable[[Mapping[str, Any]], None]
 
 
 class Sink(dict[str, Any]):
-    """Replaces ipyparallel's `metadata[msg_id]["data"]`, which keeps only the last value per key.
-
-    `update` is called on the client's IO thread for every published message.
-    """
+    """Replaces ipyparallel's `metadata[msg_id]["data"]`, which keeps only the last value per key. The client calls `update`
+    on its IO thread for every published message."""
 
     def __init__(self, take: Callable[[Mapping[str, Any]], None]) -> None:
         super().__init__()
@@ -260,15 +258,12 @@ def failure(e: BaseException) -> Outcome:
 
 
 class Dispatcher:
-    """Holds the calls in progress, and sends the signals with which a failed `Call` frees the ranks that still wait in it.
-
-    `_sending` is held while a call is sent, so that two calls cannot arrive in different orders on two ranks, and because a
-    client's message ids are not made atomically.
-    """
+    """Holds the calls in progress, and sends the signals with which a failed `Call` frees the ranks that wait in it."""
 
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
         self._calls: list[Call] = []
+        # held while a call is sent: all ranks get calls in the same order, and clients do not make message ids atomically
         self._sending = threading.Lock()
         self._turn = 0  # number of the last call; guarded by _sending
 

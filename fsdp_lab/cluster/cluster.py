@@ -93,10 +93,8 @@ class Cluster:
     # -- start and end ----------------------------------------------------------------------------------------------
 
     def start(self) -> Cluster:
-        """Starts or takes the engines and joins them; about 3 s, and the time of torch's import.
-
-        Raises StartError, SpecError (devices) or RankError; everything that was started is ended again.
-        """
+        """Starts or takes the engines and joins them; about 3 s, and the time of torch's import. Raises StartError,
+        SpecError (devices) or RankError; everything that was started is ended again."""
         with self._changing:
             if self._membership.state is not ClusterState.NEW:
                 raise ClusterError("this cluster was started before; make another one")
@@ -106,9 +104,7 @@ class Cluster:
 
     def resize(self, ranks: int, devices: Sequence[str] | None = None) -> None:
         """Joins exactly `ranks` healthy ranks anew: engines are reused, added or ended, and lost ranks replaced, as needed.
-
-        What the ranks had trained is lost. Raises as `start`; the cluster is closed then.
-        """
+        What the ranks had trained is lost. Raises as `start`; the cluster is closed then."""
         with self._changing:
             self._membership.require_engines()
             self._assemble(lambda: self._assembly.resize(ranks, devices))
@@ -186,10 +182,8 @@ class Cluster:
         return dict(zip(ranks, values, strict=True))
 
     def settle(self) -> dict[int, Any]:
-        """Waits after a failure until no rank works any more. Returns `Session.status` of the ranks that are left.
-
-        A rank that does not leave its work is ended if it is ours; that takes some seconds.
-        """
+        """Waits after a failure until no rank works any more, and ends a rank that continues, if it is ours; that takes
+        some seconds. Returns `Session.status` of the ranks that are left."""
         return self._dispatcher.settle()
 
     def interrupt(self) -> None:
@@ -295,11 +289,8 @@ class Cluster:
         return self._membership.require_engines().user_client
 
     def activate(self) -> None:
-        """Makes `%px` and `%%px` run on the ranks, in rank order; does nothing outside IPython.
-
-        Cells run between chunks of steps. Pause the run before a cell that communicates: all ranks must reach it at the
-        same point.
-        """
+        """Makes `%px` and `%%px` run on the ranks, in rank order; does nothing outside IPython. Cells run between chunks of
+        steps. Pause the run before a cell that communicates: all ranks must reach it at the same point."""
         from IPython.core.getipython import get_ipython
 
         if get_ipython() is not None:

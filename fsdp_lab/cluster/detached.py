@@ -151,10 +151,8 @@ def persist_limit_s(persist: bool | float, given: Any = None) -> float | None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[DetachedCluster | None]:
-    """Locks the folder, and reads its cluster. The system releases the lock of a process that dies.
-
-    Raises FileNotFoundError: there is no such folder.
-    """
+    """Locks the folder, and reads its cluster. The system releases the lock of a process that dies. Raises
+    FileNotFoundError without a folder."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

@@ -168,16 +168,13 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def place(hosts: Sequence[Host], devices: Sequence[str] | None = None, *, take_busy: bool = False) -> Placement:
-    """Seats for ranks.
+    """Seats for ranks. Raises SpecError for a device that does not exist, or that another process uses.
 
     Args:
         hosts: of each rank, in rank order; ranks of one machine are consecutive.
         devices: of each rank, or None: one GPU a rank where free GPUs are enough, shared GPUs where there are fewer,
             CPU where there are none.
-        take_busy: take GPUs that somebody else is using, too.
-
-    Raises:
-        SpecError: a device that does not exist, or that another process uses.
+        take_busy: take GPUs that another process uses, too.
     """
     if devices is None:
         chosen, notes = _choose(hosts, take_busy)
@@ -234,7 +231,7 @@ def _choose(hosts: Sequence[Host], take_busy: bool) -> tuple[list[str], list[str
 
 
 def _check(hosts: Sequence[Host], devices: Sequence[str], take_busy: bool) -> list[str]:
-    """Notes on devices that the user named. Raises SpecError for one that cannot be had."""
+    """Notes on devices that the user named. Raises SpecError for one that cannot be used."""
     if len(devices) != len(hosts):
         raise SpecError(
             "devices", f"{len(devices)} are named for {len(hosts)} ranks", "name one for each rank, or none"

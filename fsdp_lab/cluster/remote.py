@@ -218,10 +218,8 @@ def describe(probe: bool) -> dict[str, Any]:
 
 
 def own_address(toward: str = "") -> str:
-    """An address of this machine that others reach: that of the route to `toward`, else what its name resolves to.
-
-    Connecting a datagram socket sends nothing; it asks the system which interface it would use.
-    """
+    """An address of this machine that others reach: that of the route to `toward`, else what its name resolves to. (To
+    connect a datagram socket sends nothing, but finds the interface that it would use.)"""
     for target in (toward, "10.255.255.255"):
         if target:
             with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
@@ -250,11 +248,9 @@ def rank_code(module: str | None) -> Any:
 
 
 def load(module: str | None) -> None:
-    """Imports the rank's code and torch: it takes seconds, so it is a separate stage.
-
-    What imports allocate is permanent: it is not collected now, and frozen so that later collections, at each switch, skip
-    it. Freezing later would also keep a session with its groups and connections.
-    """
+    """Imports the rank's code and torch: it takes seconds, so it is a separate stage. What imports allocate is permanent: it
+    is not collected now, and frozen so that later collections, at each switch, skip it. Freezing later would also keep a
+    session with its groups and connections."""
     gc.disable()
     try:
         rank_code(module)
