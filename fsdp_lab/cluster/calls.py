@@ -30,7 +30,7 @@ from fsdp_lab.core.process import alive
 LOST_S = 0.4  # the error of a lost rank waits this long for the other ranks, which settle by themselves
 HUNG_S = 0.3  # for a rank that hangs to answer an interrupt
 GRACE_S = 0.3  # ranks that fail by themselves, with the same error, need no interrupt
-STEP_S = 2.5  # between two steps of freeing ranks: interrupt, second interrupt, end
+ESCALATION_S = 2.5  # after an interrupt, until the second one; and after that one, until the process is ended
 DEATH_NOTICE_S = 2.0  # other ranks' sockets notice a lost rank before the kernel does
 SIGNAL_S = 1.0  # for the acknowledgement of a signal
 SECOND_INTERRUPT_S = 1.2  # more than `_INSIST_S` of rank/abort.py, within which two interrupts are one
@@ -179,12 +179,12 @@ class Call:
         self.interrupt()
         if self.wait_all(LOST_S) or self._lost():
             return
-        if self.wait_all(STEP_S - LOST_S) or self._lost():
+        if self.wait_all(ESCALATION_S - LOST_S) or self._lost():
             return
         self.interrupt()
         for rank in self.pending:
             self._dispatcher.ping(rank, lambda rank=rank: self._answered.add(rank))  # type: ignore[misc]
-        if self.wait_all(STEP_S):
+        if self.wait_all(ESCALATION_S):
             return
         for rank in self.pending:
             if rank in self._answered:  # the interrupt fell between the work and the reply: only the reply is lost
@@ -192,7 +192,7 @@ class Call:
                 continue
             ended = self._dispatcher.end_rank(rank, "did not answer an interrupt and was ended")
             outcome = "its process was ended" if ended else "it is not ours to end, and keeps running"
-            stuck = RankStuck(rank=rank, what=self.what, after_s=2 * STEP_S, outcome=outcome)
+            stuck = RankStuck(rank=rank, what=self.what, after_s=2 * ESCALATION_S, outcome=outcome)
             self.finish(rank, Outcome(stuck=stuck))
 
     def _free_from(self, hung: RankHung) -> None:
