@@ -214,7 +214,7 @@ def _choose(hosts: Sequence[Host], take_busy: bool) -> tuple[list[str], list[str
                 "ranks compute on the CPU; install a CUDA build of torch to use them"
             )
         elif busy:
-            notes += [f"{gpu.busy}: it is left alone" for gpu in busy]
+            notes += [f"{gpu.busy}: it is not used" for gpu in busy]
     if not all(free.values()):
         if any(host.gpus for host in machines.values()) and any(free.values()):
             bare = ", ".join(name for name, gpus in free.items() if not gpus)
@@ -245,7 +245,7 @@ def _check(hosts: Sequence[Host], devices: Sequence[str], take_busy: bool) -> li
         gpu = next((g for g in host.gpus if g.device == device), None)
         if gpu is None:
             there = ", ".join(g.device for g in host.gpus) or "no GPU"
-            raise SpecError("devices", f"{host.name} has no {device} (it has {there})", "name one that is there",
+            raise SpecError("devices", f"{host.name} has no {device} (it has {there})", "name one that it has",
                             {"devices": None})  # fmt: skip
         if host.torch_cuda is None:
             raise SpecError("devices", f"torch on {host.name} is built for CPUs and cannot use {device}",
@@ -266,7 +266,7 @@ def _fidelity(hosts: Sequence[Host], seats: Sequence[Seat], load: Counter[tuple[
         names = ", ".join(f"{n} ranks on {device}" for (_, device), n in shared.items())
         cap = min(seat.memory_cap or 1.0 for seat in seats)
         notes.append(
-            f"{names}: they take turns, talk through host memory (Gloo), and have {cap:.0%} of its memory each"
+            f"{names}: they take turns, communicate through host memory (Gloo), and have {cap:.0%} of its memory each"
         )
     ranks_on = Counter(seat.host for seat in seats if seat.device == "cpu")
     for host in {h.name: h for h in hosts}.values():
