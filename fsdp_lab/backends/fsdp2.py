@@ -50,7 +50,7 @@ class FSDP2(Backend):
 
     def unit_modules(self) -> list[tuple[str, nn.Module]]:
         inner = ((name, m) for name, m in self.module.named_modules() if m is not self.module)
-        return [(base.original_name(name), m) for name, m in inner if isinstance(m, FSDPModule)]
+        return [(base.original_name(name), m) for name, m in inner if _is_unit(m)]
 
     @contextmanager
     def micro_batch(self, *, communicate: bool) -> Iterator[None]:
@@ -70,6 +70,10 @@ class FSDP2(Backend):
             group.comm_ctx.post_forward_order.clear()
             for p in group.fsdp_params:
                 p._sharded_post_forward_param = p._sharded_post_forward_param_data = None
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
 
 
 def _param_groups(root: nn.Module) -> Iterator[Any]:
