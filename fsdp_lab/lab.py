@@ -10,7 +10,10 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.cluster import Cluster, ClusterError, RankLost, RankStatus, StartProgress
+from fsdp_lab.cluster import ClusterError, RankLost
+from fsdp_lab.cluster.assembly import StartProgress
+from fsdp_lab.cluster.cluster import Cluster
+from fsdp_lab.cluster.membership import RankStatus
 from fsdp_lab.core.checkpoint_format import Checkpoint, check_folder, check_same, find
 from fsdp_lab.core.errors import ArgumentError, SpecError, check_whole, is_whole
 from fsdp_lab.core.formatting import Table
@@ -314,7 +317,7 @@ class Lab:
         """The Spec of the newest run; before the first, that of the ranks that were attached to, else the default one."""
         if (run := self.current) is not None:
             return run.spec
-        return self._wanted(next((status["spec"] for status in self._cluster.held), None), {})
+        return self._wanted(next((status["spec"] for status in self._cluster.attached_status), None), {})
 
     # -- stored runs, checkpoints, plans ----------------------------------------------------------------------------
 
@@ -442,7 +445,7 @@ class Lab:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the figures mean on this machine, and how the ranks were started, in sentences."""
-        return (*self._cluster.notes, *self._cluster.remarks)
+        return self._cluster.notes
 
     @property
     def cluster(self) -> Cluster:

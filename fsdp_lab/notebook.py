@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any, Protocol
 
-from fsdp_lab.cluster import Cluster, RankStatus, StartProgress
+from fsdp_lab.cluster.assembly import StartProgress
+from fsdp_lab.cluster.cluster import Cluster
+from fsdp_lab.cluster.membership import RankStatus
 from fsdp_lab.core.formatting import Table, duration, size
 
 KEY = "_fsdp_lab_open"  # of the open lab, in the notebook's namespace
@@ -40,7 +42,7 @@ def replace_former(lab: NotebookLab) -> None:
     former = shell.user_ns.get(KEY)
     if isinstance(former, type(lab)):
         persistent = lab.persistent and former.persistent
-        same = persistent and former.cluster.running and former.cluster.asked == lab.cluster.asked
+        same = persistent and former.cluster.running and former.cluster.identity == lab.cluster.identity
         former.detach() if same else former.close()
     shell.user_ns[KEY] = lab
 
@@ -114,5 +116,4 @@ def _doing(s: RankStatus) -> str:
     """A rank's state, with the collective that it waits for; why it is gone."""
     if not s.alive:
         return s.reason or "gone"
-    waits_s = s.heard.waits_s if s.heard is not None else None
-    return f"{s.state}, in {s.waits_for} for {waits_s:.0f} s" if s.waits_for and waits_s else s.state
+    return f"{s.state}, in {s.waits_for} for {s.waits_s:.0f} s" if s.waits_for else s.state

@@ -1,22 +1,36 @@
-"""Four ways to train a model, behind one Protocol: our engine ("lab"), FSDP2, FSDP1, DDP. Read base.py first.
+"""Four ways to train a model, behind one interface: our engine ("lab"), FSDP2, FSDP1, DDP. Read base.py first.
 
 `build` makes the backend of a Spec; `check` refuses what depends on the model or the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab.backends.base import Backend, known_groups
-from fsdp_lab.backends.transfer import fill, transfer_state
+from fsdp_lab.backends.ddp import DDP
+from fsdp_lab.backends.flat import FlatBackend
+from fsdp_lab.backends.fsdp1 import FSDP1
+from fsdp_lab.backends.fsdp2 import FSDP2
+from fsdp_lab.backends.state import fill, transfer_state
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.engine import ParamShard, build_mesh
 from fsdp_lab.models.wrapping import units
 
 __all__ = ["Backend", "ParamShard", "build", "fill", "transfer_state"]
+
+_Wrap = Callable[[nn.Module, Spec, DeviceMesh, torch.device], Backend]
+_BACKENDS: Mapping[str, _Wrap] = {
+    "lab": FlatBackend,
+    "fsdp2": FSDP2,
+    "fsdp1": FSDP1,
+    "ddp": DDP,
+}
 
 
 def check(skeleton: nn.Module, spec: Spec, device: torch.device) -> None:
@@ -38,28 +52,7 @@ def build(skeleton: nn.Module, spec: Spec, device: torch.device, *, mesh: Device
         raise ValueError("a backend is built from a skeleton: fsdp_lab.models.build_skeleton")
     check(skeleton, spec, device)
     before = known_groups()
-    backend = _make(skeleton, spec, device, mesh or build_mesh(device.type, shard_size=spec.shard_factor))
+    mesh = mesh or build_mesh(device.type, shard_size=spec.shard_factor)
+    backend = _BACKENDS[spec.strategy.backend](skeleton, spec, mesh, device)
     backend.groups = [group for group in known_groups() if group not in before]
     return backend
-
-
-def _make(skeleton: nn.Module, spec: Spec, device: torch.device, mesh: DeviceMesh) -> Backend:
-    match spec.strategy.backend:
-        case "lab":
-            from fsdp_lab.backends.flat import FlatBackend
-
-            return FlatBackend(skeleton, spec, mesh, device)
-        case "fsdp2":
-            from fsdp_lab.backends.fsdp2 import FSDP2
-
-            return FSDP2(skeleton, spec, mesh, device)
-        case "fsdp1":
-            from fsdp_lab.backends.fsdp1 import FSDP1
-
-            return FSDP1(skeleton, spec, mesh, device)
-        case "ddp":
-            from fsdp_lab.backends.ddp import DDP
-
-            return DDP(skeleton, spec, mesh, device)
-        case name:
-            raise NotImplementedError(f"unknown backend {name}")

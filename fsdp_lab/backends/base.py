@@ -7,9 +7,10 @@ torch's master shard, which exists in every state of a module, so that an aborte
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,71 +26,15 @@ DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat
 RoleTensor = tuple[Role, Tensor]  # a tensor, and what its storage is used for
 
 
-class Backend(Protocol):
-    """The interface of the four backends to a trainer. Not thread-safe."""
+class Backend(ABC):
+    """What a trainer needs from each of the four backends. Not thread-safe.
 
-    module: nn.Module  # what is called, and what a user sees as `model`
-    optimizer: torch.optim.Optimizer
-    mesh: DeviceMesh
-    replicas: int  # ranks that hold the same gradient shard
-    groups: list[dist.ProcessGroup]  # created for it: `release` destroys them
-
-    def param_shards(self) -> list[ParamShard]:
-        """In the order of the model's parameters; the same names on every rank."""
-        ...
-
-    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Forward; a scalar with a graph."""
-        ...
-
-    def micro_batch(self, *, communicate: bool) -> AbstractContextManager[None]:
-        """Around one forward and backward; without communication, gradients are accumulated for a later one."""
-        ...
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Around forwards without training, between steps: no gradients, modules in eval mode. Afterwards all state is
-        restored, so that training continues bit for bit."""
-        ...
-
-    def gradient(self, shard: ParamShard) -> Tensor | None:
-        """This rank's shard of the reduced gradient, as the optimizer will see it, or None."""
-        ...
-
-    def resident_bytes(self) -> int:
-        """Bytes on the device between steps besides shards and optimizer state: DDP's buckets, ZeRO-1's gathered
-        parameters."""
-        ...
-
-    def persistent_tensors(self) -> Iterator[RoleTensor]:
-        """What exists between steps (on the host under offload): shards, their gradients, optimizer state."""
-        ...
-
-    def transient_tensors(self) -> Iterator[RoleTensor]:
-        """What is on the device now to compute with: gathered parameters, unreduced gradients.
-
-        A storage may be listed several times; `persistent_tensors` takes precedence.
-        """
-        ...
-
-    def leaves(self) -> Iterator[Tensor]:
-        """The tensors that currently receive the gradients of parameters from autograd."""
-        ...
-
-    def unit_modules(self) -> list[tuple[str, nn.Module]]:
-        """The modules that are units, by original name, with the backend's own hooks around them; under DDP those that
-        `Strategy.wrap` selects. Without the root."""
-        ...
-
-    def release(self, busy: Collection[int] = ()) -> None:
-        """Free all storage and destroy its groups now; torch's wrappers may outlive their last reference (see `free`).
-
-        `busy`: addresses of storage that an aborted operation may still use; it is freed with its last reference.
-        """
-        ...
-
-
-class TorchBackend:
-    """Common base: the optimizer's parameters hold the gradients."""
+    Attributes:
+        module: what is called, and what a user sees as `model`.
+        optimizer: its parameters hold the gradients.
+        replicas: how many ranks hold the same gradient shard.
+        groups: process groups created for this backend, which `release` destroys.
+    """
 
     def __init__(
         self, module: nn.Module, shards: list[ParamShard], spec: Spec, mesh: DeviceMesh, device: torch.device
@@ -101,14 +46,23 @@ class TorchBackend:
         self._param_shards = shards
 
     def param_shards(self) -> list[ParamShard]:
+        """In the order of the model's parameters; the same names on every rank."""
         return self._param_shards
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        loss: Tensor = self.module(**to_device(batch, self.device))["loss"]
+        """Forward; a scalar with a graph."""
+        on_device = {name: t.to(self.device, non_blocking=True) for name, t in batch.items()}
+        loss: Tensor = self.module(**on_device)["loss"]
         return loss
+
+    @abstractmethod
+    def micro_batch(self, *, communicate: bool) -> AbstractContextManager[None]:
+        """The context of one forward and backward; without communication, gradients are accumulated for a later one."""
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
+        """The context of forwards without training, between steps: no gradients, modules in eval mode. Afterwards all
+        state is restored, so that training continues bit for bit."""
         training = [m for m in self.module.modules() if m.training]
         self.module.eval()
         try:
@@ -119,44 +73,69 @@ class TorchBackend:
                 m.training = True
 
     def gradient(self, shard: ParamShard) -> Tensor | None:
+        """This rank's shard of the reduced gradient, as the optimizer will see it, or None."""
         if shard.param is None or shard.param.grad is None:
             return None
         return _range(shard, local_tensor(shard.param.grad))
 
     def resident_bytes(self) -> int:
+        """Bytes on the device between steps besides shards and optimizer state: DDP's buckets, ZeRO-1's gathered
+        parameters."""
         return 0
 
     def persistent_tensors(self) -> Iterator[RoleTensor]:
+        """What exists between steps (on the host under offload): shards, their gradients, optimizer state."""
         for shard in self.param_shards():
             yield Role.PARAMETERS, shard.local
-        for p in (p for group in self.optimizer.param_groups for p in group["params"]):
-            if p.grad is not None:
-                yield Role.GRADIENTS, p.grad
+        yield from ((Role.GRADIENTS, gradient) for gradient in self._gradients())
         for state in self.optimizer.state.values():
             yield from ((Role.OPTIMIZER, t) for t in state.values() if isinstance(t, Tensor) and t.dim())
 
     def transient_tensors(self) -> Iterator[RoleTensor]:
+        """What is on the device now to compute with: gathered parameters, unreduced gradients. A storage may be listed
+        several times; `persistent_tensors` takes precedence."""
         return iter(())
 
     def leaves(self) -> Iterator[Tensor]:
+        """The tensors that currently receive the gradients of parameters from autograd."""
         return self.module.parameters()
 
+    @abstractmethod
     def unit_modules(self) -> list[tuple[str, nn.Module]]:
-        raise NotImplementedError
+        """The modules that are units, by original name, with the backend's own hooks around them; under DDP those that
+        `Strategy.wrap` selects. Without the root."""
 
     def release(self, busy: Collection[int] = ()) -> None:
-        free_backend(self, busy)
-        end_groups(self.groups)
+        """Free all storage and destroy the groups now; torch's wrappers may outlive their last reference (see `free`).
+
+        `busy`: addresses of storage that an aborted operation may still use; it is freed with its last reference.
+        """
+        held: list[Tensor] = [
+            *self.module.parameters(),
+            *self._gradients(),
+            *(shard.local for shard in self.param_shards()),
+        ]
+        held += self.module.buffers()
+        held += [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.state.clear()
+        self.optimizer.param_groups.clear()
+        free(held, busy)
+        for group in self.groups:
+            if group in c10d._world.pg_map:  # otherwise an abort has destroyed it already
+                dist.destroy_process_group(group)
+
+    def _gradients(self) -> Iterator[Tensor]:
+        """The gradients that the optimizer's parameters hold."""
+        return (p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
 
 
 # -- shared helpers --------------------------------------------------------------------------------------------------
 
 
 def make_optimizer(shards: list[ParamShard], workload: Workload) -> torch.optim.Optimizer:
-    """The workload's optimizer over the backend's shards, with weight decay on matrices only.
-
-    foreach, not fused: the bits of fused AdamW depend on an element's position.
-    """
+    """The workload's optimizer over the backend's shards, with weight decay on matrices only. It is foreach, not fused,
+    since the bits of fused AdamW depend on an element's position."""
     decayed = dict.fromkeys(p.param for p in shards if p.param is not None and len(p.shape) >= 2)
     others = dict.fromkeys(p.param for p in shards if p.param is not None and len(p.shape) < 2)
     groups: list[dict[str, Any]] = [
@@ -189,8 +168,7 @@ def local_part(t: Tensor) -> Tensor:
 
 
 def _range(shard: ParamShard, t: Tensor) -> Tensor:
-    """A shard's part of a tensor that is laid out like the optimizer's parameter; the tensor itself if that is all of
-    it."""
+    """A shard's part of a tensor that is laid out like the optimizer's parameter."""
     return t if t.numel() == shard.numel else t.view(-1)[shard.offset : shard.offset + shard.numel]
 
 
@@ -201,10 +179,7 @@ def state_slots(optimizer: torch.optim.Optimizer, shard: ParamShard) -> dict[str
 
 
 def steps_taken(optimizer: torch.optim.Optimizer) -> int:
-    """How often the optimizer stepped; 0 without state.
-
-    The maximum over parameters: one of which this rank holds nothing has no gradient and is skipped.
-    """
+    """How often the optimizer stepped; 0 without state. The maximum, since it skips parameters without a gradient."""
     return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
 
 
@@ -215,10 +190,6 @@ def seed_state(optimizer: torch.optim.Optimizer, slots: tuple[str, ...], steps: 
             state: dict[str, Any] = {"step": torch.tensor(float(steps))}
             state.update({slot: torch.zeros_like(p, memory_format=torch.preserve_format) for slot in slots})
             optimizer.state[p] = state
-
-
-def to_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {k: v.to(device, non_blocking=True) for k, v in batch.items()}
 
 
 def materialiser(device: torch.device) -> Callable[[nn.Module], None]:
@@ -254,20 +225,6 @@ def free(tensors: list[Tensor], busy: Collection[int]) -> None:
             inner.untyped_storage().resize_(0)
 
 
-def free_backend(backend: TorchBackend, busy: Collection[int]) -> None:
-    """Free parameters, gradients, buffers and optimizer state."""
-    held: list[Tensor] = [*backend.module.parameters()]
-    held += [p.grad for group in backend.optimizer.param_groups for p in group["params"] if p.grad is not None]
-    held += [p.local for p in backend.param_shards()]
-    held += list(backend.module.buffers())
-    for state in backend.optimizer.state.values():
-        held += [t for t in state.values() if isinstance(t, Tensor)]
-    backend.optimizer.zero_grad(set_to_none=True)
-    backend.optimizer.state.clear()
-    backend.optimizer.param_groups.clear()
-    free(held, busy)
-
-
 def original_name(name: str) -> str:
     """A parameter's or module's name without the prefixes of wrappers."""
     for part in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"):
@@ -278,10 +235,3 @@ def original_name(name: str) -> str:
 def known_groups() -> list[dist.ProcessGroup]:
     """All groups that torch has registered in this process, except the default one."""
     return [group for group in c10d._world.pg_map if group is not dist.group.WORLD]
-
-
-def end_groups(groups: list[dist.ProcessGroup]) -> None:
-    """Destroy groups, with their threads and connections; those that an abort has destroyed already are skipped."""
-    for group in groups:
-        if group in c10d._world.pg_map:
-            dist.destroy_process_group(group)

@@ -8,8 +8,8 @@ own reduction is used."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import DTYPES, TorchBackend
+from fsdp_lab.backends.base import DTYPES, Backend
 from fsdp_lab.backends.wrapping import prepare
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.spec import Spec
@@ -28,7 +28,7 @@ from fsdp_lab.models.wrapping import units
 from fsdp_lab.wire import Wire
 
 
-class DDP(TorchBackend):
+class DDP(Backend):
     """Every shard is a whole parameter."""
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
@@ -71,11 +71,9 @@ class DDP(TorchBackend):
         """The buckets."""
         return sum(p.local.nbytes for p in self.param_shards())
 
-    @contextmanager
-    def micro_batch(self, *, communicate: bool) -> Iterator[None]:
+    def micro_batch(self, *, communicate: bool) -> AbstractContextManager[None]:
         assert isinstance(self.module, DistributedDataParallel)
-        with nullcontext() if communicate else self.module.no_sync():
-            yield
+        return nullcontext() if communicate else self.module.no_sync()
 
 
 def _whole(name: str, param: nn.Parameter) -> ParamShard:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab import engine
-from fsdp_lab.backends.base import DTYPES, RoleTensor, TorchBackend
+from fsdp_lab.backends.base import DTYPES, Backend, RoleTensor
 from fsdp_lab.backends.wrapping import context_of, name_flat_units, prepare
 from fsdp_lab.core.events import Role
 from fsdp_lab.core.spec import Spec, Strategy
@@ -19,7 +19,7 @@ from fsdp_lab.engine.flat import FlatBuffer
 from fsdp_lab.models.wrapping import units
 
 
-class FlatBackend(TorchBackend):
+class FlatBackend(Backend):
     """Each unit is a flat buffer; the optimizer gets flat shards, one per buffer and weight-decay group."""
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
@@ -64,10 +64,8 @@ class FlatBackend(TorchBackend):
     def unit_modules(self) -> list[tuple[str, nn.Module]]:
         return [(unit.name, m) for unit in engine.units_of(self.module) for m in unit.modules if m is not self.module]
 
-    @contextmanager
-    def micro_batch(self, *, communicate: bool) -> Iterator[None]:
-        with nullcontext() if communicate else engine.no_sync(self.module):
-            yield
+    def micro_batch(self, *, communicate: bool) -> AbstractContextManager[None]:
+        return nullcontext() if communicate else engine.no_sync(self.module)
 
     def release(self, busy: Collection[int] = ()) -> None:
         super().release(busy)

@@ -6,7 +6,7 @@ It reads torch's private FlatParameter, which alone has the location of a parame
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init, _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import DTYPES, RoleTensor, TorchBackend
+from fsdp_lab.backends.base import DTYPES, Backend, RoleTensor
 from fsdp_lab.backends.wrapping import context_of, name_fsdp1_unit, prepare
 from fsdp_lab.core.events import ROOT, Role
 from fsdp_lab.core.spec import Spec
@@ -47,7 +47,7 @@ _PASSING = {  # attributes of a FlatParameter
 _PREFETCH = {"before": BackwardPrefetch.BACKWARD_PRE, "after": BackwardPrefetch.BACKWARD_POST}
 
 
-class FSDP1(TorchBackend):
+class FSDP1(Backend):
     """Each unit is one evenly sharded flat parameter; the original parameters are views of this rank's part."""
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
@@ -71,11 +71,9 @@ class FSDP1(TorchBackend):
         inner = ((n, m) for n, m in self.module.named_modules() if isinstance(m, FullyShardedDataParallel))
         return [(base.original_name(name), m.module) for name, m in inner if m is not self.module]
 
-    @contextmanager
-    def micro_batch(self, *, communicate: bool) -> Iterator[None]:
+    def micro_batch(self, *, communicate: bool) -> AbstractContextManager[None]:
         assert isinstance(self.module, FullyShardedDataParallel)
-        with nullcontext() if communicate else self.module.no_sync():
-            yield
+        return nullcontext() if communicate else self.module.no_sync()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

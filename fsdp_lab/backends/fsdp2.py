@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import DTYPES, RoleTensor, TorchBackend
+from fsdp_lab.backends.base import DTYPES, Backend, RoleTensor
 from fsdp_lab.backends.wrapping import context_of, name_fsdp2_unit, named_units, prepare
 from fsdp_lab.core.events import ROOT, Role
 from fsdp_lab.core.spec import Precision, Spec, Strategy
@@ -22,7 +22,7 @@ from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.models.wrapping import units
 
 
-class FSDP2(TorchBackend):
+class FSDP2(Backend):
     """Each parameter is a DTensor sharded in dimension 0; those of a unit are gathered together and copied out."""
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
@@ -49,8 +49,8 @@ class FSDP2(TorchBackend):
                 yield p._unsharded_param
 
     def unit_modules(self) -> list[tuple[str, nn.Module]]:
-        wrapped: list[tuple[str, nn.Module]] = [(n, m) for n, m in self.module.named_modules() if _is_unit(m)]
-        return [(base.original_name(name), m) for name, m in wrapped if m is not self.module]
+        inner = ((name, m) for name, m in self.module.named_modules() if m is not self.module)
+        return [(base.original_name(name), m) for name, m in inner if _is_unit(m)]
 
     @contextmanager
     def micro_batch(self, *, communicate: bool) -> Iterator[None]:
@@ -114,7 +114,9 @@ def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if strategy.offload == "all" else OffloadPolicy()
     reshard: bool | int = strategy.reshard_size or strategy.reshards_after_forward
     options = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload, "reshard_after_forward": reshard}
-    for name, module in _batch_norms(model) if policy.param_dtype else []:
+    # BatchNorm computes only in the dtype of its running statistics, so each one is its own unit, as in FSDP1
+    batch_norms = [(name, m) for name, m in model.named_modules() if kind_of(m) is ModuleKind.BATCH_NORM]
+    for name, module in batch_norms if policy.param_dtype else []:
         full = dataclasses.replace(policy, param_dtype=torch.float32, output_dtype=policy.param_dtype)
         fully_shard(module, **{**options, "mp_policy": full})  # type: ignore[call-overload]
         name_fsdp2_unit(name, _own_groups(module), context)
@@ -133,11 +135,6 @@ def _precision(dtypes: Precision) -> MixedPrecisionPolicy:
     """The policy of a unit below the root; `output` applies to the root only."""
     param = None if dtypes.param == "fp32" else DTYPES[dtypes.param]
     return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=DTYPES[dtypes.reduce])
-
-
-def _batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """BatchNorm computes only in the dtype of its running statistics, so each one is its own unit, as in FSDP1."""
-    return [(name, m) for name, m in model.named_modules() if kind_of(m) is ModuleKind.BATCH_NORM]
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:

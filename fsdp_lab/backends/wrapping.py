@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import wraps
+from contextlib import ContextDecorator, contextmanager
 from typing import Any
 
 from torch import nn
@@ -92,37 +91,25 @@ def name_fsdp2_unit(name: str, groups: Iterable[Any], context: WireContext | Non
     """A unit's parameter groups gather in `unshard` and reduce in `post_backward`."""
     if context is not None:
         for group in groups:
-            _wrap(group, ("unshard", "post_backward"), lambda call: _named(call, context, name))
+            _wrap(group, "unshard", context.unit_scope(name))
+            _wrap(group, "post_backward", context.unit_scope(name))
 
 
 def name_fsdp1_unit(name: str, handle: Any, context: WireContext | None) -> None:
     """A flat parameter gathers in `unshard`; its reduction follows its `reshard`, and its end is not visible."""
     if context is not None:
-        _wrap(handle, ("unshard",), lambda call: _named(call, context, name))
-        _wrap(handle, ("reshard",), lambda call: _named_after(call, context, name))
+        _wrap(handle, "unshard", context.unit_scope(name))
+        _wrap(handle, "reshard", _set_unit_after(context, name))
 
 
-def _wrap(owner: Any, methods: Sequence[str], wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    for method in methods:
-        if hasattr(owner, method):
-            setattr(owner, method, wrapper(getattr(owner, method)))
+def _wrap(owner: Any, method: str, around: ContextDecorator) -> None:
+    if hasattr(owner, method):
+        setattr(owner, method, around(getattr(owner, method)))
 
 
-def _named(call: Callable[..., Any], context: WireContext, name: str) -> Callable[..., Any]:
-    @wraps(call)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        with context.unit_scope(name):
-            return call(*args, **kwargs)
-
-    return named
-
-
-def _named_after(call: Callable[..., Any], context: WireContext, name: str) -> Callable[..., Any]:
-    @wraps(call)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return call(*args, **kwargs)
-        finally:
-            context.set_unit(name)
-
-    return named
+@contextmanager
+def _set_unit_after(context: WireContext, name: str) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        context.set_unit(name)

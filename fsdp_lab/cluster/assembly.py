@@ -17,16 +17,16 @@ import psutil
 
 from fsdp_lab.cluster.calls import Dispatcher
 from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters
-from fsdp_lab.cluster.engines import Engines, ExternalEngines, engine_environment, exposure_notes
+from fsdp_lab.cluster.engines import Engines, ExternalEngines, exposure_notes
 from fsdp_lab.cluster.errors import ClusterError, StartError
-from fsdp_lab.cluster.local_engines import DetachedEngines, LocalEngines, claim
+from fsdp_lab.cluster.local_engines import DetachedEngines, LocalEngines, claim, engine_environment
 from fsdp_lab.cluster.membership import Member
 from fsdp_lab.cluster.placement import Host, Placement, place, probe
 from fsdp_lab.cluster.supervisor import Supervisor
 from fsdp_lab.core import __version__
 from fsdp_lab.core.process import alive
 
-ATTACHED_S = 5.0  # between the first rank that is free and the last, unless one waits for what its kernel did not send
+ATTACHED_S = 5.0  # for all ranks to answer a new kernel, once the first has; a rank may still wait for a former call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,21 +55,19 @@ class ClusterConfig:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """As JSON reads it back: ranks of a former kernel are taken over if this is the same."""
-        asked = {name: value for name, value in vars(self).items() if name not in ("given", "persist_s")}
-        return asked | {
+        """The arguments and this environment, as JSON values; those of detached ranks that are taken over are the same."""
+        arguments = {name: value for name, value in vars(self).items() if name not in ("given", "persist_s")}
+        return arguments | {
             "devices": None if self.devices is None else list(self.devices),
-            "notebook": os.environ.get("JPY_SESSION_NAME", ""),  # set by JupyterLab: not those of another notebook
+            "notebook": os.environ.get("JPY_SESSION_NAME", ""),  # set by JupyterLab
             "python": sys.executable,
             "version": __version__,
         }
 
 
 class Assembly:
-    """Attributes:
-    remarks: notes on how the ranks were started.
-    held: `Session.status` of each rank when it was taken over; empty if it was started here.
-    """
+    """Makes ranks of engines. `notes` are on how the ranks were started; `attached_status` is `Session.status` of each rank
+    when it was taken over, empty if it was started here."""
 
     def __init__(
         self,
@@ -81,8 +79,8 @@ class Assembly:
         self._config, self._dispatcher, self._supervisor = config, dispatcher, supervisor
         self._membership, self._monitor, self._on_progress = dispatcher.membership, supervisor.monitor, report
         self._began_s = 0.0
-        self.remarks: tuple[str, ...] = ()
-        self.held: tuple[Mapping[str, Any], ...] = ()
+        self.notes: tuple[str, ...] = ()
+        self.attached_status: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def attached(self) -> bool:
@@ -135,28 +133,26 @@ class Assembly:
     # -- from engines to ranks --------------------------------------------------------------------------------------
 
     def _assemble(self, n: int, devices: Sequence[str] | None) -> None:
-        """Exactly `n` healthy ranks, joined anew."""
+        """Joins exactly `n` healthy ranks anew."""
         if n < 1:
             raise ClusterError(f"{n} ranks: one is the least")
         self._engines.unpersist()
-        self.held = ()
-        reports = self._introduce(self._enough_engines(n))
-        chosen = rank_order(reports)[:n]
-        placement = place(
-            self._hosts([reports[engine] for engine in chosen]), devices, take_busy=self._config.take_busy
-        )
-        self._membership.replace(
-            [self._member(rank, engine, reports[engine], placement) for rank, engine in enumerate(chosen)], placement
-        )
-        self._join([reports[engine] for engine in chosen])
+        self.attached_status = ()
+        by_engine = self._describe(self._enough_engines(n))
+        chosen = rank_order(by_engine)[:n]
+        reports = [by_engine[engine] for engine in chosen]
+        placement = place(self._hosts(reports), devices, take_busy=self._config.take_busy)
+        members = [self._member(rank, chosen[rank], report, placement) for rank, report in enumerate(reports)]
+        self._membership.replace(members, placement)
+        self._join(reports)
         if not self._engines.owned:
-            self.remarks = exposure_notes(self._engines.client, [r["host"] for r in reports.values()])
+            self.notes = exposure_notes(self._engines.client, [r["host"] for r in by_engine.values()])
         if self._config.persist_s is not None:
             self._engines.persist(
                 asked=self._config.identity,
                 engines=tuple(chosen),
-                pids=tuple(m.pid for m in self._membership.members),
-                placement=placement.to_dict(),
+                pids=tuple(m.pid for m in members),
+                placement=asdict(placement),
                 limit_s=self._config.persist_s,
             )
 
@@ -180,16 +176,16 @@ class Assembly:
     def _reuse(self, n: int) -> list[int]:
         """Engine ids of at most `n` healthy ranks; the others are ended."""
         healthy = self._membership.present
-        refusing = self._dispatcher.dismiss(healthy) if healthy else []
-        reused = [m for m in healthy if m not in refusing][:n]
-        gone = [m for m in self._membership.members if m not in reused]
-        self._membership.expect_end(gone)
+        unresponsive = self._dispatcher.dismiss(healthy) if healthy else []
+        reused = [m for m in healthy if m not in unresponsive][:n]
+        others = [m for m in self._membership.members if m not in reused]
+        self._membership.expect_end(others)
         self._membership.replace([])
-        self._engines.end([m.pid for m in gone], term_s=0.7)
+        self._engines.end([m.pid for m in others], term_s=0.7)
         self._monitor.close_channels()
         return [m.engine for m in reused]
 
-    def _introduce(self, engines: Sequence[int]) -> dict[int, Mapping[str, Any]]:
+    def _describe(self, engines: Sequence[int]) -> dict[int, Mapping[str, Any]]:
         """What each engine reports of itself, by engine id."""
         client = self._engines.client
         self._membership.replace(
@@ -224,19 +220,17 @@ class Assembly:
         if address != "127.0.0.1":
             self._dispatcher.call("reach", address=address, port=port, timeout_s=10)
         headers = self._monitor.open_channels(self._engines.client, range(n))
-        common = {"module": module, "world_size": n, "host": address, "port": port, "timeout_s": timeout_s}
-        common["reduction"] = self._config.reduction
-        each = {
-            seat.rank: {**asdict(seat), **common, "beats": headers[seat.rank]}
-            for seat in self._membership.placement.seats
-        }
+        common = {"module": module, "world_size": n, "host": address, "port": port, "timeout_s": timeout_s,
+                  "reduction": self._config.reduction}  # fmt: skip
+        seats = self._membership.placement.seats
+        each = {seat.rank: {**asdict(seat), **common, "beats": headers[seat.rank]} for seat in seats}
         self._dispatcher.send("join", each).results(timeout_s + 10)
         self._report("ready", n, n)
 
     # -- ranks that a former kernel left ----------------------------------------------------------------------------
 
     def _attach(self, limit_s: float) -> bool:
-        """Takes over detached ranks. False if there are none, or they do not answer: they are ended then."""
+        """Takes over detached ranks, and ends those that do not answer. Returns whether it has taken over any."""
         while (found := claim(self._config.identity, limit_s)) is not None:
             record, guardian = found
             self._membership.token = record.token
@@ -254,15 +248,15 @@ class Assembly:
                     engines.detach()  # an interrupt is no reason to lose what they hold
                     raise
                 engines.close()
-                self.remarks = (f"ranks that a former kernel left were ended, and new ones started: {e.sentence}",)
+                self.notes = (f"ranks that a former kernel left were ended, and new ones started: {e.sentence}",)
         if others := [cluster.id for cluster in detached_clusters() if cluster.free]:
-            self.remarks += (
+            self.notes += (
                 f"other ranks wait for a kernel ({', '.join(others)}); list or end them with `fsdp-lab ranks`",
             )
         return False
 
     def _adopt_ranks(self, record: DetachedCluster) -> None:
-        """The ranks report to this client from now on. What they are busy with ends first."""
+        """Makes the ranks report to this client. What they work on ends first."""
         placement = Placement.from_dict(record.placement)
         members = [
             self._member(rank, engine, {"pid": pid, "host": socket.gethostname()}, placement)
@@ -275,17 +269,15 @@ class Assembly:
         deadline = time.monotonic() + self._config.timeout_s
         while not call.wait(0.05) and len(call.pending) == len(members) and time.monotonic() < deadline:
             continue
-        self.held = tuple(call.results(ATTACHED_S))
-        for member, status in zip(members, self.held, strict=True):
+        self.attached_status = tuple(call.results(ATTACHED_S))
+        for member, status in zip(members, self.attached_status, strict=True):
             member.step = status["step"]
         self._report("ready", len(members), len(members))
 
 
 def rank_order(reports: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """Engine ids in rank order: ranks of one machine are neighbors, machines in the order of their first engine.
-
-    So the shard groups of hybrid sharding stay inside one machine.
-    """
+    """Engine ids in rank order: ranks of one machine are neighbors, so that the shard groups of hybrid sharding stay inside
+    one machine; machines are in the order of their first engine."""
     first: dict[str, int] = {}
     for engine in sorted(reports):
         first.setdefault(reports[engine]["host"], engine)
@@ -295,8 +287,8 @@ def rank_order(reports: Mapping[int, Mapping[str, Any]]) -> list[int]:
 def store_address(reports: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     """(address, toward) for rank 0's store, from the reports of the ranks, in rank order.
 
-    Loopback if all ranks are on one machine, so nothing listens on the network. Else rank 0 chooses the address ("") of its
-    route toward the first rank on another machine.
+    The address is loopback if all ranks are on one machine, so nothing listens on the network. Otherwise it is "": rank 0
+    chooses the address of its route toward the first rank on another machine.
     """
     elsewhere = [r for r in reports if r["host"] != reports[0]["host"]]
     return ("127.0.0.1", "") if not elsewhere else ("", str(elsewhere[0]["address"]))

@@ -1,9 +1,9 @@
-"""`Dispatcher`: sends calls and signals to the ranks' engines. `Call`: one call on many ranks, waited for with a time limit,
-and over for all ranks as soon as it has failed on one.
+"""`Dispatcher`: sends calls and signals to the ranks' engines. `Call`: one call on many ranks, which fails as soon as it has
+failed on one of them.
 
-A collective joins its ranks: when one dies or raises, the others wait in it until its timeout. So a failure frees them, in
-steps: an interrupt (SIGINT, which the rank's wire turns into an abort), a second one with a ping beside it, and then, for
-engines that are ours, the end of the process. The caller gets one exception, of the rank that failed first.
+When a rank dies or raises, the others wait for it in a collective until its timeout. So a failed call frees them, in
+steps: an interrupt (SIGINT, which the wire turns into an abort), a second interrupt with a ping, and then, for engines
+that are ours, the end of the process. The caller gets one exception, of the rank that failed first.
 
 If a rank hangs (supervisor.py), the grace period has already elapsed: it is interrupted once with all others, then ended.
 """
@@ -27,16 +27,14 @@ from fsdp_lab.cluster.membership import Member, Membership
 from fsdp_lab.core.errors import ArgumentError, SpecError
 from fsdp_lab.core.process import alive
 
-LOST_S = 0.4  # survivors of a lost rank settle by themselves; the error does not wait for all of that
-HUNG_S = 0.3  # for a rank that hangs to answer an interrupt after all
+LOST_S = 0.4  # the error of a lost rank waits this long for the other ranks, which settle by themselves
+HUNG_S = 0.3  # for a rank that hangs to answer an interrupt
 GRACE_S = 0.3  # ranks that fail by themselves, with the same error, need no interrupt
-RUNG_S = 2.5  # between one step of the ladder and the next
-DEATH_NOTICE_S = 2.0  # its neighbors' sockets notice a lost peer before the kernel does
+ESCALATION_S = 2.5  # after an interrupt, until the second one; and after that one, until the process is ended
+DEATH_NOTICE_S = 2.0  # other ranks' sockets notice a lost rank before the kernel does
 SIGNAL_S = 1.0  # for the acknowledgement of a signal
 SECOND_INTERRUPT_S = 1.2  # more than `_INSIST_S` of rank/abort.py, within which two interrupts are one
-# For a rank to close its session. A rank that still waits for a lost peer takes longer; a new engine, beside the one that is
-# started anyway, takes less.
-INTERRUPTED_CALL_S = 3.0
+INTERRUPTED_CALL_S = 3.0  # for a rank to close its session; replacing its engine instead takes no longer
 CLIENT_HISTORY = 200  # message ids that the client keeps; without a limit it keeps all
 NO_ARGUMENTS: Mapping[str, Any] = {}
 
@@ -44,10 +42,8 @@ OnData = Callable[[Mapping[str, Any]], None]
 
 
 class Sink(dict[str, Any]):
-    """Replaces ipyparallel's `metadata[msg_id]["data"]`, which keeps only the last value per key.
-
-    `update` is called on the client's IO thread for every published message.
-    """
+    """Replaces ipyparallel's `metadata[msg_id]["data"]`, which keeps only the last value per key. The client calls `update`
+    on its IO thread for every published message."""
 
     def __init__(self, take: Callable[[Mapping[str, Any]], None]) -> None:
         super().__init__()
@@ -89,7 +85,7 @@ class Call:
     # -- from other threads ---------------------------------------------------------------------------------------
 
     def finish(self, rank: int, outcome: Outcome) -> None:
-        """The first outcome of a rank counts, except that one which we ended is stuck, even if its death came first."""
+        """The first outcome of a rank counts, except that a rank which we ended is stuck, even if its death came first."""
         with self._changed:
             if outcome.stuck is not None:
                 self._outcomes[rank] = outcome
@@ -97,14 +93,14 @@ class Call:
             self._changed.notify_all()
 
     def lose(self, rank: int, lost: RankLost) -> None:
-        """A rank is gone; its error of a moment before, such as a closed socket, is not the cause."""
+        """A rank is gone, which replaces an error that it has just reported, such as a closed socket."""
         with self._changed:
             if rank in self._ranks and (rank not in self._outcomes or self._outcomes[rank].error):
                 self._outcomes[rank] = Outcome(lost=lost)
             self._changed.notify_all()
 
     def hang(self, hung: RankHung) -> None:
-        """The ranks wait for one that does not come, so the call is over."""
+        """The ranks wait for one that does not join their collective, so the call is over."""
         with self._changed:
             if len(self._outcomes) < len(self._ranks):
                 self._hung = self._hung or hung
@@ -123,14 +119,14 @@ class Call:
             return self._hung is not None or any(o.failed for o in self._outcomes.values())
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether every rank is done, or one has failed, within `timeout_s`. Ctrl-C gets through."""
+        """Whether every rank is done, or one has failed, within `timeout_s`. Can be interrupted by Ctrl-C."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while len(self._outcomes) < len(self._ranks) and not self.failed:
-                left = 0.5 if deadline is None else min(0.5, deadline - time.monotonic())
-                if left <= 0:
+                left_s = 0.5 if deadline is None else min(0.5, deadline - time.monotonic())
+                if left_s <= 0:
                     return False
-                self._changed.wait(left)
+                self._changed.wait(left_s)
         return True
 
     def wait_all(self, timeout_s: float) -> bool:
@@ -168,39 +164,39 @@ class Call:
             outcomes = dict(self._outcomes)
         gone = any(o.error and o.error["kind"] == "EngineError" for o in outcomes.values())  # ipyparallel's name for it
         if gone or (any(o.error for o in outcomes.values()) and self._dispatcher.may_be_dying(self._ranks)):
-            self._await_death_notice()
             with self._changed:
+                self._changed.wait_for(self._lost, DEATH_NOTICE_S)
                 outcomes = dict(self._outcomes)
         problem = verdict(self.what, outcomes)
         if problem is not None:
             raise problem
         return [outcomes[rank].value for rank in self._ranks]
 
-    # -- the ladder -----------------------------------------------------------------------------------------------
+    # -- freeing ranks --------------------------------------------------------------------------------------------
 
     def _free(self) -> None:
-        """Ends the call on the ranks that are still in it."""
+        """Ends the call on the ranks that are still in it, unless a rank is lost: then they settle by themselves."""
         self.interrupt()
         if self.wait_all(LOST_S) or self._lost():
             return
-        if self.wait_all(RUNG_S - LOST_S) or self._lost():
+        if self.wait_all(ESCALATION_S - LOST_S) or self._lost():
             return
         self.interrupt()
         for rank in self.pending:
             self._dispatcher.ping(rank, lambda rank=rank: self._answered.add(rank))  # type: ignore[misc]
-        if self.wait_all(RUNG_S):
+        if self.wait_all(ESCALATION_S):
             return
         for rank in self.pending:
             if rank in self._answered:  # the interrupt fell between the work and the reply: only the reply is lost
                 self.finish(rank, Outcome(interrupted=True))
                 continue
             ended = self._dispatcher.end_rank(rank, "did not answer an interrupt and was ended")
-            outcome = "its process was ended" if ended else "it is not ours to end, and is left as it is"
-            stuck = RankStuck(rank=rank, what=self.what, after_s=2 * RUNG_S, outcome=outcome)
+            outcome = "its process was ended" if ended else "it is not ours to end, and keeps running"
+            stuck = RankStuck(rank=rank, what=self.what, after_s=2 * ESCALATION_S, outcome=outcome)
             self.finish(rank, Outcome(stuck=stuck))
 
     def _free_from(self, hung: RankHung) -> None:
-        """The error does not wait for the others, which settle by themselves once the one that hangs is gone."""
+        """Ends the ranks that hang. The others settle by themselves then, and the error does not wait for them."""
         self.interrupt()
         self.wait_all(HUNG_S)
         ended = [rank for rank in set(self.pending) & set(hung.absent)
@@ -213,13 +209,9 @@ class Call:
         with self._changed:
             return any(o.lost for o in self._outcomes.values())
 
-    def _await_death_notice(self) -> None:
-        with self._changed:
-            self._changed.wait_for(self._lost, DEATH_NOTICE_S)
-
 
 def verdict(what: str, outcomes: Mapping[int, Outcome]) -> Exception | None:
-    """One exception for what happened on all ranks, or None: the first cause, not what followed from it."""
+    """One exception for what happened on all ranks, or None: that of the first cause."""
     lost = [o.lost for o in outcomes.values() if o.lost]
     if lost:
         return min(lost, key=lambda e: e.unix_s)
@@ -266,15 +258,12 @@ def failure(e: BaseException) -> Outcome:
 
 
 class Dispatcher:
-    """Holds the calls in progress, and sends the signals with which a failed `Call` frees the ranks that still wait in it.
-
-    `_sending` is held while a call is sent, so that two calls cannot arrive in different orders on two ranks, and because a
-    client's message ids are not made atomically.
-    """
+    """Holds the calls in progress, and sends the signals with which a failed `Call` frees the ranks that wait in it."""
 
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
         self._calls: list[Call] = []
+        # held while a call is sent: all ranks get calls in the same order, and clients do not make message ids atomically
         self._sending = threading.Lock()
         self._turn = 0  # number of the last call; guarded by _sending
 
@@ -293,7 +282,7 @@ class Dispatcher:
         return self.submit(what, arguments).results(timeout_s)
 
     def send(self, what: str, each: Mapping[int, Mapping[str, Any]], take: OnData | None = None) -> Call:
-        """One message per rank, with its arguments: a message to many engines is over only when all have replied."""
+        """One message per rank, with its arguments: ipyparallel's message to many engines ends only with the last reply."""
         engines = self.membership.engines
         assert engines is not None
         client, call = engines.client, Call(what, list(each), self)
@@ -323,7 +312,7 @@ class Dispatcher:
         return call
 
     def continue_from_former(self) -> None:
-        """Numbers calls so that none is taken for one of a former kernel."""
+        """Continues with numbers that no call of a former kernel had."""
         with self._sending:
             self._turn = time.time_ns()
 
@@ -354,7 +343,7 @@ class Dispatcher:
             return [c for c in self._calls if c.pending]
 
     def lose(self, member: Member) -> None:
-        """Ends all calls on a lost rank, also those that have its error already, which its death explains."""
+        """Ends all calls on a lost rank, also those that it has already answered with an error: its death explains it."""
         assert member.lost is not None
         with self.membership.lock:
             calls = list(self._calls)
@@ -368,12 +357,12 @@ class Dispatcher:
                 call.finish(rank, Outcome(interrupted=True))
 
     def dismiss(self, members: Sequence[Member]) -> list[Member]:
-        """Interrupts these ranks if they work, and closes their sessions; returns those that did not do so in time."""
+        """Interrupts these ranks if they work, and closes their sessions. Returns those that did not close in time."""
         closed = self._interrupt_and_call("leave", members).values
         return [m for m in members if m.rank not in closed]
 
     def settle(self) -> dict[int, Any]:
-        """After a failure: waits until no rank works any more, and returns `Session.status` of those that are left."""
+        """See `Cluster.settle`."""
         call = self._interrupt_and_call("status", self.membership.present)
         for rank in call.pending:
             self.end_rank(rank, "did not leave a step that had failed, and was ended")
@@ -394,9 +383,8 @@ class Dispatcher:
     # -- signals ----------------------------------------------------------------------------------------------------
 
     def signal(self, ranks: Collection[int]) -> None:
-        """SIGINT: to the process itself on this machine, elsewhere by the engine's nanny, which serves busy engines too.
-
-        Returns when all are delivered, or after a second. The kernel's own interrupt does not reach engines.
+        """SIGINT: to the process itself on this machine, elsewhere by the engine's nanny, which answers while the engine is
+        busy. Returns when all are delivered, or after a second. The kernel's own interrupt does not reach engines.
         """
         if self.membership.engines is None:
             return

@@ -3,9 +3,7 @@
 The parts: `Membership` (which engine is which rank), `Assembly` (start, join, replace), `Dispatcher` (calls and
 signals), `Supervisor` (deaths and hangs).
 
-Threads
--------
-Four kinds of thread meet here and in the floors above; each datum belongs to one of them, or has a lock.
+Note: threads. There are four kinds here and in the packages above; each datum belongs to one of them, or has a lock.
 
 - The *kernel's main thread*, or a subshell, runs cells and widget callbacks. It calls `Lab`, and waits only where the user
   requested it. Nothing here needs it: a run continues during a long cell.
@@ -14,7 +12,7 @@ Four kinds of thread meet here and in the floors above; each datum belongs to on
 - The *client's IO thread* of ipyparallel receives replies and step events. It appends to the event store, wakes waiters, and
   returns: what it calls never blocks, never calls ipyparallel, never touches a widget.
 - The *supervisor*, one per cluster, learns of deaths from the client's IO thread and from the *launcher thread* by a queue,
-  ends the calls that wait for the dead, and calls the callbacks given to `on_lost`. It also looks for ranks that hang.
+  ends the calls that wait for a lost rank, and calls the callbacks given to `on_lost`. It also looks for ranks that hang.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class Cluster:
         ranks: how many. None: 2, or all engines of a given cluster.
         devices: one for each rank, or None to choose (see `placement.place`).
         given: the user's own ipyparallel Cluster or Client, a profile, a cluster id, or a connection file. Its engines are
-            used as they are and never ended.
+            never ended.
         reduction: the wire's, "auto", "rank_ordered" or "native".
         take_busy: use GPUs that somebody else is using, too.
         rank_module: the module with `Session` and `host_store`, imported on the ranks; None: `fsdp_lab.rank`.
@@ -92,14 +90,11 @@ class Cluster:
         self._assembly = Assembly(self._config, self._dispatcher, self._supervisor, report or (lambda progress: None))
         self._changing = threading.Lock()  # one start, resize or close at a time
 
-    # -- life -------------------------------------------------------------------------------------------------------
+    # -- start and end ----------------------------------------------------------------------------------------------
 
     def start(self) -> Cluster:
-        """Starts or takes the engines and joins them; about 3 s, and the time of torch's import.
-
-        Raises:
-            StartError, SpecError (devices), RankError: one sentence each; everything that was started is ended again.
-        """
+        """Starts or takes the engines and joins them; about 3 s, and the time of torch's import. Raises StartError,
+        SpecError (devices) or RankError; everything that was started is ended again."""
         with self._changing:
             if self._membership.state is not ClusterState.NEW:
                 raise ClusterError("this cluster was started before; make another one")
@@ -108,12 +103,8 @@ class Cluster:
         return self
 
     def resize(self, ranks: int, devices: Sequence[str] | None = None) -> None:
-        """Exactly `ranks` healthy ranks, joined anew: engines are reused, added or ended as needed.
-
-        Lost ranks are replaced, too. What the ranks had trained is lost.
-
-        Raises: as `start`; the cluster is closed then.
-        """
+        """Joins exactly `ranks` healthy ranks anew: engines are reused, added or ended, and lost ranks replaced, as needed.
+        What the ranks had trained is lost. Raises as `start`; the cluster is closed then."""
         with self._changing:
             self._membership.require_engines()
             self._assemble(lambda: self._assembly.resize(ranks, devices))
@@ -166,21 +157,17 @@ class Cluster:
             self._release_local()
 
     def _release_local(self) -> None:
-        """Ends what this process has of the ranks, whether they end or not."""
         self._supervisor.stop()
         self._dispatcher.abandon()
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def submit(self, what: str, *, take: OnData | None = None, **arguments: Any) -> Call:
-        """Sends one call to all ranks and returns at once.
+        """Sends one call to all ranks and returns at once. Raises RankLost if a rank is gone.
 
         Args:
             what: an action or a Session method in `remote`.
             take: called on the client's IO thread with what the ranks publish meanwhile; it must return at once.
-
-        Raises:
-            RankLost: a rank is gone, so nothing can be done together.
         """
         self._membership.require_engines()
         return self._dispatcher.submit(what, arguments, take)
@@ -190,15 +177,13 @@ class Cluster:
         return self.submit(what, **arguments).results(timeout_s)
 
     def ask(self, what: str, ranks: Collection[int], **arguments: Any) -> dict[int, Any]:
-        """One call on some ranks, by rank. Raises what `Call.results` does."""
+        """The results of one call on some ranks, by rank. Raises what `Call.results` does."""
         values = self._dispatcher.send(what, dict.fromkeys(ranks, arguments)).results(self._config.timeout_s)
         return dict(zip(ranks, values, strict=True))
 
     def settle(self) -> dict[int, Any]:
-        """After a failure: waits until no rank works any more, and returns `Session.status` of those that are left.
-
-        A rank that does not leave its work is ended if it is ours; that takes some seconds.
-        """
+        """Waits after a failure until no rank works any more, and ends a rank that continues, if it is ours; that takes
+        some seconds. Returns `Session.status` of the ranks that are left."""
         return self._dispatcher.settle()
 
     def interrupt(self) -> None:
@@ -235,20 +220,16 @@ class Cluster:
 
     @property
     def placement(self) -> Placement:
-        """Seats, and notes on what the times are worth."""
+        """Seats, and notes on how representative the times are."""
         return self._membership.placement
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return self.placement.notes
+        """Notes on how representative the times are, and on how the ranks were started."""
+        return (*self.placement.notes, *self._assembly.notes)
 
     @property
-    def remarks(self) -> tuple[str, ...]:
-        """Notes on how the ranks were started."""
-        return self._assembly.remarks
-
-    @property
-    def asked(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """The arguments with which another cluster takes these ranks over."""
         return self._config.identity
 
@@ -263,9 +244,9 @@ class Cluster:
         return self._assembly.attached
 
     @property
-    def held(self) -> tuple[Mapping[str, Any], ...]:
+    def attached_status(self) -> tuple[Mapping[str, Any], ...]:
         """`Session.status` of each rank when it was taken over; empty if it was started here."""
-        return self._assembly.held
+        return self._assembly.attached_status
 
     @property
     def owned(self) -> bool:
@@ -294,7 +275,7 @@ class Cluster:
 
     @property
     def processes(self) -> list[int]:
-        """Process ids of all that was started here and still runs: engines, their nannies, the controller."""
+        """Process ids of what was started here and still runs: engines, their nannies, the controller."""
         return [p.pid for p in marked(self.token)] if self.owned else []
 
     @property
@@ -308,11 +289,8 @@ class Cluster:
         return self._membership.require_engines().user_client
 
     def activate(self) -> None:
-        """Makes `%px` and `%%px` run on the ranks, in rank order; does nothing outside IPython.
-
-        Cells run between chunks of steps. Pause the run before a cell that communicates: all ranks must reach it at the
-        same point.
-        """
+        """Makes `%px` and `%%px` run on the ranks, in rank order; does nothing outside IPython. Cells run between chunks of
+        steps. Pause the run before a cell that communicates: all ranks must reach it at the same point."""
         from IPython.core.getipython import get_ipython
 
         if get_ipython() is not None:
@@ -324,7 +302,7 @@ class Cluster:
 
     def waiting(self, after_s: float) -> str:
         """A sentence on the rank that has waited longest for a collective, if longer than `after_s`; "" else."""
-        waits = [(s.heard.waits_s or 0.0, s.rank, s.waits_for) for s in self.status() if s.heard and s.waits_for]
+        waits = ((s.waits_s, s.rank, s.waits_for) for s in self.status())
         waits_s, rank, name = max(waits, default=(0.0, 0, ""))
         return f"rank {rank} has waited {waits_s:.0f} s in {name}" if waits_s > after_s else ""
 

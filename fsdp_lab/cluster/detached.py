@@ -1,9 +1,9 @@
 """`DetachedCluster`: ranks that may outlive their kernel, described by a file in their private folder.
 
-A cluster has one `kept.json` beside its connection files, written when the ranks are ready and removed with the folder.
-Clusters are found by looking through the private folders. The file names the owner (the kernel that uses the ranks) by pid
-and creation time, so a dead kernel has no claim, and the guardian, which ends the ranks when no kernel comes. Changes are
-made under a lock on the folder, so two kernels never take the same ranks.
+The file, `kept.json` beside the cluster's connection files, is written when the ranks are ready and removed with the folder.
+It names two processes, by pid and creation time: the owner, which is the kernel that uses the ranks, and the guardian, which
+ends the ranks if no kernel takes them over. Changes are made under a lock on the folder, so two kernels never take the same
+ranks.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ REMOVAL_S = 2.0  # how long a folder may be in use that is to be removed
 
 @dataclass(frozen=True, kw_only=True)
 class DetachedCluster:
-    """What a new kernel needs to take the ranks over. Field names are the keys of the file."""
+    """What a new kernel needs to take the ranks over. The names of the fields are the keys of the file."""
 
     folder: Path
     token: str
     machine: str
-    asked: Mapping[str, Any]  # the arguments of the cluster; a kernel that gives the same ones takes it over
+    asked: Mapping[str, Any]  # the arguments of the cluster; a kernel that gives the same arguments takes it over
     engines: tuple[int, ...]  # ipyparallel's ids, in rank order
     pids: tuple[int, ...]
-    placement: Mapping[str, Any]  # as `Placement.to_dict` wrote it
+    placement: Mapping[str, Any]  # a `Placement`
     begun_unix_s: float
     limit_s: float  # how long the ranks wait for a kernel
     guardian: Identity
@@ -67,7 +67,7 @@ class DetachedCluster:
 
     @classmethod
     def read(cls, folder: Path) -> DetachedCluster | None:
-        """None if the folder holds no cluster of this machine and user."""
+        """Reads the file of a folder; None if it holds no cluster of this machine and user."""
         file = folder / FILE
         if not is_private(file):
             return None
@@ -97,8 +97,7 @@ class DetachedCluster:
 
     def remove(self) -> bool:
         """Removes the file, so no kernel finds the ranks any more; False if they have another guardian by now."""
-        with contextlib.suppress(FileNotFoundError), _locked(self.folder):
-            now = DetachedCluster.read(self.folder)
+        with contextlib.suppress(FileNotFoundError), _locked(self.folder) as now:
             if now is not None and now.guardian == self.guardian:
                 (self.folder / FILE).unlink()
                 return True
@@ -128,8 +127,7 @@ class DetachedCluster:
 
     def _change(self, allowed: Callable[[DetachedCluster], bool], **fields: Any) -> DetachedCluster | None:
         """Writes other values for some fields; None if that is no longer allowed, or the file is gone."""
-        with contextlib.suppress(FileNotFoundError), _locked(self.folder):
-            now = DetachedCluster.read(self.folder)
+        with contextlib.suppress(FileNotFoundError), _locked(self.folder) as now:
             if now is not None and allowed(now):
                 changed = dataclasses.replace(now, **fields)
                 changed.write()
@@ -153,18 +151,19 @@ def persist_limit_s(persist: bool | float, given: Any = None) -> float | None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time; the system releases the lock of one that dies. Raises FileNotFoundError: no such folder."""
+def _locked(folder: Path) -> Iterator[DetachedCluster | None]:
+    """Locks the folder, and reads its cluster. The system releases the lock of a process that dies. Raises
+    FileNotFoundError without a folder."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
+        yield DetachedCluster.read(folder)
     finally:
         os.close(fd)
 
 
 def detached_clusters() -> list[DetachedCluster]:
-    """This user's clusters on this machine that may outlive their kernel, newest first. Removes what dead ones left."""
+    """This user's clusters on this machine that may outlive their kernel, newest first. Cleans up after dead ones."""
     found = [cluster for folder in private_folders() if (cluster := DetachedCluster.read(folder)) is not None]
     dead = [cluster for cluster in found if cluster.free and (cluster.abandoned or not marked(cluster.token))]
     for cluster in dead:
@@ -194,7 +193,7 @@ def private_folders() -> Iterator[Path]:
 
 
 def is_private(path: Path) -> bool:
-    """Whether the path exists, belongs to this user, is no link, and nobody else can read or write it."""
+    """Whether the path exists, belongs to this user, is no link, and is closed to all others."""
     try:
         found = os.lstat(path)
     except OSError:

@@ -1,5 +1,5 @@
-"""`Engines`: where engines come from, and how ipyparallel's launchers are run. `ExternalEngines`: those that the user
-started with any launcher (MPI, Slurm, SSH). Engines started here or by a former kernel are in local_engines.py.
+"""`Engines`: the interface to engines, wherever they come from. `ExternalEngines`: those that the user started with any
+launcher (MPI, Slurm, SSH). Engines started here or by a former kernel are in local_engines.py.
 
 All provide engine ids and a connected `ipyparallel.Client`; which engine is which rank is decided in assembly.py. Only
 `fsdp_lab.cluster` uses undocumented parts of ipyparallel 9, each with a comment that gives the reason.
@@ -7,29 +7,19 @@ All provide engine ids and a connected `ipyparallel.Client`; which engine is whi
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
 import os
 import socket
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import ipyparallel as ipp
-import psutil
 from IPython.paths import get_ipython_dir
-from traitlets.config import Config
 
 from fsdp_lab.cluster.errors import ClusterError, StartError
-from fsdp_lab.cluster.guardian import package_path
-from fsdp_lab.cluster.placement import usable_cores
-from fsdp_lab.core.process import HOST_MEMORY, MARK
-
-OnEnd = Callable[[int, int | None], None]  # (pid, exit code if known); called on the launcher thread
 
 
 class Engines(ABC):
@@ -85,130 +75,11 @@ class Engines(ABC):
         """Ends what we started, in about 5 s at most. Idempotent."""
 
 
-# -- ipyparallel's launchers -----------------------------------------------------------------------------------------
-
-
-T = TypeVar("T")
-
-# The hub counts an engine as registered after two heartbeats, so a short period gives a short start. An engine's heart is a
-# native thread that beats while Python computes; 50 misses (10 s) mean a machine that is suspended, or a stopped process.
-# The exit of a process is noticed by its nanny at once, not by its heart. Threads instead of six scheduler processes save
-# about 300 MB. The hub would log a warning for every step event that it relays. The listening addresses are explicit,
-# because a file in /etc/ipython may set others.
-CONTROLLER_ARGS = (
-    *(f"--IPController.{whom}_ip=127.0.0.1" for whom in ("client", "engine", "monitor")),
-    "--HeartMonitor.period=200",
-    "--HeartMonitor.max_heartmonitor_misses=50",
-    "--IPController.use_threads=True",
-    "--log-level=ERROR",
-)
-LOG_LINES = 12
-
-
-class LauncherLoop:
-    """An asyncio loop on a separate thread, where ipyparallel's launchers run.
-
-    Their own `_sync` methods would run in the caller's loop or in a temporary one, with no time limit.
-    """
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._main, name="fsdp_lab-launcher", daemon=True)
-        self._thread.start()
-
-    def _main(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-
-    def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Raises TimeoutError after `timeout_s`; the work is cancelled then."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(timeout_s)
-        except BaseException:
-            future.cancel()
-            raise
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(2)
-        if not self._thread.is_alive():
-            self._loop.close()
-
-
-def cluster_options() -> dict[str, Any]:
-    """For every `ipyparallel.Cluster` of ours: nothing is read from or written to the user's profile."""
-    config = Config()
-    config.EngineLauncher.engine_args = ["--log-level=WARN"]  # else an engine logs every request: megabytes a day
-    log = logging.getLogger("fsdp_lab.cluster.ipyparallel")  # without one ipyparallel writes to the notebook
-    if not log.handlers:
-        log.addHandler(logging.NullHandler())
-    log.propagate = False
-    return {
-        "config": config,
-        "load_profile": False,
-        "delay": 0,  # engines are started when the controller's files exist, so there is nothing to wait for
-        "shutdown_atexit": False,
-        "log": log,
-    }
-
-
-def engine_environment(token: str, ranks: int, extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of every process of a cluster. Variables that the user has set win."""
-    threads = str(max(1, usable_cores() // max(1, ranks)))
-    defaults = {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        **HOST_MEMORY,
-        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback()),
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # torch numbers GPUs as NVML does, on which placement relies
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
-    }
-    return {
-        **{name: value for name, value in defaults.items() if name not in os.environ},
-        "PYTHONPATH": package_path(),
-        MARK: token,
-        **extra,
-    }
-
-
-def loopback() -> str:
-    """The name of the interface that no other machine reaches; torch's ranks would choose another one."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(a.family == socket.AF_INET and a.address == "127.0.0.1" for a in addresses):
-            return str(name)
-    return "lo"
-
-
-def start_error(what: str, error: Exception, log: str, timeout_s: float) -> StartError:
-    """One sentence for any exception of a start."""
-    if isinstance(error, StartError):
-        return error
-    if isinstance(error, TimeoutError):
-        why = f"nothing was heard of it for {timeout_s:.0f} s"
-    elif isinstance(error, PermissionError):
-        why = f"{error.filename or 'a file'} may not be written or run"
-    else:
-        why = " ".join(str(error).split())[:300] or type(error).__name__
-    if "Address already in use" in log or "Address already in use" in why:
-        why = "a port that it wanted is in use; try again, other ports are taken"
-    return StartError(f"{what}: {why}", log)
-
-
-def last_lines(text: str) -> str:
-    return "\n".join(text.strip().splitlines()[-LOG_LINES:])
-
-
 # -- engines of the user ---------------------------------------------------------------------------------------------
 
 
 class ExternalEngines(Engines):
-    """They are used as they are and never ended.
-
-    Args:
-        source: a running ipyparallel Cluster, a Client, or a string: a profile, a cluster id, a connection file.
-    """
+    """The engines of a running ipyparallel cluster, which are never ended. `source`: see `connect`."""
 
     def __init__(self, source: Any, timeout_s: float = 60) -> None:
         self._own_client = not isinstance(source, ipp.Client)
@@ -233,7 +104,7 @@ class ExternalEngines(Engines):
 
 
 def connect(source: Any, timeout_s: float) -> Any:
-    """An ipyparallel Client for what the user gave."""
+    """An ipyparallel Client for a running Cluster, a Client, or a string: a profile, a cluster id, a connection file."""
     if isinstance(source, ipp.Client):
         return source
     if isinstance(source, ipp.Cluster):
@@ -246,11 +117,7 @@ def connect(source: Any, timeout_s: float) -> Any:
 
 
 def connection_file(name: str) -> Path:
-    """The client's connection file of a profile or a cluster id, or the path of one.
-
-    Raises:
-        OSError: no such cluster runs; the message says where it was looked for.
-    """
+    """The client's connection file of a profile or a cluster id, or the path of one. Raises OSError if there is none."""
     if name.endswith(".json"):
         if Path(name).is_file():
             return Path(name)

@@ -38,7 +38,6 @@ class RankLost(ClusterError):
     """A rank's process is gone.
 
     Attributes:
-        rank, engine, pid, host: which.
         reason: how it ended, as far as known. log: the last lines that its engine wrote, if it is ours.
         doing: the call it worked on, or "nothing". unix_s: when the kernel noticed.
     """
@@ -65,10 +64,10 @@ class RankHung(ClusterError):
     """A collective did not finish within the limit (`hang_s`).
 
     Attributes:
-        rank, ranks: which did not come, or issued another collective than the others; None and () if the link is stalled.
-        collective, unit, group: what the others wait for; whose parameters it moves; its group.
+        ranks: those that did not join it, or issued another collective; () if the link is stalled. rank: the first of them.
+        collective, unit, group: what the others wait for; the unit whose parameters it moves; its group.
         waiting: ranks that wait in it. after_s: for how long. unix_s: when the kernel found out.
-        stack: of the ranks named, as text, if it could be read.
+        stack: of `ranks`, as text, if it could be read.
     """
 
     def __init__(self, hang: Hang) -> None:
@@ -84,8 +83,8 @@ class RankError(ClusterError):
     """A rank raised.
 
     Attributes:
-        rank: which raised first. kind: the name of its exception. reason: its message. trace: its traceback, as text.
-        what: what was called. others: rank -> what the others raised.
+        rank: the first that raised. kind: the name of its exception. reason: its message. trace: its traceback, as text.
+        what: the call. others: what other ranks raised, by rank.
     """
 
     def __init__(

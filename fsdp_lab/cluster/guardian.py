@@ -1,15 +1,15 @@
 """A small process that ends a cluster when its kernel is gone: by exit, restart, crash or SIGKILL.
 
-`python -m fsdp_lab.cluster.guardian TOKEN OWNER_PID FOLDER` holds the reading end of a pipe whose writing end only the
-kernel has. At end of file, or when the owner's process is gone (a forked child of the kernel could keep the pipe open), it
-ends every process that carries TOKEN in its environment and removes FOLDER, the cluster's private files. The line
-"release" on the pipe makes it exit without doing anything.
+`python -m fsdp_lab.cluster.guardian TOKEN OWNER_PID FOLDER` reads a pipe to which only the kernel can write. At end of file,
+or when the owner's process is gone (a forked child of the kernel could keep the pipe open), it ends every process that has
+TOKEN in its environment and removes FOLDER, the cluster's private files. The line "release" on the pipe makes it exit
+without doing anything.
 
-For ranks that may outlive their kernel (detached.py) it waits instead: until another kernel, with another guardian, has
-taken them over, until the time limit is reached, or until a rank has died, since then nothing can be resumed.
+For ranks that may outlive their kernel (detached.py) it first waits until another kernel, with another guardian, has taken
+them over, until the time limit is reached, or until a rank has died, since then nothing can be resumed.
 
-It needs no list of pids: it looks for the token at the end, so it also finds engines that were just being started, and the
-engines' children. Busy engines ignore SIGTERM and are ended by SIGKILL a moment later.
+Looking for the token, it also finds engines that were just being started, and the engines' children. Busy engines ignore
+SIGTERM and are ended by SIGKILL a moment later.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Guardian:
 
 def package_path() -> str:
     """PYTHONPATH, starting with the folder that this package was imported from: it need not be installed."""
-    here = str(Path(__file__).resolve().parents[2])
-    rest = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != here]
-    return os.pathsep.join([here, *rest])
+    root = str(Path(__file__).resolve().parents[2])
+    others = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != root]
+    return os.pathsep.join([root, *others])
 
 
 def watch(owner_pid: int) -> bool:
@@ -88,7 +88,7 @@ def watch(owner_pid: int) -> bool:
 
 
 def handed_over(folder: Path) -> bool:
-    """Waits for another kernel if the ranks may outlive theirs. Returns False if they are to be ended."""
+    """Waits for another kernel if the ranks may outlive theirs. Returns False if they must be ended."""
     cluster = DetachedCluster.read(folder)
     if cluster is None or cluster.guardian.pid != os.getpid():
         return cluster is not None

@@ -1,39 +1,48 @@
-"""Engines on this machine: started by this kernel (`LocalEngines`), or by a former one (`DetachedEngines`)."""
+"""Engines on this machine: started by this kernel (`LocalEngines`), or by a former one (`DetachedEngines`); and how
+ipyparallel's launchers are run."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
+import os
+import socket
+import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import ipyparallel as ipp
+import psutil
+from traitlets.config import Config
 
 from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters, private_folder, remove_private
-from fsdp_lab.cluster.engines import (
-    CONTROLLER_ARGS,
-    Engines,
-    LauncherLoop,
-    OnEnd,
-    cluster_options,
-    last_lines,
-    start_error,
-)
+from fsdp_lab.cluster.engines import Engines
 from fsdp_lab.cluster.errors import ClusterError, StartError
-from fsdp_lab.cluster.guardian import Guardian
-from fsdp_lab.core.process import Identity, end, machine, marked, sweep
+from fsdp_lab.cluster.guardian import Guardian, package_path
+from fsdp_lab.cluster.placement import usable_cores
+from fsdp_lab.core.process import HOST_MEMORY, MARK, Identity, end, machine, marked, sweep
 
 ATTACH_S = 10.0  # for the client to reach running engines
 # The client remembers the signatures of its messages against replays, by default of 65,536.
 SIGNATURES = 2048
+CONTROLLER_ARGS = (
+    # explicit, because a file in /etc/ipython may set other addresses
+    *(f"--IPController.{whom}_ip=127.0.0.1" for whom in ("client", "engine", "monitor")),
+    "--HeartMonitor.period=200",  # short: the hub registers an engine after two heartbeats
+    # 10 s: a native thread sends heartbeats, so only a suspended machine or a stopped process misses so many of them
+    "--HeartMonitor.max_heartmonitor_misses=50",
+    "--IPController.use_threads=True",  # instead of six scheduler processes; saves about 300 MB
+    "--log-level=ERROR",  # otherwise the hub logs a warning for every step event that it relays
+)
+OnEnd = Callable[[int, int | None], None]  # (pid, exit code if known); called on the launcher thread
+T = TypeVar("T")
 
 
 class LocalEngines(Engines):
-    """A private controller and engines on this machine: on loopback, with a private folder, ended with us.
-
-    Raises:
-        StartError: from the constructor and from `add`, with the last lines of the log; nothing is left behind.
-    """
+    """A private controller and engines on this machine: on loopback, with a private folder, ended with this kernel. The
+    constructor and `add` raise StartError, with the last lines of the log, and leave nothing behind."""
 
     owned = True
     _guardian: Guardian | None
@@ -82,7 +91,7 @@ class LocalEngines(Engines):
         if not (client.session.key or client.curve_serverkey):
             client.close(linger=0)
             raise StartError(
-                "a configuration of ipyparallel on this machine takes the key from its messages: remove it"
+                "a configuration of ipyparallel on this machine disables the signing of messages: remove it"
             )
         return client
 
@@ -100,19 +109,17 @@ class LocalEngines(Engines):
             started = self._loop.run(self._start(n), timeout_s)
         except Exception as e:
             raise start_error("the engines did not start", e, "", timeout_s) from None
-        deadline, seen = time.monotonic() + timeout_s, -1
+        deadline, reported = time.monotonic() + timeout_s, -1
         while True:
             new = sorted(set(self.client.ids) - before)
-            if len(new) != seen:
-                seen = len(new)
-                ready(seen)
+            if len(new) != reported:
+                reported = len(new)
+                ready(reported)
             if len(new) >= n:
                 return new
-            gone = [pid for pid in started if pid in self._exit_codes]
-            if gone:
-                raise StartError(
-                    f"an engine ended while it was starting (exit code {self._exit_codes[gone[0]]})", self.log(gone[0])
-                )
+            if ended := [pid for pid in started if pid in self._exit_codes]:
+                code, log = self._exit_codes[ended[0]], self.log(ended[0])
+                raise StartError(f"an engine ended while it was starting (exit code {code})", log)
             if time.monotonic() > deadline:
                 raise StartError(
                     f"{n - len(new)} of {n} engines were not ready after {timeout_s:.0f} s; a busy machine is slow",
@@ -134,7 +141,7 @@ class LocalEngines(Engines):
         launcher.on_stop(self._process_ended)
 
     def _process_ended(self, data: Mapping[str, Any]) -> None:
-        """On the launcher thread, for an engine or the controller."""
+        """Called on the launcher thread, for an engine or the controller."""
         pid, code = int(data["pid"]), data.get("exit_code")
         self._exit_codes[pid] = code if code is None else int(code)
         self._on_end(pid, self._exit_codes[pid])
@@ -186,7 +193,7 @@ class LocalEngines(Engines):
                     client.close(linger=0)
 
     def _stop_loop(self) -> None:
-        """Waits until ipyparallel's own waiting threads have reported to the loop, which they do at once."""
+        """Stops the loop when ipyparallel's waiting threads have reported to it, which they do at once."""
         launchers = [x for x in [*self._launchers.values(), self._controller] if x is not None]
         deadline = time.monotonic() + 1
         while (running := any(x.state == "running" for x in launchers)) and time.monotonic() < deadline:
@@ -194,7 +201,7 @@ class LocalEngines(Engines):
         if not running:
             self._loop.stop()
 
-    # -- beyond the kernel --------------------------------------------------------------------------------------------
+    # -- persistence --------------------------------------------------------------------------------------------------
 
     def persist(self, **fields: Any) -> None:
         assert self._guardian is not None
@@ -220,7 +227,7 @@ class LocalEngines(Engines):
             self._record = None
 
     def detach(self) -> None:
-        """The other kernel may have taken them over before this returns."""
+        """See `Engines.detach`. Another kernel may have taken the engines over before this returns."""
         if self._record is None or self._guardian is None:
             raise ClusterError("these ranks are not persistent; give Lab(persist=True)")
         self._closed = True
@@ -272,3 +279,99 @@ def claim(asked: Mapping[str, Any], limit_s: float) -> tuple[DetachedCluster, Gu
                 return claimed, guardian
             guardian.release()
     return None
+
+
+# -- ipyparallel's launchers -----------------------------------------------------------------------------------------
+
+
+class LauncherLoop:
+    """An asyncio loop on a separate thread, where ipyparallel's launchers run. Their own `_sync` methods would run in the
+    caller's loop or in a temporary one, with no time limit."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._main, name="fsdp_lab-launcher", daemon=True)
+        self._thread.start()
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Raises TimeoutError after `timeout_s`; the work is cancelled then."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(2)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+def cluster_options() -> dict[str, Any]:
+    """Options of every `ipyparallel.Cluster` of ours: nothing is read from or written to the user's profile."""
+    config = Config()
+    config.EngineLauncher.engine_args = ["--log-level=WARN"]  # else an engine logs every request: megabytes a day
+    log = logging.getLogger("fsdp_lab.cluster.ipyparallel")  # without one ipyparallel writes to the notebook
+    if not log.handlers:
+        log.addHandler(logging.NullHandler())
+    log.propagate = False
+    return {
+        "config": config,
+        "load_profile": False,
+        "delay": 0,  # engines are started when the controller's files exist, so there is nothing to wait for
+        "shutdown_atexit": False,
+        "log": log,
+    }
+
+
+def engine_environment(token: str, ranks: int, extra: Mapping[str, str]) -> dict[str, str]:
+    """The environment of every process of a cluster. Variables that the user has set take precedence."""
+    threads = str(max(1, usable_cores() // max(1, ranks)))
+    defaults = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        **HOST_MEMORY,
+        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback()),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # torch numbers GPUs as NVML does, on which placement relies
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {
+        **{name: value for name, value in defaults.items() if name not in os.environ},
+        "PYTHONPATH": package_path(),
+        MARK: token,
+        **extra,
+    }
+
+
+def loopback() -> str:
+    """The name of the loopback interface; torch's ranks would choose one that other machines reach."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.family == socket.AF_INET and a.address == "127.0.0.1" for a in addresses):
+            return str(name)
+    return "lo"
+
+
+def start_error(what: str, error: Exception, log: str, timeout_s: float) -> StartError:
+    """One sentence for any exception of a start."""
+    if isinstance(error, StartError):
+        return error
+    if isinstance(error, TimeoutError):
+        why = f"no answer for {timeout_s:.0f} s"
+    elif isinstance(error, PermissionError):
+        why = f"{error.filename or 'a file'} may not be written or run"
+    else:
+        why = " ".join(str(error).split())[:300] or type(error).__name__
+    if "Address already in use" in log or "Address already in use" in why:
+        why = "a port that it needs is in use; try again, which chooses other ports"
+    return StartError(f"{what}: {why}", log)
+
+
+def last_lines(text: str) -> str:
+    return "\n".join(text.strip().splitlines()[-12:])

@@ -18,7 +18,7 @@ from fsdp_lab.core.hang import Heartbeat
 
 
 class ClusterState(enum.Enum):
-    """The life of a cluster; it begins NEW."""
+    """The state of a cluster, at first NEW."""
 
     NEW = "new"
     ASSEMBLING = "assembling"  # engines are started and joined, by `start` or `resize`
@@ -45,11 +45,6 @@ class ReceivedHeartbeat:
     def age_s(self) -> float:
         return time.monotonic() - self.at_s
 
-    @property
-    def waits_s(self) -> float | None:
-        """How long the rank has waited for a collective by now; None if it does not wait."""
-        return None if self.beat.pending is None else self.beat.pending_s + self.age_s
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
@@ -66,13 +61,19 @@ class RankStatus:
     step: int | None  # steps done in its run, as it reported; None before the first
     rss_bytes: int | None  # None if the process is gone, or on another machine
     reason: str = ""  # why it is gone
-    heard: ReceivedHeartbeat | None = None  # its last heartbeat, which it sends also while it is blocked
+    heartbeat: ReceivedHeartbeat | None = None  # its last one; a rank sends them also while it is blocked
 
     @property
     def waits_for(self) -> str:
         """The collective that it waits for, as in "all_gather 17 of transformer.h.3"; "" if none."""
-        pending = self.heard.beat.pending if self.heard is not None and self.state != "idle" else None
+        pending = self.heartbeat.beat.pending if self.heartbeat is not None and self.state != "idle" else None
         return pending.name if pending is not None else ""
+
+    @property
+    def waits_s(self) -> float:
+        """How long it has waited for that collective by now; 0.0 if it does not wait."""
+        last = self.heartbeat
+        return last.beat.pending_s + last.age_s if last is not None and self.waits_for else 0.0
 
 
 @dataclass(kw_only=True)
@@ -95,27 +96,26 @@ class Member:
     def set_doing(self, doing: str) -> None:
         self.doing, self.since_unix_s = doing, time.time()
 
-    def status(self, heard: ReceivedHeartbeat | None, *, closed: bool) -> RankStatus:
+    def status(self, heartbeat: ReceivedHeartbeat | None, *, closed: bool) -> RankStatus:
         rss_bytes, alive = None, self.lost is None and not closed
         if alive and self.process is not None:
             try:
                 rss_bytes = self.process.memory_info().rss
             except psutil.Error:
                 alive = False  # the supervisor will report the reason in a moment
-        same = {name: getattr(self, name) for name in
-                ("rank", "engine", "pid", "host", "device", "since_unix_s", "step")}  # fmt: skip
+        fields = ("rank", "engine", "pid", "host", "device", "since_unix_s", "step")
         return RankStatus(
-            **same,
+            **{name: getattr(self, name) for name in fields},
             alive=alive,
             state=(self.doing or "idle") if alive else "gone",
             rss_bytes=rss_bytes,
             reason="" if self.lost is None else self.lost.reason,
-            heard=heard if alive else None,
+            heartbeat=heartbeat if alive else None,
         )
 
 
 class Membership:
-    """Read by all threads. `members` is replaced whole, under `lock`, and is in rank order."""
+    """Which engine is which rank. Read by all threads; `members`, in rank order, is replaced as a whole under `lock`."""
 
     def __init__(self, token: str) -> None:
         self.token = token  # marks the cluster's processes, and its ownership of the ranks
@@ -161,12 +161,12 @@ class Membership:
             return {m.rank: m.lost for m in self.members if m.lost is not None}
 
     def expect_end(self, members: Collection[Member]) -> None:
-        """The end of these is no loss."""
+        """The processes of these members are about to be ended, which is no loss."""
         with self.lock:
             self._leaving.update(m.pid for m in members)
 
     def unexpectedly_ended(self, *, pid: int | None = None, engine: int | None = None) -> Member | None:
-        """The member whose process or engine has just ended; None if that was expected, or is known already."""
+        """The member whose process or engine has just ended; None if that was expected, or reported before."""
         for m in self.present:
             if m.pid == pid or m.engine == engine:
                 return None if m.pid in self._leaving else m

@@ -13,7 +13,7 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -74,14 +74,11 @@ class Seat:
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     seats: tuple[Seat, ...]
-    notes: tuple[str, ...] = field(default=())  # how representative the times are; shown on every panel
+    notes: tuple[str, ...] = ()  # how representative the times are; shown on every panel
 
     @property
     def devices(self) -> tuple[str, ...]:
         return tuple(seat.device for seat in self.seats)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"seats": [dataclasses.asdict(seat) for seat in self.seats], "notes": list(self.notes)}
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Placement:
@@ -171,16 +168,13 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def place(hosts: Sequence[Host], devices: Sequence[str] | None = None, *, take_busy: bool = False) -> Placement:
-    """Seats for ranks.
+    """Seats for ranks. Raises SpecError for a device that does not exist, or that another process uses.
 
     Args:
         hosts: of each rank, in rank order; ranks of one machine are consecutive.
         devices: of each rank, or None: one GPU a rank where free GPUs are enough, shared GPUs where there are fewer,
             CPU where there are none.
-        take_busy: take GPUs that somebody else is using, too.
-
-    Raises:
-        SpecError: a device that does not exist, or that another process uses.
+        take_busy: take GPUs that another process uses, too.
     """
     if devices is None:
         chosen, notes = _choose(hosts, take_busy)
@@ -220,7 +214,7 @@ def _choose(hosts: Sequence[Host], take_busy: bool) -> tuple[list[str], list[str
                 "ranks compute on the CPU; install a CUDA build of torch to use them"
             )
         elif busy:
-            notes += [f"{gpu.busy}: it is left alone" for gpu in busy]
+            notes += [f"{gpu.busy}: it is not used" for gpu in busy]
     if not all(free.values()):
         if any(host.gpus for host in machines.values()) and any(free.values()):
             bare = ", ".join(name for name, gpus in free.items() if not gpus)
@@ -237,7 +231,7 @@ def _choose(hosts: Sequence[Host], take_busy: bool) -> tuple[list[str], list[str
 
 
 def _check(hosts: Sequence[Host], devices: Sequence[str], take_busy: bool) -> list[str]:
-    """Notes on devices that the user named. Raises SpecError for one that cannot be had."""
+    """Notes on devices that the user named. Raises SpecError for one that cannot be used."""
     if len(devices) != len(hosts):
         raise SpecError(
             "devices", f"{len(devices)} are named for {len(hosts)} ranks", "name one for each rank, or none"
@@ -251,7 +245,7 @@ def _check(hosts: Sequence[Host], devices: Sequence[str], take_busy: bool) -> li
         gpu = next((g for g in host.gpus if g.device == device), None)
         if gpu is None:
             there = ", ".join(g.device for g in host.gpus) or "no GPU"
-            raise SpecError("devices", f"{host.name} has no {device} (it has {there})", "name one that is there",
+            raise SpecError("devices", f"{host.name} has no {device} (it has {there})", "name one that it has",
                             {"devices": None})  # fmt: skip
         if host.torch_cuda is None:
             raise SpecError("devices", f"torch on {host.name} is built for CPUs and cannot use {device}",
@@ -272,7 +266,7 @@ def _fidelity(hosts: Sequence[Host], seats: Sequence[Seat], load: Counter[tuple[
         names = ", ".join(f"{n} ranks on {device}" for (_, device), n in shared.items())
         cap = min(seat.memory_cap or 1.0 for seat in seats)
         notes.append(
-            f"{names}: they take turns, talk through host memory (Gloo), and have {cap:.0%} of its memory each"
+            f"{names}: they take turns, communicate through host memory (Gloo), and have {cap:.0%} of its memory each"
         )
     ranks_on = Counter(seat.host for seat in seats if seat.device == "cpu")
     for host in {h.name: h for h in hosts}.values():

@@ -1,8 +1,8 @@
-"""What runs in an engine on behalf of the kernel: one entry point, `call`, and the `Resident` that holds the rank's Session.
+"""What the kernel calls in an engine: one entry point, `call`, and the `Resident` that holds the rank's Session.
 
-The Resident lives in the engine's IPython namespace under `KEY`; modules hold no state. The names that the Session offers
-(model, optimizer, mesh, ...) are put beside it for `%%px` cells, and removed before the Session drops a model: a name that
-a cell still holds would keep its memory.
+The Resident is in the engine's IPython namespace under `KEY`; modules hold no state. The Session's names (model, optimizer,
+mesh, ...) are in the same namespace for `%%px` cells. They are removed before the Session drops a model, whose memory they
+would keep.
 
 `call` never lets an exception reach IPython: formatting it there costs tenths of a second, and `sys.last_value` would hold
 the failed step's tensors. Errors travel as plain dicts and become exceptions again in the kernel.
@@ -35,18 +35,18 @@ SESSION_METHODS = MODEL_METHODS | frozenset(
 
 
 def call(what: str, arguments: Mapping[str, Any], owner: str, turn: int) -> dict[str, Any]:
-    """An action of this module, or a method of the rank's Session, for the cluster `owner`, in its call of number `turn`.
+    """Calls an action of this module, or a method of the rank's Session, for the cluster `owner`, as its call number `turn`.
 
-    Returns {"ok": value}, {"interrupted": True} or {"error": {...}}. Another lab can take over engines that are the user's;
-    the former one gets an error that says so.
+    Returns {"ok": value}, {"interrupted": True} or {"error": {...}}. If another lab has taken over the engines, which it can
+    if they are the user's, that is the error.
     """
     try:
         if what not in ANY_OWNER:
-            here = resident()
-            if here.owner != owner:
+            own = resident()
+            if own.owner != owner:
                 raise RuntimeError("another lab has taken these ranks over; close this one")
-            if here.session is not None:
-                here.session.turn = turn
+            if own.session is not None:
+                own.session.begin_call(turn)
         return {"ok": ACTIONS[what](**arguments) if what in ACTIONS else call_session(what, arguments)}
     except KeyboardInterrupt:
         return {"interrupted": True}
@@ -58,22 +58,22 @@ def call(what: str, arguments: Mapping[str, Any], owner: str, turn: int) -> dict
 
 
 def call_session(method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Events are published while `train` runs, and returned too, so that a lost message does no harm."""
+    """Events are published while `train` runs, and also returned, so that a lost message does no harm."""
     if method not in SESSION_METHODS:
         raise LookupError(f"{method} is no method of Session that may be called from the kernel")
-    here, s = resident(), session()
+    own, s = resident(), session()
     if method in MODEL_METHODS:
-        here.withdraw()
+        own.withdraw()
     try:
         return dict(getattr(s, method)(**arguments))
     finally:
         if method in MODEL_METHODS:
-            here.push()
-        here.publisher.flush()
+            own.push()
+        own.publisher.flush()
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """The error as plain values; its frames release what they hold."""
+    """The error as plain values. The frames of its traceback are cleared, so that they hold no tensors."""
     text = "".join(traceback.format_exception(error))[-TRACE_CHARACTERS:]
     kind, reason = type(error).__name__, " ".join(str(error).split()) or "no message"
     if short := memory_short(error):
@@ -100,7 +100,7 @@ def memory_short(error: BaseException) -> str:
         number, unit = found.groups()
         size = f"{int(number) / (1 << 20):,.1f} MiB" if unit == "bytes" else f"{number} {unit}"
     hint = 'give a smaller micro_batch or seq_len, more sharding, recompute="full", offload="all", or more ranks'
-    return f"{size} more could not be had; {hint}"
+    return f"{size} more could not be allocated; {hint}"
 
 
 # -- the resident ----------------------------------------------------------------------------------------------------
@@ -164,19 +164,19 @@ class Resident:
         self.namespace.update(self._pushed)
 
     def withdraw(self) -> None:
-        """Removes every name that still has our value, and what IPython remembers of it."""
-        gone = [value for value in self._pushed.values() if value is not None]
+        """Removes every name that still has the Session's value, and IPython's other references to that value."""
+        dropped = [value for value in self._pushed.values() if value is not None]
         for name, value in self._pushed.items():
             if self.namespace.get(name) is value:
                 del self.namespace[name]
         self._pushed = {}
         for name, value in [*self.namespace.items()]:
-            if name.startswith("_") and any(value is x for x in gone):
+            if name.startswith("_") and any(value is x for x in dropped):
                 del self.namespace[name]
         outputs = self.namespace.get("Out")
         if isinstance(outputs, dict):
             for number, value in [*outputs.items()]:
-                if any(value is x for x in gone):
+                if any(value is x for x in dropped):
                     del outputs[number]
         for name in ("last_value", "last_traceback", "last_type", "last_exc"):
             if hasattr(sys, name):
@@ -184,7 +184,7 @@ class Resident:
 
 
 def resident() -> Resident:
-    """This engine's Resident; made if there is none. Raises RuntimeError outside an engine."""
+    """This engine's Resident, made at the first call. Raises RuntimeError outside an engine."""
     from IPython.core.getipython import get_ipython
 
     shell = get_ipython()
@@ -198,10 +198,10 @@ def resident() -> Resident:
 
 def session() -> Any:
     """This rank's Session. Raises RuntimeError if there is none, as after `%reset` in a cell."""
-    here = resident()
-    if here.session is None:
+    own = resident()
+    if own.session is None:
         raise RuntimeError("this rank has no session: it was closed, or the namespace was cleared; start the lab again")
-    return here.session
+    return own.session
 
 
 # -- actions, by name ------------------------------------------------------------------------------------------------
@@ -218,10 +218,8 @@ def describe(probe: bool) -> dict[str, Any]:
 
 
 def own_address(toward: str = "") -> str:
-    """An address of this machine that others reach: that of the route to `toward`, else what its name resolves to.
-
-    Connecting a datagram socket sends nothing; it asks the system which interface it would use.
-    """
+    """An address of this machine that others reach: that of the route to `toward`, else what its name resolves to. (To
+    connect a datagram socket sends nothing, but finds the interface that it would use.)"""
     for target in (toward, "10.255.255.255"):
         if target:
             with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
@@ -240,7 +238,8 @@ def claim(owner: str) -> None:
 
 
 def rank_code(module: str | None) -> Any:
-    """The module with `Session` and `host_store`. It imports torch, so only engines import it."""
+    """The module with `Session` and `host_store`, which returns a store with a `port`. Only engines import it: it imports
+    torch."""
     if module is not None:
         return pkgutil.resolve_name(module)
     from fsdp_lab import rank
@@ -249,11 +248,9 @@ def rank_code(module: str | None) -> Any:
 
 
 def load(module: str | None) -> None:
-    """Imports the rank's code, torch with it: it takes seconds, so it is a separate stage.
-
-    What imports allocate stays, so a collection meanwhile finds next to nothing, and later ones, at each switch, need not
-    visit it. Not frozen later: that would also keep a session with its groups and connections.
-    """
+    """Imports the rank's code and torch: it takes seconds, so it is a separate stage. What imports allocate is permanent: it
+    is not collected now, and frozen so that later collections, at each switch, skip it. Freezing later would also keep a
+    session with its groups and connections."""
     gc.disable()
     try:
         rank_code(module)
@@ -265,10 +262,10 @@ def load(module: str | None) -> None:
 
 def host(module: str | None, address: str, toward: str) -> tuple[str, int]:
     """On rank 0: opens the store where all ranks meet. Returns its address and port."""
-    here = resident()
+    own = resident()
     address = address or own_address(toward)
-    here.store, port = rank_code(module).host_store(address)
-    return address, int(port)
+    own.store = rank_code(module).host_store(address)
+    return address, int(own.store.port)
 
 
 def reach(address: str, port: int) -> None:
@@ -284,16 +281,16 @@ def reach(address: str, port: int) -> None:
 
 def join(module: str | None, beats: Mapping[str, str], **arguments: Any) -> None:
     """Makes this rank's Session; returns when all ranks have joined. `beats` is the header of its heartbeats."""
-    here = resident()
-    here.heartbeats = HeartbeatPublisher(beats)
-    here.session = rank_code(module).Session(
-        store=here.store, on_event=here.publisher.publish, on_heartbeat=here.heartbeats.publish, **arguments
+    own = resident()
+    own.heartbeats = HeartbeatPublisher(beats)
+    own.session = rank_code(module).Session(
+        store=own.store, on_event=own.publisher.publish, on_heartbeat=own.heartbeats.publish, **arguments
     )
-    here.push()
+    own.push()
 
 
 def attach(beats: Mapping[str, str]) -> dict[str, Any]:
-    """Works for a new kernel from now on. What the former one suspended is dropped. Returns `Session.status`."""
+    """Sends heartbeats to a new kernel, and drops what the former one suspended. Returns `Session.status`."""
     status = dict(session().status())
     session().discard(status.pop("suspended", ()))
     if (heartbeats := resident().heartbeats) is not None:
@@ -302,19 +299,19 @@ def attach(beats: Mapping[str, str]) -> dict[str, Any]:
 
 
 def leave() -> None:
-    """Closes the Session, if there is one, and everything that it held."""
-    here = resident()
-    here.withdraw()
-    left, here.session = here.session, None
+    """Closes the Session, if there is one, with everything that it holds."""
+    own = resident()
+    own.withdraw()
+    former, own.session = own.session, None
     try:
-        if left is not None:
-            left.close()
+        if former is not None:
+            former.close()
     finally:
-        here.store = None
+        own.store = None
 
 
 def ping() -> int:
-    """Whether this engine answers at all."""
+    """Only shows that this engine answers."""
     return os.getpid()
 
 

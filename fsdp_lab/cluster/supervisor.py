@@ -20,17 +20,17 @@ from fsdp_lab.core.hang import Hang, Heartbeat, diagnose
 from fsdp_lab.core.process import alive, describe_exit
 
 CHECK_S = 0.25  # between two checks for hangs
-EXIT_CODE_S = 0.5  # the exit code arrives on another way than the news
+EXIT_CODE_S = 0.5  # the exit code may arrive later than the news of the exit
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-STOPPED_S = 2.0  # beyond the limit; until then a collective that waits for the stopped rank is named with it
-FRESH_S = 0.8  # beyond the limit, for a new heartbeat, with its stack, of a rank that is missing
+STOPPED_S = 2.0  # beyond the limit; until then a hang can name the collective that waits for the stopped rank
+FRESH_S = 0.8  # beyond the limit; for a missing rank to send another heartbeat, with its stack
 
 Processes = Mapping[int, psutil.Process | None]  # by rank; None on another machine
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankExit:
-    """A process, or an engine as the hub sees it, is gone."""
+    """A process has ended, or an engine as the hub sees it."""
 
     pid: int | None = None
     engine: int | None = None
@@ -61,19 +61,16 @@ class Supervisor:
         self._callbacks.append(callback)
 
     def watch(self, client: Any) -> None:
-        """Notices engines that the hub unregisters.
-
-        The client calls these callbacks on its IO thread. `wait_for_engines` uses the same list; there is no public way.
-        """
+        """Notices engines that the hub unregisters. `wait_for_engines` uses the same list; there is no public interface."""
         client._registration_callbacks.append(self._hub_event)
 
     def _hub_event(self, event: Mapping[str, Any]) -> None:
-        """On the client's IO thread: the hub has seen an engine come or go."""
+        """Called on the client's IO thread: the hub has registered or unregistered an engine."""
         if event.get("event") == "unregister":
             self._ended.put(RankExit(engine=int(event["id"])))
 
     def process_ended(self, pid: int, exit_code: int | None) -> None:
-        """On the launcher thread: a process that we started has ended."""
+        """Called on the launcher thread: a process that we started has ended."""
         self._ended.put(RankExit(pid=pid, exit_code=exit_code))
 
     def _run(self) -> None:
@@ -101,7 +98,7 @@ class Supervisor:
             self._mark_lost(found, ended.exit_code)
 
     def _check_hangs(self) -> None:
-        """Ends the calls of ranks that wait for one that does not come."""
+        """Ends the calls of ranks that wait for one that does not join their collective."""
         if not (calls := [call for call in self._dispatcher.live_calls if not call.failed]):
             return
         with self._membership.lock:
@@ -114,10 +111,10 @@ class Supervisor:
                 call.hang(hung)
 
     def _end_stopped(self) -> None:
-        """Ends ranks that are stopped while no rank waits for them; otherwise only the hub would notice, later."""
+        """Ends ranks that are stopped while no rank waits for them; the hub would notice them much later."""
         processes = {m.rank: m.process for m in self._membership.present if not m.end_reason}
         for rank in self.monitor.find_stopped(processes):
-            self._dispatcher.end_rank(rank, "was stopped (SIGSTOP), did not go on, and was ended")
+            self._dispatcher.end_rank(rank, "was stopped (SIGSTOP), did not continue, and was ended")
 
     def _mark_lost(self, member: Member, exit_code: int | None) -> None:
         """Reports a rank that is gone: to its calls, its status and the callbacks."""
@@ -142,7 +139,7 @@ class Supervisor:
                 callback(lost)
 
     def _reason(self, member: Member, exit_code: int | None) -> str:
-        """Why a rank is gone. One that does not answer, but still runs, is ended if it is ours."""
+        """Why a rank is gone. Ends it if it still runs, and is ours, but does not answer."""
         engines = self._membership.engines
         assert engines is not None
         deadline = time.monotonic() + EXIT_CODE_S
@@ -156,12 +153,12 @@ class Supervisor:
 
 
 class HeartbeatMonitor:
-    """The last heartbeat of each rank, and the hangs that follow from them.
+    """Keeps the last heartbeat of each rank, and finds hangs from them.
 
     Heartbeats arrive on a channel of their own, not as messages of a call, so they reach the kernel while a rank is busy
-    with a cell, or idle. What a stopped rank cannot report is read from its process, if it is on this machine.
+    with a cell, or idle. A stopped rank, which sends none, is found by its process, if it is on this machine.
 
-    Receives on the client's IO thread, checks on the supervisor's, and answers any.
+    It receives on the client's IO thread, checks on the supervisor's, and answers any thread.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -176,9 +173,9 @@ class HeartbeatMonitor:
     # -- receiving --------------------------------------------------------------------------------------------------
 
     def open_channels(self, client: Any, ranks: Collection[int]) -> dict[int, dict[str, str]]:
-        """Where the heartbeats of these ranks arrive: by rank, the header that an engine writes on its messages.
+        """Opens a channel for the heartbeats of each rank. Returns by rank the header of that engine's messages.
 
-        The client hands what engines publish to the entry of its `metadata` that the message names as its parent. Such an
+        The client passes what engines publish to the entry of its `metadata` that the message names as its parent. Such an
         entry need not belong to a call; that of a call is dropped when the call ends.
         """
         self.forget()
@@ -188,7 +185,7 @@ class HeartbeatMonitor:
         return {rank: {**header, "msg_id": name} for rank, name in self._channels.items()}
 
     def keep_channels(self) -> None:
-        """To be called regularly, as users may empty their own client."""
+        """Restores the channels. Call it regularly, since users may clear the metadata of their own client."""
         with self._lock:
             for name in self._channels.values():
                 entry = self._client.metadata[name]
@@ -214,28 +211,28 @@ class HeartbeatMonitor:
             return self._received.get(rank)
 
     def forget(self) -> None:
-        """Earlier heartbeats say nothing about what follows."""
+        """Drops all heartbeats: earlier ones are no evidence for a new hang."""
         with self._lock:
             self._received = {}
 
     # -- checking ---------------------------------------------------------------------------------------------------
 
     def find_hang(self, processes: Processes, since_s: float) -> Hang | None:
-        """A hang of the call that began at `since_s`, on the monotonic clock."""
+        """The hang, if any, of the call that began at `since_s` on the monotonic clock."""
         with self._lock:
             received = dict(self._received)
-        if not any(r.at_s - r.beat.pending_s > since_s - 1.0 and r.beat.pending_s > self._limit_s
-                   for r in received.values()):  # fmt: skip
+        waiting = [r for r in received.values() if r.beat.pending_s > self._limit_s]
+        if not any(r.at_s - r.beat.pending_s > since_s - 1.0 for r in waiting):
             return None
         silent = {rank: why for rank, process in processes.items() if (why := _silence(received.get(rank), process))}
         hang = diagnose({rank: r.beat for rank, r in received.items()}, self._limit_s, silent)
         if hang is None:
             return None
-        unsure = [rank for rank in hang.ranks if rank not in silent and not _fresh(received.get(rank))]
-        return None if unsure and hang.waited_s < self._limit_s + FRESH_S else hang
+        stale = [rank for rank in hang.ranks if rank not in silent and not _fresh(received.get(rank))]
+        return None if stale and hang.waited_s < self._limit_s + FRESH_S else hang
 
     def find_stopped(self, processes: Processes) -> list[int]:
-        """Ranks whose process has been stopped for longer than the limit; to be called regularly.
+        """Ranks whose process has been stopped for longer than the limit. Call it regularly.
 
         `find_hang` does not find those that no collective waits for, as when a rank saves or is idle.
         """
@@ -258,7 +255,7 @@ def _silence(received: ReceivedHeartbeat | None, process: psutil.Process | None)
     if received is None or received.age_s < received.beat.silent_s:
         return ""
     why = f": native code holds its interpreter, or it gets no time (its process is {status})" if status else ""
-    return f"nothing has been heard of it for {received.age_s:.0f} s{why}"
+    return f"no heartbeat has arrived from it for {received.age_s:.0f} s{why}"
 
 
 def _status(process: psutil.Process | None) -> str:

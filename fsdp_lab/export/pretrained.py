@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsdp_lab.backends.snapshot import Chunk, buffer_key, key
-from fsdp_lab.backends.transfer import PARAM, persistent_buffers
+from fsdp_lab.backends.state import PARAM, Chunk, buffer_key, key, persistent_buffers
 from fsdp_lab.core.checkpoint_format import Checkpoint
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.models import build_skeleton, resolve

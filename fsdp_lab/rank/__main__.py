@@ -52,10 +52,8 @@ def _join(spec: Spec, hang_s: float | None) -> Session:
                         f"give torchrun --nproc-per-node {spec.world_size}")  # fmt: skip
     local, on_gpu = int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.is_available()
     device = spec.devices[rank] if spec.devices else f"cuda:{local}" if on_gpu else "cpu"
-    if world_size == 1:
-        store, _ = host_store()
-    else:  # torchrun's own store
-        store = find_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    # several ranks meet at torchrun's own store
+    store = host_store() if world_size == 1 else find_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     return Session(rank=rank, world_size=world_size, device=device, store=store, on_event=_print, hang_s=hang_s)
 
 

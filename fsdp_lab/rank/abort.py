@@ -1,5 +1,4 @@
-"""How ranks leave a step together: `AbortMonitor` wakes this rank and tells the others, `AbortProtocol` settles the
-step.
+"""How ranks leave a step together: `AbortMonitor` wakes this rank and informs the others, `AbortProtocol` settles the step.
 
 Note: aborting a step. A rank is stopped by SIGINT, or reads in the store that another rank aborted. Both must
 work while the main thread is blocked in C++, where no Python signal handler runs. But the interpreter's C handler
@@ -26,7 +25,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict
-from types import FrameType
 from typing import Any, TypeVar
 
 from torch import distributed as dist
@@ -47,13 +45,10 @@ T = TypeVar("T")
 
 
 class BoundedStore:
-    """Requests to a store, with a timeout.
+    """Requests to a store, whose answers may take `timeout_s`.
 
-    torch's own have none: if the cable is cut, they wait as long as TCP retries, many minutes. So each request runs in
-    its own thread, which is left behind if no answer arrives.
-
-    Args:
-        timeout_s: how long an answer may take.
+    torch's own requests have no timeout: if the cable is cut, they wait as long as TCP retries, many minutes. So each
+    request runs in its own thread, which is left behind if no answer arrives.
     """
 
     def __init__(self, store: dist.Store, timeout_s: float) -> None:
@@ -61,8 +56,7 @@ class BoundedStore:
         self._unanswered: Future[Any] | None = None
 
     def call(self, request: Callable[[dist.Store], T]) -> T:
-        """Raises what `request` raises, or dist.DistNetworkError: no answer in time, or an earlier request has none
-        yet."""
+        """Raises what `request` raises; dist.DistNetworkError without an answer, to it or to an earlier request."""
         if self._unanswered is not None and not self._unanswered.done():
             raise self._no_answer()
         answer: Future[T] = Future()
@@ -84,55 +78,49 @@ class BoundedStore:
 
 
 class Peers:
-    """The processes of the other ranks, so that no rank waits for the answer of a process that has ended.
-
-    Each rank publishes its process in the store. Nothing is known about ranks on other machines.
-    """
+    """The processes of the other ranks on this machine, which each publishes in the store, so that no rank waits for the
+    answer of a process that has ended."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store = store
-        self._found: dict[int, Identity | None] = {}  # by rank; None: on another machine
+        self._processes: dict[int, Identity | None] = {}  # by rank; None: on another machine
         store.set(_process_key(rank), json.dumps({"machine": machine(), "process": asdict(Identity.this())}))
 
     def look_up(self, rank: int) -> None:
         """Read a rank's process from the store, once."""
-        if rank in self._found or not self._store.check([_process_key(rank)]):
+        if rank in self._processes or not self._store.check([_process_key(rank)]):
             return
         entry = json.loads(self._store.get(_process_key(rank)))
-        self._found[rank] = Identity(**entry["process"]) if entry["machine"] == machine() else None
+        self._processes[rank] = Identity(**entry["process"]) if entry["machine"] == machine() else None
 
     def ended(self, rank: int) -> bool:
         """Whether the process of a rank that was looked up has ended."""
-        process = self._found.get(rank)
+        process = self._processes.get(rank)
         return process is not None and not process.alive
 
 
 class AbortMonitor:
-    """A thread that aborts this rank and informs the others. It runs until `close`, and acts only inside `active`.
-
-    Args:
-        store: a separate connection.
-    """
+    """A thread that aborts this rank and informs the others, by a separate connection to the store. It runs until `close`,
+    and acts only inside `active`."""
 
     def __init__(self, context: WireContext, store: dist.Store, rank: int) -> None:
         self._context, self._store, self._rank = context, store, rank
         self._bounded = BoundedStore(store, ANSWER_S)
         self._epoch: int | None = None  # None: not active
         self._lock = threading.Lock()
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
+        self._wakeup_read, self._wakeup_write = os.pipe()
+        os.set_blocking(self._wakeup_read, False)
+        os.set_blocking(self._wakeup_write, False)
         self._closed = False
         self._aborted_s = 0.0
         self._turn = 0  # the number of the current call
-        self.insisted = False  # a second SIGINT: the sender knows that a rank will not answer
+        self.insisted = False  # set by a second SIGINT: the sender knows that a rank will not answer
         self._thread = threading.Thread(target=self._watch, name="fsdp-lab-abort", daemon=True)
         self._thread.start()
 
     @contextmanager
     def active(self, epoch: int, turn: int) -> Iterator[None]:
-        """Around a call that all ranks make, with its number. In the main thread SIGINT's handler is replaced
-        meanwhile."""
+        """The context of call number `turn`, which all ranks make. In the main thread it replaces SIGINT's handler."""
         with self._lock:
             self._epoch, self._turn = epoch, turn
         self.insisted = False
@@ -145,8 +133,8 @@ class AbortMonitor:
 
     @contextmanager
     def _own_signals(self) -> Iterator[None]:
-        handler = signal.signal(signal.SIGINT, _ignore)
-        wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        handler = signal.signal(signal.SIGINT, lambda number, frame: None)  # the thread reads the signal from the pipe
+        wakeup = signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
         try:
             yield
         finally:
@@ -159,13 +147,13 @@ class AbortMonitor:
         return self._epoch is not None
 
     def next_epoch(self, epoch: int) -> None:
-        """Stay active under a new epoch. Call it before the context is reset, so that a late abort of the old one is
-        ignored."""
+        """Stay active under a new epoch. Call it before the wire's context is reset, so that a late abort of the old epoch
+        is ignored."""
         with self._lock:
             self._epoch = epoch
 
     def announce(self, why: str) -> None:
-        """Abort this rank, and tell the others if the store answers."""
+        """Abort this rank, and inform the others if the store answers."""
         self._context.abort(why)
         epoch = self._epoch
         if epoch is None:
@@ -180,7 +168,7 @@ class AbortMonitor:
         return None if entry is None else entry[1]
 
     def announced_now(self, epoch: int) -> str | None:
-        """The same, if it was in the current call: a rank that entered it first has already left it again."""
+        """The same, if it happened in the current call: a rank that entered the call first has already left it again."""
         entry = self._entry(epoch)
         return entry[1] if entry is not None and entry[0] == self._turn else None
 
@@ -192,15 +180,15 @@ class AbortMonitor:
 
     def close(self) -> None:
         self._closed = True
-        os.write(self._write, b"\0")
+        os.write(self._wakeup_write, b"\0")
         self._thread.join(2)
-        os.close(self._read)
-        os.close(self._write)
+        os.close(self._wakeup_read)
+        os.close(self._wakeup_write)
 
     def _watch(self) -> None:
         while not self._closed:
-            ready, _, _ = select.select([self._read], [], [], _POLL_S)
-            interrupted = bool(ready) and signal.SIGINT in os.read(self._read, 1024)
+            ready, _, _ = select.select([self._wakeup_read], [], [], _POLL_S)
+            interrupted = bool(ready) and signal.SIGINT in os.read(self._wakeup_read, 1024)
             with self._lock:
                 epoch = self._epoch
             if epoch is None or self._context.aborted is not None:
@@ -216,9 +204,8 @@ class AbortMonitor:
                 self._abort_in(epoch, f"the store of rank 0 is gone ({str(e).splitlines()[0]})")
 
     def _abort_in(self, epoch: int, why: str) -> None:
-        """Unless the main thread has moved to another epoch meanwhile."""
         with self._lock:
-            if self._epoch == epoch:
+            if self._epoch == epoch:  # otherwise the main thread has moved on
                 self._context.abort(why)
 
 
@@ -226,7 +213,7 @@ class AbortProtocol:
     """The process groups of one epoch, and what ranks do when one of them aborts a step: see the notes.
 
     Attributes:
-        world: the default process group.
+        world: the default process group; another one after an abort.
         turn: the number of the call in progress. The kernel sets it; without a kernel it is counted here.
     """
 
@@ -244,7 +231,7 @@ class AbortProtocol:
 
     @contextmanager
     def collective_call(self) -> Iterator[None]:
-        """Around a call that all ranks make: it can be interrupted, and the other ranks are notified if this one fails."""
+        """The context of a call that all ranks make: it can be interrupted, and a failure is announced to the others."""
         if self.turn == self._last_turn:
             self.turn += 1
         self._last_turn = self.turn
@@ -259,18 +246,15 @@ class AbortProtocol:
 
     def abort_step(self, trainer: Trainer, why: BaseException) -> None:
         """End a step that raised, on all ranks. Raises `why` again, unless it was an interrupt."""
-        aborted = isinstance(why, RankAborted)
-        # an aborted rank announces too: a broken connection is noticed by one side first
+        aborted = isinstance(why, RankAborted)  # it announces too: a broken connection is noticed by one side first
         self.monitor.announce(str(why) if aborted else self._failure(why))
         self._settle(trainer)
         if not (aborted and str(why).endswith(INTERRUPTED)):
             raise why
 
     def reopen(self) -> bool:
-        """If any rank aborted this epoch: open new groups. Returns whether it did; then backends must be rebuilt.
-
-        Raises RankAborted if that happened in this very call: the aborting rank comes back with the next one.
-        """
+        """Open new groups if any rank aborted this epoch. Returns whether one did; then backends must be rebuilt. Raises
+        RankAborted if that happened in this very call: the aborting rank takes part again in the next one."""
         if self.monitor.announced(self._epoch) is None:
             return False
         if (why := self.monitor.announced_now(self._epoch)) is not None:
@@ -296,11 +280,11 @@ class AbortProtocol:
     def _settle(self, trainer: Trainer) -> None:
         """Agree on the last committed step. Raises RankAborted if a rank, or rank 0's store, does not answer."""
         mine = trainer.progress.step
-        limit_s = time.perf_counter() + _SETTLE_S
+        deadline_s = time.perf_counter() + _SETTLE_S
         try:
             self.record(trainer, settled=True)
             for rank in range(self._info.world_size):
-                record = self._await_record(rank, mine, limit_s)
+                record = self._await_record(rank, mine, deadline_s)
                 if record["step"] == mine + 1 and trainer.state in (StepState.VOTING, StepState.UPDATING):
                     trainer.commit(record["vote"])
                     break
@@ -309,12 +293,12 @@ class AbortProtocol:
         finally:
             trainer.discard()
 
-    def _await_record(self, rank: int, mine: int, limit_s: float) -> dict[str, Any]:
-        """A rank's record, once it is of this abort, or of a chunk that ended later than this rank's last step."""
+    def _await_record(self, rank: int, mine: int, deadline_s: float) -> dict[str, Any]:
+        """Wait for a rank's record of this abort, or of a chunk that ended later than this rank's last step."""
         key = f"at/{self._epoch}/{rank}"
         self._bounded.call(lambda _: self._peers.look_up(rank))
-        while time.perf_counter() < limit_s and not self.monitor.insisted:
-            ended = self._peers.ended(rank)  # looked up before its record, whose last version still counts
+        while time.perf_counter() < deadline_s and not self.monitor.insisted:
+            ended = self._peers.ended(rank)  # checked before its record is read: the last version still counts
             if text := self._bounded.call(lambda store: store.get(key) if store.check([key]) else b""):
                 record: dict[str, Any] = json.loads(text)
                 if record["settled"] or record["step"] > mine:
@@ -345,7 +329,3 @@ def _process_key(rank: int) -> str:
 
 def _abort_key(epoch: int) -> str:
     return f"abort/{epoch}"
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """SIGINT's Python handler while the monitor is active, which has read the signal already."""

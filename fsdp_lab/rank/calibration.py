@@ -1,5 +1,4 @@
-"""`HardwareProbe`: the speed of this machine, measured on all ranks at once, since ranks on one machine share its
-cores.
+"""`HardwareProbe`: the speed of this machine, measured on all ranks at once, since ranks on one machine share its cores.
 
 Every figure is a mean over some time, not the best of many: a step loses to its neighbours as well. A collective is
 timed behind a computation, as in a step, so that waiting for the last rank is included. `fsdp_lab.planner.calibration`
@@ -33,10 +32,10 @@ from fsdp_lab.rank.tracing import ClockOffset
 from fsdp_lab.rank.trainer import Trainer, TrainingProgress, squared_norm
 from fsdp_lab.wire import Wire
 
-STRETCH_S = 0.03  # of one figure
-BESIDE_S = 3e-4  # of computing before a collective
-TURN = 4  # steps
-UNCOUNTED = 4  # steps: the third of a training is a ledger step, and DDP rebuilds its buckets in the second
+MEASURING_S = 0.03  # for one figure
+COMPUTING_S = 3e-4  # before a collective
+STEPS = 4  # of each training per pass
+WARMUP_STEPS = 4  # the third step of a training is a ledger step, and DDP rebuilds its buckets in the second
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 _Rows = tuple[tuple[int, int, int], ...]
@@ -61,7 +60,7 @@ _UPDATES: Mapping[str, tuple[int, ...]] = {  # elements
 }
 _SENT: Mapping[int, int] = {1 << 10: 10, 1 << 14: 10, 1 << 18: 8, 1 << 20: 6, 1 << 22: 4, 1 << 24: 2}  # bytes: times
 HEADS, WIDTH = 4, 64
-TENSOR = 1 << 20  # elements of one that the optimizer is given, at most
+MOST_ELEMENTS = 1 << 20  # of a tensor that the optimizer is given
 
 
 class HardwareProbe:
@@ -82,7 +81,7 @@ class HardwareProbe:
         """
         self._prepare(trainers)
         with self._paired() as pair:
-            found = [{**self._rates(dtypes, pair), "steps": self._turn(trainers)} for _ in range(passes)]
+            found = [{**self._rates(dtypes, pair), "steps": self._steps(trainers)} for _ in range(passes)]
         return {**_joined(found), "memory_bytes": self._memory_bytes()}
 
     def _rates(self, dtypes: Sequence[str], pair: dist.ProcessGroup | None) -> dict[str, Any]:
@@ -104,12 +103,12 @@ class HardwareProbe:
             x, w, g = (self._full(*shape, dtype) for shape in shapes)
             bias = self._full(outputs, 1, dtype).view(-1)
 
-            def three(x: Tensor = x, w: Tensor = w, g: Tensor = g, bias: Tensor = bias) -> None:
+            def multiply(x: Tensor = x, w: Tensor = w, g: Tensor = g, bias: Tensor = bias) -> None:
                 torch.addmm(bias, x, w)
                 torch.mm(g, w.t())
                 torch.mm(x.t(), g)
 
-            yield [2.0 * rows * inputs * outputs, self._seconds(three) / 3]
+            yield [2.0 * rows * inputs * outputs, self._seconds(multiply) / 3]
 
     def scores(self, dtype: torch.dtype) -> Iterator[list[float]]:
         """[scores, FLOPs, seconds] of causal attention, forward and backward: scores and FLOPs are the forward's."""
@@ -126,7 +125,7 @@ class HardwareProbe:
             yield [count, 4 * WIDTH * count, self._seconds(attend)]
 
     def copies(self) -> Iterator[list[float]]:
-        """[bytes, seconds]: read and written once, into new memory."""
+        """[bytes, seconds] of a copy into new memory: each byte is read once and written once."""
         for size in _COPIES[self._kind]:
             a = torch.ones(size // 4, device=self._device)
             yield [float(size), self._seconds(a.clone)]
@@ -135,7 +134,7 @@ class HardwareProbe:
         """[elements, seconds] of the gradients' norm and the optimizer's step, in fp32."""
         make: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
         for size in _UPDATES[self._kind]:
-            count = max(1, size // TENSOR)
+            count = max(1, size // MOST_ELEMENTS)
             parts = [torch.nn.Parameter(torch.ones(size // count, device=self._device)) for _ in range(count)]
             for p in parts:
                 p.grad = torch.full_like(p, 1e-3)
@@ -155,22 +154,22 @@ class HardwareProbe:
 
     def _sent(self, kind: str, group: dist.ProcessGroup) -> Iterator[list[float]]:
         """[payload bytes, seconds] from issue to the end of the wait, behind a computation as in a step."""
-        compute = self._work(BESIDE_S)
+        compute = self._work(COMPUTING_S)
         for size, times in _SENT.items():
             issue = self._issue(kind, size, group)
             issue().wait()
-            taken = []
+            seconds = []
             for _ in range(times):
                 compute()
                 self._finish()
                 begun_s = time.perf_counter()
                 issue().wait()
                 self._finish()
-                taken.append(time.perf_counter() - begun_s)
-            yield [float(size), median(taken)]
+                seconds.append(time.perf_counter() - begun_s)
+            yield [float(size), median(seconds)]
 
     def _issue(self, kind: str, size: int, group: dist.ProcessGroup) -> Callable[[], Any]:
-        """A function that issues a collective with so many bytes of payload."""
+        """A function that issues a collective with `size` bytes of payload."""
         part = torch.ones(max(1, size // 4 // group.size()), device=self._device)
         whole = torch.ones(part.numel() * group.size(), device=self._device)
         calls: Mapping[str, Callable[[], Any]] = {  # outputs are new memory, as in a step
@@ -200,17 +199,17 @@ class HardwareProbe:
 
     def _prepare(self, trainers: Sequence[Trainer]) -> None:
         for trainer in trainers:
-            for _ in range(UNCOUNTED):
+            for _ in range(WARMUP_STEPS):
                 trainer.step()
         gc.collect()
         gc.freeze()  # many models exist now: collecting them would count as a step's time
 
-    def _turn(self, trainers: Sequence[Trainer]) -> dict[str, list[float]]:
-        """Seconds of some steps of each; the first does not count, since each training has its own caches."""
+    def _steps(self, trainers: Sequence[Trainer]) -> dict[str, list[float]]:
+        """Seconds of some steps of each; the first, which fills the processor's caches anew, does not count."""
         taken = {}
         for i, trainer in enumerate(trainers):
             self._barrier()
-            taken[str(i)] = [trainer.step().step_time_s for _ in range(TURN)][1:]
+            taken[str(i)] = [trainer.step().step_time_s for _ in range(STEPS)][1:]
         return taken
 
     # -- small helpers --------------------------------------------------------------------------------------------
@@ -219,7 +218,7 @@ class HardwareProbe:
         return torch.full((rows, columns), 0.5, dtype=dtype, device=self._device)
 
     def _work(self, seconds: float) -> Callable[[], None]:
-        """A function that computes matrix products for about so long."""
+        """A function that computes matrix products for about that time."""
         edge = 2048 if self._kind == "cuda" else 128
         a = self._full(edge, edge, torch.float32)
         times = max(1, round(seconds / self._seconds(lambda: torch.mm(a, a))))
@@ -231,8 +230,7 @@ class HardwareProbe:
         return compute
 
     def _seconds(self, call: Callable[[], object]) -> float:
-        """Mean seconds of a call while all ranks call theirs, all for the same time, so that none has more of the
-        shared cores because others are done."""
+        """Mean seconds of a call while all ranks call theirs, all for the same time, since they share the cores."""
         call()
         self._barrier()
         begun_s = time.perf_counter()
@@ -242,12 +240,12 @@ class HardwareProbe:
                 call()
             self._finish()
             done, taken_s = done + more, time.perf_counter() - begun_s
-            if taken_s >= STRETCH_S:
+            if taken_s >= MEASURING_S:
                 return taken_s / done
-            more = min(done, math.ceil(done * (STRETCH_S / max(taken_s, 1e-6) - 1)))
+            more = min(done, math.ceil(done * (MEASURING_S / max(taken_s, 1e-6) - 1)))
 
     def _barrier(self) -> None:
-        """For ranks and devices."""
+        """Wait for all ranks and their devices."""
         self._finish()
         self._world.control(torch.zeros(1, dtype=torch.float64))
 
@@ -273,15 +271,14 @@ def _joined(passes: Sequence[Any]) -> Any:
 def calibration_trainers(
     specs: Sequence[Spec], info: RankInfo, world: Wire, preparation: Preparation
 ) -> Iterator[list[Trainer]]:
-    """Trainers of these Specs from initial values, besides the live training; collective. They are released
-    afterwards."""
-    found: list[Trainer] = []
+    """Trainers of these Specs from initial values, besides the live training, until the exit; collective."""
+    trainers: list[Trainer] = []
     try:
         for spec in specs:
-            found.append(_trainer(spec, info, world, preparation, found[-1] if found else None))
-        yield found
+            trainers.append(_trainer(spec, info, world, preparation, trainers[-1] if trainers else None))
+        yield trainers
     finally:
-        for trainer in found:
+        for trainer in trainers:
             trainer.backend.release(world.context.busy_addresses())
         gc.collect()
 

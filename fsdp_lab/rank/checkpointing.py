@@ -6,7 +6,7 @@ rank 0's store that their file is on disk, and rank 0 commits the files as a che
 incomplete checkpoint and blocks no other rank.
 
 Note: files. They are safetensors in the Hugging Face format of torch's Distributed Checkpoint. The layout is known
-beforehand (backends/snapshot.py), so its planners have nothing to negotiate and need no process group, and a thread can
+beforehand (backends/state.py), so its planners have nothing to negotiate and need no process group, and a thread can
 write while training continues."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -36,10 +37,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -47,8 +46,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fsdp_lab.backends import Backend
-from fsdp_lab.backends.snapshot import Chunk, Layouts, layouts_of, shapes_of, slots_of, snapshot, targets
-from fsdp_lab.backends.transfer import gather_objects
+from fsdp_lab.backends.state import Chunk, Layout, gather_objects, layout_of, shapes_of, slots_of, snapshot, targets
 from fsdp_lab.core.checkpoint_format import Checkpoint, begin, check_same, discard, find, finish, prune
 from fsdp_lab.core.errors import ArgumentError, FieldError
 from fsdp_lab.core.spec import Spec
@@ -76,26 +74,25 @@ class Checkpointer:
     def __init__(self, info: RankInfo, store: dist.Store) -> None:
         self._info, self._store = info, store
         self._backend: Backend | None = None
-        self._layouts: Layouts = ()
+        self._layouts: Sequence[Layout] = ()  # by rank
         self._writing: threading.Thread | None = None
         self._ended: list[dict[str, Any]] = []
         self._closed = threading.Event()
 
     def register(self, backend: Backend) -> None:
-        """Gather the layouts of a new backend, so that later no communication is needed; collective, once per
-        backend."""
+        """Gather the layouts of a new backend, so that saving needs no communication; collective, once per backend."""
         if backend is not self._backend:
-            self._backend, self._layouts = backend, layouts_of(backend)
+            self._backend, self._layouts = backend, gather_objects(layout_of(backend.param_shards()))
 
     def unregister(self) -> None:
-        """The backend is released."""
+        """Forget a backend that is released."""
         self._backend, self._layouts = None, ()
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
     def begin(self, root: str, step: int) -> Path:
-        """Create the folder for the files of all ranks, on rank 0; collective. Raises ArgumentError on every rank if rank 0
-        cannot."""
+        """Create the folder for the files of all ranks, on rank 0; collective. If it fails, every rank raises
+        ArgumentError."""
         result: list[Any] = [None]
         if self._info.rank == 0:
             try:
@@ -110,29 +107,26 @@ class Checkpointer:
         return Path(result[0])
 
     def save(self, trainer: Savable, partial: Path, *, kind: str, last: int) -> int:
-        """Take a snapshot and write it in a thread; returns its bytes on this rank. Not collective. Call `wait` before:
-        only one can be written at a time. `last`: how many of the run are kept."""
+        """Take a snapshot and write it in a thread; returns its bytes on this rank. Not collective. Call `wait` before,
+        since one is written at a time. `last`: how many of the run are kept."""
         chunks, state = self._take(trainer, range(self._info.world_size))
         begin_s, step = time.perf_counter(), trainer.progress.step
 
         def write() -> None:
             part = _written(partial, self._info.rank, chunks, state)
-            self._store.set(_key(partial, self._info.rank), json.dumps(part))
-            if self._info.rank == 0:
-                result = {"kind": kind, "step": step, **self._commit(partial, kind, last)}
-                self._ended.append({**result, "seconds": time.perf_counter() - begin_s})
+            with contextlib.suppress(RuntimeError):  # rank 0 and its store are gone: the checkpoint stays incomplete
+                self._store.set(_key(partial, self._info.rank), json.dumps(part))
+                if self._info.rank == 0:
+                    result = {"kind": kind, "step": step, **self._commit(partial, kind, last)}
+                    self._ended.append({**result, "seconds": time.perf_counter() - begin_s})
 
-        self._writing = threading.Thread(target=_quietly, args=(write,), name="fsdp-lab-checkpoint", daemon=True)
+        self._writing = threading.Thread(target=write, name="fsdp-lab-checkpoint", daemon=True)
         self._writing.start()
         return sum(c.values.nbytes for c in chunks)
 
     def rescue(self, trainer: Savable, partial: str, writers: Collection[int]) -> dict[str, Any]:
-        """Write this rank's share when other ranks are lost. Not collective. Returns its part for `checkpoints.finish`.
-
-        Raises:
-            LookupError: the writers do not hold all of the model.
-            OSError: of the disk.
-        """
+        """Write this rank's share when other ranks are lost. Not collective. Returns its part for
+        `checkpoint_format.finish`. Raises OSError, or LookupError if the writers do not hold all of the model."""
         chunks, state = self._take(trainer, writers)
         part = _written(Path(partial), self._info.rank, chunks, state)
         if "error" in part:
@@ -148,7 +142,7 @@ class Checkpointer:
         return self._writing is None
 
     def ended(self) -> list[dict[str, Any]]:
-        """What has been written since the last call, on rank 0: {"kind", "step", "path" or None, "bytes", "seconds",
+        """On rank 0, what has been written since the last call: {"kind", "step", "path" or None, "bytes", "seconds",
         "error"}."""
         ended, self._ended = self._ended, []
         return ended
@@ -213,17 +207,14 @@ class Checkpointer:
             check_same(saved, spec)
         except FieldError as e:
             error = e
-        if found := next((e for e in gather_objects(error) if e is not None), None):
-            raise found
+        if first := next((e for e in gather_objects(error) if e is not None), None):
+            raise first
         assert saved is not None
         return saved
 
     def load(self, saved: Checkpoint, backend: Backend) -> tuple[TrainingProgress, Scaler, list[str]]:
-        """Fill a new backend. Not collective. Also returns notes on what could not be restored.
-
-        Raises:
-            ArgumentError: it is of another model. LookupError, OSError: of its files.
-        """
+        """Fill a new backend. Not collective. Returns notes, too, on what could not be restored. Raises ArgumentError if
+        it is of another model; LookupError or OSError if its files cannot be read."""
         m, rank = saved.manifest, self._info.rank
         shapes = shapes_of(backend)
         if shapes != m["parameters"]:
@@ -233,18 +224,15 @@ class Checkpointer:
         writers = m["writers"]
         buffers_of = writers[rank % len(writers)]
         wanted = targets(backend, m["optimizer"]["slots"], m["optimizer"]["steps"], buffers_of)
-        random, notes = self._random_targets(saved)
+        same_rank = saved.spec.world_size == self._info.world_size and rank in writers
+        random = self._random_states() if same_rank else []
         with torch.no_grad():
             read_shards(saved.path, [*wanted, *random], optional=("optimizer.", "random."))
         for chunk in random:
             _set_random_state(chunk, self._info.device)
-        return TrainingProgress(step=saved.step, samples=saved.samples), Scaler(**m["scaler"]), notes
-
-    def _random_targets(self, saved: Checkpoint) -> tuple[list[Chunk], list[str]]:
-        rank = self._info.rank
-        if saved.spec.world_size != self._info.world_size or rank not in saved.manifest["writers"]:
-            return [], ["random numbers that your own code draws on a rank do not continue from the saved state"]
-        return self._random_states(), []
+        lost = "random numbers that your own code draws on a rank do not continue from the saved state"
+        progress = TrainingProgress(step=saved.step, samples=saved.samples)
+        return progress, Scaler(**m["scaler"]), [] if same_rank else [lost]
 
 
 def _set_random_state(chunk: Chunk, device: torch.device) -> None:
@@ -255,7 +243,7 @@ def _set_random_state(chunk: Chunk, device: torch.device) -> None:
 
 
 def _written(partial: Path, rank: int, chunks: Sequence[Chunk], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes this rank's file; returns its part, or {"error"}."""
+    """Writes this rank's file. Returns its part for `finish`, or {"error"}."""
     try:
         file, nbytes = write_shard(partial, rank, chunks)
         return {"file": file, "bytes": nbytes, "state": state}
@@ -268,11 +256,6 @@ def _message(e: BaseException) -> str:
     return text or type(e).__name__
 
 
-def _quietly(write: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # rank 0 and its store are gone: the checkpoint stays incomplete
-        write()
-
-
 def _key(partial: Path, rank: int) -> str:
     return f"checkpoint/{partial.name}/{rank}"
 
@@ -281,8 +264,8 @@ def _key(partial: Path, rank: int) -> str:
 
 
 def write_shard(folder: Path, rank: int, chunks: Sequence[Chunk]) -> tuple[str | None, int]:
-    """Writes this rank's file; returns its name and size in bytes, or None and 0 if there is nothing to write. Not
-    collective. Each name at most once. Raises OSError."""
+    """Writes this rank's file; returns its name and size in bytes, or None and 0 without chunks. Not collective. Each
+    name occurs at most once. Raises OSError."""
     if not chunks:
         return None, 0
     with warnings.catch_warnings():
@@ -300,8 +283,7 @@ def read_shards(folder: Path, targets: Sequence[Chunk], optional: tuple[str, ...
 
     `optional`: prefixes of names that may be missing; such a target, or the missing part of it, is left unchanged.
 
-    Raises:
-        LookupError: a target is not in the files, or only a part of it. OSError: a file cannot be read.
+    Raises LookupError if the files do not have all of a target, OSError if one cannot be read.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -318,16 +300,14 @@ class _Writer(HuggingFaceStorageWriter):
         self._rank = rank
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Each rank plans by itself; its rank is in the file's name."""
+        """Puts the rank into the file's name; each rank plans by itself."""
         return [dataclasses.replace(plan, storage_data={"shard_index": self._rank + 1}) for plan in plans]
 
 
-class _SavePlanner(SavePlanner):
+class _SavePlanner(DefaultSavePlanner):
     def __init__(self, chunks: Sequence[Chunk]) -> None:
+        super().__init__()
         self._chunks = {c.name: c for c in chunks}
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        pass
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan([_item(c) for c in self._chunks.values()])
@@ -335,11 +315,8 @@ class _SavePlanner(SavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         return all_plans, Metadata(state_dict_metadata={})  # the files have it
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._chunks[write_item.index.fqn].values
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._chunks[index.fqn].values
 
 
 def _item(c: Chunk) -> WriteItem:
@@ -358,21 +335,18 @@ def _extent(c: Chunk) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size([c.start]), sizes=c.values.shape)
 
 
-class _LoadPlanner(LoadPlanner):
+class _LoadPlanner(DefaultLoadPlanner):
     def __init__(self, targets: Sequence[Chunk], optional: tuple[str, ...]) -> None:
+        super().__init__()
         self._targets = {c.name: c for c in targets}
         self._optional = optional
-        self._metadata = Metadata(state_dict_metadata={})
-
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        assert metadata is not None
-        self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
         return LoadPlan([item for c in self._targets.values() for item in self._items(c)])
 
     def _items(self, c: Chunk) -> list[ReadItem]:
-        saved = self._metadata.state_dict_metadata.get(c.name)
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata.get(c.name)
         if not isinstance(saved, TensorStorageMetadata):
             if c.name.startswith(self._optional):
                 return []
@@ -384,18 +358,8 @@ class _LoadPlanner(LoadPlanner):
             raise LookupError(f"it lacks a part of {c.name}[{c.start}:{c.stop}]")
         return items
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        offset, n = read_item.dest_offsets[0], read_item.lengths[0]
-        return self._targets[read_item.dest_index.fqn].values[offset : offset + n]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass  # it was read into its target
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._targets[index.fqn].values
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         raise TypeError("a checkpoint has only tensors")

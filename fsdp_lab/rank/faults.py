@@ -34,15 +34,15 @@ class InjectedFault(RuntimeError):
 
 
 class FaultInjector:
-    """Holds the faults of one rank, from `arm` until they have happened, or `disarm`."""
+    """The armed faults of one rank: from `arm` until they have happened, or `disarm`."""
 
     def __init__(self, info: RankInfo, context: WireContext) -> None:
         self._info, self._context = info, context
         self._armed: list[ArmedFault] = []
-        self.link: Link | None = None  # by which a fault has replaced the original one
+        self.link: Link | None = None  # the slower link that a fault has set
 
     def arm(self, fault: Fault, link: Link | None = None) -> bool:
-        """Returns whether it is for this rank. `link`: the slower link of a fault of kind "slow"."""
+        """Arm a fault if it is for this rank, and return whether it is. `link`: the link of a fault of kind "slow"."""
         mine = self._info.rank in fault.ranks
         if mine:
             self._armed.append(ArmedFault(fault, lambda: self._happen(fault, link)))
@@ -56,18 +56,18 @@ class FaultInjector:
 
     @contextmanager
     def during(self, trainer: Trainer) -> Iterator[None]:
-        """Around one step. Faults that happen in it are not armed any more."""
-        due = [charge for charge in self._armed if charge.due(trainer.progress.step)]
+        """The context of one step. Faults that happen in it are not armed any more."""
+        due = [armed for armed in self._armed if armed.due(trainer.progress.step)]
         if not due:
             yield
             return
-        handles = [handle for charge in due for handle in charge.hooks(trainer)]
+        handles = [handle for armed in due for handle in armed.hooks(trainer)]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            self._armed = [charge for charge in self._armed if not charge.happened]
+            self._armed = [armed for armed in self._armed if not armed.happened]
 
     def _happen(self, fault: Fault, link: Link | None) -> None:
         match fault.kind:
@@ -90,7 +90,7 @@ class FaultInjector:
 
 
 class ArmedFault:
-    """`happen` executes the fault, except for a NaN, which is inserted here."""
+    """A fault that waits for its step. `happen` executes it, except for a NaN, which is inserted here."""
 
     def __init__(self, fault: Fault, happen: Callable[[], None]) -> None:
         self._fault, self._happen = fault, happen
@@ -101,7 +101,7 @@ class ArmedFault:
         return self._fault.at_step is None or self._fault.at_step <= step
 
     def hooks(self, trainer: Trainer) -> list[Any]:
-        """Install its hooks for the step that begins; returns their handles."""
+        """Install hooks for the step that begins. Returns their handles."""
         backend = trainer.backend
         if self._fault.phase is FaultPhase.UPDATE:
             return [backend.optimizer.register_step_pre_hook(lambda *_: self._trigger())]
@@ -110,8 +110,7 @@ class ArmedFault:
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> Tensor | None:
         """The first candidate that is called becomes the place of the fault, each time that it is called."""
-        known = self._where is None or self._where is module
-        if not known or not isinstance(output, Tensor) or not output.requires_grad:
+        if not isinstance(output, Tensor) or not output.requires_grad or self._where not in (None, module):
             return None
         self._where = module
         if self._fault.phase is FaultPhase.FORWARD:
@@ -146,8 +145,8 @@ def _candidates(model: nn.Module) -> list[nn.Module]:
     """The second half of the leaf modules, without compiled ones, where later hooks are not called. Several, since a
     model need not call each of its modules."""
     compiled = {id(inner) for m in model.modules() if m._compiled_call_impl is not None for inner in m.modules()}
-    alone = [m for m in model.modules() if id(m) not in compiled and not any(m.children())]
-    return alone[len(alone) // 2 :]
+    leaves = [m for m in model.modules() if id(m) not in compiled and not any(m.children())]
+    return leaves[len(leaves) // 2 :]
 
 
 def _stall(seconds: float) -> None:

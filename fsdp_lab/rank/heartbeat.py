@@ -1,5 +1,5 @@
-"""`HeartbeatThread`: reports where a rank is while its main thread may be blocked. `HangWatchdog`: acts on it without a
-kernel.
+"""`HeartbeatThread`: reports where a rank is while its main thread may be blocked. `HangWatchdog`: finds hangs from these
+reports without a kernel.
 
 The thread is not the abort monitor's (abort.py), which asks rank 0's store and so blocks when rank 0 does. It reads
 only what the wire context has anyway, and does nothing in the path of a step. It needs the interpreter: a rank whose
@@ -43,13 +43,7 @@ class RankActivity:
 
 
 class HeartbeatThread:
-    """Sends heartbeats until `close`.
-
-    Args:
-        context, rank: of this rank.
-        activity: called for each heartbeat, in this thread.
-        send: called with each heartbeat as a dict, in this thread; what it raises is ignored.
-    """
+    """Calls `activity`, and `send` with a heartbeat as a dict, in a thread until `close`. What `send` raises is ignored."""
 
     def __init__(
         self,
@@ -68,11 +62,11 @@ class HeartbeatThread:
         self._thread.join(2)
 
     def _run(self) -> None:
-        seen, number, progress_s, sent_s = (-1, False), 0, 0.0, 0.0
+        state, number, progress_s, sent_s = (-1, False), 0, 0.0, 0.0
         while not self._closed.wait(PERIOD_S):
             activity, last, now = self._activity(), self._context.last, time.monotonic()
-            before, seen = seen, (last.sequence if last else -1, activity.working)
-            if progress := seen != before:
+            before, state = state, (last.sequence if last else -1, activity.working)
+            if progress := state != before:
                 progress_s = now
             if now - sent_s < _interval_s(activity.working, progress=progress) - 0.1:
                 continue
@@ -84,9 +78,7 @@ class HeartbeatThread:
 
     def _read(self, number: int, activity: RankActivity, *, progress: bool, still: bool) -> Heartbeat:
         last = self._context.last
-        pending = (
-            None if progress else self._context.pending()
-        )  # works in flight are left alone while there is progress
+        pending = None if progress else self._context.pending()  # not asked for while there is progress
         return Heartbeat(
             rank=self._rank,
             number=number,
@@ -115,23 +107,15 @@ def _issued(c: Collective) -> Issued:
 class HangWatchdog:
     """Finds hangs from the ranks themselves, where no kernel receives their heartbeats: under torchrun.
 
-    Each rank writes its heartbeats to rank 0's store. A rank that has waited for too long reads all of them, names the
-    missing rank, and aborts the step on all ranks with that diagnosis. If the store does not answer, since rank 0 is
-    stopped or the connection is cut, the rank aborts with what it is waiting for.
-
-    Args:
-        store: a separate connection.
-        limit_s: how long a collective may wait for a rank.
-        abort: called with the diagnosis.
+    Each rank writes its heartbeats to rank 0's store. A rank that has waited for longer than `limit_s` reads all of them,
+    names the missing rank, and aborts the step on all ranks with that diagnosis, by calling `abort`. If the store does
+    not answer, since rank 0 is stopped or the connection is cut, the rank aborts with what it is waiting for. `store` is
+    a separate connection.
     """
 
     def __init__(self, store: dist.Store, world_size: int, limit_s: float, abort: Callable[[str], None]) -> None:
-        self._store, self._world_size, self._limit_s, self._abort = (
-            BoundedStore(store, _ANSWER_S),
-            world_size,
-            limit_s,
-            abort,
-        )
+        self._store, self._world_size = BoundedStore(store, _ANSWER_S), world_size
+        self._limit_s, self._abort = limit_s, abort
         self._received: dict[int, tuple[int, float]] = {}  # rank -> number of its last heartbeat, and when it was new
 
     def receive(self, heartbeat: Mapping[str, Any]) -> None:
@@ -180,9 +164,9 @@ def main_stack() -> str:
     """The stack of the main thread as Python prints it, newest call last; also of native threads that currently run
     Python, such as autograd's for a GPU."""
     frames = sys._current_frames()
-    known = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
+    python_threads = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
     main = threading.main_thread().ident
-    chosen = [main, *(ident for ident in frames if ident not in known)]
+    chosen = [main, *(ident for ident in frames if ident not in python_threads)]
     stacks = [_summary(frames[ident]) for ident in chosen if ident in frames]
     del frames
     return "another thread, of native code:\n".join("".join(stack.format()) for stack in stacks)

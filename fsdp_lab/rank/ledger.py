@@ -3,14 +3,13 @@
 torch's profiler reports each allocation and each free, on a CPU as on a GPU; nothing is sampled. The role of a block is
 found by its address while it is alive: the backend lists its storages (`Backend.persistent_tensors`,
 `Backend.transient_tensors`), the wire those that collectives move, and a hook on each parameter its gradient. This
-happens at every begin and end of a unit, at every collective and at every gradient. A block that nothing lists is
-classified by where it was allocated: in communication, in a forward or a backward, in the optimizer; only the rest is
-"other". So the classes add up to the allocated memory at any moment.
+happens at marks: at every begin and end of a unit, at every collective and at every gradient. A block that nothing
+lists is classified by where it was allocated: in communication, in a forward or a backward, in the optimizer; only the
+rest is "other". So the classes add up to the allocated memory at any moment.
 
 Note: frees that are not reported. The profiler sees the threads of the step, but a thread of Gloo's may release a
-tensor last; and on a CPU it does not see frees of blocks that existed before. So storages that the wire moves, and
-those of the backend at the begin of the step, are followed by weak references, and their end is assigned to the next
-mark.
+tensor last; and on a CPU it does not see frees of blocks that existed before. So weak references follow the storages
+that the wire moves, and those of the backend at the begin of the step; their end is assigned to the next mark.
 
 Note: what is counted. On a GPU, the blocks of the caching allocator, with its sizes. On a CPU, torch's allocator: what
 the step allocates, what the backend holds, and what the step frees of what existed before. Other tensors, such as a
@@ -38,16 +37,15 @@ from torch.profiler import DeviceType
 
 from fsdp_lab.backends import Backend
 from fsdp_lab.backends.base import RoleTensor, local_tensor
-from fsdp_lab.core.events import MemorySample, Role, RoleBytes
+from fsdp_lab.core.events import ROOT, MemorySample, Role, RoleBytes
 from fsdp_lab.core.schedule import Direction
 from fsdp_lab.engine.tensors import tensors_in
 from fsdp_lab.wire import WireContext
 
 MOST_SAMPLES = 240  # of a curve, to limit the size of an event
-ROOT = "root"
 _MARK = "fsdp_lab.ledger "
 _BEGIN = "begin"  # the phase before the forward: the batch
-_BY_WIRE, _BY_BACKEND, _BY_SHARD = 1, 2, 3  # which source named a block; the higher one takes precedence
+_BY_WIRE, _BY_BACKEND, _BY_SHARD = 1, 2, 3  # which source listed a block; the higher one takes precedence
 _COMMUNICATING = (
     "wire", "unshard ", "reshard ", "reduce ", "host_copy ", "c10d::", "gloo:", "nccl:",
     "FSDP::all_gather", "FSDP::pre_", "FSDP::post_", "FSDP::root_p", "FullyShardedDataParallel._",
@@ -66,18 +64,18 @@ class LedgerResult:
 
 
 _Seen = tuple[int, int]  # the number of a mark, and the address of a block that was alive then
-_Name = tuple[int, int, _Role, int]  # address, bytes, role, source
+_Listed = tuple[int, int, _Role, int]  # address, bytes, role, source
 
 
 @dataclass(slots=True)
 class _Mark:
-    """A moment at which blocks were named."""
+    """A moment at which blocks were listed."""
 
     phase: str
     unit: str
     moment: str  # "begin" or "end" of the unit; "" if it is not a point of the curve
-    names: list[_Name] = field(default_factory=list)
-    gone: list[_Seen] = field(default_factory=list)  # followed storages that have been freed
+    listed: list[_Listed] = field(default_factory=list)
+    freed: list[_Seen] = field(default_factory=list)  # followed storages that have been freed
 
 
 @dataclass(slots=True)
@@ -88,20 +86,17 @@ class MemoryBlock:
     role: _Role
     start: float = -math.inf
     end: float = math.inf
-    named_by: int = 0
+    listed_by: int = 0
 
 
 class Ledger:
-    """Records one step of one rank.
-
-    Args:
-        offloaded: whether shards, their gradients and optimizer state are on the host; needed to tell on a CPU.
-    """
+    """Records one step of one rank. `offloaded`: shards, their gradients and optimizer state are on the host, which a
+    tensor of a CPU does not show."""
 
     def __init__(self, backend: Backend, context: WireContext, device: torch.device, *, offloaded: bool) -> None:
         self._backend, self._context, self._device, self._offloaded = backend, context, device, offloaded
         self._marks: list[_Mark] = []
-        self._at = (_BEGIN, ROOT)
+        self._position = (_BEGIN, ROOT)
         self._followed: list[tuple[_Seen, StorageWeakRef]] = []
         self._handles: list[Any] = []
         self._hooked: dict[int, Tensor] = {}  # by id; referenced, so that ids stay unique
@@ -110,7 +105,7 @@ class Ledger:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around the step. Sets `result`, unless the step raised."""
+        """The context of the step. Sets `result`, unless the step raised."""
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it writes to stderr at each start
         if self._device.type == "cuda":
             self._before_bytes = torch.cuda.memory_allocated(self._device)
@@ -132,14 +127,14 @@ class Ledger:
         self._hooked, self._followed = {}, []
 
     def before_update(self) -> None:
-        """While the reduced gradients exist."""
+        """Call it while the reduced gradients exist."""
         self._mark(Direction.UPDATE, ROOT, "begin", persistent=True)
 
     # -- recording --------------------------------------------------------------------------------------------------
 
     def _install(self) -> None:
-        """For this step only: other steps have no hooks."""
-        self._context.on_issue = self._see_moved
+        """Installs hooks for this step only: other steps have none."""
+        self._context.on_issue = self._on_collective
         self._watch_module(ROOT, self._backend.module)
         for name, module in self._backend.unit_modules():
             self._watch_module(name or ROOT, module)
@@ -157,13 +152,13 @@ class Ledger:
             self._mark(_direction(), unit, "begin")
             self._watch_gradients()
 
-        def back(_: Tensor) -> None:
+        def backward(_: Tensor) -> None:
             self._mark(Direction.BACKWARD, unit, "begin")
 
         def after(_: nn.Module, __: Any, output: Any) -> None:
             self._mark(_direction(), unit, "end")
             watched = [t for t in tensors_in(output) if t.requires_grad]
-            self._handles += [t.register_hook(back) for t in watched]  # type: ignore[no-untyped-call]
+            self._handles += [t.register_hook(backward) for t in watched]  # type: ignore[no-untyped-call]
 
         self._handles += [
             module.register_forward_pre_hook(_uncompiled(before)),
@@ -171,41 +166,41 @@ class Ledger:
         ]
 
     def _watch_gradients(self) -> None:
-        """Of the tensors that receive gradients now; FSDP1 creates them anew in every forward."""
+        """Hooks the tensors that receive gradients now; FSDP1 creates them anew in every forward."""
         for t in self._backend.leaves():
             if t.requires_grad and id(t) not in self._hooked:
                 self._hooked[id(t)] = t
-                self._handles.append(t.register_hook(self._see_gradient))  # type: ignore[no-untyped-call]
+                self._handles.append(t.register_hook(self._on_gradient))  # type: ignore[no-untyped-call]
 
-    def _see_gradient(self, gradient: Tensor) -> None:
-        self._mark(*self._at).names += self._named([(Role.GRADIENTS, gradient)], _BY_BACKEND)
+    def _on_gradient(self, gradient: Tensor) -> None:
+        self._mark(*self._position).listed += self._listed([(Role.GRADIENTS, gradient)], _BY_BACKEND)
 
-    def _see_moved(self, tensors: Sequence[Tensor]) -> None:
-        """A collective is issued."""
-        mark = self._mark(*self._at)
-        mark.names += self._named(((Role.COMMUNICATION, t) for t in tensors), _BY_WIRE, follow=True)
+    def _on_collective(self, tensors: Sequence[Tensor]) -> None:
+        """Called when a collective is issued."""
+        mark = self._mark(*self._position)
+        mark.listed += self._listed(((Role.COMMUNICATION, t) for t in tensors), _BY_WIRE, follow=True)
 
     def _mark(self, phase: str, unit: str, moment: str = "", *, persistent: bool = False) -> _Mark:
         with record_function(f"{_MARK}{len(self._marks)}"):
             mark = _Mark(str(phase), unit, moment)
             self._marks.append(mark)
-        self._at = (mark.phase, unit)
+        self._position = (mark.phase, unit)
         first = len(self._marks) == 1
-        mark.names += self._named(self._backend.transient_tensors(), _BY_BACKEND, follow=first)
+        mark.listed += self._listed(self._backend.transient_tensors(), _BY_BACKEND, follow=first)
         if persistent:
-            mark.names += self._named(((Role.OTHER, b) for b in self._backend.module.buffers()), _BY_WIRE)
-            mark.names += self._named(
+            mark.listed += self._listed(((Role.OTHER, b) for b in self._backend.module.buffers()), _BY_WIRE)
+            mark.listed += self._listed(
                 self._backend.persistent_tensors(), _BY_SHARD, on_host=self._offloaded, follow=first
             )
-        gone = [(seen, bool(ref.expired())) for seen, ref in self._followed]  # type: ignore[no-untyped-call]
-        mark.gone = [seen for seen, over in gone if over]
-        self._followed = [entry for entry, (_, over) in zip(self._followed, gone, strict=True) if not over]
+        followed = [(seen, ref, bool(ref.expired())) for seen, ref in self._followed]  # type: ignore[no-untyped-call]
+        mark.freed = [seen for seen, _, freed in followed if freed]
+        self._followed = [(seen, ref) for seen, ref, freed in followed if not freed]
         return mark
 
-    def _named(
+    def _listed(
         self, tensors: Iterable[RoleTensor], by: int, *, on_host: bool = False, follow: bool = False
-    ) -> list[_Name]:
-        found: list[_Name] = []
+    ) -> list[_Listed]:
+        found: list[_Listed] = []
         for role, tensor in tensors:
             t = local_tensor(tensor)
             storage = t.untyped_storage()
@@ -222,19 +217,19 @@ class Ledger:
         moments = sorted(_read(tree, self._device.type), key=lambda moment: moment[0])
         blocks, marks = self._lifetimes(moments)
         if self._device.type == "cuda":
-            known = sum(b.size for b in blocks if b.start == -math.inf)
-            blocks.append(MemoryBlock(max(0, self._before_bytes - known), Role.OTHER))
+            listed = sum(b.size for b in blocks if b.start == -math.inf)
+            blocks.append(MemoryBlock(max(0, self._before_bytes - listed), Role.OTHER))
         return _follow(blocks, marks)
 
     def _lifetimes(self, moments: Sequence[_Moment]) -> tuple[list[MemoryBlock], list[tuple[float, _Mark]]]:
         """Every block with its lifetime and role, and every mark with its time."""
         blocks: list[MemoryBlock] = []
         alive: dict[int, MemoryBlock] = {}
-        named: dict[_Seen, MemoryBlock] = {}
+        listed: dict[_Seen, MemoryBlock] = {}
         marks: list[tuple[float, _Mark]] = []
         phase = _BEGIN
 
-        def begin(address: int, block: MemoryBlock) -> MemoryBlock:
+        def add(address: int, block: MemoryBlock) -> MemoryBlock:
             blocks.append(block)
             alive[address] = block
             return block
@@ -244,21 +239,21 @@ class Ledger:
                 mark = self._marks[number]
                 marks.append((at, mark))
                 phase = mark.phase
-                for where, bytes_, role, by in mark.names:
-                    block = alive.get(where) or begin(where, MemoryBlock(bytes_, role))  # it existed before the step
-                    if by > block.named_by:
-                        block.role, block.named_by = role, by
-                    named[number, where] = block
-                for seen in mark.gone:  # its address may have been reused by now
-                    if seen in named and alive.get(seen[1]) is named[seen]:
+                for where, nbytes, role, by in mark.listed:
+                    block = alive.get(where) or add(where, MemoryBlock(nbytes, role))  # it existed before the step
+                    if by > block.listed_by:
+                        block.role, block.listed_by = role, by
+                    listed[number, where] = block
+                for seen in mark.freed:  # its address may have been reused by now
+                    if seen in listed and alive.get(seen[1]) is listed[seen]:
                         alive.pop(seen[1]).end = at
             elif size > 0:
                 if address in alive:
                     alive.pop(address).end = at  # its free was not reported
-                begin(address, MemoryBlock(size, self._role_by_place(phase, communicating), at))
+                add(address, MemoryBlock(size, self._role_by_place(phase, communicating), at))
             else:
                 if address not in alive:
-                    begin(address, MemoryBlock(-size, Role.OTHER))  # it existed before, and nothing listed it
+                    add(address, MemoryBlock(-size, Role.OTHER))  # it existed before, and nothing listed it
                 alive.pop(address).end = at
         return blocks, marks
 
@@ -371,10 +366,7 @@ _COPIES = ("Memcpy", "Memset")
 
 
 def exposed_on_device(events: Iterable[Any]) -> dict[str, float]:
-    """Seconds by kind of collective. `events` are kineto's, with `name()`, `device_type()`, `start_ns()`, `end_ns()`.
-
-    Time with several collectives counts for the one that began first.
-    """
+    """Seconds by kind of collective, from kineto's events. Time with several collectives counts for the first of them."""
     sent: list[tuple[float, float, str]] = []
     computed: list[tuple[float, float]] = []
     for event in events:

@@ -1,7 +1,7 @@
-"""`Lifecycle`: the training that a rank holds, from building to dropping: switch, rebuild, suspend, resume, restore.
+"""`Lifecycle`: builds, switches, rebuilds, suspends, resumes, restores and drops the training of a rank.
 
 At most one backend is live. A switch of strategy transfers its values into a new backend and releases the old one
-(backends/transfer.py). Every method is called inside `AbortProtocol.collective_call`, and most are collective.
+(backends/state.py). Every method is called inside `AbortProtocol.collective_call`, and most are collective.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fsdp_lab.backends import Backend, build, fill, transfer_state
 from fsdp_lab.backends.base import update_hyperparameters
-from fsdp_lab.backends.transfer import SuspendedState, resume_state, suspend_state
+from fsdp_lab.backends.state import SuspendedState, resume_state, suspend_state
 from fsdp_lab.core.spec import LINEAGE, Spec
 from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.models import Batches, Initializer, build_skeleton, resolve
@@ -33,7 +33,7 @@ _NO_REBUILD = {  # Spec fields that the live backend can take over
 
 @dataclass(frozen=True, kw_only=True)
 class SuspendedTraining:
-    """A training in host memory, while another uses the ranks: all that is needed to continue it bit for bit."""
+    """A training in host memory, with all that is needed to continue it bit for bit."""
 
     spec: Spec
     batches: Batches
@@ -45,11 +45,7 @@ class SuspendedTraining:
 
 
 class Lifecycle:
-    """Of one rank.
-
-    Args:
-        notes: on every training of this rank.
-    """
+    """The live training of one rank, and its suspended ones. `notes` are on every training of this rank."""
 
     def __init__(self, info: RankInfo, context: WireContext, groups: AbortProtocol, checkpointer: Checkpointer,
                  notes: tuple[str, ...]) -> None:  # fmt: skip
@@ -63,7 +59,7 @@ class Lifecycle:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """How representative timings are: of this rank, and of its emulated link."""
+        """Notes on how representative timings are, because of this rank's device and of its emulated link."""
         return (*self._notes, *self.emulated.notes)
 
     def require(self) -> Trainer:
@@ -74,8 +70,7 @@ class Lifecycle:
     # -- building -------------------------------------------------------------------------------------------------
 
     def apply(self, run: str, wanted: Spec, *, fresh: bool, evaluated: int) -> bool:
-        """Train `wanted` from now on. Returns whether the live training continues in it; otherwise it starts at step
-        0."""
+        """Train `wanted` from now on. Returns whether the live training continues in it, or it starts at step 0."""
         self._clock = compare_clocks(self._groups.world)
         old = self.trainer
         prepared = self.preparation.prepare(wanted, (old.spec, old.batches) if old else None, evaluated)
@@ -89,7 +84,7 @@ class Lifecycle:
         return old is not None
 
     def _start(self, run: str, p: PreparedTraining) -> None:
-        """From initial values. The old model is dropped first, so that two need not fit."""
+        """Train from initial values. The old model is dropped first, so that two need not fit."""
         initial = Initializer(p.skeleton, p.spec.workload.seed)
         self.unload()
         backend = build(p.skeleton, p.spec, self._info.device)
@@ -106,7 +101,7 @@ class Lifecycle:
         self._train_with(run, p, backend, old.progress, _scaler_for(p.spec, old.scaler))
 
     def rebuild(self) -> None:
-        """On new process groups, after an abort."""
+        """Rebuild the live training on new process groups, after an abort."""
         self.emulation = LinkEmulation(self._info)  # some ranks may have measured the link before, and others not
         if (old := self.trainer) is not None:
             p = _prepared(old.spec, old.batches, old.cost)
@@ -197,7 +192,7 @@ class Lifecycle:
 
 
 def _prepared(spec: Spec, batches: Batches, cost: StepCost) -> PreparedTraining:
-    """The preparation of a Spec that was prepared before."""
+    """A Spec that was prepared before, with another skeleton."""
     skeleton = build_skeleton(resolve(spec.workload.model))
     return PreparedTraining(spec=spec, skeleton=skeleton, batches=batches, cost=cost)
 

@@ -1,10 +1,9 @@
 """`StepMeter`: time, memory, traffic and spans of a step, for the trainer and for the metering benchmark. Below it, the
 software, device and memory of this process.
 
-Note: when a GPU is read. The timings that a step leaves on the device's streams are read when the step has ended, with
-the device synchronised, and not one step later. The vote (trainer.py) has waited for the device in this step already,
-so that little more than the optimizer remains to be waited for, and every step's event is complete, including the last
-one's.
+Note: when a GPU is read. The timings on the device's streams are read when the step has ended, with the device
+synchronised. The vote (trainer.py) has waited for the device already, so this waits for little more than the optimizer,
+and every step's event is complete, including the last one's.
 
 Note: memory. Sizes do not change between two switches, so most of them are found once and repeated: bytes of shards,
 gradients and optimizer state when they first exist, and the peak and its composition in a ledger step (ledger.py). An
@@ -51,15 +50,12 @@ class StepMetrics:
 
 
 class StepMeter:
-    """One per backend. Around a step: `step`; inside `part`, `before_update`, `after_update`; then `read`, unless aborted.
-
-    Attributes:
-        ledger: of the last ledger step; plain values.
-    """
+    """Meters the steps of one backend: `step` is the context of a step, and `part`, `before_update` and `after_update` are
+    called inside; then `read` returns its metrics. `ledger` is the result of the last ledger step."""
 
     def __init__(self, backend: Backend, context: WireContext, info: RankInfo, *, offload: str,
                  ledger: LedgerResult | None = None) -> None:  # fmt: skip
-        """`ledger`: of an earlier ledger step of the same Spec, before it was suspended."""
+        """`ledger`: the result of an earlier ledger step of the same Spec, before it was suspended."""
         self._backend, self._context, self._info, self._offload = backend, context, info, offload
         self._device, self._on_gpu = info.device, info.device.type == "cuda"
         self._process = psutil.Process()
@@ -74,7 +70,7 @@ class StepMeter:
 
     @contextmanager
     def step(self, *, ledger: bool = False, traced: bool = False) -> Iterator[None]:
-        """`ledger`: record every allocation; `traced`: record when each unit computes."""
+        """The context of a step. `ledger`: record every allocation; `traced`: record when each unit computes."""
         self._context.meter.take()  # what was sent between steps, for example by a switch
         self._context.meter.take_copies()
         self._trace = StepTrace(self._backend.unit_modules(), self._device) if traced else None
@@ -98,12 +94,12 @@ class StepMeter:
             self._recording = None
 
     def part(self, name: str) -> None:
-        """The next part of the step begins: "forward", "backward" or "optimizer"."""
+        """Begin the next part of the step: "forward", "backward" or "optimizer"."""
         if self._trace is not None:
             self._trace.begin(name)
 
     def before_update(self) -> None:
-        """While the gradients exist."""
+        """Call it while the gradients exist."""
         if not self._gradients:
             shards = (self._backend.gradient(s) for s in self._backend.param_shards())
             self._gradients = sum(g.nbytes for g in shards if g is not None)
@@ -111,7 +107,7 @@ class StepMeter:
             self._recording.before_update()
 
     def after_update(self) -> None:
-        """When the optimizer has its state."""
+        """Call it when the optimizer has its state."""
         if not self._optimizer:
             slots = [state_slots(self._backend.optimizer, s) for s in self._backend.param_shards()]
             self._optimizer = sum(t.nbytes for s in slots for t in s.values())
@@ -135,7 +131,7 @@ class StepMeter:
         )
 
     def _traffic(self, collectives: Sequence[Collective]) -> dict[str, Traffic]:
-        """Over NCCL, exposed communication is that of the last ledger step, and unknown before the first."""
+        """Over NCCL, exposed communication is taken from the last ledger step, and unknown before the first."""
         if not self._on_gpu or self._info.shares_gpu:
             return traffic(collectives)
         unknown = dict.fromkeys((c.kind for c in collectives), math.nan)
@@ -160,7 +156,7 @@ class StepMeter:
         return self._gpu_memory(whole) if self._on_gpu else self._cpu_memory(whole)
 
     def _cpu_memory(self, m: Memory) -> Memory:
-        """No allocator statistics exist: the last ledger step is repeated, since all steps allocate the same."""
+        """The last ledger step is repeated: no allocator statistics exist, and all steps allocate the same."""
         if self.ledger is not None:
             allocated, peak = self.ledger.end_bytes, self.ledger.peak
         else:
@@ -171,17 +167,16 @@ class StepMeter:
         )
 
     def _gpu_memory(self, m: Memory) -> Memory:
-        """From the allocator; what it reports beyond the last ledger step counts as other."""
+        """The allocator's statistics; what it reports beyond the last ledger step counts as other."""
         reserved, peak = torch.cuda.memory_reserved(self._device), torch.cuda.max_memory_allocated(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
-        known = RoleBytes(parameters_bytes=m.parameters_bytes, optimizer_bytes=m.optimizer_bytes)
-        if self.ledger is not None:
-            known = self.ledger.peak
-        other = known.other_bytes + max(0, peak - known.total_bytes)
+        held = RoleBytes(parameters_bytes=m.parameters_bytes, optimizer_bytes=m.optimizer_bytes)
+        classes = held if self.ledger is None else self.ledger.peak
+        other = classes.other_bytes + max(0, peak - classes.total_bytes)
         return dataclasses.replace(
             m,
             peak_bytes=peak,
-            at_peak=dataclasses.replace(known, other_bytes=other),
+            at_peak=dataclasses.replace(classes, other_bytes=other),
             allocated_bytes=torch.cuda.memory_allocated(self._device),
             reserved_bytes=reserved,
             outside_bytes=max(0, total - free - reserved),
@@ -189,8 +184,7 @@ class StepMeter:
 
 
 def limit_bytes(device: torch.device) -> int:
-    """The memory limit of this process: its part of the GPU's memory; otherwise the machine's memory, or the
-    container's."""
+    """The memory limit of this process: its part of the GPU's memory, or else the machine's or the container's memory."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         return int(total * torch.cuda.get_per_process_memory_fraction(device))

@@ -1,12 +1,13 @@
 """What a Spec needs before anything is built: `Preparation` (data, FLOPs, checks) and `LinkEmulation` (its emulated link).
 
-All ranks refuse a Spec, or none does.
+Either all ranks refuse a Spec, or none does.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import nn
 
 from fsdp_lab.backends import check
 from fsdp_lab.backends.base import DTYPES
-from fsdp_lab.backends.transfer import gather_objects
+from fsdp_lab.backends.state import gather_objects
 from fsdp_lab.backends.wrapping import recomputed
 from fsdp_lab.core.errors import FieldError, SpecError
 from fsdp_lab.core.link import LinkError, LinkSpec, spoken_rate, spoken_time
@@ -42,7 +43,7 @@ class PreparedTraining:
 
 
 class Preparation:
-    """Caches what is expensive to find: the device's peaks, and the FLOPs of a sample."""
+    """Prepares Specs, and caches what is slow to find: the device's peaks, and the FLOPs of a sample."""
 
     def __init__(self, info: RankInfo) -> None:
         self._info = info
@@ -50,11 +51,10 @@ class Preparation:
         self._flops: dict[str, Flops] = {}
 
     def prepare(self, spec: Spec, before: tuple[Spec, Batches] | None, evaluated: int = 0) -> PreparedTraining:
-        """Collective. `before`: the training until now, whose data is not read again if it is the same. `evaluated`:
-        how many samples must be held out.
+        """Check a Spec and read its data; collective. If one rank refuses, all raise SpecError, and nothing has changed.
 
-        Raises:
-            SpecError: on every rank, even if only one refuses; nothing has been changed.
+        `before`: the training until now, whose data is not read again if it is the same. `evaluated`: how many samples
+        must be held out.
         """
         error, prepared, mine = None, None, None
         dtype = DTYPES[spec.strategy.dtypes.param]
@@ -66,14 +66,14 @@ class Preparation:
             error = e
         fingerprint = prepared.batches.source.fingerprint if prepared else ""
         by_rank = gather_objects((error, fingerprint, mine.given if mine else None))
-        for of_rank, _, _ in by_rank:
-            if of_rank is not None:
-                raise of_rank
+        for refusal, _, _ in by_rank:
+            if refusal is not None:
+                raise refusal
         assert prepared is not None and mine is not None
         self._check_same_text([f for _, f, _ in by_rank], spec)
         common = self._common_peak([p for _, _, p in by_rank], mine.given)
         peak = self._peaks[dtype] = mine if mine.given == common else BestPeak(common)
-        return dataclasses.replace(prepared, cost=self._cost(spec, peak, prepared.skeleton.config))
+        return dataclasses.replace(prepared, cost=dataclasses.replace(prepared.cost, peak=peak))
 
     def _prepare_local(self, spec: Spec, before: tuple[Spec, Batches] | None, peak: BestPeak) -> PreparedTraining:
         """All checks that need no other rank."""
@@ -81,23 +81,21 @@ class Preparation:
             raise SpecError("world_size", f"the Spec needs {spec.world_size} ranks and there are {self._info.world_size}",
                             "start as many ranks")  # fmt: skip
         config = resolve(spec.workload.model)
-        source = before[1].source if before is not None and _same_data(before[0], spec) else None
+        source = None
+        if before is not None and not set(before[0].difference(spec)) & {"data", "seq_len", "seed", "model"}:
+            source = before[1].source
         batches = Batches(spec.workload, config, rank=self._info.rank, world_size=self._info.world_size, source=source)
-        cost = self._cost(spec, peak, config)
-        skeleton = build_skeleton(config)
-        check(skeleton, spec, self._info.device)
-        return PreparedTraining(spec=spec, skeleton=skeleton, batches=batches, cost=cost)
-
-    def _cost(self, spec: Spec, peak: BestPeak, config: Any) -> StepCost:
-        w = spec.workload
+        w, flops = spec.workload, self._sample(spec, config)
         samples = w.micro_batch * w.accumulate
-        flops = self._sample(spec, config)
-        return StepCost(
+        cost = StepCost(
             flops=samples * flops.model,
             recompute_flops=samples * flops.recompute,
             tokens=samples * facts_of(config).tokens_per_sample(w.seq_len),
             peak=peak,
         )
+        skeleton = build_skeleton(config)
+        check(skeleton, spec, self._info.device)
+        return PreparedTraining(spec=spec, skeleton=skeleton, batches=batches, cost=cost)
 
     def _sample(self, spec: Spec, config: Any) -> Flops:
         w, s = spec.workload, spec.strategy
@@ -119,10 +117,6 @@ class Preparation:
                             "give a path with the same files on every machine")  # fmt: skip
 
 
-def _same_data(one: Spec, other: Spec) -> bool:
-    return not set(one.difference(other)) & {"data", "seq_len", "seed", "model"}
-
-
 # -- the emulated link -----------------------------------------------------------------------------------------------
 
 
@@ -133,25 +127,22 @@ _INSTEAD = "100 Gb/s of h100"  # proposed instead of a link that is too fast
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedLink:
-    """The link of collectives in training steps; None: the real one."""
+    """The link of collectives in training steps, which is the real one if `link` is None."""
 
     link: Link | None = None
     notes: tuple[str, ...] = ()  # on the effect on timings
 
 
 class LinkEmulation:
-    """Caches the speed of the real wire, which is measured for the first Spec with a link."""
+    """Scales links, and caches the speed of the real wire, which is measured for the first Spec with a link."""
 
     def __init__(self, info: RankInfo) -> None:
         self._info = info
         self._wire_bytes_per_s: float | None = None
 
     def of(self, spec: Spec, peak_flops_per_s: float | None, world: Wire) -> EmulatedLink:
-        """Collective. `peak_flops_per_s`: of this rank in the Spec's compute dtype, None if unknown.
-
-        Raises:
-            SpecError: on every rank, for a link faster than the wire, or one that cannot be scaled here.
-        """
+        """The emulated link of a Spec; collective. Raises SpecError on every rank for a link that is faster than the wire,
+        or cannot be scaled here. `peak_flops_per_s`: of this rank in the Spec's compute dtype, None if unknown."""
         if spec.link is None:
             return EmulatedLink()
         wanted, dtype = LinkSpec.parse(spec.link), spec.strategy.dtypes.param
@@ -167,16 +158,13 @@ class LinkEmulation:
         return EmulatedLink(link=link, notes=(_note(wanted, link, scale, dtype),))
 
     def measure(self, world: Wire) -> float:
-        """Link bytes/s of this rank in an all-gather, the median of a few; collective at the first call. Infinite for
-        one rank."""
+        """Bytes/s of this rank's link, measured at the first call, which is collective; infinite for one rank."""
         if self._wire_bytes_per_s is None:
-            self._wire_bytes_per_s = (
-                measured_speed(world, self._info.device) if self._info.world_size > 1 else float("inf")
-            )
+            self._wire_bytes_per_s = measured_speed(world, self._info.device)
         return self._wire_bytes_per_s
 
     def _minimum(self, *values: float) -> list[float]:
-        """Each value of the slowest rank."""
+        """The minimum of each value over the ranks."""
         reduced = torch.tensor(values, dtype=torch.float64)
         if self._info.world_size > 1:
             dist.all_reduce(reduced, op=dist.ReduceOp.MIN)
@@ -185,7 +173,10 @@ class LinkEmulation:
 
 
 def measured_speed(world: Wire, device: torch.device) -> float:
-    """Bytes/s over one rank's link, in one direction, in a large all-gather over the real wire. Collective."""
+    """Bytes/s over one rank's link, in one direction: the median of some large all-gathers over the real wire, infinite
+    for one rank. Collective."""
+    if world.size() == 1:
+        return math.inf
     part = torch.zeros(_PROBE_BYTES // 4 // world.size(), device=device)
     whole = torch.empty(part.numel() * world.size(), device=device)
     rates = []
@@ -199,16 +190,16 @@ def measured_speed(world: Wire, device: torch.device) -> float:
 
 
 def _too_fast(wanted: LinkSpec, bytes_per_s: float, wire: float) -> SpecError:
-    moves = f"than the wire of these ranks, which moves {spoken_rate(wire)}"
+    faster = f"faster than the wire of these ranks, which moves {spoken_rate(wire)}"
     if wanted.gpu is None:
-        return SpecError("link", f"{wanted.text} is faster {moves}", "use a slower one, or one of a GPU, which is scaled to "
+        return SpecError("link", f"{wanted.text} is {faster}", "use a slower one, or one of a GPU, which is scaled to "
                          f'what is computed here, such as "{_INSTEAD}"', {"link": _INSTEAD})  # fmt: skip
-    return SpecError("link", f"{wanted.text} comes to {spoken_rate(bytes_per_s)} here, faster {moves}", "use a slower one",
+    return SpecError("link", f"{wanted.text} comes to {spoken_rate(bytes_per_s)} here, {faster}", "use a slower one",
                      {"link": None})  # fmt: skip
 
 
 def _note(wanted: LinkSpec, link: Link, scale: float, dtype: str) -> str:
-    """On the fidelity of timings."""
+    """A note on how the link was emulated."""
     what = spoken_rate(link.bytes_per_s) + (f", {spoken_time(link.latency_s)} latency" if link.latency_s else "")
     if wanted.gpu is None:
         return f"Emulated link: {what}."

@@ -1,4 +1,4 @@
-"""How ranks find each other: a store, and the process groups that are opened over it, again after each abort."""
+"""How ranks find each other: a store, and the process groups that are opened through it, again after each abort."""
 
 from __future__ import annotations
 
@@ -26,18 +26,16 @@ class RankInfo:
     shares_gpu: bool = False  # then CUDA tensors go over Gloo: NCCL needs one GPU per rank
 
 
-def host_store(host: str = "127.0.0.1", *, timeout_s: float = 60.0) -> dist.TCPStore:
-    """The store that the other ranks connect to, on a free port (`.port`); created by rank 0.
-
-    It listens on `host` only; by default torch's listens on all networks, without authentication.
-    """
+def host_store(host: str = "127.0.0.1") -> dist.TCPStore:
+    """Rank 0's store, to which the other ranks connect: on a free port (`.port`), and on `host` only. By default torch's
+    store listens on all networks, without authentication."""
     listener = socket.create_server((host, 0))
     return dist.TCPStore(
         host,
         listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=60),
         master_listen_fd=listener.detach(),
     )
 
@@ -54,33 +52,25 @@ def find_store(host: str, port: int, *, timeout_s: float = 60.0) -> dist.TCPStor
 
 
 def open_groups(info: RankInfo, store: dist.Store, context: WireContext, epoch: int) -> Wire:
-    """Make the default process group a `Wire`; collective. `epoch` is the same on all ranks, and different each
-    time."""
+    """Make the default process group a `Wire`; collective. `epoch`: the same on all ranks, another one each time."""
     nccl = info.device.type == "cuda" and not info.shares_gpu
     if info.device.type == "cuda":
         torch.cuda.set_device(info.device)
     backend = register(context, nccl=nccl)
     # a separate connection: waiting here must not block threads that use the other one
     own = dist.PrefixStore(f"epoch{epoch}", store.clone())  # type: ignore[attr-defined]
-    _reset_group_count()
-    dist.init_process_group(
-        backend, store=own, rank=info.rank, world_size=info.world_size, timeout=timedelta(seconds=context.timeout_s)
-    )
+    if not dist.is_initialized():
+        # torch names groups by this count, which includes groups that could not be opened: a rank that had one would never
+        # find the others again
+        c10d._world.group_count = 0
+    dist.init_process_group(backend, store=own, rank=info.rank, world_size=info.world_size, timeout=context.timeout)
     group = dist.group.WORLD
     assert isinstance(group, Wire)
     return group
 
 
-def _reset_group_count() -> None:
-    """torch names groups by a count that includes those that could not be opened: a rank that had one would never find
-    the others again. No group is open now, so all ranks can start at 0."""
-    if not dist.is_initialized():
-        c10d._world.group_count = 0
-
-
 def close_groups(context: WireContext) -> None:
-    """Destroy the process groups; after an abort without waiting for their operations (see the note in
-    wire/context.py)."""
+    """Destroy the process groups; after an abort without waiting for their operations (see wire/context.py)."""
     if context.aborted is not None:
         for group in context.groups():
             group.shutdown()
@@ -92,8 +82,8 @@ def close_groups(context: WireContext) -> None:
 def end_process(code: int) -> NoReturn:
     """End the process of a rank at once, when its groups are closed.
 
-    Python's own shutdown would race with Gloo's threads: one that releases the last tensor of a collective only then
-    needs the GIL, is terminated inside a destructor, and the process aborts although all work is done."""
+    Python's own shutdown would race with Gloo's threads: a thread that releases the last tensor of a collective needs
+    the GIL, is terminated inside a destructor, and the process aborts although all work is done."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

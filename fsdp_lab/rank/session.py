@@ -49,10 +49,7 @@ class Session:
             looks for hangs. None: the ranks do so themselves.
         hang_s: in that case, how long a collective may wait for a rank; None: half of `timeout_s`.
 
-    Raises:
-        ArgumentError: of `hang_s`.
-        ConnectionError: rank 0 was not found.
-        RuntimeError: not all ranks joined in time.
+    Raises ArgumentError for `hang_s`, ConnectionError if rank 0 was not found, RuntimeError if a rank did not join in time.
     """
 
     def __init__(
@@ -95,13 +92,8 @@ class Session:
         self._heartbeat = HeartbeatThread(self.context, rank, self._activity, send)
         self._joined_unix_s = time.time()
 
-    @property
-    def turn(self) -> int:
-        """The number of the call in progress, set by the kernel."""
-        return self._protocol.turn
-
-    @turn.setter
-    def turn(self, number: int) -> None:
+    def begin_call(self, number: int) -> None:
+        """The kernel numbers its calls, so that ranks know which of them an abort belongs to."""
         self._protocol.turn = number
 
     @property
@@ -117,8 +109,7 @@ class Session:
     # -- training -------------------------------------------------------------------------------------------------
 
     def apply(self, run: str, spec: Mapping[str, Any], fresh: bool = False, evaluated: int = 0) -> dict[str, Any]:
-        """Make `spec` the training of the next `train`; collective. It is refused unless `evaluated` samples are held
-        out.
+        """Make `spec` the training of the next `train`; collective. Refused unless `evaluated` samples are held out.
 
         Live parameters and optimizer state are transferred into the new layout, unless `fresh`, or the model, the seed
         or the optimizer differ: then training starts at step 0 from initial values. A refusal changes nothing.
@@ -138,19 +129,18 @@ class Session:
         checks: Collection[int] = (),
         evaluations: Mapping[int, int] = {},
     ) -> dict[str, Any]:
-        """Train so many steps, the last of them traced; collective. SIGINT on any rank ends the step in progress on all
-        of them.
+        """Train so many steps, the last of them traced; collective. SIGINT on any rank ends the step in progress on all.
 
         `ledgers`: step numbers of additional ledger steps (see ledger.py); the third step after a switch always is one.
         `checks`: step numbers whose events get a checksum of the parameters, outside the step's time. `evaluations`:
         step number -> how many held-out samples to evaluate after it; the event gets their mean loss. If an evaluation
         is aborted, the step remains, without that loss.
 
-        Returns: {"events", "stopped", "step", "saves"}; "stopped": the chunk was interrupted; "step": the next one;
-        "saves": what has been written meanwhile (`Checkpointer.ended`).
+        Returns: {"events", "stopped": whether it was interrupted, "step": the next one, "saves": see
+        `Checkpointer.ended`}.
 
         Raises:
-            SpecError: fewer samples are held out than are to be evaluated.
+            SpecError: too few samples are held out.
             RankAborted: another rank failed; the message says which and why.
             WireTimeout: a collective did not complete.
             NotFinite: the loss or a gradient of this rank is not finite; the step is not applied.
@@ -188,9 +178,7 @@ class Session:
 
     def calibrate(self, specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str], passes: int) -> dict[str, Any]:
         """Measure this machine, and steps of each Spec, besides the live training; collective, about ten seconds.
-
-        Returns: as `HardwareProbe.all`.
-        """
+        Returns what `HardwareProbe.all` does."""
         with self._exclusive():
             wanted = [Spec.from_dict(spec) for spec in specs]
             with calibration_trainers(wanted, self.info, self.world, self._lifecycle.preparation) as trainers:
@@ -201,13 +189,9 @@ class Session:
     def arm(self, fault: Mapping[str, Any]) -> dict[str, Any]:
         """Inject a fault, once, on the ranks that it names: a `Fault` as a dict.
 
-        Called on every rank, so that all refuse an invalid one. Collective if the link is to be slower: it may be
-        measured.
+        Called on every rank, so that all refuse an invalid one. Collective for a slower link, which may be measured.
 
-        Returns: {"armed"}: whether it is for this rank.
-
-        Raises:
-            FieldError: of a field, or a step in the past.
+        Returns {"armed"}: whether it is for this rank. Raises FieldError for an invalid field or a step in the past.
         """
         wanted, link = Fault.from_dict(fault), None
         wanted.check(self.info.world_size, self.trainer.progress.step if self.trainer else 0)
@@ -226,19 +210,15 @@ class Session:
 
     def suspend(self) -> dict[str, Any]:
         """Move the training to host memory, so that another can use the device; collective. `resume` continues it.
-
-        Returns: {"suspended_bytes"}, of this rank.
-        """
+        Returns {"suspended_bytes"} of this rank."""
         with self._exclusive():
             nbytes = self._lifecycle.suspend()
         self._lifecycle.release()
         return {"suspended_bytes": nbytes}
 
     def resume(self, run: str) -> dict[str, Any]:
-        """Continue the suspended training of this run; collective. The live one is dropped.
-
-        Returns: {"step"}; None if there is none, as on new ranks.
-        """
+        """Continue the suspended training of this run; collective. The live one is dropped. Returns {"step"}: None if
+        no such training is suspended, as on new ranks."""
         training = self._lifecycle.suspended.pop(run, None)
         if training is None:
             return {"step": None}
@@ -256,10 +236,8 @@ class Session:
         """Take a checkpoint of the training, in a new folder below `root`; collective. It is written while training
         continues; a previous one that is still being written is waited for. The newest `last` of the run are kept.
 
-        Returns: {"step", "seconds": how long training stopped, "waited_s": for the previous one, "bytes" of this rank}.
-
-        Raises:
-            ArgumentError: nothing can be written to `root`.
+        Returns {"step", "seconds": how long training stopped, "waited_s": for the previous one, "bytes" of this rank}.
+        Raises ArgumentError if nothing can be written to `root`.
         """
         start_s = time.perf_counter()
         with self._exclusive():
@@ -273,25 +251,21 @@ class Session:
         return {"step": trainer.progress.step, "seconds": seconds, "waited_s": waited_s, "bytes": nbytes}
 
     def saves(self, wait_s: float = 0.0) -> dict[str, Any]:
-        """What has been written since the last call: {"ended": see `Checkpointer.ended`, "under_way": whether writing
-        still continues, after waiting so long}."""
+        """Wait at most `wait_s` for a checkpoint. Returns {"ended": see `Checkpointer.ended`, "under_way": whether one
+        is still being written}."""
         under_way = not self._checkpointer.wait(wait_s)
         return {"ended": self._checkpointer.ended(), "under_way": under_way}
 
     def rescue(self, partial: str, writers: Collection[int]) -> dict[str, Any]:
-        """Write the training into an existing folder when other ranks are lost; not collective, but called on all
-        `writers`. Returns this rank's part for `checkpoints.finish`. Raises LookupError if they do not hold all of the
-        model."""
+        """Write the training into an existing folder when other ranks are lost; called on all `writers`, not
+        collective. See `Checkpointer.rescue`."""
         return self._checkpointer.rescue(self._lifecycle.require(), partial, writers)
 
     def restore(self, run: str, spec: Mapping[str, Any], path: str) -> dict[str, Any]:
         """Make `spec` the training of the next `train`, with the values of the checkpoint at `path`, which may be of
-        another backend, sharding and number of ranks; collective.
+        another backend, sharding and number of ranks; collective. Returns what `apply` does.
 
-        Returns: as `apply`.
-
-        Raises:
-            FieldError: it is incomplete, or of another training; the live training may be gone then.
+        Raises FieldError if it is incomplete, or of another training; the live training may be dropped then.
         """
         start_s = time.perf_counter()
         wanted = Spec.from_dict(spec)
@@ -302,20 +276,16 @@ class Session:
     # -- slow motion ----------------------------------------------------------------------------------------------
 
     def slow_next(self) -> dict[str, Any]:
-        """Run a training step to its next phase; begins a step if none is in progress; collective.
+        """Run a training step to its next phase, or begin one if none is in progress; collective.
 
-        Returns: {"frame": the `PhaseSnapshot` as a dict, "event": None}, or at the end of the step {"frame": None,
-        "event": its `StepEvent` as a dict}.
-
-        Raises:
-            SpecError: the backend is not our own engine.
-            as `train`; KeyboardInterrupt if the step was interrupted.
+        Returns {"frame": the `PhaseSnapshot` as a dict, "event": None}, or at the end of the step {"frame": None,
+        "event": its `StepEvent` as a dict}. Raises as `train`, SpecError unless the backend is our own engine, and
+        KeyboardInterrupt if the step was interrupted.
         """
         return self._slowly(lambda slow: slow.next())
 
     def slow_end(self) -> dict[str, Any]:
-        """Run the step of `slow_next` to its end without stops; collective. Returns the same; "event" is None if no
-        step was in progress."""
+        """Run the step of `slow_next` to its end; collective. Returns the same; "event" is None if there was no step."""
         if self._slow is None:
             return {"frame": None, "event": None}
         return self._slowly(lambda slow: slow.end())
@@ -357,7 +327,7 @@ class Session:
         return {"freed_bytes": self._lifecycle.unload()}
 
     def status(self) -> dict[str, Any]:
-        """This rank, its device and software, what it holds, and the last collective that it issued."""
+        """The rank's device, software, training and last collective, as plain values."""
         last, trainer = self.context.last, self.trainer
         return {
             "rank": self.info.rank,
@@ -405,14 +375,14 @@ class Session:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Around a collective call that needs the training between two steps, on working process groups."""
+        """The context of a collective call that needs the training between two steps, on working process groups."""
         self._leave_slow_motion()
         with self._protocol.collective_call():
             self._reopen()
             yield
 
     def _reopen(self) -> None:
-        """After an abort: new process groups, and the backend rebuilt on them."""
+        """After an abort, open new process groups and rebuild the backend on them."""
         if self._protocol.reopen():
             self._lifecycle.rebuild()
 
@@ -427,6 +397,6 @@ class Session:
         }
 
     def _activity(self) -> RankActivity:
-        """For the heartbeats, in their thread."""
+        """Called in the thread of the heartbeats."""
         trainer = self.trainer
         return RankActivity(working=self._protocol.monitor.working, step=trainer.progress.step if trainer else None)

@@ -1,8 +1,8 @@
 """`PhaseStepper`: a training step of our engine that stops before each phase until `next` is called. `SlowMotionStep`: such
 a step of a `Trainer`, as `PhaseSnapshot`s.
 
-The step runs on a separate thread; it is the real step, not a replay. Between two phases nothing computes on this rank, so
-its shards and buffers can be inspected (`holdings`). Phases contain collectives, so all ranks must be stepped alike.
+It is the real step, on a separate thread. Between two phases nothing computes on this rank, so its shards and buffers can
+be inspected (`holdings`). Phases contain collectives, so all ranks must be stepped alike.
 """
 
 from __future__ import annotations
@@ -46,29 +46,18 @@ class Stop:
     direction: Direction
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnitHolding:
-    """What this rank holds of a parameter just now."""
-
-    shard: ParamShard
-    unit: str
-    state: str  # "sharded", "gathering" or "unsharded"
-    gradient: str  # "none", "unsharded", "reducing" or "sharded"
-
-
 class PhaseStepper(Generic[T]):
     """An iterator over the phases of `step()`, a whole training step of `module`.
 
-    When it is exhausted, `result` is what `step` returned; what it raised, the next `next` raises. `close` lets the step
-    run to its end.
+    When it is exhausted, `result` is what `step` returned. What `step` raised is raised by the next `next`.
     """
 
     def __init__(self, module: nn.Module, step: Callable[[], T]) -> None:
         self._runtime, self._step = runtime_of(module), step
         self._stop: Stop | None = None
         self._count = 0
-        self._go, self._come = threading.Semaphore(0), threading.Semaphore(0)
-        self._free = False  # no more stops
+        self._resume, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._closing = False  # no more stops
         self._error: BaseException | None = None
         self._result: list[T] = []
         threads = torch.get_num_threads()
@@ -82,7 +71,7 @@ class PhaseStepper(Generic[T]):
         if self._thread.ident is None:
             self._thread.start()
         elif not self.is_over:
-            self._go.release()
+            self._resume.release()
         self._await_stop()
         if self._stop is None:
             raise StopIteration
@@ -90,10 +79,10 @@ class PhaseStepper(Generic[T]):
 
     def close(self) -> None:
         """Let the step run to its end, and wait for it. What it raised is raised."""
-        self._free = True
+        self._closing = True
         if self._thread.ident is None:
             return
-        self._go.release()
+        self._resume.release()
         while self._thread.is_alive():
             self._thread.join(_POLL_S)
         self._stop = None
@@ -107,21 +96,21 @@ class PhaseStepper(Generic[T]):
     def result(self) -> T:
         """Raises RuntimeError while the step is not over."""
         if not self._result:
-            raise RuntimeError("the step is not over; go on with next()")
+            raise RuntimeError("the step is not over; call next() until it is")
         return self._result[0]
 
     def at(self, phase: Phase, unit: str, direction: Direction) -> None:
-        """On the step's thread: wait here until the next `next`."""
-        if self._free:
+        """Called on the step's thread: waits until the next `next`."""
+        if self._closing:
             return
         self._stop = Stop(index=self._count, phase=phase, unit=unit, direction=direction)
         self._count += 1
-        self._come.release()
-        self._go.acquire()
+        self._stopped.release()
+        self._resume.acquire()
 
     def _await_stop(self) -> None:
-        while not self._come.acquire(timeout=_POLL_S):
-            if self.is_over and not self._come.acquire(blocking=False):
+        while not self._stopped.acquire(timeout=_POLL_S):
+            if self.is_over and not self._stopped.acquire(blocking=False):
                 break
         self._raise()
 
@@ -142,18 +131,25 @@ class PhaseStepper(Generic[T]):
         finally:
             self._runtime.watch = None
             self._stop = None
-            self._come.release()
+            self._stopped.release()
 
 
-def holdings(module: nn.Module) -> list[UnitHolding]:
-    """For every parameter, what this rank holds of it now."""
+def holdings(module: nn.Module) -> list[ParameterHolding]:
+    """What this rank holds of every parameter now."""
     unit_of = {id(flat): unit for unit in units_of(module) for flat in unit.flats}
     reducing = {id(reduction.target) for reduction in runtime_of(module).reducing}
-    found = []
-    for shard, p in zip(shards_of(module), original_parameters(module), strict=True):
-        unit, gradient = unit_of[id(p.flat)], _gradient(shard, p.flat, reducing)
-        found.append(UnitHolding(shard=shard, unit=unit.name, state=_state(unit, p.flat), gradient=gradient))
-    return found
+    return [
+        ParameterHolding(
+            name=shard.name,
+            unit=unit_of[id(p.flat)].name or ROOT,
+            numel=shard.shape.numel(),
+            start=shard.start,
+            stop=shard.stop,
+            state=_state(unit_of[id(p.flat)], p.flat),
+            gradient=_gradient(shard, p.flat, reducing),
+        )
+        for shard, p in zip(shards_of(module), original_parameters(module), strict=True)
+    ]
 
 
 def _state(unit: Unit, flat: FlatBuffer) -> str:
@@ -171,11 +167,7 @@ def _gradient(shard: ParamShard, flat: FlatBuffer, reducing: set[int]) -> str:
 
 
 class SlowMotionStep:
-    """One step of a trainer with our own engine.
-
-    Raises:
-        SpecError: the backend is another one, whose phases cannot be stopped.
-    """
+    """One step of a trainer with our own engine. Raises SpecError for another backend, whose phases cannot be stopped."""
 
     def __init__(self, trainer: Trainer, info: RankInfo) -> None:
         backend = trainer.backend
@@ -192,7 +184,7 @@ class SlowMotionStep:
     def next(self) -> PhaseSnapshot | None:
         """Run to the next phase; None when the step is over. Raises what the step raised."""
         stop = next(self._stepper, None)
-        return None if stop is None else self._frame(stop)
+        return None if stop is None else self._snapshot(stop)
 
     def end(self) -> None:
         """Run the step to its end without stops. Raises what the step raised."""
@@ -204,11 +196,10 @@ class SlowMotionStep:
         return self._stepper.result
 
     def remove_hooks(self) -> None:
-        """When the step is over."""
+        """Call it when the step is over."""
         self._handle.remove()
 
-    def _frame(self, stop: Stop) -> PhaseSnapshot:
-        held = holdings(self._trainer.backend.module)
+    def _snapshot(self, stop: Stop) -> PhaseSnapshot:
         return PhaseSnapshot(
             rank=self._info.rank,
             world_size=self._info.world_size,
@@ -217,16 +208,5 @@ class SlowMotionStep:
             phase=stop.phase.value,
             unit=stop.unit or ROOT,
             direction=stop.direction.value,
-            parameters=tuple(
-                ParameterHolding(
-                    name=h.shard.name,
-                    unit=h.unit or ROOT,
-                    numel=h.shard.shape.numel(),
-                    start=h.shard.start,
-                    stop=h.shard.stop,
-                    state=h.state,
-                    gradient=h.gradient,
-                )
-                for h in held
-            ),
+            parameters=tuple(holdings(self._trainer.backend.module)),
         )

@@ -1,11 +1,11 @@
 """`StepTrace`: when a rank computed what in one step, unit by unit, for every backend. `compare_clocks`: offsets
 between ranks.
 
-Note: marks. A thread does one thing at a time, so computing is recorded as marks: from now on, this. A unit's forward
-is marked by hooks before and after its modules, its backward by hooks on their output tensors (gradients arrive: it
-begins) and input tensors (it is over). The hooks exist for the traced step only; they change no value and add nothing
-to the graph. Recomputation is part of the unit's backward. On a GPU the thread only launches work, so marks are CUDA
-events on the computing stream.
+Note: marks. A thread does one thing at a time, so a mark says what it computes from now on. A unit's forward is marked
+by hooks before and after its modules, its backward by hooks on their output tensors (it begins when gradients arrive)
+and input tensors (it has ended). The hooks exist for the traced step only; they change no value and add nothing to the
+graph. Recomputation is part of the unit's backward. On a GPU the thread only launches work, so marks are CUDA events on
+the computing stream.
 
 Note: clocks. A few all-gathers of the ranks' own times bound the offset of each clock to rank 0's from both sides: no
 rank has the result before rank 0 gave its part, and rank 0 not before this rank gave its own. The offset is the middle
@@ -36,7 +36,7 @@ Interval = tuple[float, float]
 
 
 class StepTrace:
-    """Around one step; afterwards `spans` returns the step's."""
+    """The context of one step; afterwards `spans` returns the spans of that step."""
 
     def __init__(self, units: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:
         self._units, self._on_gpu = units, device.type == "cuda"
@@ -61,11 +61,11 @@ class StepTrace:
         self._handles = []
 
     def mark(self, name: str, unit: str = ROOT) -> None:
-        """From now on the thread computes `name` of `unit`; "" is nothing."""
+        """Record that the thread computes `name` of `unit` from now on; "": nothing."""
         self._marks.append((self._now(), name, unit))
 
     def begin(self, name: str) -> None:
-        """The next part of the step: no unit computes."""
+        """Begin the next part of the step, in which no unit computes yet."""
         self._open = []
         self.mark(name)
 
@@ -118,9 +118,9 @@ class StepTrace:
         """The spans of the step, when it is over and the device synchronised: computing without waits, waits,
         communication and host copies."""
         stalls = [(start - self.begin_s, end - self.begin_s) for start, end, _ in waits(collectives)]
-        moved = [(start - self.begin_s, end - self.begin_s) for _, start, end in copies]
-        found = self._computing([*stalls, *moved])
-        for (unit, _, _), interval in zip(copies, moved, strict=True):
+        copied = [(start - self.begin_s, end - self.begin_s) for _, start, end in copies]
+        found = self._computing([*stalls, *copied])
+        for (unit, _, _), interval in zip(copies, copied, strict=True):
             found += [_span(Track.HOST_COPY, "host_copy", unit, part) for part in _without(interval, stalls)]
         return tuple(sorted([*found, *spans(collectives, self.begin_s)], key=lambda s: (s.start_s, s.track)))
 
@@ -133,7 +133,7 @@ class StepTrace:
         return found
 
     def _seconds(self, stamp: Any) -> float:
-        """Since the begin of the step."""
+        """Seconds since the begin of the step."""
         return float(self._marks[0][0].elapsed_time(stamp) / 1e3 if self._on_gpu else stamp - self.begin_s)
 
 
@@ -151,7 +151,7 @@ def _span(track: Track, name: str, unit: str, interval: Interval) -> Span:
 
 
 def _without(interval: Interval, others: Sequence[Interval]) -> list[Interval]:
-    """An interval minus others."""
+    """The parts of an interval that no other interval covers."""
     left, (at, end) = list[Interval](), interval
     for start, stop in sorted(others):
         if stop <= at or start >= end:
@@ -175,7 +175,7 @@ class ClockOffset(NamedTuple):
 
 
 def compare_clocks(world: Wire) -> ClockOffset:
-    """Collective; some tenths of a millisecond per exchange."""
+    """The offset of this rank's clock to rank 0's. Collective; some tenths of a millisecond per exchange."""
     if world.size() == 1:
         return ClockOffset(0.0, 0.0)
     least, most = float("-inf"), float("inf")

@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from enum import Enum
 
 import torch
@@ -59,7 +59,7 @@ STEP_TRANSITIONS = {  # from every state a step can be discarded
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What a step costs, with the fields of its `StepEvent`."""
+    """The cost of a step, for the fields of its `StepEvent`."""
 
     flops: int  # model FLOPs of this rank
     recompute_flops: int  # additional FLOPs of recompute
@@ -68,52 +68,48 @@ class StepCost:
 
     @property
     def peak_flops_per_s(self) -> float | None:
-        """Before any step, so that an emulated link is scaled alike in every run."""
+        """The peak that is known before any step, so that every run scales an emulated link alike."""
         return self.peak.given.flops_per_s
 
 
 @dataclass(kw_only=True)
 class TrainingProgress:
-    """Survives a switch of strategy."""
+    """The progress of a training, which a switch of strategy keeps."""
 
     step: int = 0  # optimizer steps committed
     samples: int = 0  # the global sample counter
     vote: tuple[float, ...] = ()  # the result of the last committed step's vote
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Trainer:
-    """A new one for each applied Spec; `progress` and `scaler` are passed on."""
+    """Trains under one Spec. The trainer of the next Spec is given `progress` and `scaler`."""
 
-    def __init__(
-        self,
-        *,
-        run: str,
-        spec: Spec,
-        info: RankInfo,
-        backend: Backend,
-        batches: Batches,
-        world: Wire,
-        cost: StepCost,
-        progress: TrainingProgress,
-        scaler: Scaler,
-        notes: tuple[str, ...],
-        clock: ClockOffset,
-        ledger: LedgerResult | None = None,
-    ) -> None:
-        """`ledger`: of a ledger step of this training before it was suspended, so that none is needed now."""
-        self.run, self.spec, self.info, self.backend, self.batches = run, spec, info, backend, batches
-        self.world, self.cost, self.progress, self.scaler, self.notes = world, cost, progress, scaler, notes
-        self.clock = clock
-        self.meter = StepMeter(backend, world.context, info, offload=spec.strategy.offload, ledger=ledger)
+    run: str
+    spec: Spec
+    info: RankInfo
+    backend: Backend
+    batches: Batches
+    world: Wire
+    cost: StepCost
+    progress: TrainingProgress
+    scaler: Scaler
+    notes: tuple[str, ...]
+    clock: ClockOffset
+    ledger: InitVar[LedgerResult | None] = None  # of this training before it was suspended; None: the third step is one
+
+    def __post_init__(self, ledger: LedgerResult | None) -> None:
+        offload = self.spec.strategy.offload
+        self.meter = StepMeter(self.backend, self.world.context, self.info, offload=offload, ledger=ledger)
         self.state = StepState.IDLE
         self._steps_here = 0
         self._ledger_due = ledger is None
 
     def step(self, *, slow: bool = False, ledger: bool = False, traced: bool = False) -> StepEvent:
-        """Forward, backward, vote, update. `slow`: it is stopped between phases; `ledger`: make it a ledger step;
-        `traced`: its event gets spans.
+        """Forward, backward, vote, update. `slow`: it is stopped between phases; `traced`: its event gets spans.
 
-        The third step after a switch is always a ledger step; one requested earlier is postponed until then.
+        `ledger`: make it a ledger step. The third step after a switch always is one; an earlier request is postponed
+        until then.
 
         Raises RankAborted or WireTimeout if it is aborted, NotFinite if it cannot be applied.
         """
@@ -161,11 +157,7 @@ class Trainer:
 
     def evaluated(self, event: StepEvent, samples: int) -> StepEvent:
         """The event of the step that has just ended, with the mean loss of so many held-out samples; collective, and
-        not part of the step's time or traffic.
-
-        Raises:
-            SpecError: fewer are held out. RankAborted or WireTimeout: it was aborted.
-        """
+        not part of the step's time or traffic. Raises SpecError if fewer are held out; RankAborted or WireTimeout."""
         total = torch.zeros((), dtype=torch.float64, device=self.info.device)
         with self.backend.evaluating():
             for batch, counted in self.batches.held_out(samples):
@@ -206,7 +198,7 @@ class Trainer:
         self.world.control(vote)
         if not self._usable(vote.tolist()):
             step = self.progress.step
-            raise not_finite(step=step, loss=loss, backend=self.backend, world=self.world, again=self._repeat)
+            raise not_finite(step=step, loss=loss, backend=self.backend, world=self.world, repeat=self._repeat)
         return self.commit(vote.tolist())
 
     def _usable(self, vote: Sequence[float]) -> bool:
@@ -220,10 +212,7 @@ class Trainer:
 
     def commit(self, vote: Sequence[float]) -> tuple[float, float, bool]:
         """Update, or skip the update; every rank does the same with the same result. Not collective, so it cannot be
-        aborted.
-
-        If the update raises, it can be committed again (abort.py): gradients are not scaled twice.
-        """
+        aborted. If it raises, it can be called again (abort.py): gradients are not scaled twice."""
         mean_loss = vote[0] / self.info.world_size
         finite = math.isfinite(vote[1])
         norm = math.sqrt(max(0.0, vote[1] / self.backend.replicas)) / self.scaler.scale if finite else math.inf
@@ -270,8 +259,7 @@ class Trainer:
 
 def squared_norm(tensors: list[Tensor]) -> float:
     """The squared norm of all tensors together. Norms are computed in a tensor's dtype, their squares summed in
-    float64. On a CPU a norm is a running fp32 sum, whose error grows with the tensor, so it is taken in parts
-    (tests/rank/test_norm.py)."""
+    float64. On a CPU a norm is a running fp32 sum, whose error grows with its length, so it is taken in parts."""
     if not tensors:
         return 0.0
     parts = [part for t in tensors for part in _slices(t)] if tensors[0].is_cpu else tensors
@@ -294,15 +282,11 @@ class NotFinite(RuntimeError):
     """The loss or a gradient of this rank is not finite."""
 
 
-def not_finite(*, step: int, loss: float, backend: Backend, world: Wire, again: Callable[[], object]) -> RuntimeError:
+def not_finite(*, step: int, loss: float, backend: Backend, world: Wire, repeat: Callable[[], object]) -> RuntimeError:
     """The exception for this rank after a vote that was not finite, while its gradients exist; collective.
 
-    Args:
-        step, loss: of this rank.
-        again: repeats forward and backward of the step, starting without gradients.
-
-    Returns:
-        `NotFinite` on the rank that caused it, or on rank 0 if only the sum is not finite; `RankAborted` on the others.
+    `NotFinite` on the rank that caused it, or on rank 0 if only the sum is not finite; `RankAborted` on the others.
+    `repeat` repeats forward and backward of the step, starting without gradients.
     """
     rank = world.rank()
     losses = _gather(world, 0.0 if math.isfinite(loss) else 1.0)
@@ -315,7 +299,7 @@ def not_finite(*, step: int, loss: float, backend: Backend, world: Wire, again: 
         return _error(rank, [1.0], whole, whole)
     if world.size() == 1:
         return _error(rank, [1.0], mine, mine)
-    sums = _gather(world, _first_bad_summand(world.context, again))
+    sums = _gather(world, _first_bad_summand(world.context, repeat))
     if any(sums):
         first = min(number for number in sums if number)
         return _error(rank, [number == first for number in sums], mine, mine)
@@ -324,7 +308,7 @@ def not_finite(*, step: int, loss: float, backend: Backend, world: Wire, again: 
 
 
 def _error(rank: int, guilty: Sequence[object], mine: str, others: str) -> RuntimeError:
-    """`guilty`: by rank, true for the ranks that caused it; may be shorter than the world size."""
+    """`guilty`: by rank, whether it was the cause; may be shorter than the world size."""
     if any(guilty[rank : rank + 1]):
         return NotFinite(f"{mine}; {_HINT}")
     first = next(r for r, is_guilty in enumerate(guilty) if is_guilty)
@@ -341,8 +325,8 @@ def _gather(world: Wire, mine: float) -> list[float]:
 
 
 def _last_bad_gradient(backend: Backend, world: Wire) -> str:
-    """The last parameter, in model order, whose gradient is not finite on some rank: the backward reaches it first. ""
-    if all gradients are finite, and only their norm is not."""
+    """The last parameter in model order, which the backward reaches first, with a gradient that is not finite on some rank;
+    "" if only the norm of the gradients is not."""
     shards = backend.param_shards()
     gradients = ((i, backend.gradient(shard)) for i, shard in enumerate(shards))
     mine = max((i + 1 for i, g in gradients if g is not None and _bad(g)), default=0)
@@ -350,7 +334,7 @@ def _last_bad_gradient(backend: Backend, world: Wire) -> str:
     return shards[last - 1].name if last else ""
 
 
-def _first_bad_summand(context: WireContext, again: Callable[[], object]) -> float:
+def _first_bad_summand(context: WireContext, repeat: Callable[[], object]) -> float:
     """The number, from 1, of the first sum to which this rank contributes a non-finite value; 0 if none."""
     count, found = 0, 0
 
@@ -362,7 +346,7 @@ def _first_bad_summand(context: WireContext, again: Callable[[], object]) -> flo
 
     before, context.on_issue = context.on_issue, look
     try:
-        again()
+        repeat()
     finally:
         context.on_issue = before
     return float(found)
@@ -373,12 +357,10 @@ def _bad(t: Tensor) -> bool:
 
 
 def checksum(backend: Backend) -> int:
-    """This rank's part: the parts of all ranks of a replica add up, modulo 2^64, to the checksum of the whole
-    parameters.
+    """This rank's part of a checksum of the parameters: the parts of a replica's ranks add up to it, modulo 2^64.
 
-    Each element's 32 bits (fp32; -0 as 0) are weighted by its parameter's name and its position in it, and summed
-    modulo 2^64, so that the sum does not depend on the sharding. Padding is in no shard. A single different element
-    changes the sum."""
+    Each element's 32 bits (fp32; -0 as 0) are weighted by its parameter's name and its position in it, so that the sum
+    does not depend on the sharding, and a single different element changes it. Padding is in no shard."""
     total = 0
     for shard in backend.param_shards():
         seed = int.from_bytes(hashlib.blake2b(shard.name.encode(), digest_size=8).digest(), "little", signed=True)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fsdp_lab.cluster import Cluster, ClusterError
+from fsdp_lab.cluster import ClusterError
+from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.core.faults import SIGNALS, fault_of
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs.comparison import Refusal

@@ -25,7 +25,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from fsdp_lab.cluster import Call, ClusterError, Interrupted
+from fsdp_lab.cluster import ClusterError, Interrupted
+from fsdp_lab.cluster.calls import Call
 from fsdp_lab.core.checkpoint_format import Checkpoint
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.faults import Fault, FaultKind

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from fsdp_lab.cluster import Cluster
+from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.placement import usable_cores
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.calibration import Calibration, references

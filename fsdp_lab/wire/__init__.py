@@ -6,22 +6,18 @@ Read context.py, work.py, group.py, in this order; link.py is independent.
 from fsdp_lab.wire.context import RankAborted, ReductionOrder, WireContext, WireTimeout
 from fsdp_lab.wire.group import Wire, register
 from fsdp_lab.wire.link import Alarm, Link, LinkDirection
-from fsdp_lab.wire.meter import Collective, Meter, exposed, link_bytes, spans, traffic, waits
-from fsdp_lab.wire.work import WireWork
+from fsdp_lab.wire.meter import Collective, link_bytes, spans, traffic, waits
 
 __all__ = [
     "Alarm",
     "Collective",
     "Link",
     "LinkDirection",
-    "Meter",
     "RankAborted",
     "ReductionOrder",
     "Wire",
     "WireContext",
     "WireTimeout",
-    "WireWork",
-    "exposed",
     "link_bytes",
     "register",
     "spans",

@@ -9,10 +9,10 @@ Gloo's operation itself cannot be cancelled, and destroying its group waits for 
 separate thread (`destroy_async`), and the session continues with new groups. A rank that did not join the operation
 closes its end of the connections, which ends the operation on the others; otherwise their timeout does (with torch
 2.13, a process in which several had timed out crashed seconds later in the destructor of Gloo's exception). Until then
-the operation may still read and write its tensors, or only start to (Gloo's threads take operations from a queue).
-Their storage must not be freed by force (`busy_addresses`), and a cancelled work is never finished afterwards
-(`Cancellable.cancel`). Callbacks that run in Gloo's threads must not hold a group: the last reference would make its
-own thread destroy and join it.
+the operation may still read and write its tensors, even if it has not started, since Gloo's threads take operations
+from a queue. So their storage must not be freed by force (`busy_addresses`), and a cancelled work is never finished
+afterwards (`Cancellable.cancel`). Callbacks in Gloo's threads must not hold a group: if theirs were the last reference,
+a thread of the group would destroy the group and join itself.
 
 Note: a profiler and an abort. torch's profiler records a Gloo operation from its issue to its end, and the end is
 written by Gloo's thread into memory that the profiler frees when it stops. In a step that is given up an operation may
@@ -34,6 +34,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 import torch
+from torch import distributed as dist
 
 from fsdp_lab.wire.link import Alarm, DroppedWork, Link, LinkDirection, pause_until
 from fsdp_lab.wire.meter import Collective, Meter
@@ -68,12 +69,6 @@ class Cancellable(Protocol):
         """Afterwards only Gloo may still write to its tensors."""
 
 
-class Destroyable(Protocol):
-    """A group that is shut down after an abort: a `Wire`."""
-
-    def shutdown(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Running:
     """A Gloo operation in flight."""
@@ -84,7 +79,7 @@ class Running:
 
 
 class WireContext:
-    """One per rank. Groups report to it; the session reads its meter and calls `abort`."""
+    """The wire of one rank. Groups report to it; the session reads its meter and calls `abort`."""
 
     def __init__(self, *, reduction: ReductionOrder = ReductionOrder.AUTO, timeout_s: float = 120.0) -> None:
         self.meter = Meter()
@@ -108,7 +103,7 @@ class WireContext:
         self._step_begin: tuple[Any, float] | None = None  # an event at the beginning of the step, and its time
         self._running: dict[int, Running] = {}  # by sequence number
         self._cancellable: weakref.WeakSet[Cancellable] = weakref.WeakSet()  # C++ may be waiting for their futures
-        self._groups: weakref.WeakSet[Destroyable] = weakref.WeakSet()
+        self._groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         self._members: dict[str, tuple[int, ...]] = {}  # ranks by group
 
     @property
@@ -117,7 +112,7 @@ class WireContext:
 
     # -- groups ---------------------------------------------------------------------------------------------------
 
-    def add_group(self, group: Destroyable, name: str, ranks: Sequence[int]) -> None:
+    def add_group(self, group: dist.ProcessGroup, name: str, ranks: Sequence[int]) -> None:
         self._groups.add(group)
         self._members[name] = tuple(ranks)
 
@@ -125,7 +120,7 @@ class WireContext:
         self._members.pop(name, None)
         self._ordinals.pop(name, None)
 
-    def groups(self) -> list[Destroyable]:
+    def groups(self) -> list[dist.ProcessGroup]:
         """The groups that are alive."""
         return list(self._groups)
 
@@ -133,7 +128,7 @@ class WireContext:
 
     @contextmanager
     def unit_scope(self, unit: str) -> Iterator[None]:
-        """Collectives issued inside belong to this unit."""
+        """Collectives issued inside belong to this unit. Also a decorator."""
         before, self._unit = self._unit, unit
         try:
             yield
@@ -146,8 +141,7 @@ class WireContext:
 
     def record_issue(self, kind: str, group: str, size: int, *, link_bytes: int, payload_bytes: int, dtype: str,
                      whole_group: bool = True) -> Collective:  # fmt: skip
-        """Number and meter a collective; `whole_group`: all ranks of the group issue it. Raises RankAborted after an
-        abort."""
+        """Number and meter a collective; `whole_group`: all ranks of the group issue it. Raises RankAborted."""
         self.check()
         issued = Collective(
             sequence=self._sequence,
@@ -169,11 +163,11 @@ class WireContext:
         return issued
 
     def track(self, issued: Collective, tensors: Sequence[torch.Tensor], inner: Any) -> None:
-        """Gloo has started an operation on these tensors."""
+        """Remember an operation that Gloo has started on these tensors."""
         self._running[issued.sequence] = Running(issued, tuple(t.untyped_storage() for t in tensors), inner)
 
     def untrack(self, issued: Collective) -> None:
-        """It has completed or failed; calling this again is harmless."""
+        """Forget an operation that has completed or failed, or was forgotten before."""
         self._running.pop(issued.sequence, None)
 
     def busy_addresses(self) -> set[int]:
@@ -191,20 +185,18 @@ class WireContext:
             work.cancel()
 
     def start_timing(self) -> None:
-        """On a GPU, at the beginning of a step, with the device synchronised: device times count from here."""
+        """Count device times from here: on a GPU, at the beginning of a step, with the device synchronised."""
         self._timed = []
         self._step_begin = (_cuda_event(), time.perf_counter())
 
     def time_nccl(self, issued: Collective, work: Any) -> None:
-        """The current stream has just been ordered behind an NCCL work."""
+        """Record an event on the current stream, which has just been ordered behind an NCCL work."""
         if self._step_begin is not None:
             self._timed.append((issued, work, _cuda_event()))
 
     def read_timing(self) -> None:
-        """Read the times of NCCL's works, at the end of a step, with the device synchronised.
-
-        The end is that of an event on the waiting stream; the duration is NCCL's own.
-        """
+        """Read the times of NCCL's works, at the end of a step, with the device synchronised: the end from the event on
+        the waiting stream, the duration from NCCL."""
         timed, begin, self._timed, self._step_begin = self._timed, self._step_begin, [], None
         for issued, work, event in timed:
             assert begin is not None
@@ -227,13 +219,13 @@ class WireContext:
             self.link = None
 
     def reserve_link(self, issued: Collective, direction: LinkDirection = LinkDirection.BOTH) -> None:
-        """Queue a collective on the emulated link. Not queued: the lab's own vote, and groups of one rank. A barrier
-        takes only the latency."""
+        """Queue a collective on the emulated link, except the lab's own vote, and groups of one rank. A barrier takes only
+        the latency."""
         if self.link is not None and issued.size > 1 and issued.kind != "control":
             issued.link_end_s = self.link.reserve(issued.issue_s, issued.link_bytes, direction)
 
     def wait_link(self, issued: Collective) -> None:
-        """Wait until the emulated link has carried it. Raises RankAborted at once after an abort."""
+        """Wait until the emulated link has carried a collective. Raises RankAborted at once after an abort."""
         if issued.link_end_s is not None:
             pause_until(issued.link_end_s, self._abort_event)
             self.check()
@@ -241,17 +233,16 @@ class WireContext:
     # -- a link that is cut on purpose ----------------------------------------------------------------------------
 
     def cut_link(self, *, until_reset: bool) -> None:
-        """From now on no collective of this rank passes or completes, in either direction; those that Gloo or NCCL
-        already has may. `until_reset`: `reset` restores the link. Groups can still be opened: they meet at the
-        store."""
+        """Let no collective of this rank pass or complete from now on, except those that Gloo or NCCL already has.
+        `until_reset`: `reset` restores the link. Groups can still be opened: they meet at the store."""
         self._link_cut, self._reset_restores_link = True, until_reset
 
     def restore_link(self) -> None:
-        """Collectives issued from now on pass."""
+        """Let collectives pass that are issued from now on."""
         self._link_cut = False
 
     def dropped_work(self, size: int) -> DroppedWork | None:
-        """Stands for an operation of a group of `size` ranks while the link is cut; None otherwise."""
+        """Replaces an operation of a group of `size` ranks while the link is cut; None otherwise."""
         return DroppedWork(self._abort_event) if self._link_cut and size > 1 else None
 
     # -- for observers in other threads: nothing here needs the thread that may be blocked ------------------------------
@@ -303,7 +294,7 @@ class WireContext:
             work.cancel()
 
     def reset(self) -> None:
-        """After an abort, once its groups are shut down: collectives may be issued again."""
+        """Allow collectives again after an abort, when its groups are shut down."""
         with self._lock:
             self._why = None
             self._abort_event.clear()
@@ -319,11 +310,8 @@ class WireContext:
         self._cancelled_before = self._sequence
 
     def destroy_async(self, groups: list[Any]) -> None:
-        """Empty a list that holds the last references to groups with a possibly running operation: see the note on
-        abort.
-
-        In a separate thread, since it waits for the operation, and since no thread of a group may drop it last.
-        """
+        """Drop the last references to groups, which may still run an operation, by emptying a list in a separate thread:
+        that waits for the operation, and no thread of a group may drop it last (see the note on abort)."""
         threading.Thread(target=groups.clear, daemon=True).start()
 
 

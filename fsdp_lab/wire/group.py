@@ -45,7 +45,7 @@ def register(context: WireContext, *, nccl: bool = False) -> str:
 
 
 class Wire(dist.ProcessGroup):
-    """See the module docstring. `options` is torch's `_DistributedBackendOptions`: store, rank, size, group."""
+    """See above. `options` is torch's `_DistributedBackendOptions`: store, rank, size, group."""
 
     def __init__(self, options: Any, context: WireContext, *, nccl: bool) -> None:
         rank, size = options.group_rank, options.group_size
@@ -56,7 +56,7 @@ class Wire(dist.ProcessGroup):
         self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", options.store), rank, size, context.timeout)
         self._nccl: Any = None
         if nccl:
-            os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # for WireContext.read_clocks
+            os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # for WireContext.read_timing
             store = dist.PrefixStore("nccl", options.store)
             self._nccl = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
         ranks = options.global_ranks_in_group or range(self._size)  # torch passes none for the world
@@ -72,8 +72,7 @@ class Wire(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return BACKEND
 
-    def name(self) -> str:
-        return BACKEND
+    name = getBackendName
 
     def rank(self) -> int:
         return self._rank
@@ -88,9 +87,7 @@ class Wire(dist.ProcessGroup):
     def group_name(self) -> str:
         return self._name_
 
-    @property
-    def pg_name(self) -> str:
-        return self._name_
+    pg_name = group_name
 
     def _set_group_desc(self, desc: str) -> None:
         self._desc = desc
@@ -106,10 +103,8 @@ class Wire(dist.ProcessGroup):
             self._nccl.abort()
 
     def shutdown(self) -> None:
-        """Release the inner groups, with their threads and connections: torch's caches may keep this object forever.
-
-        After an abort they are destroyed in a thread, since an operation may still be running.
-        """
+        """Release the inner groups, with their threads and connections: torch's caches may keep this object forever. After
+        an abort they are destroyed in a thread, since an operation may still be running."""
         self.context.remove_group(self._name_)
         inner = [self._gloo, self._nccl]
         self._gloo = self._nccl = None
@@ -240,10 +235,8 @@ class Wire(dist.ProcessGroup):
         return self._send("barrier", 0, [], [], lambda g, i, o: g.barrier(c10d.BarrierOptions()))
 
     def control(self, values: Tensor) -> None:
-        """Sum a few float64 on the host over the ranks, in place and blocking, counted as "control".
-
-        The lab's own traffic (the vote that ends a step) is metered apart from the backends'.
-        """
+        """Sum a few float64 on the host over the ranks, in place and blocking. It is metered as "control", apart from the
+        backends' collectives: the lab's own traffic, such as the vote that ends a step."""
         if self._size > 1:
             opts = c10d.AllreduceOptions()
             with self.context.unit_scope(""):
@@ -274,9 +267,8 @@ class Wire(dist.ProcessGroup):
         return self._send("reduce_scatter", input.nbytes, [input], [summands], call, then=add, results=[output])
 
     def _ordered_all_reduce(self, tensor: Tensor, op: Any, opts: Any) -> WireWork:
-        """Every rank gets all summands and adds them itself, in one exchange: no collective is issued from a callback,
-        where ranks could differ in order. It sends W/2 times the bytes of a ring, which is the price of bit parity.
-        """
+        """Every rank gets all summands in one exchange and adds them itself, so that no collective is issued from a
+        callback, where ranks could differ in order. For that bit parity it sends W/2 times the bytes of a ring."""
         flat = tensor.reshape(-1).clone()  # [n]
         summands = flat.new_empty(self._size * flat.numel())  # [W * n]
 
@@ -305,8 +297,8 @@ class Wire(dist.ProcessGroup):
         bytes_: int | None = None,
         direction: LinkDirection = LinkDirection.BOTH,
     ) -> WireWork:
-        """Number, meter and issue one collective. `then` runs when its outputs have arrived. `direction` is not BOTH
-        only for a transfer between two ranks."""
+        """Number, meter and issue one collective. `then` runs when its outputs have arrived. A `direction` other than BOTH
+        is of a transfer between two ranks."""
         whole_group = direction is LinkDirection.BOTH
         if self.context.link is not None:
             self._wait_for_device([*inputs, *outputs])
@@ -346,8 +338,8 @@ class Wire(dist.ProcessGroup):
             torch._C._autograd._enable_record_function(True)
 
     def _wait_for_device(self, tensors: list[Tensor]) -> None:
-        """For NCCL on an emulated link: the host runs ahead of the device, so a collective would begin later than it
-        was issued. Wait for the device, so that both are the same."""
+        """Wait for the device before NCCL is used on an emulated link: the host runs ahead of the device, so a collective
+        would begin later than it was issued."""
         device = next((t.device for t in tensors if t.is_cuda), None)
         if device is not None and self._nccl is not None:
             torch.cuda.current_stream(device).synchronize()
@@ -389,10 +381,8 @@ def _in_place(name: str, opts: Any) -> _InnerCall:
 
 
 def _sum_natively(inner_opts: Any, op: Any, opts: Any, outputs: list[Tensor], size: int) -> Callable[[], None] | None:
-    """Set the inner operation; returns what remains to be done after it.
-
-    A mean is a sum and a division: Gloo's own AVG only summed in reduce-scatter before 2.13.
-    """
+    """Set the inner operation; returns what remains to be done after it. A mean is a sum and a division: Gloo's own AVG
+    only summed in reduce-scatter before 2.13."""
     inner_opts.reduceOp = _Op.SUM if op in _RANK_ORDERED_OPS else opts.reduceOp
     return lambda: _scale(outputs[0], op, opts, size)
 

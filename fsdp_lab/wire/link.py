@@ -35,17 +35,15 @@ class Link:
 
         finish = max(now, link_free) + latency + link_bytes / bandwidth
 
-    Args:
-        bytes_per_s: of one direction.
-        latency_s: of each collective, whatever its size; it occupies the link.
-
-    Raises:
-        ValueError: no bandwidth, or a negative latency.
+    `bytes_per_s` is of one direction; `latency_s` of each collective, whatever its size. Raises ValueError without
+    bandwidth, or for a negative latency.
     """
 
     def __init__(self, *, bytes_per_s: float, latency_s: float = 0.0) -> None:
         if not bytes_per_s > 0 or not latency_s >= 0:
-            raise ValueError(f"a link of {bytes_per_s} bytes/s and {latency_s} s cannot be; give a bandwidth above 0")
+            raise ValueError(
+                f"a link of {bytes_per_s} bytes/s and {latency_s} s is impossible; give a bandwidth above 0"
+            )
         self.bytes_per_s, self.latency_s = bytes_per_s, latency_s
         self._lock = threading.Lock()
         self._free_s = {LinkDirection.OUT: 0.0, LinkDirection.IN: 0.0}
@@ -60,18 +58,16 @@ class Link:
         return finish_s
 
     def reset(self) -> None:
-        """Nothing is queued any more."""
+        """Empty the queues."""
         with self._lock:
             self._free_s = {LinkDirection.OUT: 0.0, LinkDirection.IN: 0.0}
 
 
 class DroppedWork:
-    """Stands for an operation whose bytes never pass, because this rank's link was cut (`WireContext.cut_link`).
+    """Replaces an operation whose bytes never pass, because this rank's link was cut (`WireContext.cut_link`).
 
-    It has the part of Gloo's `Work` that a `WireWork` uses. Nothing is sent, and nothing writes to its tensors.
-
-    Args:
-        abort_event: set by an abort, which ends all waits.
+    It has the part of Gloo's `Work` that a `WireWork` uses. Nothing is sent, and nothing writes to its tensors. An abort
+    sets `abort_event`, which ends all waits.
     """
 
     def __init__(self, abort_event: threading.Event) -> None:
@@ -86,7 +82,7 @@ class DroppedWork:
         raise RuntimeError("the link of this rank is cut")
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """One that never completes."""
+        """A future that never completes."""
         return torch.futures.Future()
 
 
@@ -100,11 +96,8 @@ def pause_until(due_s: float, interrupt: threading.Event) -> None:
 
 
 class Alarm:
-    """Calls back at given moments, from one thread that exists only while it is needed.
-
-    It completes what is not waited for in Python (DDP's futures): a wait in Gloo's own threads would delay their next
-    operations.
-    """
+    """Calls back at given moments, from one thread that exists only while it is needed. It completes DDP's futures, for
+    which Python does not wait: a wait in Gloo's own threads would delay their next operations."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -114,7 +107,7 @@ class Alarm:
         self._never = threading.Event()
 
     def at(self, due_s: float, call: Callable[[], None]) -> None:
-        """At this moment of `time.perf_counter`, or at once if it has passed. `call` must not raise."""
+        """Call at this moment of `time.perf_counter`, or at once if it has passed. `call` must not raise."""
         with self._changed:
             heapq.heappush(self._due, (due_s, next(self._count), call))
             if not self._running:

@@ -22,8 +22,8 @@ _SLICE = timedelta(seconds=0.1)  # the longest wait in C++, hence how late an ab
 class WireWork(dist.Work):
     """Wraps the Gloo or NCCL work of one collective.
 
-    A work that is not `sliced` is waited for in one piece, and an abort does not interrupt that. Transfers between two
-    ranks need this: when a wait for one times out, Gloo closes the connection.
+    A wait for a work that is not `sliced` cannot be interrupted by an abort. Transfers between two ranks need this: when a
+    wait for one times out, Gloo closes the connection.
 
     `finish` is what remains to be done when the bytes have arrived (a sum in rank order, a division, a copy to the
     device). It runs once, in the thread that waits or, if a future was handed out, in the thread that completes it."""
@@ -116,7 +116,7 @@ class WireWork(dist.Work):
     def _record_end(self) -> None:
         """Take the time of completion from the inner work's future; without one, the end of the wait counts."""
         if self._inner is None or not self._blocking:
-            return  # NCCL's is taken from the stream that waits for it (`_wait_stream`)
+            return  # NCCL's time is that of the stream that waits for it (`_wait_stream`)
         context, issued = self._context, self._issued
 
         def stamp(_: torch.futures.Future[Any]) -> None:
@@ -134,7 +134,7 @@ class WireWork(dist.Work):
             threading.Thread(target=self._land_in_thread, daemon=True).start()
 
     def _land_in_callback(self, done: torch.futures.Future[Any]) -> None:
-        """In Gloo's thread, where the inner future is complete but its work is not yet: use only the future."""
+        """Called in Gloo's thread when the inner future is complete. Its work may not be yet: only the future is used."""
         if self._settled:
             return  # cancelled
         try:
@@ -184,8 +184,7 @@ class WireWork(dist.Work):
             raise RankAborted(f"{self._name()} failed: {_first_line(e)}") from None
 
     def _land(self) -> None:
-        """A future was handed out and the bytes have arrived: complete it when the emulated link has carried them
-        too."""
+        """The bytes have arrived: complete the future when the emulated link has carried them, too."""
         self._finish_up()
         due_s = self._issued.link_end_s
         if due_s is None or time.perf_counter() >= due_s:

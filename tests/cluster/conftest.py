@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fsdp_lab.cluster import Cluster
+from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.core.spec import Spec
 
 FAKE = "tests.cluster.fake_rank"

@@ -51,7 +51,7 @@ def lost(rank: int) -> RankLost:
 @pytest.fixture
 def ladder(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "GRACE_S", 0.01)
-    monkeypatch.setattr(module, "RUNG_S", 0.02)
+    monkeypatch.setattr(module, "ESCALATION_S", 0.02)
 
     def make(ranks: int = 3, **how) -> tuple[Call, Ladder]:
         steps = Ladder(**how)

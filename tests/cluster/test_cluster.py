@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdp_lab.cluster import Cluster, ClusterError, RankError, RankLost, RankStuck, StartError
+from fsdp_lab.cluster import ClusterError, RankError, RankLost, RankStuck, StartError
 from fsdp_lab.cluster.calls import CLIENT_HISTORY
+from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.process import marked
 from tests.cluster.conftest import FAKE, order

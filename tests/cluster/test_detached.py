@@ -18,7 +18,8 @@ import pytest
 
 from fsdp_lab.cli import jupyter
 from fsdp_lab.cli.main import main
-from fsdp_lab.cluster import Cluster, ClusterError
+from fsdp_lab.cluster import ClusterError
+from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.detached import FILE, DetachedCluster, detached_clusters, detached_pids, private_folder
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.process import MARK, Identity, alive, end, machine, marked
@@ -27,7 +28,7 @@ from tests.lab.test_lab import until
 
 KERNEL = """
 import sys, time
-from fsdp_lab.cluster import Cluster
+from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.core.spec import Spec
 
 if __name__ == "__main__":
@@ -79,8 +80,8 @@ def test_the_next_kernel_finds_ranks_that_were_busy_when_theirs_was_killed(tempo
     with Cluster(2, rank_module=FAKE, persist=1) as cluster:
         assert time.monotonic() - began < 5, "they had most of a second to go"
         assert cluster.attached and tuple(cluster.pids) == record.pids and cluster.token == token
-        assert [told["step"] for told in cluster.held] == [40, 40] == [s.step for s in cluster.status()]
-        assert [told["spec"]["workload"]["seed"] for told in cluster.held] == [7, 7]
+        assert [told["step"] for told in cluster.attached_status] == [40, 40] == [s.step for s in cluster.status()]
+        assert [told["spec"]["workload"]["seed"] for told in cluster.attached_status] == [7, 7]
         assert detached_clusters()[0].owner == Identity.this()
         resume_held_spec(cluster)
         assert [t["step"] for t in cluster.call("train", steps=3)] == [43, 43]
@@ -101,7 +102,7 @@ def test_the_next_kernel_finds_ranks_that_were_busy_when_theirs_was_killed(tempo
 
 def resume_held_spec(cluster: Cluster) -> None:
     """The Spec that they hold goes on."""
-    held = cluster.held[0]["spec"]
+    held = cluster.attached_status[0]["spec"]
     assert all(t["carried"] for t in cluster.call("apply", run="again", spec=held, fresh=False))
 
 
@@ -125,7 +126,7 @@ def test_an_interrupt_while_they_are_waited_for_loses_nothing(temporary: Path):
         Cluster(2, rank_module=FAKE, persist=1).start()
     assert detached_clusters()[0].free and marked(token)
     with Cluster(2, rank_module=FAKE, persist=1) as cluster:
-        assert cluster.attached and tuple(cluster.pids) == record.pids and cluster.held[0]["step"] == 250
+        assert cluster.attached and tuple(cluster.pids) == record.pids and cluster.attached_status[0]["step"] == 250
 
 
 @pytest.mark.slow
@@ -133,12 +134,12 @@ def test_ranks_that_hold_nothing_are_ended_and_others_are_left(temporary: Path):
     token = kernel(1, 5, "empty")
     with Cluster(1, rank_module=FAKE, persist=1) as other:
         assert not other.attached and marked(token)
-        assert other.remarks == (
+        assert other._assembly.notes == (
             f"other ranks wait for a kernel ({token[:8]}); list or end them with `fsdp-lab ranks`",
         )
     with Cluster(2, rank_module=FAKE, persist=1) as cluster:
         assert not cluster.attached and not marked(token) and [t["rank"] for t in cluster.call("status")] == [0, 1]
-        said = re.search(r"and new ones started: rank [01] failed in attach", cluster.remarks[0])
+        said = re.search(r"and new ones started: rank [01] failed in attach", cluster._assembly.notes[0])
         assert said, "whichever answers first"
 
 
@@ -149,7 +150,7 @@ def test_a_kernel_that_leaves_lets_the_next_one_in_at_once(temporary: Path):
     pids = first.pids
     assert first.attached and marked(token)
     other = Cluster(2, rank_module=FAKE, persist=1, timeout_s=59)
-    assert other.asked != first.asked, "another cell"
+    assert other.identity != first.identity, "another cell"
     first.detach()
     assert first.closed and not first.running
     with pytest.raises(ClusterError, match="closed"):

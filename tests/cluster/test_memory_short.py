@@ -25,7 +25,7 @@ def test_what_could_not_be_had_is_said(where: str) -> None:
     error, size = ERRORS[where]
     told = described(error)
     assert told["kind"] == "OutOfMemory"
-    assert told["reason"].startswith(f"{size} more could not be had; give a smaller micro_batch")
+    assert told["reason"].startswith(f"{size} more could not be allocated; give a smaller micro_batch")
 
 
 def test_what_another_rank_could_not_have_is_not_this_ones() -> None:

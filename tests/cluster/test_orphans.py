@@ -15,7 +15,7 @@ from fsdp_lab.core.process import marked
 
 OWNER = """
 import os, signal, sys, time
-from fsdp_lab.cluster import Cluster
+from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.core.spec import Spec
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def test_a_gpu_in_use_is_named_and_left_alone():
 def test_all_gpus_in_use_leaves_the_cpu_and_says_why():
     placed = place([host(gpu(0, used=30 * GIB))] * 2)
     assert placed.devices == ("cpu", "cpu")
-    assert "cannot be seen from here" in placed.notes[0] and "left alone" in placed.notes[0]
+    assert "cannot be seen from here" in placed.notes[0] and "it is not used" in placed.notes[0]
 
 
 def test_a_gpu_in_use_is_refused_by_name_and_can_be_taken_on_purpose():

@@ -10,10 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from fsdp_lab.core.events import ROOT, ParameterHolding
 from fsdp_lab.core.schedule import Phase, PointSide, Schedule, UnitCall
 from fsdp_lab.core.spec import Strategy
-from fsdp_lab.engine import FlatBuffer, UnitState, full_state, runtime_of, sharded_parameters, units_of
-from fsdp_lab.rank.slow_motion import PhaseStepper, Stop, UnitHolding, holdings
+from fsdp_lab.engine import (
+    FlatBuffer,
+    ParamShard,
+    UnitState,
+    full_state,
+    runtime_of,
+    sharded_parameters,
+    shards_of,
+    units_of,
+)
+from fsdp_lab.rank.slow_motion import PhaseStepper, Stop, holdings
 from tests.engine.toys import batch, by_block, make, mean_square
 from tests.pool import Place, Pool
 
@@ -104,12 +114,13 @@ def test_the_step_is_the_same(pool: Pool, scenario: Callable[[Place], None]) -> 
 # -- what is held ------------------------------------------------------------------------------------------------------
 
 
-def _is_true(model: Any, held: UnitHolding, whole: Tensor) -> None:
+def _is_true(model: Any, held: ParameterHolding, shard: ParamShard, whole: Tensor) -> None:
     """Compare with the storage itself."""
-    shard, p = held.shard, model.get_parameter(held.shard.name)
+    p = model.get_parameter(shard.name)
     flat: FlatBuffer = p.flat
     unit = next(unit for unit in units_of(model) if flat in unit.flats)
-    assert held.unit == unit.name
+    assert held.unit == (unit.name or ROOT)
+    assert (held.name, held.start, held.stop) == (shard.name, shard.start, shard.stop)
     assert torch.equal(shard.local, whole.reshape(-1)[shard.start : shard.stop])
     if held.state == "unsharded":
         assert torch.equal(p, whole.to(p.dtype)) and flat.full.untyped_storage().size()
@@ -136,11 +147,11 @@ def holdings_are_what_is_there(place: Place) -> None:
         seen: set[tuple[str, str]] = set()
         for stop in training.slow():
             held = holdings(model)
-            assert [h.shard.name for h in held] == [name for name, _ in model.named_parameters()]
-            for h in held:
-                _is_true(model, h, whole[h.shard.name])
+            assert [h.name for h in held] == [name for name, _ in model.named_parameters()]
+            for h, shard in zip(held, shards_of(model), strict=True):
+                _is_true(model, h, shard, whole[h.name])
             seen |= {(h.state, h.gradient) for h in held}
-            _is_before(stop, [h for h in held if h.unit == stop.unit])
+            _is_before(stop, [h for h in held if h.unit == (stop.unit or ROOT)])
         ahead = any(action.ahead for action in schedule_of(strategy).actions)
         assert {state for state, _ in seen} == {"sharded", "unsharded"} | ({"gathering"} if ahead else set()), strategy
         assert {gradient for _, gradient in seen} == {"none", "unsharded", "reducing", "sharded"}, strategy
@@ -148,7 +159,7 @@ def holdings_are_what_is_there(place: Place) -> None:
         assert {h.state for h in holdings(model)} == {"sharded"}
 
 
-def _is_before(stop: Stop, held: list[UnitHolding]) -> None:
+def _is_before(stop: Stop, held: list[ParameterHolding]) -> None:
     """A stop is before its phase."""
     states, gradients = {h.state for h in held}, {h.gradient for h in held}
     wanted = {Phase.UNSHARD: "sharded", Phase.COMPUTE: "unsharded", Phase.RESHARD: "unsharded"}
@@ -161,7 +172,7 @@ def _is_before(stop: Stop, held: list[UnitHolding]) -> None:
 
 
 def ranges_of_all_ranks(place: Place) -> list[tuple[str, int, int, int]]:
-    return [(h.shard.name, h.shard.shape.numel(), h.shard.start, h.shard.stop) for h in holdings(by_block(make()))]
+    return [(h.name, h.numel, h.start, h.stop) for h in holdings(by_block(make()))]
 
 
 def test_holdings_are_what_is_there(pool: Pool) -> None:
@@ -190,7 +201,7 @@ def closed_in_the_middle(place: Place) -> None:
             motion = slow.slow()
             for _ in range(stops):
                 next(motion)
-            with pytest.raises(RuntimeError, match=r"the step is not over; go on with next\(\)"):
+            with pytest.raises(RuntimeError, match=r"the step is not over; call next\(\) until it is"):
                 _ = motion.result
             motion.close()
             if stops:
@@ -242,9 +253,9 @@ def the_caller_goes_on_meanwhile(place: Place) -> None:
     threads: set[int] = set()
     handle = training.model.register_forward_hook(lambda *_: threads.add(torch.get_num_threads()))
     for _ in training.slow():
-        before = [h.shard.local.clone() for h in holdings(training.model)]
+        before = [shard.local.clone() for shard in shards_of(training.model)]
         torch.mm(torch.ones(20, 20), torch.ones(20, 20))
-        assert all(torch.equal(h.shard.local, b) for h, b in zip(holdings(training.model), before, strict=True))
+        assert all(torch.equal(s.local, b) for s, b in zip(shards_of(training.model), before, strict=True))
     handle.remove()
     assert threads == {torch.get_num_threads()}
 

@@ -58,7 +58,7 @@ def begins_anew(lab: Lab, culprit: int) -> None:
         ({"kind": "raise", "phase": "backward"}, "InjectedFault", "injected in the backward of step …"),
         ({"kind": "nan"}, "NotFinite", "its loss in step "),
         ({"kind": "nan", "phase": "backward"}, "NotFinite", "its gradient of transformer."),
-        ({"kind": "oom"}, "OutOfMemory", "MiB more could not be had; give a smaller micro_batch"),
+        ({"kind": "oom"}, "OutOfMemory", "MiB more could not be allocated; give a smaller micro_batch"),
     ],
     ids=["raise", "nan loss", "nan gradient", "oom"],
 )
@@ -104,7 +104,7 @@ def test_a_stopped_rank_that_nobody_waits_for_is_found_too(impatient_lab: Lab, r
     before_s = time.monotonic()
     os.kill(culprit, signal.SIGSTOP)
     until(lambda: 1 in impatient_lab.lost, 20)
-    assert "was stopped (SIGSTOP), did not go on, and was ended" in str(impatient_lab.lost[1])
+    assert "was stopped (SIGSTOP), did not continue, and was ended" in str(impatient_lab.lost[1])
     assert HANG_S < time.monotonic() - before_s < HANG_S + 6, "its heart would have told after 10 s"
     begins_anew(impatient_lab, culprit)
 

@@ -103,7 +103,7 @@ def test_a_run_that_is_out_of_memory_is_a_row_with_its_reason_and_the_others_go_
         view.apply_sync(limit, -1)
     assert [run.state for run in sweep.runs] == [RunState.FINISHED, RunState.FAILED, RunState.FINISHED]
     assert re.search(
-        r"OutOfMemory: [\d,.]+ MiB more could not be had; give a smaller micro_batch", sweep.runs[1].reason
+        r"OutOfMemory: [\d,.]+ MiB more could not be allocated; give a smaller micro_batch", sweep.runs[1].reason
     )
     assert lab.run(**SMALL, steps=2).wait(60).state is RunState.FINISHED
 

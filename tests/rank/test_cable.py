@@ -22,8 +22,8 @@ ADDRESSES = ("10.231.77.1", "10.231.77.2")
 STORE = """
 import sys
 from fsdp_lab.rank import host_store
-store, port = host_store(sys.argv[1])
-print(port, flush=True)
+store = host_store(sys.argv[1])
+print(store.port, flush=True)
 sys.stdin.read()
 """
 

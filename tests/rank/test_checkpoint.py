@@ -17,8 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from fsdp_lab.backends import snapshot as snapshots
-from fsdp_lab.backends.snapshot import Chunk
+from fsdp_lab.backends.state import Chunk, snapshot
 from fsdp_lab.core.checkpoint_format import (
     MANIFEST,
     PARTIAL,
@@ -367,7 +366,7 @@ def _layouts(place: Place, given: dict[str, Any], writers: list[list[int]]) -> l
         if place.rank not in among:
             continue
         try:
-            held = snapshots.snapshot(s._lifecycle.require().backend, s._checkpointer._layouts, place.rank, among)
+            held = snapshot(s._lifecycle.require().backend, s._checkpointer._layouts, place.rank, among)
             told.append(sum(c.values.numel() for c in held if c.name.startswith("parameter.")))
         except LookupError:
             told.append(None)

@@ -73,7 +73,7 @@ def test_what_raises_in_a_step_is_said(pool: Pool, backend: str, phase: str) -> 
 def test_memory_that_cannot_be_had_is_said(pool: Pool) -> None:
     fault = {"kind": "oom", "ranks": [1], "phase": "backward"}
     (zero, _, mine), (one, _, theirs) = pool.run(_fault, 2, spec().to_dict(), fault, reduction=None)
-    assert "MiB more could not be had; give a smaller micro_batch" in memory_short(RuntimeError(one))
+    assert "MiB more could not be allocated; give a smaller micro_batch" in memory_short(RuntimeError(one))
     assert zero.startswith("RankAborted: rank 1 failed: RuntimeError: ")
     goes_on(pool, {}, [mine, theirs])
 

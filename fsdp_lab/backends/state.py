@@ -1,12 +1,16 @@
-"""How values reach a backend: from an initialiser (`fill`), from the previous backend (`transfer_state`), or from host
-memory (`suspend_state`, `resume_state`).
+"""The state of a backend (parameters, optimizer state, persistent buffers), to and from other places: initial values
+(`fill`), the next backend (`transfer_state`), host memory (`suspend_state`, `resume_state`), and the flat chunks of a
+checkpoint (`snapshot`, `targets`). Values are copied bit for bit.
 
-A transfer streams: for a few parameters at a time each rank receives what it will hold and does not have yet, so that
-no rank ever holds the whole model, for any two backends. Values are copied bit for bit.
-
-Note: routes. Every rank has all ranges, before and after, so all compute the same plan without communication. A rank
+Note: transfers. Every rank has all ranges, before and after, so all compute the same plan without communication. A rank
 takes what it already holds from itself, and the rest from the next rank (cyclically) that holds it, so that replicas
-share the sending. Nothing is sent that its target does not need."""
+share the sending. A few parameters are transferred at a time, and nothing is sent that its target does not need, so
+that no rank ever holds the whole model.
+
+Note: shares of a checkpoint. Ranks that hold the same range of a parameter divide it evenly, so that nothing is written
+twice and replicas share the writing: with DDP on four ranks each writes a quarter. Every rank has all layouts, gathered
+when the backend is built, so each computes its share without communication, also when some ranks are lost.
+"""
 
 from __future__ import annotations
 
@@ -76,10 +80,10 @@ def suspend_state(backend: Backend) -> SuspendedState:
     slots, steps = _optimizer_slots(backend)
     values = {(s.name, slot): slot_values(backend, s, slot) for s in backend.param_shards() for slot in (PARAM, *slots)}
     return SuspendedState(
-        values={key: value.detach().to("cpu", copy=True) for key, value in values.items()},
+        values={key: _on_cpu(value) for key, value in values.items()},
         slots=slots,
         steps=steps,
-        buffers=tuple(b.detach().to("cpu", copy=True) for _, b in persistent_buffers(backend.module)),
+        buffers=tuple(_on_cpu(b) for _, b in persistent_buffers(backend.module)),
     )
 
 
@@ -99,8 +103,7 @@ def resume_state(state: SuspendedState, backend: Backend) -> None:
 def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     """The buffers that are state, such as BatchNorm's statistics, with their names in the model, in order.
 
-    Non-persistent buffers, such as rotary frequencies, are constants: the new model has them already, and the old one
-    perhaps in a lower precision.
+    Non-persistent buffers, such as rotary frequencies, are constants, which a new model has already.
     """
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     found = ((f"{path}.{name}", m, name, b) for path, m in inner.named_modules() for name, b in m._buffers.items())
@@ -139,9 +142,12 @@ def gather_objects(mine: T) -> list[T]:
 
 def _optimizer_slots(backend: Backend) -> tuple[tuple[str, ...], int]:
     """The optimizer's slots and number of steps, the same on every rank, even if a rank's first shard is empty."""
-    mine = {slot for s in backend.param_shards() for slot in state_slots(backend.optimizer, s)}
-    by_rank = gather_objects((mine, steps_taken(backend.optimizer)))
+    by_rank = gather_objects((_own_slots(backend), steps_taken(backend.optimizer)))
     return tuple(sorted(set().union(*(slots for slots, _ in by_rank)))), max(steps for _, steps in by_rank)
+
+
+def _own_slots(backend: Backend) -> set[str]:
+    return {slot for shard in backend.param_shards() for slot in state_slots(backend.optimizer, shard)}
 
 
 def _batches(shards: list[ParamShard]) -> Iterator[list[ParamShard]]:
@@ -174,11 +180,8 @@ class Transfer:
 
 
 def plan_transfers(names: Collection[str], held: Sequence[Layout], wanted: Sequence[Layout]) -> list[Transfer]:
-    """The transfers of all ranks, in the same order on each. `held` and `wanted`: by rank.
-
-    Raises:
-        ValueError: a rank wants what no rank holds.
-    """
+    """The transfers of all ranks, in the same order on each. `held` and `wanted` are by rank. Raises ValueError if no rank
+    holds what one wants."""
     return [t for name in names for t in _plan_one(name, [at[name] for at in held], [at[name] for at in wanted])]
 
 
@@ -229,3 +232,94 @@ def _exchange(plan: Sequence[Transfer], given: Parts, into: Parts) -> None:
     )
     for t, values in zip(received, torch.split(incoming, [t.numel for t in received]), strict=True):
         _part(t, into).copy_(values)
+
+
+# -- the chunks of a checkpoint ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """`name[start : start + len(values)]` of a flat tensor."""
+
+    name: str
+    start: int
+    values: Tensor  # [n]; in a snapshot on the CPU; in a target the tensor to fill
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.values.numel()
+
+
+def shapes_of(backend: Backend) -> dict[str, list[int]]:
+    return {p.name: list(p.shape) for p in backend.param_shards()}
+
+
+def slots_of(backend: Backend) -> dict[str, object]:
+    """The optimizer's slots on this rank, and its number of steps."""
+    return {"slots": sorted(_own_slots(backend)), "steps": steps_taken(backend.optimizer)}
+
+
+def snapshot(backend: Backend, layouts: Sequence[Layout], rank: int, writers: Collection[int]) -> list[Chunk]:
+    """A CPU copy of the share that this rank writes, when the ranks `writers` write together. Not collective. Raises
+    LookupError, on each writer, if they do not hold all of the model."""
+    ranges = dict(_shares(layouts, rank, sorted(writers), shapes_of(backend)))
+    slots = (PARAM, *sorted(_own_slots(backend)))
+    chunks = []
+    for shard in backend.param_shards():
+        start, stop = ranges[shard.name]
+        if start < stop:
+            for slot in slots:
+                values = slot_values(backend, shard, slot)[start - shard.start : stop - shard.start]
+                chunks.append(Chunk(name=key(shard.name, slot), start=start, values=_on_cpu(values)))
+    for path, buffer in persistent_buffers(backend.module):
+        chunks.append(Chunk(name=buffer_key(rank, path), start=0, values=_on_cpu(buffer.reshape(-1))))
+    return chunks
+
+
+def targets(backend: Backend, slots: Sequence[str], steps: int, buffers_of: int) -> list[Chunk]:
+    """The tensors of a new backend to be filled from a checkpoint; creates its optimizer state. Not collective.
+    `buffers_of`: the rank whose saved buffers this one takes."""
+    if slots:
+        seed_state(backend.optimizer, tuple(slots), steps)
+    wanted = [
+        Chunk(name=key(p.name, slot), start=p.start, values=slot_target(backend, p, slot))
+        for p in backend.param_shards()
+        for slot in (PARAM, *slots)
+        if p.numel
+    ]
+    buffers = [Chunk(name=buffer_key(buffers_of, path), start=0, values=b.view(-1))
+               for path, b in persistent_buffers(backend.module)]  # fmt: skip
+    return wanted + buffers
+
+
+def key(name: str, slot: str) -> str:
+    """The name of a flat tensor in a checkpoint."""
+    return f"parameter.{name}" if slot == PARAM else f"optimizer.{slot}.{name}"
+
+
+def buffer_key(rank: int, path: str) -> str:
+    """Each rank has its own: BatchNorm's statistics are of the samples of one rank."""
+    return f"buffer.{rank}.{path}"
+
+
+def _on_cpu(values: Tensor) -> Tensor:
+    return values.detach().to("cpu", copy=True)
+
+
+def _shares(
+    layouts: Sequence[Layout], rank: int, writers: Sequence[int], shapes: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[str, tuple[int, int]]]:
+    """(parameter, the range of it that `rank` writes); see the note on shares."""
+    for name, shape in shapes.items():
+        holders: dict[tuple[int, int], list[int]] = {}
+        for writer in writers:
+            start, stop = layouts[writer][name]
+            if start < stop:
+                holders.setdefault((start, stop), []).append(writer)
+        if (
+            sum(stop - start for start, stop in holders) != torch.Size(shape).numel()
+        ):  # two ranges are equal or disjoint
+            raise LookupError(f"ranks {list(writers)} do not hold all of {name}")
+        (start, stop), among = next(((r, h) for r, h in holders.items() if rank in h), ((0, 0), [rank]))
+        i, n = among.index(rank), len(among)
+        yield name, (start + (stop - start) * i // n, start + (stop - start) * (i + 1) // n)
