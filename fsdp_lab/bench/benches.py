@@ -183,9 +183,9 @@ def step(plan: BenchPlan, say: Say) -> dict[str, Any]:
     return figures
 
 
-def measure(plan: BenchPlan, take: Callable[[list[dict[str, Any]]], None] = lambda events: None) -> BenchResult:
-    """Launches the ranks of a plan. `take` is called with the step events of metered forms."""
-    return BenchResult.of_ranks(launch(plan, {"task": "steps"}, progress(plan), take))
+def measure(plan: BenchPlan, on_events: Callable[[list[dict[str, Any]]], None] = lambda events: None) -> BenchResult:
+    """Launches the ranks of a plan. `on_events` is called with the step events of metered forms."""
+    return BenchResult.of_ranks(launch(plan, {"task": "steps"}, progress(plan), on_events))
 
 
 def step_figures(result: BenchResult, environment: Mapping[str, Any], say: Say) -> dict[str, Any]:
@@ -223,12 +223,12 @@ def metering(plan: BenchPlan, peer: str, launches: int, say: Say) -> dict[str, A
     say(f"{peer}: {launches} launches of {rounds_of(plan)}, on {' '.join(plan.devices)}")
     results, spans = list[BenchResult](), list[int]()  # spans: their number in each published event
 
-    def take(events: Sequence[Mapping[str, Any]]) -> None:
+    def count_spans(events: Sequence[Mapping[str, Any]]) -> None:
         spans.extend(len(StepEvent.from_dict(dict(event)).spans) for event in events)
 
     for number in range(launches):
         first = number % len(plan.forms)
-        results.append(measure(dataclasses.replace(plan, forms=plan.forms[first:] + plan.forms[:first]), take))
+        results.append(measure(dataclasses.replace(plan, forms=plan.forms[first:] + plan.forms[:first]), count_spans))
         results[-1].check_same_work(plan.precision)
         cost, control = (statistics.median(found) for found in results[-1].metering(peer))
         say(f"launch {number + 1}: metered/bare {cost:.4f}, control bare/bare {control:.4f}")

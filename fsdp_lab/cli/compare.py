@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_lab.cli import fields
-from fsdp_lab.cli.console import Refused, Results, at_least, terminal
+from fsdp_lab.cli.console import Refused, Results, at_least, live, open_lab, say, say_unread_weights, terminal, watch
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.spec import Spec
 
@@ -62,17 +62,17 @@ def run(args: argparse.Namespace) -> int:
         *(sweep.in_order if sweep else ()),
         *(Refusal(r["spec"], r["reason"]) for r in refused),
     ]
-    for line in Comparison.of(rows).reasons():
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    lines = list(Comparison.of(rows).reasons())
     if sweep is not None and len(results.runs) > 1:
-        for line in sweep.recommend().lines():
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        lines += sweep.recommend().lines()
     if sweep is not None and args.report is not None:
         from fsdp_lab.report import write_report
 
-        console.print(f"written: {write_report(args.report, rows)}", markup=False, highlight=False)
+        lines.append(f"written: {write_report(args.report, rows)}")
     if args.json is not None:
-        console.print(f"written: {args.json}", markup=False, highlight=False)
+        lines.append(f"written: {args.json}")
+    for line in lines:
+        say(line, console)
     if sweep is None:
         raise Refused("every combination is refused; nothing was started")
     return 1 if any(run.state.value == FAILED for run in sweep.runs) else 0
@@ -106,21 +106,19 @@ def split(dicts: Sequence[Mapping[str, Any]], results: Results) -> list[Spec]:
 
 def compare(console: Console, specs: Sequence[Spec], steps: int, rounds: int | None, results: Results) -> Sweep:
     """Trains the Specs in turns with a live table, and adds what was measured to the results, also after Ctrl-C."""
-    from fsdp_lab.cli import session
-
-    with session.lab(console, specs[0].world_size, specs[0].devices) as lab, session.live(console) as show:
-        session.tell_unread_weights(console, specs)
+    with open_lab(console, specs[0].world_size, specs[0].devices) as lab, live(console) as draw:
+        say_unread_weights(console, specs)
         sweep = lab.compare(specs, steps=steps, **({"rounds": rounds} if rounds else {}))
         drawn_s = float("-inf")
 
-        def look() -> None:
+        def show() -> None:
             nonlocal drawn_s
             if console.is_terminal and time.monotonic() - drawn_s > REDRAW_S:  # ratios and parity cover all steps
                 drawn_s = time.monotonic()
-                show(view(sweep, console.width))
+                draw(view(sweep, console.width))
 
         try:
-            session.watch(sweep, look)
+            watch(sweep, show)
         finally:
             collect(sweep, results)
     console.print(view(sweep, console.width))

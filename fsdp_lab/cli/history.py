@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_lab.cli.console import Refused, at_least, say, say_json
+from fsdp_lab.cli.console import Refused, add_command, at_least, say, say_json
 from fsdp_lab.core.describe import describe_changes
 from fsdp_lab.core.errors import FieldError
 
@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("pin", lambda args, history: history.pin(args.which), "never delete this run automatically"),
         ("unpin", lambda args, history: history.unpin(args.which), "undo pin"),
     )
-    for name, act, says in acts:
-        action = actions.add_parser(name, help=says, description=f"{says[0].upper()}{says[1:]}.", allow_abbrev=False)
+    for name, act, help_text in acts:
+        action = add_command(actions, name, help_text)
         action.set_defaults(act=act)
         what = {"metavar": "ID", "help": "the id, the beginning of one, or a name"}
         if name == "delete":

@@ -22,7 +22,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from fsdp_lab.cli.console import Refused, unhurried
+from fsdp_lab.cli.console import Refused, signals_ignored
 
 FIRST_NOTEBOOK = "01_live_dashboard.ipynb"
 DEFAULT_PORT = 8888
@@ -183,7 +183,7 @@ def jupyterlab(folder: Path, ip: str, port: int, token: str, *, browser: bool) -
         try:
             yield server
         finally:
-            with unhurried():
+            with signals_ignored():
                 end(server)
 
 

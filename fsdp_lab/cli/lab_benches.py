@@ -37,8 +37,7 @@ import psutil
 
 from fsdp_lab.bench.benches import Report, Say, ratios, spread, text
 from fsdp_lab.bench.plan import WARM_UP, WINDOW, BenchError
-from fsdp_lab.cli import session
-from fsdp_lab.cli.console import terminal
+from fsdp_lab.cli.console import open_lab, terminal
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.formatting import Spread, Table
@@ -89,7 +88,7 @@ REPLICATED: Sequence[dict[str, Any]] = (
 
 def fresh_lab(ranks: int) -> AbstractContextManager[Lab]:
     """A lab with new ranks, whose runs are not stored."""
-    return session.lab(terminal(), ranks, None, history=False)
+    return open_lab(terminal(), ranks, None, history=False)
 
 
 # -- live ------------------------------------------------------------------------------------------------------------
@@ -299,7 +298,7 @@ def plan(bases: Sequence[Spec], rounds: int, say: Say) -> dict[str, Any]:
     specs = [spec for base in bases for spec in strategies(base)]
     ranks, console, found = bases[0].world_size, terminal(), list[Calibration]()
     say(f"{len(specs)} Specs on {ranks} ranks, {rounds} rounds")
-    with session.lab(console, ranks, None, history=False) as lab:
+    with open_lab(console, ranks, None, history=False) as lab:
         for i in range(rounds):
             with console.status(f"round {i + 1} of {rounds}"):
                 try:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from fsdp_lab.cli import bench, compare, doctor, drill, export, history, jupyter, kernel, plan, ranks, run
-from fsdp_lab.cli.console import CommandEnded, Failed, Refused, signals_raise
+from fsdp_lab.cli.console import CommandEnded, Failed, Refused, add_command, signals_raise
 from fsdp_lab.core import __version__
 from fsdp_lab.core.errors import FieldError, not_installed
 
@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"fsdp-lab {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, add_arguments, run_command, says in (
+    for name, add_arguments, run_command, help_text in (
         ("lab", jupyter.add_arguments, jupyter.run, "start JupyterLab on the notebooks"),
         ("run", run.add_arguments, run.run, "train one Spec in this terminal"),
         ("compare", compare.add_arguments, compare.run, "train every combination of the given lists and compare them"),
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         ("kernel", kernel.add_arguments, kernel.run, "register this environment as a Jupyter kernel"),
         ("doctor", doctor.add_arguments, doctor.run, "check this machine and suggest fixes"),
     ):
-        command = commands.add_parser(name, help=says, description=f"{says[0].upper()}{says[1:]}.", allow_abbrev=False)
+        command = add_command(commands, name, help_text)
         command.set_defaults(run=run_command)
         add_arguments(command)
     return top

@@ -7,7 +7,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.cli.console import Failed, Refused, say_json, unhurried
+from fsdp_lab.cli.console import Failed, Refused, say_json, signals_ignored
 
 if TYPE_CHECKING:
     from fsdp_lab.cluster.detached import DetachedCluster
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     clusters = detached_clusters()
     if args.end is not None:
         for cluster in chosen(clusters, args.end):
-            with unhurried():
+            with signals_ignored():
                 if not cluster.end():
                     raise Failed(
                         f"{cluster.id} could not be ended: a kernel has attached to it, or a process does not end"

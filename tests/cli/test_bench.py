@@ -336,6 +336,6 @@ def ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in launcher.children():
         with contextlib.suppress(psutil.NoSuchProcess):  # also one that has ended and was not waited for
-            if "fsdp_lab.bench" in child.cmdline():
+            if "fsdp_lab.bench.launch" in child.cmdline():
                 found.append(child)
     return found

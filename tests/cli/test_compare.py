@@ -17,8 +17,8 @@ import psutil
 import pytest
 from rich.console import Console
 
-from fsdp_lab.cli import compare, session
-from fsdp_lab.cli.console import Results
+from fsdp_lab.cli import compare
+from fsdp_lab.cli.console import Results, say_unread_weights
 from fsdp_lab.cli.main import main, parser
 from fsdp_lab.core.spec import Spec
 from tests.lab.telling import ended
@@ -143,7 +143,7 @@ def test_weights_that_are_not_loaded_are_said_once_before_training(tmp_path: Pat
     (tmp_path / "model.safetensors").touch()
     specs = [Spec().replace(model=model) for model in (str(tmp_path), "gpt2-1m", str(tmp_path))]
     console = Console(file=io.StringIO(), width=40)
-    session.tell_unread_weights(console, specs)
+    say_unread_weights(console, specs)
     said = f"note: Weights in {tmp_path} are not loaded: training begins from random values.\n"
     assert console.file.getvalue() == said
 
