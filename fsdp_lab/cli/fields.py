@@ -1,4 +1,4 @@
-"""The fields of a Spec as command-line options, with dashes, whose values may be comma-separated lists."""
+"""The fields of a Spec as command-line options, whose values may be comma-separated lists."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import Any
 from fsdp_lab.cli.console import Refused
 from fsdp_lab.core import link
 from fsdp_lab.core import spec as spec_module
-from fsdp_lab.core.spec import Spec, Strategy, Workload
+from fsdp_lab.core.spec import PARTS, Spec, part_of
 
-PARTS: tuple[tuple[str, type], ...] = (("workload", Workload), ("strategy", Strategy))
 LINK = ("emulate a slower interconnect: \"0.25 GB/s\", \"0.25 GB/s, 50 us\", or scaled to what is computed here: "
         "\"nvlink of h100\", \"pcie4 of a100\", \"100 Gb/s of h100\"")  # fmt: skip
 TOKENS: Mapping[str, Sequence[str]] = {
@@ -29,7 +28,7 @@ TOKENS: Mapping[str, Sequence[str]] = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds an option for each field of Workload and Strategy, and for the link."""
-    for part, kind in PARTS:
+    for part, kind in PARTS.items():
         group = parser.add_argument_group(f"{part} (a value, or a comma-separated list)")
         for field in dataclasses.fields(kind):
             tokens = ", ".join(TOKENS.get(field.name, ()))
@@ -57,7 +56,7 @@ def chosen(args: argparse.Namespace) -> dict[str, list[Any]]:
         SpecError: a value that its field refuses in any combination.
     """
     lists: dict[str, list[Any]] = {}
-    for _, kind in PARTS:
+    for kind in PARTS.values():
         for field in dataclasses.fields(kind):
             text = getattr(args, field.name)
             if text is None:
@@ -95,11 +94,10 @@ def value_of(field: dataclasses.Field[Any], word: str) -> Any:
 def product(base: Spec, lists: Mapping[str, Sequence[Any]], ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Spec dicts: the base with every combination of the lists, in the order of the options, without duplicates."""
     seen: list[dict[str, Any]] = []
-    part_of = {field.name: part for part, kind in PARTS for field in dataclasses.fields(kind)}
     for world_size, *values in itertools.product(ranks, *lists.values()):
         made = base.to_dict() | {"world_size": world_size}
         for name, value in zip(lists, values, strict=True):
-            (made[part_of[name]] if name in part_of else made)[name] = value
+            (made[part] if (part := part_of(name)) else made)[name] = value
         if made not in seen:
             seen.append(made)
             yield made

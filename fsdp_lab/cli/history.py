@@ -37,20 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         what = {"metavar": "ID", "help": "the id, the beginning of one, or a name"}
         if name == "delete":
             action.add_argument("which", nargs="*", **what)  # type: ignore[arg-type]
-            action.add_argument(
-                "--older-than",
-                type=float,
-                metavar="DAYS",
-                help="all runs that ended more than DAYS ago, except pinned ones",
-            )
+            action.add_argument("--older-than", type=float, metavar="DAYS",
+                                help="all runs that ended more than DAYS ago, except pinned ones")  # fmt: skip
         else:
             action.add_argument("which", **what)  # type: ignore[arg-type]
         if name == "rename":
             action.add_argument("name", help='the new name; "" removes it')
         if name == "show":
-            action.add_argument(
-                "--json", action="store_true", help="print JSON, with the same figures as compare --json"
-            )
+            help_text = "print JSON, with the same figures as compare --json"
+            action.add_argument("--json", action="store_true", help=help_text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,9 +75,9 @@ def show(args: argparse.Namespace, history: History) -> None:
 
 def head(stored: StoredRun) -> list[str]:
     """The run's name, state, environment and switches, as lines."""
-    lasted_s = (stored.ended_unix_s or time.time()) - stored.started_unix_s
+    seconds = (stored.ended_unix_s or time.time()) - stored.started_unix_s
     lines = [f"run {stored.id}{f' {stored.name}' if stored.name else ''}{' (pinned)' if stored.pinned else ''}",
-             f"{stored.state.value}{f' ({stored.reason})' if stored.reason else ''}; began {stored.when}, {lasted_s:.0f} s",
+             f"{stored.state.value}{f' ({stored.reason})' if stored.reason else ''}; began {stored.when}, {seconds:.0f} s",
              stored.where or "where it was trained is not known"]  # fmt: skip
     for switch in stored.switches[1:]:
         changes = switch.before.difference(switch.after) if switch.before is not None else {}
@@ -95,12 +90,12 @@ def delete(args: argparse.Namespace, history: History) -> None:
     if bool(args.which) == (args.older_than is not None):
         raise Refused("name the runs to delete, or give --older-than DAYS")
     try:
-        gone = history.delete(*args.which) if args.which else history.delete_older(args.older_than)
+        deleted = history.delete(*args.which) if args.which else history.delete_older(args.older_than)
     except FieldError as e:
         if e.field == "days":
             raise Refused(f"--older-than {args.older_than} is refused; {e.hint}") from e
         raise
-    say(f"{gone} run{'s' * (gone != 1)} deleted; {len(history.runs())} left")
+    say(f"{deleted} run{'s' * (deleted != 1)} deleted; {len(history.runs())} left")
 
 
 # -- report ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab.cli import fields
 from fsdp_lab.cli.console import Refused, say, say_json
 from fsdp_lab.core.errors import ArgumentError, FieldError
-from fsdp_lab.core.formatting import Table, count
+from fsdp_lab.core.formatting import GIB, Table, count
 from fsdp_lab.core.spec import Spec
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from fsdp_lab.planner.plan import Plan
     from fsdp_lab.planner.questions import Target
 
-GIB = 1 << 30
-FINDS = ("strategy", "largest", "fewest")
+SEARCHES = ("strategy", "largest", "fewest")
 POINT = ("ranks", "fits", "step_time_s", "tokens_per_s", "tflops_per_rank", "mfu", "exposed_comm_s", "binding")
 
 
@@ -42,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--global-batch", type=int, metavar="N", help="samples per step; sets the number of micro-batches"
     )
-    what.add_argument("--find", choices=FINDS, help="the fastest strategies that fit; the largest model that fits; the "
+    what.add_argument("--find", choices=SEARCHES, help="the fastest strategies that fit; the largest model that fits; the "
                       "fewest GPUs that hold it")  # fmt: skip
     what.add_argument("--batch", type=Path, metavar="FILE", help="predict every row of a CSV file")
-    what.add_argument("--validate", action="store_true", help="hold predictions against published measurements that they "
+    what.add_argument("--validate", action="store_true", help="compare predictions with published measurements that they "
                       "were not calibrated on; takes minutes")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     fields.add_options(parser)
@@ -67,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
             raise Refused(f"--find {args.find} takes one value of each option; give no lists")
         return find(args, specs[0], where)
     limit_bytes = limit(args)
-    plans = [limited(planned(spec, where), limit_bytes) for spec in specs]
+    plans = [planned(spec, where) for spec in specs]
+    if limit_bytes is not None:
+        plans = [plan.within(limit_bytes) for plan in plans]
     along, binds = curve(specs[0], where) if len(specs) + len(refused) == 1 else ([], "")
     if args.json:
         scaling = {"scaling": [point(p) for p in along], "limit": binds} if along else {}
@@ -126,10 +127,6 @@ def limit(args: argparse.Namespace) -> int | None:
     if not 0 < args.memory < 1e6:
         raise Refused(f"--memory {args.memory:g} is refused; give the GiB of a GPU that may be used, such as 70")
     return int(args.memory * GIB)
-
-
-def limited(plan: Plan, limit_bytes: int | None) -> Plan:
-    return plan if limit_bytes is None else plan.within(limit_bytes)
 
 
 def find(args: argparse.Namespace, spec: Spec, where: Target) -> int:
