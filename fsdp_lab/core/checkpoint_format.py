@@ -30,12 +30,8 @@ from fsdp_lab.core.spec import LINEAGE, Spec
 MANIFEST = "checkpoint.json"
 PARTIAL = ".partial"
 FORMAT = 1
-KINDS = (
-    "step",
-    "best",
-    "last",
-    "rescue",
-)  # why it was saved; the newest "best" and the newest few of the others are retained
+# Why it was saved; the newest "best" and the newest few of the others are retained.
+KINDS = ("step", "best", "last", "rescue")
 _NAME = re.compile(r"step-\d{8,}-[0-9a-f]{6}")
 _FILE = re.compile(r"[\w.-]+\.safetensors")  # no separators: the files of a manifest are beside it
 
@@ -125,16 +121,18 @@ def discard(partial: Path) -> None:
 
 
 def prune(root: Path, run: str, *, last: int) -> list[Path]:
-    """Removes all checkpoints of a run except the newest `last` and the newest "best" one; returns the removed ones. One
-    whose removal is interrupted is incomplete."""
-    mine = [c for c in checkpoints(root) if c.run == run]
-    best = [c for c in mine if c.kind == "best"]
-    others = [c for c in mine if c.kind != "best"]
-    gone = [*best[:-1], *others[:-last]]
-    for c in gone:
+    """Removes all checkpoints of a run except the newest `last` and the newest "best" one; returns their paths.
+
+    A checkpoint whose removal is interrupted is incomplete.
+    """
+    of_run = [c for c in checkpoints(root) if c.run == run]
+    best = [c for c in of_run if c.kind == "best"]
+    others = [c for c in of_run if c.kind != "best"]
+    removed = [*best[:-1], *others[:-last]]
+    for c in removed:
         with contextlib.suppress(OSError):
             discard(c.path.rename(c.path.with_name(c.path.name + PARTIAL)))
-    return [c.path for c in gone]
+    return [c.path for c in removed]
 
 
 def _sync(folder: Path) -> None:
@@ -182,7 +180,7 @@ def find(path: str | os.PathLike[str], *, field: str = "checkpoint") -> Checkpoi
     if found := checkpoints(folder):
         return found[-1]
     broken = incomplete_checkpoints(folder)
-    why = f"it holds none that is whole ({broken[-1].path.name}: {broken[-1].reason})" if broken else "it holds none"
+    why = f"it holds none that is complete ({broken[-1].path.name}: {broken[-1].reason})" if broken else "it holds none"
     if not folder.is_dir():
         why = "there is no such folder"
     raise ArgumentError(field, f"no checkpoint in {path}: {why}", "name a folder that a run was saved in")

@@ -14,10 +14,13 @@ from fsdp_lab.core.errors import ArgumentError, FieldError
 def check_file(
     path: str | os.PathLike[str], suffixes: Sequence[str] = (), *, field: str = "path", replace: bool = True
 ) -> Path:
-    """The absolute path of a file, pipe or device that can be written. `suffixes`: allowed endings of its name, if any are
-    given. Without `replace` an existing file is refused.
+    """The absolute path of a file, pipe or device that can be written.
 
     Whether the folder is writable is tested with a temporary file, since permissions alone do not show it.
+
+    Args:
+        suffixes: allowed endings of its name; (): any.
+        replace: whether an existing file is accepted.
 
     Raises:
         ArgumentError: of `field`, the argument that names the file.
@@ -35,11 +38,10 @@ def check_file(
         with contextlib.suppress(FileNotFoundError):
             os.lstat(file)  # raises OSError for an invalid name, such as one that is too long
         if file.is_file() and not replace:
-            raise ArgumentError(
-                field, f"{path} is there already", "name another file, or give force (--force) to replace it"
-            )
+            hint = "name another file, or give force (--force) to replace it"
+            raise ArgumentError(field, f"{path} exists already", hint)
         if file.exists() and not os.access(file, os.W_OK):
-            raise ArgumentError(field, f"{path} cannot be written: it is there and read-only", hint)
+            raise ArgumentError(field, f"{path} cannot be written: it is read-only", hint)
         if file.is_file() or not file.exists():
             with tempfile.NamedTemporaryFile(dir=file.parent):
                 pass
@@ -68,7 +70,6 @@ def write_whole(file: Path, content: bytes, *, field: str = "path") -> Path:
     except OSError as e:
         with contextlib.suppress(OSError):
             os.unlink(part)
-        raise ArgumentError(
-            field, f"{file} could not be written: {e.strerror}", "make room, or name another place"
-        ) from e
+        reason = f"{file} could not be written: {e.strerror}"
+        raise ArgumentError(field, reason, "make room, or name another place") from e
     return file

@@ -69,12 +69,8 @@ class Heartbeat:
         return self.next_s + _GRACE_S
 
     def to_dict(self) -> dict[str, Any]:
-        d = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        for name in ("last", "pending"):
-            d[name] = None if d[name] is None else dataclasses.asdict(d[name])
-        d["recent"] = [dataclasses.asdict(one) for one in self.recent]
-        d["peers"], d["counts"] = list(self.peers), dict(self.counts)
-        return d
+        d = dataclasses.asdict(self)
+        return {**d, "recent": list(d["recent"]), "peers": list(d["peers"]), "counts": dict(d["counts"])}
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Heartbeat:
@@ -121,12 +117,11 @@ def limit(hang_s: float | None, timeout_s: float) -> float:
     if hang_s is None:
         return timeout_s / 2
     if not is_number(hang_s) or not hang_s > 0:
-        raise ArgumentError(
-            "hang_s", f"{hang_s!r} is refused", "give seconds, more than 0, or None for half of timeout_s"
-        )
+        hint = "give seconds, more than 0, or None for half of timeout_s"
+        raise ArgumentError("hang_s", f"{hang_s!r} is refused", hint)
     if hang_s >= timeout_s:
-        raise ArgumentError("hang_s", f"{hang_s:g} s is not less than timeout_s ({timeout_s:g} s), the wire's own timeout",
-                        "give less, or a larger timeout_s")  # fmt: skip
+        reason = f"{hang_s:g} s is not less than timeout_s ({timeout_s:g} s), the wire's own timeout"
+        raise ArgumentError("hang_s", reason, "give less, or a larger timeout_s")
     return float(hang_s)
 
 
@@ -262,9 +257,8 @@ def _mismatch_hang(
     waiting: Heartbeats,
 ) -> Hang:
     assert longest.pending is not None
-    versions = " and ".join(
-        [f"{_ranks(ranks)} issued {_described(issued[ranks[0]])}" for ranks in parties[:_MAX_STACKS]]
-    )
+    issues = [f"{_ranks(ranks)} issued {_described(issued[ranks[0]])}" for ranks in parties[:_MAX_STACKS]]
+    versions = " and ".join(issues)
     named = [rank for ranks in parties[1:] for rank in ranks]
     return Hang(
         sentence=f"the ranks disagree about collective {ordinal} of group {longest.pending.group}: {versions}; one was "
