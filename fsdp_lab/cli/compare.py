@@ -29,14 +29,13 @@ REDRAW_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", default="2", metavar="N,N", help="ranks of each run (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="steps of each run (default: %(default)s)")
-    parser.add_argument(
-        "--rounds", type=int, metavar="N", help="turns of each run (default: 3; 1: one after the other)"
-    )
-    parser.add_argument("--devices", metavar="D,D", help="one per rank: cpu, or cuda:0,cuda:2 (default: automatic)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write a report to FILE (HTML, works offline)")
+    add = parser.add_argument
+    add("--ranks", default="2", metavar="N,N", help="ranks of each run (default: %(default)s)")
+    add("--steps", type=int, default=20, help="steps of each run (default: %(default)s)")
+    add("--rounds", type=int, metavar="N", help="turns of each run (default: 3; 1: one after the other)")
+    add("--devices", metavar="D,D", help="one per rank: cpu, or cuda:0,cuda:2 (default: automatic)")
+    add("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    add("--report", type=Path, metavar="FILE", help="write a report to FILE (HTML, works offline)")
     fields.add_options(parser)
 
 

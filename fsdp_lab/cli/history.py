@@ -102,13 +102,14 @@ def delete(args: argparse.Namespace, history: History) -> None:
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("which", nargs="+", metavar="RUN", help="the id of a run, the beginning of one, or its name")
-    parser.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE",
-                        help="output file (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--baseline", metavar="RUN", help="baseline run (default: the first)")
-    parser.add_argument("--title", default="", help="title of the report")
-    parser.add_argument("--memory", type=float, metavar="GIB",
-                        help="device memory for the recommendation (default: that of the runs)")  # fmt: skip
+    add = parser.add_argument
+    add("which", nargs="+", metavar="RUN", help="the id of a run, the beginning of one, or its name")
+    file = Path("report.html")
+    add("--output", type=Path, default=file, metavar="FILE", help="output file (default: %(default)s)")
+    add("--baseline", metavar="RUN", help="baseline run (default: the first)")
+    add("--title", default="", help="title of the report")
+    memory = "device memory for the recommendation (default: that of the runs)"
+    add("--memory", type=float, metavar="GIB", help=memory)
 
 
 def report(args: argparse.Namespace) -> int:

@@ -29,23 +29,20 @@ POINT = ("ranks", "fits", "step_time_s", "tokens_per_s", "tflops_per_rank", "mfu
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    where = parser.add_argument_group("where")
-    where.add_argument("--hardware", metavar="NAME", help="a GPU: a100-80, h100, h200, v100, t4, ...")
-    where.add_argument("--ranks", default="8", metavar="N,N", help="GPUs, one rank each (default: %(default)s)")
-    where.add_argument("--hosts", type=int, metavar="N", help="number of hosts (default: 8 GPUs per host)")
-    where.add_argument(
-        "--network", type=float, metavar="GB", help="network bandwidth of a host, Gb/s (default: typical for the GPU)"
-    )
-    where.add_argument("--memory", type=float, metavar="GIB", help="memory limit per GPU")
-    what = parser.add_argument_group("what")
-    what.add_argument(
-        "--global-batch", type=int, metavar="N", help="samples per step; sets the number of micro-batches"
-    )
-    what.add_argument("--find", choices=SEARCHES, help="the fastest strategies that fit; the largest model that fits; the "
-                      "fewest GPUs that hold it")  # fmt: skip
-    what.add_argument("--batch", type=Path, metavar="FILE", help="predict every row of a CSV file")
-    what.add_argument("--validate", action="store_true", help="compare predictions with published measurements that they "
-                      "were not calibrated on; takes minutes")  # fmt: skip
+    add = parser.add_argument_group("where").add_argument
+    add("--hardware", metavar="NAME", help="a GPU: a100-80, h100, h200, v100, t4, ...")
+    add("--ranks", default="8", metavar="N,N", help="GPUs, one rank each (default: %(default)s)")
+    add("--hosts", type=int, metavar="N", help="number of hosts (default: 8 GPUs per host)")
+    network = "network bandwidth of a host, Gb/s (default: typical for the GPU)"
+    add("--network", type=float, metavar="GB", help=network)
+    add("--memory", type=float, metavar="GIB", help="memory limit per GPU")
+    add = parser.add_argument_group("what").add_argument
+    add("--global-batch", type=int, metavar="N", help="samples per step; sets the number of micro-batches")
+    searches = "the fastest strategies that fit; the largest model that fits; the fewest GPUs that hold it"
+    add("--find", choices=SEARCHES, help=searches)
+    add("--batch", type=Path, metavar="FILE", help="predict every row of a CSV file")
+    published = "compare predictions with published measurements that they were not calibrated on; takes minutes"
+    add("--validate", action="store_true", help=published)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     fields.add_options(parser)
 

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--end", nargs="*", metavar="ID", help="end the ranks with these ids; without an id, all that no kernel uses"
-    )
+    end = "end the ranks with these ids; without an id, all that no kernel uses"
+    parser.add_argument("--end", nargs="*", metavar="ID", help=end)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,9 +27,8 @@ def run(args: argparse.Namespace) -> int:
         for cluster in chosen(clusters, args.end):
             with signals_ignored():
                 if not cluster.end():
-                    raise Failed(
-                        f"{cluster.id} could not be ended: a kernel has attached to it, or a process does not end"
-                    )
+                    reason = "a kernel has attached to it, or a process does not end"
+                    raise Failed(f"{cluster.id} could not be ended: {reason}")
             print(f"{cluster.id}: {len(cluster.pids)} rank{'s' * (len(cluster.pids) != 1)} ended")
     elif args.json:
         say_json([record(cluster) for cluster in clusters])

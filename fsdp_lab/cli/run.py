@@ -40,29 +40,24 @@ RECENT_STEPS = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "spec", type=Path, nargs="?", help='a file with {"workload": {...}, "strategy": {...}, "world_size": 2}'
-    )
-    parser.add_argument("--steps", type=int, help="number of steps (default: train until Ctrl-C)")
-    parser.add_argument("--ranks", type=int, help="instead of the file's world_size")
-    parser.add_argument("--link", metavar="LINK", help=f"instead of the file's: {fields.LINK}; none: the real wire")
-    parser.add_argument("--evaluate-every", type=int, metavar="N", help="evaluate on held-out samples every N steps")
-    parser.add_argument("--evaluate-samples", type=int, metavar="N", help="number of held-out samples")
-    parser.add_argument("--patience", type=int, metavar="N", help="stop after N evaluations without improvement")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary to FILE, as compare does")
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE",
-        help="write traced steps (.json or .json.gz) for ui.perfetto.dev or chrome://tracing",
-    )  # fmt: skip
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="resume from a checkpoint, or from the newest in a "
-                        "folder; under the given Spec, or the saved one")  # fmt: skip
-    parser.add_argument(
-        "--save", type=Path, metavar="DIR", help="save a checkpoint of the last step to DIR; see --save-every"
-    )
-    parser.add_argument("--save-every", type=int, metavar="N", help="save every N steps")
-    parser.add_argument("--save-last", type=int, metavar="N", help="number of checkpoints to keep, besides the best")
-    parser.add_argument("--recover", choices=("same", "fewer"), help="when a rank is lost, recover automatically: on as "
-                        "many ranks, or on those that remain")  # fmt: skip
+    add = parser.add_argument
+    add("spec", type=Path, nargs="?", help='a file with {"workload": {...}, "strategy": {...}, "world_size": 2}')
+    add("--steps", type=int, help="number of steps (default: train until Ctrl-C)")
+    add("--ranks", type=int, help="instead of the file's world_size")
+    add("--link", metavar="LINK", help=f"instead of the file's: {fields.LINK}; none: the real wire")
+    add("--evaluate-every", type=int, metavar="N", help="evaluate on held-out samples every N steps")
+    add("--evaluate-samples", type=int, metavar="N", help="number of held-out samples")
+    add("--patience", type=int, metavar="N", help="stop after N evaluations without improvement")
+    add("--json", type=Path, metavar="FILE", help="write the summary to FILE, as compare does")
+    add("--trace", type=Path, metavar="FILE",
+        help="write traced steps (.json or .json.gz) for ui.perfetto.dev or chrome://tracing")  # fmt: skip
+    add("--resume", type=Path, metavar="DIR",
+        help="resume from a checkpoint, or from the newest in a folder; under the given Spec, or the saved one")  # fmt: skip
+    add("--save", type=Path, metavar="DIR", help="save a checkpoint of the last step to DIR; see --save-every")
+    add("--save-every", type=int, metavar="N", help="save every N steps")
+    add("--save-last", type=int, metavar="N", help="number of checkpoints to keep, besides the best")
+    add("--recover", choices=("same", "fewer"),
+        help="when a rank is lost, recover automatically: on as many ranks, or on those that remain")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
