@@ -95,13 +95,13 @@ def build_forms(
     plan: BenchPlan, info: RankInfo, world: Wire, on_events: Publish = lambda events: None
 ) -> Iterator[BuiltForm]:
     """Builds every form of the plan, with equal initial values. Collective."""
-    raw = _raw_mesh(info, world) if any(FORMS[name].on == "raw" for name in plan.forms) else None
+    raw = _raw_mesh(info, world) if any(FORMS[name].group == "raw" for name in plan.forms) else None
     config = resolve(plan.model)
     for name in plan.forms:
         form = FORMS[name]
         skeleton = build_skeleton(config)
         initial = Initializer(skeleton, plan.seed)
-        backend = build(skeleton, plan.spec(form), info.device, mesh=raw if form.on == "raw" else None)
+        backend = build(skeleton, plan.spec(form), info.device, mesh=raw if form.group == "raw" else None)
         fill(backend, initial)
         _keep_last(backend.module, form.keep_last)
         metered = Metered(plan, info, world, backend, on_events) if form.metered else None

@@ -28,7 +28,7 @@ from fsdp_lab.bench.plan import (
     BenchError,
     BenchPlan,
     PlanError,
-    named,
+    forms_named,
     option,
 )
 from fsdp_lab.cli.console import Failed, Refused, add_command, at_least, check_file, write_file
@@ -113,7 +113,7 @@ say = partial(print, flush=True)
 def step(args: argparse.Namespace) -> dict[str, Any]:
     from fsdp_lab.bench import benches
 
-    forms = STEP if args.only is None else named(args.only)
+    forms = STEP if args.only is None else forms_named(args.only)
     return benches.step(planned(args, forms, precision=args.precision, sharding=args.sharding), say)
 
 

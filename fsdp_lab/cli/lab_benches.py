@@ -35,7 +35,7 @@ from typing import Any
 
 import psutil
 
-from fsdp_lab.bench.benches import Report, Say, ratios, spread, text
+from fsdp_lab.bench.benches import Report, Say, format_spread, ratios, spread
 from fsdp_lab.bench.plan import WARM_UP, WINDOW, BenchError
 from fsdp_lab.cli.console import open_lab, terminal
 from fsdp_lab.cluster import ClusterError
@@ -173,10 +173,10 @@ def toggle(model: str, ranks: int, pairs: int | None, relaunches: int, say: Say)
     report.ratio("resident/relaunch", spread([s / relaunch_s for s in seconds]))
     if twice := [pair[1] / pair[0] for pair in by_pair.values() if len(pair) > 1]:
         report.control("resident/resident", spread(twice), note="; the same pair again")
-    say(f"toggle to first step: {text(spread(seconds), 's')}, longest {max(seconds):.3f}")
-    say(f"torchrun to first step: {text(spread(relaunched), 's')}")
+    say(f"toggle to first step: {format_spread(spread(seconds), 's')}, longest {max(seconds):.3f}")
+    say(f"torchrun to first step: {format_spread(spread(relaunched), 's')}")
     for strategy, of in sorted(by_strategy.items()):
-        say(f"  to {strategy}: {text(spread(of), 's')}")
+        say(f"  to {strategy}: {format_spread(spread(of), 's')}")
     return report.figures | {
         "seconds": {"toggle": asdict(spread(seconds)), "relaunch": asdict(spread(relaunched))},
         "worst": max(seconds),
@@ -308,13 +308,14 @@ def plan(bases: Sequence[Spec], rounds: int, say: Say) -> dict[str, Any]:
                       *(f"{value:.3f}" for value in (r.median, r.p10, r.p90))))  # fmt: skip
     columns = ("model", "backend", "sharding", "precision", "measured ms", "predicted ms", "ratio", "p10", "p90")
     say(repr(Table(columns=columns, rows=tuple(cells), left=frozenset(columns[:4]))))
-    apart = [abs(row.ratio.median - 1) for row in rows]
-    errors = {"mean": fmean(apart), "worst": max(apart), "within": sum(e <= AIMED_ERROR for e in apart) / len(apart)}
-    say(f"errors of the medians: mean {errors['mean']:.1%}, worst {errors['worst']:.1%}, "
-        f"{errors['within']:.0%} of {len(rows)} within {AIMED_ERROR:.0%}")  # fmt: skip
+    errors = [abs(row.ratio.median - 1) for row in rows]
+    within = sum(error <= AIMED_ERROR for error in errors) / len(errors)
+    summary = {"mean": fmean(errors), "worst": max(errors), "within": within}
+    say(f"errors of the medians: mean {summary['mean']:.1%}, worst {summary['worst']:.1%}, "
+        f"{within:.0%} of {len(rows)} within {AIMED_ERROR:.0%}")  # fmt: skip
     return {
         "rows": [row.to_dict() for row in rows],
-        "errors": errors,
+        "errors": summary,
         "environment": {},
         "rates": asdict(found[-1].rates),
     }

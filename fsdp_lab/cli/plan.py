@@ -56,36 +56,36 @@ def run(args: argparse.Namespace) -> int:
         raise Refused("no hardware is named; give --hardware a100-80, h100, h200, ... (or --batch, --validate)")
     from fsdp_lab.planner.questions import Target, curve, planned
 
-    where = Target(hardware=args.hardware, hosts=args.hosts, network_gbit_per_s=args.network)
-    specs, refused = wanted(args, where)
+    target = Target(hardware=args.hardware, hosts=args.hosts, network_gbit_per_s=args.network)
+    specs, refused = wanted(args, target)
     if args.find is not None:
         if len(specs) + len(refused) > 1:
             raise Refused(f"--find {args.find} takes one value of each option; give no lists")
-        return find(args, specs[0], where)
+        return find(args, specs[0], target)
     limit_bytes = limit(args)
-    plans = [planned(spec, where) for spec in specs]
+    plans = [planned(spec, target) for spec in specs]
     if limit_bytes is not None:
         plans = [plan.within(limit_bytes) for plan in plans]
-    along, binds = curve(specs[0], where) if len(specs) + len(refused) == 1 else ([], "")
+    scaling, bottleneck = curve(specs[0], target) if len(specs) + len(refused) == 1 else ([], "")
     if args.json:
-        scaling = {"scaling": [point(p) for p in along], "limit": binds} if along else {}
-        say_json({"plans": [p.to_dict() for p in plans], "refused": refused, **scaling})
+        curve_json = {"scaling": [point(p) for p in scaling], "limit": bottleneck} if scaling else {}
+        say_json({"plans": [p.to_dict() for p in plans], "refused": refused, **curve_json})
         return 0
-    show_plans(plans, along, binds)
+    show_plans(plans, scaling, bottleneck)
     for one in refused:
         say(f"refused: {one['reason']}")
     return 0
 
 
-def wanted(args: argparse.Namespace, where: Target) -> tuple[list[Spec], list[dict[str, Any]]]:
+def wanted(args: argparse.Namespace, target: Target) -> tuple[list[Spec], list[dict[str, Any]]]:
     """The product of the lists: valid Specs, and the others with reasons. Raises Refused; FieldError if none is valid."""
     if args.link is not None:
         raise Refused("--link emulates a network while training; a plan's is --network, in Gb/s of a host")
     specs, refused, reasons = list[Spec](), list[dict[str, Any]](), list[FieldError]()
     for made in fields.product(Spec(), fields.chosen(args), fields.whole_numbers("--ranks", args.ranks)):
         try:
-            spec = with_batch(Spec.from_dict(on_hosts(made, where)), args.global_batch)
-            where.machine(spec.world_size)
+            spec = with_batch(Spec.from_dict(on_hosts(made, target)), args.global_batch)
+            target.machine(spec.world_size)
             specs.append(spec)
         except FieldError as e:
             refused.append({"spec": made, "reason": str(e)})
@@ -95,11 +95,11 @@ def wanted(args: argparse.Namespace, where: Target) -> tuple[list[Spec], list[di
     return specs, refused
 
 
-def on_hosts(made: dict[str, Any], where: Target) -> dict[str, Any]:
+def on_hosts(made: dict[str, Any], target: Target) -> dict[str, Any]:
     """A Spec's dict; hybrid sharding without a shard size gets that of a host."""
     strategy, ranks = made["strategy"], made["world_size"]
     if strategy["sharding"].startswith("hybrid") and strategy["shard_size"] is None:
-        per_host = where.machine(ranks).per_host
+        per_host = target.machine(ranks).per_host
         if 1 < per_host < ranks:
             return {**made, "strategy": {**strategy, "shard_size": per_host}}
     return made
@@ -126,22 +126,22 @@ def limit(args: argparse.Namespace) -> int | None:
     return int(args.memory * GIB)
 
 
-def find(args: argparse.Namespace, spec: Spec, where: Target) -> int:
+def find(args: argparse.Namespace, spec: Spec, target: Target) -> int:
     """Runs one of the searches. Returns 0, or 1 if nothing fits."""
     from fsdp_lab.planner.questions import fewest_ranks, largest_model, searched
 
-    limit_bytes, device = limit(args), where.machine(spec.world_size).device.name
+    limit_bytes, device = limit(args), target.machine(spec.world_size).device.name
     if args.find == "largest":
-        shape = largest_model(spec, where, limit_bytes=limit_bytes)
+        shape = largest_model(spec, target, limit_bytes=limit_bytes)
         found = None if shape is None else {"blocks": len(shape.units) - 1, "parameters": shape.parameters}
         say_json({"largest": found}) if args.json else say(largest_text(shape, spec, device))
         return 0 if shape else 1
     if args.find == "fewest":
-        there = fewest_ranks(spec, where, limit_bytes=limit_bytes)
-        found = None if there is None else {"ranks": there.ranks, "hosts": there.hosts}
-        say_json({"fewest": found}) if args.json else say(fewest_text(there, spec, device))
-        return 0 if there else 1
-    search = searched(spec, where, limit_bytes=limit_bytes)
+        machine = fewest_ranks(spec, target, limit_bytes=limit_bytes)
+        found = None if machine is None else {"ranks": machine.ranks, "hosts": machine.hosts}
+        say_json({"fewest": found}) if args.json else say(fewest_text(machine, spec, device))
+        return 0 if machine else 1
+    search = searched(spec, target, limit_bytes=limit_bytes)
     if args.json:
         top = [{"why": one.why, **one.plan.to_dict()} for one in search.top]
         nearest = None if search.nearest is None else search.nearest.to_dict()
@@ -204,16 +204,17 @@ def point(plan: Plan) -> dict[str, Any]:
 # -- text ----------------------------------------------------------------------------------------------------------
 
 
-def show_plans(plans: Sequence[Plan], along: Sequence[Plan], binds: str) -> None:
+def show_plans(plans: Sequence[Plan], scaling: Sequence[Plan], bottleneck: str) -> None:
     """Prints one plan in full with its scaling curve, or several as a table."""
     from fsdp_lab.planner.plan import memory_table, plan_table, sentences, time_table
 
-    if len(plans) > 1 or not along:
+    if len(plans) > 1 or not scaling:
         say(repr(plan_table(plans)))
         return
     (plan,) = plans
-    tables = (time_table(plan), memory_table(plan), plan_table(along))
-    say("\n".join([*sentences(plan), *(f"\n{table!r}" for table in tables), "", f"{binds[0].upper()}{binds[1:]}."]))
+    tables = (time_table(plan), memory_table(plan), plan_table(scaling))
+    end = f"{bottleneck[0].upper()}{bottleneck[1:]}."
+    say("\n".join([*sentences(plan), *(f"\n{table!r}" for table in tables), "", end]))
 
 
 def rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
