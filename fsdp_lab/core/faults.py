@@ -25,8 +25,7 @@ class FaultKind(enum.Enum):
 
 
 class FaultPhase(enum.Enum):
-    """In the middle of the forward or of the backward; or after the vote that ends a step, before its update, when the other
-    ranks apply the step."""
+    """When in a step: in the middle of the forward or backward, or after the vote that ends it, before the update."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
