@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         from fsdp_lab.report import SUFFIXES
 
         check_file(args.report, SUFFIXES, field="--report")
-    specs = split(wanted(args), results)
+    specs = validate(requested(args), results)
     results.write()
     refused = list(results.refused)  # before those that fail join them
 
@@ -77,29 +77,29 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(run.state.value == FAILED for run in sweep.runs) else 0
 
 
-def wanted(args: argparse.Namespace) -> list[dict[str, Any]]:
+def requested(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The product of the lists as Spec dicts."""
-    ranks = fields.whole_numbers("--ranks", args.ranks)
-    made = list(fields.product(Spec(), fields.chosen(args), ranks))
+    ranks = fields.parse_whole_numbers("--ranks", args.ranks)
+    combinations = list(fields.product(Spec(), fields.parse_lists(args), ranks))
     if args.devices is not None:
         devices = [word.strip() for word in args.devices.split(",")]
-        for spec in made:
+        for spec in combinations:
             spec["devices"] = devices * spec["world_size"] if len(devices) == 1 else devices
-    return made
+    return combinations
 
 
-def split(dicts: Sequence[Mapping[str, Any]], results: Results) -> list[Spec]:
+def validate(dicts: Sequence[Mapping[str, Any]], results: Results) -> list[Spec]:
     """The valid Specs; adds the others to the results with their reasons."""
     from fsdp_lab.models.check import check
 
     specs: list[Spec] = []
-    for made in dicts:
+    for combination in dicts:
         try:
-            spec = Spec.from_dict(made)
+            spec = Spec.from_dict(combination)
             check(spec.workload)
             specs.append(spec)
         except FieldError as e:
-            results.add_refused(made, str(e))
+            results.add_refused(combination, str(e))
     return specs
 
 

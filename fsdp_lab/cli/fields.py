@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(f"{part} (a value, or a comma-separated list)")
         for field in dataclasses.fields(kind):
             tokens = ", ".join(TOKENS.get(field.name, ()))
-            help_text = f"{tokens + '; ' if tokens else ''}default: {shown(field.default)}"
+            help_text = f"{tokens + '; ' if tokens else ''}default: {format_value(field.default)}"
             group.add_argument(option(field.name), metavar="V,V", help=help_text)
     parser.add_argument(
         "--link", metavar="V,V", help=f"{LINK}; none: the real wire. A value, or a comma-separated list"
@@ -43,12 +43,12 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as written on the command line."""
     return value if isinstance(value, str) else json.dumps(value).replace("null", "none")
 
 
-def chosen(args: argparse.Namespace) -> dict[str, list[Any]]:
+def parse_lists(args: argparse.Namespace) -> dict[str, list[Any]]:
     """Flat field name -> its values, for the options that were given.
 
     Raises:
@@ -61,20 +61,20 @@ def chosen(args: argparse.Namespace) -> dict[str, list[Any]]:
             text = getattr(args, field.name)
             if text is None:
                 continue
-            lists[field.name] = [value_of(field, word.strip()) for word in text.split(",")]
+            lists[field.name] = [parse_value(field, word.strip()) for word in text.split(",")]
             for value in lists[field.name]:
                 kind(**{field.name: value})
     if args.link is not None:
-        lists["link"] = [link_of(word) for word in link.split_list(args.link)]
+        lists["link"] = [parse_link(word) for word in link.split_list(args.link)]
     return lists
 
 
-def link_of(text: str) -> str | None:
+def parse_link(text: str) -> str | None:
     """One value of --link. Raises SpecError."""
     return None if text.lower() in ("none", "null") else Spec(link=text).link
 
 
-def value_of(field: dataclasses.Field[Any], word: str) -> Any:
+def parse_value(field: dataclasses.Field[Any], word: str) -> Any:
     """The word converted to the type of its field. Raises Refused."""
     kind = str(field.type)
     if word and "str" in kind:
@@ -92,18 +92,18 @@ def value_of(field: dataclasses.Field[Any], word: str) -> Any:
 
 
 def product(base: Spec, lists: Mapping[str, Sequence[Any]], ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Spec dicts: the base with every combination of the lists, in the order of the options, without duplicates."""
+    """Every combination of the lists as the dict of a Spec, without duplicates. Other fields are those of `base`."""
     seen: list[dict[str, Any]] = []
     for world_size, *values in itertools.product(ranks, *lists.values()):
-        made = base.to_dict() | {"world_size": world_size}
+        combination = base.to_dict() | {"world_size": world_size}
         for name, value in zip(lists, values, strict=True):
-            (made[part] if (part := part_of(name)) else made)[name] = value
-        if made not in seen:
-            seen.append(made)
-            yield made
+            (combination[part] if (part := part_of(name)) else combination)[name] = value
+        if combination not in seen:
+            seen.append(combination)
+            yield combination
 
 
-def whole_numbers(name: str, text: str, least: int = 1) -> list[int]:
+def parse_whole_numbers(name: str, text: str, least: int = 1) -> list[int]:
     """A comma-separated list of whole numbers. Raises Refused."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdigit() and int(word) >= least for word in words):

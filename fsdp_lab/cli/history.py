@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(limit=NEWEST, json=False)
     parser.add_argument("--limit", type=int, metavar="N", help=f"list the newest N runs (default: {NEWEST}; 0: all)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(act=listed)
+    parser.set_defaults(act=list_runs)
     actions = parser.add_subparsers(title="actions (default: list)", metavar="ACTION")
     acts: tuple[tuple[str, Callable[[argparse.Namespace, History], None], str], ...] = (
         ("show", show, "show one run: environment, switches, last steps"),
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def listed(args: argparse.Namespace, history: History) -> None:
+def list_runs(args: argparse.Namespace, history: History) -> None:
     at_least(args, "limit", 0)
     runs = history.runs()
     runs = runs[: args.limit] if args.limit else runs
@@ -121,11 +121,11 @@ def report(args: argparse.Namespace) -> int:
 
     check_file(args.output, SUFFIXES, field="--output")
     try:
-        listed_runs = History().runs()
+        all_runs = History().runs()
     except HistoryError as e:
         raise Refused(str(e)) from e
-    runs = list({stored.id: stored for stored in (listed_runs[which] for which in args.which)}.values())
-    baseline = runs[0] if args.baseline is None else listed_runs[args.baseline]
+    runs = list({stored.id: stored for stored in (all_runs[which] for which in args.which)}.values())
+    baseline = runs[0] if args.baseline is None else all_runs[args.baseline]
     if baseline.id not in [stored.id for stored in runs]:
         raise Refused(f"--baseline {args.baseline} is not one of the runs of this report; name it among them, too")
     limit = None if args.memory is None else int(args.memory * (1 << 30))

@@ -57,12 +57,12 @@ def run(args: argparse.Namespace) -> int:
     from fsdp_lab.planner.questions import Target, curve, planned
 
     target = Target(hardware=args.hardware, hosts=args.hosts, network_gbit_per_s=args.network)
-    specs, refused = wanted(args, target)
+    specs, refused = requested(args, target)
     if args.find is not None:
         if len(specs) + len(refused) > 1:
             raise Refused(f"--find {args.find} takes one value of each option; give no lists")
         return find(args, specs[0], target)
-    limit_bytes = limit(args)
+    limit_bytes = memory_limit(args)
     plans = [planned(spec, target) for spec in specs]
     if limit_bytes is not None:
         plans = [plan.within(limit_bytes) for plan in plans]
@@ -77,32 +77,34 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def wanted(args: argparse.Namespace, target: Target) -> tuple[list[Spec], list[dict[str, Any]]]:
+def requested(args: argparse.Namespace, target: Target) -> tuple[list[Spec], list[dict[str, Any]]]:
     """The product of the lists: valid Specs, and the others with reasons. Raises Refused; FieldError if none is valid."""
     if args.link is not None:
         raise Refused("--link emulates a network while training; a plan's is --network, in Gb/s of a host")
     specs, refused, reasons = list[Spec](), list[dict[str, Any]](), list[FieldError]()
-    for made in fields.product(Spec(), fields.chosen(args), fields.whole_numbers("--ranks", args.ranks)):
+    for combination in fields.product(
+        Spec(), fields.parse_lists(args), fields.parse_whole_numbers("--ranks", args.ranks)
+    ):
         try:
-            spec = with_batch(Spec.from_dict(on_hosts(made, target)), args.global_batch)
+            spec = with_batch(Spec.from_dict(on_hosts(combination, target)), args.global_batch)
             target.machine(spec.world_size)
             specs.append(spec)
         except FieldError as e:
-            refused.append({"spec": made, "reason": str(e)})
+            refused.append({"spec": combination, "reason": str(e)})
             reasons.append(e)
     if not specs:
         raise reasons[0]
     return specs, refused
 
 
-def on_hosts(made: dict[str, Any], target: Target) -> dict[str, Any]:
+def on_hosts(combination: dict[str, Any], target: Target) -> dict[str, Any]:
     """A Spec's dict; hybrid sharding without a shard size gets that of a host."""
-    strategy, ranks = made["strategy"], made["world_size"]
+    strategy, ranks = combination["strategy"], combination["world_size"]
     if strategy["sharding"].startswith("hybrid") and strategy["shard_size"] is None:
         per_host = target.machine(ranks).per_host
         if 1 < per_host < ranks:
-            return {**made, "strategy": {**strategy, "shard_size": per_host}}
-    return made
+            return {**combination, "strategy": {**strategy, "shard_size": per_host}}
+    return combination
 
 
 def with_batch(spec: Spec, samples: int | None) -> Spec:
@@ -117,7 +119,7 @@ def with_batch(spec: Spec, samples: int | None) -> Spec:
     return spec.replace(accumulate=samples // once)
 
 
-def limit(args: argparse.Namespace) -> int | None:
+def memory_limit(args: argparse.Namespace) -> int | None:
     """`--memory` in bytes. Raises Refused."""
     if args.memory is None:
         return None
@@ -130,7 +132,7 @@ def find(args: argparse.Namespace, spec: Spec, target: Target) -> int:
     """Runs one of the searches. Returns 0, or 1 if nothing fits."""
     from fsdp_lab.planner.questions import fewest_ranks, largest_model, searched
 
-    limit_bytes, device = limit(args), target.machine(spec.world_size).device.name
+    limit_bytes, device = memory_limit(args), target.machine(spec.world_size).device.name
     if args.find == "largest":
         shape = largest_model(spec, target, limit_bytes=limit_bytes)
         found = None if shape is None else {"blocks": len(shape.units) - 1, "parameters": shape.parameters}

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
 
     clusters = detached_clusters()
     if args.end is not None:
-        for cluster in chosen(clusters, args.end):
+        for cluster in selected(clusters, args.end):
             with signals_ignored():
                 if not cluster.end():
                     reason = "a kernel has attached to it, or a process does not end"
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def chosen(clusters: list[DetachedCluster], ids: list[str]) -> list[DetachedCluster]:
+def selected(clusters: list[DetachedCluster], ids: list[str]) -> list[DetachedCluster]:
     """The clusters with these ids, or all that no kernel uses. Raises Refused: no such cluster, or a kernel uses it."""
     for one in ids:
         if not any(cluster.id == one for cluster in clusters):

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ranks is not None:
         spec = spec.replace(world_size=args.ranks, devices=None)
     if args.link is not None:
-        spec = spec.replace(link=fields.link_of(args.link))
+        spec = spec.replace(link=fields.parse_link(args.link))
 
     evaluate = eval_config(args)
 

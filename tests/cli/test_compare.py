@@ -32,7 +32,7 @@ KEYS = {
 
 
 def dicts(*arguments: str):
-    return compare.wanted(parser().parse_args(["compare", *arguments]))
+    return compare.requested(parser().parse_args(["compare", *arguments]))
 
 
 def test_the_product_of_the_lists_in_their_order_without_repeats():
@@ -66,7 +66,7 @@ def test_one_device_serves_all_ranks():
 
 def test_combinations_that_cannot_be_are_listed_with_their_reason():
     results = Results()
-    specs = compare.split(dicts("--backend", "fsdp2,ddp,lab", "--sharding", "full_shard,no_shard"), results)
+    specs = compare.validate(dicts("--backend", "fsdp2,ddp,lab", "--sharding", "full_shard,no_shard"), results)
     kept = [("fsdp2", "full_shard"), ("ddp", "no_shard"), ("lab", "full_shard"), ("lab", "no_shard")]
     assert [(s.strategy.backend, s.strategy.sharding) for s in specs] == kept
     reasons = {
