@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fsdp_lab.cli import fields
 from fsdp_lab.cli.console import Refused, Results, at_least, live, open_lab, say, say_unread_weights, terminal, watch
 from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.formatting import duration
 from fsdp_lab.core.spec import Spec
 
 if TYPE_CHECKING:
@@ -157,8 +158,6 @@ def view(sweep: Sweep, width: int) -> Group:
 
 
 def progress(sweep: Sweep) -> str:
-    from fsdp_lab.core.formatting import duration
-
     p = sweep.progress
     if not sweep.done:
         left = "" if p.left_s is None else f", about {duration(p.left_s)} left"

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.core import files
 from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.formatting import GIB
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -58,6 +59,15 @@ def at_least(args: argparse.Namespace, name: str, least: int, why: str = "") -> 
     if (value := getattr(args, name)) is not None and value < least:
         number = f"{least} or more{why}" if why else f"a whole number of {least} or more"
         raise Refused(f"--{name.replace('_', '-')} {value} is refused; give {number}")
+
+
+def memory_limit(args: argparse.Namespace) -> int | None:
+    """`--memory`, in GiB, as bytes. Raises Refused."""
+    if args.memory is None:
+        return None
+    if not 0 < args.memory < 1e6:
+        raise Refused(f"--memory {args.memory:g} is refused; give the GiB of a device, such as 80")
+    return int(args.memory * GIB)
 
 
 # -- signals ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,9 @@ from fsdp_lab.cli.console import Refused
 from fsdp_lab.cli.run import read_spec
 from fsdp_lab.core.checkpoint_format import checkpoints as list_checkpoints
 from fsdp_lab.core.checkpoint_format import find, incomplete_checkpoints
+from fsdp_lab.core.describe import describe_strategy
 from fsdp_lab.core.files import check_file
+from fsdp_lab.core.formatting import size
 from fsdp_lab.export import TARGETS, export, text_of
 
 
@@ -65,9 +67,6 @@ def checkpoints(args: argparse.Namespace) -> int:
 
 def lines(folder: Path) -> Iterator[str]:
     """A line for each checkpoint, oldest first; then the incomplete ones."""
-    from fsdp_lab.core.describe import describe_strategy
-    from fsdp_lab.core.formatting import size
-
     complete, incomplete = list_checkpoints(folder), incomplete_checkpoints(folder)
     for c in complete:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(c.saved_unix_s))

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_lab.cli.console import Refused, add_command, at_least, say, say_json
+from fsdp_lab.cli.console import Refused, add_command, at_least, memory_limit, say, say_json
 from fsdp_lab.core.describe import describe_changes
 from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.formatting import plural
 
 if TYPE_CHECKING:
     from fsdp_lab.history import History, StoredRun
@@ -95,7 +96,7 @@ def delete(args: argparse.Namespace, history: History) -> None:
         if e.field == "days":
             raise Refused(f"--older-than {args.older_than} is refused; {e.hint}") from e
         raise
-    say(f"{deleted} run{'s' * (deleted != 1)} deleted; {len(history.runs())} left")
+    say(f"{plural(deleted, 'run')} deleted; {len(history.runs())} left")
 
 
 # -- report ------------------------------------------------------------------------------------------------------------
@@ -113,8 +114,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def report(args: argparse.Namespace) -> int:
-    if args.memory is not None and not 0 < args.memory < float("inf"):
-        raise Refused(f"--memory {args.memory:g} is refused; give the GiB of a device, such as 80")
+    limit_bytes = memory_limit(args)
     from fsdp_lab.core.files import check_file
     from fsdp_lab.history import History, HistoryError
     from fsdp_lab.report import SUFFIXES, write_report
@@ -128,6 +128,5 @@ def report(args: argparse.Namespace) -> int:
     baseline = runs[0] if args.baseline is None else all_runs[args.baseline]
     if baseline.id not in [stored.id for stored in runs]:
         raise Refused(f"--baseline {args.baseline} is not one of the runs of this report; name it among them, too")
-    limit = None if args.memory is None else int(args.memory * (1 << 30))
-    say(f"written: {write_report(args.output, runs, baseline=baseline.id, title=args.title, limit_bytes=limit)}")
+    say(f"written: {write_report(args.output, runs, baseline=baseline.id, title=args.title, limit_bytes=limit_bytes)}")
     return 0

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.core.formatting import size
+from fsdp_lab.core.formatting import plural, size
 from fsdp_lab.core.nvml import GpuReport, GpuStatus
 
 IDLE_BYTES = 600 * 2**20  # memory that a driver uses on an idle GPU
@@ -186,7 +186,7 @@ def architecture(index: int, gpu: GpuStatus, torch: TorchFacts) -> Finding | Non
 
 def linked(links: Mapping[str, int]) -> Finding:
     """Links between GPUs. NV18: NVLinks; PIX, PXB: PCIe switches; PHB, NODE, SYS: through the host, with less bandwidth."""
-    value = ", ".join(f"{kind} between {n} pair{'s' if n > 1 else ''}" for kind, n in sorted(links.items()))
+    value = ", ".join(f"{kind} between {plural(n, 'pair')}" for kind, n in sorted(links.items()))
     slow = "some pairs connect through the host; hybrid sharding keeps groups on near GPUs"
     return judged("links", value, slow if {"SYS", "NODE", "PHB"} & set(links) else "")
 

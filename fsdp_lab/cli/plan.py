@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.cli import fields
-from fsdp_lab.cli.console import Refused, say, say_json
+from fsdp_lab.cli.console import Refused, memory_limit, say, say_json
 from fsdp_lab.core.errors import ArgumentError, FieldError
-from fsdp_lab.core.formatting import GIB, Table, count
+from fsdp_lab.core.formatting import Table, count, plural
 from fsdp_lab.core.spec import Spec
 
 if TYPE_CHECKING:
@@ -117,15 +117,6 @@ def with_batch(spec: Spec, samples: int | None) -> Spec:
         raise ArgumentError("global_batch", f"{samples} samples are no multiple of micro_batch x ranks, {once}",
                         f"use {nearest}, or a smaller micro_batch")  # fmt: skip
     return spec.replace(accumulate=samples // once)
-
-
-def memory_limit(args: argparse.Namespace) -> int | None:
-    """`--memory` in bytes. Raises Refused."""
-    if args.memory is None:
-        return None
-    if not 0 < args.memory < 1e6:
-        raise Refused(f"--memory {args.memory:g} is refused; give the GiB of a GPU that may be used, such as 70")
-    return int(args.memory * GIB)
 
 
 def find(args: argparse.Namespace, spec: Spec, target: Target) -> int:
@@ -248,4 +239,4 @@ def fewest_text(machine: Machine | None, spec: Spec, device: str) -> str:
     if machine is None:
         batch = f"a global batch of {spec.global_batch:,}"
         return f"{model} does not fit on any number of {device} that divides {batch}."
-    return f"{model} fits on {machine.ranks:,} x {device} in {machine.hosts:,} host{'s' * (machine.hosts > 1)}."
+    return f"{model} fits on {machine.ranks:,} x {device} in {plural(machine.hosts, 'host')}."

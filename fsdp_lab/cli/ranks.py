@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.cli.console import Failed, Refused, say_json, signals_ignored
+from fsdp_lab.core.formatting import plural, size
 
 if TYPE_CHECKING:
     from fsdp_lab.cluster.detached import DetachedCluster
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
                 if not cluster.end():
                     reason = "a kernel has attached to it, or a process does not end"
                     raise Failed(f"{cluster.id} could not be ended: {reason}")
-            print(f"{cluster.id}: {len(cluster.pids)} rank{'s' * (len(cluster.pids) != 1)} ended")
+            print(f"{cluster.id}: {plural(len(cluster.pids), 'rank')} ended")
     elif args.json:
         say_json([record(cluster) for cluster in clusters])
     else:
@@ -71,10 +72,8 @@ def record(cluster: DetachedCluster) -> dict[str, Any]:
 
 def line(cluster: DetachedCluster) -> str:
     """A cluster as one line, with the kernel that uses it or the hours until it ends."""
-    from fsdp_lab.core.formatting import size
-
     d = record(cluster)
-    what = f"{d['id']}  {d['ranks']} rank{'s' * (d['ranks'] != 1)} on {', '.join(sorted(set(d['devices'])))}"
+    what = f"{d['id']}  {plural(d['ranks'], 'rank')} on {', '.join(sorted(set(d['devices'])))}"
     waited_s = max(0.0, time.time() - (cluster.free_unix_s or time.time()))
     left = f"no kernel uses them; they end in {(cluster.limit_s - waited_s) / 3600:.1f} h"
     user = left if d["kernel_pid"] is None else f"process {d['kernel_pid']} uses them"

@@ -25,7 +25,7 @@ from fsdp_lab.cli.console import (
 from fsdp_lab.core.checkpoint_format import Checkpoint, check_same, find
 from fsdp_lab.core.describe import describe_strategy
 from fsdp_lab.core.errors import FieldError
-from fsdp_lab.core.formatting import Table, count, duration, size
+from fsdp_lab.core.formatting import Table, count, duration, plural, size
 from fsdp_lab.core.spec import Spec
 
 if TYPE_CHECKING:
@@ -194,8 +194,8 @@ def write_trace(run: Run, file: Path) -> str:
         run.export_trace(file)
     except FieldError as e:
         return f"no trace was written: {e.reason}"
-    steps = len(run.events.traced())
-    return f"{steps} traced step{'s' * (steps != 1)} in {file}: open it at ui.perfetto.dev or chrome://tracing"
+    steps = plural(len(run.events.traced()), "traced step")
+    return f"{steps} in {file}: open it at ui.perfetto.dev or chrome://tracing"
 
 
 # -- output ----------------------------------------------------------------------------------------------------------
