@@ -36,7 +36,7 @@ from fsdp_lab.rank.trainer import TrainingProgress
 from fsdp_lab.wire import Wire
 
 METHODS = (LAB, DCP, DCP_AGAIN)
-ALONE = 3  # steps before each save, to compare with
+STEPS_ALONE = 3  # before each save, to compare with
 
 
 @dataclass(kw_only=True)
@@ -74,7 +74,7 @@ def save_and_load(
             with _timed(world, found[method]["load"]):
                 (lab.load if method == LAB else plain.load)()
         one_step = partial(step, forms[LAB], batch, info.device, world, first=False)
-        found["beside"].append(_beside(lab, one_step, world))
+        found["beside"].append(_time_beside_save(lab, one_step, world))
         on_round(plan.warmup + i + 1)
     lab.close()
     return found
@@ -89,9 +89,9 @@ def _timed(world: Wire, seconds: list[float]) -> Iterator[None]:
     seconds.append(time.perf_counter() - begun_s)
 
 
-def _beside(lab: _Lab, one_step: Callable[[], float], world: Wire) -> dict[str, float]:
+def _time_beside_save(lab: _Lab, one_step: Callable[[], float], world: Wire) -> dict[str, float]:
     """Times steps alone, then a snapshot, then steps until its files are written on every rank."""
-    alone = [one_step() for _ in range(ALONE)]
+    alone = [one_step() for _ in range(STEPS_ALONE)]
     begun_s = time.perf_counter()
     lab.begin()
     stall_s = time.perf_counter() - begun_s

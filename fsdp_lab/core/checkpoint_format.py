@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError
+from fsdp_lab.core.files import path_errors
 from fsdp_lab.core.spec import LINEAGE, Spec
 
 MANIFEST = "checkpoint.json"
@@ -67,14 +68,11 @@ class IncompleteCheckpoint:
 
 def check_folder(path: str | os.PathLike[str], *, field: str = "save") -> Path:
     """The absolute path of a folder for checkpoints; created if it is missing. Raises ArgumentError."""
-    try:
+    with path_errors(field, f"{path} cannot hold checkpoints", "name a folder that is yours"):
         root = Path(path).expanduser().absolute()
         root.mkdir(parents=True, exist_ok=True)
         if not os.access(root, os.W_OK | os.X_OK):
-            raise PermissionError(13, "it is read-only")
-    except (OSError, ValueError, RuntimeError, TypeError) as e:  # RuntimeError: ~ of an unknown user
-        why = e.strerror if isinstance(e, OSError) else e
-        raise ArgumentError(field, f"{path} cannot hold checkpoints: {why}", "name a folder that is yours") from e
+            raise ValueError("it is read-only")
     return root
 
 
@@ -170,11 +168,9 @@ def incomplete_checkpoints(root: str | os.PathLike[str]) -> list[IncompleteCheck
 
 def find(path: str | os.PathLike[str], *, field: str = "checkpoint") -> Checkpoint:
     """The checkpoint at this path, or the newest complete one in this folder of checkpoints. Raises ArgumentError."""
-    try:
+    with path_errors(field, f"{path!r} is not a path", "name a folder of checkpoints"):
         folder = Path(path).expanduser().absolute()
         is_one = _NAME.fullmatch(folder.name.removesuffix(PARTIAL)) is not None or (folder / MANIFEST).exists()
-    except (OSError, ValueError, RuntimeError, TypeError) as e:
-        raise ArgumentError(field, f"{path!r} is no path: {e}", "name a folder of checkpoints") from e
     if is_one:
         return read(folder, field=field)
     if found := checkpoints(folder):
