@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_lab.cli import fields
 from fsdp_lab.cli.console import Refused, Results, at_least, live, open_lab, say, say_unread_weights, terminal, watch
-from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.formatting import duration
 from fsdp_lab.core.spec import Spec
 
@@ -50,9 +50,10 @@ def run(args: argparse.Namespace) -> int:
         from fsdp_lab.report import SUFFIXES
 
         check_file(args.report, SUFFIXES, field="--report")
-    specs = validate(requested(args), results)
+    specs, refused = fields.requested(args, partial(spec_of, args))
+    for combination, error in refused:
+        results.add_refused(combination, str(error))
     results.write()
-    refused = list(results.refused)  # before those that fail join them
 
     from fsdp_lab.runs import Comparison, Refusal
 
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     sweep = compare(console, specs, args.steps, args.rounds, results) if specs else None
     rows: list[RunView | Refusal] = [
         *(sweep.in_order if sweep else ()),
-        *(Refusal(r["spec"], r["reason"]) for r in refused),
+        *(Refusal(combination, str(error)) for combination, error in refused),
     ]
     lines = list(Comparison.of(rows).reasons())
     if sweep is not None and len(results.runs) > 1:
@@ -78,30 +79,16 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(run.state.value == FAILED for run in sweep.runs) else 0
 
 
-def requested(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The product of the lists as Spec dicts."""
-    ranks = fields.parse_whole_numbers("--ranks", args.ranks)
-    combinations = list(fields.product(Spec(), fields.parse_lists(args), ranks))
-    if args.devices is not None:
-        devices = [word.strip() for word in args.devices.split(",")]
-        for spec in combinations:
-            spec["devices"] = devices * spec["world_size"] if len(devices) == 1 else devices
-    return combinations
-
-
-def validate(dicts: Sequence[Mapping[str, Any]], results: Results) -> list[Spec]:
-    """The valid Specs; adds the others to the results with their reasons."""
+def spec_of(args: argparse.Namespace, combination: dict[str, Any]) -> Spec:
+    """The Spec of a combination, on the devices of the options. Raises FieldError."""
     from fsdp_lab.models.check import check
 
-    specs: list[Spec] = []
-    for combination in dicts:
-        try:
-            spec = Spec.from_dict(combination)
-            check(spec.workload)
-            specs.append(spec)
-        except FieldError as e:
-            results.add_refused(combination, str(e))
-    return specs
+    if args.devices is not None:
+        devices = [word.strip() for word in args.devices.split(",")]
+        combination["devices"] = devices * combination["world_size"] if len(devices) == 1 else devices
+    spec = Spec.from_dict(combination)
+    check(spec.workload)
+    return spec
 
 
 def compare(console: Console, specs: Sequence[Spec], steps: int, rounds: int | None, results: Results) -> Sweep:

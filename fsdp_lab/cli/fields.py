@@ -6,12 +6,13 @@ import argparse
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fsdp_lab.cli.console import Refused
 from fsdp_lab.core import link
 from fsdp_lab.core import spec as spec_module
+from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.spec import PARTS, Spec, part_of
 
 LINK = ("emulate a slower interconnect: \"0.25 GB/s\", \"0.25 GB/s, 50 us\", or scaled to what is computed here: "
@@ -91,11 +92,28 @@ def parse_value(field: dataclasses.Field[Any], word: str) -> Any:
     return value
 
 
-def product(base: Spec, lists: Mapping[str, Sequence[Any]], ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Every combination of the lists as the dict of a Spec, without duplicates. Other fields are those of `base`."""
+def requested(
+    args: argparse.Namespace, prepare: Callable[[dict[str, Any]], Spec]
+) -> tuple[list[Spec], list[tuple[dict[str, Any], FieldError]]]:
+    """The Specs that `prepare` makes from the combinations of the options, and the combinations that it refuses.
+
+    Raises Refused and SpecError as `parse_lists`.
+    """
+    specs, refused = list[Spec](), list[tuple[dict[str, Any], FieldError]]()
+    for combination in list(combinations(args)):
+        try:
+            specs.append(prepare(combination))
+        except FieldError as e:
+            refused.append((combination, e))
+    return specs, refused
+
+
+def combinations(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every combination of the lists, --ranks included, as the dict of a Spec, without duplicates."""
     seen: list[dict[str, Any]] = []
-    for world_size, *values in itertools.product(ranks, *lists.values()):
-        combination = base.to_dict() | {"world_size": world_size}
+    lists = parse_lists(args)
+    for world_size, *values in itertools.product(parse_whole_numbers("--ranks", args.ranks), *lists.values()):
+        combination = Spec(world_size=world_size).to_dict()
         for name, value in zip(lists, values, strict=True):
             (combination[part] if (part := part_of(name)) else combination)[name] = value
         if combination not in seen:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import csv
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.cli import fields
 from fsdp_lab.cli.console import Refused, memory_limit, say, say_json
-from fsdp_lab.core.errors import ArgumentError, FieldError
+from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.formatting import Table, count, plural
 from fsdp_lab.core.spec import Spec
 
@@ -57,7 +58,11 @@ def run(args: argparse.Namespace) -> int:
     from fsdp_lab.planner.questions import Target, curve, planned
 
     target = Target(hardware=args.hardware, hosts=args.hosts, network_gbit_per_s=args.network)
-    specs, refused = requested(args, target)
+    if args.link is not None:
+        raise Refused("--link emulates a network while training; a plan's is --network, in Gb/s of a host")
+    specs, refused = fields.requested(args, partial(spec_of, args, target))
+    if not specs:
+        raise refused[0][1]
     if args.find is not None:
         if len(specs) + len(refused) > 1:
             raise Refused(f"--find {args.find} takes one value of each option; give no lists")
@@ -69,32 +74,20 @@ def run(args: argparse.Namespace) -> int:
     scaling, bottleneck = curve(specs[0], target) if len(specs) + len(refused) == 1 else ([], "")
     if args.json:
         curve_json = {"scaling": [point(p) for p in scaling], "limit": bottleneck} if scaling else {}
-        say_json({"plans": [p.to_dict() for p in plans], "refused": refused, **curve_json})
+        reasons = [{"spec": combination, "reason": str(error)} for combination, error in refused]
+        say_json({"plans": [p.to_dict() for p in plans], "refused": reasons, **curve_json})
         return 0
     show_plans(plans, scaling, bottleneck)
-    for one in refused:
-        say(f"refused: {one['reason']}")
+    for _, error in refused:
+        say(f"refused: {error}")
     return 0
 
 
-def requested(args: argparse.Namespace, target: Target) -> tuple[list[Spec], list[dict[str, Any]]]:
-    """The product of the lists: valid Specs, and the others with reasons. Raises Refused; FieldError if none is valid."""
-    if args.link is not None:
-        raise Refused("--link emulates a network while training; a plan's is --network, in Gb/s of a host")
-    specs, refused, reasons = list[Spec](), list[dict[str, Any]](), list[FieldError]()
-    for combination in fields.product(
-        Spec(), fields.parse_lists(args), fields.parse_whole_numbers("--ranks", args.ranks)
-    ):
-        try:
-            spec = with_batch(Spec.from_dict(on_hosts(combination, target)), args.global_batch)
-            target.machine(spec.world_size)
-            specs.append(spec)
-        except FieldError as e:
-            refused.append({"spec": combination, "reason": str(e)})
-            reasons.append(e)
-    if not specs:
-        raise reasons[0]
-    return specs, refused
+def spec_of(args: argparse.Namespace, target: Target, combination: dict[str, Any]) -> Spec:
+    """The Spec of a combination on the hardware of the options. Raises FieldError."""
+    spec = with_batch(Spec.from_dict(on_hosts(combination, target)), args.global_batch)
+    target.machine(spec.world_size)
+    return spec
 
 
 def on_hosts(combination: dict[str, Any], target: Target) -> dict[str, Any]:
