@@ -100,7 +100,7 @@ FAULTS = (
     Fault(
         name="rate limiter ignored",
         what="schedule: units are gathered ahead however many are gathered already",
-        old="        return self.limit == 0 or alive < self.limit + 1",
+        old="        return self.limit == 0 or gathered < self.limit + 1",
         new="        return True",
         tests=("tests/engine/test_schedule.py",),
     ),

@@ -116,7 +116,7 @@ def test_connection_files_that_others_can_read_are_said(tmp_path: Path, monkeypa
     file.write_text("{}")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
-    monkeypatch.setattr(doctor, "ABOVE", tmp_path)
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)
     file.chmod(0o644)
     (finding,) = doctor.connection_security()
     assert finding.state is State.WARN and str(file) in finding.value and f"chmod go-rwx '{file}'" in finding.advice

@@ -1,4 +1,4 @@
-"""Backends compared with each other in one launch, one step of each in turn, and the other benches: `fsdp-lab bench`.
+"""`fsdp-lab bench`: backends compared with each other in one launch, one step of each in turn, and the other benches.
 
 Read plan.py (what is compared, on which work), interleave.py (the loop in a rank), launch.py (how ranks start and end),
 benches.py (each bench: measurements, ratios with a control, text and JSON). The launcher needs torch only to count

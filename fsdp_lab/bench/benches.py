@@ -37,27 +37,27 @@ class Report:
         self.say = say
         self.figures: dict[str, Any] = {"ratios": {}, "control": {}, "environment": dict(environment)}
 
-    def ratio(self, name: str, found: Spread, *, label: str = "", note: str = "") -> None:
-        self.figures["ratios"][name] = asdict(found)
-        self.say(f"{label or name}: {text(found)}{note}")
+    def ratio(self, name: str, values: Spread, *, label: str = "", note: str = "") -> None:
+        self.figures["ratios"][name] = asdict(values)
+        self.say(f"{label or name}: {format_spread(values)}{note}")
 
-    def control(self, name: str, found: Spread, *, note: str = "") -> None:
-        self.figures["control"][name] = asdict(found)
-        self.say(f"control {name}: {text(found)}{note}")
+    def control(self, name: str, values: Spread, *, note: str = "") -> None:
+        self.figures["control"][name] = asdict(values)
+        self.say(f"control {name}: {format_spread(values)}{note}")
 
 
-def text(found: Spread, unit: str = "", digits: int = 3) -> str:
+def format_spread(values: Spread, unit: str = "", digits: int = 3) -> str:
     """Median, p10, p90 and n of a ratio, or of seconds, which the unit "ms" converts."""
     scale = 1e3 if unit == "ms" else 1
-    median, p10, p90 = (f"{scale * value:.{digits}f}" for value in (found.median, found.p10, found.p90))
-    return f"{median}{' ' * bool(unit)}{unit}, p10 {p10}, p90 {p90} ({found.n})"
+    median, p10, p90 = (f"{scale * value:.{digits}f}" for value in (values.median, values.p10, values.p90))
+    return f"{median}{' ' * bool(unit)}{unit}, p10 {p10}, p90 {p90} ({values.n})"
 
 
 def spread(values: Sequence[float]) -> Spread:
     """The spread of one value or more."""
-    found = Spread.of(values)
-    assert found is not None
-    return found
+    result = Spread.of(values)
+    assert result is not None
+    return result
 
 
 def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
@@ -135,11 +135,11 @@ class BenchResult:
 
     def difference(self) -> tuple[float, str]:
         """The largest relative difference to the reference in last losses and first gradient norms, and its form."""
-        apart = {form: self._apart(form) for form in self.seconds}
-        worst = max(apart, key=lambda form: apart[form])
-        return apart[worst], worst
+        differences = {form: self._difference_of(form) for form in self.seconds}
+        worst = max(differences, key=lambda form: differences[form])
+        return differences[worst], worst
 
-    def _apart(self, form: str) -> float:
+    def _difference_of(self, form: str) -> float:
         mine = [*self.losses[form], self.gradient_norms[form]]
         theirs = [*self.losses[self.reference], self.gradient_norms[self.reference]]
         gaps = [abs(a - b) / abs(b) if b else abs(a) for a, b in zip(mine, theirs, strict=True)]
@@ -160,7 +160,7 @@ def pooled(launches: Sequence[Sequence[float]]) -> Spread:
     return spread([ratio for rounds in launches for ratio in rounds])
 
 
-def of_launches(launches: Sequence[Sequence[float]]) -> dict[str, Any]:
+def summarize_launches(launches: Sequence[Sequence[float]]) -> dict[str, Any]:
     """Summary of ratios of several launches, rounds by launch; the standard error is that of the launches' medians.
 
     Rounds of one launch share the memory layout of its processes. More rounds do not reduce that part of the error; only
@@ -178,14 +178,14 @@ def step(plan: BenchPlan, say: Say) -> dict[str, Any]:
     """Every form of every backend in one launch, one step of each in turn. Raises BenchError."""
     say(f"{len(plan.forms)} forms, {rounds_of(plan)}, on {' '.join(plan.devices)}")
     result = measure(plan)
-    figures = step_figures(result, used(plan), say)
+    figures = step_figures(result, environment(plan), say)
     result.check_same_work(plan.precision)
     return figures
 
 
-def measure(plan: BenchPlan, take: Callable[[list[dict[str, Any]]], None] = lambda events: None) -> BenchResult:
-    """Launches the ranks of a plan. `take` is called with the step events of metered forms."""
-    return BenchResult.of_ranks(launch(plan, {"task": "steps"}, progress(plan), take))
+def measure(plan: BenchPlan, on_events: Callable[[list[dict[str, Any]]], None] = lambda events: None) -> BenchResult:
+    """Launches the ranks of a plan. `on_events` is called with the step events of metered forms."""
+    return BenchResult.of_ranks(launch(plan, {"task": "steps"}, progress(plan), on_events))
 
 
 def step_figures(result: BenchResult, environment: Mapping[str, Any], say: Say) -> dict[str, Any]:
@@ -223,24 +223,24 @@ def metering(plan: BenchPlan, peer: str, launches: int, say: Say) -> dict[str, A
     say(f"{peer}: {launches} launches of {rounds_of(plan)}, on {' '.join(plan.devices)}")
     results, spans = list[BenchResult](), list[int]()  # spans: their number in each published event
 
-    def take(events: Sequence[Mapping[str, Any]]) -> None:
+    def count_spans(events: Sequence[Mapping[str, Any]]) -> None:
         spans.extend(len(StepEvent.from_dict(dict(event)).spans) for event in events)
 
     for number in range(launches):
         first = number % len(plan.forms)
-        results.append(measure(dataclasses.replace(plan, forms=plan.forms[first:] + plan.forms[:first]), take))
+        results.append(measure(dataclasses.replace(plan, forms=plan.forms[first:] + plan.forms[:first]), count_spans))
         results[-1].check_same_work(plan.precision)
         cost, control = (statistics.median(found) for found in results[-1].metering(peer))
         say(f"launch {number + 1}: metered/bare {cost:.4f}, control bare/bare {control:.4f}")
     costs, controls = zip(*(result.metering(peer) for result in results), strict=True)
     times = {name: spread([s for result in results for s in result.seconds[name]]) for name in METERING[peer]}
     for name, time in times.items():
-        say(f"{name}: {text(time, 'ms', 1)}")
-    report = Report(say, {**used(plan), "backend": peer, "launches": launches})
+        say(f"{name}: {format_spread(time, 'ms', 1)}")
+    report = Report(say, {**environment(plan), "backend": peer, "launches": launches})
     for section, name, found in (("ratios", "metered/bare", costs), ("control", "bare/bare", controls)):
-        report.figures[section][name] = summary = of_launches(found)
+        report.figures[section][name] = summary = summarize_launches(found)
         error = f"mean of launches {summary['mean']:.4f}, standard error {summary['standard_error']:.4f}"
-        say(f"{'control ' * (section == 'control')}{name}: {error}; all rounds: {text(pooled(found))}")
+        say(f"{'control ' * (section == 'control')}{name}: {error}; all rounds: {format_spread(pooled(found))}")
     difference, form = max(result.difference() for result in results)
     say(f"largest difference of losses and gradient norms between forms: {difference:.1e} ({form})")
     traced = [count for count in spans if count]
@@ -269,13 +269,13 @@ def checkpoint(plan: BenchPlan, folder: Path, say: Say) -> dict[str, Any]:
     }
     for method, ways in seconds.items():
         for way, of in ways.items():
-            say(f"{method} {way}: {text(spread(of), 'ms', 0)}")
-    report = Report(say, used(plan))
+            say(f"{method} {way}: {format_spread(spread(of), 'ms', 0)}")
+    report = Report(say, environment(plan))
     report.ratio("lab/dcp", spread(ratios(both[LAB], both[DCP])), label="lab/dcp, save + load")
     report.control("dcp/dcp", spread(ratios(both[DCP], both[DCP_AGAIN])))
     say(f"a save stops training for: {1e3 * stall['stall_s'].median:.0f} ms")
-    say(f"stall/step: {text(stall['stall/step'])}")
-    say(f"step during the writing/step alone: {text(stall['step beside/alone'])}")
+    say(f"stall/step: {format_spread(stall['stall/step'])}")
+    say(f"step during the writing/step alone: {format_spread(stall['step beside/alone'])}")
     return report.figures | {
         "seconds": {m: {way: asdict(spread(of)) for way, of in ways.items()} for m, ways in seconds.items()},
         **{name: asdict(of) for name, of in stall.items()},
@@ -289,7 +289,7 @@ def rounds_of(plan: BenchPlan) -> str:
     return f"{plan.steps} rounds after {plan.warmup} of warm-up"
 
 
-def used(plan: BenchPlan) -> dict[str, Any]:
+def environment(plan: BenchPlan) -> dict[str, Any]:
     """The plan, and the names of the GPUs where ranks are on GPUs."""
     if plan.devices[0] == "cpu":
         return asdict(plan)

@@ -36,12 +36,12 @@ from fsdp_lab.rank.trainer import TrainingProgress
 from fsdp_lab.wire import Wire
 
 METHODS = (LAB, DCP, DCP_AGAIN)
-ALONE = 3  # steps before each save, to compare with
+STEPS_ALONE = 3  # before each save, to compare with
 
 
 @dataclass(kw_only=True)
 class _Savable:
-    """What `Checkpointer` saves."""
+    """The state of a training that `Checkpointer` saves."""
 
     run: str
     spec: Spec
@@ -51,10 +51,13 @@ class _Savable:
 
 
 def save_and_load(
-    plan: BenchPlan, info: RankInfo, world: Wire, store: dist.Store, folder: Path, tell: Callable[[int], None]
+    plan: BenchPlan, info: RankInfo, world: Wire, store: dist.Store, folder: Path, on_round: Callable[[int], None]
 ) -> dict[str, Any]:
-    """Collective. `plan.forms` are the lab and FSDP2. Returns {method: {"save": [...], "load": [...]}} in seconds and
-    {"beside": [{"stall_s", "step_s", "slowed", "window_s"}, ...]}, with one value per round."""
+    """Times both ways of saving and loading. Collective. `plan.forms` are the lab and FSDP2.
+
+    Returns {method: {"save": [...], "load": [...]}} in seconds and
+    {"beside": [{"stall_s", "step_s", "slowed", "window_s"}, ...]}, with one value per round.
+    """
     forms = {built.form.name: built for built in build_forms(plan, info, world)}
     batches = list(batches_of(plan, info))
     for i, batch in enumerate(batches[: plan.warmup]):
@@ -71,8 +74,8 @@ def save_and_load(
             with _timed(world, found[method]["load"]):
                 (lab.load if method == LAB else plain.load)()
         one_step = partial(step, forms[LAB], batch, info.device, world, first=False)
-        found["beside"].append(_beside(lab, one_step, world))
-        tell(plan.warmup + i + 1)
+        found["beside"].append(_time_beside_save(lab, one_step, world))
+        on_round(plan.warmup + i + 1)
     lab.close()
     return found
 
@@ -86,9 +89,9 @@ def _timed(world: Wire, seconds: list[float]) -> Iterator[None]:
     seconds.append(time.perf_counter() - begun_s)
 
 
-def _beside(lab: _Lab, one_step: Callable[[], float], world: Wire) -> dict[str, float]:
+def _time_beside_save(lab: _Lab, one_step: Callable[[], float], world: Wire) -> dict[str, float]:
     """Times steps alone, then a snapshot, then steps until its files are written on every rank."""
-    alone = [one_step() for _ in range(ALONE)]
+    alone = [one_step() for _ in range(STEPS_ALONE)]
     begun_s = time.perf_counter()
     lab.begin()
     stall_s = time.perf_counter() - begun_s
@@ -108,13 +111,18 @@ class _Lab:
     def __init__(self, plan: BenchPlan, info: RankInfo, store: dist.Store, built: BuiltForm, folder: Path) -> None:
         self._checkpointer = Checkpointer(info, store)
         self._checkpointer.register(built.backend)
-        self._of = _Savable(run="bench", spec=plan.spec(built.form), backend=built.backend, progress=TrainingProgress(),
-                            scaler=Scaler(enabled=False))  # fmt: skip
+        self._training = _Savable(
+            run="bench",
+            spec=plan.spec(built.form),
+            backend=built.backend,
+            progress=TrainingProgress(),
+            scaler=Scaler(enabled=False),
+        )
         self._folder = folder
 
     def begin(self) -> None:
-        partial = self._checkpointer.begin(str(self._folder), self._of.progress.step)
-        self._checkpointer.save(self._of, partial, kind="step", last=1)
+        partial = self._checkpointer.begin(str(self._folder), self._training.progress.step)
+        self._checkpointer.save(self._training, partial, kind="step", last=1)
 
     def written(self) -> bool:
         return self._checkpointer.wait(0.0)
@@ -128,14 +136,14 @@ class _Lab:
                 raise OSError(saved["error"])
 
     def load(self) -> None:
-        self._checkpointer.load(find(self._folder), self._of.backend)
+        self._checkpointer.load(find(self._folder), self._training.backend)
 
     def close(self) -> None:
         self._checkpointer.close()
 
 
 class _Plain:
-    """Distributed Checkpoint as in torch's tutorials."""
+    """Plain Distributed Checkpoint, used as in torch's tutorials."""
 
     def __init__(self, built: BuiltForm, info: RankInfo, folder: Path) -> None:
         self._backend, self._rank, self._folder = built.backend, info.rank, folder / "dcp"

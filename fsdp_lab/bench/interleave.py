@@ -56,12 +56,16 @@ def interleave(
     plan: BenchPlan,
     info: RankInfo,
     world: Wire,
-    tell: Callable[[int], None],
-    tell_events: Publish = lambda events: None,
+    on_round: Callable[[int], None],
+    on_events: Publish = lambda events: None,
 ) -> dict[str, dict[str, Any]]:
-    """Collective. Calls `tell` with the number of each finished round, warm-up included, and `tell_events` with the step
-    events of metered forms. Returns `BuiltForm.result` by form."""
-    forms = list(build_forms(plan, info, world, tell_events))
+    """Trains every form in turn and returns `BuiltForm.result` by form. Collective.
+
+    Args:
+        on_round: called with the number of each finished round, warm-up included.
+        on_events: called with the step events of metered forms.
+    """
+    forms = list(build_forms(plan, info, world, on_events))
     batches = list(batches_of(plan, info))
     for i, batch in enumerate(batches):
         if i == plan.warmup:
@@ -72,7 +76,7 @@ def interleave(
             if i >= plan.warmup:
                 built.seconds.append(seconds)
                 built.peak_bytes = max(built.peak_bytes, _peak(built.backend, info.device))
-        tell(i + 1)
+        on_round(i + 1)
     return {built.form.name: built.result() for built in forms}
 
 
@@ -88,19 +92,19 @@ def batches_of(plan: BenchPlan, info: RankInfo) -> Iterator[Batch]:
 
 
 def build_forms(
-    plan: BenchPlan, info: RankInfo, world: Wire, tell_events: Publish = lambda events: None
+    plan: BenchPlan, info: RankInfo, world: Wire, on_events: Publish = lambda events: None
 ) -> Iterator[BuiltForm]:
     """Builds every form of the plan, with equal initial values. Collective."""
-    raw = _raw_mesh(info, world) if any(FORMS[name].on == "raw" for name in plan.forms) else None
+    raw = _raw_mesh(info, world) if any(FORMS[name].group == "raw" for name in plan.forms) else None
     config = resolve(plan.model)
     for name in plan.forms:
         form = FORMS[name]
         skeleton = build_skeleton(config)
         initial = Initializer(skeleton, plan.seed)
-        backend = build(skeleton, plan.spec(form), info.device, mesh=raw if form.on == "raw" else None)
+        backend = build(skeleton, plan.spec(form), info.device, mesh=raw if form.group == "raw" else None)
         fill(backend, initial)
         _keep_last(backend.module, form.keep_last)
-        metered = Metered(plan, info, world, backend, tell_events) if form.metered else None
+        metered = Metered(plan, info, world, backend, on_events) if form.metered else None
         yield BuiltForm(form=form, backend=backend, metered=metered)
 
 
@@ -155,7 +159,7 @@ def step(built: BuiltForm, batch: Batch, device: torch.device, world: Wire, *, f
 def _peak(backend: Backend, device: torch.device) -> int:
     """Peak bytes of the last step, without the memory of other forms, which is allocated as well.
 
-    Nothing of the step is left now, so the current allocation equals that before it.
+    The step has freed all that it allocated, so the current allocation equals that before it.
     """
     if device.type != "cuda":
         return 0

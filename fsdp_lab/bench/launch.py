@@ -1,7 +1,9 @@
-"""`launch`: starts a process for each rank, receives their messages, and ends them in any case.
+"""`launch`: starts a process for each rank of a bench, receives their messages, and ends them in any case; `main` is a rank.
 
-A rank ends when the pipe that is its standard input closes, so that none outlives a launcher that was killed. Ranks
-have sessions of their own: Ctrl-C reaches this process alone, which ends them by their pids.
+A rank is `python -m fsdp_lab.bench.launch`. The first line of its standard input is its job as JSON; at the end of the input
+the launcher has ended, and the rank ends, so that none outlives a launcher that was killed. It sends messages as lines of
+JSON over its standard output; what libraries print goes to its standard error. Ranks have sessions of their own: Ctrl-C
+reaches the launcher alone, which ends them by their pids.
 """
 
 from __future__ import annotations
@@ -14,17 +16,21 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
 from typing import IO, Any
 
 from fsdp_lab.bench.plan import BenchError, BenchPlan, PlanError
 from fsdp_lab.core.process import HOST_MEMORY
 
 SILENCE_S = 600.0  # without a message of any rank: longer than all timeouts inside the ranks
-_END_S = 3.0
+END_S = 3.0
 
 Message = tuple[int, str, Any]  # rank, kind, value
+Send = Callable[[str, Any], None]  # kind, value
 
 
 def place(ranks: int, device: str | None) -> tuple[str, ...]:
@@ -47,15 +53,15 @@ def place(ranks: int, device: str | None) -> tuple[str, ...]:
 def launch(
     plan: BenchPlan,
     job: Mapping[str, Any],
-    tell: Callable[[int], None],
-    take: Callable[[list[dict[str, Any]]], None] = lambda events: None,
+    on_round: Callable[[int], None],
+    on_events: Callable[[list[dict[str, Any]]], None] = lambda events: None,
 ) -> list[Any]:
     """Runs the plan in new processes and returns the result of each rank.
 
     Args:
-        job: the "task", "steps" or "checkpoints", and its arguments (__main__.py).
-        tell: called with the number of each finished round.
-        take: called with the step events of metered forms, as dicts.
+        job: the "task", "steps" or "checkpoints", and its arguments.
+        on_round: called with the number of each finished round.
+        on_events: called with the step events of metered forms, as dicts.
 
     Raises:
         BenchError: with the first error of a rank, or with its exit code.
@@ -69,9 +75,9 @@ def launch(
                 for other in ranks[1:]:
                     other.give(value)
             elif kind == "round":
-                tell(value)
+                on_round(value)
             elif kind == "events":
-                take(value)
+                on_events(value)
             elif kind == "result":
                 results[rank] = value
             elif kind == "error":
@@ -100,7 +106,7 @@ class _Rank:
     def code(self) -> int | None:
         """Waits for it, as it may still close its groups, and returns its exit code."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_END_S)
+            self.process.wait(END_S)
         return self.process.returncode
 
     def last_line(self) -> str:
@@ -113,7 +119,7 @@ class _Rank:
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         self.process.kill()
-        self.process.wait(_END_S)
+        self.process.wait(END_S)
         self.errors.close()
 
 
@@ -134,7 +140,7 @@ def _processes(plan: BenchPlan, job: Mapping[str, Any]) -> Iterator[Sequence[_Ra
 def _start() -> _Rank:
     errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `end`
     process = subprocess.Popen(
-        [sys.executable, "-m", "fsdp_lab.bench"],
+        [sys.executable, "-m", "fsdp_lab.bench.launch"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=errors,
@@ -172,3 +178,83 @@ def _next(messages: queue.Queue[Message]) -> Message:
         return messages.get(timeout=SILENCE_S)
     except queue.Empty:
         raise BenchError(f"no rank has sent anything for {SILENCE_S:.0f} s") from None
+
+
+# -- in the process of a rank -----------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    send, received = _private_output(), _from_launcher()
+    try:
+        _measure(json.loads(received.get()), received, send)
+    except Exception as e:
+        traceback.print_exc()
+        send("error", " ".join(str(e).split()) or type(e).__name__)
+        return 1
+    return 0
+
+
+def _measure(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> None:
+    import torch
+
+    from fsdp_lab.bench.checkpoints import save_and_load
+    from fsdp_lab.bench.interleave import interleave
+    from fsdp_lab.rank.rendezvous import RankInfo, close_groups, find_store, host_store, open_groups
+    from fsdp_lab.wire import WireContext
+
+    plan, rank = BenchPlan.from_dict(job["plan"]), int(job["rank"])
+    if rank == 0:
+        store = host_store()
+        send("port", store.port)
+    else:
+        store = find_store("127.0.0.1", json.loads(received.get()))
+    torch.set_num_threads(1)
+    context = WireContext()
+    device = torch.device(plan.devices[rank])
+    info = RankInfo(rank=rank, world_size=plan.ranks, device=device, shares_gpu=plan.shares_gpu)
+    world = open_groups(info, store, context, 0)
+
+    def report_round(done: int) -> None:
+        if rank == 0:
+            send("round", done)
+
+    result: Any
+    if job["task"] == "checkpoints":
+        result = save_and_load(plan, info, world, store, Path(job["folder"]), report_round)
+    else:
+        result = interleave(plan, info, world, report_round, lambda events: send("events", events))
+    send("result", result)
+    world.control(torch.zeros(1, dtype=torch.float64))  # a barrier: no rank closes its groups while another trains
+    close_groups(context)
+
+
+def _private_output() -> Send:
+    """Reserves the standard output for messages, and redirects other output to the standard error."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def send(kind: str, value: Any) -> None:
+        out.write(json.dumps([kind, value]) + "\n")
+        out.flush()
+
+    return send
+
+
+def _from_launcher() -> SimpleQueue[bytes]:
+    """A queue of the input's lines. At the end of the input this process ends, even while it imports torch."""
+    lines: SimpleQueue[bytes] = SimpleQueue()
+
+    def read() -> None:
+        part = b""
+        while data := os.read(0, 4096):
+            *whole, part = (part + data).split(b"\n")
+            for line in whole:
+                lines.put(line)
+        os._exit(1)
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
+
+
+if __name__ == "__main__":
+    os._exit(main())  # output is flushed; why not a regular exit: see end_process in rank/rendezvous.py

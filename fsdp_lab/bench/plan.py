@@ -33,7 +33,7 @@ class Form:
 
     name: str
     peer: str
-    on: str = "wire"  # the process group: our Wire, or "raw", torch's own Gloo or NCCL group
+    group: str = "wire"  # the process group: our Wire, or "raw", torch's own Gloo or NCCL group
     reduction: str = "auto"  # of the Wire
     forward_prefetch: int = 0
     keep_last: int = 0  # blocks at the end of the model that are not resharded between forward and backward
@@ -41,51 +41,53 @@ class Form:
 
     def strategy(self, sharding: str, precision: str) -> dict[str, Any]:
         """Fields of Strategy."""
-        whole = self.peer == "ddp"
+        replicated = self.peer == "ddp"
         return {
             "backend": self.peer,
-            "sharding": "no_shard" if whole else sharding,
+            "sharding": "no_shard" if replicated else sharding,
             "precision": precision,
             "forward_prefetch": self.forward_prefetch,
         }
 
 
 # In the order in which they take turns. The control is far from the form that it repeats.
-_ALL = (
+_STEP_FORMS = (
     Form(name=LAB, peer="lab", forward_prefetch=1),
-    Form(name=REFERENCE, peer="fsdp2", on="raw"),
-    Form(name="ddp-raw", peer="ddp", on="raw"),
+    Form(name=REFERENCE, peer="fsdp2", group="raw"),
+    Form(name="ddp-raw", peer="ddp", group="raw"),
     Form(name="fsdp2-wire-native", peer="fsdp2", reduction="native"),
     Form(name="fsdp2-wire", peer="fsdp2"),
     Form(name=CONTROL, peer="lab", forward_prefetch=1),
-    Form(name="fsdp2-raw-prefetch", peer="fsdp2", on="raw", forward_prefetch=1),
+    Form(name="fsdp2-raw-prefetch", peer="fsdp2", group="raw", forward_prefetch=1),
     Form(name="ddp-wire", peer="ddp"),
     Form(name="fsdp2-wire-prefetch", peer="fsdp2", forward_prefetch=1),
     Form(name="fsdp2-wire-tuned", peer="fsdp2", forward_prefetch=1, keep_last=2),  # as a careful user would have it
 )
 PEERS = ("fsdp2", "ddp")
-STEP = tuple(form.name for form in _ALL)
+STEP = tuple(form.name for form in _STEP_FORMS)
 
 
 def _metering(peer: str) -> tuple[Form, ...]:
     """Forms for the overhead of measuring: torch's own group without our code, with all measuring, and the first again."""
     return (
-        Form(name=f"{peer}-bare", peer=peer, on="raw"),
+        Form(name=f"{peer}-bare", peer=peer, group="raw"),
         Form(name=f"{peer}-metered", peer=peer, reduction="native", metered=True),
-        Form(name=f"{peer}-bare-again", peer=peer, on="raw"),
+        Form(name=f"{peer}-bare-again", peer=peer, group="raw"),
     )
 
 
 METERED_PEERS = ("fsdp2", "fsdp1", "ddp", "lab")
 METERING: Mapping[str, tuple[str, ...]] = {peer: tuple(f.name for f in _metering(peer)) for peer in METERED_PEERS}
-FORMS: Mapping[str, Form] = {form.name: form for form in (*_ALL, *(f for p in METERED_PEERS for f in _metering(p)))}
+FORMS: Mapping[str, Form] = {
+    form.name: form for form in (*_STEP_FORMS, *(f for p in METERED_PEERS for f in _metering(p)))
+}
 
 
-def named(names: str) -> tuple[str, ...]:
+def forms_named(names: str) -> tuple[str, ...]:
     """The forms in a comma-separated list, where a peer means all its forms, in the order of turns. Raises PlanError."""
     chosen: set[str] = set()
     for name in (n.strip() for n in names.split(",") if n.strip()):
-        found = [f.name for f in _ALL if name in (f.name, f.peer)]
+        found = [f.name for f in _STEP_FORMS if name in (f.name, f.peer)]
         if not found:
             raise PlanError(f"--only: there is no form {name}; choose from {', '.join((*STEP, *PEERS))}")
         chosen.update(found)
@@ -94,9 +96,9 @@ def named(names: str) -> tuple[str, ...]:
 
 # -- the work -----------------------------------------------------------------------------------------------------
 
-_LEAST = {"seq_len": 2, "vocab": 2}  # of the numbers; 1 of those not named here
-SHARDINGS = ("full_shard", "shard_grad_op")  # that the lab and FSDP2 both have at any world size
-PRECISIONS = ("fp32", "bf16")  # fp16 would need a loss scale, which is the trainer's
+_MINIMUM = {"seq_len": 2, "vocab": 2}  # of these numbers; 1 of all others
+SHARDINGS = ("full_shard", "shard_grad_op")  # that the lab and FSDP2 support with any number of ranks
+PRECISIONS = ("fp32", "bf16")  # fp16 needs a loss scale, which the trainer computes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +122,7 @@ class BenchPlan:
 
     def __post_init__(self) -> None:
         for name in ("ranks", "steps", "warmup", "layers", "width", "heads", "vocab", "seq_len", "micro_batch"):
-            value, least = getattr(self, name), _LEAST.get(name, 1)
+            value, least = getattr(self, name), _MINIMUM.get(name, 1)
             if value < least:
                 raise PlanError(f"{option(name)} {value} is refused; give a whole number of {least} or more")
         if self.width % self.heads:

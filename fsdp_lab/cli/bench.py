@@ -1,7 +1,6 @@
 """`fsdp-lab bench`: the options of all benches, and what they share: refusals, the environment, the file.
 
-step, metering and checkpoint (bench/benches.py) need neither Jupyter nor rich; the others run on a lab
-(lab_benches.py).
+step, metering and checkpoint (bench/benches.py) need neither Jupyter nor rich; the others run on a lab (lab_benches.py).
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ import argparse
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,42 +28,51 @@ from fsdp_lab.bench.plan import (
     BenchError,
     BenchPlan,
     PlanError,
-    named,
+    forms_named,
     option,
 )
-from fsdp_lab.cli.console import Failed, Refused, at_least, check_file, write_file
+from fsdp_lab.cli.console import Failed, Refused, add_command, at_least, check_file, write_file
 from fsdp_lab.core.spec import BACKENDS
 
-Add = Callable[..., Any]  # `add_argument` of a parser
+Options = dict[str, Mapping[str, Any]]  # name of a value -> arguments of `add_argument`
+DEFAULT = "(default: %(default)s)"
 
-SIZES = {
-    "ranks": "rank processes",
-    "warmup": "warm-up steps of each form",
-    "layers": "layers of the GPT-2 model",
-    "width": "embedding width",
-    "heads": "attention heads",
-    "vocab": "vocabulary size",
-    "seq_len": "tokens per sequence",
-    "micro_batch": "sequences per rank and step",
+
+def number(default: int, text: str = "") -> Mapping[str, Any]:
+    return {"type": int, "default": default, "help": f"{text} {DEFAULT}".strip()}
+
+
+SIZES: Options = {
+    name: number(getattr(BenchPlan, name), text)
+    for name, text in {
+        "ranks": "rank processes",
+        "warmup": "warm-up steps of each form",
+        "layers": "layers of the GPT-2 model",
+        "width": "embedding width",
+        "heads": "attention heads",
+        "vocab": "vocabulary size",
+        "seq_len": "tokens per sequence",
+        "micro_batch": "sequences per rank and step",
+    }.items()
 }
+OWN_RANKS: Options = {
+    **SIZES,
+    "device": {"choices": ["cpu", "cuda"], "help": "(default: cuda where there is one for each rank)"},
+}
+PRECISION: Options = {"precision": {"choices": PRECISIONS, "default": BenchPlan.precision, "help": DEFAULT}}
+
+
+def on_lab(model: str) -> Options:
+    return {"ranks": number(2), "model": {"default": model, "help": f"a preset {DEFAULT}"}}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(title="benchmarks", metavar="NAME", required=True)
-    for name, options, measure, says in (
-        ("live", _live_options, _live, "latency of start, switch and stop, as a user sees it"),
-        ("step", _step_options, _step, "step time of the backends, interleaved, as ratios"),
-        ("toggle", _toggle_options, _toggle, "time of a strategy switch, compared with a relaunch by torchrun"),
-        ("soak", _soak_options, _soak, "memory growth of kernel and ranks over many strategy switches"),
-        ("checkpoint", _checkpoint_options, _checkpoint,
-         "save and load time, compared with plain Distributed Checkpoint, and the cost of a save to training"),
-        ("metering", _metering_options, _metering,
-         "overhead of measuring and publishing, compared with torch's own process group"),
-        ("plan", _plan_options, _plan, "predicted step times, compared with measured ones"),
-    ):  # fmt: skip
-        kind = kinds.add_parser(name, help=says, description=f"{says[0].upper()}{says[1:]}.", allow_abbrev=False)
+    for name, measure, help_text, options in BENCHES:
+        kind = add_command(kinds, name, help_text)
         kind.set_defaults(measure=measure)
-        options(kind.add_argument)
+        for value, settings in options.items():
+            kind.add_argument(option(value), **settings)
         kind.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
 
 
@@ -95,68 +104,39 @@ def environment() -> dict[str, Any]:
     }
 
 
-def say(line: str) -> None:
-    print(line, flush=True)
+say = partial(print, flush=True)
 
 
 # -- without a lab ---------------------------------------------------------------------------------------------------
 
 
-def _size_options(add: Add) -> None:
-    for name, says in SIZES.items():
-        add(option(name), type=int, default=getattr(BenchPlan, name), help=f"{says} (default: %(default)s)")
-    add("--device", choices=["cpu", "cuda"], help="(default: cuda where there is one for each rank)")
-
-
-def _step_options(add: Add) -> None:
-    _size_options(add)
-    add("--steps", type=int, default=BenchPlan.steps, help="counted steps of each form (default: %(default)s)")
-    add("--precision", choices=PRECISIONS, default=BenchPlan.precision, help="(default: %(default)s)")
-    add("--sharding", choices=SHARDINGS, default=BenchPlan.sharding, help="of lab and fsdp2 (default: %(default)s)")
-    add("--only", metavar="FORM,FORM", help=f"only these forms, or all of {LAB}, fsdp2 or ddp: {', '.join(STEP)}")
-
-
-def _step(args: argparse.Namespace) -> dict[str, Any]:
+def step(args: argparse.Namespace) -> dict[str, Any]:
     from fsdp_lab.bench import benches
 
-    forms = STEP if args.only is None else named(args.only)
-    return benches.step(_planned(args, forms, precision=args.precision, sharding=args.sharding), say)
+    forms = STEP if args.only is None else forms_named(args.only)
+    return benches.step(planned(args, forms, precision=args.precision, sharding=args.sharding), say)
 
 
-def _metering_options(add: Add) -> None:
-    _size_options(add)
-    add("--steps", type=int, default=100, help="counted steps of each form (default: %(default)s)")
-    add("--launches", type=int, default=4, help="number of fresh launches (default: %(default)s)")
-    add("--backend", choices=METERED_PEERS, default="fsdp2", help="backend (default: %(default)s)")
-    add("--precision", choices=PRECISIONS, default=BenchPlan.precision, help="(default: %(default)s)")
-
-
-def _metering(args: argparse.Namespace) -> dict[str, Any]:
+def metering(args: argparse.Namespace) -> dict[str, Any]:
     from fsdp_lab.bench import benches
 
     at_least(args, "launches", 2, ": one does not show how far it is off")
-    plan = _planned(args, METERING[args.backend], precision=args.precision)
+    plan = planned(args, METERING[args.backend], precision=args.precision)
     return benches.metering(plan, args.backend, args.launches, say)
 
 
-def _checkpoint_options(add: Add) -> None:
-    _size_options(add)
-    add("--rounds", type=int, default=15, help="number of saves and loads (default: %(default)s)")
-    add("--folder", type=Path, help="folder on the disk to measure (default: a temporary one)")
-
-
-def _checkpoint(args: argparse.Namespace) -> dict[str, Any]:
+def checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     from fsdp_lab.bench import benches
     from fsdp_lab.core.checkpoint_format import check_folder
 
     at_least(args, "rounds", 1)
-    plan = _planned(args, (LAB, REFERENCE), steps=args.rounds)
+    plan = planned(args, (LAB, REFERENCE), steps=args.rounds)
     parent = None if args.folder is None else check_folder(args.folder, field="--folder")
     with tempfile.TemporaryDirectory(prefix="fsdp_lab-bench-", dir=parent) as folder:
         return benches.checkpoint(plan, Path(folder), say)
 
 
-def _planned(args: argparse.Namespace, forms: Sequence[str], **more: Any) -> BenchPlan:
+def planned(args: argparse.Namespace, forms: Sequence[str], **more: Any) -> BenchPlan:
     """The plan of the options. Raises PlanError, which names an option."""
     from fsdp_lab.bench.launch import place
 
@@ -168,29 +148,13 @@ def _planned(args: argparse.Namespace, forms: Sequence[str], **more: Any) -> Ben
 # -- on a lab --------------------------------------------------------------------------------------------------------
 
 
-def _lab_options(add: Add, model: str) -> None:
-    add("--ranks", type=int, default=2, help="(default: %(default)s)")
-    add("--model", default=model, help="a preset (default: %(default)s)")
-
-
-def _live_options(add: Add) -> None:
-    _lab_options(add, "gpt2-10m")
-    add("--rounds", type=int, default=2, help="passes over all switches (default: %(default)s)")
-
-
-def _live(args: argparse.Namespace) -> dict[str, Any]:
+def live(args: argparse.Namespace) -> dict[str, Any]:
     from fsdp_lab.cli import lab_benches
 
     return lab_benches.live(args.model, args.ranks, args.rounds, say)
 
 
-def _toggle_options(add: Add) -> None:
-    _lab_options(add, "gpt2-10m")
-    add("--pairs", type=int, help="number of random switches (default: each pair of strategies, twice)")
-    add("--relaunches", type=int, default=5, help="number of torchrun relaunches (default: %(default)s)")
-
-
-def _toggle(args: argparse.Namespace) -> dict[str, Any]:
+def toggle(args: argparse.Namespace) -> dict[str, Any]:
     from fsdp_lab.cli import lab_benches
 
     at_least(args, "pairs", 2)
@@ -198,18 +162,7 @@ def _toggle(args: argparse.Namespace) -> dict[str, Any]:
     return lab_benches.toggle(args.model, args.ranks, args.pairs, args.relaunches, say)
 
 
-def _soak_options(add: Add) -> None:
-    _lab_options(add, "gpt2-1m")
-    add(
-        "--toggles",
-        type=int,
-        default=1000,
-        help=f"switches of each backend, the first {WARM_UP} to warm up (default: %(default)s)",
-    )
-    add("--backend", default=",".join(BACKENDS), metavar="B,B", help="(default: all four)")
-
-
-def _soak(args: argparse.Namespace) -> dict[str, Any]:
+def soak(args: argparse.Namespace) -> dict[str, Any]:
     from fsdp_lab.cli import lab_benches
 
     at_least(args, "toggles", WARM_UP + WINDOW, f": the first {WARM_UP} are warm-up")
@@ -219,15 +172,7 @@ def _soak(args: argparse.Namespace) -> dict[str, Any]:
     return lab_benches.soak(args.model, args.ranks, args.toggles, backends, say)
 
 
-def _plan_options(add: Add) -> None:
-    _lab_options(add, "gpt2-1m")
-    add("--precision", default="fp32", help="comma-separated list, like --model (default: %(default)s)")
-    add("--seq-len", type=int, default=128, help="(default: %(default)s)")
-    add("--micro-batch", type=int, default=4, help="(default: %(default)s)")
-    add("--rounds", type=int, default=3, help="calibration rounds (default: %(default)s)")
-
-
-def _plan(args: argparse.Namespace) -> dict[str, Any]:
+def plan(args: argparse.Namespace) -> dict[str, Any]:
     from fsdp_lab.cli import lab_benches
     from fsdp_lab.core.spec import Spec
     from fsdp_lab.planner.shapes.presets import shape_for
@@ -236,11 +181,38 @@ def _plan(args: argparse.Namespace) -> dict[str, Any]:
     models = args.model.split(",")
     for model in models:
         shape_for(model)  # an unknown one is refused before ranks start
-    bases = [
-        Spec(world_size=args.ranks).replace(
-            model=model, precision=precision, seq_len=args.seq_len, micro_batch=args.micro_batch
-        )
-        for model in models
-        for precision in args.precision.split(",")
-    ]
+    base = Spec(world_size=args.ranks).replace(seq_len=args.seq_len, micro_batch=args.micro_batch)
+    bases = [base.replace(model=m, precision=p) for m in models for p in args.precision.split(",")]
     return lab_benches.plan(bases, args.rounds, say)
+
+
+# Name, function, description, options.
+BENCHES: tuple[tuple[str, Callable[[argparse.Namespace], dict[str, Any]], str, Options], ...] = (
+    ("live", live, "latency of start, switch and stop, as a user sees it",
+     on_lab("gpt2-10m") | {"rounds": number(2, "passes over all switches")}),
+    ("step", step, "step time of the backends, interleaved, as ratios",
+     OWN_RANKS | {"steps": number(BenchPlan.steps, "counted steps of each form")} | PRECISION | {
+         "sharding": {"choices": SHARDINGS, "default": BenchPlan.sharding, "help": f"of lab and fsdp2 {DEFAULT}"},
+         "only": {"metavar": "FORM,FORM",
+                  "help": f"only these forms, or all of {LAB}, fsdp2 or ddp: {', '.join(STEP)}"}}),
+    ("toggle", toggle, "time of a strategy switch, compared with a relaunch by torchrun",
+     on_lab("gpt2-10m") | {
+         "pairs": {"type": int, "help": "number of random switches (default: each pair of strategies, twice)"},
+         "relaunches": number(5, "number of torchrun relaunches")}),
+    ("soak", soak, "memory growth of kernel and ranks over many strategy switches",
+     on_lab("gpt2-1m") | {
+         "toggles": number(1000, f"switches of each backend, the first {WARM_UP} to warm up"),
+         "backend": {"default": ",".join(BACKENDS), "metavar": "B,B", "help": "(default: all four)"}}),
+    ("checkpoint", checkpoint,
+     "save and load time, compared with plain Distributed Checkpoint, and the cost of a save to training",
+     OWN_RANKS | {"rounds": number(15, "number of saves and loads"),
+                  "folder": {"type": Path, "help": "folder on the disk to measure (default: a temporary one)"}}),
+    ("metering", metering, "overhead of measuring and publishing, compared with torch's own process group",
+     OWN_RANKS | {
+         "steps": number(100, "counted steps of each form"), "launches": number(4, "number of fresh launches"),
+         "backend": {"choices": METERED_PEERS, "default": "fsdp2", "help": f"backend {DEFAULT}"}} | PRECISION),
+    ("plan", plan, "predicted step times, compared with measured ones",
+     on_lab("gpt2-1m") | {
+         "precision": {"default": "fp32", "help": f"comma-separated list, like --model {DEFAULT}"},
+         "seq_len": number(128), "micro_batch": number(4), "rounds": number(3, "calibration rounds")}),
+)  # fmt: skip

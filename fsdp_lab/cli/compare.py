@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_lab.cli import fields
-from fsdp_lab.cli.console import Refused, Results, at_least, terminal
-from fsdp_lab.core.errors import FieldError
+from fsdp_lab.cli.console import Refused, Results, at_least, live, open_lab, say, say_unread_weights, terminal, watch
+from fsdp_lab.core.formatting import duration
 from fsdp_lab.core.spec import Spec
 
 if TYPE_CHECKING:
@@ -29,14 +30,13 @@ REDRAW_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", default="2", metavar="N,N", help="ranks of each run (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="steps of each run (default: %(default)s)")
-    parser.add_argument(
-        "--rounds", type=int, metavar="N", help="turns of each run (default: 3; 1: one after the other)"
-    )
-    parser.add_argument("--devices", metavar="D,D", help="one per rank: cpu, or cuda:0,cuda:2 (default: automatic)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write a report to FILE (HTML, works offline)")
+    add = parser.add_argument
+    add("--ranks", default="2", metavar="N,N", help="ranks of each run (default: %(default)s)")
+    add("--steps", type=int, default=20, help="steps of each run (default: %(default)s)")
+    add("--rounds", type=int, metavar="N", help="turns of each run (default: 3; 1: one after the other)")
+    add("--devices", metavar="D,D", help="one per rank: cpu, or cuda:0,cuda:2 (default: automatic)")
+    add("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    add("--report", type=Path, metavar="FILE", help="write a report to FILE (HTML, works offline)")
     fields.add_options(parser)
 
 
@@ -50,9 +50,10 @@ def run(args: argparse.Namespace) -> int:
         from fsdp_lab.report import SUFFIXES
 
         check_file(args.report, SUFFIXES, field="--report")
-    specs = split(wanted(args), results)
+    specs, refused = fields.requested(args, partial(spec_of, args))
+    for combination, error in refused:
+        results.add_refused(combination, str(error))
     results.write()
-    refused = list(results.refused)  # before those that fail join them
 
     from fsdp_lab.runs import Comparison, Refusal
 
@@ -60,67 +61,51 @@ def run(args: argparse.Namespace) -> int:
     sweep = compare(console, specs, args.steps, args.rounds, results) if specs else None
     rows: list[RunView | Refusal] = [
         *(sweep.in_order if sweep else ()),
-        *(Refusal(r["spec"], r["reason"]) for r in refused),
+        *(Refusal(combination, str(error)) for combination, error in refused),
     ]
-    for line in Comparison.of(rows).reasons():
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    lines = list(Comparison.of(rows).reasons())
     if sweep is not None and len(results.runs) > 1:
-        for line in sweep.recommend().lines():
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        lines += sweep.recommend().lines()
     if sweep is not None and args.report is not None:
         from fsdp_lab.report import write_report
 
-        console.print(f"written: {write_report(args.report, rows)}", markup=False, highlight=False)
+        lines.append(f"written: {write_report(args.report, rows)}")
     if args.json is not None:
-        console.print(f"written: {args.json}", markup=False, highlight=False)
+        lines.append(f"written: {args.json}")
+    for line in lines:
+        say(line, console)
     if sweep is None:
         raise Refused("every combination is refused; nothing was started")
     return 1 if any(run.state.value == FAILED for run in sweep.runs) else 0
 
 
-def wanted(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The product of the lists as Spec dicts."""
-    ranks = fields.whole_numbers("--ranks", args.ranks)
-    made = list(fields.product(Spec(), fields.chosen(args), ranks))
-    if args.devices is not None:
-        devices = [word.strip() for word in args.devices.split(",")]
-        for spec in made:
-            spec["devices"] = devices * spec["world_size"] if len(devices) == 1 else devices
-    return made
-
-
-def split(dicts: Sequence[Mapping[str, Any]], results: Results) -> list[Spec]:
-    """The valid Specs; adds the others to the results with their reasons."""
+def spec_of(args: argparse.Namespace, combination: dict[str, Any]) -> Spec:
+    """The Spec of a combination, on the devices of the options. Raises FieldError."""
     from fsdp_lab.models.check import check
 
-    specs: list[Spec] = []
-    for made in dicts:
-        try:
-            spec = Spec.from_dict(made)
-            check(spec.workload)
-            specs.append(spec)
-        except FieldError as e:
-            results.add_refused(made, str(e))
-    return specs
+    if args.devices is not None:
+        devices = [word.strip() for word in args.devices.split(",")]
+        combination["devices"] = devices * combination["world_size"] if len(devices) == 1 else devices
+    spec = Spec.from_dict(combination)
+    check(spec.workload)
+    return spec
 
 
 def compare(console: Console, specs: Sequence[Spec], steps: int, rounds: int | None, results: Results) -> Sweep:
     """Trains the Specs in turns with a live table, and adds what was measured to the results, also after Ctrl-C."""
-    from fsdp_lab.cli import session
-
-    with session.lab(console, specs[0].world_size, specs[0].devices) as lab, session.live(console) as show:
-        session.tell_unread_weights(console, specs)
+    with open_lab(console, specs[0].world_size, specs[0].devices) as lab, live(console) as draw:
+        say_unread_weights(console, specs)
         sweep = lab.compare(specs, steps=steps, **({"rounds": rounds} if rounds else {}))
         drawn_s = float("-inf")
 
-        def look() -> None:
+        def show() -> None:
             nonlocal drawn_s
             if console.is_terminal and time.monotonic() - drawn_s > REDRAW_S:  # ratios and parity cover all steps
                 drawn_s = time.monotonic()
-                show(view(sweep, console.width))
+                draw(view(sweep, console.width))
 
         try:
-            session.watch(sweep, look)
+            watch(sweep, show)
         finally:
             collect(sweep, results)
     console.print(view(sweep, console.width))
@@ -160,8 +145,6 @@ def view(sweep: Sweep, width: int) -> Group:
 
 
 def progress(sweep: Sweep) -> str:
-    from fsdp_lab.core.formatting import duration
-
     p = sweep.progress
     if not sweep.done:
         left = "" if p.left_s is None else f", about {duration(p.left_s)} left"

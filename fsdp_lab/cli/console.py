@@ -1,7 +1,7 @@
-"""What the commands share: refusals and failures, signals that end a command, its output, and files of results.
+"""What the commands share: refusals and failures, signals, output, files of results, and a lab for one command.
 
 The file of `run` and `compare`: {"runs": [a summary, ...], "refused": [{"spec", "reason"}, ...]}; that of compare has a
-"comparison" as well: {"baseline", "records", "recommendation"}.
+"comparison" as well: {"baseline", "records", "recommendation"}. Imports rich and the lab when they are needed.
 """
 
 from __future__ import annotations
@@ -11,18 +11,27 @@ import contextlib
 import json
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.core import files
+from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.formatting import GIB
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
-LOG_WIDTH = 150  # columns where there is no terminal
+    from fsdp_lab.core.spec import Spec
+    from fsdp_lab.lab import Lab
+    from fsdp_lab.runs import Run, Sweep
+
+LOG_WIDTH = 150  # columns if the output is no terminal
+POLL_S = 0.2
 
 
 class Refused(Exception):
@@ -33,46 +42,16 @@ class Failed(Exception):
     """The command was started and failed. `str()` is a sentence. Exit code 1."""
 
 
-class CommandEnded(KeyboardInterrupt):
-    """SIGTERM or SIGHUP (a closed terminal), raised where Ctrl-C would be, so that both clean up alike."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.exit_code = 128 + number
+# -- arguments -------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def signals_raise() -> Iterator[None]:
-    """Within it SIGTERM and SIGHUP raise `CommandEnded`. Does nothing outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise CommandEnded(number)
-
-    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {name: signal.signal(getattr(signal, name), end) for name in names}
-    try:
-        yield
-    finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
-
-
-@contextlib.contextmanager
-def unhurried() -> Iterator[None]:
-    """Ignores Ctrl-C, SIGTERM and SIGHUP within it: for a clean-up of bounded time."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {name: signal.signal(getattr(signal, name), signal.SIG_IGN) for name in names}
-    try:
-        yield
-    finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
+def add_command(commands: Any, name: str, help_text: str) -> argparse.ArgumentParser:
+    """Adds a command, or an action of one, to what `add_subparsers` returned."""
+    description = f"{help_text[0].upper()}{help_text[1:]}."
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=help_text, description=description, allow_abbrev=False
+    )
+    return parser
 
 
 def at_least(args: argparse.Namespace, name: str, least: int, why: str = "") -> None:
@@ -82,21 +61,84 @@ def at_least(args: argparse.Namespace, name: str, least: int, why: str = "") -> 
         raise Refused(f"--{name.replace('_', '-')} {value} is refused; give {number}")
 
 
+def memory_limit(args: argparse.Namespace) -> int | None:
+    """`--memory`, in GiB, as bytes. Raises Refused."""
+    if args.memory is None:
+        return None
+    if not 0 < args.memory < 1e6:
+        raise Refused(f"--memory {args.memory:g} is refused; give the GiB of a device, such as 80")
+    return int(args.memory * GIB)
+
+
+# -- signals ---------------------------------------------------------------------------------------------------------
+
+
+class CommandEnded(KeyboardInterrupt):
+    """SIGTERM or SIGHUP (a closed terminal), raised where Ctrl-C would be, so that both clean up alike."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number
+
+
+def signals_raise() -> AbstractContextManager[None]:
+    """Within it SIGTERM and SIGHUP raise `CommandEnded`."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise CommandEnded(number)
+
+    return _handler(end, "SIGTERM", "SIGHUP")
+
+
+def signals_ignored() -> AbstractContextManager[None]:
+    """Within it Ctrl-C, SIGTERM and SIGHUP are ignored: for a clean-up of bounded time."""
+    return _handler(signal.SIG_IGN, "SIGINT", "SIGTERM", "SIGHUP")
+
+
+@contextlib.contextmanager
+def _handler(handler: Any, *names: str) -> Iterator[None]:
+    """Handles these signals, as far as the system has them. Does nothing outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {n: signal.signal(n, handler) for n in (getattr(signal, name, None) for name in names) if n is not None}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+# -- output ----------------------------------------------------------------------------------------------------------
+
+
 def terminal() -> Console:
-    """The terminal; where there is none (a log, a pipe), lines are wide enough for the tables."""
+    """The terminal. A log or a pipe instead of one gets lines that are wide enough for the tables."""
     from rich.console import Console
 
-    found = Console()
-    return found if found.is_terminal else Console(width=LOG_WIDTH)
+    console = Console()
+    return console if console.is_terminal else Console(width=LOG_WIDTH)
+
+
+def say(text: str, console: Console | None = None, style: str | None = None) -> None:
+    """Prints text unchanged: lines of a table are not wrapped, and a pipe gets what a terminal shows."""
+    (console or terminal()).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def say_json(content: Any) -> None:
     print(json.dumps(content, indent=1))
 
 
-def say(text: str) -> None:
-    """Prints text unchanged: lines of a table are not wrapped, and a pipe gets what a terminal shows."""
-    terminal().print(text, markup=False, highlight=False, soft_wrap=True)
+@contextlib.contextmanager
+def live(console: Console, *, transient: bool = False) -> Iterator[Callable[[RenderableType], None]]:
+    """A function that replaces what it drew before; it draws nothing if the output is no terminal."""
+    from rich.live import Live
+
+    if not console.is_terminal:
+        yield lambda content: None
+        return
+    with Live(console=console, refresh_per_second=5, transient=transient) as drawn:
+        yield drawn.update
 
 
 # -- files of results --------------------------------------------------------------------------------------------------
@@ -137,3 +179,72 @@ def check_file(file: Path | None) -> None:
 def write_file(file: Path, content: Mapping[str, Any]) -> None:
     """Writes JSON atomically: a reader never sees half a file."""
     files.write_whole(file, (json.dumps(content, indent=1) + "\n").encode(), field="--json")
+
+
+# -- a lab, and the wait for its runs ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def open_lab(console: Console, ranks: int, devices: Sequence[str] | None, *, history: bool = True) -> Iterator[Lab]:
+    """A lab for the duration of a command, with its start on the terminal. `history`: whether its runs are stored.
+
+    Raises:
+        Refused, Failed: the ranks cannot start or join.
+    """
+    from fsdp_lab.cluster import ClusterError, StartError
+    from fsdp_lab.lab import Lab
+
+    warnings.filterwarnings("ignore", module="ipyparallel|jupyter_client|zmq")
+    with console.status("starting") as status:
+        try:
+            opened = Lab(
+                ranks,
+                devices=devices,
+                history=history,
+                progress=lambda p: status.update(f"{p.stage} ({p.done} of {p.total}), {p.seconds:.0f} s"),
+            )
+        except StartError as e:
+            raise Refused(str(e)) from e
+        except ClusterError as e:
+            raise Failed(str(e)) from e
+    try:
+        for note in opened.notes:
+            say(f"note: {note}", console, "dim")
+        yield opened
+    finally:
+        with signals_ignored():
+            opened.close()
+
+
+def say_unread_weights(console: Console, specs: Sequence[Spec]) -> None:
+    """Prints a note for each model whose folder has weights, because they are not loaded."""
+    from fsdp_lab.models.check import unread_weights
+
+    for note in dict.fromkeys(unread_weights(spec.workload) for spec in specs):
+        if note:
+            say(f"note: {note}", console, "dim")
+
+
+def watch(run: Run | Sweep, show: Callable[[], None]) -> None:
+    """Waits for the end, calling `show` about five times a second and once more at the end.
+
+    Raises: the error of a run that failed. Ctrl-C stops the run and is raised again.
+    """
+    try:
+        while True:
+            show()
+            with contextlib.suppress(TimeoutError):
+                run.wait(POLL_S)
+                return
+    except KeyboardInterrupt:
+        with signals_ignored():
+            run.stop()
+        raise
+    finally:
+        show()
+
+
+def first_line(error: BaseException) -> str:
+    """The error in one line."""
+    text = str(error) if isinstance(error, FieldError) else str(error).strip().partition("\n")[0]
+    return text or type(error).__name__

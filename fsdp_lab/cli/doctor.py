@@ -6,6 +6,7 @@ Uses the standard library where it can, because it is run where something is mis
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -18,7 +19,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fsdp_lab.cli.kernel import missing, running_servers
-from fsdp_lab.cli.machine import Finding, State, TorchFacts, ask_torch, cores, gpu_findings, host_findings, worst
+from fsdp_lab.cli.machine import (
+    Finding,
+    State,
+    TorchFacts,
+    ask_torch,
+    cores,
+    gpu_findings,
+    host_findings,
+    judged,
+    worst,
+)
 from fsdp_lab.core import nvml
 
 
@@ -32,10 +43,8 @@ def run(args: argparse.Namespace) -> int:
     for title, group in examine():
         findings += group
         if not args.json:
-            print(
-                f"{title}\n" + "\n".join(line for finding in group for line in finding.lines(sys.stdout.isatty())),
-                flush=True,
-            )
+            lines = [line for finding in group for line in finding.lines(sys.stdout.isatty())]
+            print("\n".join([title, *lines]), flush=True)
     state = worst(findings)
     if args.json:
         print(json.dumps({"state": state, "findings": [dataclasses.asdict(f) for f in findings]}, indent=2))
@@ -59,31 +68,21 @@ def outlook(facts: TorchFacts, gpus_seen: int) -> list[Finding]:
     if not facts.version:
         return [Finding("ranks", "none", State.FAIL, "torch cannot be imported; fix that first")]
     on_cpu = f"CPU ranks over Gloo; {cores():g} cores, more ranks share them, which is slower but correct"
-    found = [Finding("CPU ranks", on_cpu, State.OK if facts.gloo else State.FAIL)]
+    findings = [Finding("CPU ranks", on_cpu, State.OK if facts.gloo else State.FAIL)]
     if facts.devices:
-        value = (
-            f"{facts.devices}, one rank each, over {'NCCL' if facts.nccl else 'Gloo'}; more ranks share GPUs, over Gloo"
-        )
-        found.append(Finding("GPU ranks", value))
+        over = "NCCL" if facts.nccl else "Gloo"
+        value = f"{facts.devices}, one rank each, over {over}; more ranks share GPUs, over Gloo"
+        findings.append(Finding("GPU ranks", value))
     elif gpus_seen:
-        found.append(Finding("GPU ranks", "none: torch cannot use the GPUs", State.WARN, "see torch and GPUs above"))
-    return found
+        findings.append(Finding("GPU ranks", "none: torch cannot use the GPUs", State.WARN, "see torch and GPUs above"))
+    return findings
 
 
 # -- software ----------------------------------------------------------------------------------------------------------
 
 # Packages to check if fsdp-lab is not installed, so that no metadata lists the requirements.
-PACKAGES = (
-    "torch",
-    "transformers",
-    "numpy",
-    "ipyparallel",
-    "ipykernel",
-    "ipywidgets",
-    "anywidget",
-    "bokeh",
-    "jupyterlab",
-)
+PACKAGES = ["torch", "transformers", "numpy", "ipyparallel", "ipykernel", "ipywidgets", "anywidget", "bokeh",
+            "jupyterlab"]  # fmt: skip
 
 
 def python() -> list[Finding]:
@@ -91,10 +90,8 @@ def python() -> list[Finding]:
     if sys.version_info < (3, 11):  # noqa: UP036 (the doctor also runs where requirements are not met)
         return [Finding("Python", f"{version} at {where}", State.FAIL, "make an environment with Python 3.11 or newer")]
     isolated = sys.prefix != sys.base_prefix or "CONDA_PREFIX" in os.environ
-    advice = (
-        "" if isolated else "no virtual environment: the system's packages can get in the way; python3 -m venv .venv"
-    )
-    return [Finding("Python", f"{version} at {where}", State.OK, advice)]
+    shared = "no virtual environment: the system's packages can get in the way; python3 -m venv .venv"
+    return [Finding("Python", f"{version} at {where}", State.OK, "" if isolated else shared)]
 
 
 def packages() -> list[Finding]:
@@ -106,7 +103,7 @@ def requirements() -> list[str]:
     try:
         listed = importlib.metadata.requires("fsdp-lab") or []
     except importlib.metadata.PackageNotFoundError:
-        return list(PACKAGES)
+        return PACKAGES
     return [line.partition(";")[0].strip() for line in listed if "extra ==" not in line]
 
 
@@ -136,25 +133,21 @@ def torch(facts: TorchFacts) -> list[Finding]:
         fix = f"{sys.executable} -m pip install --force-reinstall 'torch>=2.11,<2.14'"
         return [Finding("import torch", facts.error, State.FAIL, fix)]
     build = f"built for CUDA {facts.cuda_build}" if facts.cuda_build else "built for CPUs"
-    found = [Finding("import torch", f"{facts.version}, {build}, {facts.threads} threads a process")]
-    gloo_advice = "" if facts.gloo else "CPU ranks and offload need it: take another build of torch"
-    found.append(
-        Finding("Gloo", "there" if facts.gloo else "missing", State.OK if facts.gloo else State.FAIL, gloo_advice)
-    )
-    if facts.cuda_build:
-        found.append(nccl(facts))
-    return found
+    advice = "" if facts.gloo else "CPU ranks and offload need it: take another build of torch"
+    return [
+        Finding("import torch", f"{facts.version}, {build}, {facts.threads} threads a process"),
+        judged("Gloo", "there" if facts.gloo else "missing", advice, State.FAIL),
+        *([nccl(facts)] if facts.cuda_build else []),
+    ]
 
 
 def nccl(facts: TorchFacts) -> Finding:
     if not facts.nccl:
-        return Finding(
-            "NCCL", "missing", State.WARN, "GPU ranks would communicate over Gloo, through host memory: slow"
-        )
-    version = ".".join(map(str, facts.nccl_version))
+        return judged("NCCL", "missing", "GPU ranks would communicate over Gloo, through host memory: slow")
+    sharing = "two ranks on one GPU with NCCL_MULTI_RANK_GPU_ENABLE=1"
     if facts.nccl_version < (2, 30):
-        return Finding("NCCL", f"{version}; one rank a GPU (two on one GPU go over Gloo, or need 2.30)")
-    return Finding("NCCL", f"{version}; two ranks on one GPU with NCCL_MULTI_RANK_GPU_ENABLE=1")
+        sharing = "one rank a GPU (two on one GPU go over Gloo, or need 2.30)"
+    return Finding("NCCL", f"{'.'.join(map(str, facts.nccl_version))}; {sharing}")
 
 
 # -- Jupyter -----------------------------------------------------------------------------------------------------------
@@ -165,24 +158,23 @@ def jupyter_servers() -> list[Finding]:
     if lacking:
         needs = " ".join(f"'{extension.requirement}'" for extension in lacking)
         fix = f"{sys.executable} -m pip install {needs}"
-        found = [Finding("extensions", "missing: " + ", ".join(e.folder for e in lacking), State.FAIL, fix)]
+        findings = [Finding("extensions", "missing: " + ", ".join(e.folder for e in lacking), State.FAIL, fix)]
     else:
-        found = [Finding("extensions", "the pages' two extensions are installed")]
+        findings = [Finding("extensions", "the pages' two extensions are installed")]
     for server in running_servers():
         name, value = f"server :{server.port}", f"pid {server.pid}, runs from {server.prefix}"
         if server.ours:
-            found.append(Finding(name, f"{value}, this environment"))
+            findings.append(Finding(name, f"{value}, this environment"))
         elif lacking := missing(server.prefix):
             fix = f"to use it: {server.install_command(lacking)}; then fsdp-lab kernel install"
-            found.append(Finding(name, f"{value}, without {', '.join(e.folder for e in lacking)}", State.WARN, fix))
+            findings.append(Finding(name, f"{value}, without {', '.join(e.folder for e in lacking)}", State.WARN, fix))
         else:
-            found.append(
-                Finding(name, f"{value}, and has the extensions", State.OK, "to use it: fsdp-lab kernel install")
-            )
-    return found
+            fix = "to use it: fsdp-lab kernel install"
+            findings.append(Finding(name, f"{value}, and has the extensions", State.OK, fix))
+    return findings
 
 
-ABOVE = Path("/")  # folders above a file that others would have to pass; below this one
+ROOT = Path("/")  # this folder, and those above it, are not examined
 
 
 def connection_security() -> list[Finding]:
@@ -198,23 +190,18 @@ def connection_security() -> list[Finding]:
 def connection_files() -> list[Path]:
     """Connection files of Jupyter's servers and kernels, and of ipyparallel's profiles."""
     home = Path(os.environ.get("IPYTHONDIR") or Path.home() / ".ipython")
-    found = [*home.glob("profile_*/security/*.json")]
-    try:
+    files = [*home.glob("profile_*/security/*.json")]
+    with contextlib.suppress(ImportError):
         from jupyter_core.paths import jupyter_runtime_dir
-    except ImportError:
-        return found
-    runtime = Path(jupyter_runtime_dir())
-    return [
-        *found,
-        *runtime.glob("kernel-*.json"),
-        *runtime.glob("jpserver-*.json"),
-        *runtime.glob("jupyter_cookie_secret"),
-    ]
+
+        for pattern in ("kernel-*.json", "jpserver-*.json", "jupyter_cookie_secret"):
+            files += Path(jupyter_runtime_dir()).glob(pattern)
+    return files
 
 
 def others_read(file: Path) -> bool:
     """Whether users other than the owner can reach the file and read it."""
-    folders = [folder for folder in file.absolute().parents if ABOVE in folder.parents]
+    folders = [folder for folder in file.absolute().parents if ROOT in folder.parents]
     try:
         if not os.stat(file).st_mode & (stat.S_IRGRP | stat.S_IROTH):
             return False

@@ -62,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
         bench = DrillBench(lab, work)
         for number, plan in enumerate(plans(args.seed, args.count, args.ranks, kinds), 1):
             begun_s = time.monotonic()
-            wrong = bench.drill(plan)
-            survived += not wrong
-            result = "survived" if not wrong else f"NOT survived: {'; '.join(wrong)}"
+            problems = bench.drill(plan)
+            survived += not problems
+            result = "survived" if not problems else f"NOT survived: {'; '.join(problems)}"
             print(f"{number}: {plan}: {result}, {time.monotonic() - begun_s:.1f} s", flush=True)
     for kind, seconds in sorted(bench.seconds.items()):
         print(f"{kind}: to the next step {statistics.median(seconds):.1f} s in the median of {len(seconds)}, "
@@ -103,7 +103,7 @@ class DrillBench:
     def __init__(self, lab: Lab, work: Spec) -> None:
         self._lab, self._work = lab, work
         self.seconds: dict[str, list[float]] = {}  # by kind: from the fault to the next step
-        self._losses = losses(self._finished(lab.run(work, steps=STEPS)))
+        self._losses = losses(lab.run(work, steps=STEPS).wait(LIMIT_S))
         self._processes = len(lab.cluster.processes)
         self._rss_bytes = max(self._memory_after(work.replace(**form)) for form in FORMS)
 
@@ -117,22 +117,23 @@ class DrillBench:
             run = self._lab.run(work, steps=STEPS, save=saving, recover=True)
             try:
                 self._inject(run, plan)
-                self._finished(run)
+                run.wait(LIMIT_S)
                 for incident in run.incidents:
                     if (seconds := incident.seconds) is not None:
                         self.seconds.setdefault(plan.kind, []).append(seconds)
             except Exception as e:
                 run.stop(20)
                 return [f"{type(e).__name__}: {e}".partition("\n")[0]]
-        return list(self._wrong(run, plan))
+        return list(self._problems(run, plan))
 
     def _memory_after(self, work: Spec) -> int:
         """Bytes of the largest rank after an undisturbed run that was saved, and one that was resumed from it."""
         from fsdp_lab.runs import CheckpointConfig
 
         with tempfile.TemporaryDirectory(prefix="fsdp_lab-drill-") as folder:
-            self._finished(self._lab.run(work, steps=EVERY, save=CheckpointConfig(folder=Path(folder), every=EVERY)))
-            self._finished(self._lab.resume(folder, steps=1))
+            saving = CheckpointConfig(folder=Path(folder), every=EVERY)
+            self._lab.run(work, steps=EVERY, save=saving).wait(LIMIT_S)
+            self._lab.resume(folder, steps=1).wait(LIMIT_S)
         return max(self._rank_bytes())
 
     def _inject(self, run: Run, plan: DrillPlan) -> None:
@@ -143,16 +144,13 @@ class DrillBench:
         if not run.done:
             self._lab.drill(plan.kind, rank=plan.rank)
 
-    def _finished(self, run: Run) -> Run:
-        return run.wait(LIMIT_S)
-
-    def _wrong(self, run: Run, plan: DrillPlan) -> Iterator[str]:
+    def _problems(self, run: Run, plan: DrillPlan) -> Iterator[str]:
         found = losses(run)
         if found != self._losses:
             differing = [step for step in {*found, *self._losses} if found.get(step) != self._losses.get(step)]
             yield f"the losses differ from step {min(differing)} on"
-        if (there := len(self._lab.cluster.processes)) != self._processes:
-            yield f"there are {there} processes instead of {self._processes}"
+        if (count := len(self._lab.cluster.processes)) != self._processes:
+            yield f"there are {count} processes instead of {self._processes}"
         if (more := max(self._rank_bytes()) - self._rss_bytes) > MORE_BYTES:
             yield f"a rank holds {more / (1 << 20):.0f} MiB more than before"
         if plan.kind != "slow" and not run.incidents and run.step < STEPS:

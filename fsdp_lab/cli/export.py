@@ -12,7 +12,9 @@ from fsdp_lab.cli.console import Refused
 from fsdp_lab.cli.run import read_spec
 from fsdp_lab.core.checkpoint_format import checkpoints as list_checkpoints
 from fsdp_lab.core.checkpoint_format import find, incomplete_checkpoints
+from fsdp_lab.core.describe import describe_strategy
 from fsdp_lab.core.files import check_file
+from fsdp_lab.core.formatting import size
 from fsdp_lab.export import TARGETS, export, text_of
 
 
@@ -37,8 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is None:
         sys.stdout.write(text_of(spec, args.to))
         return 0
-    file = export(spec, args.to, args.output, force=args.force)
-    sys.stdout.write(f"{file}\n")
+    print(export(spec, args.to, args.output, force=args.force))
     return 0
 
 
@@ -47,9 +48,8 @@ def run(args: argparse.Namespace) -> int:
 
 def add_checkpoints_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="a folder of checkpoints, or one checkpoint")
-    parser.add_argument(
-        "--export", type=Path, metavar="DIR", help="export the newest model to DIR, for from_pretrained"
-    )
+    help_text = "export the newest model to DIR, for from_pretrained"
+    parser.add_argument("--export", type=Path, metavar="DIR", help=help_text)
     parser.add_argument("--force", action="store_true", help="overwrite an existing model")
 
 
@@ -57,25 +57,22 @@ def checkpoints(args: argparse.Namespace) -> int:
     if args.export is not None:
         from fsdp_lab.export import export_model
 
-        sys.stdout.write(f"{export_model(find(args.folder, field='folder'), args.export, force=args.force)}\n")
+        print(export_model(find(args.folder, field="folder"), args.export, force=args.force))
         return 0
     if not args.folder.is_dir():
         raise Refused(f"there is no folder {args.folder}; name one that a run was saved in")
-    sys.stdout.write("".join(f"{line}\n" for line in lines(args.folder)))
+    print("\n".join(lines(args.folder)))
     return 0
 
 
 def lines(folder: Path) -> Iterator[str]:
     """A line for each checkpoint, oldest first; then the incomplete ones."""
-    from fsdp_lab.core.describe import describe_strategy
-    from fsdp_lab.core.formatting import size
-
-    whole, broken = list_checkpoints(folder), incomplete_checkpoints(folder)
-    for c in whole:
+    complete, incomplete = list_checkpoints(folder), incomplete_checkpoints(folder)
+    for c in complete:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(c.saved_unix_s))
         strategy = f"{describe_strategy(c.spec)} on {c.spec.world_size} ranks"
         yield f"{c.path.name}  step {c.step}, {size(c.nbytes)}, {c.kind}, of run {c.run}, {when}: {strategy}"
-    for one in broken:
-        yield f"incomplete: {one.reason}"
-    if not whole and not broken:
-        yield f"{folder} holds no checkpoint"
+    for checkpoint in incomplete:
+        yield f"incomplete: {checkpoint.reason}"
+    if not complete and not incomplete:
+        yield f"{folder} contains no checkpoint"

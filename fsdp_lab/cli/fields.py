@@ -1,4 +1,4 @@
-"""The fields of a Spec as command-line options, with dashes, whose values may be comma-separated lists."""
+"""The fields of a Spec as command-line options, whose values may be comma-separated lists."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import argparse
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fsdp_lab.cli.console import Refused
 from fsdp_lab.core import link
 from fsdp_lab.core import spec as spec_module
-from fsdp_lab.core.spec import Spec, Strategy, Workload
+from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.spec import PARTS, Spec, part_of
 
-PARTS: tuple[tuple[str, type], ...] = (("workload", Workload), ("strategy", Strategy))
 LINK = ("emulate a slower interconnect: \"0.25 GB/s\", \"0.25 GB/s, 50 us\", or scaled to what is computed here: "
         "\"nvlink of h100\", \"pcie4 of a100\", \"100 Gb/s of h100\"")  # fmt: skip
 TOKENS: Mapping[str, Sequence[str]] = {
@@ -29,11 +29,11 @@ TOKENS: Mapping[str, Sequence[str]] = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds an option for each field of Workload and Strategy, and for the link."""
-    for part, kind in PARTS:
+    for part, kind in PARTS.items():
         group = parser.add_argument_group(f"{part} (a value, or a comma-separated list)")
         for field in dataclasses.fields(kind):
             tokens = ", ".join(TOKENS.get(field.name, ()))
-            help_text = f"{tokens + '; ' if tokens else ''}default: {shown(field.default)}"
+            help_text = f"{tokens + '; ' if tokens else ''}default: {format_value(field.default)}"
             group.add_argument(option(field.name), metavar="V,V", help=help_text)
     parser.add_argument(
         "--link", metavar="V,V", help=f"{LINK}; none: the real wire. A value, or a comma-separated list"
@@ -44,12 +44,12 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as written on the command line."""
     return value if isinstance(value, str) else json.dumps(value).replace("null", "none")
 
 
-def chosen(args: argparse.Namespace) -> dict[str, list[Any]]:
+def parse_lists(args: argparse.Namespace) -> dict[str, list[Any]]:
     """Flat field name -> its values, for the options that were given.
 
     Raises:
@@ -57,25 +57,25 @@ def chosen(args: argparse.Namespace) -> dict[str, list[Any]]:
         SpecError: a value that its field refuses in any combination.
     """
     lists: dict[str, list[Any]] = {}
-    for _, kind in PARTS:
+    for kind in PARTS.values():
         for field in dataclasses.fields(kind):
             text = getattr(args, field.name)
             if text is None:
                 continue
-            lists[field.name] = [value_of(field, word.strip()) for word in text.split(",")]
+            lists[field.name] = [parse_value(field, word.strip()) for word in text.split(",")]
             for value in lists[field.name]:
                 kind(**{field.name: value})
     if args.link is not None:
-        lists["link"] = [link_of(word) for word in link.split_list(args.link)]
+        lists["link"] = [parse_link(word) for word in link.split_list(args.link)]
     return lists
 
 
-def link_of(text: str) -> str | None:
+def parse_link(text: str) -> str | None:
     """One value of --link. Raises SpecError."""
     return None if text.lower() in ("none", "null") else Spec(link=text).link
 
 
-def value_of(field: dataclasses.Field[Any], word: str) -> Any:
+def parse_value(field: dataclasses.Field[Any], word: str) -> Any:
     """The word converted to the type of its field. Raises Refused."""
     kind = str(field.type)
     if word and "str" in kind:
@@ -92,20 +92,36 @@ def value_of(field: dataclasses.Field[Any], word: str) -> Any:
     return value
 
 
-def product(base: Spec, lists: Mapping[str, Sequence[Any]], ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Spec dicts: the base with every combination of the lists, in the order of the options, without duplicates."""
+def requested(
+    args: argparse.Namespace, prepare: Callable[[dict[str, Any]], Spec]
+) -> tuple[list[Spec], list[tuple[dict[str, Any], FieldError]]]:
+    """The Specs that `prepare` makes from the combinations of the options, and the combinations that it refuses.
+
+    Raises Refused and SpecError as `parse_lists`.
+    """
+    specs, refused = list[Spec](), list[tuple[dict[str, Any], FieldError]]()
+    for combination in list(combinations(args)):
+        try:
+            specs.append(prepare(combination))
+        except FieldError as e:
+            refused.append((combination, e))
+    return specs, refused
+
+
+def combinations(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every combination of the lists, --ranks included, as the dict of a Spec, without duplicates."""
     seen: list[dict[str, Any]] = []
-    part_of = {field.name: part for part, kind in PARTS for field in dataclasses.fields(kind)}
-    for world_size, *values in itertools.product(ranks, *lists.values()):
-        made = base.to_dict() | {"world_size": world_size}
+    lists = parse_lists(args)
+    for world_size, *values in itertools.product(parse_whole_numbers("--ranks", args.ranks), *lists.values()):
+        combination = Spec(world_size=world_size).to_dict()
         for name, value in zip(lists, values, strict=True):
-            (made[part_of[name]] if name in part_of else made)[name] = value
-        if made not in seen:
-            seen.append(made)
-            yield made
+            (combination[part] if (part := part_of(name)) else combination)[name] = value
+        if combination not in seen:
+            seen.append(combination)
+            yield combination
 
 
-def whole_numbers(name: str, text: str, least: int = 1) -> list[int]:
+def parse_whole_numbers(name: str, text: str, least: int = 1) -> list[int]:
     """A comma-separated list of whole numbers. Raises Refused."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdigit() and int(word) >= least for word in words):

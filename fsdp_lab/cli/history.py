@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_lab.cli.console import Refused, at_least, say, say_json
+from fsdp_lab.cli.console import Refused, add_command, at_least, memory_limit, say, say_json
 from fsdp_lab.core.describe import describe_changes
 from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.formatting import plural
 
 if TYPE_CHECKING:
     from fsdp_lab.history import History, StoredRun
@@ -22,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(limit=NEWEST, json=False)
     parser.add_argument("--limit", type=int, metavar="N", help=f"list the newest N runs (default: {NEWEST}; 0: all)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(act=listed)
+    parser.set_defaults(act=list_runs)
     actions = parser.add_subparsers(title="actions (default: list)", metavar="ACTION")
     acts: tuple[tuple[str, Callable[[argparse.Namespace, History], None], str], ...] = (
         ("show", show, "show one run: environment, switches, last steps"),
@@ -31,26 +32,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("pin", lambda args, history: history.pin(args.which), "never delete this run automatically"),
         ("unpin", lambda args, history: history.unpin(args.which), "undo pin"),
     )
-    for name, act, says in acts:
-        action = actions.add_parser(name, help=says, description=f"{says[0].upper()}{says[1:]}.", allow_abbrev=False)
+    for name, act, help_text in acts:
+        action = add_command(actions, name, help_text)
         action.set_defaults(act=act)
         what = {"metavar": "ID", "help": "the id, the beginning of one, or a name"}
         if name == "delete":
             action.add_argument("which", nargs="*", **what)  # type: ignore[arg-type]
-            action.add_argument(
-                "--older-than",
-                type=float,
-                metavar="DAYS",
-                help="all runs that ended more than DAYS ago, except pinned ones",
-            )
+            action.add_argument("--older-than", type=float, metavar="DAYS",
+                                help="all runs that ended more than DAYS ago, except pinned ones")  # fmt: skip
         else:
             action.add_argument("which", **what)  # type: ignore[arg-type]
         if name == "rename":
             action.add_argument("name", help='the new name; "" removes it')
         if name == "show":
-            action.add_argument(
-                "--json", action="store_true", help="print JSON, with the same figures as compare --json"
-            )
+            help_text = "print JSON, with the same figures as compare --json"
+            action.add_argument("--json", action="store_true", help=help_text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def listed(args: argparse.Namespace, history: History) -> None:
+def list_runs(args: argparse.Namespace, history: History) -> None:
     at_least(args, "limit", 0)
     runs = history.runs()
     runs = runs[: args.limit] if args.limit else runs
@@ -80,9 +76,9 @@ def show(args: argparse.Namespace, history: History) -> None:
 
 def head(stored: StoredRun) -> list[str]:
     """The run's name, state, environment and switches, as lines."""
-    lasted_s = (stored.ended_unix_s or time.time()) - stored.started_unix_s
+    seconds = (stored.ended_unix_s or time.time()) - stored.started_unix_s
     lines = [f"run {stored.id}{f' {stored.name}' if stored.name else ''}{' (pinned)' if stored.pinned else ''}",
-             f"{stored.state.value}{f' ({stored.reason})' if stored.reason else ''}; began {stored.when}, {lasted_s:.0f} s",
+             f"{stored.state.value}{f' ({stored.reason})' if stored.reason else ''}; began {stored.when}, {seconds:.0f} s",
              stored.where or "where it was trained is not known"]  # fmt: skip
     for switch in stored.switches[1:]:
         changes = switch.before.difference(switch.after) if switch.before is not None else {}
@@ -95,43 +91,42 @@ def delete(args: argparse.Namespace, history: History) -> None:
     if bool(args.which) == (args.older_than is not None):
         raise Refused("name the runs to delete, or give --older-than DAYS")
     try:
-        gone = history.delete(*args.which) if args.which else history.delete_older(args.older_than)
+        deleted = history.delete(*args.which) if args.which else history.delete_older(args.older_than)
     except FieldError as e:
         if e.field == "days":
             raise Refused(f"--older-than {args.older_than} is refused; {e.hint}") from e
         raise
-    say(f"{gone} run{'s' * (gone != 1)} deleted; {len(history.runs())} left")
+    say(f"{plural(deleted, 'run')} deleted; {len(history.runs())} left")
 
 
 # -- report ------------------------------------------------------------------------------------------------------------
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("which", nargs="+", metavar="RUN", help="the id of a run, the beginning of one, or its name")
-    parser.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE",
-                        help="output file (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--baseline", metavar="RUN", help="baseline run (default: the first)")
-    parser.add_argument("--title", default="", help="title of the report")
-    parser.add_argument("--memory", type=float, metavar="GIB",
-                        help="device memory for the recommendation (default: that of the runs)")  # fmt: skip
+    add = parser.add_argument
+    add("which", nargs="+", metavar="RUN", help="the id of a run, the beginning of one, or its name")
+    file = Path("report.html")
+    add("--output", type=Path, default=file, metavar="FILE", help="output file (default: %(default)s)")
+    add("--baseline", metavar="RUN", help="baseline run (default: the first)")
+    add("--title", default="", help="title of the report")
+    memory = "device memory for the recommendation (default: that of the runs)"
+    add("--memory", type=float, metavar="GIB", help=memory)
 
 
 def report(args: argparse.Namespace) -> int:
-    if args.memory is not None and not 0 < args.memory < float("inf"):
-        raise Refused(f"--memory {args.memory:g} is refused; give the GiB of a device, such as 80")
+    limit_bytes = memory_limit(args)
     from fsdp_lab.core.files import check_file
     from fsdp_lab.history import History, HistoryError
     from fsdp_lab.report import SUFFIXES, write_report
 
     check_file(args.output, SUFFIXES, field="--output")
     try:
-        listed_runs = History().runs()
+        all_runs = History().runs()
     except HistoryError as e:
         raise Refused(str(e)) from e
-    runs = list({stored.id: stored for stored in (listed_runs[which] for which in args.which)}.values())
-    baseline = runs[0] if args.baseline is None else listed_runs[args.baseline]
+    runs = list({stored.id: stored for stored in (all_runs[which] for which in args.which)}.values())
+    baseline = runs[0] if args.baseline is None else all_runs[args.baseline]
     if baseline.id not in [stored.id for stored in runs]:
         raise Refused(f"--baseline {args.baseline} is not one of the runs of this report; name it among them, too")
-    limit = None if args.memory is None else int(args.memory * (1 << 30))
-    say(f"written: {write_report(args.output, runs, baseline=baseline.id, title=args.title, limit_bytes=limit)}")
+    say(f"written: {write_report(args.output, runs, baseline=baseline.id, title=args.title, limit_bytes=limit_bytes)}")
     return 0

@@ -22,7 +22,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from fsdp_lab.cli.console import Refused, unhurried
+from fsdp_lab.cli.console import Refused, signals_ignored
 
 FIRST_NOTEBOOK = "01_live_dashboard.ipynb"
 DEFAULT_PORT = 8888
@@ -31,12 +31,11 @@ DEFAULTS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--port", type=int, help=f"the port to listen on (default: {DEFAULT_PORT}, or the next free one)"
-    )
-    parser.add_argument("--ip", default=LOOPBACK, help="the address to listen on (default: %(default)s)")
-    parser.add_argument("--no-browser", action="store_true", help="do not open a browser here")
-    parser.add_argument("--dir", type=Path, help="the folder to open; missing notebooks are copied into it")
+    add = parser.add_argument
+    add("--port", type=int, help=f"the port to listen on (default: {DEFAULT_PORT}, or the next free one)")
+    add("--ip", default=LOOPBACK, help="the address to listen on (default: %(default)s)")
+    add("--no-browser", action="store_true", help="do not open a browser here")
+    add("--dir", type=Path, help="the folder to open; missing notebooks are copied into it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,9 +109,8 @@ def free_port(ip: str, wanted: int | None) -> int:
     problem = port_problem(ip, first)
     if problem is None:
         return first
-    free = next(
-        (port for port in range(max(first, 1024) + 1, min(first + 200, 65536)) if port_problem(ip, port) is None), None
-    )
+    others = range(max(first, 1024) + 1, min(first + 200, 65536))
+    free = next((port for port in others if port_problem(ip, port) is None), None)
     offer = f"; {free} is free: --port {free}" if free else "; no port near it is free"
     if wanted is not None or free is None:
         raise Refused(f"port {first} {problem}{offer}")
@@ -129,15 +127,13 @@ def port_problem(ip: str, port: int) -> str | None:
             probe.bind(address)
             probe.listen(1)
     except socket.gaierror:
-        raise Refused(
-            f"--ip {ip} is not an address; {LOOPBACK} is this machine alone, 0.0.0.0 all its networks"
-        ) from None
+        hint = f"{LOOPBACK} is only this machine, 0.0.0.0 all its networks"
+        raise Refused(f"--ip {ip} is not an address; {hint}") from None
     except OSError as e:
         if e.errno == errno.EADDRNOTAVAIL:
             raise Refused(f"--ip {ip} is not an address of this machine; try {LOOPBACK} or 0.0.0.0") from None
-        return {errno.EADDRINUSE: "is in use", errno.EACCES: "is reserved for root"}.get(
-            e.errno or 0, f"fails: {e.strerror}"
-        )
+        known = {errno.EADDRINUSE: "is in use", errno.EACCES: "is reserved for root"}
+        return known.get(e.errno or 0, f"fails: {e.strerror}")
     return None
 
 
@@ -159,8 +155,7 @@ def is_root() -> bool:
 
 @contextlib.contextmanager
 def jupyterlab(folder: Path, ip: str, port: int, token: str, *, browser: bool) -> Iterator[subprocess.Popen[bytes]]:
-    """JupyterLab as a child process in a session of its own: Ctrl-C reaches this process only, which ends it with its
-    kernels."""
+    """JupyterLab as a child process in its own session: Ctrl-C reaches only this process, which ends the server."""
     command = [
         *(sys.executable, "-m", "jupyterlab", "--Application.log_level=ERROR"),
         *(f"--ServerApp.ip={ip}", f"--ServerApp.port={port}", "--ServerApp.port_retries=0"),
@@ -171,7 +166,7 @@ def jupyterlab(folder: Path, ip: str, port: int, token: str, *, browser: bool) -
     ]
     with tempfile.TemporaryDirectory(prefix="fsdp-lab-") as config:
         write_defaults(Path(config))
-        # The token goes by the environment: a command line can be read by every user of the machine. The notebooks' kernel
+        # The token is passed by the environment: every user of the machine can read a command line. The notebooks' kernel
         # is this environment's, even if the user's folder has one of the same name.
         environment = {
             **os.environ,
@@ -183,13 +178,15 @@ def jupyterlab(folder: Path, ip: str, port: int, token: str, *, browser: bool) -
         try:
             yield server
         finally:
-            with unhurried():
+            with signals_ignored():
                 end(server)
 
 
 def write_defaults(config: Path) -> None:
-    """Writes defaults of JupyterLab's settings for this server; the user's settings win. Without them JupyterLab's
-    question about news covers a corner of the first notebook."""
+    """Writes defaults of JupyterLab's settings for this server; the user's settings take precedence.
+
+    Without them JupyterLab's question about news covers a corner of the first notebook.
+    """
     folder = config / "labconfig"
     folder.mkdir()
     (folder / "default_setting_overrides.json").write_text(json.dumps(DEFAULTS), encoding="utf-8")

@@ -18,26 +18,24 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fsdp_lab.cli.console import Refused
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    install = actions.add_parser("install", help="register the kernel", allow_abbrev=False)
-    install.add_argument("--name", default="fsdp-lab", help="the kernel's name (default: %(default)s)")
-    install.add_argument(
-        "--prefix", type=Path, help="an environment to register it in (default: the user's own folder)"
-    )
+    add = actions.add_parser("install", help="register the kernel", allow_abbrev=False).add_argument
+    add("--name", default="fsdp-lab", help="the kernel's name (default: %(default)s)")
+    add("--prefix", type=Path, help="an environment to register it in (default: the user's own folder)")
 
 
 def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("ipykernel") is None:
         raise Refused(f"ipykernel is not installed for {sys.executable}; pip install ipykernel")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", args.name):  # Jupyter would replace the folder ".."
-        raise Refused(
-            f"--name {args.name!r} is not a kernel's name; use letters and digits, with '.', '_' and '-' between"
-        )
+        hint = "use letters and digits, with '.', '_' and '-' between"
+        raise Refused(f"--name {args.name!r} is not a kernel's name; {hint}")
     where = register(args.name, args.prefix)
     print(f"Registered: the kernel {args.name!r} runs {sys.executable}\n  in {where}")
     print(f"Choose it in the notebook's menu: Kernel, Change Kernel, {display_name()}.\n")
@@ -56,15 +54,9 @@ def register(name: str, prefix: Path | None) -> str:
     """Writes the kernel spec and returns its folder. Raises Refused if it cannot be written."""
     from ipykernel.kernelspec import install
 
+    into: dict[str, Any] = {"user": True} if prefix is None else {"prefix": str(prefix)}
     try:
-        return str(
-            install(
-                user=prefix is None,
-                prefix=None if prefix is None else str(prefix),
-                kernel_name=name,
-                display_name=display_name(),
-            )
-        )
+        return str(install(**into, kernel_name=name, display_name=display_name()))
     except OSError as e:
         where = e.filename or prefix or "the user's Jupyter folder"
         raise Refused(f"cannot write {where} ({e.strerror}); choose another place with --prefix DIR") from e
@@ -79,9 +71,8 @@ def what_servers_need() -> list[str]:
     lines = []
     for server in others:
         lacking = missing(server.prefix)
-        lines.append(
-            f"The server on port {server.port} ({server.prefix}) " + ("lacks:" if lacking else "has what it needs.")
-        )
+        state = "lacks:" if lacking else "has what it needs."
+        lines.append(f"The server on port {server.port} ({server.prefix}) {state}")
         if lacking:
             lines += [f"  {server.install_command(lacking)}", "  then reload its page in the browser"]
     return lines
@@ -141,8 +132,6 @@ def running_servers() -> list[Server]:
         with contextlib.suppress(OSError, ValueError, KeyError, IndexError, psutil.Error):
             record = json.loads(file.read_text(encoding="utf-8"))
             python = psutil.Process(record["pid"]).cmdline()[0]
-            # not resolved: a virtual environment's python is a link to its base, and the environment is what counts
-            servers.append(
-                Server(pid=record["pid"], port=record["port"], python=python, prefix=Path(python).parents[1])
-            )
+            prefix = Path(python).parents[1]  # not resolved: a virtual environment's python is a link to its base
+            servers.append(Server(pid=record["pid"], port=record["port"], python=python, prefix=prefix))
     return servers

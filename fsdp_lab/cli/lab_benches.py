@@ -35,10 +35,9 @@ from typing import Any
 
 import psutil
 
-from fsdp_lab.bench.benches import Report, Say, ratios, spread, text
+from fsdp_lab.bench.benches import Report, Say, format_spread, ratios, spread
 from fsdp_lab.bench.plan import WARM_UP, WINDOW, BenchError
-from fsdp_lab.cli import session
-from fsdp_lab.cli.console import terminal
+from fsdp_lab.cli.console import open_lab, terminal
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.formatting import Spread, Table
@@ -50,14 +49,14 @@ from fsdp_lab.planner.plan import plan as predict
 from fsdp_lab.planner.shapes.presets import shape_for
 from fsdp_lab.runs import Run
 
-LONGEST_S = 120.0  # limit for a step
-RELAUNCH_S = 300.0  # limit for torchrun
+STEP_LIMIT_S = 120.0  # limit for a step
+RELAUNCH_LIMIT_S = 300.0  # limit for torchrun
 WITHIN_S = 3.0  # the longest pause between two switches
 RUN_TOGGLES = 50
-AIM = 0.15  # error of a predicted step time, as a share of the measured one
+AIMED_ERROR = 0.15  # of a predicted step time, relative to the measured one
 
-# For `live`: every neighbour differs in the backend or a knob; the last differs from the first, too.
-WAY: Sequence[dict[str, Any]] = (
+# For `live`: all neighbours differ in the backend or another field, and the last differs from the first.
+LIVE_CHANGES: Sequence[Mapping[str, str]] = (
     {"sharding": "shard_grad_op"},
     {"precision": "bf16"},
     {"offload": "all"},
@@ -66,30 +65,21 @@ WAY: Sequence[dict[str, Any]] = (
     {"wrap": "whole"},
     {},
 )
-# For `toggle`: all ordered pairs of these.
-WAYS: Sequence[tuple[str, str]] = (
-    ("lab", "full_shard"),
-    ("lab", "shard_grad_op"),
-    ("lab", "zero1"),
-    ("lab", "no_shard"),
-    ("fsdp2", "full_shard"),
-    ("fsdp2", "shard_grad_op"),
-    ("fsdp1", "full_shard"),
-    ("fsdp1", "shard_grad_op"),
-    ("fsdp1", "no_shard"),
+# For `toggle`, which visits all ordered pairs of these.
+STRATEGIES: Sequence[tuple[str, str]] = (
+    *(("lab", sharding) for sharding in ("full_shard", "shard_grad_op", "zero1", "no_shard")),
+    *(("fsdp2", sharding) for sharding in ("full_shard", "shard_grad_op")),
+    *(("fsdp1", sharding) for sharding in ("full_shard", "shard_grad_op", "no_shard")),
     ("ddp", "no_shard"),
 )
 # For `soak`: what is switched between; DDP has one sharding.
-SHARDED: Sequence[dict[str, Any]] = ({"sharding": "full_shard"}, {"sharding": "shard_grad_op"})
-REPLICATED: Sequence[dict[str, Any]] = (
-    {"sharding": "no_shard", "precision": "fp32"},
-    {"sharding": "no_shard", "precision": "bf16"},
-)
+SHARDED: Sequence[Mapping[str, str]] = ({"sharding": "full_shard"}, {"sharding": "shard_grad_op"})
+REPLICATED: Sequence[Mapping[str, str]] = tuple({"sharding": "no_shard", "precision": p} for p in ("fp32", "bf16"))
 
 
 def fresh_lab(ranks: int) -> AbstractContextManager[Lab]:
     """A lab with new ranks, whose runs are not stored."""
-    return session.lab(terminal(), ranks, None, history=False)
+    return open_lab(terminal(), ranks, None, history=False)
 
 
 # -- live ------------------------------------------------------------------------------------------------------------
@@ -105,7 +95,9 @@ def live(model: str, ranks: int, rounds: int, say: Say) -> dict[str, Any]:
         await_step(started, spec.id)
         waits: dict[str, list[float]] = {"start to ranks ready": [ready_s]}
         waits["start to first step"] = [time.perf_counter() - begun_s]
-        waits["switch to first step"] = [switch(started, spec.replace(**changes)) for changes in [*WAY] * rounds]
+        waits["switch to first step"] = [
+            switch(started, spec.replace(**changes)) for changes in [*LIVE_CHANGES] * rounds
+        ]
         waits["stop"] = list(_stops(lab, spec))
     for what, seconds in waits.items():
         more = f", {min(seconds):.2f} to {max(seconds):.2f} s, {len(seconds)} times"
@@ -121,7 +113,7 @@ def _stops(lab: Lab, spec: Spec) -> Iterator[float]:
         await_step(run, wanted.id)
         begun_s = time.perf_counter()
         run.stop()
-        run.wait(LONGEST_S)
+        run.wait(STEP_LIMIT_S)
         yield time.perf_counter() - begun_s
 
 
@@ -148,13 +140,13 @@ def await_ledger(run: Run, spec_id: str) -> None:
     _await(run, "ledger step", lambda: any(e.ledger and e.spec_id == spec_id for e in run.events.since()[0]))
 
 
-def _await(run: Run, what: str, there: Callable[[], bool]) -> None:
-    limit_s = time.perf_counter() + LONGEST_S
+def _await(run: Run, what: str, reached: Callable[[], bool]) -> None:
+    limit_s = time.perf_counter() + STEP_LIMIT_S
     while time.perf_counter() < limit_s and not run.done:
-        if there():
+        if reached():
             return
         time.sleep(0.005)
-    raise BenchError(f"no {what} within {LONGEST_S:.0f} s: {run.reason or run.state.value}")
+    raise BenchError(f"no {what} within {STEP_LIMIT_S:.0f} s: {run.reason or run.state.value}")
 
 
 # -- toggle ----------------------------------------------------------------------------------------------------------
@@ -170,8 +162,8 @@ def toggle(model: str, ranks: int, pairs: int | None, relaunches: int, say: Say)
     with fresh_lab(ranks) as lab:
         run = lab.run(stops[0])
         await_step(run, stops[0].id)
-        toggles, again = _timed(run, stops, relaunches)
-    seconds, relaunch_s = [s for _, _, s in toggles], median(again)
+        toggles, relaunched = _timed(run, stops, relaunches)
+    seconds, relaunch_s = [s for _, _, s in toggles], median(relaunched)
     by_pair: dict[tuple[str, str], list[float]] = {}
     by_strategy: dict[str, list[float]] = {}
     for before, after, s in toggles:
@@ -179,25 +171,25 @@ def toggle(model: str, ranks: int, pairs: int | None, relaunches: int, say: Say)
         by_strategy.setdefault(f"{after.strategy.backend} {after.strategy.sharding}", []).append(s)
     report = Report(say, {"model": model, "ranks": ranks})
     report.ratio("resident/relaunch", spread([s / relaunch_s for s in seconds]))
-    if twice := [found[1] / found[0] for found in by_pair.values() if len(found) > 1]:
+    if twice := [pair[1] / pair[0] for pair in by_pair.values() if len(pair) > 1]:
         report.control("resident/resident", spread(twice), note="; the same pair again")
-    say(f"toggle to first step: {text(spread(seconds), 's')}, longest {max(seconds):.3f}")
-    say(f"torchrun to first step: {text(spread(again), 's')}")
+    say(f"toggle to first step: {format_spread(spread(seconds), 's')}, longest {max(seconds):.3f}")
+    say(f"torchrun to first step: {format_spread(spread(relaunched), 's')}")
     for strategy, of in sorted(by_strategy.items()):
-        say(f"  to {strategy}: {text(spread(of), 's')}")
+        say(f"  to {strategy}: {format_spread(spread(of), 's')}")
     return report.figures | {
-        "seconds": {"toggle": asdict(spread(seconds)), "relaunch": asdict(spread(again))},
+        "seconds": {"toggle": asdict(spread(seconds)), "relaunch": asdict(spread(relaunched))},
         "worst": max(seconds),
     }
 
 
 def route(pairs: int | None) -> list[tuple[str, str]]:
-    """The strategies in the order of switches: each ordered pair as neighbours, twice; or that many random pairs."""
+    """The strategies in the order of the run. None: with every ordered pair as neighbours twice; or `pairs` random ones."""
     if pairs is None:
-        return [WAYS[i] for i in tour(len(WAYS))] + [WAYS[i] for i in tour(len(WAYS))[1:]]
-    chance, found = random.Random(0), [WAYS[0]]
+        return [STRATEGIES[i] for i in (*tour(len(STRATEGIES)), *tour(len(STRATEGIES))[1:])]
+    chance, found = random.Random(0), [STRATEGIES[0]]
     while len(found) <= pairs:
-        found.append(chance.choice([way for way in WAYS if way != found[-1]]))
+        found.append(chance.choice([strategy for strategy in STRATEGIES if strategy != found[-1]]))
     return found
 
 
@@ -214,20 +206,21 @@ def tour(n: int) -> list[int]:
 
 
 def _timed(run: Run, stops: Sequence[Spec], relaunches: int) -> tuple[list[Toggle], list[float]]:
+    """The switches from each Spec to the next, and the seconds of the relaunches, which are spread over them."""
     toggles: list[Toggle] = []
-    again: list[float] = []
+    relaunched: list[float] = []
     chance = random.Random(0)
     for i, (before, after) in enumerate(pairwise(stops)):
-        if i * relaunches // (len(stops) - 1) >= len(again):
+        if i * relaunches // (len(stops) - 1) >= len(relaunched):
             run.pause()
-            again.append(relaunched(before))
+            relaunched.append(relaunch(before))
             run.resume()
         time.sleep(chance.uniform(0, WITHIN_S))
         toggles.append((before, after, switch(run, after)))
-    return toggles, again
+    return toggles, relaunched
 
 
-def relaunched(spec: Spec) -> float:
+def relaunch(spec: Spec) -> float:
     """Seconds from the start of torchrun to its first step."""
     with tempfile.TemporaryDirectory(prefix="fsdp_lab_") as folder:
         file = Path(folder) / "spec.json"
@@ -235,7 +228,7 @@ def relaunched(spec: Spec) -> float:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.world_size}",
                    "-m", "fsdp_lab.rank", str(file), "--steps", "1"]  # fmt: skip
         begun_s = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=RELAUNCH_S, check=False,
+        done = subprocess.run(command, capture_output=True, text=True, timeout=RELAUNCH_LIMIT_S, check=False,
                               env={**HOST_MEMORY, **os.environ})  # fmt: skip
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
         if not lines:
@@ -299,7 +292,7 @@ def plan(bases: Sequence[Spec], rounds: int, say: Say) -> dict[str, Any]:
     specs = [spec for base in bases for spec in strategies(base)]
     ranks, console, found = bases[0].world_size, terminal(), list[Calibration]()
     say(f"{len(specs)} Specs on {ranks} ranks, {rounds} rounds")
-    with session.lab(console, ranks, None, history=False) as lab:
+    with open_lab(console, ranks, None, history=False) as lab:
         for i in range(rounds):
             with console.status(f"round {i + 1} of {rounds}"):
                 try:
@@ -315,13 +308,14 @@ def plan(bases: Sequence[Spec], rounds: int, say: Say) -> dict[str, Any]:
                       *(f"{value:.3f}" for value in (r.median, r.p10, r.p90))))  # fmt: skip
     columns = ("model", "backend", "sharding", "precision", "measured ms", "predicted ms", "ratio", "p10", "p90")
     say(repr(Table(columns=columns, rows=tuple(cells), left=frozenset(columns[:4]))))
-    apart = [abs(row.ratio.median - 1) for row in rows]
-    errors = {"mean": fmean(apart), "worst": max(apart), "within": sum(e <= AIM for e in apart) / len(apart)}
-    say(f"errors of the medians: mean {errors['mean']:.1%}, worst {errors['worst']:.1%}, "
-        f"{errors['within']:.0%} of {len(rows)} within {AIM:.0%}")  # fmt: skip
+    errors = [abs(row.ratio.median - 1) for row in rows]
+    within = sum(error <= AIMED_ERROR for error in errors) / len(errors)
+    summary = {"mean": fmean(errors), "worst": max(errors), "within": within}
+    say(f"errors of the medians: mean {summary['mean']:.1%}, worst {summary['worst']:.1%}, "
+        f"{within:.0%} of {len(rows)} within {AIMED_ERROR:.0%}")  # fmt: skip
     return {
         "rows": [row.to_dict() for row in rows],
-        "errors": errors,
+        "errors": summary,
         "environment": {},
         "rates": asdict(found[-1].rates),
     }

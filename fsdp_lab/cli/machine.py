@@ -1,4 +1,4 @@
-"""What `fsdp-lab doctor` finds out about this machine: torch's build, the GPUs, the host and its limits.
+"""The checks of `fsdp-lab doctor` on this machine: torch's build, the GPUs, the host and its limits.
 
 Each check is a function that returns `Finding`s. A container's limits are included. torch is imported in a subprocess,
 because a broken driver can make the import hang or crash.
@@ -6,6 +6,7 @@ because a broken driver can make the import hang or crash.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import os
@@ -22,13 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.core.formatting import size
+from fsdp_lab.core.formatting import GIB, plural, size
 from fsdp_lab.core.nvml import GpuReport, GpuStatus
 
 IDLE_BYTES = 600 * 2**20  # memory that a driver uses on an idle GPU
 OLDEST_DRIVER = {13: "580", 12: "525", 11: "450"}  # Linux drivers that run any minor release of that CUDA
 OLDER_BUILD = {12: "cu126"}  # a PyTorch wheel index for drivers of that CUDA
-GIB = 2**30
+
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -54,6 +55,11 @@ class Finding:
         padded = f"{mark:<5}"
         yield f"  {f'{chr(27)}[{colour}m{padded}{chr(27)}[0m' if colours else padded}{self.name:<18} {self.value}"
         yield from textwrap.wrap(self.advice, 110, initial_indent=" " * 9 + "-> ", subsequent_indent=" " * 12)
+
+
+def judged(name: str, value: str, problem: str, state: State = State.WARN) -> Finding:
+    """A finding with this state if there is a problem, which is its advice; otherwise it is OK."""
+    return Finding(name, value, state if problem else State.OK, problem)
 
 
 def worst(findings: Sequence[Finding]) -> State:
@@ -124,13 +130,13 @@ def gpu_findings(devices: GpuReport, torch: TorchFacts) -> list[Finding]:
         return [Finding("GPUs", f"could not be listed: {devices.error}", State.WARN, "ranks run on the CPU until then")]
     if not devices.gpus:
         return [Finding("GPUs", "none; ranks run on the CPU")]
-    found = [in_use(index, gpu) for index, gpu in enumerate(devices.gpus)]
+    findings = [in_use(index, gpu) for index, gpu in enumerate(devices.gpus)]
     if torch.version:
-        found.append(driver(devices, torch))
-        found += [f for index, gpu in enumerate(devices.gpus) if (f := architecture(index, gpu, torch))]
+        findings.append(driver(devices, torch))
+        findings += [f for index, gpu in enumerate(devices.gpus) if (f := architecture(index, gpu, torch))]
     if devices.links:
-        found.append(linked(devices.links))
-    return found
+        findings.append(linked(devices.links))
+    return findings
 
 
 def in_use(index: int, gpu: GpuStatus) -> Finding:
@@ -138,10 +144,8 @@ def in_use(index: int, gpu: GpuStatus) -> Finding:
     if gpu.processes:
         who = ", ".join(f"{p.name} (pid {p.pid}, {size(p.used_bytes)})" for p in gpu.processes)
         return Finding(name, f"{value}: {who}", State.WARN, "in use by other processes; exclude it with `devices`")
-    if gpu.used_bytes > IDLE_BYTES:
-        advice = "used from outside this container, so its processes are not visible; exclude it with `devices`"
-        return Finding(name, value, State.WARN, advice)
-    return Finding(name, value)
+    hidden = "used from outside this container, so its processes are not visible; exclude it with `devices`"
+    return judged(name, value, hidden if gpu.used_bytes > IDLE_BYTES else "")
 
 
 def driver(devices: GpuReport, torch: TorchFacts) -> Finding:
@@ -155,14 +159,11 @@ def driver(devices: GpuReport, torch: TorchFacts) -> Finding:
     built, has = int(torch.cuda_build.partition(".")[0]), int(devices.driver_cuda.partition(".")[0] or 0)
     value = f"{carries}; torch is built for {torch.cuda_build}"
     if has and has < built:
-        update = f"update the driver to {OLDEST_DRIVER.get(built, 'a newer one')} or newer"
-        other = OLDER_BUILD.get(has)
-        instead = (
-            f", or take torch for CUDA {has}: {pip} --index-url https://download.pytorch.org/whl/{other}"
-            if other
-            else ""
-        )
-        return Finding("driver", value, State.FAIL, update + instead)
+        advice = f"update the driver to {OLDEST_DRIVER.get(built, 'a newer one')} or newer"
+        if has in OLDER_BUILD:
+            index = f"https://download.pytorch.org/whl/{OLDER_BUILD[has]}"
+            advice += f", or take torch for CUDA {has}: {pip} --index-url {index}"
+        return Finding("driver", value, State.FAIL, advice)
     if not torch.devices:
         why = torch.cuda_error or "CUDA_VISIBLE_DEVICES may be empty, or the container was started without its GPUs"
         return Finding("driver", f"{value}; torch sees no GPU", State.FAIL, why)
@@ -185,15 +186,9 @@ def architecture(index: int, gpu: GpuStatus, torch: TorchFacts) -> Finding | Non
 
 def linked(links: Mapping[str, int]) -> Finding:
     """Links between GPUs. NV18: NVLinks; PIX, PXB: PCIe switches; PHB, NODE, SYS: through the host, with less bandwidth."""
-    value = ", ".join(f"{kind} between {n} pair{'s' if n > 1 else ''}" for kind, n in sorted(links.items()))
-    if any(kind in ("SYS", "NODE", "PHB") for kind in links):
-        return Finding(
-            "links",
-            value,
-            State.WARN,
-            "some pairs connect through the host; hybrid sharding keeps groups on near GPUs",
-        )
-    return Finding("links", value)
+    value = ", ".join(f"{kind} between {plural(n, 'pair')}" for kind, n in sorted(links.items()))
+    slow = "some pairs connect through the host; hybrid sharding keeps groups on near GPUs"
+    return judged("links", value, slow if {"SYS", "NODE", "PHB"} & set(links) else "")
 
 
 # -- host --------------------------------------------------------------------------------------------------------------
@@ -201,10 +196,8 @@ def linked(links: Mapping[str, int]) -> Finding:
 
 def host_findings(gpus: int) -> list[Finding]:
     """Cores, memory, limits, disk, names and ports. `gpus`: their number; ranks on GPUs need shared memory."""
-    found = [processor(), memory(), open_files(), processes(), writable(), host_name(), loopback()]
-    if sys.platform == "linux":
-        found.insert(2, shared_memory(gpus))
-    return found
+    linux = [shared_memory(gpus)] if sys.platform == "linux" else []
+    return [processor(), memory(), *linux, open_files(), processes(), writable(), host_name(), loopback()]
 
 
 def cores() -> float:
@@ -216,8 +209,7 @@ def cores() -> float:
 
 def processor() -> Finding:
     n = cores()
-    advice = "" if n >= 2 else "two ranks share one core: everything works, slowly"
-    return Finding("cores", f"{n:g}", State.OK if n >= 2 else State.WARN, advice)
+    return judged("cores", f"{n:g}", "" if n >= 2 else "two ranks share one core: everything works, slowly")
 
 
 def memory() -> Finding:
@@ -226,12 +218,8 @@ def memory() -> Finding:
     if limit.isdigit() and int(limit) < total:
         used = int(read_text(CGROUP / "memory.current") or 0)
         total, available = int(limit), min(available, int(limit) - used)
-    value = f"{size(available)} free of {size(total)}"
-    if available < 1.5 * GIB:
-        return Finding(
-            "memory", value, State.WARN, "two ranks, a kernel and JupyterLab need about this much; close others"
-        )
-    return Finding("memory", value)
+    short = "two ranks, a kernel and JupyterLab need about 1.5 GiB; close other programs"
+    return judged("memory", f"{size(available)} free of {size(total)}", short if available < 1.5 * GIB else "")
 
 
 def host_memory() -> tuple[int, int]:
@@ -250,10 +238,8 @@ def shared_memory(gpus: int) -> Finding:
     if not os.path.isdir("/dev/shm"):
         return Finding("/dev/shm", "missing", State.WARN, "NCCL needs it; mount a tmpfs there")
     total = shutil.disk_usage("/dev/shm").total
-    if gpus > 1 and total < GIB:
-        advice = "NCCL runs out of it between several GPUs; start the container with --shm-size=8g or --ipc=host"
-        return Finding("/dev/shm", size(total), State.WARN, advice)
-    return Finding("/dev/shm", size(total))
+    short = "NCCL runs out of it between several GPUs; start the container with --shm-size=8g or --ipc=host"
+    return judged("/dev/shm", size(total), short if gpus > 1 and total < GIB else "")
 
 
 def open_files() -> Finding:
@@ -263,28 +249,22 @@ def open_files() -> Finding:
         return Finding("open files", "no limit here")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     value = f"{soft} (may be raised to {hard})" if hard > soft else str(soft)
-    if soft != resource.RLIM_INFINITY and soft < 1024:
-        return Finding("open files", value, State.WARN, "every rank and page holds sockets: ulimit -n 4096")
-    return Finding("open files", value)
+    few = soft != resource.RLIM_INFINITY and soft < 1024
+    return judged("open files", value, "every rank and page holds sockets: ulimit -n 4096" if few else "")
 
 
 def processes() -> Finding:
     """The limit on processes, in which threads count: a rank has dozens."""
-    try:
+    limits = [int(text) for text in [read_text(CGROUP / "pids.max")] if text.isdigit()]
+    with contextlib.suppress(ImportError, AttributeError):  # Windows; a system without this limit
         import resource
 
-        soft = resource.getrlimit(resource.RLIMIT_NPROC)[0] if hasattr(resource, "RLIMIT_NPROC") else -1
-        infinite = soft == resource.RLIM_INFINITY
-    except ImportError:
-        soft, infinite = -1, True
-    limits = [] if infinite or soft < 0 else [soft]
-    limits += [int(text) for text in [read_text(CGROUP / "pids.max")] if text.isdigit()]
+        soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        limits += [soft] if soft >= 0 and soft != resource.RLIM_INFINITY else []
     if not limits:
         return Finding("processes", "no limit")
-    if min(limits) < 512:
-        advice = "a rank has dozens of threads; raise it: ulimit -u, or the container's --pids-limit"
-        return Finding("processes", str(min(limits)), State.WARN, advice)
-    return Finding("processes", str(min(limits)))
+    low = "a rank has dozens of threads; raise it: ulimit -u, or the container's --pids-limit"
+    return judged("processes", str(min(limits)), low if min(limits) < 512 else "")
 
 
 def writable() -> Finding:
@@ -296,9 +276,8 @@ def writable() -> Finding:
         elif shutil.disk_usage(folder).free < GIB / 4:
             wrong.append(f"the {name} {folder} is full ({size(shutil.disk_usage(folder).free)} free)")
     if wrong:
-        return Finding(
-            "disk", "; ".join(wrong), State.FAIL, "set HOME and TMPDIR to folders with room that you can write"
-        )
+        advice = "set HOME and TMPDIR to folders with room that you can write"
+        return Finding("disk", "; ".join(wrong), State.FAIL, advice)
     return Finding("disk", f"{size(shutil.disk_usage(Path.home()).free)} free at home, and it can be written")
 
 
@@ -309,7 +288,7 @@ def host_name(timeout_s: float = 3) -> Finding:
 
     def look_up() -> None:
         try:
-            addresses.extend(str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+            addresses.extend(str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
         except OSError:
             return
 
@@ -328,18 +307,13 @@ def loopback() -> Finding:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=3).close()
     except OSError as e:
-        return Finding(
-            "ports",
-            f"127.0.0.1 does not work ({e.strerror or e})",
-            State.FAIL,
-            "bring the loopback up: ip link set lo up",
-        )
+        value = f"127.0.0.1 does not work ({e.strerror or e})"
+        return Finding("ports", value, State.FAIL, "bring the loopback up: ip link set lo up")
     with socket.socket() as probe:
         probe.settimeout(1)
         busy = probe.connect_ex(("127.0.0.1", 8888)) == 0
-    return Finding(
-        "ports", "127.0.0.1 works; 8888 is " + ("in use, fsdp-lab lab takes the next free one" if busy else "free")
-    )
+    state = "in use, fsdp-lab lab takes the next free one" if busy else "free"
+    return Finding("ports", f"127.0.0.1 works; 8888 is {state}")
 
 
 def read_text(path: Path) -> str:

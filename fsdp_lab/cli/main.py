@@ -11,9 +11,27 @@ import sys
 from collections.abc import Sequence
 
 from fsdp_lab.cli import bench, compare, doctor, drill, export, history, jupyter, kernel, plan, ranks, run
-from fsdp_lab.cli.console import CommandEnded, Failed, Refused, signals_raise
+from fsdp_lab.cli.console import CommandEnded, Failed, Refused, add_command, signals_raise
 from fsdp_lab.core import __version__
 from fsdp_lab.core.errors import FieldError, not_installed
+
+# Name, function that adds the arguments, function that runs it, description.
+COMMANDS = (
+    ("lab", jupyter.add_arguments, jupyter.run, "start JupyterLab on the notebooks"),
+    ("run", run.add_arguments, run.run, "train one Spec in this terminal"),
+    ("compare", compare.add_arguments, compare.run, "train every combination of the given lists and compare them"),
+    ("plan", plan.add_arguments, plan.run, "predict memory and step time of a Spec on any hardware"),
+    ("checkpoints", export.add_checkpoints_arguments, export.checkpoints,
+     "list the checkpoints in a folder, or export a model for transformers"),
+    ("history", history.add_arguments, history.run, "list, show, rename and delete stored runs"),
+    ("ranks", ranks.add_arguments, ranks.run, "list and end persistent ranks"),
+    ("report", history.add_report_arguments, history.report, "write stored runs as one HTML report"),
+    ("export", export.add_arguments, export.run, "write a Spec as a torchrun script, an Accelerate config, or JSON"),
+    ("drill", drill.add_arguments, drill.run, "inject random faults into small runs and count the recoveries"),
+    ("bench", bench.add_arguments, bench.run, "run a benchmark"),
+    ("kernel", kernel.add_arguments, kernel.run, "register this environment as a Jupyter kernel"),
+    ("doctor", doctor.add_arguments, doctor.run, "check this machine and suggest fixes"),
+)  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -22,32 +40,8 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"fsdp-lab {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, add_arguments, run_command, says in (
-        ("lab", jupyter.add_arguments, jupyter.run, "start JupyterLab on the notebooks"),
-        ("run", run.add_arguments, run.run, "train one Spec in this terminal"),
-        ("compare", compare.add_arguments, compare.run, "train every combination of the given lists and compare them"),
-        ("plan", plan.add_arguments, plan.run, "predict memory and step time of a Spec on any hardware"),
-        (
-            "checkpoints",
-            export.add_checkpoints_arguments,
-            export.checkpoints,
-            "list the checkpoints in a folder, or export a model for transformers",
-        ),
-        ("history", history.add_arguments, history.run, "list, show, rename and delete stored runs"),
-        ("ranks", ranks.add_arguments, ranks.run, "list and end persistent ranks"),
-        ("report", history.add_report_arguments, history.report, "write stored runs as one HTML report"),
-        (
-            "export",
-            export.add_arguments,
-            export.run,
-            "write a Spec as a torchrun script, an Accelerate config, or JSON",
-        ),
-        ("drill", drill.add_arguments, drill.run, "inject random faults into small runs and count the recoveries"),
-        ("bench", bench.add_arguments, bench.run, "run a benchmark"),
-        ("kernel", kernel.add_arguments, kernel.run, "register this environment as a Jupyter kernel"),
-        ("doctor", doctor.add_arguments, doctor.run, "check this machine and suggest fixes"),
-    ):
-        command = commands.add_parser(name, help=says, description=f"{says[0].upper()}{says[1:]}.", allow_abbrev=False)
+    for name, add_arguments, run_command, help_text in COMMANDS:
+        command = add_command(commands, name, help_text)
         command.set_defaults(run=run_command)
         add_arguments(command)
     return top

@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import csv
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.cli import fields
-from fsdp_lab.cli.console import Refused, say, say_json
-from fsdp_lab.core.errors import ArgumentError, FieldError
-from fsdp_lab.core.formatting import Table, count
+from fsdp_lab.cli.console import Refused, memory_limit, say, say_json
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.formatting import Table, count, plural
 from fsdp_lab.core.spec import Spec
 
 if TYPE_CHECKING:
@@ -24,29 +25,25 @@ if TYPE_CHECKING:
     from fsdp_lab.planner.plan import Plan
     from fsdp_lab.planner.questions import Target
 
-GIB = 1 << 30
-FINDS = ("strategy", "largest", "fewest")
+SEARCHES = ("strategy", "largest", "fewest")
 POINT = ("ranks", "fits", "step_time_s", "tokens_per_s", "tflops_per_rank", "mfu", "exposed_comm_s", "binding")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    where = parser.add_argument_group("where")
-    where.add_argument("--hardware", metavar="NAME", help="a GPU: a100-80, h100, h200, v100, t4, ...")
-    where.add_argument("--ranks", default="8", metavar="N,N", help="GPUs, one rank each (default: %(default)s)")
-    where.add_argument("--hosts", type=int, metavar="N", help="number of hosts (default: 8 GPUs per host)")
-    where.add_argument(
-        "--network", type=float, metavar="GB", help="network bandwidth of a host, Gb/s (default: typical for the GPU)"
-    )
-    where.add_argument("--memory", type=float, metavar="GIB", help="memory limit per GPU")
-    what = parser.add_argument_group("what")
-    what.add_argument(
-        "--global-batch", type=int, metavar="N", help="samples per step; sets the number of micro-batches"
-    )
-    what.add_argument("--find", choices=FINDS, help="the fastest strategies that fit; the largest model that fits; the "
-                      "fewest GPUs that hold it")  # fmt: skip
-    what.add_argument("--batch", type=Path, metavar="FILE", help="predict every row of a CSV file")
-    what.add_argument("--validate", action="store_true", help="hold predictions against published measurements that they "
-                      "were not calibrated on; takes minutes")  # fmt: skip
+    add = parser.add_argument_group("where").add_argument
+    add("--hardware", metavar="NAME", help="a GPU: a100-80, h100, h200, v100, t4, ...")
+    add("--ranks", default="8", metavar="N,N", help="GPUs, one rank each (default: %(default)s)")
+    add("--hosts", type=int, metavar="N", help="number of hosts (default: 8 GPUs per host)")
+    network = "network bandwidth of a host, Gb/s (default: typical for the GPU)"
+    add("--network", type=float, metavar="GB", help=network)
+    add("--memory", type=float, metavar="GIB", help="memory limit per GPU")
+    add = parser.add_argument_group("what").add_argument
+    add("--global-batch", type=int, metavar="N", help="samples per step; sets the number of micro-batches")
+    searches = "the fastest strategies that fit; the largest model that fits; the fewest GPUs that hold it"
+    add("--find", choices=SEARCHES, help=searches)
+    add("--batch", type=Path, metavar="FILE", help="predict every row of a CSV file")
+    published = "compare predictions with published measurements that they were not calibrated on; takes minutes"
+    add("--validate", action="store_true", help=published)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     fields.add_options(parser)
 
@@ -60,51 +57,47 @@ def run(args: argparse.Namespace) -> int:
         raise Refused("no hardware is named; give --hardware a100-80, h100, h200, ... (or --batch, --validate)")
     from fsdp_lab.planner.questions import Target, curve, planned
 
-    where = Target(hardware=args.hardware, hosts=args.hosts, network_gbit_per_s=args.network)
-    specs, refused = wanted(args, where)
+    target = Target(hardware=args.hardware, hosts=args.hosts, network_gbit_per_s=args.network)
+    if args.link is not None:
+        raise Refused("--link emulates a network while training; a plan's is --network, in Gb/s of a host")
+    specs, refused = fields.requested(args, partial(spec_of, args, target))
+    if not specs:
+        raise refused[0][1]
     if args.find is not None:
         if len(specs) + len(refused) > 1:
             raise Refused(f"--find {args.find} takes one value of each option; give no lists")
-        return find(args, specs[0], where)
-    limit_bytes = limit(args)
-    plans = [limited(planned(spec, where), limit_bytes) for spec in specs]
-    along, binds = curve(specs[0], where) if len(specs) + len(refused) == 1 else ([], "")
+        return find(args, specs[0], target)
+    limit_bytes = memory_limit(args)
+    plans = [planned(spec, target) for spec in specs]
+    if limit_bytes is not None:
+        plans = [plan.within(limit_bytes) for plan in plans]
+    scaling, bottleneck = curve(specs[0], target) if len(specs) + len(refused) == 1 else ([], "")
     if args.json:
-        scaling = {"scaling": [point(p) for p in along], "limit": binds} if along else {}
-        say_json({"plans": [p.to_dict() for p in plans], "refused": refused, **scaling})
+        curve_json = {"scaling": [point(p) for p in scaling], "limit": bottleneck} if scaling else {}
+        reasons = [{"spec": combination, "reason": str(error)} for combination, error in refused]
+        say_json({"plans": [p.to_dict() for p in plans], "refused": reasons, **curve_json})
         return 0
-    show_plans(plans, along, binds)
-    for one in refused:
-        say(f"refused: {one['reason']}")
+    show_plans(plans, scaling, bottleneck)
+    for _, error in refused:
+        say(f"refused: {error}")
     return 0
 
 
-def wanted(args: argparse.Namespace, where: Target) -> tuple[list[Spec], list[dict[str, Any]]]:
-    """The product of the lists: valid Specs, and the others with reasons. Raises Refused; FieldError if none is valid."""
-    if args.link is not None:
-        raise Refused("--link emulates a network while training; a plan's is --network, in Gb/s of a host")
-    specs, refused, reasons = list[Spec](), list[dict[str, Any]](), list[FieldError]()
-    for made in fields.product(Spec(), fields.chosen(args), fields.whole_numbers("--ranks", args.ranks)):
-        try:
-            spec = with_batch(Spec.from_dict(on_hosts(made, where)), args.global_batch)
-            where.machine(spec.world_size)
-            specs.append(spec)
-        except FieldError as e:
-            refused.append({"spec": made, "reason": str(e)})
-            reasons.append(e)
-    if not specs:
-        raise reasons[0]
-    return specs, refused
+def spec_of(args: argparse.Namespace, target: Target, combination: dict[str, Any]) -> Spec:
+    """The Spec of a combination on the hardware of the options. Raises FieldError."""
+    spec = with_batch(Spec.from_dict(on_hosts(combination, target)), args.global_batch)
+    target.machine(spec.world_size)
+    return spec
 
 
-def on_hosts(made: dict[str, Any], where: Target) -> dict[str, Any]:
+def on_hosts(combination: dict[str, Any], target: Target) -> dict[str, Any]:
     """A Spec's dict; hybrid sharding without a shard size gets that of a host."""
-    strategy, ranks = made["strategy"], made["world_size"]
+    strategy, ranks = combination["strategy"], combination["world_size"]
     if strategy["sharding"].startswith("hybrid") and strategy["shard_size"] is None:
-        per_host = where.machine(ranks).per_host
+        per_host = target.machine(ranks).per_host
         if 1 < per_host < ranks:
-            return {**made, "strategy": {**strategy, "shard_size": per_host}}
-    return made
+            return {**combination, "strategy": {**strategy, "shard_size": per_host}}
+    return combination
 
 
 def with_batch(spec: Spec, samples: int | None) -> Spec:
@@ -119,35 +112,22 @@ def with_batch(spec: Spec, samples: int | None) -> Spec:
     return spec.replace(accumulate=samples // once)
 
 
-def limit(args: argparse.Namespace) -> int | None:
-    """`--memory` in bytes. Raises Refused."""
-    if args.memory is None:
-        return None
-    if not 0 < args.memory < 1e6:
-        raise Refused(f"--memory {args.memory:g} is refused; give the GiB of a GPU that may be used, such as 70")
-    return int(args.memory * GIB)
-
-
-def limited(plan: Plan, limit_bytes: int | None) -> Plan:
-    return plan if limit_bytes is None else plan.within(limit_bytes)
-
-
-def find(args: argparse.Namespace, spec: Spec, where: Target) -> int:
+def find(args: argparse.Namespace, spec: Spec, target: Target) -> int:
     """Runs one of the searches. Returns 0, or 1 if nothing fits."""
     from fsdp_lab.planner.questions import fewest_ranks, largest_model, searched
 
-    limit_bytes, device = limit(args), where.machine(spec.world_size).device.name
+    limit_bytes, device = memory_limit(args), target.machine(spec.world_size).device.name
     if args.find == "largest":
-        shape = largest_model(spec, where, limit_bytes=limit_bytes)
+        shape = largest_model(spec, target, limit_bytes=limit_bytes)
         found = None if shape is None else {"blocks": len(shape.units) - 1, "parameters": shape.parameters}
         say_json({"largest": found}) if args.json else say(largest_text(shape, spec, device))
         return 0 if shape else 1
     if args.find == "fewest":
-        there = fewest_ranks(spec, where, limit_bytes=limit_bytes)
-        found = None if there is None else {"ranks": there.ranks, "hosts": there.hosts}
-        say_json({"fewest": found}) if args.json else say(fewest_text(there, spec, device))
-        return 0 if there else 1
-    search = searched(spec, where, limit_bytes=limit_bytes)
+        machine = fewest_ranks(spec, target, limit_bytes=limit_bytes)
+        found = None if machine is None else {"ranks": machine.ranks, "hosts": machine.hosts}
+        say_json({"fewest": found}) if args.json else say(fewest_text(machine, spec, device))
+        return 0 if machine else 1
+    search = searched(spec, target, limit_bytes=limit_bytes)
     if args.json:
         top = [{"why": one.why, **one.plan.to_dict()} for one in search.top]
         nearest = None if search.nearest is None else search.nearest.to_dict()
@@ -210,16 +190,17 @@ def point(plan: Plan) -> dict[str, Any]:
 # -- text ----------------------------------------------------------------------------------------------------------
 
 
-def show_plans(plans: Sequence[Plan], along: Sequence[Plan], binds: str) -> None:
+def show_plans(plans: Sequence[Plan], scaling: Sequence[Plan], bottleneck: str) -> None:
     """Prints one plan in full with its scaling curve, or several as a table."""
     from fsdp_lab.planner.plan import memory_table, plan_table, sentences, time_table
 
-    if len(plans) > 1 or not along:
+    if len(plans) > 1 or not scaling:
         say(repr(plan_table(plans)))
         return
     (plan,) = plans
-    tables = (time_table(plan), memory_table(plan), plan_table(along))
-    say("\n".join([*sentences(plan), *(f"\n{table!r}" for table in tables), "", f"{binds[0].upper()}{binds[1:]}."]))
+    tables = (time_table(plan), memory_table(plan), plan_table(scaling))
+    end = f"{bottleneck[0].upper()}{bottleneck[1:]}."
+    say("\n".join([*sentences(plan), *(f"\n{table!r}" for table in tables), "", end]))
 
 
 def rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -251,4 +232,4 @@ def fewest_text(machine: Machine | None, spec: Spec, device: str) -> str:
     if machine is None:
         batch = f"a global batch of {spec.global_batch:,}"
         return f"{model} does not fit on any number of {device} that divides {batch}."
-    return f"{model} fits on {machine.ranks:,} x {device} in {machine.hosts:,} host{'s' * (machine.hosts > 1)}."
+    return f"{model} fits on {machine.ranks:,} x {device} in {plural(machine.hosts, 'host')}."

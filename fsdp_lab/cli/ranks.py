@@ -7,7 +7,8 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.cli.console import Failed, Refused, say_json, unhurried
+from fsdp_lab.cli.console import Failed, Refused, say_json, signals_ignored
+from fsdp_lab.core.formatting import plural, size
 
 if TYPE_CHECKING:
     from fsdp_lab.cluster.detached import DetachedCluster
@@ -15,9 +16,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--end", nargs="*", metavar="ID", help="end the ranks with these ids; without an id, all that no kernel uses"
-    )
+    end = "end the ranks with these ids; without an id, all that no kernel uses"
+    parser.add_argument("--end", nargs="*", metavar="ID", help=end)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,13 +25,12 @@ def run(args: argparse.Namespace) -> int:
 
     clusters = detached_clusters()
     if args.end is not None:
-        for cluster in chosen(clusters, args.end):
-            with unhurried():
+        for cluster in selected(clusters, args.end):
+            with signals_ignored():
                 if not cluster.end():
-                    raise Failed(
-                        f"{cluster.id} could not be ended: a kernel has attached to it, or a process does not end"
-                    )
-            print(f"{cluster.id}: {len(cluster.pids)} rank{'s' * (len(cluster.pids) != 1)} ended")
+                    reason = "a kernel has attached to it, or a process does not end"
+                    raise Failed(f"{cluster.id} could not be ended: {reason}")
+            print(f"{cluster.id}: {plural(len(cluster.pids), 'rank')} ended")
     elif args.json:
         say_json([record(cluster) for cluster in clusters])
     else:
@@ -39,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def chosen(clusters: list[DetachedCluster], ids: list[str]) -> list[DetachedCluster]:
+def selected(clusters: list[DetachedCluster], ids: list[str]) -> list[DetachedCluster]:
     """The clusters with these ids, or all that no kernel uses. Raises Refused: no such cluster, or a kernel uses it."""
     for one in ids:
         if not any(cluster.id == one for cluster in clusters):
@@ -73,10 +72,8 @@ def record(cluster: DetachedCluster) -> dict[str, Any]:
 
 def line(cluster: DetachedCluster) -> str:
     """A cluster as one line, with the kernel that uses it or the hours until it ends."""
-    from fsdp_lab.core.formatting import size
-
     d = record(cluster)
-    what = f"{d['id']}  {d['ranks']} rank{'s' * (d['ranks'] != 1)} on {', '.join(sorted(set(d['devices'])))}"
+    what = f"{d['id']}  {plural(d['ranks'], 'rank')} on {', '.join(sorted(set(d['devices'])))}"
     waited_s = max(0.0, time.time() - (cluster.free_unix_s or time.time()))
     left = f"no kernel uses them; they end in {(cluster.limit_s - waited_s) / 3600:.1f} h"
     user = left if d["kernel_pid"] is None else f"process {d['kernel_pid']} uses them"

@@ -9,46 +9,55 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.cli import fields
-from fsdp_lab.cli.console import Failed, Refused, Results, at_least, terminal
+from fsdp_lab.cli.console import (
+    Failed,
+    Refused,
+    Results,
+    at_least,
+    first_line,
+    live,
+    open_lab,
+    say,
+    say_unread_weights,
+    terminal,
+    watch,
+)
 from fsdp_lab.core.checkpoint_format import Checkpoint, check_same, find
+from fsdp_lab.core.describe import describe_strategy
 from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.formatting import Table, count, duration, plural, size
 from fsdp_lab.core.spec import Spec
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
-    from rich.table import Table
 
     from fsdp_lab.core.events import StepEvent
     from fsdp_lab.runs import CheckpointConfig, EvalConfig, RecoveryPolicy, Run
 
 LINE = ("loss", "step time", "tokens/s", "TFLOPS", "peak/rank", "exposed")
 LINE_S = 2.0  # between two lines of output if there is no terminal
+RECENT_STEPS = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "spec", type=Path, nargs="?", help='a file with {"workload": {...}, "strategy": {...}, "world_size": 2}'
-    )
-    parser.add_argument("--steps", type=int, help="number of steps (default: train until Ctrl-C)")
-    parser.add_argument("--ranks", type=int, help="instead of the file's world_size")
-    parser.add_argument("--link", metavar="LINK", help=f"instead of the file's: {fields.LINK}; none: the real wire")
-    parser.add_argument("--evaluate-every", type=int, metavar="N", help="evaluate on held-out samples every N steps")
-    parser.add_argument("--evaluate-samples", type=int, metavar="N", help="number of held-out samples")
-    parser.add_argument("--patience", type=int, metavar="N", help="stop after N evaluations without improvement")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary to FILE, as compare does")
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE",
-        help="write traced steps (.json or .json.gz) for ui.perfetto.dev or chrome://tracing",
-    )  # fmt: skip
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="resume from a checkpoint, or from the newest in a "
-                        "folder; under the given Spec, or the saved one")  # fmt: skip
-    parser.add_argument(
-        "--save", type=Path, metavar="DIR", help="save a checkpoint of the last step to DIR; see --save-every"
-    )
-    parser.add_argument("--save-every", type=int, metavar="N", help="save every N steps")
-    parser.add_argument("--save-last", type=int, metavar="N", help="number of checkpoints to keep, besides the best")
-    parser.add_argument("--recover", choices=("same", "fewer"), help="when a rank is lost, recover automatically: on as "
-                        "many ranks, or on those that remain")  # fmt: skip
+    add = parser.add_argument
+    add("spec", type=Path, nargs="?", help='a file with {"workload": {...}, "strategy": {...}, "world_size": 2}')
+    add("--steps", type=int, help="number of steps (default: train until Ctrl-C)")
+    add("--ranks", type=int, help="instead of the file's world_size")
+    add("--link", metavar="LINK", help=f"instead of the file's: {fields.LINK}; none: the real wire")
+    add("--evaluate-every", type=int, metavar="N", help="evaluate on held-out samples every N steps")
+    add("--evaluate-samples", type=int, metavar="N", help="number of held-out samples")
+    add("--patience", type=int, metavar="N", help="stop after N evaluations without improvement")
+    add("--json", type=Path, metavar="FILE", help="write the summary to FILE, as compare does")
+    add("--trace", type=Path, metavar="FILE",
+        help="write traced steps (.json or .json.gz) for ui.perfetto.dev or chrome://tracing")  # fmt: skip
+    add("--resume", type=Path, metavar="DIR",
+        help="resume from a checkpoint, or from the newest in a folder; under the given Spec, or the saved one")  # fmt: skip
+    add("--save", type=Path, metavar="DIR", help="save a checkpoint of the last step to DIR; see --save-every")
+    add("--save-every", type=int, metavar="N", help="save every N steps")
+    add("--save-last", type=int, metavar="N", help="number of checkpoints to keep, besides the best")
+    add("--recover", choices=("same", "fewer"),
+        help="when a rank is lost, recover automatically: on as many ranks, or on those that remain")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ranks is not None:
         spec = spec.replace(world_size=args.ranks, devices=None)
     if args.link is not None:
-        spec = spec.replace(link=fields.link_of(args.link))
+        spec = spec.replace(link=fields.parse_link(args.link))
 
     evaluate = eval_config(args)
 
@@ -141,40 +150,36 @@ def train(
 
     `options`: of `Lab.run`. `start`: the checkpoint to resume from, under this Spec.
     """
-    from fsdp_lab.cli import session
-
-    with session.lab(console, spec.world_size, spec.devices) as lab:
+    with open_lab(console, spec.world_size, spec.devices) as lab:
         if start is None:
-            session.tell_unread_weights(console, [spec])
+            say_unread_weights(console, [spec])
             run = lab.run(spec, **options)
         else:
-            changes = {name: there for name, (_, there) in start.spec.difference(spec).items()}
+            changes = {name: wanted for name, (_, wanted) in start.spec.difference(spec).items()}
             run = lab.resume(start, **options, **changes)
         printed_s = time.monotonic()
         try:
-            with session.live(console, transient=True) as show:
+            with live(console, transient=True) as draw:
 
-                def look() -> None:
+                def show() -> None:
                     nonlocal printed_s
                     if console.is_terminal:
-                        show(view(run))
+                        draw(view(run))
                     elif time.monotonic() - printed_s > LINE_S:
                         printed_s = time.monotonic()
-                        console.print(line(run), markup=False, highlight=False)
+                        say(line(run), console)
 
-                session.watch(run, look)
+                watch(run, show)
         except Exception as e:
-            raise Failed(session.reason_of(e)) from e
+            raise Failed(first_line(e)) from e
         finally:
-            if run.details:
-                console.print(run.details, markup=False, highlight=False)
-            for text in outcome(run):
-                console.print(text, markup=False, highlight=False)
+            for text in (*filter(None, [run.details]), *outcome(run)):
+                say(text, console)
             if len(run.events):
                 console.print(view(run))
                 results.add_run(run.summary())
             if trace is not None:
-                console.print(write_trace(run, trace), markup=False, highlight=False)
+                say(write_trace(run, trace), console)
 
 
 def outcome(run: Run) -> list[str]:
@@ -189,26 +194,23 @@ def write_trace(run: Run, file: Path) -> str:
         run.export_trace(file)
     except FieldError as e:
         return f"no trace was written: {e.reason}"
-    steps = len(run.events.traced())
-    return f"{steps} traced step{'s' * (steps != 1)} in {file}: open it at ui.perfetto.dev or chrome://tracing"
+    steps = plural(len(run.events.traced()), "traced step")
+    return f"{steps} in {file}: open it at ui.perfetto.dev or chrome://tracing"
 
 
 # -- output ----------------------------------------------------------------------------------------------------------
 
 
 def line(run: Run) -> str:
-    """The state of the run in one line, for a log."""
-    from fsdp_lab.cli import session
+    """The state of the run in one line, with figures of its newest steps, at a cost that does not grow with the run."""
     from fsdp_lab.runs.comparison import NONE, cells
+    from fsdp_lab.runs.steps import last_stretch
+    from fsdp_lab.runs.summary import figures
 
-    found = cells(session.recent(run))
-    figures = ", ".join(f"{name} {found[name]}" for name in LINE if found[name] != NONE)
-    return (
-        f"step {run.step}"
-        + (f" of {run.steps}" if run.steps else "")
-        + (f": {figures}" if figures else f": {run.state.value}")
-        + (f", {judged}" if (judged := run.early_stopping.words(run.spec.workload)) else "")
-    )
+    texts = cells(figures(last_stretch(run.events.last_steps(RECENT_STEPS), run.spec)))
+    shown = ", ".join(f"{name} {texts[name]}" for name in LINE if texts[name] != NONE)
+    steps = f"step {run.step}{f' of {run.steps}' if run.steps else ''}: {shown or run.state.value}"
+    return ", ".join(filter(None, (steps, run.early_stopping.words(run.spec.workload))))
 
 
 def view(run: Run) -> Group:
@@ -216,30 +218,24 @@ def view(run: Run) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    from fsdp_lab.core.describe import describe_strategy
-
     latest = list(run.events.latest().values())
-    head = f"{describe_strategy(run.spec)} on {run.spec.world_size} ranks: {run.state.value}" + (
-        f" ({run.reason})" if run.reason else ""
-    )
-    return Group(Text(head, style="bold"), Text(line(run)), *([ranks(latest)] if latest else []))
+    reason = f" ({run.reason})" if run.reason else ""
+    head = f"{describe_strategy(run.spec)} on {run.spec.world_size} ranks: {run.state.value}{reason}"
+    table = [Text(f"\n{rank_table(latest)!r}\n", no_wrap=True, overflow="crop")] if latest else []
+    return Group(Text(head, style="bold"), Text(line(run)), *table)
 
 
-def ranks(latest: Sequence[StepEvent]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    from fsdp_lab.core.formatting import count, duration, size
-
+def rank_table(latest: Sequence[StepEvent]) -> Table:
+    """Throughput, memory and the time of each kind of collective, by rank."""
     kinds = sorted({kind for event in latest for kind, traffic in event.comm.items() if traffic.calls})
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    recomputes = any(e.recompute_flops for e in latest)
-    shares = ("MFU", "HFU") if recomputes else ("MFU",)
-    for name in ("rank", "step", "step time", "tokens/s", "TFLOPS", *shares, "peak", "RSS", *kinds):
-        drawn.add_column(name.replace("_", " "), justify="right")
+    shares = ("MFU", "HFU") if any(e.recompute_flops for e in latest) else ("MFU",)
+    rows = []
     for e in latest:
+        numbers = [duration(e.step_time_s), count(e.tokens_per_s), f"{e.tflops:.3g}"]
+        used = ["–" if share is None else f"{share:.1%}" for share in (e.mfu, e.hfu)[: len(shares)]]
         comm = [duration(e.comm[kind].seconds) if kind in e.comm else "" for kind in kinds]
-        used = [f"{share:.1%}" if share is not None else "–" for share in ((e.mfu, e.hfu) if recomputes else (e.mfu,))]
-        numbers = [duration(e.step_time_s), count(e.tokens_per_s), f"{e.tflops:.3g}", *used]
-        drawn.add_row(str(e.rank), str(e.step), *numbers, size(e.memory.peak_bytes), size(e.memory.rss_bytes), *comm)
-    return drawn
+        memory = [size(e.memory.peak_bytes), size(e.memory.rss_bytes)]
+        rows.append((str(e.rank), str(e.step), *numbers, *used, *memory, *comm))
+    titles = [kind.replace("_", " ") for kind in kinds]
+    columns = ("rank", "step", "step time", "tokens/s", "TFLOPS", *shares, "peak", "RSS", *titles)
+    return Table(columns=columns, rows=tuple(rows))

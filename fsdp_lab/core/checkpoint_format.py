@@ -25,17 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError
+from fsdp_lab.core.files import path_errors
 from fsdp_lab.core.spec import LINEAGE, Spec
 
 MANIFEST = "checkpoint.json"
 PARTIAL = ".partial"
 FORMAT = 1
-KINDS = (
-    "step",
-    "best",
-    "last",
-    "rescue",
-)  # why it was saved; the newest "best" and the newest few of the others are retained
+# Why it was saved; the newest "best" and the newest few of the others are retained.
+KINDS = ("step", "best", "last", "rescue")
 _NAME = re.compile(r"step-\d{8,}-[0-9a-f]{6}")
 _FILE = re.compile(r"[\w.-]+\.safetensors")  # no separators: the files of a manifest are beside it
 
@@ -71,14 +68,11 @@ class IncompleteCheckpoint:
 
 def check_folder(path: str | os.PathLike[str], *, field: str = "save") -> Path:
     """The absolute path of a folder for checkpoints; created if it is missing. Raises ArgumentError."""
-    try:
+    with path_errors(field, f"{path} cannot hold checkpoints", "name a folder that is yours"):
         root = Path(path).expanduser().absolute()
         root.mkdir(parents=True, exist_ok=True)
         if not os.access(root, os.W_OK | os.X_OK):
-            raise PermissionError(13, "it is read-only")
-    except (OSError, ValueError, RuntimeError, TypeError) as e:  # RuntimeError: ~ of an unknown user
-        why = e.strerror if isinstance(e, OSError) else e
-        raise ArgumentError(field, f"{path} cannot hold checkpoints: {why}", "name a folder that is yours") from e
+            raise ValueError("it is read-only")
     return root
 
 
@@ -125,16 +119,18 @@ def discard(partial: Path) -> None:
 
 
 def prune(root: Path, run: str, *, last: int) -> list[Path]:
-    """Removes all checkpoints of a run except the newest `last` and the newest "best" one; returns the removed ones. One
-    whose removal is interrupted is incomplete."""
-    mine = [c for c in checkpoints(root) if c.run == run]
-    best = [c for c in mine if c.kind == "best"]
-    others = [c for c in mine if c.kind != "best"]
-    gone = [*best[:-1], *others[:-last]]
-    for c in gone:
+    """Removes all checkpoints of a run except the newest `last` and the newest "best" one; returns their paths.
+
+    A checkpoint whose removal is interrupted is incomplete.
+    """
+    of_run = [c for c in checkpoints(root) if c.run == run]
+    best = [c for c in of_run if c.kind == "best"]
+    others = [c for c in of_run if c.kind != "best"]
+    removed = [*best[:-1], *others[:-last]]
+    for c in removed:
         with contextlib.suppress(OSError):
             discard(c.path.rename(c.path.with_name(c.path.name + PARTIAL)))
-    return [c.path for c in gone]
+    return [c.path for c in removed]
 
 
 def _sync(folder: Path) -> None:
@@ -172,17 +168,15 @@ def incomplete_checkpoints(root: str | os.PathLike[str]) -> list[IncompleteCheck
 
 def find(path: str | os.PathLike[str], *, field: str = "checkpoint") -> Checkpoint:
     """The checkpoint at this path, or the newest complete one in this folder of checkpoints. Raises ArgumentError."""
-    try:
+    with path_errors(field, f"{path!r} is not a path", "name a folder of checkpoints"):
         folder = Path(path).expanduser().absolute()
         is_one = _NAME.fullmatch(folder.name.removesuffix(PARTIAL)) is not None or (folder / MANIFEST).exists()
-    except (OSError, ValueError, RuntimeError, TypeError) as e:
-        raise ArgumentError(field, f"{path!r} is no path: {e}", "name a folder of checkpoints") from e
     if is_one:
         return read(folder, field=field)
     if found := checkpoints(folder):
         return found[-1]
     broken = incomplete_checkpoints(folder)
-    why = f"it holds none that is whole ({broken[-1].path.name}: {broken[-1].reason})" if broken else "it holds none"
+    why = f"it holds none that is complete ({broken[-1].path.name}: {broken[-1].reason})" if broken else "it holds none"
     if not folder.is_dir():
         why = "there is no such folder"
     raise ArgumentError(field, f"no checkpoint in {path}: {why}", "name a folder that a run was saved in")

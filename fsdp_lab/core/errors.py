@@ -1,4 +1,4 @@
-"""Errors that several floors raise, and checks of numbers that raise them. Floor 0: the standard library."""
+"""Errors of fields and arguments that many parts raise, and checks of numbers that raise them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-DISTRIBUTIONS = {
-    "IPython": "ipython",
-    "PIL": "pillow",
-    "yaml": "pyyaml",
-}  # import name -> distribution, if not the same
+# Import name -> distribution, if not the same.
+DISTRIBUTIONS = {"IPython": "ipython", "PIL": "pillow", "yaml": "pyyaml"}
 
 
 class FieldError(ValueError):

@@ -90,7 +90,7 @@ def exposed_by_unit(spans: Sequence[Span]) -> dict[str, float]:
     return found
 
 
-# -- spans of a traced step ------------------------------------------------------------------------------------------
+# -- traffic and memory of a step ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -338,12 +338,9 @@ class PhaseSnapshot:
     parameters: tuple[ParameterHolding, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        d = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        d["parameters"] = [dataclasses.asdict(p) for p in self.parameters]
-        return d
+        d = dataclasses.asdict(self)
+        return {**d, "parameters": list(d["parameters"])}
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> PhaseSnapshot:
-        fields = dict(d)
-        fields["parameters"] = tuple(ParameterHolding(**p) for p in fields["parameters"])
-        return cls(**fields)
+        return cls(**{**d, "parameters": tuple(ParameterHolding(**p) for p in d["parameters"])})

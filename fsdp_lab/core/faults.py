@@ -25,8 +25,7 @@ class FaultKind(enum.Enum):
 
 
 class FaultPhase(enum.Enum):
-    """In the middle of the forward or of the backward; or after the vote that ends a step, before its update, when the other
-    ranks apply the step."""
+    """When in a step: in the middle of the forward or backward, or after the vote that ends it, before the update."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -50,63 +49,54 @@ class Fault:
     at_step: int | None = None  # this step, or the first later one that reaches the phase; None: the next
     phase: FaultPhase = FaultPhase.FORWARD
     for_s: float | None = None  # duration of a stall; None: unlimited
-    heals: bool | None = (
-        None  # of a cut: whether the groups that are opened after the aborted step work again; None: yes
-    )
+    heals: bool | None = None  # of a cut: whether groups that are opened after the aborted step work; None: yes
     link: str | None = None  # of a slow link: its bandwidth and latency, as in "5 MB/s, 1 ms"
     factor: float | None = None  # or: how many times slower it gets
 
     def __post_init__(self) -> None:
-        _token("kind", self.kind, FaultKind)
-        _token("phase", self.phase, FaultPhase)
+        for name, tokens in (("kind", FaultKind), ("phase", FaultPhase)):
+            if not isinstance(getattr(self, name), tokens):
+                raise _refused(name, getattr(self, name), f"one of {_listed(tokens)}, of {tokens.__name__}")
         if not isinstance(self.ranks, tuple) or not self.ranks or not all(is_whole(rank, 0) for rank in self.ranks):
-            raise ArgumentError("fault.ranks", f"{self.ranks!r} is refused", "give the numbers of one rank or more")
+            raise _refused("ranks", self.ranks, "the numbers of one rank or more")
         if self.at_step is not None and not is_whole(self.at_step, 0):
-            raise ArgumentError(
-                "fault.at_step", f"{self.at_step!r} is refused", "give the number of a step, or None for the next"
-            )
+            raise _refused("at_step", self.at_step, "the number of a step, or None for the next")
         for name, kind in _ONLY.items():
             if getattr(self, name) is not None and self.kind is not kind:
-                raise ArgumentError(
-                    f"fault.{name}", f"it belongs to {kind.value} and this is {self.kind.value}", "leave it out"
-                )
+                raise _invalid(name, f"it belongs to {kind.value} and this is {self.kind.value}", "leave it out")
         for name, least in (("for_s", 0.0), ("factor", 1.0)):
-            _more_than(name, getattr(self, name), least)
+            value = getattr(self, name)
+            if value is not None and not (is_number(value) and math.isfinite(value) and value > least):
+                raise _refused(name, value, f"a finite number above {least:g}, or leave it out")
         if self.heals is not None and not isinstance(self.heals, bool):
-            raise ArgumentError("fault.heals", f"{self.heals!r} is refused", "give true or false")
+            raise _refused("heals", self.heals, "true or false")
         if self.kind is FaultKind.NAN and self.phase is FaultPhase.UPDATE:
-            raise ArgumentError("fault.phase", "when a step is applied, its loss and gradients were found finite",
-                            "use forward or backward")  # fmt: skip
+            reason = "when a step is applied, its loss and gradients were found finite"
+            raise _invalid("phase", reason, "use forward or backward")
         if self.kind is FaultKind.SLOW:
             self._check_link()
 
     def _check_link(self) -> None:
         if (self.link is None) == (self.factor is None):
-            raise ArgumentError("fault.link", "a slow link is one of a bandwidth, or slower by a factor",
-                            'give link, as in "5 MB/s", or factor, as in 10')  # fmt: skip
+            reason = "a slow link is one of a bandwidth, or slower by a factor"
+            raise _invalid("link", reason, 'give link, as in "5 MB/s", or factor, as in 10')
         if self.link is None:
             return
         try:
             requested = LinkSpec.parse(self.link)
         except LinkError as e:
-            raise ArgumentError("fault.link", e.reason, e.hint) from None
+            raise _invalid("link", e.reason, e.hint) from None
         if requested.gpu is not None:
-            raise ArgumentError(
-                "fault.link", f"{requested.text} is scaled to a GPU", 'give a bandwidth, as in "5 MB/s"'
-            )
+            raise _invalid("link", f"{requested.text} is scaled to a GPU", 'give a bandwidth, as in "5 MB/s"')
 
     def check(self, world_size: int, step: int) -> None:
         """Raises ArgumentError if it is impossible for `world_size` ranks that are at `step`."""
         if beyond := [rank for rank in self.ranks if rank >= world_size]:
-            raise ArgumentError(
-                "fault.ranks", f"there is no rank {beyond[0]}", f"give ranks from 0 to {world_size - 1}"
-            )
+            raise _invalid("ranks", f"there is no rank {beyond[0]}", f"give ranks from 0 to {world_size - 1}")
         if self.at_step is not None and self.at_step < step:
-            raise ArgumentError(
-                "fault.at_step", f"step {self.at_step} is over", f"give {step} or more, or None for the next"
-            )
+            raise _invalid("at_step", f"step {self.at_step} is over", f"give {step} or more, or None for the next")
         if world_size == 1 and self.kind in (FaultKind.CUT, FaultKind.SLOW):
-            raise ArgumentError("fault.kind", "one rank sends nothing over a link", "start two ranks or more")
+            raise _invalid("kind", "one rank sends nothing over a link", "start two ranks or more")
 
     @property
     def where(self) -> str:
@@ -125,7 +115,7 @@ class Fault:
         names = [f.name for f in dataclasses.fields(cls)]
         for name in given:
             if name not in names:
-                raise ArgumentError(f"fault.{name}", "there is no such field", f"use {', '.join(names)}")
+                raise _invalid(name, "there is no such field", f"use {', '.join(names)}")
         given["kind"] = _enum("kind", given.get("kind"), FaultKind)
         given["phase"] = _enum("phase", given.get("phase", FaultPhase.FORWARD.value), FaultPhase)
         ranks = given.get("ranks", ())
@@ -133,31 +123,23 @@ class Fault:
         return cls(**given)
 
 
+def _invalid(name: str, reason: str, hint: str) -> ArgumentError:
+    return ArgumentError(f"fault.{name}", reason, hint)
+
+
+def _refused(name: str, value: Any, wanted: str) -> ArgumentError:
+    return _invalid(name, f"{value!r} is refused", f"give {wanted}")
+
+
 def _enum(name: str, value: Any, tokens: type[E]) -> E:
     try:
         return tokens(value)
     except ValueError:
-        raise ArgumentError(f"fault.{name}", f"{value!r} is refused", f"give one of {_listed(tokens)}") from None
-
-
-def _token(name: str, value: Any, tokens: type[enum.Enum]) -> None:
-    if not isinstance(value, tokens):
-        raise ArgumentError(
-            f"fault.{name}", f"{value!r} is refused", f"give one of {_listed(tokens)}, of {tokens.__name__}"
-        )
+        raise _refused(name, value, f"one of {_listed(tokens)}") from None
 
 
 def _listed(tokens: type[enum.Enum]) -> str:
     return ", ".join(str(one.value) for one in tokens)
-
-
-def _more_than(name: str, value: Any, least: float) -> None:
-    if value is None:
-        return
-    if not is_number(value) or not math.isfinite(value) or value <= least:
-        raise ArgumentError(
-            f"fault.{name}", f"{value!r} is refused", f"give a finite number above {least:g}, or leave it out"
-        )
 
 
 # -- drills: faults by name --------------------------------------------------------------------------------------------
@@ -165,10 +147,10 @@ def _more_than(name: str, value: Any, least: float) -> None:
 # "kill" and "stop" are signals to the process; the others happen in the rank's next step.
 DRILLS = {
     "kill": "ends the rank's process (SIGKILL), as the system does when memory runs out",
-    "stop": "stops the rank's process (SIGSTOP), as a machine that hangs",
-    "stall": "lets the rank sit in native code, deaf to interrupts",
-    "cut": "lets no byte of the rank's collectives through, as if its cable were pulled",
-    "slow": "makes the rank's link ten times slower; nothing fails; end() mends it",
+    "stop": "stops the rank's process (SIGSTOP), like a machine that hangs",
+    "stall": "blocks the rank in native code, where it ignores interrupts",
+    "cut": "blocks every byte of the rank's collectives, as if its cable were pulled",
+    "slow": "makes the rank's link ten times slower; nothing fails; end() restores it",
     "out-of-memory": "lets the rank ask for more memory than there is",
     "nan": "makes one of the rank's activations NaN",
     "raise": "lets the model's code raise on the rank",

@@ -40,7 +40,7 @@ class Table:
             return 'style="text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap"'
 
         def cell(name: str, text: str) -> str:
-            """A spread in brackets is put below its number, which saves width."""
+            """A spread in parentheses is on a line below its number, which saves width."""
             middle, open_, spread = text.partition(" (")
             if name in self.left or not open_:
                 return escape(text)
@@ -100,11 +100,16 @@ def count(number: float) -> str:
     return f"{figures(number / 1e6)} M" if number >= 1e6 else f"{number:,.0f}"
 
 
+def plural(number: int, noun: str) -> str:
+    """A number of things: 1 rank, 4,096 ranks."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 # -- medians with their spread ---------------------------------------------------------------------------------------
 
 
 def known(values: Sequence[float]) -> list[float]:
-    """Without infinities and NaN, which mark values that were not measured."""
+    """The finite values; infinities and NaN mark values that were not measured."""
     return [v for v in values if math.isfinite(v)]
 
 

@@ -1,7 +1,6 @@
-"""`Heartbeat`: the state of a rank, sent from a separate thread while its main thread may be blocked. `Hang`: which rank the
-others wait for, derived from the heartbeats of all ranks.
+"""`Heartbeat`: the state of a rank, sent by a thread of its own. `Hang`: the ranks that a collective waits for.
 
-A heartbeat crosses processes as a dict of plain scalars. Heartbeats serve only status and hang detection; plots and history
+A heartbeat crosses processes as a dict of plain values. Heartbeats serve only status and hang detection; plots and history
 come from step events. `diagnose` runs in the kernel or, without one (torchrun), on a rank that has waited for too long.
 """
 
@@ -69,12 +68,8 @@ class Heartbeat:
         return self.next_s + _GRACE_S
 
     def to_dict(self) -> dict[str, Any]:
-        d = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        for name in ("last", "pending"):
-            d[name] = None if d[name] is None else dataclasses.asdict(d[name])
-        d["recent"] = [dataclasses.asdict(one) for one in self.recent]
-        d["peers"], d["counts"] = list(self.peers), dict(self.counts)
-        return d
+        d = dataclasses.asdict(self)
+        return {**d, "recent": list(d["recent"]), "peers": list(d["peers"]), "counts": dict(d["counts"])}
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Heartbeat:
@@ -114,19 +109,15 @@ class Hang:
 
 
 def limit(hang_s: float | None, timeout_s: float) -> float:
-    """Seconds that a collective may wait for a rank. None: half of `timeout_s`, the timeout of the wire itself.
-
-    Raises ArgumentError.
-    """
+    """Seconds that a collective may wait for a rank. None: half of `timeout_s`, the wire's own. Raises ArgumentError."""
     if hang_s is None:
         return timeout_s / 2
     if not is_number(hang_s) or not hang_s > 0:
-        raise ArgumentError(
-            "hang_s", f"{hang_s!r} is refused", "give seconds, more than 0, or None for half of timeout_s"
-        )
+        hint = "give seconds, more than 0, or None for half of timeout_s"
+        raise ArgumentError("hang_s", f"{hang_s!r} is refused", hint)
     if hang_s >= timeout_s:
-        raise ArgumentError("hang_s", f"{hang_s:g} s is not less than timeout_s ({timeout_s:g} s), the wire's own timeout",
-                        "give less, or a larger timeout_s")  # fmt: skip
+        reason = f"{hang_s:g} s is not less than timeout_s ({timeout_s:g} s), the wire's own timeout"
+        raise ArgumentError("hang_s", reason, "give less, or a larger timeout_s")
     return float(hang_s)
 
 
@@ -151,24 +142,21 @@ def _absence(longest: Heartbeat, heartbeats: Heartbeats, waiting: Heartbeats, si
     wait, absent = _find_absent(longest, heartbeats, waiting)
     if not absent:  # all have issued it, according to their last heartbeats
         wait, absent = longest, [rank for rank in longest.peers if rank in silent]
-    elsewhere = [] if absent else _missing(wait, heartbeats)
+    blocked = [] if absent else _missing(wait, heartbeats)
     assert wait.pending is not None
     waiters = _waiting_in(wait.pending, waiting)
     what = f"{wait.pending.name} (group {wait.pending.group}: {_ranks(wait.peers)})"
     waited = f"{_ranks(waiters)} {'has' if len(waiters) == 1 else 'have'} waited {wait.pending_s:.1f} s"
+    named = absent or blocked
     if absent:
-        details = "; ".join([_last_seen(rank, heartbeats.get(rank), silent.get(rank)) for rank in absent[:_MAX_STACKS]])
-        sentence = f"{_ranks(absent)} did not join {what}, for which {waited}: {details}"
-    elif elsewhere:
-        details = "; ".join(
-            f"rank {rank} waits in {_pending(waiting[rank])} itself" for rank in elsewhere[:_MAX_STACKS]
-        )
-        sentence = (
-            f"{_ranks(elsewhere)} did not join {what}, for which {waited}: {details}; the ranks wait for each other"
-        )
+        details = [_last_seen(rank, heartbeats.get(rank), silent.get(rank)) for rank in absent[:_MAX_STACKS]]
+    else:
+        details = [f"rank {rank} waits in {_pending(waiting[rank])} itself" for rank in blocked[:_MAX_STACKS]]
+        details.append("the ranks wait for each other")
+    if named:
+        sentence = f"{_ranks(named)} did not join {what}, for which {waited}: {'; '.join(details)}"
     else:
         sentence = f"all ranks joined {what} and it does not finish; {waited}: the connection between them is stalled"
-    named = absent or elsewhere
     return Hang(
         sentence=sentence,
         ranks=tuple(named),
@@ -262,9 +250,8 @@ def _mismatch_hang(
     waiting: Heartbeats,
 ) -> Hang:
     assert longest.pending is not None
-    versions = " and ".join(
-        [f"{_ranks(ranks)} issued {_described(issued[ranks[0]])}" for ranks in parties[:_MAX_STACKS]]
-    )
+    issues = [f"{_ranks(ranks)} issued {_described(issued[ranks[0]])}" for ranks in parties[:_MAX_STACKS]]
+    versions = " and ".join(issues)
     named = [rank for ranks in parties[1:] for rank in ranks]
     return Hang(
         sentence=f"the ranks disagree about collective {ordinal} of group {longest.pending.group}: {versions}; one was "

@@ -67,21 +67,21 @@ class Layout:
         return self.numel - sum(slot.numel for slot in self.slots)
 
     def covered(self, bounds: Range) -> int:
-        """Elements of a range of the buffer that are parameters', not padding."""
+        """The number of elements in a range of the buffer that belong to parameters, not to padding."""
         overlaps = (_common(bounds, (slot.offset, slot.stop)) for slot in self.slots)
         return sum(max(0, stop - start) for start, stop in overlaps)
 
     def shard(self, rank: int) -> Range:
-        """The buffer's range that a rank keeps."""
+        """The range of the buffer that is a rank's shard."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def own(self, slot: Slot, rank: int) -> Range:
-        """The range of the flattened parameter that a rank keeps; (0, 0) where it is empty."""
+        """The range of the flattened parameter in a rank's shard; (0, 0) if it is empty."""
         start, stop = _common(self.shard(rank), (slot.offset, slot.stop))
         return (start - slot.offset, stop - slot.offset) if start < stop else (0, 0)
 
     def in_shard(self, slot: Slot, rank: int) -> Range:
-        """The same elements, counted from the beginning of the rank's shard."""
+        """The same range, counted from the beginning of the rank's shard."""
         start, stop = self.own(slot, rank)
         first = slot.offset - rank * self.shard_numel
         return (first + start, first + stop) if start < stop else (0, 0)
@@ -96,7 +96,7 @@ class Layout:
         return found
 
     def region_in_shard(self, group: Hashable, rank: int) -> Range:
-        """What a rank keeps of a region, counted from the beginning of its shard; (0, 0) where it is nothing."""
+        """The range of a region in a rank's shard, counted from the shard's beginning; (0, 0) if it is empty."""
         begin = rank * self.shard_numel
         start, stop = _common(self.shard(rank), self.regions[group])
         return (start - begin, stop - begin) if start < stop else (0, 0)

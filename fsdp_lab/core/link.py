@@ -27,7 +27,7 @@ _TIMES: Mapping[str, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _NAMED = ("nvlink", "pcie4")
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf)"
 _LATENCY = rf"({_NUMBER})\s*(s|ms|us|µs|μs|ns)"
-_FORM = (
+_EXAMPLES = (
     '"0.25 GB/s", "0.25 GB/s, 50 us", "nvlink of h100", "pcie4 of a100", "100 Gb/s of h100", or none for the real wire'
 )
 
@@ -57,7 +57,7 @@ class LinkSpec:
     def parse(cls, text: Any) -> LinkSpec:
         """Raises LinkError."""
         if not isinstance(text, str) or not text.strip():
-            raise LinkError(f"{text!r} is refused", f"give a text such as {_FORM}")
+            raise LinkError(f"{text!r} is refused", f"give a text such as {_EXAMPLES}")
         rate, latency_s, latency_text = _split_latency(text.strip())
         what, of, gpu_name = (part.strip() for part in rate.partition(" of "))
         gpu = _gpu(gpu_name) if of else None
@@ -101,13 +101,13 @@ def split_list(text: str) -> list[str]:
     return found
 
 
-def spoken_rate(bytes_per_s: float) -> str:
+def format_rate(bytes_per_s: float) -> str:
     """A bandwidth as text: "0.25 GB/s", "31.9 MB/s"."""
     unit, size = ("GB/s", 1e9) if bytes_per_s >= 0.1e9 else ("MB/s", 1e6) if bytes_per_s >= 0.1e6 else ("kB/s", 1e3)
     return f"{bytes_per_s / size:.3g} {unit}"
 
 
-def spoken_time(seconds: float) -> str:
+def format_latency(seconds: float) -> str:
     """A latency as text: "50 µs"."""
     unit, size = ("s", 1.0) if seconds >= 1 else ("ms", 1e-3) if seconds >= 1e-3 else ("µs", 1e-6)
     return f"{seconds / size:.3g} {unit}"
@@ -131,7 +131,7 @@ def _rate(word: str) -> tuple[str, float]:
     """The canonical text of a rate, and its bytes/s."""
     found = re.fullmatch(rf"({_NUMBER})\s*(\S*)", word)
     if found is None:
-        raise LinkError(f"{word!r} is no link", f"give {_FORM}")
+        raise LinkError(f"{word!r} is no link", f"give {_EXAMPLES}")
     number, unit = float(found[1]), re.sub("ps$", "/s", found[2])  # Gbps
     if unit not in _RATES:
         raise LinkError(f"{unit!r} is no unit of bandwidth" if unit else f"{word!r} has no unit",

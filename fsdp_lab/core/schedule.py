@@ -107,9 +107,9 @@ class Rules(PrefetchPolicy):
         """How many units are gathered ahead of the one that computes."""
         return self.forward_prefetch if direction is Direction.FORWARD else self.backward_prefetch
 
-    def has_room(self, alive: int) -> bool:
+    def has_room(self, gathered: int) -> bool:
         """Whether one more unit may be gathered ahead of time."""
-        return self.limit == 0 or alive < self.limit + 1
+        return self.limit == 0 or gathered < self.limit + 1
 
 
 class Schedule:
@@ -169,8 +169,10 @@ class Schedule:
         return found
 
     def following(self, point: Point, depth: int) -> tuple[int, ...]:
-        """The units of the calls that begin after a point in its direction, each once, at most `depth`; at a point before
-        a call, without its own unit."""
+        """At most `depth` units of the calls that begin after a point in its direction, each once.
+
+        At a point before a call, its own unit is left out.
+        """
         order, found = self.order[point.direction], dict[int, None]()
         own = self.calls[point.call].unit if point.moment is PointSide.BEFORE else None
         for i in range(self.begun[point], len(order)):
@@ -181,7 +183,7 @@ class Schedule:
         return tuple(found)
 
     @cached_property
-    def kept(self) -> frozenset[int]:
+    def stays_gathered(self) -> frozenset[int]:
         """Units that stay gathered between forward and backward (see the note)."""
         if not self.backward:
             return frozenset()
@@ -189,26 +191,25 @@ class Schedule:
             return frozenset(call.unit for call in self.calls)
         if not self.rules.keeps_first:
             return frozenset(call.unit for call in self.calls[:1])
-        alive: set[int] = set()
+        gathered: set[int] = set()
         for k in self.order[Direction.BACKWARD]:
-            alive.add(self.calls[k].unit)
+            gathered.add(self.calls[k].unit)
             if self.rules.prefetch_before:
-                alive.update(self.ahead(Point(Direction.BACKWARD, k, PointSide.BEFORE), alive))
+                gathered.update(self.ahead(Point(Direction.BACKWARD, k, PointSide.BEFORE), gathered))
             if not self.children[k]:
                 break
-        return frozenset(alive)
+        return frozenset(gathered)
 
-    def ahead(self, point: Point, alive: set[int]) -> tuple[int, ...]:
+    def ahead(self, point: Point, gathered: set[int]) -> tuple[int, ...]:
         """The units to prefetch at a point, within the limit."""
-        chosen, limited = list[int](), alive - self._stay(point)
+        chosen, limited = list[int](), gathered - self._unlimited(point)
         for unit in self.following(point, self.rules.depth(point.direction)):
-            if unit not in alive and self.rules.has_room(len(limited) + len(chosen)):
+            if unit not in gathered and self.rules.has_room(len(limited) + len(chosen)):
                 chosen.append(unit)
         return tuple(chosen)
 
-    def _stay(self, point: Point) -> set[int]:
-        """Units that have computed and stay gathered regardless of the limit: those before, if none is freed after the
-        forward."""
+    def _unlimited(self, point: Point) -> set[int]:
+        """Units that the limiter does not count: those that have computed, if none is freed after the forward."""
         if self.rules.reshard_after_forward or not self.backward or point.direction is not Direction.FORWARD:
             return set()
         begun = self.order[Direction.FORWARD][: self.begun[point] - (point.moment is PointSide.BEFORE)]
@@ -224,15 +225,15 @@ class Schedule:
 
 
 class _Builder:
-    """Visits the points in order, with the state of what is gathered and what each action waits for."""
+    """Visits the points in order and records which units are gathered and what each action waits for."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule, self._rules = schedule, schedule.rules
-        self._alive: set[int] = set()
+        self._gathered: set[int] = set()
         self._actions: list[Action] = []
-        self._computed: int | None = None  # the last computation
-        self._gathered: dict[int, int] = {}  # the unit's last unshard, reduce: their actions
-        self._reduced: dict[int, int] = {}
+        self._computed: int | None = None  # index of the last computation
+        self._unshards: dict[int, int] = {}  # unit -> index of its last unshard
+        self._reduces: dict[int, int] = {}  # unit -> index of its last reduce, or of the copy after it
         self._first: dict[int, int] = {}  # the unit's first call, and its last
         self._last = {call.unit: k for k, call in enumerate(schedule.calls)}
         for k, call in enumerate(schedule.calls):
@@ -246,15 +247,15 @@ class _Builder:
                 self._after(point)
         if self._schedule.backward and self._schedule.calls:
             end = Point(Direction.UPDATE, 0, PointSide.AFTER)
-            self._add(Phase.OPTIM, -1, end, tuple(self._reduced.values()))
+            self._add(Phase.OPTIM, -1, end, tuple(self._reduces.values()))
         return self._actions
 
     def _before(self, point: Point) -> None:
         unit = self._schedule.calls[point.call].unit
-        if unit not in self._alive:
+        if unit not in self._gathered:
             self._unshard(unit, point, ahead=False)
         if point.direction is Direction.FORWARD or self._rules.prefetch_before:
-            for other in self._schedule.ahead(point, self._alive):
+            for other in self._schedule.ahead(point, self._gathered):
                 self._unshard(other, point, ahead=True)
         self._compute(unit, point)
 
@@ -264,10 +265,10 @@ class _Builder:
             self._compute(unit, point)  # the part of an enclosing unit after its inner ones
         if self._is_freed(unit, point):
             self._add(Phase.RESHARD, unit, point, self._after_computing())
-            self._alive.discard(unit)
+            self._gathered.discard(unit)
         if point.direction is Direction.BACKWARD:
             if not self._rules.prefetch_before:
-                for other in self._schedule.ahead(point, self._alive):
+                for other in self._schedule.ahead(point, self._gathered):
                     self._unshard(other, point, ahead=True)
             if not self._comes_again(unit, point):
                 self._reduce(unit, point)
@@ -278,9 +279,9 @@ class _Builder:
         comes_again = self._comes_again(unit, point)
         if comes_again and not self._rules.reshard_after_forward:
             return False
-        if point.direction is Direction.FORWARD and not comes_again and unit in self._schedule.kept:
+        if point.direction is Direction.FORWARD and not comes_again and unit in self._schedule.stays_gathered:
             return False
-        return unit not in self._schedule.ahead(point, self._alive - {unit})  # it would be gathered again at once
+        return unit not in self._schedule.ahead(point, self._gathered - {unit})  # it would be gathered again at once
 
     def _comes_again(self, unit: int, point: Point) -> bool:
         """Whether another call of the unit begins later in this direction."""
@@ -303,18 +304,18 @@ class _Builder:
         waits = self._after_computing()
         if self._rules.offload == OffloadPolicy.ALL:
             waits = (self._add(Phase.HOST_COPY, unit, point, waits, ahead=ahead),)
-        self._gathered[unit] = self._add(Phase.UNSHARD, unit, point, waits, ahead=ahead)
-        self._alive.add(unit)
+        self._unshards[unit] = self._add(Phase.UNSHARD, unit, point, waits, ahead=ahead)
+        self._gathered.add(unit)
 
     def _compute(self, unit: int, point: Point) -> None:
-        waits = {*self._after_computing(), self._gathered[unit]}
+        waits = {*self._after_computing(), self._unshards[unit]}
         self._computed = self._add(Phase.COMPUTE, unit, point, tuple(sorted(waits)))
 
     def _reduce(self, unit: int, point: Point) -> None:
         at = self._add(Phase.REDUCE, unit, point, self._after_computing())
         if self._rules.offload != OffloadPolicy.NONE:
             at = self._add(Phase.HOST_COPY, unit, point, (at,))
-        self._reduced[unit] = at
+        self._reduces[unit] = at
 
     def _after_computing(self) -> tuple[int, ...]:
         return () if self._computed is None else (self._computed,)

@@ -31,59 +31,61 @@ PREFETCH_POINTS = ("before", "after")
 MOST_HELD_OUT = 0.5
 
 
-# -- small checks ----------------------------------------------------------------------------------------------------
+# -- the values that a field accepts, as its metadata ------------------------------------------------------------------
+
+Values = Mapping[str, Any]  # "accepts": whether a value other than the default is valid; "wanted": what is, for a hint
 
 
-def _refuse(field: str, value: Any, wanted: str) -> None:
-    raise SpecError(field, f"{value!r} is refused", f"give {wanted}")
+def _values(accepts: Callable[[Any], bool], wanted: str) -> Values:
+    return {"accepts": accepts, "wanted": wanted}
 
 
-def _one_of(field: str, value: Any, tokens: Sequence[str]) -> None:
-    if value not in tokens:
-        _refuse(field, value, "one of " + ", ".join(tokens))
+def _one_of(tokens: Sequence[str]) -> Values:
+    return _values(lambda v: v in tokens, "one of " + ", ".join(tokens))
 
 
-def _whole(field: str, value: Any, least: int) -> None:
-    if not is_whole(value, least):
-        _refuse(field, value, f"a whole number of {least} or more")
+def _whole(least: int) -> Values:
+    return _values(lambda v: is_whole(v, least), f"a whole number of {least} or more")
 
 
-def _number(field: str, value: Any, *, positive: bool = False) -> None:
-    if not is_number(value) or not math.isfinite(value) or value < 0 or (positive and value == 0):
-        _refuse(field, value, "a finite number above 0" if positive else "a finite number of 0 or more")
+def _matching(pattern: str, wanted: str) -> Values:
+    return _values(lambda v: isinstance(v, str) and re.fullmatch(pattern, v) is not None, wanted)
 
 
-def _share(field: str, value: Any, most: float) -> None:
-    if not is_number(value) or not 0 <= value <= most:
-        _refuse(field, value, f"a number from 0 to {most}")
+_POSITIVE = _values(lambda v: is_number(v) and math.isfinite(v) and v > 0, "a finite number above 0")
+_NOT_NEGATIVE = _values(lambda v: is_number(v) and math.isfinite(v) and v >= 0, "a finite number of 0 or more")
+_BOOL = _values(lambda v: isinstance(v, bool), "true or false")
 
 
-def _pattern(field: str, value: Any, pattern: str, wanted: str) -> None:
-    if not isinstance(value, str) or not re.fullmatch(pattern, value):
-        _refuse(field, value, wanted)
+def _check(name: str, value: Any, values: Values) -> None:
+    if not values["accepts"](value):
+        raise SpecError(name, f"{value!r} is refused", f"give {values['wanted']}")
+
+
+def _check_fields(prefix: str, part: Precision | Workload | Strategy) -> None:
+    """Raises SpecError for the first field whose value is neither accepted nor the default."""
+    for f in dataclasses.fields(part):
+        if (value := getattr(part, f.name)) is not f.default:
+            _check(f"{prefix}.{f.name}", value, f.metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """The dtype of each role; None leaves it as the computation produces it. Master shards are always fp32."""
 
-    param: str = "fp32"  # unsharded parameters, hence the matrix products and activations
-    reduce: str = "fp32"  # gradients while they are reduced
-    output: str | None = None  # what the root module returns
-    buffer: str | None = None  # floating-point buffers
-    norm: str | None = None  # normalisation layers except BatchNorm, which stays fp32; None: as the other parameters
-    keep_low_precision_gradients: bool = False  # gradient shards stay in the reduce dtype until the optimizer's step
+    param: str = field(
+        default="fp32", metadata=_one_of(DTYPES)
+    )  # unsharded parameters, hence matrix products, activations
+    reduce: str = field(default="fp32", metadata=_one_of(DTYPES))  # gradients while they are reduced
+    output: str | None = field(default=None, metadata=_one_of(DTYPES))  # what the root module returns
+    buffer: str | None = field(default=None, metadata=_one_of(DTYPES))  # floating-point buffers
+    # Normalisation layers except BatchNorm, which stays fp32; None: as the other parameters.
+    norm: str | None = field(default=None, metadata=_one_of(DTYPES))
+    # Gradient shards stay in the reduce dtype until the optimizer's step.
+    keep_low_precision_gradients: bool = field(default=False, metadata=_BOOL)
 
     def __post_init__(self) -> None:
-        for name in ("param", "reduce"):
-            _one_of(f"strategy.precision.{name}", getattr(self, name), DTYPES)
-        for name in ("output", "buffer", "norm"):
-            if getattr(self, name) is not None:
-                _one_of(f"strategy.precision.{name}", getattr(self, name), DTYPES)
-        if not isinstance(self.keep_low_precision_gradients, bool):
-            _refuse(
-                "strategy.precision.keep_low_precision_gradients", self.keep_low_precision_gradients, "true or false"
-            )
+        _check_fields("strategy.precision", self)
 
 
 PRECISIONS: Mapping[str, Precision] = {
@@ -92,7 +94,20 @@ PRECISIONS: Mapping[str, Precision] = {
     "bf16-pure": Precision(param="bf16", reduce="bf16", buffer="bf16"),
     "fp16": Precision(param="fp16", reduce="fp16"),
 }
-
+_MODEL = _values(
+    lambda v: isinstance(v, (str, Mapping)) and bool(v), "the name of a preset, a folder, or a config as a dict"
+)
+_DATA = _values(lambda v: isinstance(v, str) and bool(v), '"stdlib", "images", or the path of a file or folder')
+_SHARE = _values(lambda v: is_number(v) and 0 <= v <= MOST_HELD_OUT, f"a number from 0 to {MOST_HELD_OUT}")
+_PRECISION = _values(
+    lambda v: isinstance(v, Precision) or (isinstance(v, str) and v in PRECISIONS),
+    f"one of {', '.join(PRECISIONS)}, or param, reduce, output and buffer",
+)
+_WRAP = _matching(
+    r"block|whole|every:[1-9]\d*|min_params:[1-9]\d*|class:\w+",
+    '"block", "every:K", "min_params:N", "class:NAME" or "whole"',
+)
+_RECOMPUTE = _matching(r"none|full|every:[1-9]\d*", '"none", "full" or "every:K"')
 
 LINEAGE = ("model", "seed", "optimizer")  # a Spec that differs in one of these is a different training
 
@@ -101,72 +116,48 @@ LINEAGE = ("model", "seed", "optimizer")  # a Spec that differs in one of these 
 class Workload:
     """What is trained. A step sees micro_batch x accumulate x world_size samples."""
 
-    model: str | Mapping[str, Any] = "gpt2-10m"  # preset, transformers config as a dict, or its folder or file
-    data: str = "stdlib"  # Python's own source; a file or folder of text; "images", or a folder of images
-    held_out: float = 0.05  # fraction of the samples, at the end of the data, that is not trained on
-    seq_len: int = 128
-    micro_batch: int = 4  # samples per rank per forward
-    accumulate: int = 1  # micro-batches per optimizer step
-    optimizer: str = "adamw"
-    lr: float = 3e-4
-    weight_decay: float = 0.1
-    clip_norm: float | None = None  # maximum of the global gradient norm; None: no clipping
-    seed: int = 0
+    # A preset, a transformers config as a dict, or its folder or file.
+    model: str | Mapping[str, Any] = field(default="gpt2-10m", metadata=_MODEL)
+    # Python's own source; a file or folder of text; "images", or a folder of images.
+    data: str = field(default="stdlib", metadata=_DATA)
+    held_out: float = field(default=0.05, metadata=_SHARE)  # of the samples, at the end of the data: not trained on
+    seq_len: int = field(default=128, metadata=_whole(2))
+    micro_batch: int = field(default=4, metadata=_whole(1))  # samples per rank per forward
+    accumulate: int = field(default=1, metadata=_whole(1))  # micro-batches per optimizer step
+    optimizer: str = field(default="adamw", metadata=_one_of(OPTIMIZERS))
+    lr: float = field(default=3e-4, metadata=_POSITIVE)
+    weight_decay: float = field(default=0.1, metadata=_NOT_NEGATIVE)
+    clip_norm: float | None = field(default=None, metadata=_POSITIVE)  # of the global gradient; None: no clipping
+    seed: int = field(default=0, metadata=_whole(0))
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, (str, Mapping)) or not self.model:
-            _refuse("workload.model", self.model, "the name of a preset, a folder, or a config as a dict")
-        if not isinstance(self.data, str) or not self.data:
-            _refuse("workload.data", self.data, '"stdlib", "images", or the path of a file or folder')
-        _share("workload.held_out", self.held_out, MOST_HELD_OUT)
-        _whole("workload.seq_len", self.seq_len, 2)
-        _whole("workload.micro_batch", self.micro_batch, 1)
-        _whole("workload.accumulate", self.accumulate, 1)
-        _one_of("workload.optimizer", self.optimizer, OPTIMIZERS)
-        _number("workload.lr", self.lr, positive=True)
-        _number("workload.weight_decay", self.weight_decay)
-        if self.clip_norm is not None:
-            _number("workload.clip_norm", self.clip_norm, positive=True)
-        _whole("workload.seed", self.seed, 0)
+        _check_fields("workload", self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """How the work is sharded, and by which backend. `Spec` refuses what a backend cannot do."""
 
-    backend: str = "lab"
-    sharding: str = "full_shard"
-    shard_size: int | None = None  # ranks in one shard group: the sharding factor F of arXiv 2304.11277, section 3.2
-    reshard_size: int | None = None  # ranks that share the parameters between forward and backward; None: by `sharding`
-    precision: str | Precision = "fp32"
-    offload: str = "none"
-    wrap: str = "block"
-    forward_prefetch: int = 0  # units gathered ahead of the one that computes
-    backward_prefetch: int = 1
-    backward_prefetch_point: str = "before"  # issued before the backward of the unit that computes, or after it
-    limit_all_gathers: int = 2  # all-gathers in flight (section 3.4); 0: no limit
-    recompute: str = "none"  # activations: saved, or recomputed in the backward
-    sync: str = "every"  # the micro-batches that communicate
-    compile: bool = False
+    backend: str = field(default="lab", metadata=_one_of(BACKENDS))
+    sharding: str = field(default="full_shard", metadata=_one_of(SHARDINGS))
+    # Ranks in one shard group: the sharding factor F of arXiv 2304.11277, section 3.2.
+    shard_size: int | None = field(default=None, metadata=_whole(1))
+    # Ranks that share the parameters between forward and backward; None: by `sharding`.
+    reshard_size: int | None = field(default=None, metadata=_whole(1))
+    precision: str | Precision = field(default="fp32", metadata=_PRECISION)
+    offload: str = field(default="none", metadata=_one_of(OFFLOADS))
+    wrap: str = field(default="block", metadata=_WRAP)
+    forward_prefetch: int = field(default=0, metadata=_whole(0))  # units gathered ahead of the one that computes
+    backward_prefetch: int = field(default=1, metadata=_whole(0))
+    # Issued before the backward of the unit that computes, or after it.
+    backward_prefetch_point: str = field(default="before", metadata=_one_of(PREFETCH_POINTS))
+    limit_all_gathers: int = field(default=2, metadata=_whole(0))  # in flight (section 3.4); 0: no limit
+    recompute: str = field(default="none", metadata=_RECOMPUTE)  # activations: saved, or recomputed in the backward
+    sync: str = field(default="every", metadata=_one_of(SYNCS))  # the micro-batches that communicate
+    compile: bool = field(default=False, metadata=_BOOL)
 
     def __post_init__(self) -> None:
-        _one_of("strategy.backend", self.backend, BACKENDS)
-        _one_of("strategy.sharding", self.sharding, SHARDINGS)
-        for name in ("shard_size", "reshard_size"):
-            if getattr(self, name) is not None:
-                _whole(f"strategy.{name}", getattr(self, name), 1)
-        _check_precision(self.precision)
-        _one_of("strategy.offload", self.offload, OFFLOADS)
-        _pattern("strategy.wrap", self.wrap, r"block|whole|every:[1-9]\d*|min_params:[1-9]\d*|class:\w+",
-                 '"block", "every:K", "min_params:N", "class:NAME" or "whole"')  # fmt: skip
-        _whole("strategy.forward_prefetch", self.forward_prefetch, 0)
-        _whole("strategy.backward_prefetch", self.backward_prefetch, 0)
-        _one_of("strategy.backward_prefetch_point", self.backward_prefetch_point, PREFETCH_POINTS)
-        _whole("strategy.limit_all_gathers", self.limit_all_gathers, 0)
-        _pattern("strategy.recompute", self.recompute, r"none|full|every:[1-9]\d*", '"none", "full" or "every:K"')
-        _one_of("strategy.sync", self.sync, SYNCS)
-        if not isinstance(self.compile, bool):
-            _refuse("strategy.compile", self.compile, "true or false")
+        _check_fields("strategy", self)
 
     @property
     def dtypes(self) -> Precision:
@@ -200,7 +191,7 @@ class Strategy:
         if self.is_replicated:
             return 1
         if self.is_hybrid:
-            return self.shard_size or _default_factor(world_size) or world_size
+            return self.shard_size or max(_divisors(world_size), default=world_size)
         return world_size
 
     @property
@@ -231,7 +222,7 @@ class Spec:
     link: str | None = None  # an emulated link, see link.py: "0.25 GB/s, 50 us", "nvlink of h100"; None: the real wire
 
     def __post_init__(self) -> None:
-        _whole("world_size", self.world_size, 1)
+        _check("world_size", self.world_size, _whole(1))
         if self.devices is not None:
             object.__setattr__(self, "devices", _check_devices(self.devices, self.world_size))
         if self.link is not None:
@@ -251,13 +242,12 @@ class Spec:
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Spec:
         """Raises SpecError for an unknown key or an invalid value."""
-        top = _known("", d, cls)
+        top = _fields("", d, cls)
         parts: dict[str, Any] = {}
-        for name, kind in (("workload", Workload), ("strategy", Strategy)):
+        for name, kind in PARTS.items():
             given = top.pop(name, {})
-            if not isinstance(given, Mapping):
-                _refuse(name, given, "an object of fields")
-            parts[name] = kind(**_known(f"{name}.", given, kind))
+            _check(name, given, _values(lambda v: isinstance(v, Mapping), "an object of fields"))
+            parts[name] = kind(**_fields(f"{name}.", given, kind))
         return cls(**parts, **top)
 
     def to_json(self) -> str:
@@ -269,7 +259,7 @@ class Spec:
         try:
             d = json.loads(text)
         except json.JSONDecodeError as e:
-            raise SpecError("spec", f"is not JSON (line {e.lineno}: {e.msg})", "mend the text") from None
+            raise SpecError("spec", f"is not JSON (line {e.lineno}: {e.msg})", "correct the text") from None
         if not isinstance(d, dict):
             raise SpecError("spec", "is not a JSON object", 'write {"workload": {...}, "strategy": {...}}')
         return cls.from_dict(d)
@@ -327,6 +317,9 @@ class Spec:
         return self.strategy.shard_factor(self.world_size)
 
 
+PARTS: Mapping[str, type[Workload] | type[Strategy]] = {"workload": Workload, "strategy": Strategy}
+
+
 # -- rules that need the whole Spec: each raises or returns ----------------------------------------------------------
 
 _CAN_SHARD: Mapping[str, tuple[str, ...]] = {
@@ -343,6 +336,11 @@ _WHY_NOT: Mapping[tuple[str, str], str] = {
 }
 
 
+def _invalid(field: str, reason: str, hint: str, **fix: Any) -> SpecError:
+    """The error for a field of Strategy."""
+    return SpecError(f"strategy.{field}", reason, hint, fix)
+
+
 def _rule_sharding(spec: Spec) -> None:
     backend, sharding = spec.strategy.backend, spec.strategy.sharding
     can = _CAN_SHARD[backend]
@@ -351,8 +349,7 @@ def _rule_sharding(spec: Spec) -> None:
     why = _WHY_NOT.get((backend, sharding)) or _WHY_NOT[(backend, "*")]
     instead = " or ".join([", ".join(can[:-1]), can[-1]] if len(can) > 1 else can)
     hint = f"use sharding {instead}" + ("" if sharding != "no_shard" else ", or backend ddp")
-    reason = f"{sharding} is not available with {backend}: {why}"
-    raise SpecError("strategy.sharding", reason, hint, {"sharding": can[0]})
+    raise _invalid("sharding", f"{sharding} is not available with {backend}: {why}", hint, sharding=can[0])
 
 
 def _rule_shard_size(spec: Spec) -> None:
@@ -360,106 +357,106 @@ def _rule_shard_size(spec: Spec) -> None:
     if not spec.strategy.is_hybrid:
         whole = 1 if spec.strategy.is_replicated else world
         if size not in (None, whole):
-            raise SpecError("strategy.shard_size", f"{size} has no meaning with {sharding}: its groups are of {whole}",
-                            "leave it empty, or choose hybrid_shard", {"shard_size": None})  # fmt: skip
+            raise _invalid("shard_size", f"{size} has no meaning with {sharding}: its groups are of {whole}",
+                           "leave it empty, or choose hybrid_shard", shard_size=None)  # fmt: skip
         return
-    factors = [f for f in range(2, world) if world % f == 0]
+    factors = _divisors(world)
     if not factors:
-        raise SpecError("strategy.sharding", f"{sharding} needs a shard size between 1 and world_size that divides it, "
-                        f"and {world} ranks have none", f"use {_hybrid_ranks(world)} ranks, or full_shard",
-                        {"world_size": _hybrid_ranks(world)})  # fmt: skip
+        enough = next(n for n in range(max(4, world), 2 * world + 4) if _divisors(n))
+        raise _invalid("sharding", f"{sharding} needs a shard size between 1 and world_size that divides it, and {world} "
+                       f"ranks have none", f"use {enough} ranks, or full_shard", world_size=enough)  # fmt: skip
     if size is not None and size not in factors:
-        raise SpecError("strategy.shard_size", f"{size} is not a divisor of {world} between 1 and {world}",
-                        f"use one of {', '.join(map(str, factors))}",
-                        {"shard_size": _default_factor(world)})  # fmt: skip
+        raise _invalid("shard_size", f"{size} is not a divisor of {world} between 1 and {world}",
+                       f"use one of {', '.join(map(str, factors))}", shard_size=factors[-1])  # fmt: skip
 
 
 def _rule_offload(spec: Spec) -> None:
-    backend, offload = spec.strategy.backend, spec.strategy.offload
-    if offload == "none" or backend == "lab":
+    s = spec.strategy
+    if s.offload == "none" or s.backend == "lab":
         return
-    if backend == "ddp":
-        raise SpecError("strategy.offload", "DDP keeps parameters, gradients and optimizer state on the device",
-                        "use offload none, or backend lab", {"offload": "none"})  # fmt: skip
-    if offload == "optimizer":
-        raise SpecError("strategy.offload", f"{backend} moves parameters, gradients and optimizer state together",
-                        "use offload all or none, or backend lab", {"offload": "all"})  # fmt: skip
-    if backend == "fsdp1" and spec.strategy.sync == "last" and spec.workload.accumulate > 1:
-        raise SpecError("strategy.sync", "FSDP1 cannot accumulate without communication while it offloads",
-                        "use sync every", {"sync": "every"})  # fmt: skip
+    if s.backend == "ddp":
+        raise _invalid("offload", "DDP keeps parameters, gradients and optimizer state on the device",
+                       "use offload none, or backend lab", offload="none")  # fmt: skip
+    if s.offload == "optimizer":
+        raise _invalid("offload", f"{s.backend} moves parameters, gradients and optimizer state together",
+                       "use offload all or none, or backend lab", offload="all")  # fmt: skip
+    if s.backend == "fsdp1" and s.sync == "last" and spec.workload.accumulate > 1:
+        raise _invalid("sync", "FSDP1 cannot accumulate without communication while it offloads", "use sync every",
+                       sync="every")  # fmt: skip
+
+
+# Field of Precision, backends that do not support it, values that they accept, reason, hint.
+_PRECISION_LIMITS: tuple[tuple[str, tuple[str, ...], tuple[Any, ...], str, str], ...] = (
+    ("output", ("ddp", "fsdp1"), (None,), "has no dtype for outputs", "leave it empty"),
+    ("buffer", ("ddp", "fsdp2"), (None, "fp32"), "has no dtype for buffers", "leave it empty"),
+    ("norm", BACKENDS[1:], (None,), "has no dtype of their own for normalisation layers",
+     "leave it empty, or use backend lab"),
+    ("keep_low_precision_gradients", BACKENDS[1:], (False,), "keeps gradients in fp32",
+     "leave it false, or use backend lab"),
+)  # fmt: skip
 
 
 def _rule_precision(spec: Spec) -> None:
     backend, precision = spec.strategy.backend, spec.strategy.precision
-    buffer = precision.buffer if isinstance(precision, Precision) else None
-    output = precision.output if isinstance(precision, Precision) else None
-    if output is not None and backend in ("ddp", "fsdp1"):
-        raise SpecError("strategy.precision.output", f"{backend} has no dtype for outputs", "leave it empty",
-                        {"precision": dataclasses.replace(spec.strategy.dtypes, output=None)})  # fmt: skip
-    if buffer not in (None, "fp32") and backend in ("fsdp2", "ddp"):
-        raise SpecError("strategy.precision.buffer", f"{backend} has no dtype for buffers", "leave it empty",
-                        {"precision": dataclasses.replace(spec.strategy.dtypes, buffer=None)})  # fmt: skip
-    if spec.strategy.dtypes.norm is not None and backend != "lab":
-        raise SpecError("strategy.precision.norm", f"{backend} has no dtype of their own for normalisation layers",
-                        "leave it empty, or use backend lab",
-                        {"precision": dataclasses.replace(spec.strategy.dtypes, norm=None)})  # fmt: skip
-    if spec.strategy.dtypes.keep_low_precision_gradients and backend != "lab":
-        plain = dataclasses.replace(spec.strategy.dtypes, keep_low_precision_gradients=False)
-        raise SpecError("strategy.precision.keep_low_precision_gradients", f"{backend} keeps gradients in fp32",
-                        "leave it false, or use backend lab", {"precision": plain})  # fmt: skip
+    if isinstance(precision, str):
+        return  # a token means, in each backend, what the backend has of it
+    for name, backends, allowed, reason, hint in _PRECISION_LIMITS:
+        if backend in backends and getattr(precision, name) not in allowed:
+            instead = dataclasses.replace(precision, **{name: allowed[0]})
+            raise _invalid(f"precision.{name}", f"{backend} {reason}", hint, precision=instead)
 
 
 def _rule_units(spec: Spec) -> None:
     backend, wrap = spec.strategy.backend, spec.strategy.wrap
     if backend == "ddp" and wrap not in ("block", "whole"):
-        raise SpecError("strategy.wrap", "DDP has no units to wrap", "use block", {"wrap": "block"})
+        raise _invalid("wrap", "DDP has no units to wrap", "use block", wrap="block")
     if backend == "fsdp1" and wrap.startswith("every:") and wrap != "every:1":
-        raise SpecError("strategy.wrap", "an FSDP1 unit is one module, not several blocks",
-                        "use block, or backend lab", {"wrap": "block"})  # fmt: skip
+        raise _invalid(
+            "wrap", "an FSDP1 unit is one module, not several blocks", "use block, or backend lab", wrap="block"
+        )
 
 
 def _rule_reshard_size(spec: Spec) -> None:
-    s, size = spec.strategy, spec.strategy.reshard_size
+    s, size, world = spec.strategy, spec.strategy.reshard_size, spec.world_size
+    sizes = _divisors(world)
     if size is None:
         return
     if s.backend not in ("lab", "fsdp2"):
-        raise SpecError("strategy.reshard_size", f"{s.backend} cannot reshard to a smaller group",
-                        "leave it empty, or use backend lab", {"reshard_size": None})  # fmt: skip
-    if s.sharding != "full_shard":
-        raise SpecError("strategy.reshard_size", f"{s.sharding} does not reshard over all ranks after the forward",
-                        "leave it empty, or use full_shard", {"reshard_size": None})  # fmt: skip
-    sizes = [n for n in range(2, spec.world_size) if spec.world_size % n == 0]
-    if size not in sizes:
+        reason, hint = f"{s.backend} cannot reshard to a smaller group", "leave it empty, or use backend lab"
+    elif s.sharding != "full_shard":
+        reason = f"{s.sharding} does not reshard over all ranks after the forward"
+        hint = "leave it empty, or use full_shard"
+    elif size not in sizes:
+        reason = f"{size} is not a divisor of {world} between 1 and {world}"
         hint = f"use one of {', '.join(map(str, sizes))}, or leave it empty" if sizes else "leave it empty"
-        world = spec.world_size
-        raise SpecError("strategy.reshard_size", f"{size} is not a divisor of {world} between 1 and {world}",
-                        hint, {"reshard_size": None})  # fmt: skip
+    else:
+        return
+    raise _invalid("reshard_size", reason, hint, reshard_size=None)
 
 
 def _rule_overlap(spec: Spec) -> None:
-    s = spec.strategy
-    if s.backend == "lab":
+    s, backend = spec.strategy, spec.strategy.backend
+    if backend == "lab":
         return
-    if s.backend != "fsdp1" and s.backward_prefetch_point != "before":
-        raise SpecError("strategy.backward_prefetch_point", f"{s.backend} has no choice of it", "use before, or backend lab",
-                        {"backward_prefetch_point": "before"})  # fmt: skip
-    if s.backend == "ddp" and s.forward_prefetch:
-        raise SpecError("strategy.forward_prefetch", "DDP gathers no parameters", "use 0", {"forward_prefetch": 0})
-    if s.backend == "fsdp1" and s.forward_prefetch > 1:
-        raise SpecError("strategy.forward_prefetch", "FSDP1 prefetches one unit ahead at most", "use 0 or 1",
-                        {"forward_prefetch": 1})  # fmt: skip
-    if s.backend == "fsdp1" and s.backward_prefetch > 1:
-        raise SpecError("strategy.backward_prefetch", "FSDP1 prefetches one unit ahead at most", "use 0 or 1",
-                        {"backward_prefetch": 1})  # fmt: skip
-    if s.backend == "fsdp2" and s.backward_prefetch < 1:
-        raise SpecError("strategy.backward_prefetch", "FSDP2 always prefetches in the backward", "use 1 or more",
-                        {"backward_prefetch": 1})  # fmt: skip
-    limits = {"fsdp1": (0, 2), "fsdp2": (2,), "ddp": (2,)}[s.backend]
+    if backend != "fsdp1" and s.backward_prefetch_point != "before":
+        raise _invalid("backward_prefetch_point", f"{backend} has no choice of it", "use before, or backend lab",
+                       backward_prefetch_point="before")  # fmt: skip
+    if backend == "ddp" and s.forward_prefetch:
+        raise _invalid("forward_prefetch", "DDP gathers no parameters", "use 0", forward_prefetch=0)
+    for name in ("forward_prefetch", "backward_prefetch"):
+        if backend == "fsdp1" and getattr(s, name) > 1:
+            raise _invalid(name, "FSDP1 prefetches one unit ahead at most", "use 0 or 1", **{name: 1})
+    if backend == "fsdp2" and s.backward_prefetch < 1:
+        raise _invalid(
+            "backward_prefetch", "FSDP2 always prefetches in the backward", "use 1 or more", backward_prefetch=1
+        )
+    limits, why = {
+        "fsdp1": ((0, 2), "FSDP1's limiter is on, at 2, or off"),
+        "fsdp2": ((2,), "FSDP2 has no limiter to set"),
+        "ddp": ((2,), "DDP gathers no parameters"),
+    }[backend]
     if s.limit_all_gathers not in limits:
-        why = {"fsdp1": "FSDP1's limiter is on, at 2, or off", "fsdp2": "FSDP2 has no limiter to set",
-               "ddp": "DDP gathers no parameters"}[s.backend]  # fmt: skip
-        raise SpecError("strategy.limit_all_gathers", why, f"use {' or '.join(map(str, limits))}",
-                        {"limit_all_gathers": 2})  # fmt: skip
+        raise _invalid("limit_all_gathers", why, f"use {' or '.join(map(str, limits))}", limit_all_gathers=2)
 
 
 _RULES: tuple[Callable[[Spec], None], ...] = (
@@ -473,14 +470,12 @@ _RULES: tuple[Callable[[Spec], None], ...] = (
 )
 
 
-# -- checks of single fields -----------------------------------------------------------------------------------------
+def _divisors(world_size: int) -> list[int]:
+    """The group sizes above 1 and below `world_size` that divide it, ascending."""
+    return [n for n in range(2, world_size // 2 + 1) if world_size % n == 0]
 
 
-def _check_precision(value: Any) -> None:
-    if isinstance(value, Precision):
-        return
-    if not isinstance(value, str) or value not in PRECISIONS:
-        _refuse("strategy.precision", value, f"one of {', '.join(PRECISIONS)}, or param, reduce, output and buffer")
+# -- devices, link and dicts -----------------------------------------------------------------------------------------
 
 
 def _check_devices(devices: Any, world_size: int) -> tuple[str, ...]:
@@ -490,7 +485,7 @@ def _check_devices(devices: Any, world_size: int) -> tuple[str, ...]:
         raise SpecError("devices", f"{devices!r} does not name one device for each of {world_size} ranks",
                         'give a list such as ["cuda:0", "cuda:1"], or nothing', {"devices": instead})  # fmt: skip
     for d in devices:
-        _pattern("devices", d, r"cpu|cuda:\d+", '"cpu" or "cuda:N" for each rank')
+        _check("devices", d, _matching(r"cpu|cuda:\d+", '"cpu" or "cuda:N" for each rank'))
     if len({d == "cpu" for d in devices}) > 1:
         raise SpecError("devices", "ranks on CPUs and on GPUs cannot share one model", "choose one kind",
                         {"devices": None})  # fmt: skip
@@ -505,7 +500,7 @@ def _check_link(text: Any) -> str:
         raise SpecError("link", e.reason, e.hint, {"link": None}) from None
 
 
-def _known(prefix: str, given: Mapping[str, Any], kind: type) -> dict[str, Any]:
+def _fields(prefix: str, given: Mapping[str, Any], kind: type) -> dict[str, Any]:
     """The fields of `kind`; a precision given as a dict becomes a `Precision`."""
     names = [f.name for f in dataclasses.fields(kind)]
     for name in given:
@@ -513,29 +508,16 @@ def _known(prefix: str, given: Mapping[str, Any], kind: type) -> dict[str, Any]:
             raise SpecError(f"{prefix}{name}", "there is no such field", f"the fields are {', '.join(names)}")
     fields = dict(given)
     if isinstance(fields.get("precision"), Mapping):
-        fields["precision"] = Precision(**_known("strategy.precision.", fields["precision"], Precision))
+        fields["precision"] = Precision(**_fields("strategy.precision.", fields["precision"], Precision))
     return fields
 
 
 def part_of(name: str) -> str:
     """The part with a flat field name: "workload", "strategy", or "" for the Spec itself. Raises SpecError."""
-    if name in {f.name for f in dataclasses.fields(Workload)}:
-        return "workload"
-    if name in {f.name for f in dataclasses.fields(Strategy)}:
-        return "strategy"
-    if name in {f.name for f in dataclasses.fields(Spec)}:
-        return ""
+    for part, kind in {**PARTS, "": Spec}.items():
+        if name in {f.name for f in dataclasses.fields(kind)}:
+            return part
     raise SpecError(name, "there is no such field", "see the fields of Workload, Strategy and Spec")
-
-
-def _hybrid_ranks(world_size: int) -> int:
-    """The smallest number of ranks, at least `world_size`, that has a valid shard size for hybrid sharding."""
-    return next(n for n in range(max(4, world_size), 2 * world_size + 4) if _default_factor(n) is not None)
-
-
-def _default_factor(world_size: int) -> int | None:
-    """The largest shard group with at least two replicas; None if `world_size` has no such divisor."""
-    return next((f for f in range(world_size // 2, 1, -1) if world_size % f == 0), None)
 
 
 def _plain(value: Any) -> Any:

@@ -1,12 +1,12 @@
-"""A Spec taken out of the lab: a torchrun script, an Accelerate config, or the Spec itself as JSON. Floor 5.
+"""A Spec for other programs: as a torchrun script, an Accelerate config, or JSON; and a checkpoint's model.
 
     export_script(spec, "train.py")            # torchrun --nproc-per-node 2 train.py
     export_accelerate(spec, "fsdp.yaml")       # accelerate launch --config_file fsdp.yaml your_script.py
     export_spec(spec, "spec.json")             # fsdp-lab run spec.json
     export_model("checkpoints", "my-model")    # transformers' from_pretrained("my-model")
 
-What a target cannot express is refused by a `SpecError` that names the field; what has no effect there, or belongs to the
-reader's own script, is said at the head of the file. Nothing is dropped in silence. Read target.py first.
+What a target cannot express raises a `SpecError` that names the field. What has no effect there, or belongs into the user's
+own script, is listed at the top of the file. No field is dropped silently. Read target.py first.
 """
 
 from __future__ import annotations
@@ -27,37 +27,39 @@ StrPath = str | os.PathLike[str]
 
 
 def export_script(spec: Spec, path: StrPath, *, force: bool = False) -> Path:
-    """Write a script for torchrun that trains `spec` with torch's own FSDP2, FSDP1 or DDP, and does not import the lab.
+    """Writes a script for torchrun that trains `spec` with torch's own FSDP2, FSDP1 or DDP and does not import the lab.
 
-    At the same world size, in fp32 on a CPU, its losses are the run's bit for bit; where not, its head says so.
+    In fp32 on CPUs, with the same number of ranks, its losses equal those of the run bit for bit; the script's docstring
+    lists the exceptions.
 
     Args:
         path: of the new file.
-        force: replace a file that is there.
+        force: whether to replace an existing file.
 
     Returns:
         The file's absolute path.
 
     Raises:
-        SpecError: of `path`; or what torch's own backends or the script cannot express, by field.
+        ArgumentError: the file cannot be written.
+        SpecError: torch's own backends or the script cannot express a field.
     """
     return export(spec, "script", path, force=force)
 
 
 def export_accelerate(spec: Spec, path: StrPath, *, force: bool = False) -> Path:
-    """Write a config for `accelerate launch --config_file`. As `export_script` otherwise."""
+    """Writes a config for `accelerate launch --config_file`. Otherwise as `export_script`."""
     return export(spec, "accelerate", path, force=force)
 
 
 def export_spec(spec: Spec, path: StrPath, *, force: bool = False) -> Path:
-    """Write the Spec as JSON, all of it, as `fsdp-lab run` takes it. As `export_script` otherwise."""
+    """Writes the whole Spec as JSON, for `fsdp-lab run`. Otherwise as `export_script`."""
     return export(spec, "spec", path, force=force)
 
 
 def export_model(checkpoint: Checkpoint | StrPath, path: StrPath, *, force: bool = False) -> Path:
-    """Write the model of a checkpoint, or of the newest in a folder of them, as a folder for `from_pretrained`.
+    """Writes the model of a checkpoint, or of the newest one in a folder, as a folder for `from_pretrained`.
 
-    Raises SpecError: there is none that is whole, or the path.
+    Raises ArgumentError: there is no complete checkpoint, or the folder cannot be written.
     """
     from fsdp_lab.core.checkpoint_format import Checkpoint, find
     from fsdp_lab.export.pretrained import export_pretrained
@@ -67,13 +69,13 @@ def export_model(checkpoint: Checkpoint | StrPath, path: StrPath, *, force: bool
 
 
 def export(spec: Spec, target: str, path: StrPath, *, force: bool = False) -> Path:
-    """To a target by its name, one of `TARGETS`; the path is checked before anything is made."""
+    """Writes the Spec for a target, one of `TARGETS`. The path is checked first."""
     file = check_file(path, replace=force)
     return write_whole(file, text_of(spec, target).encode())
 
 
 def text_of(spec: Spec, target: str) -> str:
-    """What `export` writes. Raises SpecError."""
+    """The text that `export` writes. Raises SpecError."""
     match target:
         case "script":
             from fsdp_lab.export.script import script

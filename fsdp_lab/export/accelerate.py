@@ -1,7 +1,7 @@
 """`config`: a Spec as a config file of Hugging Face Accelerate, for `accelerate launch --config_file`.
 
-Such a file says how to shard, not what is trained: the workload is the reader's own script, and stands at the head of the
-file as comments, with what that script must say for the run to be the same. Keys are those of Accelerate 1.x
+The file determines how to shard, not what to train, which is the user's own script. Comments at the top of the file list the
+run's workload, and what that script must do to repeat the run. Keys are those of Accelerate 1.x
 (`accelerate.utils.FullyShardedDataParallelPlugin`, `accelerate.commands.launch`).
 """
 
@@ -18,7 +18,7 @@ from fsdp_lab.core import __version__
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Precision, Spec
 from fsdp_lab.export.script import paragraph
-from fsdp_lab.export.target import CARRIES, TITLES, Peer, gpus, peer, refuse
+from fsdp_lab.export.target import SPEC_INSTEAD, TITLES, Peer, gpus, peer, refuse
 from fsdp_lab.models import build_skeleton, resolve
 from fsdp_lab.models.check import check
 from fsdp_lab.models.wrapping import block_class_names, units
@@ -27,13 +27,13 @@ Values = dict[str, Any]
 
 
 def config(spec: Spec) -> str:
-    """Raises SpecError for what such a file cannot say."""
+    """The text of the file. Raises SpecError for a field that it cannot express."""
     check(spec.workload)
-    found = peer(spec)
-    values = {"ddp": _ddp, "fsdp1": _fsdp1, "fsdp2": _fsdp2}[found.spec.strategy.backend](found.spec)
+    exported = peer(spec)
+    values = {"ddp": _ddp, "fsdp1": _fsdp1, "fsdp2": _fsdp2}[exported.spec.strategy.backend](exported.spec)
     common = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "num_processes": spec.world_size}
-    values = common | _devices(found.spec) | _compile(found.spec) | values
-    return f"{_head(found, spec)}{yaml.safe_dump(values, sort_keys=False)}"
+    values = common | _devices(exported.spec) | _compile(exported.spec) | values
+    return f"{_head(exported, spec)}{yaml.safe_dump(values, sort_keys=False)}"
 
 
 # -- each backend ----------------------------------------------------------------------------------------------------
@@ -93,10 +93,10 @@ def _fsdp1(spec: Spec) -> Values:
 def _ddp(spec: Spec) -> Values:
     s, dtypes = spec.strategy, spec.strategy.dtypes
     if s.recompute != "none":
-        raise refuse("recompute", "Accelerate's config recomputes with FSDP alone",
+        raise refuse("recompute", "Accelerate's config recomputes only with FSDP",
                      "use none and call model.gradient_checkpointing_enable() in your script", recompute="none")  # fmt: skip
     if dtypes.reduce != "fp32":
-        raise refuse("precision", f"under DDP a config cannot say that gradients are reduced in {dtypes.reduce}",
+        raise refuse("precision", f"under DDP a config cannot reduce gradients in {dtypes.reduce}",
                      "use bf16 or fp32", precision="bf16")  # fmt: skip
     return {"distributed_type": "MULTI_GPU", "mixed_precision": "no" if dtypes.param == "fp32" else dtypes.param}
 
@@ -155,8 +155,8 @@ def _devices(spec: Spec) -> Values:
     if spec.devices is None:
         return {}
     if spec.devices[0] == "cpu":
-        raise SpecError("devices", "Accelerate runs FSDP on GPUs alone, and launches ranks on CPUs through MPI alone",
-                        f"leave it empty, {CARRIES}", {"devices": None})  # fmt: skip
+        raise SpecError("devices", "Accelerate runs FSDP only on GPUs, and launches ranks on CPUs only through MPI",
+                        f"leave it empty, {SPEC_INSTEAD}", {"devices": None})  # fmt: skip
     return {"gpu_ids": ",".join(name.removeprefix("cuda:") for name in gpus(spec))}
 
 
@@ -169,21 +169,21 @@ def _compile(spec: Spec) -> Values:
 # -- the text --------------------------------------------------------------------------------------------------------
 
 
-def _head(found: Peer, asked: Spec) -> str:
-    s = found.spec.strategy
+def _head(exported: Peer, spec: Spec) -> str:
+    s = exported.spec.strategy
     blocks = [
-        f"{TITLES[s.backend]}, {s.sharding}, on {asked.world_size} processes:",
+        f"{TITLES[s.backend]}, {s.sharding}, on {spec.world_size} processes:",
         "    accelerate launch --config_file THIS_FILE your_script.py",
-        f"Written by fsdp_lab {__version__}. What is trained is your script's; in the run it was:",
-        *(f"    {name}: {json.dumps(value)}" for name, value in asked.to_dict()["workload"].items()),
-        *(f"- {text}." for text in (*_for_the_script(found.spec), *found.remarks)),
+        f"Written by fsdp_lab {__version__}. Your script determines what is trained; the run's workload was:",
+        *(f"    {name}: {json.dumps(value)}" for name, value in spec.to_dict()["workload"].items()),
+        *(f"- {text}." for text in (*_for_the_script(exported.spec), *exported.remarks)),
     ]
     lines = [line for block in blocks for line in (paragraph(block) if block[0] == "-" else block).splitlines()]
     return "".join(f"# {line}\n" for line in lines)
 
 
 def _for_the_script(spec: Spec) -> Iterator[str]:
-    """What the run did and no config file can say."""
+    """What the run did and a config file cannot express."""
     s, w = spec.strategy, spec.workload
     if w.accumulate > 1:
         every = s.sync == "every"

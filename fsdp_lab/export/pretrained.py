@@ -1,4 +1,4 @@
-"""A checkpoint's model as a folder that `transformers` opens: `AutoModel...from_pretrained(folder)`. No ranks are needed."""
+"""A checkpoint's model as a folder for `AutoModel...from_pretrained(folder)` of transformers. No ranks are needed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fsdp_lab.rank.checkpointing import read_shards
 
 
 def export_pretrained(saved: Checkpoint, folder: Path, *, force: bool = False) -> Path:
-    """Write config and weights (fp32, safetensors), whole or not at all; the model must fit the host's memory.
+    """Writes config and weights (fp32, safetensors) atomically; the model must fit the host's memory.
 
-    Of buffers that are each rank's own, such as BatchNorm's statistics, those of the first rank are taken.
+    Buffers that differ between ranks, such as BatchNorm's statistics, are those of the first rank.
 
     Returns the folder's absolute path. Raises ArgumentError of the path, or of a checkpoint that cannot be read.
     """
@@ -45,25 +45,24 @@ def export_pretrained(saved: Checkpoint, folder: Path, *, force: bool = False) -
         finally:
             shutil.rmtree(part, ignore_errors=True)
     except OSError as e:
-        raise ArgumentError(
-            "path", f"{target} could not be written: {e.strerror}", "make room, or name another place"
-        ) from e
+        reason = f"{target} could not be written: {e.strerror}"
+        raise ArgumentError("path", reason, "make room, or name another place") from e
     return target
 
 
 def _checked(folder: Path, *, force: bool) -> Path:
-    """Raises ArgumentError. With `force` a folder is replaced only where it holds a model, and nothing else is."""
+    """Raises ArgumentError. With `force` an existing folder is replaced, but only one that holds a model."""
     target = folder.expanduser().absolute()
     hint = "name a new folder in one that exists and is yours"
     if not target.parent.is_dir():
         raise ArgumentError("path", f"{folder} cannot be written: there is no folder {target.parent}", hint)
     if target.exists() and not (force and (target / "config.json").is_file()):
-        raise ArgumentError("path", f"{folder} is there already", f"{hint}, or give force (--force) to replace a model")
+        raise ArgumentError("path", f"{folder} exists already", f"{hint}, or give force (--force) to replace a model")
     return target
 
 
 def _chunks(saved: Checkpoint, values: dict[str, Tensor]) -> Iterator[Chunk]:
     first = saved.manifest["writers"][0]
     for name, value in values.items():
-        kept = key(name, PARAM) if name in saved.manifest["parameters"] else buffer_key(first, name)
-        yield Chunk(name=kept, start=0, values=value.view(-1))
+        stored = key(name, PARAM) if name in saved.manifest["parameters"] else buffer_key(first, name)
+        yield Chunk(name=stored, start=0, values=value.view(-1))

@@ -1,4 +1,4 @@
-"""`script`: a Spec as the text of a torchrun script. torchrun_script.py.jinja is its shape; here its values are derived."""
+"""`script`: a Spec as the text of a torchrun script, rendered from torchrun_script.py.jinja with values derived here."""
 
 from __future__ import annotations
 
@@ -42,34 +42,34 @@ DTYPES: Mapping[str, str] = {"fp32": "torch.float32", "bf16": "torch.bfloat16", 
 
 
 def script(spec: Spec) -> str:
-    """Raises SpecError for what torch's own backends or the script cannot express."""
-    found = peer(spec)
-    model = model_of(found.spec)
+    """The text of the script. Raises SpecError for a field that torch's own backends or the script cannot express."""
+    exported = peer(spec)
+    model = model_of(exported.spec)
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined,
                               trim_blocks=True, keep_trailing_newline=True)  # fmt: skip
     environment.filters.update(dtype=DTYPES.__getitem__, literal=literal, paragraph=paragraph, from_import=from_import)
     return environment.get_template(TEMPLATE).render(
-        spec=found.spec,
-        title=TITLES[found.spec.strategy.backend],
-        remarks=[*found.remarks, *_inexact(found.spec)],
+        spec=exported.spec,
+        title=TITLES[exported.spec.strategy.backend],
+        remarks=[*exported.remarks, *_inexact(exported.spec)],
         versions={"fsdp_lab": __version__, "torch": torch.__version__, "transformers": transformers.__version__,
                   "python": platform.python_version()},
-        gpus=gpus(found.spec),
+        gpus=gpus(exported.spec),
         **_model(model),
-        **_data(found.spec, model),
-        **_modules(found.spec, model),
-        **_sharding(found.spec),
+        **_data(exported.spec, model),
+        **_modules(exported.spec, model),
+        **_sharding(exported.spec),
     )  # fmt: skip
 
 
 def _inexact(spec: Spec) -> Iterator[str]:
-    """Where torch's own backend may give other bits than in the lab."""
+    """Cases where torch's own backend may give other bits than in the lab."""
     s = spec.strategy
     if s.backend == "fsdp1" and s.is_hybrid and spec.shard_factor > 2:
-        yield ("sharding: FSDP1 takes no hook under hybrid sharding, so over Gloo the sums of its shard groups come in "
-               "another order than in the run, and losses agree within rounding, not to the bit")  # fmt: skip
+        yield ("sharding: FSDP1 accepts no hook under hybrid sharding, so over Gloo it adds within shard groups in "
+               "another order than the run, and losses agree within rounding, not to the bit")  # fmt: skip
     if s.backend == "fsdp1" and s.dtypes.reduce == "fp16":
-        yield ("precision: FSDP1 divides by a part of the ranks before it adds up, and in the lab after, so that in fp16 "
+        yield ("precision: FSDP1 divides by a part of the ranks before the sum, in the lab after it, so that in fp16 "
                "another step may overflow and be skipped")  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def _model(model: Model) -> dict[str, Any]:
 
 
 def _data(spec: Spec, model: Model) -> dict[str, Any]:
-    """Raises SpecError for a text that the run could not read either."""
+    """The text that is trained on. Raises SpecError if it cannot be read."""
     w = spec.workload
     check_shapes(w, model.facts)
     checked_text(w)
@@ -106,7 +106,7 @@ def _data(spec: Spec, model: Model) -> dict[str, Any]:
 
 
 def _modules(spec: Spec, model: Model) -> dict[str, Any]:
-    """Modules by name: units are sharded together, blocks recomputed or compiled. Raises SpecError where there are none."""
+    """Modules by name: units are sharded together, blocks are recomputed or compiled. Raises SpecError if there are none."""
     s = spec.strategy
     names = {id(m): name for name, m in model.skeleton.named_modules()}
     found = [] if s.backend == "ddp" else units(model.skeleton, s.wrap)
@@ -150,9 +150,10 @@ def _sharding(spec: Spec) -> dict[str, Any]:
 
 
 def rank_ordered(spec: Spec) -> bool:
-    """Whether three or more summands of a reduce-scatter are added up in the order of the ranks, as over the lab's wire.
+    """Whether a reduce-scatter of three or more ranks sums in the order of the ranks, as the lab's wire does.
 
-    Two have no order. Over NCCL the lab takes its order as it is."""
+    The order of two does not matter. Over NCCL the lab keeps NCCL's order.
+    """
     on_gpu = spec.devices is not None and spec.devices[0] != "cpu"
     hookless = spec.strategy.backend == "fsdp1" and spec.strategy.is_hybrid
     return spec.strategy.backend != "ddp" and spec.shard_factor > 2 and not on_gpu and not hookless
@@ -162,7 +163,7 @@ def rank_ordered(spec: Spec) -> bool:
 
 
 def literal(value: Any) -> str:
-    """A plain value as Python; a dict or a long list takes a line for each entry."""
+    """A plain value as Python code; a dict or a long list has a line for each entry."""
     flat = _flat(value)
     if isinstance(value, Mapping) and value:
         return "{\n" + "".join(f"    {_flat(k)}: {_flat(v)},\n" for k, v in value.items()) + "}"
@@ -182,7 +183,7 @@ def _flat(value: Any) -> str:
 
 
 def name_list(names: Sequence[str] | Sequence[list[str]]) -> str:
-    """["h.0", "h.1", "h.2"] as a comprehension, where that is what they are."""
+    """Names as Python code; ["h.0", "h.1", "h.2"] as a comprehension."""
     runs: list[str] = []
     rest = list(names)
     while rest:
@@ -218,7 +219,7 @@ Recipe = tuple[str, ...]  # lines of code that draw a parameter
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model as a script needs it."""
+    """The model of a script."""
 
     config: Any
     facts: Facts
@@ -227,12 +228,12 @@ class Model:
 
 
 def model_of(spec: Spec) -> Model:
-    """Raises SpecError for a model that a script cannot hold."""
+    """The Spec's model. Raises SpecError for one that a script cannot express."""
     config = resolve(spec.workload.model)
     facts = facts_of(config)
     if facts.kind == "image":
-        raise SpecError("workload.model", f"{facts.model_type} classifies images, and a script reads text alone",
-                        "choose a language model, or export the Spec itself, which carries it")  # fmt: skip
+        raise SpecError("workload.model", f"{facts.model_type} classifies images, and a script reads only text",
+                        "choose a language model, or export the Spec itself, which contains it")  # fmt: skip
     given = spec.workload.model
     name = given if isinstance(given, str) else f"a model of type {facts.model_type}"
     return Model(config=config, facts=facts, skeleton=build_skeleton(config), name=name)
@@ -242,21 +243,21 @@ def config_of(config: Any) -> dict[str, Any]:
     """The fields of a transformers config that differ from its type's defaults, "model_type" first.
 
     Raises:
-        SpecError: it cannot be made again from its fields.
+        SpecError: it cannot be rebuilt from its fields.
     """
     fields = {k: v for k, v in config.to_dict().items() if k not in ("transformers_version", "architectures")}
     usual = type(config)().to_dict()
     model_type = fields.pop("model_type")
-    few = {"model_type": model_type} | {k: v for k, v in fields.items() if k not in usual or usual[k] != v}
-    for found in (few, {"model_type": model_type} | fields):
+    changed = {"model_type": model_type} | {k: v for k, v in fields.items() if k not in usual or usual[k] != v}
+    for found in (changed, {"model_type": model_type} | fields):
         if AutoConfig.for_model(**found).to_dict() == config.to_dict():
             return found
-    raise SpecError("workload.model", f"the config of {model_type} cannot be made again from its fields",
-                    "export the Spec itself, which carries it")  # fmt: skip
+    raise SpecError("workload.model", f"the config of {model_type} cannot be rebuilt from its fields",
+                    "export the Spec itself, which contains it")  # fmt: skip
 
 
 def loss_type_is_missing(model: Model) -> bool:
-    """Whether transformers itself would not take the model's loss type for its class; see `build_skeleton`."""
+    """Whether transformers itself would choose another loss type for the model's class; see `build_skeleton`."""
     from transformers.loss.loss_utils import LOSS_MAPPING
 
     name = type(model.skeleton).__name__
@@ -287,11 +288,11 @@ def _recipe(name: str, draws: Iterable[Draw]) -> Recipe:
 
 
 def _call(name: str, draw: Draw) -> str:
-    """One draw as a line of code. Raises SpecError for one that no function of torch's makes."""
+    """One draw as a line of code. Raises SpecError unless a function of torch.nn.init makes it."""
     known = getattr(nn.init, draw.function.__name__, None)
     if known is not draw.function or any(isinstance(v, Tensor) for v in draw.arguments.values()):
-        raise SpecError("workload.model", f"{name} begins with values that its class computes, which a script cannot hold",
-                        "choose another model, or export the Spec itself, which carries it")  # fmt: skip
+        raise SpecError("workload.model", f"{name} is initialised by code of its class, which a script cannot contain",
+                        "choose another model, or export the Spec itself, which contains it")  # fmt: skip
     size, stride, offset = draw.part if draw.part is not None else ((), (), 0)
     target = "value" if draw.part is None else f"value.as_strided({tuple(size)}, {stride}, {offset})"
     given = "".join(
@@ -309,8 +310,8 @@ def _ending(name: str, recipes: Mapping[str, Recipe]) -> str:
         ending = ".".join(words[-count:])
         if len({recipe for other, recipe in recipes.items() if other.endswith(ending)}) == 1:
             return ending
-    raise SpecError("workload.model", f"its parameters cannot be told apart by their names ({name})",
-                    "choose another model, or export the Spec itself, which carries it")  # fmt: skip
+    raise SpecError("workload.model", f"the names of its parameters do not distinguish them ({name})",
+                    "choose another model, or export the Spec itself, which contains it")  # fmt: skip
 
 
 def _condition(endings: Sequence[str]) -> str:

@@ -1,8 +1,8 @@
-"""Which of torch's backends expresses a Spec, and what a reader must be told.
+"""The backend of torch that a Spec is exported to, and remarks on what differs there.
 
-The lab's own engine is not exported: `peer` puts FSDP2 in its place, or DDP where nothing is sharded. What they cannot do
-is refused by the rules of `Spec` itself, field by field. What has no effect under a backend, and what differs though the
-Spec is the same, is a remark; both targets write remarks at the head of their file.
+The lab's own engine is not exported: `peer` replaces it by FSDP2, or by DDP if nothing is sharded. What they cannot do is
+refused by the rules of `Spec` itself, field by field. A field that has no effect under a backend, and a difference to the
+run under the same Spec, is a remark; both targets write the remarks at the top of their file.
 """
 
 from __future__ import annotations
@@ -14,84 +14,84 @@ from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Spec
 
 TITLES: Mapping[str, str] = {"lab": "the lab's own engine", "fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP"}
-CARRIES = "or export the Spec itself, which carries it"
+SPEC_INSTEAD = "or export the Spec itself, which contains it"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A Spec of one of torch's backends; `remarks` are sentences without a full stop."""
+    """A Spec with one of torch's backends. The remarks are sentences without a full stop."""
 
     spec: Spec
     remarks: tuple[str, ...]
 
 
 def peer(spec: Spec) -> Peer:
-    """Raises SpecError for what no backend of torch's expresses."""
+    """The Spec to export. Raises SpecError for a field that torch's backends cannot express."""
     if spec.strategy.backend != "lab":
-        return Peer(spec=spec, remarks=tuple(_idle(spec)))
+        return Peer(spec=spec, remarks=tuple(_without_effect(spec)))
     backend = "ddp" if spec.strategy.is_replicated else "fsdp2"
     refused = spec.validate(backend=backend)
     if refused is not None:
-        raise stands_in(refused, backend)
-    found = spec.replace(backend=backend)
+        raise _of_replacement(refused, backend)
+    exported = spec.replace(backend=backend)
     remarks = [
         f"It was trained by {TITLES['lab']}; {TITLES[backend]} does the same work here",
         *_differs(spec, backend),
     ]
-    return Peer(spec=found, remarks=(*remarks, *_idle(found)))
+    return Peer(spec=exported, remarks=(*remarks, *_without_effect(exported)))
 
 
-def stands_in(refused: SpecError, backend: str) -> SpecError:
-    """The refusal of a field that the lab's engine has and its stand-in has not."""
+def _of_replacement(refused: SpecError, backend: str) -> SpecError:
+    """The error for a field that the lab's engine supports and the backend that replaces it does not."""
     hint = refused.hint
-    for end in (", or use backend lab", ", or backend lab"):  # which it is
+    for end in (", or use backend lab", ", or backend lab"):  # the Spec has that backend already
         hint = hint.removesuffix(end)
-    reason = f"{refused.reason}, and outside the lab {TITLES[backend]} stands in for the lab's engine"
-    return SpecError(refused.field, reason, f"{hint}, {CARRIES}", refused.fix)
+    reason = f"{refused.reason}, and outside the lab {TITLES[backend]} replaces the lab's engine"
+    return SpecError(refused.field, reason, f"{hint}, {SPEC_INSTEAD}", refused.fix)
 
 
 def refuse(field: str, reason: str, hint: str, **fix: object) -> SpecError:
     """The error for a Strategy field that a target cannot express."""
-    return SpecError(f"strategy.{field}", reason, f"{hint}, {CARRIES}", fix)
+    return SpecError(f"strategy.{field}", reason, f"{hint}, {SPEC_INSTEAD}", fix)
 
 
 def gpus(spec: Spec) -> list[str]:
-    """The GPUs that a Spec names, by rank; empty where it names none. Raises SpecError where torch could not take them."""
+    """The GPUs that a Spec names, by rank; empty if it names none. Raises SpecError if two ranks share one."""
     named = [name for name in spec.devices or () if name != "cpu"]
     if len(set(named)) < len(named):
-        raise SpecError("devices", "two ranks share a GPU, and NCCL takes one rank a GPU",
-                        f"give each rank a GPU of its own, {CARRIES}", {"devices": None})  # fmt: skip
+        raise SpecError("devices", "two ranks share a GPU, and NCCL supports one rank per GPU",
+                        f"give each rank a GPU of its own, {SPEC_INSTEAD}", {"devices": None})  # fmt: skip
     return named
 
 
 def _differs(spec: Spec, backend: str) -> Iterator[str]:
-    """Where the lab's engine and its stand-in part ways, though the Spec is the same."""
+    """Differences between the lab's engine and the backend that replaces it, under the same Spec."""
     s, w = spec.strategy, spec.workload
     if w.clip_norm is not None:
-        yield "clip_norm: the norm is added up over other parts of the gradients, so its last bits may differ from the run's"
+        yield "clip_norm: the norm is summed over other parts of the gradients, so its last bits may differ from the run's"
     if s.dtypes.param != "fp32" and backend == "ddp":
         yield f"precision: DDP computes in {s.dtypes.param} by autocast, the lab's engine by casting the parameters"
     elif s.precision != "fp32":
         yield "precision: below fp32 losses agree within rounding, not to the bit"
     replicas = spec.world_size // spec.shard_factor
     if replicas > 2:
-        yield (f"sharding: gradients of {replicas} replicas are added up in pieces of another size, in another order, so "
+        yield (f"sharding: gradients of {replicas} replicas are summed in pieces of another size, in another order, so "
                "that losses agree within rounding, not to the bit")  # fmt: skip
 
 
-def _idle(spec: Spec) -> Iterator[str]:
-    """Fields that say something and have no effect."""
+def _without_effect(spec: Spec) -> Iterator[str]:
+    """Fields that are set and have no effect."""
     s, w = spec.strategy, spec.workload
     if spec.link is not None:
-        yield f"link: {spec.link!r} was emulated; it changes times, not results, and the wire is the real one here"
+        yield f"link: {spec.link!r} was emulated; it changes times, not results; here the real link is used"
     if s.sync == "last" and w.accumulate == 1:
-        yield "sync: last has no effect with one micro-batch a step, which is the last"
+        yield "sync: last has no effect with one micro-batch a step"
     if s.backend == "ddp":
         if s.wrap != "block":
             yield f"wrap: {s.wrap} has no effect under DDP, which has no units"
         if s.backward_prefetch != 1:
             yield f"backward_prefetch: {s.backward_prefetch} has no effect under DDP, which gathers no parameters"
     if s.backend == "fsdp1" and not s.backward_prefetch and s.backward_prefetch_point != "before":
-        yield f"backward_prefetch_point: {s.backward_prefetch_point} has no effect where nothing is prefetched"
+        yield f"backward_prefetch_point: {s.backward_prefetch_point} has no effect without prefetching"
     if s.backend in ("ddp", "fsdp2") and s.precision == "bf16-pure":
         yield f"precision: buffers stay in fp32, since {TITLES[s.backend]} has no dtype for them"

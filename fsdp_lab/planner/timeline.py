@@ -129,7 +129,7 @@ class _Simulation:
         limit = self._schedule.rules.limit
         if not limit:
             return 0.0
-        needed = self._gathers - limit - len(self._schedule.kept)
+        needed = self._gathers - limit - len(self._schedule.stays_gathered)
         return self._freed[needed] if 0 <= needed < len(self._freed) else 0.0
 
     def _send(self, action: Action, ready: float) -> tuple[float, float]:

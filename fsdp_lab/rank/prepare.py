@@ -22,7 +22,7 @@ from fsdp_lab.backends.base import DTYPES
 from fsdp_lab.backends.state import gather_objects
 from fsdp_lab.backends.wrapping import recomputed
 from fsdp_lab.core.errors import FieldError, SpecError
-from fsdp_lab.core.link import LinkError, LinkSpec, spoken_rate, spoken_time
+from fsdp_lab.core.link import LinkError, LinkSpec, format_latency, format_rate
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.models import Batches, BestPeak, Flops, build_skeleton, count_flops, device_peak, resolve
 from fsdp_lab.models.peaks import Peak
@@ -190,17 +190,17 @@ def measured_speed(world: Wire, device: torch.device) -> float:
 
 
 def _too_fast(wanted: LinkSpec, bytes_per_s: float, wire: float) -> SpecError:
-    faster = f"faster than the wire of these ranks, which moves {spoken_rate(wire)}"
+    faster = f"faster than the wire of these ranks, which moves {format_rate(wire)}"
     if wanted.gpu is None:
         return SpecError("link", f"{wanted.text} is {faster}", "use a slower one, or one of a GPU, which is scaled to "
                          f'what is computed here, such as "{_INSTEAD}"', {"link": _INSTEAD})  # fmt: skip
-    return SpecError("link", f"{wanted.text} comes to {spoken_rate(bytes_per_s)} here, {faster}", "use a slower one",
+    return SpecError("link", f"{wanted.text} comes to {format_rate(bytes_per_s)} here, {faster}", "use a slower one",
                      {"link": None})  # fmt: skip
 
 
 def _note(wanted: LinkSpec, link: Link, scale: float, dtype: str) -> str:
     """A note on how the link was emulated."""
-    what = spoken_rate(link.bytes_per_s) + (f", {spoken_time(link.latency_s)} latency" if link.latency_s else "")
+    what = format_rate(link.bytes_per_s) + (f", {format_latency(link.latency_s)} latency" if link.latency_s else "")
     if wanted.gpu is None:
         return f"Emulated link: {what}."
     _, kind = wanted.reference(dtype)

@@ -16,7 +16,7 @@ import pytest
 
 from fsdp_lab.bench.benches import BenchResult, measure, spread, step_figures
 from fsdp_lab.bench.launch import place
-from fsdp_lab.bench.plan import METERED_PEERS, METERING, STEP, BenchError, BenchPlan, PlanError, named
+from fsdp_lab.bench.plan import METERED_PEERS, METERING, STEP, BenchError, BenchPlan, PlanError, forms_named
 from fsdp_lab.cli import lab_benches
 from fsdp_lab.cli.lab_benches import growth, route, tour
 from fsdp_lab.cli.main import main
@@ -135,9 +135,9 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_peers_name_stands_for_its_forms() -> None:
-    assert named("ddp") == ("ddp-raw", "ddp-wire")
-    assert named("ddp-wire, lab") == ("lab", "lab-again", "ddp-wire"), "in the order of turns"
-    assert named("fsdp2,ddp,lab") == STEP
+    assert forms_named("ddp") == ("ddp-raw", "ddp-wire")
+    assert forms_named("ddp-wire, lab") == ("lab", "lab-again", "ddp-wire"), "in the order of turns"
+    assert forms_named("fsdp2,ddp,lab") == STEP
 
 
 # -- bench step: the figures -----------------------------------------------------------------------------------------
@@ -336,6 +336,6 @@ def ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in launcher.children():
         with contextlib.suppress(psutil.NoSuchProcess):  # also one that has ended and was not waited for
-            if "fsdp_lab.bench" in child.cmdline():
+            if "fsdp_lab.bench.launch" in child.cmdline():
                 found.append(child)
     return found

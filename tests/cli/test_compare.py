@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +18,8 @@ import psutil
 import pytest
 from rich.console import Console
 
-from fsdp_lab.cli import compare, session
-from fsdp_lab.cli.console import Results
+from fsdp_lab.cli import compare, fields
+from fsdp_lab.cli.console import Results, say_unread_weights
 from fsdp_lab.cli.main import main, parser
 from fsdp_lab.core.spec import Spec
 from tests.lab.telling import ended
@@ -32,7 +33,12 @@ KEYS = {
 
 
 def dicts(*arguments: str):
-    return compare.wanted(parser().parse_args(["compare", *arguments]))
+    return list(fields.combinations(parser().parse_args(["compare", *arguments])))
+
+
+def requested(*arguments: str):
+    args = parser().parse_args(["compare", *arguments])
+    return fields.requested(args, partial(compare.spec_of, args))
 
 
 def test_the_product_of_the_lists_in_their_order_without_repeats():
@@ -60,18 +66,15 @@ def test_links_are_a_list_whose_latencies_have_commas_too():
 
 
 def test_one_device_serves_all_ranks():
-    assert dicts("--devices", "cpu", "--ranks", "3")[0]["devices"] == ["cpu"] * 3
-    assert dicts("--devices", "cuda:0,cuda:2")[0]["devices"] == ["cuda:0", "cuda:2"]
+    assert requested("--devices", "cpu", "--ranks", "3")[0][0].devices == ("cpu",) * 3
+    assert requested("--devices", "cuda:0,cuda:2")[0][0].devices == ("cuda:0", "cuda:2")
 
 
 def test_combinations_that_cannot_be_are_listed_with_their_reason():
-    results = Results()
-    specs = compare.split(dicts("--backend", "fsdp2,ddp,lab", "--sharding", "full_shard,no_shard"), results)
+    specs, refused = requested("--backend", "fsdp2,ddp,lab", "--sharding", "full_shard,no_shard")
     kept = [("fsdp2", "full_shard"), ("ddp", "no_shard"), ("lab", "full_shard"), ("lab", "no_shard")]
     assert [(s.strategy.backend, s.strategy.sharding) for s in specs] == kept
-    reasons = {
-        (r["spec"]["strategy"]["backend"], r["spec"]["strategy"]["sharding"]): r["reason"] for r in results.refused
-    }
+    reasons = {(d["strategy"]["backend"], d["strategy"]["sharding"]): str(error) for d, error in refused}
     assert len(reasons) == 2
     assert "strategy.sharding" in reasons["ddp", "full_shard"]
 
@@ -143,7 +146,7 @@ def test_weights_that_are_not_loaded_are_said_once_before_training(tmp_path: Pat
     (tmp_path / "model.safetensors").touch()
     specs = [Spec().replace(model=model) for model in (str(tmp_path), "gpt2-1m", str(tmp_path))]
     console = Console(file=io.StringIO(), width=40)
-    session.tell_unread_weights(console, specs)
+    say_unread_weights(console, specs)
     said = f"note: Weights in {tmp_path} are not loaded: training begins from random values.\n"
     assert console.file.getvalue() == said
 

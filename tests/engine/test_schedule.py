@@ -229,7 +229,7 @@ def test_four_blocks_with_the_defaults() -> None:
         "u0 c0  u1 c1 f1  u2 c2 f2  u3 c3  u4 c4  c0  "  # forward
         "c0  c4 f4 r4  U2 c3 f3 r3  U1 c2 f2 r2  c1 f1 r1  c0 f0 r0  optim"
     ).replace("  ", " ")
-    assert schedule.kept == {0, 3, 4}
+    assert schedule.stays_gathered == {0, 3, 4}
     assert peak(schedule) == 3
     by_index = {f"{i}": word for i, word in enumerate(told(schedule))}
     prefetch = schedule.actions[told(schedule).index("U2")]

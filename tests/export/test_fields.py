@@ -167,7 +167,7 @@ def test_what_cannot_be_said_is_refused_by_name(target: str, refusals: list[Refu
             text_of(given, target)
         e = refused.value
         assert e.field == field, (changes, str(e))
-        assert "backend lab" not in e.hint and e.hint.endswith("or export the Spec itself, which carries it")
+        assert "backend lab" not in e.hint and e.hint.endswith("or export the Spec itself, which contains it")
         if e.fix and "wrap" not in e.fix:  # the way out is one: what is refused next is another field
             again = given.replace(**e.fix)
             assert again != given

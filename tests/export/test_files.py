@@ -21,7 +21,7 @@ def test_files_are_written_whole_and_not_twice(tmp_path: Path) -> None:
         assert file == tmp_path / name and file.stat().st_mode == plain.stat().st_mode
         plain.unlink()
         before = file.read_text()
-        with pytest.raises(ArgumentError, match=f"path: .*{name} is there already; name another file, or give force"):
+        with pytest.raises(ArgumentError, match=f"path: .*{name} exists already; name another file, or give force"):
             export(spec(seed=9), file)
         assert file.read_text() == before
         assert export(spec(seed=9), file, force=True).read_text() != before

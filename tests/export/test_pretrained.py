@@ -50,7 +50,7 @@ def test_what_is_there_is_not_lost(pool: Pool, tmp_path: Path, capsys: pytest.Ca
     taken.mkdir()
     (taken / "thesis.txt").write_text("mine")
     for force in (False, True):
-        with pytest.raises(ArgumentError, match="is there already"):
+        with pytest.raises(ArgumentError, match="exists already"):
             export_model(tmp_path / "saved", taken, force=force)
     with pytest.raises(ArgumentError, match="there is no folder"):
         export_model(tmp_path / "saved", tmp_path / "no" / "where")

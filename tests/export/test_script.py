@@ -114,6 +114,6 @@ def test_a_script_holds_nothing_that_its_spec_does_not_need() -> None:
 
 @pytest.mark.parametrize("model", ["vit-1m", "resnet-1m"])
 def test_images_are_refused(model: str) -> None:
-    with pytest.raises(SpecError, match="a script reads text alone") as refused:
+    with pytest.raises(SpecError, match="a script reads only text") as refused:
         text_of(Spec().replace(model=model, data="images"), "script")
     assert refused.value.field == "workload.model"

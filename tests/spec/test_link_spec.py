@@ -9,7 +9,7 @@ import pytest
 
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.hardware import GPUS, gpu_of_device
-from fsdp_lab.core.link import OFFERED, LinkError, LinkSpec, split_list, spoken_rate, spoken_time
+from fsdp_lab.core.link import OFFERED, LinkError, LinkSpec, format_latency, format_rate, split_list
 from fsdp_lab.core.spec import Spec
 
 
@@ -94,5 +94,5 @@ def test_a_device_is_known_by_its_name() -> None:
 
 
 def test_rates_and_times_for_people() -> None:
-    assert [spoken_rate(r) for r in (0.25e9, 31.94e6, 4.5e3)] == ["0.25 GB/s", "31.9 MB/s", "4.5 kB/s"]
-    assert [spoken_time(t) for t in (50e-6, 2e-3, 1.5)] == ["50 µs", "2 ms", "1.5 s"]
+    assert [format_rate(r) for r in (0.25e9, 31.94e6, 4.5e3)] == ["0.25 GB/s", "31.9 MB/s", "4.5 kB/s"]
+    assert [format_latency(t) for t in (50e-6, 2e-3, 1.5)] == ["50 µs", "2 ms", "1.5 s"]
