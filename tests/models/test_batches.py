@@ -16,7 +16,7 @@ from fsdp_lab.core.spec import Workload
 from fsdp_lab.models import Batches, resolve
 from fsdp_lab.models.batches import IGNORED, MASK_ID, Batch, Indices, Order, Source, open_source
 from fsdp_lab.models.check import check
-from fsdp_lab.models.text import STDLIB_CAP_BYTES, encode, open_text
+from fsdp_lab.models.data import STDLIB_CAP_BYTES, encode, open_text
 
 GPT2 = resolve("gpt2-1m")
 

@@ -72,7 +72,7 @@ def test_text_that_cannot_be_trained_on_is_refused(tmp_path: Path) -> None:
         with pytest.raises(SpecError, match=words):
             Batches(Workload(data=str(tmp_path / name)), resolve("gpt2-1m"), rank=0, world_size=1)
     (tmp_path / "none").mkdir()
-    with pytest.raises(SpecError, match="holds no text"):
+    with pytest.raises(SpecError, match="contains no text"):
         check(Workload(data=str(tmp_path / "none")))
 
 

@@ -61,7 +61,7 @@ def test_a_refusal_says_why(model: Any, words: str) -> None:
 
 
 def test_an_unusable_folder_or_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"holds no config\.json"):
+    with pytest.raises(SpecError, match=r"contains no config\.json"):
         resolve(str(tmp_path))
     bad = tmp_path / "config.json"
     for text, words in (("{", "cannot be read as JSON"), (json.dumps([1]), "not a JSON object")):

@@ -39,6 +39,7 @@ from fsdp_lab.core.model_shape import (
 from fsdp_lab.core.schedule import Direction, Point, PointSide
 from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.engine.tensors import map_tensors, tensors_in, view_inputs
+from fsdp_lab.models.flops import empty_batch
 from fsdp_lab.models.presets import Facts
 
 SAMPLES = 37
@@ -85,7 +86,7 @@ def record(model: nn.Module, facts: Facts, units: Sequence[Sequence[nn.Module]],
         stack.enter_context(_without_values())
         _make_fake(copied, precision)
         seq_len = _length(model, facts)
-        batch = _batch(facts, seq_len, half=precision == "half")
+        batch = empty_batch(facts, SAMPLES, seq_len, device="cpu")
         run = _Run(copied, inside, again)
         known = [*copied.parameters(), *copied.buffers(), *batch.values()]
         with run.recorder.recording(known):
@@ -160,18 +161,6 @@ def _length(model: nn.Module, facts: Facts) -> int:
     sizes = {n for p in model.parameters() for n in p.shape if n}
     short = [s for s in _LENGTHS if facts.max_positions is None or s <= facts.max_positions] or _LENGTHS[-1:]
     return next((s for s in short if not any(n % (s // 2) == 0 for n in sizes)), short[0])
-
-
-def _batch(facts: Facts, seq_len: int, *, half: bool) -> dict[str, Tensor]:
-    def ids(length: int) -> Tensor:
-        return torch.empty(SAMPLES, length, dtype=torch.int64)
-
-    if facts.image_pixels is not None:
-        pixels = torch.empty(SAMPLES, facts.channels, *facts.image_pixels)
-        return {"pixel_values": pixels, "labels": torch.empty(SAMPLES, dtype=torch.int64)}
-    if facts.kind == "seq2seq":
-        return {"input_ids": ids(seq_len // 2), "labels": ids(seq_len - seq_len // 2)}
-    return {"input_ids": ids(seq_len), "labels": ids(seq_len)}
 
 
 # -- running it ------------------------------------------------------------------------------------------------------
