@@ -24,11 +24,15 @@ from fsdp_lab.planner.devices import Machine
 from fsdp_lab.planner.memory_models.base import ACTIVATIONS, GRADIENTS, OTHER, MemoryModel, MemoryTracker, role_bytes
 from fsdp_lab.planner.memory_models.ddp import DDPMemory
 from fsdp_lab.planner.memory_models.flat import FlatMemory
-from fsdp_lab.planner.memory_models.fsdp1 import FSDP1Memory
-from fsdp_lab.planner.memory_models.fsdp2 import FSDP2Memory
+from fsdp_lab.planner.memory_models.fsdp import FSDP1Memory, FSDP2Memory
 from fsdp_lab.planner.step import recomputed
 
+CONTEXT_BYTES = 1 << 30  # GPU memory of CUDA's context, NCCL's buffers and the libraries' workspaces
 GPU_SLACK = 0.06  # blocks of a caching allocator that fit no request, as a share of the allocated bytes at the peak
+# Memory that torch's allocator reserves, relative to the allocated peak, while the device has room: the median over
+# torchtitan's published rows. Under pressure it releases unused blocks, so `MemoryPlan.reserved_bytes` decides what fits.
+SPARE = 1.5
+FULL = 0.95  # share of device memory that an allocator reserves at most
 PRESSURE = 0.92  # share of device memory; the rest is the driver's, the communicator's and fragments
 GATHERED = 3  # blocks at once: one in use and two that the rate limiter lets go ahead
 MODELS: Mapping[str, type[MemoryModel]] = {
@@ -50,6 +54,15 @@ class MemoryPlan:
     @property
     def peak_bytes(self) -> int:
         return self.at_peak.total_bytes
+
+    def peak_of_kind(self, kind: str, capacity_bytes: float) -> float:
+        """The peak as tools report it on a device of that capacity: "allocated" by tensors, "reserved" by the allocator, or
+        "used" on the device (nvidia-smi), which includes the context."""
+        if kind == "allocated":
+            return self.peak_bytes
+        context = CONTEXT_BYTES if kind == "used" else 0
+        reserved = min(SPARE * self.peak_bytes, FULL * capacity_bytes - context)
+        return max(reserved, self.reserved_bytes) + context
 
 
 def memory(spec: Spec, shape: ModelShape, *, device: str, software: Software = USUAL) -> MemoryPlan:
@@ -185,7 +198,7 @@ def tape_of(shape: ModelShape, spec: Spec, software: Software = USUAL) -> Sequen
 
 def pressed(spec: Spec, shape: ModelShape, machine: Machine) -> bool:
     """Whether collectives wait for memory; False for what does not fit at all."""
-    if spec.strategy.backend != "fsdp1" or spec.shard_factor == 1 or machine.device.generation == "cpu":
+    if spec.strategy.backend != "fsdp1" or spec.shard_factor == 1 or machine.device.type == "cpu":
         return False
     return PRESSURE < needed_bytes(spec, shape) / machine.device.memory_bytes <= 1.0
 

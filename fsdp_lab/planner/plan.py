@@ -16,10 +16,9 @@ from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.costs import USUAL, Software
 from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates, machine
-from fsdp_lab.planner.memory import MemoryPlan, memory, pressed
+from fsdp_lab.planner.memory import CONTEXT_BYTES, MemoryPlan, memory, pressed
 from fsdp_lab.planner.step import StepModel, StepTime, recomputed
 
-CONTEXT_BYTES = 1 << 30  # GPU memory of CUDA's context, NCCL's buffers and the libraries' workspaces
 PARTS = ("computing", "slowed by sending", "exposed communication", "optimizer")
 FIGURES = ("fits", "memory", "step", "tokens/s", "TFLOPS", "MFU", "exposed", "bound by")
 LEFT_ALIGNED = frozenset({"strategy", "why", "bound by", "fits"})
@@ -110,9 +109,7 @@ class Plan:
 
     def within(self, limit_bytes: int) -> Plan:
         """The same plan with a memory limit per device."""
-        device = self.machine.device
-        least = min(limit_bytes, device.memory_bytes)
-        return replace(self, machine=replace(self.machine, device=replace(device, memory_bytes=least)))
+        return replace(self, machine=self.machine.limited(limit_bytes))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers under the same names as in the summary of a measured run (`fsdp_lab.runs.summary`)."""
@@ -156,7 +153,7 @@ def plan(
     assumed = {**where.device.assumed, **where.assumed}
     if where.device.measured is None:
         assumed["attention"] = software.attention.value
-    held = memory(spec, shape, device=device_kind(where), software=software)
+    held = memory(spec, shape, device=where.device.type, software=software)
     return Plan(
         spec=spec, shape=shape, machine=where, step=step, memory=held, comm_s=comm_s, link_bytes=link_bytes,
         assumed=assumed,
@@ -165,13 +162,8 @@ def plan(
 
 def margin_bytes(held: MemoryPlan, where: Machine) -> int:
     """Device memory less the allocator's and, on a GPU, less the context's."""
-    context = CONTEXT_BYTES if device_kind(where) == "cuda" else 0
+    context = CONTEXT_BYTES if where.device.type == "cuda" else 0
     return where.device.memory_bytes - held.reserved_bytes - context
-
-
-def device_kind(where: Machine) -> str:
-    """torch's name of the device: "cpu" or "cuda"."""
-    return "cpu" if where.device.generation == "cpu" else "cuda"
 
 
 def machine_like(where: Machine, ranks: int) -> Machine:

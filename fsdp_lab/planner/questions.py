@@ -6,11 +6,11 @@ These functions find the model's shape and the machine; the rest of the planner 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError
+from fsdp_lab.core.errors import FieldError, SpecError
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.models.check import check_shapes
@@ -18,11 +18,10 @@ from fsdp_lab.models.presets import PRESETS, facts_of
 from fsdp_lab.planner.calibration import Calibration
 from fsdp_lab.planner.devices import PUBLISHED, Device, Machine, Rates, machine
 from fsdp_lab.planner.memory import MemoryPlan, memory
-from fsdp_lab.planner.memory_rows import in_kind
 from fsdp_lab.planner.plan import Plan, limit, plan, scaling
-from fsdp_lab.planner.published import Row, case, counted_flops_per_token
+from fsdp_lab.planner.published import Row, case, counted_flops_per_token, peak_in_unit
 from fsdp_lab.planner.search import Search, fewest, largest, search
-from fsdp_lab.planner.shapes.presets import shape_for
+from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.planner.shapes.rewrapping import deepened
 
 MOST_RANKS = 1 << 17
@@ -42,18 +41,9 @@ class Target:
 
     def machine(self, ranks: int) -> Machine:
         """Raises ArgumentError: an unknown device, ranks that the hosts do not divide, a rate out of range."""
-        found = machine(self.hardware, ranks, hosts=self.hosts, network_gbit_per_s=self.network_gbit_per_s)
-        if self.per_host is None or self.hosts is not None:
-            return found
-        if self.per_host < 1 or (ranks > self.per_host and ranks % self.per_host):
-            divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-            nearest = min(divisors, key=lambda n: abs(n - (self.per_host or 0)))
-            raise ArgumentError("per_host", f"{ranks} GPUs cannot be divided among hosts of {self.per_host}",
-                            f"use {nearest}", {"per_host": nearest})  # fmt: skip
-        assumed = {name: text for name, text in found.assumed.items() if name not in ("hosts", "network")}
-        if self.network_gbit_per_s is None and ranks > self.per_host:
-            assumed["network"] = f"{found.network_bytes_per_s * 8 / 1e9:.0f} Gb/s a host"
-        return replace(found, per_host=min(self.per_host, ranks), assumed=assumed)
+        return machine(
+            self.hardware, ranks, hosts=self.hosts, per_host=self.per_host, network_gbit_per_s=self.network_gbit_per_s
+        )
 
     def whole_host(self, ranks: int) -> Machine:
         """As `machine`, but fewer ranks than a host has are part of a full host."""
@@ -149,6 +139,6 @@ def _predict_row(row: Row, rates: Rates) -> dict[str, Any]:
     per_token = counted_flops_per_token(row.get("tflops_kind", ""), one.shape, w.seq_len, recomputed=recomputed)
     return {
         "id": name, "tokens_per_s_per_gpu": tokens_per_s, "tflops_per_gpu": tokens_per_s * per_token / 1e12,
-        "peak_mem": in_kind(found.memory, row),
+        "peak_mem": peak_in_unit(found.memory, row),
         "step_time_s": found.step_time_s, "assumed": {**found.assumed, **one.assumed},
     }  # fmt: skip

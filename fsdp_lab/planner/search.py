@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 
 from fsdp_lab.core.describe import describe_field
@@ -19,7 +19,7 @@ from fsdp_lab.core.spec import SHARDINGS, Spec, Strategy
 from fsdp_lab.planner.costs import USUAL, Software
 from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates
 from fsdp_lab.planner.memory import memory
-from fsdp_lab.planner.plan import LEFT_ALIGNED, Plan, device_kind, fit_sentence, machine_like, margin_bytes, plan
+from fsdp_lab.planner.plan import LEFT_ALIGNED, Plan, fit_sentence, machine_like, margin_bytes, plan
 
 RECOMPUTES = ("none", "every:2", "full")
 CHOSEN = ("shard_size", "recompute", "offload", "micro_batch", "accumulate", "forward_prefetch")
@@ -165,12 +165,11 @@ def _limited(where: Machine, limit_bytes: int | None) -> Machine:
         return where
     if limit_bytes <= 0:
         raise ArgumentError("memory_limit", f"{limit_bytes} bytes are refused", "give a size above 0")
-    least = min(limit_bytes, where.device.memory_bytes)
-    return replace(where, device=replace(where.device, memory_bytes=least))
+    return where.limited(limit_bytes)
 
 
 def _margin(spec: Spec, shape: ModelShape, where: Machine, software: Software = USUAL) -> int:
-    return margin_bytes(memory(spec, shape, device=device_kind(where), software=software), where)
+    return margin_bytes(memory(spec, shape, device=where.device.type, software=software), where)
 
 
 def _shardings(ranks: int, per_host: int) -> list[tuple[str, int | None]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdp_lab.core.events import Role, RoleBytes
 from fsdp_lab.core.model_shape import ModelShape, UnitShape
-from fsdp_lab.core.schedule import Direction, Point, PointSide
+from fsdp_lab.core.schedule import Point
 from fsdp_lab.core.spec import Spec
 
 MASTER = 4  # bytes of an fp32 element
@@ -224,36 +224,3 @@ class MemoryModel:
 
     def set_unit_state(self, unit: int, state: Any) -> None:
         self.fresh[unit] = state
-
-
-class HookedMemory(MemoryModel):
-    """FSDP1 and FSDP2: hooks run before the first and after the last call of a unit, in each direction."""
-
-    def __init__(self, spec: Spec, shape: ModelShape, tracker: MemoryTracker, *, on_gpu: bool) -> None:
-        super().__init__(spec, shape, tracker, on_gpu=on_gpu)
-        calls = shape.call_tree
-        self._first = {c.unit: k for k, c in reversed(list(enumerate(calls)))}
-        self._last = {c.unit: k for k, c in enumerate(calls)}
-        self.order = [u for u in dict.fromkeys(c.unit for c in calls) if u]  # units below the root, by first call
-        self.gathered = [False] * len(self.units)
-
-    def at(self, point: Point) -> None:
-        unit = self.shape.call_tree[point.call].unit
-        forward, before = point.direction is Direction.FORWARD, point.moment is PointSide.BEFORE
-        if point.call == (self._first if forward is before else self._last)[unit]:
-            if forward:
-                (self.pre_forward if before else self.post_forward)(unit)
-            else:
-                (self.pre_backward if before else self.post_backward)(unit)
-
-    def pre_forward(self, unit: int) -> None:
-        raise NotImplementedError
-
-    def post_forward(self, unit: int) -> None:
-        raise NotImplementedError
-
-    def pre_backward(self, unit: int) -> None:
-        raise NotImplementedError
-
-    def post_backward(self, unit: int) -> None:
-        raise NotImplementedError

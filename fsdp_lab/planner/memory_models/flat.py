@@ -30,7 +30,7 @@ from fsdp_lab.planner.memory_models.base import (
     UnitBytes,
     parameter_shapes,
 )
-from fsdp_lab.planner.timeline import schedule_for
+from fsdp_lab.planner.step import schedule_for
 
 
 class FlatMemory(MemoryModel):

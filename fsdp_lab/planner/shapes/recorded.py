@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gzip
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -30,7 +33,7 @@ from fsdp_lab.core.spec import Strategy
 from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.models.build import build_skeleton
 from fsdp_lab.models.configs import first_line, resolve
-from fsdp_lab.models.presets import Facts, facts_of
+from fsdp_lab.models.presets import PRESETS, Facts, facts_of
 from fsdp_lab.models.wrapping import blocks, units
 from fsdp_lab.planner.shapes.rewrapping import MIDDLE, repeated, rewrapped
 from fsdp_lab.planner.shapes.tape import SAMPLES, TapeRecording, owners, products_of, record
@@ -245,3 +248,17 @@ def _deepened(shape: ModelShape, model: nn.Module, inside: Sequence[Sequence[nn.
         grown, units=tuple(units), unit_names=("root", *names),
         buffers_bytes=sum(b.nbytes for b in model.buffers()),
     )  # fmt: skip
+
+
+# -- the file of presets ---------------------------------------------------------------------------------------------
+
+
+def write_presets(path: Path) -> None:
+    """Writes every preset's shape, in units of wrap "block"."""
+    jsons = {name: json.dumps(shape_of(name).to_dict(), separators=(",", ":")) for name in PRESETS}
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(gzip.compress(json.dumps(jsons).encode(), mtime=0))
+
+
+if __name__ == "__main__":
+    write_presets(Path(__file__).parents[1] / "data" / "shapes.json.gz")
