@@ -49,8 +49,8 @@ def closest(name: str, count: int = 3) -> tuple[str, ...]:
 # -- one function per family, with the numbers in which its models differ ---------------------------------------------
 
 
-def _gpt2(width: int, layers: int, heads: int, positions: int = 1024,
-          vocabulary: int = BYTE_VOCABULARY) -> dict[str, Any]:  # fmt: skip
+def gpt2_config(width: int, layers: int, heads: int, positions: int = 1024,
+                vocabulary: int = BYTE_VOCABULARY) -> dict[str, Any]:  # fmt: skip
     return {
         "model_type": "gpt2", "vocab_size": vocabulary, "n_embd": width, "n_layer": layers, "n_head": heads,
         "n_positions": positions, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": None,
@@ -107,20 +107,20 @@ def _resnet(layer: str, stem: int, widths: tuple[int, ...], depths: tuple[int, .
 _Row = tuple[str, int, dict[str, Any], str]
 _FAMILIES: tuple[tuple[str, Kind, tuple[_Row, ...]], ...] = (
     ("gpt2", "causal", (
-        ("1m", 973_568, _gpt2(128, 4, 4), "bytes; a step is some tens of milliseconds on a laptop core"),
-        ("10m", 10_314_880, _gpt2(320, 8, 5), "bytes; the default"),
-        ("30m", 29_093_376, _gpt2(512, 9, 8), "bytes"),
-        ("124m", 124_439_808, _gpt2(768, 12, 12, vocabulary=50257), "GPT-2 small"),
-        ("355m", 354_823_168, _gpt2(1024, 24, 16, vocabulary=50257), "GPT-2 medium"),
-        ("774m", 774_030_080, _gpt2(1280, 36, 20, vocabulary=50257), "GPT-2 large"),
-        ("1.5b", 1_557_611_200, _gpt2(1600, 48, 25, vocabulary=50257), "GPT-2 XL"),
-        ("6.7b", 6_658_404_352, _gpt2(4096, 32, 32, positions=2048, vocabulary=50257),
+        ("1m", 973_568, gpt2_config(128, 4, 4), "bytes; a step is some tens of milliseconds on a laptop core"),
+        ("10m", 10_314_880, gpt2_config(320, 8, 5), "bytes; the default"),
+        ("30m", 29_093_376, gpt2_config(512, 9, 8), "bytes"),
+        ("124m", 124_439_808, gpt2_config(768, 12, 12, vocabulary=50257), "GPT-2 small"),
+        ("355m", 354_823_168, gpt2_config(1024, 24, 16, vocabulary=50257), "GPT-2 medium"),
+        ("774m", 774_030_080, gpt2_config(1280, 36, 20, vocabulary=50257), "GPT-2 large"),
+        ("1.5b", 1_557_611_200, gpt2_config(1600, 48, 25, vocabulary=50257), "GPT-2 XL"),
+        ("6.7b", 6_658_404_352, gpt2_config(4096, 32, 32, positions=2048, vocabulary=50257),
          "the 6.7B shape of the GPT-3 paper"),
-        ("13b", 12_853_386_240, _gpt2(5120, 40, 40, positions=2048, vocabulary=50257),
+        ("13b", 12_853_386_240, gpt2_config(5120, 40, 40, positions=2048, vocabulary=50257),
          "the 13B shape of the GPT-3 paper, 40 heads"),
-        ("30b", 29_974_418_432, _gpt2(7168, 48, 56, positions=2048, vocabulary=50257), "the shape of OPT 30B"),
-        ("66b", 65_719_544_832, _gpt2(9216, 64, 72, positions=2048, vocabulary=50257), "the shape of OPT 66B"),
-        ("175b", 174_604_259_328, _gpt2(12288, 96, 96, positions=2048, vocabulary=50257), "the shape of GPT-3"),
+        ("30b", 29_974_418_432, gpt2_config(7168, 48, 56, positions=2048, vocabulary=50257), "the shape of OPT 30B"),
+        ("66b", 65_719_544_832, gpt2_config(9216, 64, 72, positions=2048, vocabulary=50257), "the shape of OPT 66B"),
+        ("175b", 174_604_259_328, gpt2_config(12288, 96, 96, positions=2048, vocabulary=50257), "the shape of GPT-3"),
     )),
     ("llama", "causal", (
         ("1m", 951_424, _llama(128, 4, 4, 4, 384), "bytes; embeddings not tied"),

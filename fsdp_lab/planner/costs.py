@@ -4,13 +4,13 @@ Matrix products [tokens, inputs] x [inputs, outputs]: FLOPs at the device's rate
 of operands (a roofline whose two sides are added, so that narrow matrices are slower). Fused attention: its
 own FLOPs, of which causal masking skips half, at a rate of its own; its backward computes the scores again, 2.5 times the
 forward (FlashAttention-2, arXiv 2307.08691, section 4.1). Plain attention: two products of all pairs, and the matrix of
-scores through memory. Norms, activations, residuals and losses: memory traffic, counted from the kernels that published code
-runs (`memory_traffic`).
+scores through memory. Norms, activations, residuals and losses: memory traffic, counted from the kernels of published code
+(`memory_traffic`).
 
 Collectives: a ring of n ranks sends (n-1)/n of the payload over every link for an all-gather or a reduce-scatter, twice that
 for an all-reduce (Patarasu and Yuan, 2009; nccl-tests' "busbw" is that over the time). Within a host each device has its own
-link. Between hosts NCCL makes several rings, which enter and leave a host by different network cards, so that one group's
-ring has the whole host's network; groups whose members are on the same hosts share it.
+link. Between hosts NCCL makes several rings through different network cards, so that one group's ring has the whole host's
+network; groups on the same hosts share it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Attention(StrEnum):
 
 # Causal, width 128, on an A100: arXiv 2307.08691, figures 5 and 6.
 GAIN = {Attention.FLASH1: 1.0, Attention.FLASH2: 1.8}
-SCORE_BYTES = 12  # memory traffic per score and head: written, masked, softmax, read, in half precision
+SCORE_BYTES = 12  # memory traffic per score and head in half precision: write, mask, softmax, read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,9 @@ class Software:
 
     `operators`: recompute keeps half of the matrix products and the attention of a unit (torchtitan's selective activation
     checkpoints). `stops_early`: recompute stops at the last tensor that the backward needs, before the unit's last
-    product (torch's checkpoints since 2.1). `fused_optimizer`: one pass over AdamW's state; torch's default makes eight.
-    `keeps_gradients`: between steps they are filled with zeros and not freed (torch's optimizers before 2.0).
-    `holds_scores`: the peak includes the matrix of scores, though the step is as fast as with a fused kernel.
+    product (torch's checkpoints since 2.1). `fused_optimizer`: one pass over AdamW's state instead of torch's default eight.
+    `keeps_gradients`: `zero_grad` fills gradients with zeros instead of freeing them (torch before 2.0).
+    `holds_scores`: the peak includes the matrix of scores, although the step is as fast as with a fused kernel.
     """
 
     attention: Attention = Attention.FLASH2
@@ -207,7 +207,7 @@ PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # of the paylo
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """`size` ranks, `stride` apart: 1 for those that share a shard, the shard's size for its replicas."""
+    """`size` ranks, `stride` apart: 1 in a shard group, the shard's size in a replicate group."""
 
     size: int
     stride: int = 1
@@ -236,14 +236,14 @@ def collective_seconds(kind: str, payload_bytes: float, group: RankGroup, machin
 
 def _measured_seconds(kind: str, sent: float, size: int, machine: Machine) -> float:
     """Interpolated between the measurements of pairs, if there are any, and of all ranks."""
-    whole = machine.collectives[kind](sent)
+    of_all = machine.collectives[kind](sent)
     if kind not in machine.pairs or machine.ranks == 2:
-        return whole
-    along = (size - 2) / (machine.ranks - 2)
-    return along * whole + (1 - along) * machine.pairs[kind](sent)
+        return of_all
+    share = (size - 2) / (machine.ranks - 2)
+    return share * of_all + (1 - share) * machine.pairs[kind](sent)
 
 
 def late_s(size: int, rates: Rates) -> float:
-    """Delay of the last of so many ranks at a collective. Ranks are interrupted rarely and one by one, so the wait for the
-    slowest grows with their number (Petrini, Kerbyson and Pakin, 2003)."""
+    """Delay of the last of `size` ranks at a collective. Interruptions of single ranks are rare, so the wait for the slowest
+    grows with their number (Petrini, Kerbyson and Pakin, 2003)."""
     return rates.jitter_s * (size - 1)

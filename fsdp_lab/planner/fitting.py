@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_lab.planner.devices import Rates
-from fsdp_lab.planner.memory import pressed
+from fsdp_lab.planner.memory import under_pressure
 from fsdp_lab.planner.published import PublishedCase
 from fsdp_lab.planner.step import StepModel
 
@@ -108,7 +108,7 @@ def _fit(cases: Sequence[PublishedCase], x: np.ndarray) -> Fit:
 def predicted_s(case: PublishedCase, rates: Rates) -> float:
     """Seconds of a step. Only some of many equal blocks are simulated; the others add the time of one more block."""
     units = case.shape.units
-    overlaps = not pressed(case.spec, case.shape, case.machine)
+    overlaps = not under_pressure(case.spec, case.shape, case.machine)
 
     def seconds(first: int) -> float:
         model = StepModel(case.spec, units[:first], case.tokens_per_sample, case.machine, rates, case.software,

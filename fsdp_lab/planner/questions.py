@@ -1,6 +1,6 @@
-"""What the command line and the dashboard ask the planner: plans, searches and rows of a table, for models by name.
+"""The planner's functions for the command line and the dashboard: plans, searches and rows of a table, for models by name.
 
-These functions find the model's shape and the machine; the rest of the planner needs neither model names nor torch.
+They look up the model's shape and the machine; the rest of the planner needs neither model names nor torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Target:
         )
 
     def whole_host(self, ranks: int) -> Machine:
-        """As `machine`, but fewer ranks than a host has are part of a full host."""
+        """As `machine`, but with at least one full host."""
         return self.machine(ranks if self.hosts is not None else max(ranks, self.per_host or PER_HOST))
 
 
@@ -60,12 +60,12 @@ def planned(spec: Spec, where: Target, rates: Rates = PUBLISHED) -> Plan:
     return plan(spec, shape_of(spec), where.machine(spec.world_size), rates=rates)
 
 
-def planned_here(spec: Spec, here: Calibration) -> Plan:
+def planned_here(spec: Spec, calibration: Calibration) -> Plan:
     """Predicts one step on the calibrated machine. Raises FieldError for another number of ranks, and as `planned`."""
-    if spec.world_size != here.ranks:
-        raise SpecError("world_size", f"{here.ranks} ranks were calibrated, and the Spec has {spec.world_size}",
+    if spec.world_size != calibration.ranks:
+        raise SpecError("world_size", f"{calibration.ranks} ranks were calibrated, and the Spec has {spec.world_size}",
                         "calibrate again with as many, or name hardware")  # fmt: skip
-    return plan(spec, shape_of(spec), here.machine, rates=here.rates)
+    return plan(spec, shape_of(spec), calibration.machine, rates=calibration.rates)
 
 
 def planned_memory(spec: Spec, *, device: str) -> MemoryPlan:
@@ -98,7 +98,7 @@ def fewest_ranks(spec: Spec, where: Target, *, limit_bytes: int | None = None) -
 
 
 def shape_of(spec: Spec) -> ModelShape:
-    """The model of a Spec in its units. Raises SpecError for what could not run anywhere."""
+    """The model of a Spec in its units. Raises SpecError for a workload that cannot run."""
     w = spec.workload
     if spec.world_size > MOST_RANKS:
         raise SpecError("world_size", f"{spec.world_size:,} ranks are refused", f"give {MOST_RANKS:,} or fewer")

@@ -1,7 +1,7 @@
 """Searches within a memory limit: the fastest Strategy (`search`), the `largest` model, the `fewest` GPUs.
 
-`candidates` yields what may vary; the rest of the Spec is fixed, including the global batch: larger micro-batches are fewer.
-All candidates that fit are simulated; none is dropped by a rule of thumb.
+`candidates` varies the Strategy and the micro-batch. The rest of the Spec is fixed, including the global batch, so larger
+micro-batches are fewer. All candidates that fit are simulated; none is dropped by a heuristic.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from html import escape
 
 from fsdp_lab.core.describe import describe_field
@@ -29,7 +30,7 @@ MOST_RANKS, MOST_BLOCKS = 4096, 2048
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A plan that fits, and the reason for its rank."""
+    """A plan that fits, and a sentence that compares it with the fastest one."""
 
     plan: Plan
     why: str
@@ -37,7 +38,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Search:
-    """`top`: the fastest candidates first. If it is empty, nothing fits, and `nearest` lacks the least memory."""
+    """`top`: the candidates, fastest first. If nothing fits it is empty, and `nearest` lacks least memory."""
 
     asked: Spec
     top: tuple[Candidate, ...]
@@ -88,7 +89,7 @@ def search(
             else:
                 lacking.append((-margin, candidate))
         if fitting:
-            best = _different(sorted(fitting, key=lambda p: p.step_time_s), count)
+            best = _distinct(sorted(fitting, key=lambda p: p.step_time_s), count)
             top = tuple(Candidate(plan=p, why=_why(p, best[0], len(fitting))) for p in best)
             return Search(asked=spec, top=top, considered=considered, fitting=len(fitting))
     nearest = planned(min(lacking, key=lambda one: one[0])[1]) if lacking else None
@@ -119,15 +120,14 @@ def largest(
         deepened: returns the model with a number of blocks.
     """
     where = _limited(where, limit_bytes)
-    leanest, known = _leanest(spec, where.per_host), dict[int, int]()
+    leanest = _leanest(spec, where.per_host)
 
+    @cache
     def margin(blocks: int) -> int:
-        if blocks not in known:
-            grown = deepened(blocks)
-            known[blocks] = max((_margin(lean, grown, where) for lean in leanest), default=-1)
-        return known[blocks]
+        shape = deepened(blocks)
+        return max((_margin(lean, shape, where) for lean in leanest), default=-1)
 
-    blocks = _most(margin)
+    blocks = _most_blocks(margin)
     return deepened(blocks) if blocks else None
 
 
@@ -139,14 +139,14 @@ def fewest(
     The global batch is fixed, so fewer ranks take more micro-batches each.
     """
     for ranks in (n for n in _powers(most) if n <= where.per_host or n % where.per_host == 0):
-        there = _limited(machine_like(where, ranks), limit_bytes)
-        moved = spread(spec, ranks)
-        if moved and any(_margin(lean, shape, there) >= 0 for lean in _leanest(moved, there.per_host)):
-            return there
+        smaller = _limited(machine_like(where, ranks), limit_bytes)
+        candidate = _on_ranks(spec, ranks)
+        if candidate and any(_margin(lean, shape, smaller) >= 0 for lean in _leanest(candidate, smaller.per_host)):
+            return smaller
     return None
 
 
-def spread(spec: Spec, ranks: int) -> Spec | None:
+def _on_ranks(spec: Spec, ranks: int) -> Spec | None:
     """The same global batch on another number of ranks; None if it cannot be divided."""
     each, rest = divmod(spec.global_batch, ranks)
     if rest or not each:
@@ -184,8 +184,13 @@ def _leanest(spec: Spec, per_host: int) -> list[Spec]:
 
     def is_lean(c: Spec) -> bool:
         s = c.strategy
-        wide = s.is_replicated or (s.reshards_after_forward and not s.is_hybrid)
-        return wide and s.recompute == "full" and c.workload.micro_batch == 1 and s.forward_prefetch == 0
+        is_sharded_fully = s.reshards_after_forward and not s.is_hybrid
+        return (
+            (s.is_replicated or is_sharded_fully)
+            and s.recompute == "full"
+            and c.workload.micro_batch == 1
+            and s.forward_prefetch == 0
+        )
 
     return [c for c in candidates(spec, per_host, (spec.strategy.offload,)) if is_lean(c)]
 
@@ -194,7 +199,7 @@ def _powers(most: int) -> list[int]:
     return [1 << i for i in range(most.bit_length()) if 1 << i <= most] + ([most] if most & (most - 1) else [])
 
 
-def _most(margin: Callable[[int], int]) -> int:
+def _most_blocks(margin: Callable[[int], int]) -> int:
     """The largest number of blocks with a margin of 0 or more, by secant steps; 0: not one fits."""
     low, high = 1, 9  # the first blocks differ from the others
     if margin(low) < 0:
@@ -211,8 +216,8 @@ def _most(margin: Callable[[int], int]) -> int:
     return low
 
 
-def _different(plans: Sequence[Plan], count: int) -> list[Plan]:
-    """At most `count` plans, without those that differ from a faster one only in prefetch, or in no figure."""
+def _distinct(plans: Sequence[Plan], count: int) -> list[Plan]:
+    """At most `count` plans, without those that differ from a faster one only in prefetching, or in no figure."""
     chosen: dict[tuple[object, ...], Plan] = {}
     seen: set[tuple[object, ...]] = set()
     for one in plans:
@@ -258,7 +263,7 @@ def _sentence(search: Search) -> str:
     if search.top:
         return f"{search.fitting} of {search.considered} strategies fit."
     if search.nearest is None:
-        return f"{search.asked.strategy.backend} has no strategy to choose from here."
+        return f"{search.asked.strategy.backend} has no valid strategy for this Spec."
     nearest = f"{strategy_label(search.asked, search.nearest.spec)}. It {fit_sentence(search.nearest)}."
     return f"None of {search.considered} strategies fits. Nearest: {nearest}"
 

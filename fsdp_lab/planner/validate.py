@@ -18,17 +18,17 @@ from fsdp_lab.planner.fitting import leave_out, predicted_s
 from fsdp_lab.planner.memory import memory
 from fsdp_lab.planner.published import PublishedCase, Row, case, memory_kind, unit_bytes
 
-# ZeRO-3 with a fixed global batch while GPUs are added: DeepSpeed of 2021, bound by communication on a network that the
+# DeepSpeed's ZeRO-3 of 2021 with a fixed global batch on more and more GPUs, bound by communication on a network that the
 # table does not give (arXiv 2104.04473, table 2).
 STRESS = ("sc21-zero3-768", "sc21-zero3-640", "sc21-zero3-1120", "sc21-zero3-2240")
-# Its rows give no precision; model and cluster are those of figure 7(b), in bf16.
+# Rows without a precision; model and cluster are those of figure 7(b), in bf16.
 ALSO_BF16 = "arXiv 2304.11277 / PVLDB 16(12) Fig 6(b)"
 LARGEST = "llm-foundry"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutError:
-    """A row and its prediction by rates that were fitted without its fold. `error`: predicted / measured - 1."""
+    """A row and its prediction with rates that were fitted without its fold. `error`: predicted / measured - 1."""
 
     case: PublishedCase
     fold: str
@@ -47,10 +47,10 @@ class Errors:
 
     @property
     def by_source(self) -> dict[str, list[HeldOutError]]:
-        found: dict[str, list[HeldOutError]] = {}
-        for one in self.held:
-            found.setdefault(one.case.source, []).append(one)
-        return found
+        rows: dict[str, list[HeldOutError]] = {}
+        for row in self.held:
+            rows.setdefault(row.case.source, []).append(row)
+        return rows
 
     @property
     def by_row_mape(self) -> float:
@@ -62,7 +62,7 @@ class Errors:
 
     @property
     def worst(self) -> HeldOutError:
-        return max(self.held, key=lambda one: abs(one.error))
+        return max(self.held, key=lambda row: abs(row.error))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,29 +70,27 @@ class Validation:
     """Results of `validate`, with `lines` as text and `to_dict` as JSON."""
 
     errors: Errors
-    constant: Errors  # predicted by one MFU per GPU, the mean of the other folds' rows
-    stress: tuple[HeldOutError, ...]  # in no average
+    constant: Errors  # of predictions by a constant MFU per GPU, the mean of the other folds' rows
+    stress: tuple[HeldOutError, ...]  # not in the averages
     checks: tuple[Check, ...]
     refused: tuple[tuple[str, str], ...]  # (row id, reason)
 
     def lines(self) -> list[str]:
         """Plain text."""
-        of_all, constant = self.errors, self.constant
-        rows = sorted(of_all.by_source.items(), key=lambda item: -mape(item[1]))
-        beside = constant.by_source
-        worst = of_all.worst
+        errors, constant, constant_rows = self.errors, self.constant, self.constant.by_source
+        sources = sorted(errors.by_source.items(), key=lambda item: -mape(item[1]))
         return [
-            f"Error of step time, {len(of_all.held)} rows of {len(rows)} sources, each left out of its own calibration:",
+            f"Error of step time, {len(errors.held)} rows of {len(sources)} sources, each predicted without its own fold:",
             f"{'':52s} {'rows':>4s} {'error':>7s} {'bias':>7s} {'constant MFU':>13s}",
-            *(f"{name[:52]:52s} {len(held):4d} {mape(held):7.1%} {_bias(held):+7.1%} {mape(beside[name]):13.1%}"
-              for name, held in rows),
-            f"{'average by row':52s} {len(of_all.held):4d} {of_all.by_row_mape:7.1%} {_bias(of_all.held):+7.1%}"
+            *(f"{name[:52]:52s} {len(held):4d} {mape(held):7.1%} {_bias(held):+7.1%} {mape(constant_rows[name]):13.1%}"
+              for name, held in sources),
+            f"{'average by row':52s} {len(errors.held):4d} {errors.by_row_mape:7.1%} {_bias(errors.held):+7.1%}"
             f" {constant.by_row_mape:13.1%}",
-            f"{'average by source':52s} {'':4s} {of_all.by_source_mape:7.1%} {'':7s} {constant.by_source_mape:13.1%}",
-            f"worst: {worst.case.id}, {worst.error:+.1%}; by a constant MFU {constant.worst.case.id},"
+            f"{'average by source':52s} {'':4s} {errors.by_source_mape:7.1%} {'':7s} {constant.by_source_mape:13.1%}",
+            f"worst: {errors.worst.case.id}, {errors.worst.error:+.1%}; with a constant MFU {constant.worst.case.id},"
             f" {constant.worst.error:+.1%}",
-            "", "Stress tests of communication, in no average:",
-            *(f"{one.case.id:52s} {one.error:+12.1%}" for one in self.stress),
+            "", "Stress tests of communication, not in the averages:",
+            *(f"{row.case.id:52s} {row.error:+12.1%}" for row in self.stress),
             "", f"{'Throughput of a GPU, as a ratio':52s} {'published':>9s} {'predicted':>9s} {'points':>7s}",
             *(f"{c.name:52s} {c.published:9.3f} {c.predicted:9.3f} {c.points:+7.1f}" for c in self.checks),
         ]  # fmt: skip
@@ -100,14 +98,14 @@ class Validation:
     def to_dict(self) -> dict[str, Any]:
         """Errors are fractions: predicted / measured - 1."""
         return {
-            "rows": [_row(one) for one in self.errors.held],
+            "rows": [_row(row) for row in self.errors.held],
             "by_row_mape": self.errors.by_row_mape, "by_source_mape": self.errors.by_source_mape,
             "worst": _row(self.errors.worst),
             "sources": {name: {"rows": len(held), "mape": mape(held), "bias": _bias(held)}
                         for name, held in self.errors.by_source.items()},
             "constant_mfu": {"by_row_mape": self.constant.by_row_mape, "by_source_mape": self.constant.by_source_mape,
                              "worst": _row(self.constant.worst)},
-            "stress": [_row(one) for one in self.stress],
+            "stress": [_row(row) for row in self.stress],
             "checks": [{"name": c.name, "kind": c.kind, "published": c.published, "predicted": c.predicted}
                        for c in self.checks],
             "refused": dict(self.refused),
@@ -120,7 +118,7 @@ def mape(rows: Sequence[HeldOutError | MemoryRow]) -> float:
 
 
 def _bias(held: Sequence[HeldOutError]) -> float:
-    return sum(one.error for one in held) / len(held)
+    return sum(row.error for row in held) / len(held)
 
 
 def _row(one: HeldOutError) -> dict[str, Any]:
@@ -165,8 +163,8 @@ def _unfit(row: Row) -> str:
 def validate(rows: Sequence[Row]) -> Validation:
     """Predicts every usable row with rates fitted to the other folds. Takes a minute or two."""
     cases, refused = usable(rows)
-    found = leave_out(cases, fold)
-    held = tuple(HeldOutError(case=c, fold=fold(c), predicted_s=predicted_s(c, found[fold(c)].rates)) for c in cases)
+    fits = leave_out(cases, fold)
+    held = tuple(HeldOutError(case=c, fold=fold(c), predicted_s=predicted_s(c, fits[fold(c)].rates)) for c in cases)
     stress = [case(row) for row in rows if row["id"] in STRESS]
     return Validation(
         errors=Errors(held=held), constant=Errors(held=tuple(by_constant(cases))), checks=checks(rows),
@@ -176,15 +174,15 @@ def validate(rows: Sequence[Row]) -> Validation:
 
 
 def by_constant(cases: Sequence[PublishedCase]) -> list[HeldOutError]:
-    """Predictions by one number per GPU: the mean MFU of the other folds' rows on it, or on any GPU if there are none."""
-    at_peak = {c.id: _at_peak_s(c) for c in cases}
-    reached = {c.id: at_peak[c.id] / (c.measured_s or 1.0) for c in cases}
+    """Predictions by a constant MFU: the mean of the other folds' rows on the same GPU, or on any GPU if there are none."""
+    at_peak_s = {c.id: _at_peak_s(c) for c in cases}
+    mfus = {c.id: at_peak_s[c.id] / (c.measured_s or 1.0) for c in cases}
     held = []
     for one in cases:
         others = [c for c in cases if fold(c) != fold(one)]
-        same = [c for c in others if c.machine.device.name == one.machine.device.name] or others
-        mfu = sum(reached[c.id] for c in same) / len(same)
-        held.append(HeldOutError(case=one, fold=fold(one), predicted_s=at_peak[one.id] / mfu))
+        same_gpu = [c for c in others if c.machine.device.name == one.machine.device.name] or others
+        mfu = sum(mfus[c.id] for c in same_gpu) / len(same_gpu)
+        held.append(HeldOutError(case=one, fold=fold(one), predicted_s=at_peak_s[one.id] / mfu))
     return held
 
 
@@ -196,7 +194,7 @@ def _at_peak_s(one: PublishedCase) -> float:
 
 
 def fold(one: PublishedCase) -> str:
-    """The name of the fold with which a case is left out."""
+    """The name of a case's fold."""
     if LARGEST not in one.source:
         return one.source
     return f"{LARGEST}, {one.machine.device.name}, {one.shape.parameters / 1e9:.1f}B"
@@ -207,8 +205,8 @@ def fold(one: PublishedCase) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A ratio of two throughputs per GPU: of a row of the table and the same row with a column changed. The published ratio
-    is that of the table if it has both rows, otherwise of the source named beside it."""
+    """A ratio of two throughputs per GPU: of a row of the table to the same row with a column changed. The published ratio
+    is that of the table if it has both rows, otherwise that of the source in the comment."""
 
     name: str
     kind: str  # "scaling", "ablation"
@@ -217,7 +215,7 @@ class Check:
 
     @property
     def points(self) -> float:
-        """Hundredths by which the prediction is above the published ratio."""
+        """Predicted minus published ratio, in percentage points."""
         return 100 * (self.predicted - self.published)
 
 
@@ -244,8 +242,8 @@ def _scaling(table: Mapping[str, Row], rates: Rates) -> list[Check]:
     seven = table["mosaic-011"]
     many, few = MPT_7B_TFLOPS
     found = [_check(name, "scaling", table[a], table[b], rates) for name, a, b in pairs]
-    at, beside = ({**seven, "n_gpus": str(n), "global_batch": str(6 * n)} for n in (512, 128))
-    return [*found, _check("MPT 7B, 128 to 512 GPUs", "scaling", at, beside, rates, published=many / few)]
+    on_many, on_few = ({**seven, "n_gpus": str(n), "global_batch": str(6 * n)} for n in (512, 128))
+    return [*found, _check("MPT 7B, 128 to 512 GPUs", "scaling", on_many, on_few, rates, published=many / few)]
 
 
 def _ablations(table: Mapping[str, Row], rates: Rates) -> list[Check]:
@@ -271,10 +269,10 @@ def _ablations(table: Mapping[str, Row], rates: Rates) -> list[Check]:
     ]
 
 
-def _check(name: str, kind: str, row: Row, beside: Row, rates: Rates, published: float | None = None) -> Check:
-    ours = [case(each) for each in (row, beside)]
-    a, b = (one.tokens / predicted_s(one, rates) for one in ours)
-    return Check(name=name, kind=kind, published=published or _measured(ours[0]) / _measured(ours[1]), predicted=a / b)
+def _check(name: str, kind: str, row: Row, base: Row, rates: Rates, published: float | None = None) -> Check:
+    one, other = case(row), case(base)
+    predicted = (one.tokens / predicted_s(one, rates)) / (other.tokens / predicted_s(other, rates))
+    return Check(name=name, kind=kind, published=published or _measured(one) / _measured(other), predicted=predicted)
 
 
 def _measured(one: PublishedCase) -> float:

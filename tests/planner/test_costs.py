@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from fsdp_lab.planner.costs import GATE, RESIDUAL, RMS_NORM, ROTARY, memory_traffic
-from fsdp_lab.planner.memory import needed_bytes, pressed
+from fsdp_lab.planner.memory import needed_bytes, under_pressure
 from fsdp_lab.planner.named_models import named_model, shape_of
 from fsdp_lab.planner.plan import plan
 from fsdp_lab.planner.published import case
@@ -34,9 +34,11 @@ def test_a_gpt_of_that_size_moves_far_less_and_a_head_its_logits() -> None:
 def test_where_memory_is_nearly_full_fsdp1_does_not_overlap() -> None:
     rows = {row["id"]: row for row in published()}
     full, roomy = case(rows["mosaic-080"]), case(rows["mosaic-081"])  # 30B on eight GPUs, 8,192 tokens and 4,096
-    assert pressed(full.spec, full.shape, full.machine) and not pressed(roomy.spec, roomy.shape, roomy.machine)
+    assert under_pressure(full.spec, full.shape, full.machine) and not under_pressure(
+        roomy.spec, roomy.shape, roomy.machine
+    )
     other = full.spec.replace(backend="fsdp2")
-    assert not pressed(other, full.shape, full.machine)
+    assert not under_pressure(other, full.shape, full.machine)
     larger = dataclasses.replace(full.machine.device, memory_bytes=2 * full.machine.device.memory_bytes)
     there = dataclasses.replace(full.machine, device=larger)
     tight, free = (plan(full.spec, full.shape, where, software=full.software) for where in (full.machine, there))

@@ -1,7 +1,7 @@
 """`MemoryModel`: what a backend allocates and frees in a `MemoryTracker` during a step. Each backend has a subclass.
 
-A model computes nothing and moves nothing: it follows the points of a schedule and adds up bytes, with the sizes of each
-unit in each form that the backend holds (`UnitBytes`).
+A model only adds up bytes at the points of a schedule, from the sizes of each unit in the forms that the backend stores
+(`UnitBytes`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class UnitBytes:
     gathered: float  # all F shards in the gathered dtype
     whole: float  # the unsharded gradient in the dtype of the reduction
     reduced: float  # this rank's shard of the gradient in that dtype
-    decayed: float  # of the shard, in fp32: parameters with weight decay, which the optimizer steps together
+    decayed: float  # of the shard in fp32: parameters with weight decay, one parameter group of the optimizer
     others: float  # the rest of the shard
     mixed: bool  # gathered in another dtype than fp32
     recast: bool  # reduced in another dtype than fp32
@@ -85,7 +85,7 @@ class UnitBytes:
 
 
 def parameter_shapes(unit: UnitShape) -> list[tuple[int, ...]]:
-    """Shapes of a unit's parameters. Where only their elements are known, matrices whose rows divide evenly."""
+    """Shapes of a unit's parameters. If only their numbers of elements are known, matrices as wide as the unit's input."""
     if unit.shapes:
         return list(unit.shapes)
     width = int(unit.boundary_elements) or 1
@@ -111,7 +111,7 @@ class MemoryModel:
         sizes = {id(unit): self.unit_bytes(unit) for unit in {id(unit): unit for unit in shape.units}.values()}
         self.units = [sizes[id(unit)] for unit in shape.units]
         self.gradients = [0.0] * len(self.units)  # reduced gradients of each unit
-        self.fresh = [0.0] * len(self.units)  # gradients that became ready since the unit's last reduction
+        self.fresh = [0.0] * len(self.units)  # gradients that became ready after the unit's last reduction
         self.offloaded = self.strategy.offload != "none"
         self.reduces_on_host = self.offloaded and not on_gpu  # reduced gradients are host memory, which is not counted
         self.keeps_gradients = False  # between steps
@@ -131,7 +131,7 @@ class MemoryModel:
         return sum(u.shard for u in self.units)
 
     def alloc_state(self) -> None:
-        """Allocate what a rank holds when a step begins."""
+        """Allocates what a rank holds when a step begins."""
         if self.keeps_gradients and not self.offloaded:
             self.gradients = [u.shard for u in self.units]
             self.tracker.alloc(GRADIENTS, self.shards)
@@ -147,15 +147,15 @@ class MemoryModel:
     # -- collectives ------------------------------------------------------------------------------------------------
 
     def gather_scratch(self, size: float) -> float:
-        """Bytes that an all-gather needs beside its output while in flight: Gloo receives into a buffer of its own."""
+        """Bytes that an all-gather in flight needs in addition to its output: Gloo receives into its own buffer."""
         return size if self._over_gloo else 0.0
 
     def reduce_scratch(self, size: float) -> float:
-        """The same for a reduce-scatter: over Gloo ranks exchange the summands and add them in rank order."""
+        """The same for a reduce-scatter: over Gloo, ranks exchange the summands and add them in rank order."""
         return size if self._over_gloo else 0.0
 
     def alloc_scratch(self, size: float, *, ahead: bool = False) -> None:
-        """Allocate and free scratch. That of a prefetch is freed when the unit that computes meanwhile is about halfway:
+        """Allocates and frees scratch. That of a prefetch is freed when the unit that computes meanwhile is about halfway:
         at its first gradient, or at the end of its forward."""
         self.tracker.alloc(COMMUNICATION, size)
         if ahead:
@@ -164,7 +164,7 @@ class MemoryModel:
             self.tracker.free(COMMUNICATION, size)
 
     def finish_prefetches(self) -> None:
-        """Free the scratch of prefetches in flight."""
+        """Frees the scratch of prefetches in flight."""
         if self.in_flight:
             self.tracker.free(COMMUNICATION, self.in_flight)
             self.in_flight = 0.0
@@ -175,26 +175,26 @@ class MemoryModel:
         self.reduces = reduces
 
     def at(self, point: Point) -> None:
-        """The step reaches a point of the schedule."""
+        """Called at each point of the schedule."""
 
     def gradient_ready(self, unit: int, index: int, size: float) -> None:
-        """A parameter's gradient is complete: `size` bytes of the class of gradients."""
+        """Called when a parameter's gradient, of `size` bytes, is complete."""
 
     def keep_gradient(self, unit: int, size: float) -> None:
-        """A reduced gradient of `size` bytes: moved to the host, added to the one that is there, or kept."""
+        """A reduced gradient of `size` bytes is moved to the host, added to that of an earlier micro-batch, or kept."""
         if self.offloaded or self.gradients[unit]:
             self.tracker.free(GRADIENTS, size)
         else:
             self.gradients[unit] = size
 
     def end_backward(self) -> None:
-        """The backward is complete."""
+        """Called after the backward."""
 
     # -- update -----------------------------------------------------------------------------------------------------
 
     def update(self) -> None:
-        """Scratch of the optimizer's foreach kernels: AdamW's square roots, SGD's gradients with weight decay added; one
-        parameter group at a time."""
+        """Scratch of the optimizer's foreach kernels, one parameter group at a time: AdamW's square roots, SGD's gradients
+        with weight decay added."""
         if self.offloaded:
             return
         groups = [sum(u.decayed for u in self.units), sum(u.others for u in self.units)]
@@ -205,7 +205,7 @@ class MemoryModel:
             self.tracker.free(OPTIMIZER, scratch)
 
     def drop_gradients(self) -> None:
-        """`zero_grad`."""
+        """Called for `zero_grad`."""
         if self.keeps_gradients:
             return
         if not self.offloaded:
@@ -215,7 +215,7 @@ class MemoryModel:
     # -- repeated units: `memory` plays the gradients of equal units once ---------------------------------------------
 
     def state_key(self, unit: int) -> tuple[object, ...]:
-        """All state on which the treatment of this unit's gradients depends."""
+        """All state that determines what happens to this unit's gradients."""
         return (self.fresh[unit],)
 
     def unit_state(self, unit: int) -> Any:

@@ -120,8 +120,8 @@ class FSDP1Memory(HookedMemory):
             self._prefetch(unit, -1, self.strategy.backward_prefetch)
 
     def post_backward(self, unit: int) -> None:
-        """If parameters were prefetched in the forward, their views were made before the operators of the unit ahead, so
-        autograd concatenates their gradients after the backward of that unit."""
+        """With forward prefetching, a unit's views are made before the operators of the previous unit, so autograd
+        concatenates its gradients after the backward of that one."""
         if not self.strategy.forward_prefetch:
             self._finish_gradients(unit)
             return
@@ -165,7 +165,7 @@ class FSDP1Memory(HookedMemory):
         self.fresh[unit] += size
 
     def _finish_gradients(self, unit: int) -> None:
-        """Concatenate, reshard, reduce."""
+        """Concatenates, reshards, reduces."""
         u, tracker = self.units[unit], self.tracker
         if not self.fresh[unit]:
             return
@@ -183,7 +183,7 @@ class FSDP1Memory(HookedMemory):
             self._reduce(unit)
 
     def _reduce(self, unit: int) -> None:
-        """Cast, scatter and cast back; the input of each stage is freed at the end of the hook."""
+        """Casts, scatters and casts back; the inputs of the stages are freed at the end of the hook."""
         u, tracker = self.units[unit], self.tracker
         flat, self._flat[unit] = self._flat[unit], 0.0
         stages, roles = [flat], [GRADIENTS]
@@ -257,7 +257,7 @@ class FSDP2Memory(HookedMemory):
             self._unshard(other, ahead=True)
 
     def _prefetched_in_backward(self, unit: int) -> list[int]:
-        """The last unit by the root; else as many as are prefetched, nearest first."""
+        """The units to prefetch, nearest first: before the root's backward the last unit."""
         if not unit:
             return self.order[-1:]
         place, depth = self.order.index(unit), self.strategy.backward_prefetch
@@ -304,7 +304,7 @@ class FSDP2Memory(HookedMemory):
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def gradient_ready(self, unit: int, index: int, size: float) -> None:
-        """Autograd adds it to that of an earlier micro-batch, if there is one."""
+        """Autograd adds it to the gradient of an earlier micro-batch, if there is one."""
         if self._unreduced[unit] and not self._upcast[unit]:
             self.tracker.free(GRADIENTS, size)
         else:
@@ -331,7 +331,7 @@ class FSDP2Memory(HookedMemory):
         self._reduce(unit)
 
     def _upcast_unreduced(self, unit: int) -> None:
-        """Gradients that a later micro-batch adds to are kept in the dtype of the reduction."""
+        """Gradients to which a later micro-batch adds are kept in the dtype of the reduction."""
         u = self.units[unit]
         if u.mixed and not u.recast and not self._upcast[unit] and self._unreduced[unit]:
             upcast = self._unreduced[unit] * 2
@@ -340,7 +340,7 @@ class FSDP2Memory(HookedMemory):
             self._unreduced[unit], self._upcast[unit] = upcast, True
 
     def _reduce(self, unit: int) -> None:
-        """The shard of the sum, and the gradient made of it."""
+        """Allocates the shard of the sum, and the gradient that is made from it."""
         u, tracker = self.units[unit], self.tracker
         if not u.recast:
             size = 0.0 if self.reduces_on_host else u.reduced
