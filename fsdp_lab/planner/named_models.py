@@ -7,10 +7,12 @@ T5, arXiv 1910.10683; MPT and others: their config.json). Sizes that a table giv
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fsdp_lab.core.model_shape import MatMul, ModelShape, SavedBytes, UnitShape
+from fsdp_lab.planner.costs import BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,35 +92,36 @@ def named_model(name: str) -> NamedModel | None:
 @lru_cache(maxsize=256)
 def shape_of(model: NamedModel) -> ModelShape:
     """Saved activations are those with fused attention: of a block the inputs of norms, products and activation, and the
-    heads; of the root the logits and two copies of them in fp32."""
+    heads; of the root the logits and two copies of them in fp32. A T5's saves the scores too. Its encoder and decoder have
+    equal numbers of tokens, and the decoder's blocks attend twice."""
+    h, inner = model.hidden, model.inner
     if model.family == "t5":
-        return _t5_shape(model)
-    h, inner, kv = model.hidden, model.inner, model.kv_width
-    heads = (
-        MatMul(inputs=h, outputs=model.width),
-        MatMul(inputs=h, outputs=kv, count=2),
+        encoder, decoder = (_t5_block(model, attentions) for attentions in (1, 2))
+        return ModelShape(name="t5", units=(_root(model), *[encoder] * model.layers, *[decoder] * model.layers))
+    is_gpt = model.family == "gpt"
+    products = (
+        MatMul(inputs=h, outputs=model.width), MatMul(inputs=h, outputs=model.kv_width, count=2),
         MatMul(inputs=model.width, outputs=h),
-    )
-    if model.family == "gpt":
-        products = (*heads, MatMul(inputs=h, outputs=inner), MatMul(inputs=inner, outputs=h))
-        kept = 2 * (2 * h + 3 * h + 2 * h + 2 * inner + 2 * h)
-    else:
-        products = (*heads, MatMul(inputs=h, outputs=inner, count=2), MatMul(inputs=inner, outputs=h))
-        kept = 2 * (4 * h + 4 * h + 2 * h + 4 * inner + 2 * h)
+        MatMul(inputs=h, outputs=inner, count=1 if is_gpt else 2), MatMul(inputs=inner, outputs=h),
+    )  # fmt: skip
+    saved = 2 * (9 * h + 2 * inner) if is_gpt else 2 * (12 * h + 4 * inner)
     block = UnitShape(
-        name="block",
-        parameters=(*(p.inputs * p.outputs for p in products for _ in range(p.count)), h, h),
-        products=products,
-        pair_flops=4 * model.width,
-        heads=model.heads,
-        causal=True,
-        saved={
-            dtype: SavedBytes(per_token_bytes=kept * size / 2)
-            for dtype, size in (("bf16", 2), ("fp16", 2), ("fp32", 4))
-        },
-        boundary_elements=h,
-    )
+        name="block", parameters=(*_weights(products), h, h), products=products, pair_flops=4 * model.width,
+        heads=model.heads, causal=True, saved=_saved_bytes(saved), boundary_elements=h,
+    )  # fmt: skip
     return ModelShape(name=f"{model.family} of {model.layers} x {h}", units=(_root(model), *[block] * model.layers))
+
+
+def _t5_block(model: NamedModel, attentions: int) -> UnitShape:
+    h, width, heads = model.hidden, model.width, model.heads * attentions
+    products = (
+        MatMul(inputs=h, outputs=width, count=3 * attentions), MatMul(inputs=width, outputs=h, count=attentions),
+        MatMul(inputs=h, outputs=model.inner), MatMul(inputs=model.inner, outputs=h),
+    )  # fmt: skip
+    return UnitShape(
+        name="block", parameters=_weights(products), products=products, pair_flops=4 * width * attentions, heads=heads,
+        saved=_saved_bytes(2 * (8 * h + 4 * width * attentions + 2 * model.inner), 4 * heads), boundary_elements=h,
+    )  # fmt: skip
 
 
 def _root(model: NamedModel) -> UnitShape:
@@ -127,24 +130,19 @@ def _root(model: NamedModel) -> UnitShape:
     logits = SavedBytes(per_token_bytes=10.0 * model.vocabulary)
     return UnitShape(
         name="root", parameters=tuple(n for n in (table, 0 if model.tied else table, positions, model.hidden) if n),
-        products=(MatMul(inputs=model.hidden, outputs=model.vocabulary),),
-        saved={"bf16": logits, "fp16": logits, "fp32": logits}, boundary_elements=model.hidden,
+        products=(MatMul(inputs=model.hidden, outputs=model.vocabulary),), saved=dict.fromkeys(BYTES, logits),
+        boundary_elements=model.hidden,
     )  # fmt: skip
 
 
-def _t5_shape(model: NamedModel) -> ModelShape:
-    """Encoder and decoder see as many tokens each; the decoder's blocks attend twice."""
-    h, width = model.hidden, model.width
-    units = []
-    for attends in (1, 2):
-        products = (MatMul(inputs=h, outputs=width, count=3 * attends), MatMul(inputs=width, outputs=h, count=attends),
-                    MatMul(inputs=h, outputs=model.inner), MatMul(inputs=model.inner, outputs=h))  # fmt: skip
-        kept = 2 * (8 * h + 4 * width * attends + 2 * model.inner)
-        units.append(UnitShape(
-            name="block", parameters=tuple(p.inputs * p.outputs for p in products for _ in range(p.count)),
-            products=products, pair_flops=4 * width * attends, heads=model.heads * attends,
-            saved={dtype: SavedBytes(per_token_bytes=kept * size / 2, per_pair_bytes=2 * size * model.heads * attends)
-                   for dtype, size in (("bf16", 2), ("fp16", 2), ("fp32", 4))}, boundary_elements=h,
-        ))  # fmt: skip
-    encoder, decoder = units
-    return ModelShape(name="t5", units=(_root(model), *[encoder] * model.layers, *[decoder] * model.layers))
+def _weights(products: Sequence[MatMul]) -> tuple[int, ...]:
+    """Elements of each product's weight."""
+    return tuple(p.inputs * p.outputs for p in products for _ in range(p.count))
+
+
+def _saved_bytes(per_token: int, per_pair: int = 0) -> dict[str, SavedBytes]:
+    """By dtype, from bytes in half precision."""
+    return {
+        dtype: SavedBytes(per_token_bytes=per_token * item / 2, per_pair_bytes=per_pair * item / 2)
+        for dtype, item in BYTES.items()
+    }

@@ -40,7 +40,7 @@ class Candidate:
 class Search:
     """`top`: the candidates, fastest first. If nothing fits it is empty, and `nearest` lacks least memory."""
 
-    asked: Spec
+    spec: Spec
     top: tuple[Candidate, ...]
     considered: int
     fitting: int
@@ -91,9 +91,9 @@ def search(
         if fitting:
             best = _distinct(sorted(fitting, key=lambda p: p.step_time_s), count)
             top = tuple(Candidate(plan=p, why=_why(p, best[0], len(fitting))) for p in best)
-            return Search(asked=spec, top=top, considered=considered, fitting=len(fitting))
+            return Search(spec=spec, top=top, considered=considered, fitting=len(fitting))
     nearest = planned(min(lacking, key=lambda one: one[0])[1]) if lacking else None
-    return Search(asked=spec, top=(), considered=considered, fitting=0, nearest=nearest)
+    return Search(spec=spec, top=(), considered=considered, fitting=0, nearest=nearest)
 
 
 def candidates(spec: Spec, per_host: int, offloads: Sequence[str] = ("none",)) -> Iterator[Spec]:
@@ -251,7 +251,7 @@ def _why(one: Plan, best: Plan, fitting: int) -> str:
 
 def _table(search: Search) -> Table:
     rows = (
-        (str(i), strategy_label(search.asked, one.plan.spec), one.why, duration(one.plan.step_time_s), f"{one.plan.mfu:.1%}",
+        (str(i), strategy_label(search.spec, one.plan.spec), one.why, duration(one.plan.step_time_s), f"{one.plan.mfu:.1%}",
          size(one.plan.memory.reserved_bytes))
         for i, one in enumerate(search.top, 1)
     )  # fmt: skip
@@ -263,13 +263,13 @@ def _sentence(search: Search) -> str:
     if search.top:
         return f"{search.fitting} of {search.considered} strategies fit."
     if search.nearest is None:
-        return f"{search.asked.strategy.backend} has no valid strategy for this Spec."
-    nearest = f"{strategy_label(search.asked, search.nearest.spec)}. It {fit_sentence(search.nearest)}."
+        return f"{search.spec.strategy.backend} has no valid strategy for this Spec."
+    nearest = f"{strategy_label(search.spec, search.nearest.spec)}. It {fit_sentence(search.nearest)}."
     return f"None of {search.considered} strategies fits. Nearest: {nearest}"
 
 
-def strategy_label(asked: Spec, found: Spec) -> str:
+def strategy_label(spec: Spec, found: Spec) -> str:
     """The sharding and the chosen fields that differ from the request or from the defaults."""
-    changed = {**Spec(world_size=found.world_size).difference(found), **asked.difference(found)}
+    changed = {**Spec(world_size=found.world_size).difference(found), **spec.difference(found)}
     named = [describe_field(name, changed[name][1]) for name in CHOSEN if changed.get(name, (0, None))[1] is not None]
     return ", ".join([found.strategy.sharding, *named])

@@ -18,19 +18,16 @@ from fsdp_lab.core.spec import Spec
 MASTER = 4  # bytes of an fp32 element
 STATE = {"adamw": 2, "sgd": 0}  # tensors of optimizer state for each parameter
 
-PARAMETERS, UNSHARDED, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION, OTHER = range(7)
-_ROLES = (
-    Role.PARAMETERS, Role.UNSHARDED, Role.GRADIENTS, Role.OPTIMIZER, Role.ACTIVATIONS, Role.COMMUNICATION, Role.OTHER,
-)  # fmt: skip
+PARAMETERS, UNSHARDED, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION, OTHER = range(len(Role))  # in Role's order
 
 
 @dataclass(slots=True)
 class MemoryTracker:
     """Allocated bytes by class: now and at the peak. `where` is set by the caller; `peak_where` is its value at the peak."""
 
-    now: list[float] = field(default_factory=lambda: [0.0] * len(_ROLES))
+    now: list[float] = field(default_factory=lambda: [0.0] * len(Role))
     total: float = 0.0
-    peak: list[float] = field(default_factory=lambda: [0.0] * len(_ROLES))
+    peak: list[float] = field(default_factory=lambda: [0.0] * len(Role))
     peak_total: float = 0.0
     where: tuple[str, int] = ("begin", 0)
     peak_where: tuple[str, int] = ("begin", 0)
@@ -57,7 +54,7 @@ class MemoryTracker:
 
 def role_bytes(sizes: list[float]) -> RoleBytes:
     """`MemoryTracker.now` or `.peak` in whole bytes."""
-    return RoleBytes.of({role: round(max(0.0, size)) for role, size in zip(_ROLES, sizes, strict=True)})
+    return RoleBytes.of({role: round(max(0.0, size)) for role, size in zip(Role, sizes, strict=True)})
 
 
 @dataclass(frozen=True, kw_only=True)
