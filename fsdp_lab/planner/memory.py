@@ -204,9 +204,9 @@ def under_pressure(spec: Spec, shape: ModelShape, machine: Machine) -> bool:
 
 def needed_bytes(spec: Spec, shape: ModelShape) -> float:
     """Bytes of a rank at the end of a micro-batch's forward: state, activations, gathered blocks."""
-    dtypes, root, block = spec.strategy.dtypes, shape.units[0], max(shape.units[1:], key=lambda unit: unit.numel)
-    param, reduced = BYTES[dtypes.param], BYTES[dtypes.reduce]
-    in_flight = (GATHERED * param + 2 * reduced) * block.numel + (param + reduced) * root.numel
+    root, *blocks = (unit.numel for unit in shape.units)
+    param, reduced = (BYTES[dtype] for dtype in (spec.strategy.dtypes.param, spec.strategy.dtypes.reduce))
+    in_flight = (GATHERED * param + 2 * reduced) * max(blocks, default=0) + (param + reduced) * root
     state = (4 if spec.workload.optimizer == "sgd" else 12) + 4  # fp32 values and moments; gradients
     return state * shape.parameters / spec.shard_factor + activation_bytes(spec, shape) + in_flight
 
