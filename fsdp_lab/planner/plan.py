@@ -149,7 +149,7 @@ def plan(
     overlaps = not under_pressure(spec, shape, where)
     model = StepModel(spec, shape.units, shape.tokens(spec.workload.seq_len), where, rates, software, overlaps=overlaps)
     step = model.step()
-    comm_s, link_bytes = model.communicated(reducing=step.reducing, unreduced=step.unreduced)
+    comm_s, link_bytes = model.communicated()
     assumed = {**where.device.assumed, **where.assumed}
     if where.device.measured is None:
         assumed["attention"] = software.attention.value

@@ -37,7 +37,7 @@ from fsdp_lab.planner.devices import Machine, Rates
 # Backends whose host runs ahead of a GPU; on a CPU, which has no streams, they wait for their collectives.
 AHEAD = ("fsdp1", "fsdp2")
 SENDING = (Phase.UNSHARD, Phase.REDUCE)
-# Copies of a payload beside computing and sending: for a gather, for a reduction. FSDP2 gathers to one buffer and copies
+# Copies of a payload in addition to the collective: for a gather, for a reduction. FSDP2 gathers to one buffer and copies
 # from it; all backends copy gradients to one buffer before the reduction.
 COPIES: Mapping[str, tuple[float, float]] = {"lab": (0, 1), "fsdp2": (1, 1), "fsdp1": (0, 1), "ddp": (0, 1)}
 
@@ -51,8 +51,6 @@ class StepTime:
     slowed_s: float  # slowdown of computing by collectives in flight and by late ranks
     exposed_comm_s: float
     optimizer_s: float
-    reducing: int  # micro-batches that reduce gradients, and those that do not
-    unreduced: int
     timeline: SimulatedTimeline  # of the last micro-batch
 
 
@@ -82,24 +80,30 @@ class StepModel:
 
     def step(self) -> StepTime:
         """All micro-batches and the optimizer step."""
-        s, w = self._spec.strategy, self._spec.workload
-        ahead = s.backend in AHEAD and not self._on_cpu
-        whole = self._micro(ahead=ahead, reduces=True)
-        unreduced = w.accumulate - 1 if s.sync == "last" else 0
-        without = self._micro(ahead=ahead, reduces=False) if unreduced else whole
+        w, unreduced = self._spec.workload, self._unreduced
         reducing = w.accumulate - unreduced
+        last = self._micro(reduces=True)
+        first = self._micro(reduces=False) if unreduced else last
+
+        def total(of_last: float, of_first: float) -> float:
+            return reducing * of_last + unreduced * of_first
+
         numel = sum(unit.numel for unit in self._units) / self._factor
         optimizer = optimizer_seconds(numel, w.optimizer, self._machine.device, self._rates, self._software)
-        seconds = reducing * whole.seconds + unreduced * without.seconds + optimizer
-        seconds += self._rates.step_s + self._rates.host(s.backend).step_s
-        exposed = reducing * whole.exposed_s + unreduced * without.exposed_s
-        of_schedule = (self.seconds(action) for action in self._schedule.actions if action.phase is Phase.COMPUTE)
-        alone = (reducing + unreduced) * sum(of_schedule)
-        slowed = reducing * whole.phase_s(Phase.COMPUTE) + unreduced * without.phase_s(Phase.COMPUTE) - alone
+        seconds = total(last.seconds, first.seconds) + optimizer
+        seconds += self._rates.step_s + self._rates.host(self._spec.strategy.backend).step_s
+        alone = (self.seconds(action) for action in self._schedule.actions if action.phase is Phase.COMPUTE)
+        computing = w.accumulate * sum(alone)
         return StepTime(
-            seconds=seconds, computing_s=alone, slowed_s=slowed, exposed_comm_s=exposed, optimizer_s=optimizer,
-            reducing=reducing, unreduced=unreduced, timeline=whole,
+            seconds=seconds, computing_s=computing, optimizer_s=optimizer, timeline=last,
+            slowed_s=total(last.phase_s(Phase.COMPUTE), first.phase_s(Phase.COMPUTE)) - computing,
+            exposed_comm_s=total(last.exposed_s, first.exposed_s),
         )  # fmt: skip
+
+    @property
+    def _unreduced(self) -> int:
+        """Number of micro-batches, the first ones, that do not reduce gradients."""
+        return self._spec.workload.accumulate - 1 if self._spec.strategy.sync == "last" else 0
 
     @property
     def sends(self) -> int:
@@ -109,11 +113,11 @@ class StepModel:
     @functools.cached_property
     def _sends(self) -> Counter[tuple[int, Direction]]:
         """Number of collectives by unit and direction."""
-        found = Counter[tuple[int, Direction]]()
+        counts = Counter[tuple[int, Direction]]()
         for a in self._schedule.actions:
             if a.phase in SENDING:
-                found[a.unit, a.point.direction] += len(self._collectives(a.phase, self._elements(a.unit)))
-        return found
+                counts[a.unit, a.point.direction] += len(self._collectives(a.phase, self._elements(a.unit)))
+        return counts
 
     @functools.cached_property
     def _work_s(self) -> dict[Direction, list[float]]:
@@ -128,7 +132,8 @@ class StepModel:
             for direction, seconds in alone.items()
         }
 
-    def _micro(self, *, ahead: bool, reduces: bool) -> SimulatedTimeline:
+    def _micro(self, *, reduces: bool) -> SimulatedTimeline:
+        ahead = self._spec.strategy.backend in AHEAD and not self._on_cpu
         return Simulation(
             self._schedule, functools.partial(self.seconds, reduces=reduces), ahead=ahead,
             interference=self._rates.interference, late_s=late_s(self._spec.world_size, self._rates),
@@ -137,7 +142,7 @@ class StepModel:
 
     @property
     def _rules(self) -> Rules:
-        """On a CPU, FSDP1 and FSDP2 keep only the root gathered after the forward. On a GPU their gathers run ahead, where a
+        """On a CPU, FSDP1 and FSDP2 keep only the root gathered after the forward. On a GPU their gathers run ahead, so a
         few more make no difference."""
         keeps_first = not (self._on_cpu and self._spec.strategy.backend in AHEAD)
         return replace(self._spec.strategy.schedule_rules, keeps_first=keeps_first)
@@ -158,15 +163,15 @@ class StepModel:
 
     def _bucket_elements(self) -> dict[int, int]:
         """DDP: unit -> elements of the bucket that its gradients fill; the last unit of a backward is the root."""
-        found, waiting, cap = dict[int, int](), 0, FIRST_BUCKET
+        buckets, filled, cap = dict[int, int](), 0, FIRST_BUCKET
         for i in (*range(len(self._units) - 1, 0, -1), 0):
-            waiting += self._units[i].numel
-            if waiting * 4 >= cap or i == 0:
-                found[i], waiting, cap = waiting, 0, BUCKET
-        return found
+            filled += self._units[i].numel
+            if filled * 4 >= cap or i == 0:
+                buckets[i], filled, cap = filled, 0, BUCKET
+        return buckets
 
     def seconds(self, action: Action, *, reduces: bool = True) -> float:
-        """One action alone."""
+        """Seconds of one action alone."""
         if action.phase is Phase.COMPUTE:
             return self._work_s[action.point.direction][action.unit] if computes(action, self._schedule) else 0.0
         if action.phase is Phase.HOST_COPY:
@@ -181,7 +186,7 @@ class StepModel:
         return self._sent_s[key]
 
     def _copied_s(self, phase: Phase, elements: int) -> float:
-        """Copies, on a measured device; elsewhere they are part of computing's memory traffic."""
+        """Seconds of copies on a measured device; for others they are part of computing's memory traffic."""
         measured, payloads = self._machine.device.measured, self._collectives(phase, elements)
         if measured is None or not payloads:
             return 0.0
@@ -189,7 +194,7 @@ class StepModel:
         return measured.copies(times * payloads[0][1])
 
     def _elements(self, unit: int) -> int:
-        """Elements that a unit gathers and reduces; of DDP, those of the bucket that it fills."""
+        """Elements that a unit gathers and reduces; with DDP, those of the bucket that it fills."""
         return self._units[unit].numel if self._buckets is None else self._buckets.get(unit, 0)
 
     def _collectives(self, phase: Phase, elements: int) -> list[tuple[str, float, RankGroup]]:
@@ -201,12 +206,13 @@ class StepModel:
         across = [("all_reduce", size / self._factor, self._replicas)] if self._replicas.size > 1 and size else []
         return scatter + across
 
-    def communicated(self, *, reducing: int, unreduced: int) -> tuple[dict[str, float], dict[str, int]]:
-        """Seconds and link bytes of a step by kind of collective, with so many micro-batches that reduce and that do not."""
+    def communicated(self) -> tuple[dict[str, float], dict[str, int]]:
+        """Seconds without overlap, and link bytes, of a step by kind of collective."""
         seconds, sent = defaultdict[str, float](float), defaultdict[str, float](float)
         counts = Counter((a.phase, self._elements(a.unit)) for a in self._schedule.actions if a.phase in SENDING)
         for (phase, elements), count in counts.items():
-            times = count * (reducing + (unreduced if phase is Phase.UNSHARD else 0))
+            unreduced = 0 if phase is Phase.UNSHARD else self._unreduced
+            times = count * (self._spec.workload.accumulate - unreduced)
             for kind, size, group in self._collectives(phase, elements):
                 seconds[kind] += times * collective_seconds(kind, size, group, self._machine, self._rates)
                 sent[kind] += times * link_bytes(kind, size, group.size)
@@ -322,7 +328,7 @@ class Simulation:
         return self._send(action, ready)
 
     def _limited(self) -> float:
-        """When the limiter admits the next gather: `limit` may be in flight or in use, beside units that stay gathered."""
+        """When the limiter admits the next gather: `limit` may be in flight or in use, besides units that stay gathered."""
         limit = self._schedule.rules.limit
         if not limit:
             return 0.0
