@@ -175,7 +175,7 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
 def plan(args: argparse.Namespace) -> dict[str, Any]:
     from fsdp_lab.cli import lab_benches
     from fsdp_lab.core.spec import Spec
-    from fsdp_lab.planner.shapes.presets import shape_for
+    from fsdp_lab.planner.shapes import shape_for
 
     at_least(args, "rounds", 1)
     models = args.model.split(",")

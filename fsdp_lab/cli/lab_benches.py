@@ -46,7 +46,7 @@ from fsdp_lab.core.spec import BACKENDS, SHARDINGS, Spec
 from fsdp_lab.lab import Lab
 from fsdp_lab.planner.calibration import Calibration
 from fsdp_lab.planner.plan import plan as predict
-from fsdp_lab.planner.shapes.presets import shape_for
+from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.runs import Run
 
 STEP_LIMIT_S = 120.0  # limit for a step

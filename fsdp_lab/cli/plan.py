@@ -169,15 +169,14 @@ def read_rows(file: Path) -> list[dict[str, str]]:
 
 def validate(args: argparse.Namespace) -> int:
     """Compares predictions with published measurements: step times, each fitted without its own source, and peak memory."""
-    from fsdp_lab.planner import memory_rows
-    from fsdp_lab.planner import validate as times
+    from fsdp_lab.planner import validate as against
 
-    rows = times.published()
-    found, (peaks, _) = times.validate(rows), memory_rows.memory_rows(rows)
+    rows = against.published()
+    found, (peaks, _) = against.validate(rows), against.memory_rows(rows)
     if args.json:
         say_json({**found.to_dict(), "memory": [peak.to_dict() for peak in peaks]})
     else:
-        say("\n".join([*found.lines(), "", "Peak memory:", *memory_rows.lines(peaks)]))
+        say("\n".join([*found.lines(), "", "Peak memory:", *against.memory_lines(peaks)]))
     return 0
 
 

@@ -27,8 +27,8 @@ from fsdp_lab.models import Initializer, build_skeleton, resolve
 from fsdp_lab.models.batches import IGNORED, MASK_ID, MASKED_SHARE
 from fsdp_lab.models.build import Draw
 from fsdp_lab.models.check import STDLIB, check_shapes, checked_text
+from fsdp_lab.models.data import BYTE_OFFSET, FOLDER_CAP_BYTES, STDLIB_CAP_BYTES
 from fsdp_lab.models.presets import Facts, Kind, facts_of
-from fsdp_lab.models.text import BYTE_OFFSET, FOLDER_CAP_BYTES, STDLIB_CAP_BYTES
 from fsdp_lab.models.wrapping import blocks, units
 
 WIDTH = 100

@@ -1,6 +1,6 @@
-"""Models, their initial values, their data, their cost. Floor 1: torch, numpy, transformers, when used.
+"""Models, their initial values, their data and their FLOPs. Floor 1: torch, numpy, transformers.
 
-`fsdp_lab.models.presets` and `fsdp_lab.models.check` are cheap to import: neither torch nor transformers.
+`presets`, `check` and `data` import neither torch nor transformers; the names below are imported when they are used.
 """
 
 from __future__ import annotations
@@ -14,27 +14,23 @@ if TYPE_CHECKING:
     from fsdp_lab.models.build import Weights as Weights
     from fsdp_lab.models.build import build_skeleton as build_skeleton
     from fsdp_lab.models.configs import resolve as resolve
+    from fsdp_lab.models.flops import BestPeak as BestPeak
     from fsdp_lab.models.flops import Flops as Flops
     from fsdp_lab.models.flops import count_flops as count_flops
+    from fsdp_lab.models.flops import device_peak as device_peak
     from fsdp_lab.models.flops import flops_per_sample as flops_per_sample
-    from fsdp_lab.models.peaks import BestPeak as BestPeak
-    from fsdp_lab.models.peaks import device_peak as device_peak
     from fsdp_lab.models.presets import PRESETS as PRESETS
-    from fsdp_lab.models.presets import Preset as Preset
-    from fsdp_lab.models.presets import facts_of as facts_of
 
 _HOMES = {
     "Batches": "batches",
     "Flops": "flops",
     "Initializer": "build",
     "PRESETS": "presets",
-    "Preset": "presets",
     "Weights": "build",
     "build_skeleton": "build",
     "count_flops": "flops",
-    "BestPeak": "peaks",
-    "device_peak": "peaks",
-    "facts_of": "presets",
+    "BestPeak": "flops",
+    "device_peak": "flops",
     "flops_per_sample": "flops",
     "resolve": "configs",
 }

@@ -1,17 +1,16 @@
 """`Batches`: which samples a rank trains on, and as which tensors.
 
-One counter numbers every sample that the run ever sees, over all ranks, micro-batches and epochs. A sample's
-content is a function of (data, seed, its number) and of nothing else. So the same global batch is read
-whatever the backend, the strategy or the split over ranks, and a run goes on from its counter at any other
-world size.
+All samples of a run are numbered, over all ranks, micro-batches and epochs. A sample's content depends on (data, seed, its
+number) alone. So every backend, strategy and split over ranks reads the same global batch, and a run can resume from its
+sample count at another world size.
 
-The last samples of the data are held out (held_out.py): the counter never comes to them.
+The last samples of the data are held out for evaluation; training never reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +19,8 @@ from torch import Tensor
 
 from fsdp_lab.core.spec import Workload
 from fsdp_lab.models.check import IMAGES, check_held_out, check_shapes, checked_text, held_out_count
-from fsdp_lab.models.images import FolderImages, MadeImages
+from fsdp_lab.models.data import BYTE_OFFSET, FolderImages, Ids, SyntheticImages, Text, encode
 from fsdp_lab.models.presets import Kind, facts_of
-from fsdp_lab.models.text import BYTE_OFFSET, Ids, Text, encode
 
 Batch: TypeAlias = dict[str, Tensor]
 Indices: TypeAlias = npt.NDArray[np.int64]
@@ -32,20 +30,20 @@ MASK_ID = 2  # ByT5's <unk>, which no byte maps to
 IGNORED = -100  # the label that transformers' losses leave out
 
 
-class Source(Protocol):
-    """Samples by position in the data; `samples` are their global numbers, for what each epoch draws anew."""
+class Source:
+    """Samples by position in the data."""
 
-    @property
-    def count(self) -> int: ...
-    @property
-    def description(self) -> str: ...
-    @property
-    def fingerprint(self) -> str: ...
-    def collate(self, positions: Indices, samples: Indices) -> Batch: ...
+    count: int
+    description: str
+    fingerprint: str
+
+    def collate(self, positions: Indices, samples: Indices) -> Batch:
+        """A batch; `samples` are the samples' global numbers, for what is random in each epoch."""
+        raise NotImplementedError
 
 
 class Order:
-    """Sample number -> position in the data: every epoch is a permutation of its own, by the seed."""
+    """Sample number -> position in the data: one permutation per epoch, drawn from the seed."""
 
     def __init__(self, count: int, seed: int) -> None:
         self._count, self._seed = count, seed
@@ -56,13 +54,13 @@ class Order:
         epochs, places = np.divmod(samples, self._count)
         positions = np.empty_like(samples)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            positions[here] = self._permutation(int(epoch))[places[here]]
+            is_in_epoch = epochs == epoch
+            positions[is_in_epoch] = self._permutation(int(epoch))[places[is_in_epoch]]
         return positions
 
     def _permutation(self, epoch: int) -> Indices:
         if epoch not in self._epochs:
-            # A batch lies in one epoch or in two neighbours.
+            # A batch is in one epoch or in two consecutive ones.
             self._epochs = {e: p for e, p in self._epochs.items() if abs(e - epoch) <= 1}
             self._epochs[epoch] = np.random.default_rng((self._seed, epoch)).permutation(self._count)
         return self._epochs[epoch]
@@ -72,14 +70,12 @@ class Batches:
     """Batches of one rank.
 
     Args:
-        workload: its model's kind decides the tensors; data, seq_len, micro_batch and seed decide the
-            samples.
+        workload: its model's kind decides the tensors; data, seq_len, micro_batch and seed decide the samples.
         config: the transformers config of the model, from `resolve`.
-        rank, world_size: whose part to read.
         source: the `source` of another Batches of the same data, seq_len, seed and model, to load it once.
 
     Raises:
-        SpecError: data that cannot be read, is too short, or is not for this kind of model.
+        SpecError: data that cannot be read, is too short, or does not suit this kind of model.
     """
 
     def __init__(
@@ -93,22 +89,21 @@ class Batches:
     def batch(self, samples_before: int, micro: int = 0) -> Batch:
         """Tensors on the CPU for micro-batch `micro` of the step that begins at sample `samples_before`.
 
-        Causal: input_ids, labels (B, S), where the model shifts the labels. Masked: the same with 15% of the
-        positions hidden, and labels at those alone. Encoder-decoder: input_ids (B, S // 2) is the first half
-        of a window, labels (B, S - S // 2) the second. Images: pixel_values (B, C, H, W), labels (B,). Every
-        sample of a kind has the same number of labels, so that the mean of the ranks' mean losses is the mean
-        over the global batch."""
+        Causal: input_ids, labels (B, S); the model shifts the labels. Masked: the same with 15% of the positions hidden, and
+        labels at those alone. Encoder-decoder: input_ids (B, S // 2) is the first half of a window, labels (B, S - S // 2)
+        the second. Images: pixel_values (B, C, H, W), labels (B,). Every sample of a kind has the same number of labels, so
+        that the mean of the ranks' mean losses is the mean over the global batch."""
         samples = self.samples(samples_before, micro)
         return self.source.collate(self._order(samples), samples)
 
     def held_out(self, count: int) -> Iterator[tuple[Batch, int]]:
-        """This rank's part of `count` held-out samples, as batches, each with how many of its samples count.
+        """This rank's part of `count` held-out samples, as (batch, number of its samples that count).
 
-        They are the same ones, spread over all that is held out, whatever the world size and the micro-batch. All
-        ranks are given as many batches of one shape; what is too much in the last has no labels, and does not count.
+        The samples are spread evenly over all that are held out and do not depend on world size or micro-batch. All ranks
+        get the same number of batches of one shape; padding samples in the last ones have no labels.
 
         Raises:
-            SpecError: fewer are held out.
+            SpecError: fewer samples are held out.
         """
         self.check_held_out(count)
         held = held_out_count(self._workload, self.source.count)
@@ -121,7 +116,7 @@ class Batches:
             yield batch, counted
 
     def check_held_out(self, count: int) -> None:
-        """Raises SpecError where fewer samples are held out."""
+        """Raises SpecError if fewer samples are held out."""
         check_held_out(self._workload, self.source.count, count)
 
     def samples(self, samples_before: int, micro: int = 0) -> Indices:
@@ -131,24 +126,20 @@ class Batches:
 
 
 def open_source(workload: Workload, config: Any) -> Source:
-    """The samples that `workload` names, for the kind of model that `config` is of. Raises SpecError."""
+    """The workload's samples, for the kind of model of `config`. Raises SpecError."""
     facts = facts_of(config)
     check_shapes(workload, facts)
     if facts.kind == "image":
-        return ImageSource(MadeImages(facts) if workload.data == IMAGES else FolderImages(workload.data, facts))
-    of_kind: dict[Kind, type[TextSource]] = {
-        "causal": CausalText,
-        "masked": MaskedText,
-        "seq2seq": HalvedText,
-    }
-    return of_kind[facts.kind](checked_text(workload), workload.seq_len, workload.seed)
+        return ImageSource(SyntheticImages(facts) if workload.data == IMAGES else FolderImages(workload.data, facts))
+    sources: dict[Kind, type[TextSource]] = {"causal": CausalText, "masked": MaskedText, "seq2seq": HalvedText}
+    return sources[facts.kind](checked_text(workload), workload.seq_len, workload.seed)
 
 
-# -- what a sample of each kind is ---------------------------------------------------------------------------
+# -- samples of each kind --------------------------------------------------------------------------------------------
 
 
-class TextSource:
-    """Windows of a text, `seq_len` bytes each, one after another."""
+class TextSource(Source):
+    """Consecutive windows of a text, `seq_len` bytes each."""
 
     def __init__(self, text: Text, seq_len: int, seed: int) -> None:
         self._windows = text.windows(seq_len)
@@ -156,12 +147,9 @@ class TextSource:
         self.count = len(self._windows)
         self.description, self.fingerprint = text.description, text.fingerprint
 
-    def collate(self, positions: Indices, samples: Indices) -> Batch:
-        raise NotImplementedError
-
 
 class CausalText(TextSource):
-    """The next byte is predicted; transformers shifts the labels itself."""
+    """The model predicts the next byte; transformers shifts the labels."""
 
     def collate(self, positions: Indices, samples: Indices) -> Batch:
         ids = torch.from_numpy(encode(self._windows[positions]))
@@ -169,9 +157,9 @@ class CausalText(TextSource):
 
 
 class HalvedText(TextSource):
-    """The encoder reads the first half of a window, the decoder writes the second.
+    """The encoder reads the first half of a window, the decoder predicts the second.
 
-    T5 itself was trained on corrupted spans, which need ids that not every vocabulary has.
+    T5 was trained on corrupted spans, but those need ids that not every vocabulary has.
     """
 
     def collate(self, positions: Indices, samples: Indices) -> Batch:
@@ -181,9 +169,9 @@ class HalvedText(TextSource):
 
 
 class MaskedText(TextSource):
-    """15% of the positions, at least one, are to be guessed: 80% of them show MASK_ID, 10% a random byte.
+    """15% of the positions, at least one, are predicted: 80% of them show MASK_ID, 10% a random byte.
 
-    The choice belongs to the sample's number, so it differs from epoch to epoch. Its size is always the same.
+    The positions depend on the sample's number, so they differ between epochs. Their number is always the same.
     """
 
     def collate(self, positions: Indices, samples: Indices) -> Batch:
@@ -194,20 +182,20 @@ class MaskedText(TextSource):
         return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
 
     def _hide(self, ids: Ids, labels: Ids, sample: int) -> None:
-        """Change one sample's ids and labels, both (seq_len,), in place."""
-        draw = np.random.default_rng((self._seed, sample))
-        chosen = draw.permutation(len(ids))[: max(1, round(MASKED_SHARE * len(ids)))]
+        """Changes one sample's ids and labels, both (seq_len,), in place."""
+        random = np.random.default_rng((self._seed, sample))
+        chosen = random.permutation(len(ids))[: max(1, round(MASKED_SHARE * len(ids)))]
         labels[chosen] = ids[chosen]
-        fate = draw.random(len(chosen))
-        ids[chosen[fate < 0.8]] = MASK_ID
-        replaced = chosen[fate >= 0.9]
-        ids[replaced] = draw.integers(0, 256, size=len(replaced)) + BYTE_OFFSET
+        draws = random.random(len(chosen))
+        ids[chosen[draws < 0.8]] = MASK_ID
+        replaced = chosen[draws >= 0.9]
+        ids[replaced] = random.integers(0, 256, size=len(replaced)) + BYTE_OFFSET
 
 
-class ImageSource:
+class ImageSource(Source):
     """Images and their classes."""
 
-    def __init__(self, images: MadeImages | FolderImages) -> None:
+    def __init__(self, images: SyntheticImages | FolderImages) -> None:
         self._images = images
         self.count = images.count
         self.description, self.fingerprint = images.description, images.fingerprint

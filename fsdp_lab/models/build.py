@@ -1,9 +1,9 @@
-"""Building a model: `build_skeleton` (parameters on meta), and their values, drawn (`Initializer`) or read (`Weights`).
+"""Building a model: `build_skeleton` (parameters on meta), and their values, random (`Initializer`) or read (`Weights`).
 
-Note: initial values depend on (seed, parameter name) alone, so that every backend starts equal. Building a model with one
-global seed would make them depend on the order of building and on the device. Here every parameter has a generator of its
-own. How a parameter is drawn is defined by transformers' `_init_weights`: it runs once with every initialisation function
-replaced by one that records its name and arguments, and the record is replayed, parameter by parameter, on real memory.
+Note: initial values depend on (seed, parameter name) alone, so that all backends start equal. One global seed would make
+them depend on the order of construction and on the device; here every parameter has its own generator. transformers'
+`_init_weights` defines the distributions: it runs once with every initialisation function replaced by one that records the
+call, and the calls are replayed on real memory, parameter by parameter.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ _HEADS: dict[Kind, str] = {
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules that this thread builds inside get their parameters on the meta device; buffers stay real.
+    """Modules that this thread constructs in this context have parameters on the meta device and real buffers.
 
-    Building under `torch.device("meta")` would lose the buffers that a constructor computes (rotary
-    frequencies, position ids, BatchNorm statistics), and no later call brings all of them back. So every
-    parameter is replaced at the one door that it enters by, `nn.Module.register_parameter`. A parameter that
-    is on meta already passes unchanged, so that one tensor registered under two names (a tie) stays one
-    tensor.
+    Under `torch.device("meta")` the buffers that a constructor computes (rotary frequencies, position ids, BatchNorm
+    statistics) would be lost, and no later call restores all of them. So parameters are replaced in
+    `nn.Module.register_parameter`, through which all of them go. One that is on meta already is not replaced, so that a
+    tensor registered under two names (tied) stays one tensor.
     """
     register = nn.Module.register_parameter
     builder = threading.get_ident()
@@ -64,18 +63,18 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def build_skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of `config` with its head, in train mode: fp32 parameters on meta, ties kept, buffers real.
+    """The model of `config` with its head, in train mode: fp32 parameters on meta, tied as in the model, and real buffers.
 
-    Attention is PyTorch's scaled_dot_product_attention where the model has it. `config` is copied, not kept;
-    give it as `resolve` makes it, with dropout at 0. Values come from `Initializer`.
+    Attention is PyTorch's scaled_dot_product_attention if the model supports it. `config` is the result of `resolve` (with
+    dropout at 0), and is copied. Values come from `Initializer`.
 
     Raises:
-        SpecError: no model can be built from it (widths that do not divide, ...), in the model's own words.
+        SpecError: no model can be built from it (widths that do not divide, ...), with the model's own message.
     """
     config = copy.deepcopy(config)
     kind = facts_of(config).kind
-    named = getattr(modeling_auto, _HEADS[kind])[type(config)]
-    model_class: type[PreTrainedModel] = named[0] if isinstance(named, tuple) else named
+    classes = getattr(modeling_auto, _HEADS[kind])[type(config)]
+    model_class: type[PreTrainedModel] = classes[0] if isinstance(classes, tuple) else classes
     attention = "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
     try:
         with parameters_on_meta():
@@ -86,10 +85,10 @@ def build_skeleton(config: PreTrainedConfig) -> PreTrainedModel:
         raise SpecError(
             "workload.model",
             f"no {config.model_type} can be built from this config: {first_line(e)}",
-            "mend the config, or choose a preset",
+            "correct the config, or choose a preset",
         ) from e
     if kind == "causal" and getattr(model, "loss_type", "") is None:
-        model.loss_type = "ForCausalLM"  # as transformers decides too, with a warning
+        model.loss_type = "ForCausalLM"  # transformers' own default, without its warning
     return cast(PreTrainedModel, model.train())
 
 
@@ -104,30 +103,29 @@ class Draw:
     arguments: dict[str, Any]
     part: tuple[torch.Size, tuple[int, ...], int] | None = None
 
-    def play(self, values: Tensor, generator: torch.Generator) -> None:
+    def run(self, values: Tensor, generator: torch.Generator) -> None:
+        """Calls the function on a parameter's values, in place."""
         target = values if self.part is None else values.as_strided(*self.part)
         draws = "generator" in inspect.signature(self.function).parameters
         self.function(target, **self.arguments, **({"generator": generator} if draws else {}))
 
     def __str__(self) -> str:
-        words = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in self.arguments.items()}
-        given = ", ".join(f"{k}={v}" for k, v in words.items())
+        given = ", ".join(f"{k}={f'{v:.4g}' if isinstance(v, float) else v}" for k, v in self.arguments.items())
         return f"{self.function.__name__.rstrip('_')}({given})" + ("" if self.part is None else " on a part")
 
 
 class Initializer:
     """`Initializer(model, seed)(name)` is the full initial value of one parameter, in fp32 on the CPU.
 
-    `name` is canonical: as in `model.named_parameters()` of the unwrapped model, so that a tied parameter has
-    one name, its first. The model is only read; it may be a skeleton. Values are equal in every process and
-    for every world size on one kind of CPU (the normal distribution's last bit can differ between vector
-    units).
+    `name` is that of `model.named_parameters()` of the unwrapped model, so a tied parameter has one name, its first. The
+    model is only read and may be a skeleton. Values are equal in every process and for every world size on one kind of CPU
+    (the normal distribution's last bit can differ between vector units).
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self.seed = seed
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
-        self._draws = _notes(model)
+        self._draws = _recorded_draws(model)
 
     def __call__(self, name: str) -> Tensor:
         """The values of one parameter. Raises KeyError for a name that the model does not have."""
@@ -135,15 +133,15 @@ class Initializer:
         generator = torch.Generator().manual_seed(_seed_of(self.seed, name))
         with torch.no_grad():
             for draw in self._draws[name]:
-                draw.play(values, generator)
+                draw.run(values, generator)
         return values
 
     def draws(self, name: str) -> tuple[Draw, ...]:
-        """The calls that make one parameter's values, in their order; all of them take the same generator."""
+        """The calls that make one parameter's values, in order; all use the same generator."""
         return tuple(self._draws[name])
 
     def recipe(self, name: str) -> str:
-        """How a parameter is drawn, in words: "normal(mean=0, std=0.02)"."""
+        """These calls as text: "normal(mean=0, std=0.02)"."""
         return ", then ".join(map(str, self._draws[name]))
 
 
@@ -152,61 +150,61 @@ def _seed_of(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1  # torch takes 63 bits without a sign
 
 
-def _notes(model: nn.Module) -> dict[str, list[Draw]]:
+def _recorded_draws(model: nn.Module) -> dict[str, list[Draw]]:
     """For each parameter, the calls that set it."""
-    names = {_memory(p): name for name, p in model.named_parameters()}
+    names = {_storage_id(p): name for name, p in model.named_parameters()}
     draws: dict[str, list[Draw]] = {name: [] for name in names.values()}
-    borrowed: set[int] = set()  # parameters that the module at hand holds under a second name
+    tied: set[int] = set()  # parameters that the current module has under a second name
 
-    def note(function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        memory = _memory(tensor)
-        if memory in names and memory not in borrowed:  # the rest are buffers, which are right already
-            name, whole = names[memory], tensor._base is None
+    def record(function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        storage = _storage_id(tensor)
+        if storage in names and storage not in tied:  # the rest are buffers, which have their values
+            name, whole = names[storage], tensor._base is None
             arguments = dict(inspect.signature(function).bind(tensor, *args, **kwargs).arguments)
             arguments = {k: v for i, (k, v) in enumerate(arguments.items()) if i and k != "generator"}
             part = None if whole else (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-            before = [] if whole else draws[name]  # a draw of the whole replaces what came before it
-            draws[name] = [*before, Draw(function, arguments, part)]
+            earlier = [] if whole else draws[name]  # a draw of the whole overwrites earlier ones
+            draws[name] = [*earlier, Draw(function, arguments, part)]
         return tensor
 
-    with _initialisation_replaced(note):
+    with _initialisation_replaced(record):
         for path, module, owner in _children_first(model, "", None):
-            held = module.named_parameters(recurse=False)
-            # A tied head must not draw the embedding again: its first name decides.
-            borrowed.clear()
-            borrowed.update(_memory(p) for n, p in held if names[_memory(p)] != path + n)
+            # A tied head must not draw the embedding again: the module of its first name does.
+            tied.clear()
+            own = module.named_parameters(recurse=False)
+            tied.update(_storage_id(p) for n, p in own if names[_storage_id(p)] != path + n)
             if owner is not None:
                 owner._init_weights(module)  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():
         if not draws[name] or draws[name][0].part is not None:
-            draws[name].insert(0, _usual(name, parameter))
+            draws[name].insert(0, _default_draw(name, parameter))
     return draws
 
 
 def _children_first(
     module: nn.Module, path: str, owner: PreTrainedModel | None
 ) -> Iterator[tuple[str, nn.Module, PreTrainedModel | None]]:
-    """(path with a final dot, module, nearest transformers model around it), of those below and of this."""
+    """(path with a final dot, module, innermost transformers model that contains it), for all modules."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     for name, child in module.named_children():
         yield from _children_first(child, f"{path}{name}.", owner)
     yield path, module, owner
 
 
-def _memory(tensor: Tensor) -> int:
-    """The same for a parameter and its views; unlike an address it tells parameters on meta apart."""
+def _storage_id(tensor: Tensor) -> int:
+    """Equal for a parameter and its views; unlike an address, different for parameters on meta."""
     return int(tensor.untyped_storage()._cdata)
 
 
 @contextmanager
-def _initialisation_replaced(note: Callable[..., Any]) -> Iterator[None]:
-    """Every initialisation function that a model may call is `note(function, ...)` inside."""
+def _initialisation_replaced(record: Callable[..., Any]) -> Iterator[None]:
+    """In this context every initialisation function that a model may call is `record(function, ...)`."""
     table: dict[str, Callable[..., Any]] = hf_init.TORCH_INIT_FUNCTIONS  # type: ignore[assignment]
     functions, copy = dict(table), hf_init.copy_
-    table.update({name: partial(note, function) for name, function in functions.items()})
-    hf_init.copy_ = partial(note, _copy_)
+    table.update({name: partial(record, function) for name, function in functions.items()})
+    hf_init.copy_ = partial(record, _copy_)
     try:
-        with hf_init.guard_torch_init_functions():  # torch.nn.init's own names lead to the same table
+        with hf_init.guard_torch_init_functions():  # torch.nn.init's names use the same table
             yield
     finally:
         table.update(functions)
@@ -217,8 +215,8 @@ def _copy_(tensor: Tensor, other: Tensor) -> Tensor:
     return tensor.copy_(other)
 
 
-def _usual(name: str, parameter: nn.Parameter) -> Draw:
-    """For what a model leaves out: zeros for biases, ones for other vectors, else a narrow normal."""
+def _default_draw(name: str, parameter: nn.Parameter) -> Draw:
+    """For parameters that a model does not initialise: zeros for biases, ones for other vectors, else a narrow normal."""
     if name.endswith("bias"):
         return Draw(nn.init.zeros_, {})
     if parameter.dim() < 2:
@@ -231,12 +229,10 @@ _SINGLE = "model.safetensors"
 
 
 class Weights:
-    """Values of real models from safetensors files.
+    """Pretrained values from a folder with `model.safetensors`, or its parts and their index, as transformers writes them.
 
-    A folder with `model.safetensors`, or with its parts and their index, as transformers writes them.
-
-    `read(name, start, stop)` gives elements [start, stop) of a flattened parameter; only the rows that hold them are read.
-    Given to `fsdp_lab.engine.load_ranges`, each rank reads its own shards and no more.
+    `read(name, start, stop)` returns elements [start, stop) of a flattened parameter and reads only the rows that contain
+    them; with `fsdp_lab.engine.load_ranges`, each rank reads its own shards.
 
     Raises:
         SpecError: there are no such files.
@@ -254,14 +250,14 @@ class Weights:
                 self._files = dict.fromkeys(f.keys(), _SINGLE)
         else:
             raise SpecError("workload.model", f"{self.folder} has neither {_SINGLE} nor {_INDEX}",
-                            "give a folder that save_pretrained has written")  # fmt: skip
+                            "give a folder that save_pretrained wrote")  # fmt: skip
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._files)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """[stop - start], in the dtype of the file. Raises SpecError for a name that no file has."""
+        """A tensor [stop - start] in the dtype of the file. Raises SpecError for a name that no file has."""
         from safetensors import safe_open
 
         if name not in self._files:

@@ -1,19 +1,20 @@
-"""`check`: everything about a workload that can be refused before any process is started.
+"""`check`: validates a workload before any process is started.
 
-Cheap to import and, for presets, to call: neither torch nor transformers. A config of one's own is built and
-run on the meta device, which takes a fraction of a second once transformers is imported.
+Importing it, and checking a preset, needs neither torch nor transformers. A custom config is built and run on the meta
+device, which takes a fraction of a second once transformers is imported.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fsdp_lab.core.errors import FieldError, SpecError
 from fsdp_lab.core.spec import MOST_HELD_OUT, Workload
-from fsdp_lab.models.images import MADE_COUNT, FolderImages
+from fsdp_lab.models.data import SMALLEST_VOCABULARY, SYNTHETIC_COUNT, FolderImages, Text, open_text
 from fsdp_lab.models.presets import PRESETS, Facts, facts_of
-from fsdp_lab.models.text import SMALLEST_VOCABULARY, Text, open_text
 
 IMAGES = "images"
 STDLIB = "stdlib"
@@ -21,34 +22,38 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # as save_pretrained writes t
 
 
 def check(workload: Workload, *, evaluated: int = 0) -> None:
-    """Raise SpecError where the workload cannot be run: its model, its sequence length, or its data; or where fewer samples
-    are held out than are to be `evaluated`."""
-    if isinstance(workload.model, str) and workload.model in PRESETS:
-        facts = facts_of(PRESETS[workload.model].config)
-    else:
-        facts = _facts_of_built(workload)
+    """Raises SpecError if the workload cannot run: its model, its sequence length, its data, or fewer held-out samples than
+    are to be `evaluated`."""
+    is_preset = isinstance(workload.model, str) and workload.model in PRESETS
+    facts = model_facts(workload.model) if is_preset else _facts_of_built(workload)
     check_shapes(workload, facts)
     if facts.is_text:
         count = len(checked_text(workload).data) // workload.seq_len
     else:
-        count = MADE_COUNT if workload.data == IMAGES else FolderImages(workload.data, facts).count
+        count = SYNTHETIC_COUNT if workload.data == IMAGES else FolderImages(workload.data, facts).count
     check_held_out(workload, count, evaluated)
 
 
-def is_language(workload: Workload) -> bool:
-    """Whether its model is one of language, so that the exponential of its loss is a perplexity."""
+def model_facts(model: str | Mapping[str, Any]) -> Facts:
+    """Facts of a `Workload.model`; those of presets need no transformers. Raises SpecError as `resolve`."""
+    preset = PRESETS.get(model) if isinstance(model, str) else None
+    if preset is not None:
+        return facts_of(preset.config)
     from fsdp_lab.models.configs import resolve
 
-    model = workload.model
-    preset = PRESETS.get(model) if isinstance(model, str) else None
+    return facts_of(resolve(model))
+
+
+def is_language(workload: Workload) -> bool:
+    """Whether its model is a language model, so that the exponential of its loss is a perplexity."""
     try:
-        return facts_of(preset.config if preset is not None else resolve(model)).is_text
-    except FieldError:  # one of a kept run, that is no longer there
+        return model_facts(workload.model).is_text
+    except FieldError:  # the model of a stored run, whose file no longer exists
         return False
 
 
 def unread_weights(workload: Workload) -> str:
-    """A sentence where the model's folder holds weights, which are not loaded; "" where it holds none."""
+    """A warning if the model's folder has weights, which are not loaded; "" if it has none."""
     model = workload.model
     if not isinstance(model, str) or model in PRESETS:
         return ""
@@ -60,14 +65,14 @@ def unread_weights(workload: Workload) -> str:
 
 
 def check_shapes(workload: Workload, facts: Facts) -> None:
-    """Refuse what can be told from the config and the fields alone. Raises SpecError."""
+    """Checks what follows from the config and the fields alone. Raises SpecError."""
     if facts.is_text:
         _check_text_model(workload, facts)
     elif workload.data == STDLIB:
         raise SpecError(
             "workload.data",
             f"{facts.model_type} classifies images, and {STDLIB} is text",
-            f'use "{IMAGES}", or a folder with one sub-folder a class',
+            f'use "{IMAGES}", or a folder with one sub-folder per class',
             {"data": IMAGES},
         )
     elif facts.classes < 2:
@@ -79,7 +84,7 @@ def check_shapes(workload: Workload, facts: Facts) -> None:
 
 
 def checked_text(workload: Workload) -> Text:
-    """The workload's text, long enough for one sequence. Raises SpecError."""
+    """The workload's text. Raises SpecError if it is shorter than one sequence."""
     text = open_text(workload.data)
     if len(text.data) < workload.seq_len:
         raise SpecError(
@@ -106,13 +111,9 @@ def _check_text_model(workload: Workload, facts: Facts) -> None:
         )
     longest = facts.max_positions
     if longest is not None and workload.seq_len > longest:
-        takers = [
-            p
-            for p in PRESETS.values()
-            if p.kind == facts.kind and (facts_of(p.config).max_positions or workload.seq_len) >= workload.seq_len
-        ]
-        smallest = ", ".join(p.name for p in sorted(takers, key=lambda p: p.parameters)[:2])
-        instead = f", or a model with more positions ({smallest})" if takers else ""
+        alike = sorted((p for p in PRESETS.values() if p.kind == facts.kind), key=lambda p: p.parameters)
+        takers = [p.name for p in alike if (facts_of(p.config).max_positions or workload.seq_len) >= workload.seq_len]
+        instead = f", or a model with more positions ({', '.join(takers[:2])})" if takers else ""
         raise SpecError(
             "workload.seq_len",
             f"{workload.seq_len} is over the model's {longest} positions",
@@ -122,33 +123,30 @@ def _check_text_model(workload: Workload, facts: Facts) -> None:
 
 
 def _facts_of_built(workload: Workload) -> Facts:
-    """Of a model that is no preset, after a forward and backward of it without values: only they tell."""
+    """Facts of a model that is no preset, after a forward and backward on meta tensors, which show whether it works."""
     from fsdp_lab.models.configs import resolve
     from fsdp_lab.models.flops import flops_per_sample
 
     config = resolve(workload.model)
     facts = facts_of(config)
-    check_shapes(workload, facts)  # first: it is quicker, and its sentences are better
+    check_shapes(workload, facts)  # first, because it is faster and its messages are better
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the count is an estimate is no refusal
+        warnings.simplefilter("ignore")  # the count may be an estimate
         flops_per_sample(config, workload.seq_len)
     return facts
 
 
-_STEPS = 1000  # a share that is proposed is a multiple of one in so many
-
-
 def held_out_count(workload: Workload, count: int) -> int:
-    """How many of `count` samples are held out."""
+    """Number of held-out samples among `count`."""
     return int(workload.held_out * count)
 
 
 def check_held_out(workload: Workload, count: int, evaluated: int) -> None:
-    """Raises SpecError where fewer of `count` samples are held out than are to be evaluated."""
+    """Raises SpecError if fewer of `count` samples are held out than are to be evaluated."""
     held = held_out_count(workload, count)
     if held >= evaluated:
         return
-    shares = (k / _STEPS for k in range(1, int(MOST_HELD_OUT * _STEPS) + 1))
+    shares = (k / 1000 for k in range(1, int(MOST_HELD_OUT * 1000) + 1))
     enough = next((share for share in shares if int(share * count) >= evaluated), None)
     ways = [f"use held_out {enough:g}" if enough else "give more data"]
     ways += [f"evaluate {held} samples or fewer"] if held else []

@@ -1,4 +1,4 @@
-"""`resolve`: from what a person writes for `Workload.model` to one transformers config, ready to be built."""
+"""`resolve`: the transformers config for a `Workload.model`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _TYPES: Mapping[str, str] = configuration_auto.CONFIG_MAPPING_NAMES  # type: ign
 def resolve(model: str | Mapping[str, Any] | PreTrainedConfig) -> PreTrainedConfig:
     """The transformers config of `model`, always a new object, with every dropout at 0.
 
-    `model` is a preset ("gpt2-10m"), a type that transformers knows ("opt", with its default sizes), a folder
-    that holds a config.json or the path of such a file, a dict with "model_type", or a config object. Nothing
-    is downloaded. Weights beside a config.json are not read: values are random, by `Initializer`.
+    `model` is a preset ("gpt2-10m"), a model type of transformers ("opt", with its default sizes), a folder with a
+    config.json or the path of such a file, a dict with "model_type", or a config object. Nothing is downloaded. Weights
+    beside a config.json are not read: initial values are random, from `Initializer`.
 
-    Dropout is 0 because two ways of sharding can only be compared, to the bit, where nothing else is random.
+    Dropout is 0 because strategies can be compared to the bit only if nothing is random.
 
     Raises:
-        SpecError: with the field "workload.model", the reason and the way out.
+        SpecError: no such model, or a config that transformers refuses.
     """
     config = _config(model)
     if getattr(config, "quantization_config", None):
@@ -39,10 +39,10 @@ def resolve(model: str | Mapping[str, Any] | PreTrainedConfig) -> PreTrainedConf
             "remove quantization_config from the config",
         )
     _without_dropout(config)
-    config.use_cache = False  # of keys and values: for generation, and wrong where a block is computed again
+    config.use_cache = False  # keys and values are cached for generation; wrong when a block is recomputed
     if facts_of(config).kind == "causal":
-        # Our text has no padding. A padding id would keep the byte of that id from being learned, and every
-        # forward would look for it in the input, which on a GPU waits for all work in flight.
+        # There is no padding. With a padding id, the byte of that id would not be learned, and every forward would search
+        # the input for it, which synchronises a GPU.
         config.pad_token_id = None
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
@@ -60,14 +60,14 @@ def _config(model: str | Mapping[str, Any] | PreTrainedConfig) -> PreTrainedConf
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():
-            raise SpecError(_FIELD, f"{model} holds no config.json", "give the folder of a saved model")
+            raise SpecError(_FIELD, f"{model} contains no config.json", "give the folder of a saved model")
     if path.is_file():
         return _from_dict(_read(path))
     if model in _TYPES:
         return _from_dict({"model_type": model})
     raise SpecError(
         _FIELD,
-        f"{model!r} is neither a preset, nor a file or folder here, nor a model type of transformers",
+        f"{model!r} is neither a preset, nor a file or folder, nor a model type of transformers",
         f"did you mean {' or '.join(closest(model))}?",
     )
 
@@ -86,25 +86,20 @@ def _from_dict(given: Mapping[str, Any]) -> PreTrainedConfig:
     fields = {k: _plain(v) for k, v in given.items()}
     model_type = fields.pop("model_type", None)
     if model_type not in _TYPES:
-        alike = ", ".join(closest_types(str(model_type or "")))
-        reason = f"transformers knows no type {model_type!r}" if model_type else "the config has no model_type"
-        raise SpecError(_FIELD, reason, f"name one such as {alike}")
+        similar = difflib.get_close_matches(str(model_type or ""), _TYPES, n=3)
+        similar = similar or list(dict.fromkeys(p.family for p in PRESETS.values()))
+        reason = f"transformers has no type {model_type!r}" if model_type else "the config has no model_type"
+        raise SpecError(_FIELD, reason, f"give one such as {', '.join(similar)}")
     try:
         config = AutoConfig.for_model(model_type, **fields)
-    except Exception as e:  # of many classes; each names the field in its text
-        raise SpecError(_FIELD, f"{model_type} refuses the config: {first_line(e)}", "mend that field") from e
+    except Exception as e:  # of many classes; the message names the field
+        raise SpecError(_FIELD, f"{model_type} refuses the config: {first_line(e)}", "correct that field") from e
     assert isinstance(config, PreTrainedConfig)
     return config
 
 
-def closest_types(name: str) -> tuple[str, ...]:
-    """Model types of transformers that are spelled like `name`; the families of our presets where none is."""
-    alike = difflib.get_close_matches(name, _TYPES, n=3)
-    return tuple(alike) or tuple(dict.fromkeys(p.family for p in PRESETS.values()))
-
-
 def first_line(error: Exception) -> str:
-    """The text of an error on one line, short enough for a sentence."""
+    """An error's message on one line of at most 200 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else text[:199] + "…"
 

@@ -1,15 +1,14 @@
-"""Named models from 1M to 405B parameters as plain config dicts, and what a config says of its model (`facts_of`).
+"""Presets: models from 1M to 405B parameters as plain config dicts; and `facts_of`, the facts that a config states.
 
-Neither torch nor transformers is imported, except for `facts_of` a type that no preset has.
+Neither torch nor transformers is imported, except by `facts_of` for a model type that no preset has.
 
-Small presets are sized for two CPU ranks. Their text vocabulary is the 384 ids of ByT5 (3 special ids, 256
-bytes, 125 extra ids) and their images are small. Large presets have the shape of a published model,
-vocabulary included, so that what is measured of them compares with what is written about them; the bytes of
-the text then use 259 of their ids.
+Small presets are sized for two CPU ranks. Their text vocabulary is the 384 ids of ByT5 (3 special ids, 256 bytes, 125 extra
+ids) and their images are small. Large presets have the shape and vocabulary of a published model, so that measurements
+compare with publications; the bytes of the text use 259 of their ids.
 
-Positions are fixed by the preset and do not grow with `Workload.seq_len`: a model must stay the same model
-when only the sequence length is changed, or a live run could not carry its parameters over. A longer sequence
-is refused by `fsdp_lab.models.check`, with the presets that take it.
+The number of positions is fixed by the preset and does not grow with `Workload.seq_len`: changing the sequence length must
+not change the model, or a live run could not keep its parameters. `fsdp_lab.models.check` refuses a longer sequence and
+names presets that take it.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ class Preset:
 
 
 def closest(name: str, count: int = 3) -> tuple[str, ...]:
-    """The presets that a mistyped `name` may mean: alike in spelling, of its family, or the smallest."""
+    """Presets that a mistyped `name` may mean: similarly spelled, of its family, or the smallest."""
     alike = difflib.get_close_matches(name.lower(), PRESETS, n=count, cutoff=0.5)
     family = [p.name for p in PRESETS.values() if p.family in name.lower()]
     small = [p.name for p in PRESETS.values() if p.parameters < 2_000_000]
     return tuple(dict.fromkeys([*alike, *(family if not alike else [])]))[:count] or tuple(small[:count])
 
 
-# -- one function a family: the few numbers that differ, in the words of its paper ---------------------------
+# -- one function per family, with the numbers in which its models differ ---------------------------------------------
 
 
-def _gpt2(width: int, layers: int, heads: int, positions: int = 1024,
-          vocabulary: int = BYTE_VOCABULARY) -> dict[str, Any]:  # fmt: skip
+def gpt2_config(width: int, layers: int, heads: int, positions: int = 1024,
+                vocabulary: int = BYTE_VOCABULARY) -> dict[str, Any]:  # fmt: skip
     return {
         "model_type": "gpt2", "vocab_size": vocabulary, "n_embd": width, "n_layer": layers, "n_head": heads,
         "n_positions": positions, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": None,
@@ -98,8 +97,7 @@ def _vit(width: int, layers: int, heads: int, *, inner: int = 0, image: int = 22
 
 def _resnet(layer: str, stem: int, widths: tuple[int, ...], depths: tuple[int, ...], *, image: int = 224,
             classes: int = 1000) -> dict[str, Any]:  # fmt: skip
-    # image_size is not a field of ResNetConfig; a config keeps what it does not know, and our images are made
-    # to it.
+    # image_size is no field of ResNetConfig, but a config keeps unknown fields; images have this size.
     return {
         "model_type": "resnet", "layer_type": layer, "embedding_size": stem, "hidden_sizes": list(widths),
         "depths": list(depths), "image_size": image, "num_channels": 3, "num_labels": classes,
@@ -109,20 +107,20 @@ def _resnet(layer: str, stem: int, widths: tuple[int, ...], depths: tuple[int, .
 _Row = tuple[str, int, dict[str, Any], str]
 _FAMILIES: tuple[tuple[str, Kind, tuple[_Row, ...]], ...] = (
     ("gpt2", "causal", (
-        ("1m", 973_568, _gpt2(128, 4, 4), "bytes; a step is some tens of milliseconds on a laptop core"),
-        ("10m", 10_314_880, _gpt2(320, 8, 5), "bytes; the default"),
-        ("30m", 29_093_376, _gpt2(512, 9, 8), "bytes"),
-        ("124m", 124_439_808, _gpt2(768, 12, 12, vocabulary=50257), "GPT-2 small"),
-        ("355m", 354_823_168, _gpt2(1024, 24, 16, vocabulary=50257), "GPT-2 medium"),
-        ("774m", 774_030_080, _gpt2(1280, 36, 20, vocabulary=50257), "GPT-2 large"),
-        ("1.5b", 1_557_611_200, _gpt2(1600, 48, 25, vocabulary=50257), "GPT-2 XL"),
-        ("6.7b", 6_658_404_352, _gpt2(4096, 32, 32, positions=2048, vocabulary=50257),
+        ("1m", 973_568, gpt2_config(128, 4, 4), "bytes; a step is some tens of milliseconds on a laptop core"),
+        ("10m", 10_314_880, gpt2_config(320, 8, 5), "bytes; the default"),
+        ("30m", 29_093_376, gpt2_config(512, 9, 8), "bytes"),
+        ("124m", 124_439_808, gpt2_config(768, 12, 12, vocabulary=50257), "GPT-2 small"),
+        ("355m", 354_823_168, gpt2_config(1024, 24, 16, vocabulary=50257), "GPT-2 medium"),
+        ("774m", 774_030_080, gpt2_config(1280, 36, 20, vocabulary=50257), "GPT-2 large"),
+        ("1.5b", 1_557_611_200, gpt2_config(1600, 48, 25, vocabulary=50257), "GPT-2 XL"),
+        ("6.7b", 6_658_404_352, gpt2_config(4096, 32, 32, positions=2048, vocabulary=50257),
          "the 6.7B shape of the GPT-3 paper"),
-        ("13b", 12_853_386_240, _gpt2(5120, 40, 40, positions=2048, vocabulary=50257),
+        ("13b", 12_853_386_240, gpt2_config(5120, 40, 40, positions=2048, vocabulary=50257),
          "the 13B shape of the GPT-3 paper, 40 heads"),
-        ("30b", 29_974_418_432, _gpt2(7168, 48, 56, positions=2048, vocabulary=50257), "the shape of OPT 30B"),
-        ("66b", 65_719_544_832, _gpt2(9216, 64, 72, positions=2048, vocabulary=50257), "the shape of OPT 66B"),
-        ("175b", 174_604_259_328, _gpt2(12288, 96, 96, positions=2048, vocabulary=50257), "the shape of GPT-3"),
+        ("30b", 29_974_418_432, gpt2_config(7168, 48, 56, positions=2048, vocabulary=50257), "the shape of OPT 30B"),
+        ("66b", 65_719_544_832, gpt2_config(9216, 64, 72, positions=2048, vocabulary=50257), "the shape of OPT 66B"),
+        ("175b", 174_604_259_328, gpt2_config(12288, 96, 96, positions=2048, vocabulary=50257), "the shape of GPT-3"),
     )),
     ("llama", "causal", (
         ("1m", 951_424, _llama(128, 4, 4, 4, 384), "bytes; embeddings not tied"),
@@ -190,7 +188,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType({
 })  # fmt: skip
 
 
-DEFAULT_IMAGE_PIXELS = 224  # for vision configs that, like ResNet's, do not say
+DEFAULT_IMAGE_PIXELS = 224  # for vision configs without a size, such as ResNet's
 
 _KINDS: Mapping[str, Kind] = {
     "gpt2": "causal", "llama": "causal", "bert": "masked", "t5": "seq2seq", "vit": "image", "resnet": "image",
@@ -201,7 +199,7 @@ _POSITIONS = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a config says. `max_positions` None: unlimited; the fields of images are None for text models."""
+    """Facts of a config. `max_positions` None: unlimited; the fields of images are None for text models."""
 
     model_type: str
     kind: Kind
@@ -226,10 +224,10 @@ class Facts:
 
 
 def facts_of(config: Any) -> Facts:
-    """Facts of a config, given as a dict with "model_type" or as a transformers config.
+    """Facts of a dict with "model_type" or of a transformers config.
 
     Raises:
-        SpecError: no model of a kind that the lab trains exists for it.
+        SpecError: transformers has no model for it of a kind that the lab trains.
     """
 
     def read(name: str, default: Any = None) -> Any:
@@ -239,7 +237,7 @@ def facts_of(config: Any) -> Facts:
     model_type = str(read("model_type", ""))
     kind = _KINDS.get(model_type) or _kind_in_transformers(model_type, config)
     if kind != "image":
-        # T5's n_positions, where an old config has it, limits nothing: its positions are relative.
+        # n_positions of old T5 configs is no limit: positions are relative.
         positions = next((read(n) for n in _POSITIONS if isinstance(read(n), int) and read(n) > 0), None)
         return Facts(model_type=model_type, kind=kind, vocab_size=read("vocab_size"),
                      max_positions=None if model_type == "t5" else positions)  # fmt: skip
@@ -259,21 +257,19 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def _kind_in_transformers(model_type: str, config: Any) -> Kind:
-    """Which head transformers has for this type; of several, encoder-decoder first, then encoder."""
+    """The head that transformers has for this type; of several, encoder-decoder first, then encoder."""
     from transformers.models.auto import modeling_auto as auto
 
-    def has(name: str) -> bool:
-        return model_type in getattr(auto, name)
-
-    if has("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"):
-        return "seq2seq"
-    decoder = bool(getattr(config, "is_decoder", False))
-    if has("MODEL_FOR_MASKED_LM_MAPPING_NAMES") and not decoder:
-        return "masked"
-    if has("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"):
-        return "causal"
-    if has("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"):
-        return "image"
+    is_decoder = bool(getattr(config, "is_decoder", False))
+    names: tuple[tuple[Kind, str], ...] = (
+        ("seq2seq", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
+        ("masked", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
+        ("causal", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+        ("image", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
+    )
+    for kind, table in names:
+        if model_type in getattr(auto, table) and not (kind == "masked" and is_decoder):
+            return kind
     raise SpecError(
         "workload.model",
         f"transformers has no language model or image classifier of type {model_type!r}",

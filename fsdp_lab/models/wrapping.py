@@ -1,7 +1,7 @@
-"""Which modules become units: wrapping policies (arXiv 2304.11277, section 4.2).
+"""Wrapping policies: which modules become FSDP units (arXiv 2304.11277, section 4.2).
 
-A policy is any callable from a model to lists of modules, each list one unit; what is left over belongs to the root's unit.
-`units` has the policies that `Strategy.wrap` names.
+A policy is a callable from a model to lists of modules, one list per unit; remaining parameters belong to the root's unit.
+`units` implements the policies of `Strategy.wrap`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fsdp_lab.engine import fully_shard
 
 Wrapping = Callable[[nn.Module], list[list[nn.Module]]]
 
-# Where the repeated list is not the unit to shard by: its stages are few and very unequal.
+# Blocks inside stages; the stages are few and very unequal, so they are poor units.
 _INSIDE_STAGES = ("ResNetBasicLayer", "ResNetBottleNeckLayer", "ConvNextLayer")
 
 
 def shard_model(model: nn.Module, wrap: str | Wrapping = "block", **options: Any) -> nn.Module:
-    """`fully_shard` for every unit that a policy finds, then for the model; collective.
+    """Applies `fully_shard` to every unit of a policy, then to the model; collective.
 
     Args:
         wrap: a policy, or its name as in `Strategy.wrap`.
@@ -36,12 +36,12 @@ def shard_model(model: nn.Module, wrap: str | Wrapping = "block", **options: Any
 
 
 def units(model: nn.Module, wrap: str) -> list[list[nn.Module]]:
-    """The modules of each unit below the root, in the order of the model; the rest belongs to the root's unit.
+    """The modules of each unit below the root, in the order of the model.
 
     Raises:
-        SpecError: `wrap` is none of the policies, or nothing in the model answers to it.
+        SpecError: `wrap` is no policy, or no module matches it.
     """
-    Strategy(wrap=wrap)  # which knows how it is written
+    Strategy(wrap=wrap)  # validates it
     kind, _, argument = wrap.partition(":")
     if kind == "whole":
         return []
@@ -59,21 +59,20 @@ def units(model: nn.Module, wrap: str) -> list[list[nn.Module]]:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers of `model`, in the order of the forward.
+    """The repeated layers of `model`, in the order of the forward; empty if nothing repeats.
 
-    They are transformer blocks, or the residual layers of a convnet: the modules of the classes that a transformers model
-    names in `_no_split_modules`, or else the elements of an outermost list of modules of one class. Where several classes
-    repeat (encoder and decoder), those count that hold a quarter of the repeated parameters or more. Empty where nothing
-    repeats."""
+    They are transformer blocks, or the residual layers of a convnet: modules of the classes in a transformers model's
+    `_no_split_modules`, or else the elements of an outermost list of modules of one class. If several classes repeat
+    (encoder and decoder), those with at least a quarter of the repeated parameters count."""
     inside = [m for m in model.modules() if type(m).__name__ in _INSIDE_STAGES]
     if inside:
         return inside
     named = set(getattr(model, "_no_split_modules", None) or ())
     found = list(_outermost_of(model, named)) or list(_outermost(model))
-    held: Counter[type[nn.Module]] = Counter()
+    sizes: Counter[type[nn.Module]] = Counter()
     for module in found:
-        held[type(module)] += _size(module)
-    return [m for m in found if held[type(m)] >= held.total() / 4]
+        sizes[type(module)] += _size(module)
+    return [m for m in found if sizes[type(m)] >= sizes.total() / 4]
 
 
 def block_class_names(model: nn.Module) -> tuple[str, ...]:
@@ -106,8 +105,8 @@ def _size(module: nn.Module) -> int:
 def _of_class(model: nn.Module, name: str) -> list[list[nn.Module]]:
     found = [m for m in model.modules() if type(m).__name__ == name]
     if not found:
-        known = sorted({type(m).__name__ for m in model.modules() if next(m.children(), None) is not None})
-        raise SpecError("strategy.wrap", f"the model has no module of class {name}", f"use one of {', '.join(known)}")
+        classes = sorted({type(m).__name__ for m in model.modules() if next(m.children(), None) is not None})
+        raise SpecError("strategy.wrap", f"the model has no module of class {name}", f"use one of {', '.join(classes)}")
     found.sort(key=lambda m: sum(type(inner).__name__ == name for inner in m.modules()))  # inner ones first
     uses = _uses(model)
     return [[m] for m in found if m is not model and _is_closed(m, uses)]
@@ -119,12 +118,12 @@ def _uses(model: nn.Module) -> dict[int, int]:
 
 
 def _is_closed(module: nn.Module, uses: dict[int, int]) -> bool:
-    """Whether no parameter in it is tied to one outside: a tied one belongs to a unit that contains all its uses."""
+    """Whether no parameter in it is tied to a module outside. (A tied one belongs to a unit that contains all its uses.)"""
     return all(uses[p] == n for p, n in _uses(module).items())
 
 
 def _by_size(module: nn.Module, least: int, uses: dict[int, int]) -> list[nn.Module]:
-    """Innermost first: a module whose parameters, less those of units inside it, number `least` or more."""
+    """Modules with at least `least` parameters, not counting those of units inside them; innermost first."""
     found: list[nn.Module] = []
 
     def rest_of(m: nn.Module) -> int:

@@ -1,12 +1,12 @@
-"""Predictions of memory and step time before anything is measured, for hardware that need not be present. No torch.
+"""Predictions of memory and step time, without measurements, for any hardware. No torch.
 
 Reading order:
 
-- `devices`, `costs`: hardware, and the seconds of one operation on it, with the free `Rates` that `calibrate` fits.
-- `timeline`, `step`: a step, simulated from the actions of the engine's own schedule.
-- `memory`: a model's allocation tape, played through the backend's model in `memory_models`.
+- `devices`, `costs`: hardware, and the seconds of one operation on it at given `Rates`.
+- `step`: a step, simulated from the actions of the engine's own schedule.
+- `memory`: a model's allocation tape, replayed with the backend's model in `memory_models`.
 - `plan`, `search`: predictions, and the best of many. `questions` serves the command line and the dashboard.
-- `published`, `named_models`, `dense`: published measurements, which `validate` and `memory_rows` compare with predictions.
-- `calibration`: measurements of the local machine.
-- `shapes`: `ModelShape` of a model. Recording one runs torch; presets are read from a file.
+- `published`, `named_models`, `dense`: published measurements. `fitting` fits the `Rates` to them, `validate` compares.
+- `calibration`: `Rates` and curves from measurements of the local machine.
+- `shapes`: the `ModelShape` of a model. Recording one needs torch; presets are read from a file.
 """

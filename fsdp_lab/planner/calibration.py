@@ -1,21 +1,21 @@
-"""`Calibration`: what was measured on this machine, and the `Machine` and `Rates` that it comes to.
+"""`Calibration`: measurements of the local machine, and the `Machine` and `Rates` that follow from them.
 
-What is measured, in a minute or two, on all ranks at once (`fsdp_lab.rank.calibration`), and what for:
+`fsdp_lab.rank.calibration` measures, in a minute or two, on all ranks at the same time:
 
-* matrix products, attention, copies, the optimizer and collectives over the wire, each at several sizes: curves;
-* steps of GPT-2s of width 32, which hardly compute, of every backend: with 6 and with 2 blocks, and with 6 in one unit. What
-  the curves do not explain of these three is what a step, a unit and a parameter tensor cost: `Rates.hosts`;
-* steps of a GPT-2 of two blocks of width 256 that is not sharded, of our own engine, in each dtype: what is left of
-  these is the traffic of norms, activations and losses: `Rates.traffic_of`;
-* steps of one of four blocks that is sharded fully, on so few tokens that it sends about as long as it computes: how
-  much the two slow each other where they overlap, `Rates.interference`; where computing waits, how much longer
-  collectives take in a step than by themselves, `HostOverhead.stretch`.
+* matrix products, attention, copies, the optimizer and collectives, each at several sizes, which give curves;
+* steps of GPT-2s of width 32, which hardly compute, with every backend: with 6 blocks, with 2, and with 6 in one unit. The
+  time that the curves do not explain is the overhead of a step, of a collective and of a parameter tensor, `Rates.hosts`;
+* steps of an unsharded GPT-2 of two blocks of width 256 with the lab's engine, in each dtype. The unexplained time is the
+  memory traffic of norms, activations and losses, `Rates.traffic_of`;
+* steps of a fully sharded one of four blocks, on so few tokens that communication takes about as long as computing. Their
+  time gives the slowdown of overlapping communication, `Rates.interference`, or, for backends whose computing waits, how
+  much longer a collective takes in a step than alone, `HostOverhead.stretch`.
 
-So no model, workload or sharding that is predicted has to be among those that were measured. It holds for as many ranks
-on the same devices, as long as the machine does nothing else than it did then.
+So the predicted model, workload and sharding need not be among the measured ones. A calibration is valid for the same number
+of ranks on the same devices under the same other load.
 
-On a GPU the host runs ahead: what the smallest models take is its time alone and is passed over, and the others are as large
-as a GPU wants them. That path has not been held against a GPU's steps.
+On a GPU the host runs ahead of the device: the smallest models, which show the host's time alone, are not used, and the
+others are larger. Predictions of this path have not been compared with measured steps of a GPU.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from typing import Any
 
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import BACKENDS, Spec
+from fsdp_lab.models.presets import gpt2_config
 from fsdp_lab.planner.costs import link_bytes
 from fsdp_lab.planner.devices import PUBLISHED, Curve, Device, HostOverhead, Machine, MeasuredCurves, Rates
 from fsdp_lab.planner.step import AHEAD, StepModel
 
 SMALL = ("deep", "shallow", "whole")
-Row = Sequence[float]
-MOST = 4.0  # of interference, and of a collective's stretch
+MOST = 4.0  # upper bound of interference and of stretch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """A Spec whose steps are timed. `role`: what they tell."""
+    """A Spec whose steps are timed, for the quantity that `role` names."""
 
-    role: str  # "deep", "shallow", "whole": of a small model with 6 blocks, with 2, with 6 in one unit; "traffic", "beside"
+    role: str  # "deep", "shallow", "whole": a small model with 6 blocks, 2, 6 in one unit; "traffic"; "overlap"
     spec: Spec
 
 
 def references(ranks: int, dtypes: Sequence[str], devices: Sequence[str] | None = None) -> list[Reference]:
-    """The steps to be timed."""
+    """The Specs to time."""
     start = Spec(world_size=ranks, devices=None if devices is None else tuple(devices))
     on_gpu = devices is not None and devices[0] != "cpu"
     width, seq_len = (2048, 512) if on_gpu else (256, 128)
@@ -55,38 +55,34 @@ def references(ranks: int, dtypes: Sequence[str], devices: Sequence[str] | None 
         sharding = "no_shard" if backend == "ddp" else "full_shard"
         small = start.replace(backend=backend, sharding=sharding, micro_batch=1, seq_len=16)
         found += [
-            Reference(role="deep", spec=small.replace(model=gpt2(32, 6))),
-            Reference(role="shallow", spec=small.replace(model=gpt2(32, 2))),
+            Reference(role="deep", spec=small.replace(model=_gpt2(32, 6))),
+            Reference(role="shallow", spec=small.replace(model=_gpt2(32, 2))),
         ]
-        if backend != "ddp":  # which has no units
-            found.append(Reference(role="whole", spec=small.replace(model=gpt2(32, 6), wrap="whole")))
-    plain = start.replace(model=gpt2(width, 2, seq_len), sharding="no_shard", micro_batch=4, seq_len=seq_len)
+        if backend != "ddp":  # DDP has no units
+            found.append(Reference(role="whole", spec=small.replace(model=_gpt2(32, 6), wrap="whole")))
+    plain = start.replace(model=_gpt2(width, 2, seq_len), sharding="no_shard", micro_batch=4, seq_len=seq_len)
     if ranks > 1:
-        beside = start.replace(model=gpt2(width, 4, seq_len), micro_batch=2, seq_len=seq_len // 2)
-        found += [Reference(role="beside", spec=beside.replace(backend=b)) for b in ("lab", *AHEAD)]
-    scaled = ("fp16",)  # its steps wait for a scale of the loss; computing is as in bf16
-    found += [Reference(role="traffic", spec=plain.replace(precision=dtype)) for dtype in dtypes if dtype not in scaled]
+        overlap = start.replace(model=_gpt2(width, 4, seq_len), micro_batch=2, seq_len=seq_len // 2)
+        found += [Reference(role="overlap", spec=overlap.replace(backend=b)) for b in ("lab", *AHEAD)]
+    # fp16's steps wait for the scale of the loss; its computing is as in bf16.
+    found += [Reference(role="traffic", spec=plain.replace(precision=dtype)) for dtype in dtypes if dtype != "fp16"]
     return found
 
 
-def gpt2(width: int, layers: int, positions: int = 128) -> dict[str, Any]:
-    """A transformers config, on bytes."""
-    return {
-        "model_type": "gpt2", "vocab_size": 384, "n_embd": width, "n_layer": layers, "n_head": max(2, width // 64),
-        "n_positions": positions, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": None,
-    }  # fmt: skip
+def _gpt2(width: int, layers: int, positions: int = 128) -> dict[str, Any]:
+    return gpt2_config(width, layers, max(2, width // 64), positions)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Frozen; JSON both ways."""
+    """Measurements of one machine; converts to JSON and back."""
 
-    unix_s: float  # when
-    seconds: float  # how long it took
+    unix_s: float  # time of the calibration
+    seconds: float  # its duration
     name: str  # of the device
-    devices: tuple[str, ...]  # one a rank
-    probes: Mapping[str, Any] = field(repr=False)  # what `fsdp_lab.rank.calibration` measured: the mean over ranks
-    shapes: tuple[ModelShape, ...] = field(repr=False)  # of the references, in their order
+    devices: tuple[str, ...]  # one per rank
+    probes: Mapping[str, Any] = field(repr=False)  # results of `fsdp_lab.rank.calibration`, the mean over ranks
+    shapes: tuple[ModelShape, ...] = field(repr=False)  # of the references, in order
 
     @property
     def ranks(self) -> int:
@@ -94,14 +90,14 @@ class Calibration:
 
     @property
     def beside_s(self) -> list[list[float]]:
-        """Seconds of each counted step of the Specs that were timed beside it; nothing is fitted to them."""
-        taken = self.probes["steps"]
-        return [taken[str(i)] for i in range(len(self.shapes), len(taken))]
+        """Seconds of each counted step of the additional Specs that were timed; nothing is fitted to them."""
+        steps = self.probes["steps"]
+        return [steps[str(i)] for i in range(len(self.shapes), len(steps))]
 
     @classmethod
-    def of(cls, each: Sequence[Mapping[str, Any]], **said: Any) -> Calibration:
-        """From what every rank measured."""
-        return cls(probes=_mean(each), **said)
+    def of(cls, each: Sequence[Mapping[str, Any]], **fields: Any) -> Calibration:
+        """From the probes of every rank, and the other fields."""
+        return cls(probes=_mean(each), **fields)
 
     @property
     def on_gpu(self) -> bool:
@@ -113,7 +109,7 @@ class Calibration:
 
     @cached_property
     def machine(self) -> Machine:
-        """The measured machine, for `fsdp_lab.planner.plan`."""
+        """The measured machine, for `plan`."""
         p = self.probes
         products = {dtype: Curve.of(rows) for dtype, rows in p["products"].items()}
         peaks = {dtype: curve.best for dtype, curve in products.items()}
@@ -136,34 +132,34 @@ class Calibration:
 
     @cached_property
     def rates(self) -> Rates:
-        """The measured rates, for `fsdp_lab.planner.plan`."""
-        bare = replace(
+        """The measured rates, for `plan`."""
+        rates = replace(
             PUBLISHED, matrix=1.0, memory=1.0, link=1.0, network=1.0, latency_s=0.0, jitter_s=0.0, step_s=0.0,
             interference=0.5,
         )  # fmt: skip
-        rates = bare
-        for _ in range(6):  # each is little in what the others are found from
+        for _ in range(6):  # each has a small effect on the measurements that determine the others
             if not self.on_gpu:
                 rates = replace(rates, hosts={backend: self._host(backend, rates) for backend in BACKENDS})
             rates = replace(rates, traffic_of=self._traffic(rates))
             for backend in ("lab", *AHEAD):
-                rates = self._beside(backend, rates)
+                rates = self._with_overlap(backend, rates)
         return rates
 
     @cached_property
     def _steps(self) -> list[tuple[Reference, ModelShape, float]]:
-        """With the median seconds of each."""
-        found, taken = references(self.ranks, self.dtypes, self.devices), self.probes["steps"]
-        return [(r, shape, median(taken[str(i)])) for i, (r, shape) in enumerate(zip(found, self.shapes, strict=True))]
+        """Each reference with its shape and the median seconds of its steps."""
+        timed = zip(references(self.ranks, self.dtypes, self.devices), self.shapes, strict=True)
+        return [(r, shape, median(self.probes["steps"][str(i)])) for i, (r, shape) in enumerate(timed)]
 
     def _host(self, backend: str, rates: Rates) -> HostOverhead:
-        """From what is left of the small models' steps: so much more a step, a send and a tensor."""
-        left = {
+        """The overhead per step, collective and tensor, from the unexplained time of the small models' steps."""
+        unexplained = {
             r.role: (seconds - self._predicted_s(r, shape, rates), self._model(r, shape, rates).sends, _tensors(shape))
             for r, shape, seconds in self._steps
             if r.spec.strategy.backend == backend and r.role in SMALL
         }
-        deep, shallow, whole, now = left["deep"], left["shallow"], left.get("whole"), rates.host(backend)
+        deep, shallow, whole = unexplained["deep"], unexplained["shallow"], unexplained.get("whole")
+        now = rates.host(backend)
         send_s = (deep[0] - whole[0]) / (deep[1] - whole[1]) if whole is not None and deep[1] != whole[1] else 0.0
         send_s = max(send_s, -self._latency_s - now.send_s)
         tensor_s = (deep[0] - shallow[0] - send_s * (deep[1] - shallow[1])) / (deep[2] - shallow[2])
@@ -173,27 +169,27 @@ class Calibration:
 
     @cached_property
     def _latency_s(self) -> float:
-        """Of the smallest collective: by so much less may one in a step take than one by itself."""
+        """Seconds of the smallest collective: issuing one in a step may be cheaper by as much than alone."""
         return min((curve.points[0][1] for curve in self.machine.collectives.values()), default=0.0)
 
     def _traffic(self, rates: Rates) -> dict[str, float]:
-        """By dtype: so that the step of the larger model comes out, which is a straight line in it."""
-        found = {}
+        """By dtype, from the step of the unsharded model, which is linear in it."""
+        traffic = {}
         for r, shape, seconds in self._steps:
             if r.role == "traffic":
                 dtype = r.spec.strategy.dtypes.param
                 none, one = (
                     self._predicted_s(r, shape, replace(rates, traffic_of={dtype: share})) for share in (0.0, 1.0)
                 )
-                found[dtype] = max(0.0, (seconds - none) / (one - none))
-        return {**found, "fp16": found["bf16"]} if "bf16" in found else found
+                traffic[dtype] = max(0.0, (seconds - none) / (one - none))
+        return {**traffic, "fp16": traffic["bf16"]} if "bf16" in traffic else traffic
 
-    def _beside(self, backend: str, rates: Rates) -> Rates:
-        """So that the step comes out in which sending is beside computing: by halving, as a step grows with both."""
-        told = [step for step in self._steps if step[0].role == "beside" and step[0].spec.strategy.backend == backend]
-        if not told:
+    def _with_overlap(self, backend: str, rates: Rates) -> Rates:
+        """With the interference or stretch that predicts the step of role "overlap", by bisection (it grows with both)."""
+        steps = [step for step in self._steps if step[0].role == "overlap" and step[0].spec.strategy.backend == backend]
+        if not steps:
             return rates
-        ((r, shape, seconds),) = told
+        ((r, shape, seconds),) = steps
 
         def with_(value: float) -> Rates:
             if backend not in AHEAD:
@@ -215,7 +211,7 @@ class Calibration:
     def _model(self, r: Reference, shape: ModelShape, rates: Rates) -> StepModel:
         return StepModel(r.spec, shape.units, shape.tokens(r.spec.workload.seq_len), self.machine, rates)
 
-    # -- JSON, both ways ------------------------------------------------------------------------------------------
+    # -- JSON -----------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         shapes = [replace(shape, tapes={}).to_dict() for shape in self.shapes]
@@ -226,7 +222,7 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Calibration:
-        """Raises ValueError for what is none."""
+        """Raises ValueError if it is no calibration."""
         try:
             shapes = tuple(ModelShape.from_dict(shape) for shape in d["shapes"])
             return cls(unix_s=d["unix_s"], seconds=d["seconds"], name=d["name"], devices=tuple(d["devices"]),
@@ -235,7 +231,7 @@ class Calibration:
             raise ValueError(f"this is no calibration ({type(e).__name__}: {e}); make one with lab.calibrate()") from e
 
 
-def _curves(rows: Mapping[str, Sequence[Row]], size: int) -> dict[str, Curve]:
+def _curves(rows: Mapping[str, Sequence[Sequence[float]]], size: int) -> dict[str, Curve]:
     """Curves by link bytes, from rows by payload bytes."""
     return {
         kind: Curve.of((link_bytes(kind, payload, size), seconds) for payload, seconds in each)
@@ -248,7 +244,8 @@ def _tensors(shape: ModelShape) -> int:
 
 
 def _mean(each: Sequence[Any]) -> Any:
-    """Of values of one shape, number by number: computing and waiting of a rank add up to the same time on all of them."""
+    """The mean of nested values of one structure, number by number. (Computing and waiting add up to the same time on every
+    rank.)"""
     first = each[0]
     if isinstance(first, Mapping):
         return {key: _mean([one[key] for one in each]) for key in first}

@@ -1,16 +1,16 @@
 """Seconds of one operation: a unit's forward and backward (`work`), an optimizer step, a collective.
 
-Matrix products [tokens, inputs] x [inputs, outputs]: FLOPs at the device's rate for large products, plus operands once
-through memory (a roofline whose two sides are added, which makes narrow matrices slower, as they are). Fused attention: its
+Matrix products [tokens, inputs] x [inputs, outputs]: FLOPs at the device's rate for large products, plus the memory traffic
+of operands (a roofline whose two sides are added, so that narrow matrices are slower). Fused attention: its
 own FLOPs, of which causal masking skips half, at a rate of its own; its backward computes the scores again, 2.5 times the
 forward (FlashAttention-2, arXiv 2307.08691, section 4.1). Plain attention: two products of all pairs, and the matrix of
-scores through memory. Norms, activations, residuals and losses: memory traffic, counted from the kernels that published code
-runs (`memory_traffic`).
+scores through memory. Norms, activations, residuals and losses: memory traffic, counted from the kernels of published code
+(`memory_traffic`).
 
 Collectives: a ring of n ranks sends (n-1)/n of the payload over every link for an all-gather or a reduce-scatter, twice that
 for an all-reduce (Patarasu and Yuan, 2009; nccl-tests' "busbw" is that over the time). Within a host each device has its own
-link. Between hosts NCCL makes several rings, which enter and leave a host by different network cards, so that one group's
-ring has the whole host's network; groups whose members are on the same hosts share it.
+link. Between hosts NCCL makes several rings through different network cards, so that one group's ring has the whole host's
+network; groups on the same hosts share it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DDP's buckets, torch's defa
 
 
 class Attention(StrEnum):
-    """The attention kernel, which libraries choose and no Spec sets. Its rate is `Rates.attention` times `GAIN`."""
+    """The attention kernel, which libraries choose and no Spec has. Its rate is `Rates.attention` times `GAIN`."""
 
     PLAIN = "plain"  # writes the matrix of scores to memory
     FLASH1 = "flash1"  # FlashAttention, and Triton's of the same age
@@ -39,7 +39,7 @@ class Attention(StrEnum):
 
 # Causal, width 128, on an A100: arXiv 2307.08691, figures 5 and 6.
 GAIN = {Attention.FLASH1: 1.0, Attention.FLASH2: 1.8}
-SCORE_BYTES = 12  # memory traffic per score and head: written, masked, softmax, read, in half precision
+SCORE_BYTES = 12  # memory traffic per score and head in half precision: write, mask, softmax, read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,9 @@ class Software:
 
     `operators`: recompute keeps half of the matrix products and the attention of a unit (torchtitan's selective activation
     checkpoints). `stops_early`: recompute stops at the last tensor that the backward needs, before the unit's last
-    product (torch's checkpoints since 2.1). `fused_optimizer`: one pass over AdamW's state; torch's default makes eight.
-    `keeps_gradients`: between steps they are filled with zeros and not freed (torch's optimizers before 2.0).
-    `holds_scores`: the peak includes the matrix of scores, though the step is as fast as with a fused kernel.
+    product (torch's checkpoints since 2.1). `fused_optimizer`: one pass over AdamW's state instead of torch's default eight.
+    `keeps_gradients`: `zero_grad` fills gradients with zeros instead of freeing them (torch before 2.0).
+    `holds_scores`: the peak includes the matrix of scores, although the step is as fast as with a fused kernel.
     """
 
     attention: Attention = Attention.FLASH2
@@ -73,7 +73,7 @@ class Work:
 
     forward_s: float
     backward_s: float
-    again_s: float  # recompute, in the backward
+    recompute_s: float  # in the backward
 
 
 def work(unit: UnitShape, tokens: int, spec: Spec, device: Device, rates: Rates, software: Software, *,
@@ -83,39 +83,35 @@ def work(unit: UnitShape, tokens: int, spec: Spec, device: Device, rates: Rates,
     products = product_seconds(unit, tokens * samples, dtype, device, rates)
     scores = attention_seconds(unit, tokens, samples, dtype, device, rates, software.attention)
     if (times := rates.traffic_of.get(dtype)) is not None:
-        moved = (times * saved_bytes(unit, tokens, dtype),) * 2
+        traffic = (times * saved_bytes(unit, tokens, dtype),) * 2
     else:
-        moved = moved_bytes(unit, tokens, dtype, joined=spec.strategy.compile)
-    other, other_back = (samples * size / (device.memory_bytes_per_s * rates.memory) for size in moved)
+        traffic = traffic_bytes(unit, tokens, dtype, fused=spec.strategy.compile)
+    other, other_back = (samples * size / (device.memory_bytes_per_s * rates.memory) for size in traffic)
     host = rates.host(spec.strategy.backend).tensor_s * len(unit.parameters) / 2
-    again = products / 2 + other if software.operators else products + scores + other
+    recompute = products / 2 + other if software.operators else products + scores + other
     if software.stops_early and unit.products and not software.operators:
         last = replace(unit, products=(replace(unit.products[-1], count=1),))
-        again -= product_seconds(last, tokens * samples, dtype, device, rates)
+        recompute -= product_seconds(last, tokens * samples, dtype, device, rates)
     scores_back = (2.0 if software.attention is Attention.PLAIN else 2.5) * scores
     return Work(
         forward_s=products + scores + other + host,
         backward_s=2 * products + scores_back + other_back + host,
-        again_s=again + host if recomputed else 0.0,
+        recompute_s=recompute + host if recomputed else 0.0,
     )
 
 
 def saved_bytes(unit: UnitShape, tokens: int, dtype: str) -> float:
-    """Bytes that one sample's forward saves for the backward, without attention's scores, whose traffic is counted apart."""
+    """Bytes that one sample's forward saves for the backward, without attention's scores, which are counted apart."""
     return replace(unit.saved[dtype], per_pair_bytes=0.0).bytes_of(tokens)
 
 
-def moved_bytes(unit: UnitShape, tokens: int, dtype: str, *, joined: bool) -> tuple[float, float]:
-    """Memory traffic of one sample without products and attention: (forward, backward). joined: by a compiler."""
-    traffic = memory_traffic(unit)
+def traffic_bytes(unit: UnitShape, tokens: int, dtype: str, *, fused: bool) -> tuple[float, float]:
+    """Memory traffic of one sample without products and attention: (forward, backward). fused: by a compiler."""
+    traffic, size = memory_traffic(unit), unit.share * tokens * BYTES[dtype] / 2
     if traffic is None:
-        saved = saved_bytes(unit, tokens, dtype)
-        forward, backward = PER_SAVED[2:] if joined else PER_SAVED[:2]
-        return forward * saved, backward * saved
-    seen = unit.share * tokens * BYTES[dtype] / 2
-    if joined:
-        return traffic.joined_forward * seen, traffic.joined_backward * seen
-    return traffic.forward * seen, traffic.backward * seen
+        traffic, size = PER_SAVED, saved_bytes(unit, tokens, dtype)
+    forward, backward = traffic[2:] if fused else traffic[:2]
+    return forward * size, backward * size
 
 
 def product_seconds(unit: UnitShape, tokens: float, dtype: str, device: Device, rates: Rates) -> float:
@@ -157,33 +153,23 @@ def optimizer_seconds(elements: float, optimizer: str, device: Device, rates: Ra
 
 # -- memory traffic --------------------------------------------------------------------------------------------------
 
-# Bytes that an element's kernels read and write: forward, backward; then the same where a compiler has joined neighbours.
+# Bytes that an element's kernels read and write: forward, backward; then the same if a compiler has fused neighbours.
 # Half precision is 2 bytes; a cast to fp32 moves 4. Nothing here is fitted. Dropout is not counted.
 Bytes = tuple[float, float, float, float]
 
 LAYER_NORM: Bytes = (4, 10, 2, 4)  # one kernel; backward: the gradient of its input, then of its weights
-RMS_NORM: Bytes = (36, 66, 2, 4)  # as Llama's code has it: cast, square, mean, product, cast, weight, a kernel each
-RESIDUAL: Bytes = (6, 6, 6, 4)  # two read, one written; joined: with the norm behind it
+RMS_NORM: Bytes = (36, 66, 2, 4)  # as in Llama's code: cast, square, mean, product, cast, weight, a kernel each
+RESIDUAL: Bytes = (6, 6, 6, 4)  # two read, one written; fused: with the next norm
 ACTIVATION: Bytes = (4, 6, 4, 6)  # GELU or ReLU
-GATE: Bytes = (10, 18, 6, 12)  # SiLU and a product, of which the backward reads both factors
+GATE: Bytes = (10, 18, 6, 12)  # SiLU and a product, whose backward reads both factors
 ROTARY: Bytes = (20, 20, 4, 4)  # of queries and keys, in fp32
 LOSS: Bytes = (14, 22, 4, 4)  # of a logit: cast, log-softmax; its gradient, cast
-PER_SAVED: Bytes = (1.1, 1.7, 0.8, 1.1)  # of a saved byte, where a unit is no transformer's; as in a GPT's block
+PER_SAVED: Bytes = (1.1, 1.7, 0.8, 1.1)  # per saved byte, for units of other models; as in a GPT's block
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryTraffic:
-    """Bytes per token in half precision: each operation a kernel of its own, and joined by a compiler."""
-
-    forward: float
-    backward: float
-    joined_forward: float
-    joined_backward: float
-
-
-def memory_traffic(unit: UnitShape) -> MemoryTraffic | None:
-    """Traffic of a transformer's block, or of a head with its loss, which is one product without attention. None for other
-    units."""
+def memory_traffic(unit: UnitShape) -> Bytes | None:
+    """Bytes per token in half precision, of a transformer's block or of a head with its loss, which is one product without
+    attention. None for other units."""
     if unit.heads:
         return _block_traffic(unit)
     if len(unit.products) == 1 and not unit.saved["bf16"].fixed_bytes:
@@ -192,7 +178,7 @@ def memory_traffic(unit: UnitShape) -> MemoryTraffic | None:
     return None
 
 
-def _block_traffic(unit: UnitShape) -> MemoryTraffic | None:
+def _block_traffic(unit: UnitShape) -> Bytes | None:
     """Traffic of one block or several. A block that widens to twice its inner width is gated, and such models (Llama and
     later ones) have RMS norms and rotary positions."""
     hidden = unit.boundary_elements or max(unit.products, key=lambda p: p.outputs).inputs
@@ -208,10 +194,10 @@ def _block_traffic(unit: UnitShape) -> MemoryTraffic | None:
     return _sum_traffic((ends, RESIDUAL), (ends, LAYER_NORM), (inner, ACTIVATION), (logits, LOSS))
 
 
-def _sum_traffic(*parts: tuple[float, Bytes]) -> MemoryTraffic:
+def _sum_traffic(*parts: tuple[float, Bytes]) -> Bytes:
     """parts: elements per token, and the bytes of each."""
     a, b, c, d = (sum(elements * each[i] for elements, each in parts) for i in range(4))
-    return MemoryTraffic(forward=a, backward=b, joined_forward=c, joined_backward=d)
+    return a, b, c, d
 
 
 # -- collectives -----------------------------------------------------------------------------------------------------
@@ -221,7 +207,7 @@ PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # of the paylo
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """`size` ranks, `stride` apart: 1 for those that share a shard, the shard's size for its replicas."""
+    """`size` ranks, `stride` apart: 1 in a shard group, the shard's size in a replicate group."""
 
     size: int
     stride: int = 1
@@ -250,14 +236,14 @@ def collective_seconds(kind: str, payload_bytes: float, group: RankGroup, machin
 
 def _measured_seconds(kind: str, sent: float, size: int, machine: Machine) -> float:
     """Interpolated between the measurements of pairs, if there are any, and of all ranks."""
-    whole = machine.collectives[kind](sent)
+    of_all = machine.collectives[kind](sent)
     if kind not in machine.pairs or machine.ranks == 2:
-        return whole
-    along = (size - 2) / (machine.ranks - 2)
-    return along * whole + (1 - along) * machine.pairs[kind](sent)
+        return of_all
+    share = (size - 2) / (machine.ranks - 2)
+    return share * of_all + (1 - share) * machine.pairs[kind](sent)
 
 
 def late_s(size: int, rates: Rates) -> float:
-    """Delay of the last of so many ranks at a collective. Ranks are interrupted rarely and one by one, so the wait for the
-    slowest grows with their number (Petrini, Kerbyson and Pakin, 2003)."""
+    """Delay of the last of `size` ranks at a collective. Interruptions of single ranks are rare, so the wait for the slowest
+    grows with their number (Petrini, Kerbyson and Pakin, 2003)."""
     return rates.jitter_s * (size - 1)

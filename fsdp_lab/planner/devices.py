@@ -1,6 +1,6 @@
-"""What a prediction is made for: a `Machine` of `Device`s, and the `Rates` that the planner's physics reach on it.
+"""The hardware of a prediction: a `Machine` of `Device`s, and the `Rates` that software reaches on it.
 
-Data sheets are in `fsdp_lab.core.hardware`. Where no source has measured what large matrix products reach of the peak, the
+Data sheets are in `fsdp_lab.core.hardware`. If no source has measured how much of the peak large matrix products reach, the
 share of an A100 is assumed and listed in the plan.
 """
 
@@ -10,7 +10,7 @@ import bisect
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fsdp_lab.core.errors import ArgumentError, SpecError, check_whole
 from fsdp_lab.core.hardware import DTYPES, GPUS, VARIANTS
@@ -20,8 +20,8 @@ ASSUMED_SHARE = 0.87  # of the bf16 peak
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by size, interpolated between measured points on a log-log scale, where no single rate fits, as on a CPU.
-    Below the first point seconds are constant; above the last they grow in proportion to the size."""
+    """Seconds by size, interpolated between measured points on a log-log scale, for devices such as CPUs that no single rate
+    describes. Below the first point seconds are constant; above the last they are proportional to the size."""
 
     points: tuple[tuple[float, float], ...]  # (size, seconds), sizes rising
 
@@ -32,7 +32,7 @@ class Curve:
         for size, seconds in rows:
             found.setdefault(size, []).append(max(seconds, 1e-9))
         if not found:
-            raise ValueError("a curve takes one point or more")
+            raise ValueError("a curve needs one point or more")
         return cls(tuple((size, sum(found[size]) / len(found[size])) for size in sorted(found)))
 
     def __call__(self, size: float) -> float:
@@ -80,6 +80,11 @@ class Device:
     assumed: Mapping[str, str]  # assumptions where no source has a figure
     measured: MeasuredCurves | None = None  # used instead of the rates above
 
+    @property
+    def type(self) -> str:
+        """torch's name of the device: "cpu" or "cuda"."""
+        return "cpu" if self.generation == "cpu" else "cuda"
+
     def flops_per_s(self, dtype: str) -> float:
         """The peak for matrix products of this dtype. Raises SpecError if the device does not support it."""
         found = self.peak_flops_per_s.get(dtype)
@@ -119,8 +124,10 @@ def device(name: str) -> Device:
     low = _OTHER_NAMES.get(low, low)
     if low in DEVICES:
         return DEVICES[low]
-    near = difflib.get_close_matches(low, DEVICES, n=3, cutoff=0.3) or list(DEVICES)
-    raise ArgumentError("hardware", f"{name!r} is not known", f"use one of {', '.join(near)}", {"hardware": near[0]})
+    similar = difflib.get_close_matches(low, DEVICES, n=3, cutoff=0.3) or list(DEVICES)
+    raise ArgumentError(
+        "hardware", f"{name!r} is not known", f"use one of {', '.join(similar)}", {"hardware": similar[0]}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +146,28 @@ class Machine:
     def hosts(self) -> int:
         return -(-self.ranks // self.per_host)
 
+    def allows(self, ranks: int) -> bool:
+        """Whether so many ranks are a part of a host, or whole hosts."""
+        return ranks <= self.per_host or ranks % self.per_host == 0
+
+    def with_ranks(self, ranks: int) -> Machine:
+        """The same devices and network with a number of ranks that it `allows`."""
+        hosts = max(1, ranks // self.per_host)
+        found = machine(self.device, ranks, hosts=hosts, network_gbit_per_s=self.network_bytes_per_s * 8 / 1e9)
+        assumed = dict(self.assumed)
+        if "hosts" in assumed:
+            assumed["hosts"] = f"{hosts}, of {self.per_host} devices each"
+        return replace(found, assumed=assumed)
+
+    def limited(self, limit_bytes: int | None) -> Machine:
+        """The same machine with a memory limit per device. Raises ArgumentError for one of 0 or less."""
+        if limit_bytes is None:
+            return self
+        if limit_bytes <= 0:
+            raise ArgumentError("memory_limit", f"{limit_bytes} bytes are refused", "give a size above 0")
+        least = min(limit_bytes, self.device.memory_bytes)
+        return replace(self, device=replace(self.device, memory_bytes=least))
+
 
 # The default network of a host: that of the vendor's reference design or of the usual cloud machine.
 _NETWORKS_GBIT: Mapping[str, float] = {
@@ -146,13 +175,14 @@ _NETWORKS_GBIT: Mapping[str, float] = {
 }  # fmt: skip
 
 
-def machine(hardware: str | Device, ranks: int, *, hosts: int | None = None,
+def machine(hardware: str | Device, ranks: int, *, hosts: int | None = None, per_host: int | None = None,
             network_gbit_per_s: float | None = None) -> Machine:  # fmt: skip
     """A machine with defaults for what is not given, which are listed in `assumed`.
 
     Args:
         hardware: a device, or its name.
-        hosts: None: hosts of up to eight devices.
+        hosts: number of hosts.
+        per_host: devices of a host, if `hosts` is None; the default is eight.
         network_gbit_per_s: of all network cards of a host together, one way.
 
     Raises:
@@ -161,18 +191,19 @@ def machine(hardware: str | Device, ranks: int, *, hosts: int | None = None,
     found = hardware if isinstance(hardware, Device) else device(hardware)
     check_whole("ranks", ranks)
     if hosts is not None and (hosts < 1 or ranks % hosts):
-        divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-        nearest = min(divisors, key=lambda n: (abs(n - hosts), n))
-        raise ArgumentError(
-            "hosts", f"{ranks} ranks cannot be divided among {hosts} hosts", f"use {nearest}", {"hosts": nearest}
-        )
+        raise _indivisible("hosts", ranks, hosts, f"{ranks} ranks cannot be divided among {hosts} hosts")
     if network_gbit_per_s is not None and not 0 < network_gbit_per_s < 1e6:
         raise ArgumentError("network", f"{network_gbit_per_s} Gb/s is refused", "give a number above 0, such as 400")
-    assumed = {}
-    per_host = ranks // hosts if hosts is not None else min(8, ranks)
-    if hosts is None and ranks > 8:
-        assumed["hosts"] = f"{-(-ranks // 8)}, of 8 devices each"
-    network = network_gbit_per_s
+    assumed, network = {}, network_gbit_per_s
+    if hosts is not None:
+        per_host = ranks // hosts
+    elif per_host is None:
+        per_host = min(8, ranks)
+        if ranks > 8:
+            assumed["hosts"] = f"{-(-ranks // 8)}, of 8 devices each"
+    elif per_host < 1 or (ranks > per_host and ranks % per_host):
+        raise _indivisible("per_host", ranks, per_host, f"{ranks} GPUs cannot be divided among hosts of {per_host}")
+    per_host = min(per_host, ranks)
     if network is None:
         network = _NETWORKS_GBIT.get(found.generation, 100)
         if ranks > per_host:
@@ -180,7 +211,12 @@ def machine(hardware: str | Device, ranks: int, *, hosts: int | None = None,
     return Machine(device=found, ranks=ranks, per_host=per_host, network_bytes_per_s=network * 1e9 / 8, assumed=assumed)
 
 
-# -- what is reached of these figures --------------------------------------------------------------------------------
+def _indivisible(field: str, ranks: int, given: int, reason: str) -> ArgumentError:
+    nearest = min((n for n in range(1, ranks + 1) if ranks % n == 0), key=lambda n: abs(n - given))
+    return ArgumentError(field, reason, f"use {nearest}", {field: nearest})
+
+
+# -- rates that are reached ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,8 +231,8 @@ class HostOverhead:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Free parameters of the planner's physics: few, global, and fitted by one procedure (`fsdp_lab.planner.calibrate`);
-    none belongs to a single published row. Shares are of what the device or the link can do at best, 0 to 1."""
+    """Free parameters of the cost model: few, global, and fitted together (`fsdp_lab.planner.fitting`), none to a single
+    published row. Shares are of the device's or the link's best, 0 to 1."""
 
     matrix: float  # matrix products inside a model, relative to one large product alone
     attention: Mapping[str, float]  # fused attention's own FLOPs (half of the pairs if causal), by generation

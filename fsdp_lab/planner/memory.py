@@ -1,12 +1,12 @@
-"""`memory`: bytes that a rank holds during a step, by the classes of the measured ledger, and their peak.
+"""`memory`: the memory of a rank during a step, by the classes of the measured ledger, and its peak.
 
 The model's tape of one step (`fsdp_lab.core.model_shape`) is replayed with the sizes of the Spec. At every point of the
 schedule the backend's `MemoryModel` allocates and frees what it gathers, keeps and sends.
 
-`pressed` predicts whether memory is so full that FSDP1's collectives no longer overlap with computing. FSDP1 gathers on a
-stream of its own, so a freed buffer can be reused only after the stream that used it has come that far; on a nearly full
-device the allocator then releases its cached blocks and calls the driver again, and each time the host waits for the device
-(arXiv 2304.11277, sections 3.4.2 and 5.4). FSDP2 frees without that, and its memory is as planned.
+`under_pressure` predicts whether memory is so full that FSDP1's collectives no longer overlap with computing. FSDP1 gathers
+on a separate stream, so a freed buffer can be reused only when the stream that used it has caught up; on a nearly full
+device the allocator then releases its cached blocks and calls the driver, and each time the host waits for the device
+(arXiv 2304.11277, sections 3.4.2 and 5.4). FSDP2 frees without that, and its memory is as predicted.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ from fsdp_lab.planner.devices import Machine
 from fsdp_lab.planner.memory_models.base import ACTIVATIONS, GRADIENTS, OTHER, MemoryModel, MemoryTracker, role_bytes
 from fsdp_lab.planner.memory_models.ddp import DDPMemory
 from fsdp_lab.planner.memory_models.flat import FlatMemory
-from fsdp_lab.planner.memory_models.fsdp1 import FSDP1Memory
-from fsdp_lab.planner.memory_models.fsdp2 import FSDP2Memory
+from fsdp_lab.planner.memory_models.fsdp import FSDP1Memory, FSDP2Memory
 from fsdp_lab.planner.step import recomputed
 
+CONTEXT_BYTES = 1 << 30  # GPU memory of CUDA's context, NCCL's buffers and the libraries' workspaces
 GPU_SLACK = 0.06  # blocks of a caching allocator that fit no request, as a share of the allocated bytes at the peak
-PRESSURE = 0.92  # share of device memory; the rest is the driver's, the communicator's and fragments
-GATHERED = 3  # blocks at once: one in use and two that the rate limiter lets go ahead
+# Memory that torch's allocator reserves, relative to the allocated peak, while the device has room: the median over
+# torchtitan's published rows. Under pressure it releases unused blocks, so `MemoryPlan.reserved_bytes` decides what fits.
+SPARE = 1.5
+FULL = 0.95  # share of device memory that an allocator reserves at most
+PRESSURE = 0.92  # share of device memory; the rest is for the driver, the communicator and fragmentation
+GATHERED = 3  # blocks at a time: one in use and two that the rate limiter admits
 MODELS: Mapping[str, type[MemoryModel]] = {
     "lab": FlatMemory, "fsdp2": FSDP2Memory, "fsdp1": FSDP1Memory, "ddp": DDPMemory,
 }  # fmt: skip
@@ -38,7 +42,7 @@ MODELS: Mapping[str, type[MemoryModel]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes of one rank on its compute device, as the ledger counts them. `held`: between steps."""
+    """Bytes of one rank on its compute device, in the classes of the ledger. `held`: between steps."""
 
     held: RoleBytes
     at_peak: RoleBytes
@@ -50,6 +54,15 @@ class MemoryPlan:
     @property
     def peak_bytes(self) -> int:
         return self.at_peak.total_bytes
+
+    def peak_of_kind(self, kind: str, capacity_bytes: float) -> float:
+        """The peak as tools report it on a device of that capacity: "allocated" by tensors, "reserved" by the allocator, or
+        "used" on the device (nvidia-smi), which includes the context."""
+        if kind == "allocated":
+            return self.peak_bytes
+        context = CONTEXT_BYTES if kind == "used" else 0
+        reserved = min(SPARE * self.peak_bytes, FULL * capacity_bytes - context)
+        return max(reserved, self.reserved_bytes) + context
 
 
 def memory(spec: Spec, shape: ModelShape, *, device: str, software: Software = USUAL) -> MemoryPlan:
@@ -74,7 +87,7 @@ class _Step:
 
     @property
     def _batch_bytes(self) -> float:
-        """On a CPU ids and images are numpy's memory; torch's is a copy of the ids, the labels."""
+        """On a CPU ids and images are numpy's memory, which is not counted; labels are torch's copy of the ids."""
         if self._on_gpu:
             return self._shape.batch.bytes_of(self._samples, self._tokens)
         return 0.0 if self._shape.image_tokens is not None else 8.0 * self._samples * self._tokens
@@ -88,7 +101,7 @@ class _Step:
         batch = self._batch_bytes
         last = self._spec.workload.accumulate - 1
         tape = tape_of(self._shape, self._spec, self._software)
-        for micro in sorted({0, min(1, last), last}):  # those in the middle are equal
+        for micro in sorted({0, min(1, last), last}):  # the others are equal
             tracker.alloc(OTHER, batch)
             model.begin_micro_batch(reduces=self._spec.strategy.sync == "every" or micro == last)
             self._play(tape)
@@ -121,7 +134,7 @@ class _Step:
                 model.finish_prefetches()
 
     def _change(self, changes: Sequence[TapeChange], unit: int) -> None:
-        """Play the model's own allocations; those of equal units in equal state are played once and repeated."""
+        """Plays the model's own allocations; those of equal units in equal state are played once and added again."""
         if not changes:
             return
         model = self._model
@@ -131,11 +144,11 @@ class _Step:
             if any(c.unit is not None for c in changes if c.kind == ARRIVED):
                 self._allocate(changes, unit)
                 return
-            whole, model.tracker = self._tracker, MemoryTracker()
-            self._tracker = model.tracker
+            total, self._tracker = self._tracker, MemoryTracker()
+            model.tracker = self._tracker
             self._allocate(changes, unit)
             played = self._played[key] = (self._tracker, (model.in_flight, model.unit_state(unit)))
-            self._tracker = model.tracker = whole
+            self._tracker = model.tracker = total
         self._tracker.add(played[0])
         model.in_flight, state = played[1]
         model.set_unit_state(unit, state)
@@ -155,20 +168,19 @@ class _Step:
 
     def _sized(self, changes: Sequence[TapeChange]) -> list[tuple[str, float, int | None, int]]:
         """(kind, bytes, unit, index) of each change."""
-        found = self._sizes.get(id(changes))
-        if found is None:
+        if id(changes) not in self._sizes:
             sized = [(c.kind, c.size.bytes_of(self._samples, self._tokens), c.unit, c.index) for c in changes]
-            found = self._sizes[id(changes)] = (changes, sized)
-        return found[1]
+            self._sizes[id(changes)] = (changes, sized)  # with the changes, whose id must not be reused
+        return self._sizes[id(changes)][1]
 
 
 def tape_of(shape: ModelShape, spec: Spec, software: Software = USUAL) -> Sequence[TapeSegment]:
-    """The tape of the Spec's precision and recompute. Where the model is one unit, "every:K" counts as "none", which
-    overestimates."""
+    """The tape of the Spec's precision and recompute. For a model of one unit, "every:K" is treated as "none", which is an
+    upper bound."""
     s = spec.strategy
     if not shape.tapes:
-        again = frozenset(recomputed(spec, len(shape.units)))
-        return dense_tape(shape, s.dtypes.param, software, compiled=s.compile, recomputed=again)
+        units = frozenset(recomputed(spec, len(shape.units)))
+        return dense_tape(shape, s.dtypes.param, software, compiled=s.compile, recomputed=units)
     name = "fp32" if s.dtypes.param == "fp32" else "autocast" if s.backend == "ddp" else "half"
     plain = shape.tapes[name]
     whole = shape.tapes.get(f"{name}, recompute", plain)
@@ -183,18 +195,18 @@ def tape_of(shape: ModelShape, spec: Spec, software: Software = USUAL) -> Sequen
 # -- memory pressure -------------------------------------------------------------------------------------------------
 
 
-def pressed(spec: Spec, shape: ModelShape, machine: Machine) -> bool:
-    """Whether collectives wait for memory; False for what does not fit at all."""
-    if spec.strategy.backend != "fsdp1" or spec.shard_factor == 1 or machine.device.generation == "cpu":
+def under_pressure(spec: Spec, shape: ModelShape, machine: Machine) -> bool:
+    """Whether collectives wait for memory; False if the plan does not fit at all."""
+    if spec.strategy.backend != "fsdp1" or spec.shard_factor == 1 or machine.device.type == "cpu":
         return False
     return PRESSURE < needed_bytes(spec, shape) / machine.device.memory_bytes <= 1.0
 
 
 def needed_bytes(spec: Spec, shape: ModelShape) -> float:
-    """Bytes of a rank at the end of a micro-batch's forward: state, activations, blocks in flight."""
-    dtypes, root, block = spec.strategy.dtypes, shape.units[0], max(shape.units[1:], key=lambda unit: unit.numel)
-    param, reduced = BYTES[dtypes.param], BYTES[dtypes.reduce]
-    in_flight = (GATHERED * param + 2 * reduced) * block.numel + (param + reduced) * root.numel
+    """Bytes of a rank at the end of a micro-batch's forward: state, activations, gathered blocks."""
+    root, *blocks = (unit.numel for unit in shape.units)
+    param, reduced = (BYTES[dtype] for dtype in (spec.strategy.dtypes.param, spec.strategy.dtypes.reduce))
+    in_flight = (GATHERED * param + 2 * reduced) * max(blocks, default=0) + (param + reduced) * root
     state = (4 if spec.workload.optimizer == "sgd" else 12) + 4  # fp32 values and moments; gradients
     return state * shape.parameters / spec.shard_factor + activation_bytes(spec, shape) + in_flight
 
@@ -202,10 +214,10 @@ def needed_bytes(spec: Spec, shape: ModelShape) -> float:
 def activation_bytes(spec: Spec, shape: ModelShape) -> float:
     """Activations of a micro-batch, with the logits. A recomputed block saves only its input."""
     tokens, dtype = shape.tokens(spec.workload.seq_len), spec.strategy.dtypes.param
-    own = [unit.saved[dtype].bytes_of(tokens) for unit in shape.units[1:]]
+    saved = [unit.saved[dtype].bytes_of(tokens) for unit in shape.units[1:]]
     inputs = [BYTES[dtype] * unit.boundary_elements * tokens for unit in shape.units[1:]]
-    again = recomputed(spec, len(shape.units))
-    blocks = sum(inputs[i] if i + 1 in again else own[i] for i in range(len(own)))
+    recomputing = recomputed(spec, len(shape.units))
+    blocks = sum(inputs[i] if i + 1 in recomputing else saved[i] for i in range(len(saved)))
     logits = shape.units[0].saved[dtype].bytes_of(tokens)  # freed before the blocks are recomputed
-    passing = max(logits, max(own)) if again else logits
-    return spec.workload.micro_batch * (blocks + passing)
+    temporary = max(logits, max(saved)) if recomputing else logits
+    return spec.workload.micro_batch * (blocks + temporary)

@@ -1,4 +1,4 @@
-"""`Plan`: predicted memory and time of a Spec on a machine. `plan` makes one, in milliseconds."""
+"""`plan`: the predicted memory and time of a Spec on a machine, in milliseconds, as a `Plan`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from fsdp_lab.core.formatting import Table, count, duration, size
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.costs import USUAL, Software
-from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates, machine
-from fsdp_lab.planner.memory import MemoryPlan, memory, pressed
+from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates
+from fsdp_lab.planner.memory import CONTEXT_BYTES, MemoryPlan, memory, under_pressure
 from fsdp_lab.planner.step import StepModel, StepTime, recomputed
 
-CONTEXT_BYTES = 1 << 30  # GPU memory of CUDA's context, NCCL's buffers and the libraries' workspaces
 PARTS = ("computing", "slowed by sending", "exposed communication", "optimizer")
 FIGURES = ("fits", "memory", "step", "tokens/s", "TFLOPS", "MFU", "exposed", "bound by")
 LEFT_ALIGNED = frozenset({"strategy", "why", "bound by", "fits"})
-BOUND = 0.2  # share of a step that communication costs, exposed or by slowdown, from which it is the bottleneck
+BOUND = 0.2  # communication is the bottleneck if it takes more of a step, exposed or by slowdown
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -63,8 +62,8 @@ class Plan:
     def recompute_flops(self) -> float:
         """FLOPs of a rank per step that recompute adds."""
         samples = self.spec.workload.micro_batch * self.spec.workload.accumulate
-        again, tokens = recomputed(self.spec, len(self.shape.units)), self.shape.tokens(self.spec.workload.seq_len)
-        return samples * sum(self.shape.units[i].forward_flops(tokens) for i in again)
+        units, tokens = recomputed(self.spec, len(self.shape.units)), self.shape.tokens(self.spec.workload.seq_len)
+        return samples * sum(self.shape.units[i].forward_flops(tokens) for i in units)
 
     @property
     def flops_per_s(self) -> float:
@@ -110,9 +109,7 @@ class Plan:
 
     def within(self, limit_bytes: int) -> Plan:
         """The same plan with a memory limit per device."""
-        device = self.machine.device
-        least = min(limit_bytes, device.memory_bytes)
-        return replace(self, machine=replace(self.machine, device=replace(device, memory_bytes=least)))
+        return replace(self, machine=self.machine.limited(limit_bytes))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers under the same names as in the summary of a measured run (`fsdp_lab.runs.summary`)."""
@@ -134,84 +131,69 @@ class Plan:
 
 
 def plan(
-    spec: Spec, shape: ModelShape, where: Machine, *, rates: Rates = PUBLISHED, software: Software = USUAL
+    spec: Spec, shape: ModelShape, machine: Machine, *, rates: Rates = PUBLISHED, software: Software = USUAL
 ) -> Plan:
     """Predicts a step.
 
     Args:
         shape: the model, in the units of `spec.strategy.wrap`.
-        where: with as many ranks as the Spec has.
+        machine: with as many ranks as the Spec has.
 
     Raises:
-        FieldError: ranks that differ, a dtype that the device does not support.
+        FieldError: another number of ranks, or a dtype that the device does not support.
     """
-    if where.ranks != spec.world_size:
+    if machine.ranks != spec.world_size:
         raise ArgumentError(
-            "ranks", f"the machine has {where.ranks} and the Spec {spec.world_size}", "give both the same"
+            "ranks", f"the machine has {machine.ranks} and the Spec {spec.world_size}", "give both the same"
         )
-    overlaps = not pressed(spec, shape, where)
-    model = StepModel(spec, shape.units, shape.tokens(spec.workload.seq_len), where, rates, software, overlaps=overlaps)
+    overlaps = not under_pressure(spec, shape, machine)
+    model = StepModel(
+        spec, shape.units, shape.tokens(spec.workload.seq_len), machine, rates, software, overlaps=overlaps
+    )
     step = model.step()
-    comm_s, link_bytes = model.communicated(reducing=step.reducing, unreduced=step.unreduced)
-    assumed = {**where.device.assumed, **where.assumed}
-    if where.device.measured is None:
+    comm_s, link_bytes = model.communicated()
+    assumed = {**machine.device.assumed, **machine.assumed}
+    if machine.device.measured is None:
         assumed["attention"] = software.attention.value
-    held = memory(spec, shape, device=device_kind(where), software=software)
     return Plan(
-        spec=spec, shape=shape, machine=where, step=step, memory=held, comm_s=comm_s, link_bytes=link_bytes,
-        assumed=assumed,
+        spec=spec, shape=shape, machine=machine, step=step, comm_s=comm_s, link_bytes=link_bytes, assumed=assumed,
+        memory=memory(spec, shape, device=machine.device.type, software=software),
     )  # fmt: skip
 
 
-def margin_bytes(held: MemoryPlan, where: Machine) -> int:
-    """Device memory less the allocator's and, on a GPU, less the context's."""
-    context = CONTEXT_BYTES if device_kind(where) == "cuda" else 0
-    return where.device.memory_bytes - held.reserved_bytes - context
+def margin_bytes(memory: MemoryPlan, machine: Machine) -> int:
+    """Device memory minus the allocator's and, on a GPU, minus the context's."""
+    context = CONTEXT_BYTES if machine.device.type == "cuda" else 0
+    return machine.device.memory_bytes - memory.reserved_bytes - context
 
 
-def device_kind(where: Machine) -> str:
-    """torch's name of the device: "cpu" or "cuda"."""
-    return "cpu" if where.device.generation == "cpu" else "cuda"
-
-
-def machine_like(where: Machine, ranks: int) -> Machine:
-    """The same devices and network with another number of ranks: a part of a host, or whole hosts."""
-    hosts = max(1, ranks // where.per_host)
-    fewer = machine(where.device, ranks, hosts=hosts, network_gbit_per_s=where.network_bytes_per_s * 8 / 1e9)
-    assumed = dict(where.assumed)
-    if "hosts" in assumed:
-        assumed["hosts"] = f"{hosts}, of {where.per_host} devices each"
-    return replace(fewer, assumed=assumed)
-
-
-def scaling(spec: Spec, shape: ModelShape, where: Machine, ranks: Sequence[int], **options: Any) -> list[Plan]:
+def scaling(spec: Spec, shape: ModelShape, machine: Machine, ranks: Sequence[int]) -> list[Plan]:
     """Plans for other numbers of ranks with the same work per rank. Numbers that are invalid for the Spec are left out."""
-    found = []
+    plans = []
     for world_size in ranks:
-        whole = world_size <= where.per_host or world_size % where.per_host == 0
         changes = {"world_size": world_size, "devices": None}
-        if whole and spec.validate(**changes) is None:
-            found.append(plan(spec.replace(**changes), shape, machine_like(where, world_size), **options))
-    return found
+        if machine.allows(world_size) and spec.validate(**changes) is None:
+            plans.append(plan(spec.replace(**changes), shape, machine.with_ranks(world_size)))
+    return plans
 
 
 def limit(plans: Sequence[Plan]) -> str:
     """The bottleneck along a scaling curve, as a sentence."""
     bound = next((p for p in plans if p.binding == "communication"), None)
-    network = plans[-1].machine.network_bytes_per_s * 8 / 1e9
+    network = f"{plans[-1].machine.network_bytes_per_s * 8 / 1e9:,.0f} Gb/s a host"
     if bound is None:
-        return f"bound by {plans[-1].binding} up to {plans[-1].machine.ranks:,} GPUs at {network:,.0f} Gb/s a host"
-    before = [p for p in plans if p.machine.ranks < bound.machine.ranks]
-    if not before:
-        return f"bound by communication from {bound.machine.ranks:,} GPUs on at {network:,.0f} Gb/s a host"
-    return f"bound by communication above {before[-1].machine.ranks:,} GPUs at {network:,.0f} Gb/s a host"
+        return f"bound by {plans[-1].binding} up to {plans[-1].machine.ranks:,} GPUs at {network}"
+    fewer = [p for p in plans if p.machine.ranks < bound.machine.ranks]
+    if not fewer:
+        return f"bound by communication from {bound.machine.ranks:,} GPUs on at {network}"
+    return f"bound by communication above {fewer[-1].machine.ranks:,} GPUs at {network}"
 
 
 # -- text and tables, for a terminal and a notebook ------------------------------------------------------------------
 
 
 def sentences(plan: Plan) -> list[str]:
-    """What is planned, whether it fits, how fast it is, and what was assumed."""
+    """The Spec and the machine, whether it fits, how fast it is, and what was assumed."""
     s, w, m = plan.spec.strategy, plan.spec.workload, plan.machine
     network = f" at {m.network_bytes_per_s * 8 / 1e9:,.0f} Gb/s a host" if m.hosts > 1 else ""
     model = describe_value("model", w.model)
@@ -239,19 +221,18 @@ def fit_sentence(plan: Plan) -> str:
 
 def time_table(plan: Plan) -> Table:
     """Parts of the step time."""
-    step, kinds = plan.step, tuple(plan.comm_s)
+    step = plan.step
     parts = (step.computing_s, step.slowed_s, step.exposed_comm_s, step.optimizer_s)
-    sent = [f"{duration(plan.comm_s[kind])}, {size(plan.link_bytes[kind])}" for kind in kinds]
-    return Table(columns=(*PARTS, *(kind.replace("_", " ") for kind in kinds)), rows=((*map(duration, parts), *sent),))
+    sent = {kind.replace("_", " "): f"{duration(s)}, {size(plan.link_bytes[kind])}" for kind, s in plan.comm_s.items()}
+    return Table(columns=(*PARTS, *sent), rows=((*map(duration, parts), *sent.values()),))
 
 
 def memory_table(plan: Plan) -> Table:
     """Memory at the peak by class."""
-    held = plan.memory
-    kinds = [role for role in Role if held.at_peak.of_role(role)]
-    sizes = [size(held.at_peak.of_role(role)) for role in kinds]
-    return Table(columns=(*(role.value for role in kinds), "peak", "reserved"),
-                 rows=((*sizes, size(held.peak_bytes), size(held.reserved_bytes)),))  # fmt: skip
+    memory = plan.memory
+    cells = {role.value: size(number) for role in Role if (number := memory.at_peak.of_role(role))}
+    cells |= {"peak": size(memory.peak_bytes), "reserved": size(memory.reserved_bytes)}
+    return Table(columns=tuple(cells), rows=(tuple(cells.values()),))
 
 
 def plan_table(plans: Sequence[Plan]) -> Table:
@@ -259,7 +240,9 @@ def plan_table(plans: Sequence[Plan]) -> Table:
     flat = [p.spec.flat() for p in plans]
     differing = differing_fields(flat)
     names = tuple("ranks" if name == "world_size" else field_title(name) for name in differing)
-    rows = ((*(_cell(n, one[n]) for n in differing), *plan_figures(p)) for p, one in zip(plans, flat, strict=True))
+    rows = (
+        (*(_cell(n, fields[n]) for n in differing), *plan_figures(p)) for p, fields in zip(plans, flat, strict=True)
+    )
     return Table(columns=(*names, *FIGURES), rows=tuple(rows), left=LEFT_ALIGNED | {n for n in names if n != "ranks"})
 
 

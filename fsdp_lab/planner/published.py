@@ -1,7 +1,7 @@
-"""Published measurements as cases to predict (`PublishedCase`). What a row leaves out is assumed, and listed.
+"""Published measurements as cases to predict (`PublishedCase`). What a row does not give is assumed, and listed.
 
-The columns are those of `data/fsdp_measurements.csv`. A row that says too little (no model shape, no number of GPUs), or
-that is of another kind of parallelism, is refused with its reason.
+The columns are those of `data/fsdp_measurements.csv`. A row is refused, with the reason, if it gives too little (no model
+shape, no number of GPUs) or is of another kind of parallelism.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.formatting import GIB, MIB
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.costs import Attention, Software
 from fsdp_lab.planner.devices import Machine, machine
-from fsdp_lab.planner.named_models import model_of_row, shape_of
+from fsdp_lab.planner.memory import MemoryPlan
+from fsdp_lab.planner.named_models import NamedModel, gpt_model, llama_model, named_model, shape_of
 
 Row = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedCase:
-    """A row, ready to be predicted. `measured_s`: a step's seconds as the row gives or implies them; None: it does not."""
+    """A row to predict. `measured_s`: the step time that the row gives or implies, if it does."""
 
     id: str
     source: str
@@ -48,7 +50,7 @@ class PublishedCase:
 
 @dataclass
 class _Reader:
-    """One row; what is not in it is noted."""
+    """One row, and what was assumed for its empty cells."""
 
     row: Row
     assumed: dict[str, Any] = field(default_factory=dict)
@@ -63,13 +65,13 @@ class _Reader:
         try:
             value = float(given)
         except ValueError:
-            raise ArgumentError(column, f"{given!r} is no number", "give a number, or leave it empty") from None
+            raise ArgumentError(column, f"{given!r} is not a number", "give a number, or leave it empty") from None
         if not math.isfinite(value) or value <= 0:
             raise ArgumentError(column, f"{given!r} is refused", "give a number above 0, or leave it empty")
         return value
 
     def whole(self, column: str, default: Any = None) -> Any:
-        """`default` where it is empty, noted; None: it must be there."""
+        """A whole number; if it is empty the default, which is noted, or an error if the default is None."""
         value = self.number(column)
         if value is not None:
             if value != int(value):
@@ -86,10 +88,10 @@ class _Reader:
 
 
 def case(row: Row) -> PublishedCase:
-    """Raises ArgumentError: what the row leaves out and cannot be assumed, or what is no FSDP of this kind."""
+    """Reads a row. Raises ArgumentError for a missing cell that cannot be assumed, or for another kind of parallelism."""
     reader = _Reader(row)
     strategy = _strategy(reader)
-    model = model_of_row(reader)
+    model = _model(reader)
     ranks = reader.whole("n_gpus")
     software, recompute = _software(reader)
     seq_len = reader.whole("seq_len", model.seq_len)
@@ -103,57 +105,93 @@ def case(row: Row) -> PublishedCase:
     if (reader.text("other_metric"), reader.text("other_value")) == ("backward_prefetch", "off"):
         spec = spec.replace(backward_prefetch=0)
     shape = shape_of(model)
-    where = _machine(reader, ranks)
-    if not reader.text("act_ckpt") and recompute == "none" and not _keeps_all(spec, shape, where):
+    hardware = _machine(reader, ranks)
+    if not reader.text("act_ckpt") and recompute == "none" and not _fits_without_recompute(spec, shape, hardware):
         reader.assume("act_ckpt", "full: with all activations it would not fit")
         spec = spec.replace(recompute="full")
-    reader.assumed.update(where.assumed)
-    case = PublishedCase(id=reader.text("id"), source=source(reader), spec=spec, shape=shape, machine=where,
+    reader.assumed.update(hardware.assumed)
+    case = PublishedCase(id=reader.text("id"), source=source(reader), spec=spec, shape=shape, machine=hardware,
                          software=software, measured_s=None, assumed=reader.assumed)  # fmt: skip
     tokens_per_s = _tokens_per_s(reader, model, seq_len)
     seconds = case.tokens / tokens_per_s if tokens_per_s else reader.number("step_time_s")
     return replace(case, measured_s=seconds)
 
 
-def _keeps_all(spec: Spec, shape: ModelShape, where: Machine) -> bool:
+def _fits_without_recompute(spec: Spec, shape: ModelShape, hardware: Machine) -> bool:
     """Whether fp32 parameters, gradients and AdamW's moments fit beside the activations of one micro-batch."""
     state = 16 * shape.parameters / spec.shard_factor
     tokens = shape.tokens(spec.workload.seq_len)
-    kept = sum(unit.saved[spec.strategy.dtypes.param].bytes_of(tokens) for unit in shape.units)
-    return state + kept * spec.workload.micro_batch < where.device.memory_bytes
+    activations = sum(unit.saved[spec.strategy.dtypes.param].bytes_of(tokens) for unit in shape.units)
+    return state + activations * spec.workload.micro_batch < hardware.device.memory_bytes
 
 
-# -- what a row says, in the words of a Spec -------------------------------------------------------------------------
+# -- the model of a row ----------------------------------------------------------------------------------------------
+
+
+# Columns of sizes, and the fields of `NamedModel` that they give.
+_SIZES: Mapping[str, str] = {
+    "n_layers": "layers", "hidden": "hidden", "n_heads": "heads", "n_kv_heads": "kv_heads", "ffn_hidden": "inner",
+    "vocab": "vocabulary",
+}  # fmt: skip
+
+
+def _model(reader: _Reader) -> NamedModel:
+    """The row's model. Raises ArgumentError if neither its name nor its sizes are enough."""
+    numbers = {name: reader.number(column) for column, name in _SIZES.items()}
+    given: dict[str, Any] = {name: int(number) for name, number in numbers.items() if number is not None}
+    found = named_model(reader.text("model"))
+    if found is None:
+        if not {"layers", "hidden"} <= given.keys():
+            raise ArgumentError("model", f"{reader.text('model') or 'nothing'!r} is not known, and the row gives no sizes",
+                            "fill in n_layers and hidden, or name a model such as llama-3 8b")  # fmt: skip
+        found = _model_of_sizes(reader, **given)
+    for column, name in _SIZES.items():
+        if name not in given:
+            reader.assume(column, getattr(found, name))
+    return replace(found, **given)
+
+
+def _model_of_sizes(reader: _Reader, layers: int, hidden: int, **others: Any) -> NamedModel:
+    """A decoder of these sizes, of the family whose number of parameters is nearest to the row's."""
+    name, parameters = reader.text("model").lower(), reader.number("params")
+    heads = others.get("heads") or int(reader.assume("n_heads", max(1, hidden // 128)))
+    inner = -(-8 * hidden // 768) * 256  # two thirds of 4 x hidden, in steps of 256
+    gpt, llama = gpt_model(layers, hidden, heads), llama_model(layers, hidden, heads, heads, inner, 32000, 4096)
+    is_gated = re.search("llama|mistral|qwen|gemma|yi|deepseek|olmo|smol|granite|falcon3", name) is not None
+    if not is_gated and not re.search("mpt|gpt", name) and parameters is not None:
+        errors = [abs(shape_of(replace(model, **others)).parameters - parameters) for model in (gpt, llama)]
+        is_gated = errors[1] < errors[0]
+    return llama if is_gated else gpt
+
+
+# -- the Spec, the software and the machine of a row -----------------------------------------------------------------
 
 
 def source(reader: _Reader) -> str:
-    """Who measured it: rows of one source share a cluster, a program and a way of counting."""
-    name, told = reader.text("id"), reader.text("source")
-    figure = re.search(r"arXiv 2304\.11277.*?Fig (\d\(\w\))", told)
+    """The source of the measurement: rows of one source share a cluster, a program and a way of counting."""
+    text = reader.text("source")
+    figure = re.search(r"arXiv 2304\.11277.*?Fig (\d\(\w\))", text)
     if figure:
         return f"fsdp paper, fig {figure[1]}"
-    found = re.match(r"(github [\w./-]+@\w+|github [\w/-]+|[^',]+( '[^']+')?)", told)
-    return found[0].strip() if found else name.split("-")[0]
+    found = re.match(r"(github [\w./-]+@\w+|github [\w/-]+|[^',]+( '[^']+')?)", text)
+    return found[0].strip() if found else reader.text("id").split("-")[0]
+
+
+# (column, pattern, reason, hint) of rows that are not FSDP by itself, or of a dtype that no Spec has.
+_REFUSED = (
+    ("strategy", r"x ?TP|\+ ?TP|PP|CP\d", "is more than sharded data parallelism", "leave the row out"),
+    ("model", "(?i)lora", "trains adapters beside frozen weights", "leave the row out"),
+    ("strategy", "(?i)offload", "copies over PCI Express, which is not calibrated", "leave the row out"),
+    ("precision", "(?i)float8|fp8", "is not one of the lab's", "use bf16, fp16 or fp32"),
+)
 
 
 def _strategy(reader: _Reader) -> str:
-    """Raises ArgumentError for what is no FSDP by itself, or of no dtype that a Spec has."""
-    strategy = reader.text("strategy")
-    if not strategy:
-        strategy = str(reader.assume("strategy", "FULL_SHARD"))
-    if re.search(r"x ?TP|\+ ?TP|PP|CP\d", strategy):
-        raise ArgumentError("strategy", f"{strategy} is more than sharded data parallelism", "leave the row out")
-    if "lora" in reader.text("model").lower():
-        raise ArgumentError(
-            "model", f"{reader.text('model')} trains adapters beside frozen weights", "leave the row out"
-        )
-    if re.search(r"offload", strategy, re.I):
-        raise ArgumentError("strategy", f"{strategy}: copies over PCI Express are not calibrated", "leave the row out")
-    if re.search(r"float8|fp8", reader.text("precision"), re.I):
-        raise ArgumentError(
-            "precision", f"{reader.text('precision')} is not one of the lab's", "use bf16, fp16 or fp32"
-        )
-    return strategy
+    """Raises ArgumentError for a row that is refused."""
+    for column, pattern, reason, hint in _REFUSED:
+        if re.search(pattern, reader.text(column)):
+            raise ArgumentError(column, f"{reader.text(column)} {reason}", hint)
+    return reader.text("strategy") or str(reader.assume("strategy", "FULL_SHARD"))
 
 
 def _sharding(strategy: str, ranks: int) -> str:
@@ -179,46 +217,42 @@ def _shard_size(strategy: str, reader: _Reader, ranks: int) -> int | None:
 
 
 def _precision(reader: _Reader) -> str:
-    """Gradients are reduced in the compute dtype where nobody says otherwise, as FSDP1 and FSDP2 do when `reduce_dtype` is
-    left out; torchtitan's configuration and Composer's DEFAULT give fp32."""
-    told = reader.text("precision").lower() or str(reader.assume("precision", "bf16 mixed"))
-    if told == "fp16":
+    """Gradients are reduced in the compute dtype by default, as FSDP1 and FSDP2 do without a `reduce_dtype`; torchtitan's
+    configuration and Composer's DEFAULT set fp32."""
+    text = reader.text("precision").lower() or str(reader.assume("precision", "bf16 mixed"))
+    if text == "fp16":
         return "fp16"
-    if "32" in told and "bf16" not in told:
+    if "32" in text and "bf16" not in text:
         return "fp32"
-    if re.search("fp32 reduce|default", told) or re.search("titan", reader.text("framework")):
+    if re.search("fp32 reduce|default", text) or re.search("titan", reader.text("framework")):
         return "bf16"
-    if not re.search("pure|reduce bf16", told):
+    if not re.search("pure|reduce bf16", text):
         reader.assume("reduce dtype", "bf16")
     return "bf16-pure"
 
 
 def _software(reader: _Reader) -> tuple[Software, str]:
-    """The attention kernel by who trained and when, as no table says it; and what is recomputed."""
-    framework, told = reader.text("framework"), reader.text("act_ckpt")
-    model, named = reader.text("model").lower(), reader.text("source")
+    """The software, and the Spec's `recompute`. No table gives the attention kernel; it follows from source and date."""
+    framework, checkpoints = reader.text("framework"), reader.text("act_ckpt")
+    model, source = reader.text("model").lower(), reader.text("source")
     kernel = Attention.FLASH2
     if "Composer" in framework:
         kernel = Attention.FLASH1  # MPT's attn_impl of 2023
-    elif "t5" in model or re.search(r"2304\.11277|AWS'?$|1 Trillion|SC21|2104\.04473", named):
+    elif "t5" in model or re.search(r"2304\.11277|AWS'?$|1 Trillion|SC21|2104\.04473", source):
         kernel = Attention.PLAIN  # before fused attention
     reader.assume("attention", kernel.value)
-    if not told and re.search("torchtitan|titan", framework):
-        told = str(reader.assume("act_ckpt", "selective (op)"))
-    elif not told and "full recompute" in reader.text("tflops_kind"):
-        told = str(reader.assume("act_ckpt", "full"))
-    elif not told:
-        told = str(reader.assume("act_ckpt", "none"))
+    if not checkpoints:
+        usual = "full" if "full recompute" in reader.text("tflops_kind") else "none"
+        checkpoints = str(reader.assume("act_ckpt", "selective (op)" if "titan" in framework else usual))
     fused = "fused" in reader.text("optimizer").lower()
-    if "op" in told or (told == "selective" and re.search("torchtitan|torchtrain", framework)):
+    if "op" in checkpoints or (checkpoints == "selective" and re.search("torchtitan|torchtrain", framework)):
         return Software(attention=kernel, operators=True, fused_optimizer=fused), "full"
-    used = Software(attention=kernel, stops_early=not _before_torch_21(reader), fused_optimizer=fused,
-                    keeps_gradients="2304.11277" in reader.text("source"),
-                    holds_scores="ATorch" in framework)  # fmt: skip
-    if told.startswith("selective"):
+    software = Software(attention=kernel, stops_early=not _before_torch_21(reader), fused_optimizer=fused,
+                        keeps_gradients="2304.11277" in source, holds_scores="ATorch" in framework)  # fmt: skip
+    if checkpoints.startswith("selective"):
         reader.assume("selective", "every second block")
-        return used, "every:2"
-    return used, "full" if told in ("full", "yes") else "none"
+        return software, "every:2"
+    return software, "full" if checkpoints in ("full", "yes") else "none"
 
 
 def _before_torch_21(reader: _Reader) -> bool:
@@ -243,44 +277,43 @@ _GPUS: tuple[tuple[str, str], ...] = (
 
 
 def _gpu(reader: _Reader) -> str:
-    told, memory = reader.text("gpu"), reader.number("gpu_mem_gb")
-    found = next((name for pattern, name in _GPUS if re.search(pattern, told)), None)
+    text, memory = reader.text("gpu"), reader.number("gpu_mem_gb")
+    found = next((name for pattern, name in _GPUS if re.search(pattern, text)), None)
     if found is None:
         raise ArgumentError(
-            "gpu", f"{told or 'nothing'!r} is not known", f"use one of {', '.join(n for _, n in _GPUS)}"
+            "gpu", f"{text or 'nothing'!r} is not known", f"use one of {', '.join(n for _, n in _GPUS)}"
         )
     if found == "a100-80" and memory is not None and memory < 60:
         return "a100-40"
     if found == "h100" and memory is not None and 90 <= memory <= 100:
-        return str(reader.assume("gpu part", "h100-hbm2e"))  # the one with so much memory
+        return str(reader.assume("gpu part", "h100-hbm2e"))  # the only one with so much memory
     return found
 
 
 def _per_host(reader: _Reader) -> int:
-    told = reader.text("interconnect")
-    if found := re.search(r"(\d+) GPUs/node", told):
+    if found := re.search(r"(\d+) GPUs/node", reader.text("interconnect")):
         return int(found[1])
     return 4 if reader.text("gpu").startswith(("GB200", "GB300")) else 8
 
 
+# ZeRO-3 of 2021 used one of a DGX A100's eight network cards: its published steps at small batches (arXiv 2104.04473,
+# table 2) take as long as sending all parameters three times through one card.
+ONE_CARD_GBIT = 200.0
+
+
 def _network_gbit(reader: _Reader, per_host: int) -> float | None:
-    """Network bandwidth of a host; None where it is not given."""
-    told = reader.text("interconnect")
-    if found := re.search(r"([\d.]+) ?([GT])b(?:/s|ps)?(?: [\w-]+)* per GPU", told):
+    """Network bandwidth of a host; None if it is not given."""
+    text = reader.text("interconnect")
+    if found := re.search(r"([\d.]+) ?([GT])b(?:/s|ps)?(?: [\w-]+)* per GPU", text):
         return float(found[1]) * (1000 if found[2] == "T" else 1) * per_host
-    if found := re.search(r"([\d.]+) ?Gbps usable", told):
+    if found := re.search(r"([\d.]+) ?Gbps usable", text):
         return float(found[1])
-    if found := re.search(r"([\d.]+) ?([GT])(?:b/s|bps)", told):
+    if found := re.search(r"([\d.]+) ?([GT])(?:b/s|bps)", text):
         return float(found[1]) * (1000 if found[2] == "T" else 1)
-    if not told and re.search(r"DeepSpeed ZeRO-3 \(2021\)", reader.text("framework")):
+    if not text and re.search(r"DeepSpeed ZeRO-3 \(2021\)", reader.text("framework")):
         reader.assume("interconnect", f"{ONE_CARD_GBIT:.0f} Gb/s a host, one card of its eight")
         return ONE_CARD_GBIT
     return None
-
-
-# What ZeRO-3 of 2021 made of a DGX A100's eight cards: its published steps at small batches (arXiv 2104.04473, table 2) last
-# as long as sending all parameters three times by one of them.
-ONE_CARD_GBIT = 200.0
 
 
 def _machine(reader: _Reader, ranks: int) -> Machine:
@@ -292,9 +325,31 @@ def _machine(reader: _Reader, ranks: int) -> Machine:
 # -- what a row measured ---------------------------------------------------------------------------------------------
 
 
+def peak_in_unit(planned: MemoryPlan, row: Row) -> float | None:
+    """A predicted peak in the row's `peak_mem_unit` and of its `peak_mem_kind`; None for an unknown unit."""
+    unit, capacity_gib = unit_bytes(row), (row.get("gpu_mem_gb") or "").strip()
+    capacity = float(capacity_gib) * GIB if capacity_gib else float("inf")
+    return None if unit is None else planned.peak_of_kind(memory_kind(row), capacity) / unit
+
+
+def memory_kind(row: Row) -> str:
+    """The kind of memory that a row counts, as of `MemoryPlan.peak_of_kind`. torchtitan reports reserved memory, which is
+    the default."""
+    kind = (row.get("peak_mem_kind") or "").lower()
+    if "allocated" in kind:
+        return "allocated"
+    return "used" if any(word in kind for word in ("used", "smi", "context")) else "reserved"
+
+
+def unit_bytes(row: Row) -> int | None:
+    """Bytes of the row's unit; None if it is unknown. "MB (slope fits MiB)" is MiB."""
+    unit = (row.get("peak_mem_unit") or "GiB").strip()
+    return MIB if "MiB" in unit else {"GiB": GIB, "GB": 10**9, "MB": 10**6, "bytes": 1, "B": 1}.get(unit)
+
+
 def counted_flops_per_token(kind: str, shape: ModelShape, seq_len: int, *, recomputed: bool) -> float:
-    """FLOPs as the row's `tflops_kind` counts them: those of the model; or of the hardware, a second forward with them where
-    all is recomputed. Of authors who do not say: theirs who are known to count a second forward, do."""
+    """FLOPs as a row's `tflops_kind` counts them: of the model; or of the hardware, which includes a second forward under
+    full recompute."""
     block = shape.units[-1]
     if "96*B*s*l*h^2" in kind:  # minGPT's benchmark: without attention and without the head
         return 96.0 * (len(shape.units) - 1) * block.boundary_elements**2
@@ -305,10 +360,10 @@ def counted_flops_per_token(kind: str, shape: ModelShape, seq_len: int, *, recom
     return flops
 
 
-def _tokens_per_s(reader: _Reader, model: Any, seq_len: int) -> float | None:
-    told = reader.number("tokens_per_s_per_gpu")
-    if told is not None:
-        return told
+def _tokens_per_s(reader: _Reader, model: NamedModel, seq_len: int) -> float | None:
+    tokens_per_s = reader.number("tokens_per_s_per_gpu")
+    if tokens_per_s is not None:
+        return tokens_per_s
     tflops = reader.number("tflops_per_gpu")
     if tflops is None:
         return None

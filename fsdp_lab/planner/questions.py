@@ -1,28 +1,26 @@
-"""What the command line and the dashboard ask the planner: plans, searches and rows of a table, for models by name.
+"""The planner's functions for the command line and the dashboard: plans, searches and rows of a table, for models by name.
 
-These functions find the model's shape and the machine; the rest of the planner needs neither model names nor torch.
+They look up the model's shape and the machine; the rest of the planner needs neither model names nor torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError
+from fsdp_lab.core.errors import FieldError, SpecError
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.models.check import check_shapes
-from fsdp_lab.models.presets import PRESETS, facts_of
+from fsdp_lab.models.check import check_shapes, model_facts
 from fsdp_lab.planner.calibration import Calibration
-from fsdp_lab.planner.devices import PUBLISHED, Device, Machine, Rates, machine
+from fsdp_lab.planner.devices import Device, Machine, machine
 from fsdp_lab.planner.memory import MemoryPlan, memory
-from fsdp_lab.planner.memory_rows import in_kind
 from fsdp_lab.planner.plan import Plan, limit, plan, scaling
-from fsdp_lab.planner.published import Row, case, counted_flops_per_token
+from fsdp_lab.planner.published import Row, case, counted_flops_per_token, peak_in_unit
 from fsdp_lab.planner.search import Search, fewest, largest, search
-from fsdp_lab.planner.shapes.presets import shape_for
+from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.planner.shapes.rewrapping import deepened
 
 MOST_RANKS = 1 << 17
@@ -42,40 +40,31 @@ class Target:
 
     def machine(self, ranks: int) -> Machine:
         """Raises ArgumentError: an unknown device, ranks that the hosts do not divide, a rate out of range."""
-        found = machine(self.hardware, ranks, hosts=self.hosts, network_gbit_per_s=self.network_gbit_per_s)
-        if self.per_host is None or self.hosts is not None:
-            return found
-        if self.per_host < 1 or (ranks > self.per_host and ranks % self.per_host):
-            divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-            nearest = min(divisors, key=lambda n: abs(n - (self.per_host or 0)))
-            raise ArgumentError("per_host", f"{ranks} GPUs cannot be divided among hosts of {self.per_host}",
-                            f"use {nearest}", {"per_host": nearest})  # fmt: skip
-        assumed = {name: text for name, text in found.assumed.items() if name not in ("hosts", "network")}
-        if self.network_gbit_per_s is None and ranks > self.per_host:
-            assumed["network"] = f"{found.network_bytes_per_s * 8 / 1e9:.0f} Gb/s a host"
-        return replace(found, per_host=min(self.per_host, ranks), assumed=assumed)
+        return machine(
+            self.hardware, ranks, hosts=self.hosts, per_host=self.per_host, network_gbit_per_s=self.network_gbit_per_s
+        )
 
     def whole_host(self, ranks: int) -> Machine:
-        """As `machine`, but fewer ranks than a host has are part of a full host."""
+        """As `machine`, but with at least one full host."""
         return self.machine(ranks if self.hosts is not None else max(ranks, self.per_host or PER_HOST))
 
 
-def planned(spec: Spec, where: Target, rates: Rates = PUBLISHED) -> Plan:
+def planned(spec: Spec, target: Target) -> Plan:
     """Predicts one step.
 
     Raises:
         FieldError: an unknown model, a sequence longer than its positions, hardware that is unknown or does not have as many
             ranks, numbers out of range.
     """
-    return plan(spec, shape_of(spec), where.machine(spec.world_size), rates=rates)
+    return plan(spec, shape_of(spec), target.machine(spec.world_size))
 
 
-def planned_here(spec: Spec, here: Calibration) -> Plan:
+def planned_here(spec: Spec, calibration: Calibration) -> Plan:
     """Predicts one step on the calibrated machine. Raises FieldError for another number of ranks, and as `planned`."""
-    if spec.world_size != here.ranks:
-        raise SpecError("world_size", f"{here.ranks} ranks were calibrated, and the Spec has {spec.world_size}",
+    if spec.world_size != calibration.ranks:
+        raise SpecError("world_size", f"{calibration.ranks} ranks were calibrated, and the Spec has {spec.world_size}",
                         "calibrate again with as many, or name hardware")  # fmt: skip
-    return plan(spec, shape_of(spec), here.machine, rates=here.rates)
+    return plan(spec, shape_of(spec), calibration.machine, rates=calibration.rates)
 
 
 def planned_memory(spec: Spec, *, device: str) -> MemoryPlan:
@@ -83,65 +72,54 @@ def planned_memory(spec: Spec, *, device: str) -> MemoryPlan:
     return memory(spec, shape_of(spec), device=device)
 
 
-def curve(spec: Spec, where: Target, rates: Rates = PUBLISHED) -> tuple[list[Plan], str]:
+def curve(spec: Spec, target: Target) -> tuple[list[Plan], str]:
     """Plans for 1 to 4,096 ranks with the same work per rank, and a sentence about the bottleneck along the curve."""
-    shape, there = shape_of(spec), where.whole_host(spec.world_size)
-    ranks = sorted({*CURVE, spec.world_size})
-    plans = scaling(spec, shape, there, ranks, rates=rates)
+    plans = scaling(spec, shape_of(spec), target.whole_host(spec.world_size), sorted({*CURVE, spec.world_size}))
     return plans, limit(plans)
 
 
-def searched(spec: Spec, where: Target, *, limit_bytes: int | None = None, rates: Rates = PUBLISHED) -> Search:
+def searched(spec: Spec, target: Target, *, limit_bytes: int | None = None) -> Search:
     """The fastest Strategies that fit. Raises FieldError as `planned`."""
-    return search(spec, shape_of(spec), where.machine(spec.world_size), limit_bytes=limit_bytes, rates=rates)
+    return search(spec, shape_of(spec), target.machine(spec.world_size), limit_bytes=limit_bytes)
 
 
-def largest_model(spec: Spec, where: Target, *, limit_bytes: int | None = None) -> ModelShape | None:
+def largest_model(spec: Spec, target: Target, *, limit_bytes: int | None = None) -> ModelShape | None:
     """The Spec's model with as many blocks as fit; None if not one fits. Raises FieldError as `planned`."""
     spec = spec.replace(wrap="block")
-    return largest(spec, partial(deepened, shape_of(spec)), where.machine(spec.world_size), limit_bytes=limit_bytes)
+    return largest(spec, partial(deepened, shape_of(spec)), target.machine(spec.world_size), limit_bytes=limit_bytes)
 
 
-def fewest_ranks(spec: Spec, where: Target, *, limit_bytes: int | None = None) -> Machine | None:
+def fewest_ranks(spec: Spec, target: Target, *, limit_bytes: int | None = None) -> Machine | None:
     """The smallest machine on which the model fits at the Spec's global batch. Raises FieldError as `planned`."""
-    return fewest(spec, shape_of(spec), where.machine(spec.world_size), limit_bytes=limit_bytes)
+    return fewest(spec, shape_of(spec), target.machine(spec.world_size), limit_bytes=limit_bytes)
 
 
 def shape_of(spec: Spec) -> ModelShape:
-    """The model of a Spec in its units. Raises SpecError for what could not run anywhere."""
+    """The model of a Spec in its units. Raises SpecError for a workload that cannot run."""
     w = spec.workload
     if spec.world_size > MOST_RANKS:
         raise SpecError("world_size", f"{spec.world_size:,} ranks are refused", f"give {MOST_RANKS:,} or fewer")
     if w.seq_len * w.micro_batch > MOST_TOKENS:
         raise SpecError("workload.micro_batch", f"{w.micro_batch:,} samples of {w.seq_len:,} tokens are refused",
                         f"give a micro-batch of {MOST_TOKENS:,} tokens or fewer")  # fmt: skip
-    facts = facts_of(_config(w.model))
+    facts = model_facts(w.model)
     check_shapes(spec.replace(data="stdlib" if facts.is_text else "images").workload, facts)
     return shape_for(w.model, spec.strategy.wrap)
 
 
-def _config(model: str | Mapping[str, Any]) -> Any:
-    preset = PRESETS.get(model) if isinstance(model, str) else None
-    if preset is not None:
-        return preset.config
-    from fsdp_lab.models.configs import resolve  # needs transformers
-
-    return resolve(model)
-
-
-def predict(rows: Iterable[Row], rates: Rates = PUBLISHED) -> list[dict[str, Any]]:
+def predict(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Predictions for rows of a table, with assumptions for empty cells. One dict per row, in their order: `id`,
     `tokens_per_s_per_gpu`, `tflops_per_gpu` (as the row's `tflops_kind` counts), `peak_mem` (in its `peak_mem_unit`, of its
     `peak_mem_kind`; None if the unit is unknown), `step_time_s`, and `assumed`, by field; or `id` and `error`, a sentence
     that names the column."""
-    return [_predict_row(row, rates) for row in rows]
+    return [_predict_row(row) for row in rows]
 
 
-def _predict_row(row: Row, rates: Rates) -> dict[str, Any]:
+def _predict_row(row: Row) -> dict[str, Any]:
     name = row.get("id", "")
     try:
         one = case(row)
-        found = plan(one.spec, one.shape, one.machine, rates=rates, software=one.software)
+        found = plan(one.spec, one.shape, one.machine, software=one.software)
     except FieldError as e:
         return {"id": name, "error": str(e)}
     tokens_per_s = found.tokens_per_s / one.spec.world_size
@@ -149,6 +127,6 @@ def _predict_row(row: Row, rates: Rates) -> dict[str, Any]:
     per_token = counted_flops_per_token(row.get("tflops_kind", ""), one.shape, w.seq_len, recomputed=recomputed)
     return {
         "id": name, "tokens_per_s_per_gpu": tokens_per_s, "tflops_per_gpu": tokens_per_s * per_token / 1e12,
-        "peak_mem": in_kind(found.memory, row),
+        "peak_mem": peak_in_unit(found.memory, row),
         "step_time_s": found.step_time_s, "assumed": {**found.assumed, **one.assumed},
     }  # fmt: skip

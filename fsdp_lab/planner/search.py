@@ -1,35 +1,35 @@
 """Searches within a memory limit: the fastest Strategy (`search`), the `largest` model, the `fewest` GPUs.
 
-`candidates` yields what may vary; the rest of the Spec is fixed, including the global batch: larger micro-batches are fewer.
-All candidates that fit are simulated; none is dropped by a rule of thumb.
+`candidates` varies the Strategy and the micro-batch. The rest of the Spec is fixed, including the global batch, so larger
+micro-batches are fewer. All candidates that fit are simulated; none is dropped by a heuristic.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from html import escape
 
 from fsdp_lab.core.describe import describe_field
-from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.formatting import GIB, Table, duration, size
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import SHARDINGS, Spec, Strategy
-from fsdp_lab.planner.costs import USUAL, Software
-from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates
+from fsdp_lab.planner.devices import Machine
 from fsdp_lab.planner.memory import memory
-from fsdp_lab.planner.plan import LEFT_ALIGNED, Plan, device_kind, fit_sentence, machine_like, margin_bytes, plan
+from fsdp_lab.planner.plan import LEFT_ALIGNED, Plan, fit_sentence, margin_bytes, plan
 
 RECOMPUTES = ("none", "every:2", "full")
 CHOSEN = ("shard_size", "recompute", "offload", "micro_batch", "accumulate", "forward_prefetch")
 OFFLOADS = ("optimizer", "all")  # tried if nothing fits without offload
 MOST_RANKS, MOST_BLOCKS = 4096, 2048
+SHOWN = 5  # candidates of a search
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A plan that fits, and the reason for its rank."""
+    """A plan that fits, and a sentence that compares it with the fastest one."""
 
     plan: Plan
     why: str
@@ -37,9 +37,9 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Search:
-    """`top`: the fastest candidates first. If it is empty, nothing fits, and `nearest` lacks the least memory."""
+    """`top`: the candidates, fastest first. If nothing fits it is empty, and `nearest` lacks least memory."""
 
-    asked: Spec
+    spec: Spec
     top: tuple[Candidate, ...]
     considered: int
     fitting: int
@@ -54,16 +54,7 @@ class Search:
         return f"{table}<p>{escape(_sentence(self))}</p>"
 
 
-def search(
-    spec: Spec,
-    shape: ModelShape,
-    where: Machine,
-    *,
-    limit_bytes: int | None = None,
-    count: int = 5,
-    rates: Rates = PUBLISHED,
-    software: Software = USUAL,
-) -> Search:
+def search(spec: Spec, shape: ModelShape, machine: Machine, *, limit_bytes: int | None = None) -> Search:
     """The fastest Strategies of `spec.strategy.backend` for its model, ranks and global batch.
 
     Args:
@@ -72,27 +63,23 @@ def search(
     Raises:
         FieldError: ranks that differ from the machine's.
     """
-    where = _limited(where, limit_bytes)
-
-    def planned(candidate: Spec) -> Plan:
-        return plan(candidate, shape, where, rates=rates, software=software)
-
+    machine = machine.limited(limit_bytes)
     considered, lacking = 0, list[tuple[int, Spec]]()
     for offloads in (("none",), OFFLOADS):
         fitting = []
-        for candidate in candidates(spec, where.per_host, offloads):
+        for candidate in candidates(spec, machine.per_host, offloads):
             considered += 1
-            margin = _margin(candidate, shape, where, software)
+            margin = _margin(candidate, shape, machine)
             if margin >= 0:
-                fitting.append(planned(candidate))
+                fitting.append(plan(candidate, shape, machine))
             else:
                 lacking.append((-margin, candidate))
         if fitting:
-            best = _different(sorted(fitting, key=lambda p: p.step_time_s), count)
+            best = _distinct(sorted(fitting, key=lambda p: p.step_time_s))
             top = tuple(Candidate(plan=p, why=_why(p, best[0], len(fitting))) for p in best)
-            return Search(asked=spec, top=top, considered=considered, fitting=len(fitting))
-    nearest = planned(min(lacking, key=lambda one: one[0])[1]) if lacking else None
-    return Search(asked=spec, top=(), considered=considered, fitting=0, nearest=nearest)
+            return Search(spec=spec, top=top, considered=considered, fitting=len(fitting))
+    nearest = plan(min(lacking, key=lambda one: one[0])[1], shape, machine) if lacking else None
+    return Search(spec=spec, top=(), considered=considered, fitting=0, nearest=nearest)
 
 
 def candidates(spec: Spec, per_host: int, offloads: Sequence[str] = ("none",)) -> Iterator[Spec]:
@@ -111,42 +98,39 @@ def candidates(spec: Spec, per_host: int, offloads: Sequence[str] = ("none",)) -
 
 
 def largest(
-    spec: Spec, deepened: Callable[[int], ModelShape], where: Machine, *, limit_bytes: int | None = None
+    spec: Spec, deepened: Callable[[int], ModelShape], machine: Machine, *, limit_bytes: int | None = None
 ) -> ModelShape | None:
     """The model with as many blocks as fit; None if not one fits.
 
     Args:
         deepened: returns the model with a number of blocks.
     """
-    where = _limited(where, limit_bytes)
-    leanest, known = _leanest(spec, where.per_host), dict[int, int]()
+    machine = machine.limited(limit_bytes)
+    leanest = _leanest(spec, machine.per_host)
 
+    @cache
     def margin(blocks: int) -> int:
-        if blocks not in known:
-            grown = deepened(blocks)
-            known[blocks] = max((_margin(lean, grown, where) for lean in leanest), default=-1)
-        return known[blocks]
+        shape = deepened(blocks)
+        return max((_margin(lean, shape, machine) for lean in leanest), default=-1)
 
-    blocks = _most(margin)
+    blocks = _most_blocks(margin)
     return deepened(blocks) if blocks else None
 
 
-def fewest(
-    spec: Spec, shape: ModelShape, where: Machine, *, limit_bytes: int | None = None, most: int = MOST_RANKS
-) -> Machine | None:
-    """The smallest machine of these hosts, or part of a host, on which the model fits; None if `most` ranks are too few.
+def fewest(spec: Spec, shape: ModelShape, machine: Machine, *, limit_bytes: int | None = None) -> Machine | None:
+    """The smallest machine of these hosts, or part of a host, on which the model fits; None if `MOST_RANKS` are too few.
 
     The global batch is fixed, so fewer ranks take more micro-batches each.
     """
-    for ranks in (n for n in _powers(most) if n <= where.per_host or n % where.per_host == 0):
-        there = _limited(machine_like(where, ranks), limit_bytes)
-        moved = spread(spec, ranks)
-        if moved and any(_margin(lean, shape, there) >= 0 for lean in _leanest(moved, there.per_host)):
-            return there
+    for ranks in filter(machine.allows, _powers(MOST_RANKS)):
+        smaller = machine.with_ranks(ranks).limited(limit_bytes)
+        candidate = _on_ranks(spec, ranks)
+        if candidate and any(_margin(lean, shape, smaller) >= 0 for lean in _leanest(candidate, smaller.per_host)):
+            return smaller
     return None
 
 
-def spread(spec: Spec, ranks: int) -> Spec | None:
+def _on_ranks(spec: Spec, ranks: int) -> Spec | None:
     """The same global batch on another number of ranks; None if it cannot be divided."""
     each, rest = divmod(spec.global_batch, ranks)
     if rest or not each:
@@ -160,17 +144,8 @@ def spread(spec: Spec, ranks: int) -> Spec | None:
 # -- helpers ---------------------------------------------------------------------------------------------------------
 
 
-def _limited(where: Machine, limit_bytes: int | None) -> Machine:
-    if limit_bytes is None:
-        return where
-    if limit_bytes <= 0:
-        raise ArgumentError("memory_limit", f"{limit_bytes} bytes are refused", "give a size above 0")
-    least = min(limit_bytes, where.device.memory_bytes)
-    return replace(where, device=replace(where.device, memory_bytes=least))
-
-
-def _margin(spec: Spec, shape: ModelShape, where: Machine, software: Software = USUAL) -> int:
-    return margin_bytes(memory(spec, shape, device=device_kind(where), software=software), where)
+def _margin(spec: Spec, shape: ModelShape, machine: Machine) -> int:
+    return margin_bytes(memory(spec, shape, device=machine.device.type), machine)
 
 
 def _shardings(ranks: int, per_host: int) -> list[tuple[str, int | None]]:
@@ -185,8 +160,13 @@ def _leanest(spec: Spec, per_host: int) -> list[Spec]:
 
     def is_lean(c: Spec) -> bool:
         s = c.strategy
-        wide = s.is_replicated or (s.reshards_after_forward and not s.is_hybrid)
-        return wide and s.recompute == "full" and c.workload.micro_batch == 1 and s.forward_prefetch == 0
+        is_sharded_fully = s.reshards_after_forward and not s.is_hybrid
+        return (
+            (s.is_replicated or is_sharded_fully)
+            and s.recompute == "full"
+            and c.workload.micro_batch == 1
+            and s.forward_prefetch == 0
+        )
 
     return [c for c in candidates(spec, per_host, (spec.strategy.offload,)) if is_lean(c)]
 
@@ -195,7 +175,7 @@ def _powers(most: int) -> list[int]:
     return [1 << i for i in range(most.bit_length()) if 1 << i <= most] + ([most] if most & (most - 1) else [])
 
 
-def _most(margin: Callable[[int], int]) -> int:
+def _most_blocks(margin: Callable[[int], int]) -> int:
     """The largest number of blocks with a margin of 0 or more, by secant steps; 0: not one fits."""
     low, high = 1, 9  # the first blocks differ from the others
     if margin(low) < 0:
@@ -212,8 +192,8 @@ def _most(margin: Callable[[int], int]) -> int:
     return low
 
 
-def _different(plans: Sequence[Plan], count: int) -> list[Plan]:
-    """At most `count` plans, without those that differ from a faster one only in prefetch, or in no figure."""
+def _distinct(plans: Sequence[Plan]) -> list[Plan]:
+    """At most `SHOWN` plans, without those that differ from a faster one only in prefetching, or in no figure."""
     chosen: dict[tuple[object, ...], Plan] = {}
     seen: set[tuple[object, ...]] = set()
     for one in plans:
@@ -222,7 +202,7 @@ def _different(plans: Sequence[Plan], count: int) -> list[Plan]:
         if figures not in seen:
             chosen.setdefault((s.sharding, s.shard_size, s.recompute, s.offload, w.micro_batch), one)
         seen.add(figures)
-    return list(chosen.values())[:count]
+    return list(chosen.values())[:SHOWN]
 
 
 def _why(one: Plan, best: Plan, fitting: int) -> str:
@@ -247,7 +227,7 @@ def _why(one: Plan, best: Plan, fitting: int) -> str:
 
 def _table(search: Search) -> Table:
     rows = (
-        (str(i), strategy_label(search.asked, one.plan.spec), one.why, duration(one.plan.step_time_s), f"{one.plan.mfu:.1%}",
+        (str(i), strategy_label(search.spec, one.plan.spec), one.why, duration(one.plan.step_time_s), f"{one.plan.mfu:.1%}",
          size(one.plan.memory.reserved_bytes))
         for i, one in enumerate(search.top, 1)
     )  # fmt: skip
@@ -259,13 +239,13 @@ def _sentence(search: Search) -> str:
     if search.top:
         return f"{search.fitting} of {search.considered} strategies fit."
     if search.nearest is None:
-        return f"{search.asked.strategy.backend} has no strategy to choose from here."
-    nearest = f"{strategy_label(search.asked, search.nearest.spec)}. It {fit_sentence(search.nearest)}."
+        return f"{search.spec.strategy.backend} has no valid strategy for this Spec."
+    nearest = f"{strategy_label(search.spec, search.nearest.spec)}. It {fit_sentence(search.nearest)}."
     return f"None of {search.considered} strategies fits. Nearest: {nearest}"
 
 
-def strategy_label(asked: Spec, found: Spec) -> str:
+def strategy_label(spec: Spec, found: Spec) -> str:
     """The sharding and the chosen fields that differ from the request or from the defaults."""
-    changed = {**Spec(world_size=found.world_size).difference(found), **asked.difference(found)}
+    changed = {**Spec(world_size=found.world_size).difference(found), **spec.difference(found)}
     named = [describe_field(name, changed[name][1]) for name in CHOSEN if changed.get(name, (0, None))[1] is not None]
     return ", ".join([found.strategy.sharding, *named])

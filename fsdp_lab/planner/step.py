@@ -1,14 +1,22 @@
-"""`StepModel`: the time of one step of a Spec on a machine, from the simulation of every unit's work and collectives."""
+"""The time of one step: `StepModel` gives each action of the engine's own schedule its seconds, `Simulation` orders them.
+
+`Simulation` is a discrete-event simulation of one micro-batch. Computing and communication are a queue each. An action
+begins when its queue is free and the actions it waits for are complete. The lab's engine, and every backend on a CPU, issues
+a gather after the computation before it, as scheduled. FSDP1 and FSDP2 on a GPU issue it as far ahead as their rate limiter
+lets the host run (arXiv 2304.11277, section 3.4), so forwards overlap without prefetching. DDP gathers nothing; its units
+represent its buckets.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from typing import NamedTuple
 
 from fsdp_lab.core.model_shape import UnitShape
-from fsdp_lab.core.schedule import Action, Direction, Phase, Rules, Schedule
+from fsdp_lab.core.schedule import Action, Direction, Phase, PointSide, Rules, Schedule, UnitCall
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.costs import (
     BUCKET,
@@ -25,12 +33,11 @@ from fsdp_lab.planner.costs import (
     work,
 )
 from fsdp_lab.planner.devices import Machine, Rates
-from fsdp_lab.planner.timeline import SimulatedTimeline, computes, schedule_of, simulate
 
 # Backends whose host runs ahead of a GPU; on a CPU, which has no streams, they wait for their collectives.
 AHEAD = ("fsdp1", "fsdp2")
 SENDING = (Phase.UNSHARD, Phase.REDUCE)
-# Copies of a payload beside computing and sending: for a gather, for a reduction. FSDP2 gathers to one buffer and copies
+# Copies of a payload in addition to the collective: for a gather, for a reduction. FSDP2 gathers to one buffer and copies
 # from it; all backends copy gradients to one buffer before the reduction.
 COPIES: Mapping[str, tuple[float, float]] = {"lab": (0, 1), "fsdp2": (1, 1), "fsdp1": (0, 1), "ddp": (0, 1)}
 
@@ -44,8 +51,6 @@ class StepTime:
     slowed_s: float  # slowdown of computing by collectives in flight and by late ranks
     exposed_comm_s: float
     optimizer_s: float
-    reducing: int  # micro-batches that reduce gradients, and those that do not
-    unreduced: int
     timeline: SimulatedTimeline  # of the last micro-batch
 
 
@@ -57,84 +62,87 @@ class StepModel:
         """tokens: of one sample. overlaps: whether collectives overlap with computing; False if memory is too full."""
         self._overlaps = overlaps
         self._spec, self._units, self._machine, self._rates, self._software = spec, units, machine, rates, software
-        again, known = recomputed(spec, len(units)), dict[tuple[int, bool], Work]()
-        for i, unit in enumerate(units):  # most are equal
-            if (id(unit), i in again) not in known:
-                known[id(unit), i in again] = work(
-                    unit, tokens, spec, machine.device, rates, software, recomputed=i in again
-                )
-        self.works = [known[id(unit), i in again] for i, unit in enumerate(units)]
+        recomputing, cache = recomputed(spec, len(units)), dict[tuple[int, bool], Work]()  # most units are equal
+        self.works = []
+        for i, unit in enumerate(units):
+            key = id(unit), i in recomputing
+            if key not in cache:
+                cache[key] = work(unit, tokens, spec, machine.device, rates, software, recomputed=key[1])
+            self.works.append(cache[key])
         self._factor = spec.shard_factor
         self._shard = RankGroup(size=self._factor)
         self._replicas = RankGroup(size=spec.world_size // self._factor, stride=self._factor)
         self._dtypes = spec.strategy.dtypes
-        self._on_cpu = machine.device.generation == "cpu"
+        self._on_cpu = machine.device.type == "cpu"
         self._buckets = self._bucket_elements() if spec.strategy.backend == "ddp" else None
         self._sent_s: dict[tuple[Phase, int], float] = {}  # seconds by phase and elements
+        self._schedule = schedule_of(len(units), self._rules)
 
     def step(self) -> StepTime:
         """All micro-batches and the optimizer step."""
-        s, w = self._spec.strategy, self._spec.workload
-        ahead = s.backend in AHEAD and not self._on_cpu
-        whole = self._micro(ahead=ahead, reduces=True)
-        unreduced = w.accumulate - 1 if s.sync == "last" else 0
-        without = self._micro(ahead=ahead, reduces=False) if unreduced else whole
+        w, unreduced = self._spec.workload, self._unreduced
         reducing = w.accumulate - unreduced
+        last = self._micro(reduces=True)
+        first = self._micro(reduces=False) if unreduced else last
+
+        def total(of_last: float, of_first: float) -> float:
+            return reducing * of_last + unreduced * of_first
+
         numel = sum(unit.numel for unit in self._units) / self._factor
         optimizer = optimizer_seconds(numel, w.optimizer, self._machine.device, self._rates, self._software)
-        seconds = reducing * whole.seconds + unreduced * without.seconds + optimizer
-        seconds += self._rates.step_s + self._rates.host(s.backend).step_s
-        exposed = reducing * whole.exposed_s + unreduced * without.exposed_s
-        alone = (reducing + unreduced) * self._computing_s
-        slowed = reducing * whole.phase_s(Phase.COMPUTE) + unreduced * without.phase_s(Phase.COMPUTE) - alone
+        seconds = total(last.seconds, first.seconds) + optimizer
+        seconds += self._rates.step_s + self._rates.host(self._spec.strategy.backend).step_s
+        alone = (self.seconds(action) for action in self._schedule.actions if action.phase is Phase.COMPUTE)
+        computing = w.accumulate * sum(alone)
         return StepTime(
-            seconds=seconds, computing_s=alone, slowed_s=slowed, exposed_comm_s=exposed, optimizer_s=optimizer,
-            reducing=reducing, unreduced=unreduced, timeline=whole,
+            seconds=seconds, computing_s=computing, optimizer_s=optimizer, timeline=last,
+            slowed_s=total(last.phase_s(Phase.COMPUTE), first.phase_s(Phase.COMPUTE)) - computing,
+            exposed_comm_s=total(last.exposed_s, first.exposed_s),
         )  # fmt: skip
 
     @property
-    def _computing_s(self) -> float:
-        """Computing of a micro-batch with nothing else in flight."""
-        schedule = schedule_of(len(self._units), self._rules)
-        return sum(self.seconds(action, schedule) for action in schedule.actions if action.phase is Phase.COMPUTE)
+    def _unreduced(self) -> int:
+        """Number of micro-batches, the first ones, that do not reduce gradients."""
+        return self._spec.workload.accumulate - 1 if self._spec.strategy.sync == "last" else 0
 
     @property
     def sends(self) -> int:
         """Number of collectives of a micro-batch."""
         return self._sends.total()
 
-    @cached_property
+    @functools.cached_property
     def _sends(self) -> Counter[tuple[int, Direction]]:
         """Number of collectives by unit and direction."""
-        found = Counter[tuple[int, Direction]]()
-        for a in schedule_of(len(self._units), self._rules).actions:
+        counts = Counter[tuple[int, Direction]]()
+        for a in self._schedule.actions:
             if a.phase in SENDING:
-                found[a.unit, a.point.direction] += len(self._collectives(a.phase, self._elements(a.unit)))
-        return found
+                counts[a.unit, a.point.direction] += len(self._collectives(a.phase, self._elements(a.unit)))
+        return counts
 
-    @cached_property
+    @functools.cached_property
     def _work_s(self) -> dict[Direction, list[float]]:
         """By direction and unit: computing, and the host's time to issue collectives."""
         send_s = self._rates.host(self._spec.strategy.backend).send_s
         alone = {
             Direction.FORWARD: [w.forward_s for w in self.works],
-            Direction.BACKWARD: [w.backward_s + w.again_s for w in self.works],
+            Direction.BACKWARD: [w.backward_s + w.recompute_s for w in self.works],
         }
         return {
-            way: [s + send_s * self._sends[unit, way] for unit, s in enumerate(each)] for way, each in alone.items()
+            direction: [s + send_s * self._sends[unit, direction] for unit, s in enumerate(seconds)]
+            for direction, seconds in alone.items()
         }
 
-    def _micro(self, *, ahead: bool, reduces: bool) -> SimulatedTimeline:
-        schedule = schedule_of(len(self._units), self._rules)
-        return simulate(
-            schedule, lambda action: self.seconds(action, schedule, reduces=reduces), ahead=ahead,
+    def _micro(self, *, reduces: bool) -> SimulatedTimeline:
+        ahead = self._spec.strategy.backend in AHEAD and not self._on_cpu
+        return Simulation(
+            self._schedule, functools.partial(self.seconds, reduces=reduces), ahead=ahead,
             interference=self._rates.interference, late_s=late_s(self._spec.world_size, self._rates),
             blocking=self._blocking,
-        )  # fmt: skip
+        ).run()  # fmt: skip
 
     @property
     def _rules(self) -> Rules:
-        """On a CPU, FSDP1 and FSDP2 keep only the root gathered after the forward. On a GPU their gathers run ahead, where a
+        """On a CPU, FSDP1 and FSDP2 keep only the root gathered after the forward. On a GPU their gathers run ahead, so a
         few more make no difference."""
         keeps_first = not (self._on_cpu and self._spec.strategy.backend in AHEAD)
         return replace(self._spec.strategy.schedule_rules, keeps_first=keeps_first)
@@ -150,22 +158,22 @@ class StepModel:
             return frozenset({Phase.REDUCE})  # engine/gradients.py: the all-reduce is issued at the wait
         if not self._on_cpu or s.backend not in AHEAD:
             return frozenset()
-        beside = s.backend == "fsdp2" and (s.forward_prefetch > 0 or s.backward_prefetch > 1)
-        return frozenset({Phase.REDUCE}) if beside else frozenset({Phase.REDUCE, Phase.UNSHARD})
+        overlaps = s.backend == "fsdp2" and (s.forward_prefetch > 0 or s.backward_prefetch > 1)
+        return frozenset({Phase.REDUCE}) if overlaps else frozenset({Phase.REDUCE, Phase.UNSHARD})
 
     def _bucket_elements(self) -> dict[int, int]:
         """DDP: unit -> elements of the bucket that its gradients fill; the last unit of a backward is the root."""
-        found, waiting, cap = dict[int, int](), 0, FIRST_BUCKET
+        buckets, filled, cap = dict[int, int](), 0, FIRST_BUCKET
         for i in (*range(len(self._units) - 1, 0, -1), 0):
-            waiting += self._units[i].numel
-            if waiting * 4 >= cap or i == 0:
-                found[i], waiting, cap = waiting, 0, BUCKET
-        return found
+            filled += self._units[i].numel
+            if filled * 4 >= cap or i == 0:
+                buckets[i], filled, cap = filled, 0, BUCKET
+        return buckets
 
-    def seconds(self, action: Action, schedule: Schedule, *, reduces: bool = True) -> float:
-        """One action alone."""
+    def seconds(self, action: Action, *, reduces: bool = True) -> float:
+        """Seconds of one action alone."""
         if action.phase is Phase.COMPUTE:
-            return self._work_s[action.point.direction][action.unit] if computes(action, schedule) else 0.0
+            return self._work_s[action.point.direction][action.unit] if computes(action, self._schedule) else 0.0
         if action.phase is Phase.HOST_COPY:
             return self._units[action.unit].numel / self._factor * 4 / self._machine.device.link_bytes_per_s
         if action.phase is Phase.REDUCE and not reduces:
@@ -178,7 +186,7 @@ class StepModel:
         return self._sent_s[key]
 
     def _copied_s(self, phase: Phase, elements: int) -> float:
-        """Copies, on a measured device; elsewhere they are part of computing's memory traffic."""
+        """Seconds of copies on a measured device; for others they are part of computing's memory traffic."""
         measured, payloads = self._machine.device.measured, self._collectives(phase, elements)
         if measured is None or not payloads:
             return 0.0
@@ -186,7 +194,7 @@ class StepModel:
         return measured.copies(times * payloads[0][1])
 
     def _elements(self, unit: int) -> int:
-        """Elements that a unit gathers and reduces; of DDP, those of the bucket that it fills."""
+        """Elements that a unit gathers and reduces; with DDP, those of the bucket that it fills."""
         return self._units[unit].numel if self._buckets is None else self._buckets.get(unit, 0)
 
     def _collectives(self, phase: Phase, elements: int) -> list[tuple[str, float, RankGroup]]:
@@ -194,27 +202,171 @@ class StepModel:
         if phase is Phase.UNSHARD:
             return [("all_gather", elements * BYTES[self._dtypes.param], self._shard)] if self._factor > 1 else []
         size = elements * BYTES[self._dtypes.reduce]
-        inside = [("reduce_scatter", size, self._shard)] if self._factor > 1 else []
+        scatter = [("reduce_scatter", size, self._shard)] if self._factor > 1 else []
         across = [("all_reduce", size / self._factor, self._replicas)] if self._replicas.size > 1 and size else []
-        return inside + across
+        return scatter + across
 
-    def communicated(self, *, reducing: int, unreduced: int) -> tuple[dict[str, float], dict[str, int]]:
-        """Seconds and link bytes of a step by kind of collective, with so many micro-batches that reduce and that do not."""
-        taken, sent = defaultdict[str, float](float), defaultdict[str, float](float)
-        actions = schedule_of(len(self._units), self._rules).actions
-        alike = Counter((a.phase, self._elements(a.unit)) for a in actions if a.phase in SENDING)
-        for (phase, elements), count in alike.items():
-            times = count * (reducing + (unreduced if phase is Phase.UNSHARD else 0))
+    def communicated(self) -> tuple[dict[str, float], dict[str, int]]:
+        """Seconds without overlap, and link bytes, of a step by kind of collective."""
+        seconds, sent = defaultdict[str, float](float), defaultdict[str, float](float)
+        counts = Counter((a.phase, self._elements(a.unit)) for a in self._schedule.actions if a.phase in SENDING)
+        for (phase, elements), count in counts.items():
+            unreduced = 0 if phase is Phase.UNSHARD else self._unreduced
+            times = count * (self._spec.workload.accumulate - unreduced)
             for kind, size, group in self._collectives(phase, elements):
-                taken[kind] += times * collective_seconds(kind, size, group, self._machine, self._rates)
+                seconds[kind] += times * collective_seconds(kind, size, group, self._machine, self._rates)
                 sent[kind] += times * link_bytes(kind, size, group.size)
-        return dict(taken), {kind: round(size) for kind, size in sent.items()}
+        return dict(seconds), {kind: round(size) for kind, size in sent.items()}
 
 
 def recomputed(spec: Spec, units: int) -> set[int]:
-    """Units that recompute their forward; never the root, whose part outside of blocks is not checkpointed."""
-    how = spec.strategy.recompute
-    if how == "none":
+    """Units that recompute their forward; never the root, whose own part is not checkpointed."""
+    policy = spec.strategy.recompute
+    if policy == "none":
         return set()
-    every = 1 if how == "full" else int(how.partition(":")[2])
+    every = 1 if policy == "full" else int(policy.partition(":")[2])
     return {i for i in range(1, units) if (i - 1) % every == 0}
+
+
+# -- one micro-batch -------------------------------------------------------------------------------------------------
+
+
+class TimedAction(NamedTuple):
+    """An action with its begin and end, in seconds from the beginning of the micro-batch."""
+
+    action: Action
+    begin_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedTimeline:
+    """One micro-batch. `waits`: when computing waited for communication, (unit, begin_s, end_s)."""
+
+    done: tuple[TimedAction, ...]
+    waits: tuple[tuple[int, float, float], ...]
+    seconds: float
+
+    @property
+    def exposed_s(self) -> float:
+        return sum(end - begin for _, begin, end in self.waits)
+
+    def phase_s(self, phase: Phase) -> float:
+        return sum(d.seconds for d in self.done if d.action.phase is phase)
+
+
+@functools.lru_cache(maxsize=64)
+def schedule_for(calls: Sequence[UnitCall], rules: Rules) -> Schedule:
+    """A cached Schedule: one model is planned many times."""
+    return Schedule(calls, rules)
+
+
+@functools.lru_cache(maxsize=64)
+def schedule_of(units: int, rules: Rules) -> Schedule:
+    """The Schedule of a root, unit 0, that calls the others once each, in order."""
+    return Schedule((UnitCall(unit=0), *(UnitCall(unit=i, parent=0) for i in range(1, units))), rules)
+
+
+class Simulation:
+    """A simulation of one micro-batch.
+
+    Args:
+        seconds: of each action alone.
+        ahead: the host runs ahead of the device, and only the limiter holds gathers back.
+        interference: slowdown of computing by a collective in flight, as a share of the collective's time.
+        late_s: wait of a collective for the last of its ranks, and of computing with it.
+        blocking: phases during which the computing thread waits.
+    """
+
+    def __init__(self, schedule: Schedule, seconds: Callable[[Action], float], *, ahead: bool, interference: float,
+                 late_s: float = 0.0, blocking: frozenset[Phase] = frozenset()) -> None:  # fmt: skip
+        self._schedule, self._seconds = schedule, seconds
+        self._ahead, self._interference, self._late_s = ahead, interference, late_s
+        self._blocking = blocking
+        self._computing = self._sending = self._copying = 0.0  # when each queue is free
+        self._ends: list[float] = []
+        self._freed: list[float] = []
+        self._gathers = 0
+        self._disturbed = 0.0  # seconds of collectives that have not slowed computing yet
+        self._waited_s = 0.0  # for late ranks
+        self._waits: list[tuple[int, float, float]] = []
+
+    def run(self) -> SimulatedTimeline:
+        done = []
+        for action in self._schedule.actions:
+            begin, end = self._place(action)
+            self._ends.append(end)
+            done.append(TimedAction(action=action, begin_s=begin, end_s=end))
+        last = max((d.end_s for d in done), default=0.0)
+        if last > self._computing:  # for the last gradients
+            self._waits.append((done[-1].action.unit, self._computing, last))
+        return SimulatedTimeline(done=tuple(done), waits=tuple(self._waits), seconds=last)
+
+    def _place(self, action: Action) -> tuple[float, float]:
+        ready = 0.0
+        for i in action.waits_for:
+            if self._ends[i] > ready:
+                ready = self._ends[i]
+        if action.phase is Phase.COMPUTE:
+            return self._compute(action, ready)
+        if action.phase is Phase.RESHARD:
+            self._freed.append(ready)
+            return ready, ready
+        if action.phase is Phase.OPTIM:
+            return ready, ready  # once per step, after all micro-batches
+        if action.phase is Phase.HOST_COPY:
+            begin = max(ready, self._copying)
+            self._copying = begin + self._seconds(action)
+            return begin, self._copying
+        if action.phase is Phase.UNSHARD:
+            ready = self._limited() if self._ahead else ready
+            self._gathers += 1
+        return self._send(action, ready)
+
+    def _limited(self) -> float:
+        """When the limiter admits the next gather: `limit` may be in flight or in use, besides units that stay gathered."""
+        limit = self._schedule.rules.limit
+        if not limit:
+            return 0.0
+        needed = self._gathers - limit - len(self._schedule.stays_gathered)
+        return self._freed[needed] if 0 <= needed < len(self._freed) else 0.0
+
+    def _send(self, action: Action, ready: float) -> tuple[float, float]:
+        begin, lasts = max(ready, self._sending), self._seconds(action)
+        if action.phase in self._blocking:
+            return self._block(action, max(begin, self._computing), lasts)
+        self._sending = begin + lasts
+        self._disturbed += lasts
+        self._waited_s += self._late_s if lasts else 0.0
+        return begin, self._sending
+
+    def _block(self, action: Action, begin: float, lasts: float) -> tuple[float, float]:
+        """Send while computing waits."""
+        self._waits.append((action.unit, self._computing, begin + lasts))
+        self._sending = self._computing = begin + lasts
+        self._waited_s += self._late_s if lasts else 0.0
+        return begin, self._computing
+
+    def _compute(self, action: Action, ready: float) -> tuple[float, float]:
+        begin = max(ready, self._computing)
+        if begin > self._computing:
+            self._waits.append((action.unit, self._computing, begin))
+        lasts = self._seconds(action)
+        slowed = min(self._interference * self._disturbed, self._interference * lasts)
+        self._disturbed = max(0.0, self._disturbed - lasts)
+        self._computing = begin + lasts + slowed + (self._waited_s if lasts else 0.0)
+        self._waited_s = 0.0 if lasts else self._waited_s
+        return begin, self._computing
+
+
+def computes(action: Action, schedule: Schedule) -> bool:
+    """Whether this computation of a call has its work: a call that encloses others works after them in the forward and
+    before them in the backward."""
+    if not schedule.children[action.point.call]:
+        return True
+    after = PointSide.AFTER if action.point.direction is Direction.FORWARD else PointSide.BEFORE
+    return action.point.moment is after

@@ -1,7 +1,7 @@
-"""`validate`: cross-validation of predicted step times against published ones, and `checks` of published ratios.
+"""Predictions against published measurements: `validate` of step times, `checks` of ratios, `memory_rows` of peak memory.
 
-Each fold leaves out one source; the largest source, llm-foundry, is split by GPU and model size. Errors are averaged over
-rows, and over sources first, so that two hundred rows of one source do not decide alone.
+`validate` is a cross-validation. Each fold leaves out one source; the largest source, llm-foundry, is split by GPU and model
+size. Errors are averaged over rows, and over sources first, so that two hundred rows of one source do not decide alone.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from importlib import resources
 from typing import Any
 
 from fsdp_lab.core.errors import FieldError
-from fsdp_lab.planner.calibrate import leave_out, predicted_s
-from fsdp_lab.planner.devices import PUBLISHED, Rates
-from fsdp_lab.planner.published import PublishedCase, Row, case
+from fsdp_lab.planner.devices import PUBLISHED
+from fsdp_lab.planner.fitting import leave_out, predicted_s
+from fsdp_lab.planner.memory import memory
+from fsdp_lab.planner.published import PublishedCase, Row, case, memory_kind, unit_bytes
 
-# ZeRO-3 with a fixed global batch while GPUs are added: DeepSpeed of 2021, bound by communication on a network that the
+# DeepSpeed's ZeRO-3 of 2021 with a fixed global batch on more and more GPUs, bound by communication on a network that the
 # table does not give (arXiv 2104.04473, table 2).
 STRESS = ("sc21-zero3-768", "sc21-zero3-640", "sc21-zero3-1120", "sc21-zero3-2240")
-# Its rows give no precision; model and cluster are those of figure 7(b), in bf16.
+# Rows without a precision; model and cluster are those of figure 7(b), in bf16.
 ALSO_BF16 = "arXiv 2304.11277 / PVLDB 16(12) Fig 6(b)"
 LARGEST = "llm-foundry"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutError:
-    """A row and its prediction by rates that were fitted without its fold. `error`: predicted / measured - 1."""
+    """A row and its prediction with rates that were fitted without its fold. `error`: predicted / measured - 1."""
 
     case: PublishedCase
     fold: str
@@ -46,10 +47,10 @@ class Errors:
 
     @property
     def by_source(self) -> dict[str, list[HeldOutError]]:
-        found: dict[str, list[HeldOutError]] = {}
-        for one in self.held:
-            found.setdefault(one.case.source, []).append(one)
-        return found
+        rows: dict[str, list[HeldOutError]] = {}
+        for row in self.held:
+            rows.setdefault(row.case.source, []).append(row)
+        return rows
 
     @property
     def by_row_mape(self) -> float:
@@ -61,7 +62,7 @@ class Errors:
 
     @property
     def worst(self) -> HeldOutError:
-        return max(self.held, key=lambda one: abs(one.error))
+        return max(self.held, key=lambda row: abs(row.error))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,29 +70,27 @@ class Validation:
     """Results of `validate`, with `lines` as text and `to_dict` as JSON."""
 
     errors: Errors
-    constant: Errors  # predicted by one MFU per GPU, the mean of the other folds' rows
-    stress: tuple[HeldOutError, ...]  # in no average
+    constant: Errors  # of predictions by a constant MFU per GPU, the mean of the other folds' rows
+    stress: tuple[HeldOutError, ...]  # not in the averages
     checks: tuple[Check, ...]
     refused: tuple[tuple[str, str], ...]  # (row id, reason)
 
     def lines(self) -> list[str]:
         """Plain text."""
-        of_all, constant = self.errors, self.constant
-        rows = sorted(of_all.by_source.items(), key=lambda item: -mape(item[1]))
-        beside = constant.by_source
-        worst = of_all.worst
+        errors, constant, constant_rows = self.errors, self.constant, self.constant.by_source
+        sources = sorted(errors.by_source.items(), key=lambda item: -mape(item[1]))
         return [
-            f"Error of step time, {len(of_all.held)} rows of {len(rows)} sources, each left out of its own calibration:",
+            f"Error of step time, {len(errors.held)} rows of {len(sources)} sources, each predicted without its own fold:",
             f"{'':52s} {'rows':>4s} {'error':>7s} {'bias':>7s} {'constant MFU':>13s}",
-            *(f"{name[:52]:52s} {len(held):4d} {mape(held):7.1%} {_bias(held):+7.1%} {mape(beside[name]):13.1%}"
-              for name, held in rows),
-            f"{'average by row':52s} {len(of_all.held):4d} {of_all.by_row_mape:7.1%} {_bias(of_all.held):+7.1%}"
+            *(f"{name[:52]:52s} {len(held):4d} {mape(held):7.1%} {_bias(held):+7.1%} {mape(constant_rows[name]):13.1%}"
+              for name, held in sources),
+            f"{'average by row':52s} {len(errors.held):4d} {errors.by_row_mape:7.1%} {_bias(errors.held):+7.1%}"
             f" {constant.by_row_mape:13.1%}",
-            f"{'average by source':52s} {'':4s} {of_all.by_source_mape:7.1%} {'':7s} {constant.by_source_mape:13.1%}",
-            f"worst: {worst.case.id}, {worst.error:+.1%}; by a constant MFU {constant.worst.case.id},"
+            f"{'average by source':52s} {'':4s} {errors.by_source_mape:7.1%} {'':7s} {constant.by_source_mape:13.1%}",
+            f"worst: {errors.worst.case.id}, {errors.worst.error:+.1%}; with a constant MFU {constant.worst.case.id},"
             f" {constant.worst.error:+.1%}",
-            "", "Stress tests of communication, in no average:",
-            *(f"{one.case.id:52s} {one.error:+12.1%}" for one in self.stress),
+            "", "Stress tests of communication, not in the averages:",
+            *(f"{row.case.id:52s} {row.error:+12.1%}" for row in self.stress),
             "", f"{'Throughput of a GPU, as a ratio':52s} {'published':>9s} {'predicted':>9s} {'points':>7s}",
             *(f"{c.name:52s} {c.published:9.3f} {c.predicted:9.3f} {c.points:+7.1f}" for c in self.checks),
         ]  # fmt: skip
@@ -99,27 +98,27 @@ class Validation:
     def to_dict(self) -> dict[str, Any]:
         """Errors are fractions: predicted / measured - 1."""
         return {
-            "rows": [_row(one) for one in self.errors.held],
+            "rows": [_row(row) for row in self.errors.held],
             "by_row_mape": self.errors.by_row_mape, "by_source_mape": self.errors.by_source_mape,
             "worst": _row(self.errors.worst),
             "sources": {name: {"rows": len(held), "mape": mape(held), "bias": _bias(held)}
                         for name, held in self.errors.by_source.items()},
             "constant_mfu": {"by_row_mape": self.constant.by_row_mape, "by_source_mape": self.constant.by_source_mape,
                              "worst": _row(self.constant.worst)},
-            "stress": [_row(one) for one in self.stress],
+            "stress": [_row(row) for row in self.stress],
             "checks": [{"name": c.name, "kind": c.kind, "published": c.published, "predicted": c.predicted}
                        for c in self.checks],
             "refused": dict(self.refused),
         }  # fmt: skip
 
 
-def mape(held: Sequence[HeldOutError]) -> float:
-    """Mean absolute error relative to the measurement."""
-    return sum(abs(one.error) for one in held) / len(held)
+def mape(rows: Sequence[HeldOutError | MemoryRow]) -> float:
+    """Mean absolute error relative to the measurement; NaN for no rows."""
+    return sum(abs(row.error) for row in rows) / len(rows) if rows else float("nan")
 
 
 def _bias(held: Sequence[HeldOutError]) -> float:
-    return sum(one.error for one in held) / len(held)
+    return sum(row.error for row in held) / len(held)
 
 
 def _row(one: HeldOutError) -> dict[str, Any]:
@@ -164,8 +163,8 @@ def _unfit(row: Row) -> str:
 def validate(rows: Sequence[Row]) -> Validation:
     """Predicts every usable row with rates fitted to the other folds. Takes a minute or two."""
     cases, refused = usable(rows)
-    found = leave_out(cases, fold)
-    held = tuple(HeldOutError(case=c, fold=fold(c), predicted_s=predicted_s(c, found[fold(c)].rates)) for c in cases)
+    fits = leave_out(cases, fold)
+    held = tuple(HeldOutError(case=c, fold=fold(c), predicted_s=predicted_s(c, fits[fold(c)].rates)) for c in cases)
     stress = [case(row) for row in rows if row["id"] in STRESS]
     return Validation(
         errors=Errors(held=held), constant=Errors(held=tuple(by_constant(cases))), checks=checks(rows),
@@ -175,15 +174,15 @@ def validate(rows: Sequence[Row]) -> Validation:
 
 
 def by_constant(cases: Sequence[PublishedCase]) -> list[HeldOutError]:
-    """Predictions by one number per GPU: the mean MFU of the other folds' rows on it, or on any GPU if there are none."""
-    at_peak = {c.id: _at_peak_s(c) for c in cases}
-    reached = {c.id: at_peak[c.id] / (c.measured_s or 1.0) for c in cases}
+    """Predictions by a constant MFU: the mean of the other folds' rows on the same GPU, or on any GPU if there are none."""
+    at_peak_s = {c.id: _at_peak_s(c) for c in cases}
+    mfus = {c.id: at_peak_s[c.id] / (c.measured_s or 1.0) for c in cases}
     held = []
     for one in cases:
         others = [c for c in cases if fold(c) != fold(one)]
-        same = [c for c in others if c.machine.device.name == one.machine.device.name] or others
-        mfu = sum(reached[c.id] for c in same) / len(same)
-        held.append(HeldOutError(case=one, fold=fold(one), predicted_s=at_peak[one.id] / mfu))
+        same_gpu = [c for c in others if c.machine.device.name == one.machine.device.name] or others
+        mfu = sum(mfus[c.id] for c in same_gpu) / len(same_gpu)
+        held.append(HeldOutError(case=one, fold=fold(one), predicted_s=at_peak_s[one.id] / mfu))
     return held
 
 
@@ -195,7 +194,7 @@ def _at_peak_s(one: PublishedCase) -> float:
 
 
 def fold(one: PublishedCase) -> str:
-    """The name of the fold with which a case is left out."""
+    """The name of a case's fold."""
     if LARGEST not in one.source:
         return one.source
     return f"{LARGEST}, {one.machine.device.name}, {one.shape.parameters / 1e9:.1f}B"
@@ -206,8 +205,8 @@ def fold(one: PublishedCase) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A ratio of two throughputs per GPU: of a row of the table and the same row with a column changed. The published ratio
-    is that of the table if it has both rows, otherwise of the source named beside it."""
+    """A ratio of two throughputs per GPU: of a row of the table to the same row with a column changed. The published ratio
+    is that of the table if it has both rows, otherwise that of the source in the comment."""
 
     name: str
     kind: str  # "scaling", "ablation"
@@ -216,14 +215,14 @@ class Check:
 
     @property
     def points(self) -> float:
-        """Hundredths by which the prediction is above the published ratio."""
+        """Predicted minus published ratio, in percentage points."""
         return 100 * (self.predicted - self.published)
 
 
-def checks(rows: Sequence[Row], rates: Rates = PUBLISHED) -> tuple[Check, ...]:
-    """Scaling and ablations, predicted by `rates`. rows: the whole table."""
+def checks(rows: Sequence[Row]) -> tuple[Check, ...]:
+    """Scaling and ablations. rows: the whole table."""
     table = {row["id"]: row for row in rows}
-    return (*_scaling(table, rates), *_ablations(table, rates))
+    return (*_scaling(table), *_ablations(table))
 
 
 # Per GPU at 512 GPUs and at 128: mosaicml/llm-foundry@8c8dd48 scripts/train/benchmarking/README.md, 'Large Scale'.
@@ -232,7 +231,7 @@ MPT_7B_TFLOPS = (417, 452)
 ZERO3_175B_TFLOPS = (44, 144)
 
 
-def _scaling(table: Mapping[str, Row], rates: Rates) -> list[Check]:
+def _scaling(table: Mapping[str, Row]) -> list[Check]:
     pairs = (
         ("GPT 175B, 128 to 512 GPUs", "fsdp-6b-on-512", "fsdp-6b-on-128"),
         ("MPT 3B, 128 to 512 GPUs", "mosaic-013", "mosaic-015"),
@@ -242,12 +241,12 @@ def _scaling(table: Mapping[str, Row], rates: Rates) -> list[Check]:
     )
     seven = table["mosaic-011"]
     many, few = MPT_7B_TFLOPS
-    found = [_check(name, "scaling", table[a], table[b], rates) for name, a, b in pairs]
-    at, beside = ({**seven, "n_gpus": str(n), "global_batch": str(6 * n)} for n in (512, 128))
-    return [*found, _check("MPT 7B, 128 to 512 GPUs", "scaling", at, beside, rates, published=many / few)]
+    found = [_check(name, "scaling", table[a], table[b]) for name, a, b in pairs]
+    on_many, on_few = ({**seven, "n_gpus": str(n), "global_batch": str(6 * n)} for n in (512, 128))
+    return [*found, _check("MPT 7B, 128 to 512 GPUs", "scaling", on_many, on_few, published=many / few)]
 
 
-def _ablations(table: Mapping[str, Row], rates: Rates) -> list[Check]:
+def _ablations(table: Mapping[str, Row]) -> list[Check]:
     on = table["fsdp-6b-on-128"]
     off = {**on, "other_value": "off"}
     zero3 = table["sc21-zero3-768"]
@@ -262,18 +261,16 @@ def _ablations(table: Mapping[str, Row], rates: Rates) -> list[Check]:
     )
     return [
         # "approximately 18%", arXiv 2304.11277, section 5.3; figure 6(b) digitised gives 22%.
-        _check("backward prefetch, GPT 175B on 128 GPUs", "ablation", on, off, rates, published=1.18),
-        *(_check(name, "ablation", table[a], table[b], rates) for name, a, b in pairs),
-        _check(
-            "ZeRO-3 of 175B, one global batch, 384 to 1536", "ablation", spread, packed, rates, published=many / few
-        ),
+        _check("backward prefetch, GPT 175B on 128 GPUs", "ablation", on, off, published=1.18),
+        *(_check(name, "ablation", table[a], table[b]) for name, a, b in pairs),
+        _check("ZeRO-3 of 175B, one global batch, 384 to 1536", "ablation", spread, packed, published=many / few),
     ]
 
 
-def _check(name: str, kind: str, row: Row, beside: Row, rates: Rates, published: float | None = None) -> Check:
-    ours = [case(each) for each in (row, beside)]
-    a, b = (one.tokens / predicted_s(one, rates) for one in ours)
-    return Check(name=name, kind=kind, published=published or _measured(ours[0]) / _measured(ours[1]), predicted=a / b)
+def _check(name: str, kind: str, row: Row, base: Row, published: float | None = None) -> Check:
+    one, other = case(row), case(base)
+    predicted = (one.tokens / predicted_s(one)) / (other.tokens / predicted_s(other))
+    return Check(name=name, kind=kind, published=published or _measured(one) / _measured(other), predicted=predicted)
 
 
 def _measured(one: PublishedCase) -> float:
@@ -281,3 +278,77 @@ def _measured(one: PublishedCase) -> float:
     if not one.measured_s:
         raise ValueError(f"{one.id} has no step time")
     return one.tokens / one.measured_s
+
+
+# -- peak memory -----------------------------------------------------------------------------------------------------
+
+# Rows that contradict their own description; reported separately. A T5 of 11.3e9 parameters takes 7 GB more on 8 GPUs than
+# on 512: 5 bytes per parameter, where fp32 values and Adam's moments alone are 12. And 80.7 GB of one GPU for 8.0e9
+# parameters are 10 bytes each.
+UNEXPLAINED = (
+    *(f"fsdp-7c-B{b}-{n}" for b in (8, 16) for n in (8, 16, 32, 64, 128, 256, 512)), "kempner-01", "kempner-02",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRow:
+    """Measured and predicted bytes; `kind`: "allocated", "reserved" or "used"."""
+
+    case: PublishedCase
+    kind: str
+    measured_bytes: float
+    predicted_bytes: float
+
+    @property
+    def is_explained(self) -> bool:
+        return self.case.id not in UNEXPLAINED
+
+    @property
+    def error(self) -> float:
+        """Relative to the measurement."""
+        return self.predicted_bytes / self.measured_bytes - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.case.id, "source": self.case.source, "kind": self.kind, "is_explained": self.is_explained,
+            "measured_bytes": self.measured_bytes, "predicted_bytes": self.predicted_bytes,
+        }  # fmt: skip
+
+
+def memory_rows(rows: Iterable[Row]) -> tuple[list[MemoryRow], list[tuple[str, str]]]:
+    """Rows that have a peak and can be predicted; and (row id, reason) of those that cannot."""
+    found, refused = [], []
+    for row in rows:
+        unit = unit_bytes(row)
+        if not (row.get("peak_mem") or "").strip() or unit is None:
+            continue
+        try:
+            one = case(row)
+        except FieldError as e:
+            refused.append((row.get("id", ""), str(e)))
+            continue
+        kind, device = memory_kind(row), one.machine.device
+        planned = memory(one.spec, one.shape, device=device.type, software=one.software)
+        predicted = planned.peak_of_kind(kind, device.memory_bytes)
+        found.append(
+            MemoryRow(case=one, kind=kind, measured_bytes=float(row["peak_mem"]) * unit, predicted_bytes=predicted)
+        )
+    return found, refused
+
+
+def memory_lines(rows: Sequence[MemoryRow]) -> list[str]:
+    """Errors by kind and source, as text, with and without the unexplained rows."""
+    lines = []
+    for kind in dict.fromkeys(row.kind for row in rows):
+        of_kind = [row for row in rows if row.kind == kind]
+        explained = [row for row in of_kind if row.is_explained]
+        lines.append(f"{kind} memory, {len(explained)} rows: {mape(explained):.1%} mean absolute error")
+        for source in dict.fromkeys(row.case.source for row in of_kind):
+            of_source = [row for row in of_kind if row.case.source == source]
+            excluded = (
+                "" if all(row.is_explained for row in of_source) else " (excluded: its rows contradict themselves)"
+            )
+            lines.append(f"    {source}: {mape(of_source):.1%} of {len(of_source)}{excluded}")
+        if len(explained) < len(of_kind):
+            lines.append(f"    including the excluded rows: {mape(of_kind):.1%} of {len(of_kind)}")
+    return lines

@@ -25,7 +25,7 @@ from fsdp_lab.core.errors import FieldError, SpecError
 from fsdp_lab.core.link import LinkError, LinkSpec, format_latency, format_rate
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.models import Batches, BestPeak, Flops, build_skeleton, count_flops, device_peak, resolve
-from fsdp_lab.models.peaks import Peak
+from fsdp_lab.models.flops import Peak
 from fsdp_lab.models.presets import facts_of
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.trainer import StepCost

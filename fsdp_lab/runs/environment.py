@@ -22,7 +22,7 @@ from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.placement import usable_cores
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.calibration import Calibration, references
-from fsdp_lab.planner.shapes.presets import shape_for
+from fsdp_lab.planner.shapes import shape_for
 
 PACKAGES = ("torch", "transformers", "fsdp-lab")
 CPUINFO = Path("/proc/cpuinfo")

@@ -27,8 +27,7 @@ GROUPED = {"model_type": "mistral", "hidden_size": 64, "num_hidden_layers": 1, "
         Workload(model=TINY, seq_len=64),
         Workload(model={**GROUPED, "num_key_value_heads": 2}),
         Workload(
-            model={"model_type": "convnext", "hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2},
-            data="images",
+            model={"model_type": "convnext", "hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2}, data="images"
         ),
     ],
 )
@@ -40,7 +39,7 @@ def test_what_is_right_passes(workload: Workload) -> None:
     ("fields", "field", "words"),
     [
         ({"model": "gtp2-10m"}, "workload.model", "gpt2-10m"),
-        ({"model": {"model_type": "nonesuch"}}, "workload.model", "knows no type"),
+        ({"model": {"model_type": "nonesuch"}}, "workload.model", "has no type"),
         ({"model": {"model_type": "wav2vec2"}}, "workload.model", "no language model or image classifier"),
         ({"model": {**TINY, "vocab_size": 258}}, "workload.model", "vocab_size of 259 or more"),
         ({"model": {**TINY, "n_head": 3}, "seq_len": 16}, "workload.model", "can be built"),
@@ -72,7 +71,7 @@ def test_text_that_cannot_be_trained_on_is_refused(tmp_path: Path) -> None:
         with pytest.raises(SpecError, match=words):
             Batches(Workload(data=str(tmp_path / name)), resolve("gpt2-1m"), rank=0, world_size=1)
     (tmp_path / "none").mkdir()
-    with pytest.raises(SpecError, match="holds no text"):
+    with pytest.raises(SpecError, match="contains no text"):
         check(Workload(data=str(tmp_path / "none")))
 
 

@@ -15,9 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from fsdp_lab.backends.wrapping import prepare, recomputed
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Strategy
-from fsdp_lab.models import build_skeleton, count_flops, device_peak, flops_per_sample, peaks, resolve
-from fsdp_lab.models.flops import _batch
-from fsdp_lab.models.peaks import BestPeak, Peak, _from_table, measured_peak
+from fsdp_lab.models import build_skeleton, count_flops, device_peak, flops, flops_per_sample, resolve
+from fsdp_lab.models.flops import BestPeak, Peak, _from_data_sheet, empty_batch, measured_peak
 from fsdp_lab.models.presets import facts_of
 from tests.models.small import filled
 
@@ -59,7 +58,7 @@ def counted_while_training(name: str, seq_len: int, recompute: str) -> int:
     """FLOPs of a real forward and backward of one sample on the CPU, under the checkpoints that backends put in."""
     model = filled(name)
     prepare(model, Strategy(recompute=recompute))
-    batch = {n: torch.zeros(t.shape, dtype=t.dtype) for n, t in _batch(facts_of(resolve(name)), seq_len).items()}
+    batch = {n: t.zero_() for n, t in empty_batch(facts_of(resolve(name)), 2, seq_len, device="cpu").items()}
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the counter knows no CPU attention
         model(**batch)["loss"].backward()
     return int(counter.get_total_flops()) // len(batch["labels"])
@@ -125,9 +124,7 @@ def test_a_cpu_is_measured_and_says_so() -> None:
 def test_a_gpu_that_is_not_in_the_table_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce GTX 1080")
-    monkeypatch.setattr(
-        peaks, "measured_peak", lambda *given: asked.append(given) or peaks.Peak(1e12, "measured: here")
-    )
+    monkeypatch.setattr(flops, "measured_peak", lambda *given: asked.append(given) or Peak(1e12, "measured: here"))
     assert device_peak("cuda:0", torch.float32).source == "measured: here" and len(asked) == 1
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert device_peak("cuda:0", torch.bfloat16) == (989.4e12, "NVIDIA H200 data sheet, dense bf16") and len(asked) == 1
@@ -135,7 +132,7 @@ def test_a_gpu_that_is_not_in_the_table_is_measured(monkeypatch: pytest.MonkeyPa
 
 LAYOUTS = """
 import time, torch
-from fsdp_lab.models.peaks import measured_peak
+from fsdp_lab.models.flops import measured_peak
 torch.set_num_threads(1)
 a = torch.full((256, 256), 0.5, dtype=torch.bfloat16)
 begun_s = time.perf_counter()
@@ -190,5 +187,5 @@ def test_a_dtype_without_matrix_products_has_no_peak() -> None:
     ],
 )
 def test_the_table_knows_a_gpu_by_its_name_or_not_at_all(name: str, column: str, tflops: float | None) -> None:
-    found = _from_table(name, column)
+    found = _from_data_sheet(name, column)
     assert (found is None) if tflops is None else (found is not None and found.flops_per_s == tflops * 1e12)

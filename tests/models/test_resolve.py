@@ -47,7 +47,7 @@ def test_an_encoder_decoder_always_knows_how_its_decoder_starts() -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ({"model_type": "gpt3"}, "knows no type 'gpt3'.*gpt2"),
+        ({"model_type": "gpt3"}, "has no type 'gpt3'.*gpt2"),
         ({"n_embd": 4}, "no model_type"),
         ({**TINY, "n_embd": "wide"}, "gpt2 refuses the config"),
         ({**TINY, "quantization_config": {"quant_method": "awq"}}, "quantized"),
@@ -61,7 +61,7 @@ def test_a_refusal_says_why(model: Any, words: str) -> None:
 
 
 def test_an_unusable_folder_or_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"holds no config\.json"):
+    with pytest.raises(SpecError, match=r"contains no config\.json"):
         resolve(str(tmp_path))
     bad = tmp_path / "config.json"
     for text, words in (("{", "cannot be read as JSON"), (json.dumps([1]), "not a JSON object")):

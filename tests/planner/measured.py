@@ -10,7 +10,7 @@ from typing import Any
 from fsdp_lab.core.events import Role, RoleBytes, StepEvent
 from fsdp_lab.core.spec import BACKENDS, OFFLOADS, SHARDINGS, Spec
 from fsdp_lab.planner.memory import MemoryPlan, memory
-from fsdp_lab.planner.shapes.presets import shape_for
+from fsdp_lab.planner.shapes import shape_for
 from tests.pool import Pool, RankError
 from tests.rank.test_ledger import ledger_steps
 

@@ -11,11 +11,11 @@ from fsdp_lab.core.events import Role, StepEvent
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.costs import Software
 from fsdp_lab.planner.memory import memory
-from fsdp_lab.planner.memory_rows import UNEXPLAINED, MemoryRow, in_kind, lines, mape, memory_rows
 from fsdp_lab.planner.named_models import NamedModel, shape_of
-from fsdp_lab.planner.shapes.presets import shape_for
+from fsdp_lab.planner.published import peak_in_unit
+from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.planner.shapes.rewrapping import deepened
-from fsdp_lab.planner.validate import published
+from fsdp_lab.planner.validate import UNEXPLAINED, MemoryRow, mape, memory_lines, memory_rows, published
 from tests.planner.measured import USUAL, Beside, beside, measured, planned
 from tests.pool import Pool
 
@@ -153,7 +153,7 @@ def test_allocated_memory_of_published_rows(rows: list[MemoryRow]) -> None:
     assert {m.case.id for m in rows if not m.is_explained} == set(UNEXPLAINED)
     assert mape(explained) <= 0.10 and max(abs(m.error) for m in explained) <= 0.15
     assert len({m.case.source for m in explained}) >= 2
-    assert any(line.startswith(f"allocated memory, {len(explained)} rows") for line in lines(rows))
+    assert any(line.startswith(f"allocated memory, {len(explained)} rows") for line in memory_lines(rows))
 
 
 def test_the_rows_left_out_contradict_themselves(rows: list[MemoryRow]) -> None:
@@ -178,13 +178,13 @@ def test_slopes_of_published_rows(rows: list[MemoryRow]) -> None:
 
 def test_units_and_kinds() -> None:
     plan = memory(wide(64), shape_of(LLAMA), device="cuda")
-    gib = in_kind(plan, {"peak_mem_unit": "GiB", "peak_mem_kind": "allocated"})
-    gb = in_kind(plan, {"peak_mem_unit": "GB", "peak_mem_kind": "allocated"})
-    mib = in_kind(plan, {"peak_mem_unit": "MB (slope fits MiB)", "peak_mem_kind": "max allocated"})
+    gib = peak_in_unit(plan, {"peak_mem_unit": "GiB", "peak_mem_kind": "allocated"})
+    gb = peak_in_unit(plan, {"peak_mem_unit": "GB", "peak_mem_kind": "allocated"})
+    mib = peak_in_unit(plan, {"peak_mem_unit": "MB (slope fits MiB)", "peak_mem_kind": "max allocated"})
     assert gib is not None and gb is not None and mib is not None
     assert gb * GB == pytest.approx(gib * 2**30) == pytest.approx(plan.peak_bytes) == pytest.approx(mib * 2**20)
-    reserved = in_kind(plan, {"peak_mem_unit": "GB", "peak_mem_kind": "reserved"})
+    reserved = peak_in_unit(plan, {"peak_mem_unit": "GB", "peak_mem_kind": "reserved"})
     assert reserved is not None and reserved > plan.reserved_bytes / GB > gb
-    full = in_kind(plan, {"peak_mem_unit": "GiB", "peak_mem_kind": "reserved", "gpu_mem_gb": "16"})
+    full = peak_in_unit(plan, {"peak_mem_unit": "GiB", "peak_mem_kind": "reserved", "gpu_mem_gb": "16"})
     assert full == pytest.approx(0.95 * 16)
-    assert in_kind(plan, {"peak_mem_unit": "bananas", "peak_mem_kind": "reserved"}) is None
+    assert peak_in_unit(plan, {"peak_mem_unit": "bananas", "peak_mem_kind": "reserved"}) is None

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import pytest
 
 from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.planner.calibrate import predicted_s
 from fsdp_lab.planner.costs import Attention
 from fsdp_lab.planner.devices import PUBLISHED
+from fsdp_lab.planner.fitting import predicted_s
 from fsdp_lab.planner.published import case
 from fsdp_lab.planner.validate import published, usable
 
@@ -54,7 +54,7 @@ def test_a_decoder_that_no_table_knows_is_of_the_family_that_has_its_parameters(
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"n_gpus": ""}, "n_gpus: it is empty"),
-    ({"n_gpus": "many"}, "n_gpus: 'many' is no number"),
+    ({"n_gpus": "many"}, "n_gpus: 'many' is not a number"),
     ({"micro_batch": "-2"}, "micro_batch: '-2' is refused"),
     ({"micro_batch": "1.5"}, "micro_batch: 1.5 is refused; give a whole number"),
     ({"gpu": "TPU v4"}, "gpu: 'TPU v4' is not known"),

@@ -10,8 +10,7 @@ import pytest
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.model_shape import ALLOCATED, ARRIVED, FREED, MADE, ModelShape
 from fsdp_lab.models import PRESETS, count_flops, resolve
-from fsdp_lab.planner.shapes import recorded
-from fsdp_lab.planner.shapes.presets import shape_for
+from fsdp_lab.planner.shapes import recorded, shape_for
 from fsdp_lab.planner.shapes.recorded import shape_of
 from fsdp_lab.planner.shapes.tape import size_of
 
@@ -80,7 +79,7 @@ def test_a_size_tells_how_it_grows() -> None:
 
 
 def test_presets_need_no_torch() -> None:
-    code = ("import sys; from fsdp_lab.planner.shapes.presets import shape_for; "
+    code = ("import sys; from fsdp_lab.planner.shapes import shape_for; "
             "assert shape_for('llama-7b', 'every:2').parameters; "
             "assert not {'torch', 'numpy'} & set(sys.modules)")  # fmt: skip
     subprocess.run([sys.executable, "-c", code], check=True)

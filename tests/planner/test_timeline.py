@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_lab.core.schedule import Action, Direction, Phase, Rules
-from fsdp_lab.planner.timeline import SimulatedTimeline, computes, schedule_of, simulate
+from fsdp_lab.planner.step import SimulatedTimeline, Simulation, computes, schedule_of
 
 BLOCKS = 8
 FORWARD, BACKWARD = 2.0, 4.0
@@ -28,7 +28,7 @@ def simulated(*, gather: float = 0.0, reduce: float = 0.0, ahead: bool = True, i
         return {Phase.UNSHARD: gather, Phase.REDUCE: reduce}.get(action.phase, 0.0)
 
     assert all(computes(a, schedule) for a in schedule.actions if a.unit > 0 and a.phase is Phase.COMPUTE)
-    return simulate(schedule, seconds, ahead=ahead, interference=interference)
+    return Simulation(schedule, seconds, ahead=ahead, interference=interference).run()
 
 
 COMPUTING = BLOCKS * (FORWARD + BACKWARD)
@@ -102,8 +102,8 @@ def test_where_nothing_overlaps_a_step_is_the_sum_of_all() -> None:
     def of(action: Action) -> float:
         return 0.0 if action.unit == 0 else seconds.get(action.phase, 0.0)
 
-    found = simulate(schedule, of, ahead=True, interference=0.5,
-                     blocking=frozenset({Phase.UNSHARD, Phase.REDUCE}))  # fmt: skip
+    both = frozenset({Phase.UNSHARD, Phase.REDUCE})
+    found = Simulation(schedule, of, ahead=True, interference=0.5, blocking=both).run()
     assert found.seconds == pytest.approx(sum(map(of, schedule.actions)))
     assert found.exposed_s == pytest.approx(found.phase_s(Phase.UNSHARD) + found.phase_s(Phase.REDUCE))
 
@@ -120,5 +120,5 @@ def test_what_blocks_is_waited_for_and_the_rest_overlaps() -> None:
         work = FORWARD if action.point.direction is Direction.FORWARD else BACKWARD
         return work if action.phase is Phase.COMPUTE else seconds.get(action.phase, 0.0)
 
-    waits = simulate(schedule, of, ahead=False, interference=0.0, blocking=frozenset({Phase.REDUCE}))
+    waits = Simulation(schedule, of, ahead=False, interference=0.0, blocking=frozenset({Phase.REDUCE})).run()
     assert waits.seconds == pytest.approx(free.seconds + BLOCKS - 1)  # the last reduction is waited for anyway

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from fsdp_lab.planner.calibrate import calibrate, leave_out, predicted_s
 from fsdp_lab.planner.devices import PUBLISHED
+from fsdp_lab.planner.fitting import fit_rates, leave_out, predicted_s
 from fsdp_lab.planner.published import PublishedCase, case
 from fsdp_lab.planner.validate import (
     STRESS,
@@ -82,7 +82,7 @@ def test_what_is_left_out_was_not_calibrated_on(cases: list[PublishedCase]) -> N
     for name, calibration in left.items():
         others = [one for one in some if fold(one) != name]
         assert calibration.rows == len(others) < len(some)
-        alone = calibrate(others).rates
+        alone = fit_rates(others).rates
         for one in some:
             if fold(one) == name:
                 assert predicted_s(one, calibration.rates) == pytest.approx(predicted_s(one, alone), rel=0.02)

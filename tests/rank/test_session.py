@@ -17,7 +17,7 @@ import pytest
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.models.peaks import Peak
+from fsdp_lab.models.flops import Peak
 from fsdp_lab.rank import Session, prepare
 from tests.covering import tiered
 from tests.pool import Place, Pool

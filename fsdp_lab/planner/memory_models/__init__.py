@@ -1,3 +1,3 @@
-"""What each backend holds and frees at each point of a step: one file a backend, behind one class."""
+"""What each backend allocates and frees at each point of a step: subclasses of `base.MemoryModel`."""
 
 from __future__ import annotations

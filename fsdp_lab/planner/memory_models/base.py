@@ -1,7 +1,7 @@
 """`MemoryModel`: what a backend allocates and frees in a `MemoryTracker` during a step. Each backend has a subclass.
 
-A model computes nothing and moves nothing: it follows the points of a schedule and adds up bytes, with the sizes of each
-unit in each form that the backend holds (`UnitBytes`).
+A model only adds up bytes at the points of a schedule, from the sizes of each unit in the forms that the backend stores
+(`UnitBytes`).
 """
 
 from __future__ import annotations
@@ -12,25 +12,22 @@ from typing import Any
 
 from fsdp_lab.core.events import Role, RoleBytes
 from fsdp_lab.core.model_shape import ModelShape, UnitShape
-from fsdp_lab.core.schedule import Direction, Point, PointSide
+from fsdp_lab.core.schedule import Point
 from fsdp_lab.core.spec import Spec
 
 MASTER = 4  # bytes of an fp32 element
 STATE = {"adamw": 2, "sgd": 0}  # tensors of optimizer state for each parameter
 
-PARAMETERS, UNSHARDED, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION, OTHER = range(7)
-_ROLES = (
-    Role.PARAMETERS, Role.UNSHARDED, Role.GRADIENTS, Role.OPTIMIZER, Role.ACTIVATIONS, Role.COMMUNICATION, Role.OTHER,
-)  # fmt: skip
+PARAMETERS, UNSHARDED, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION, OTHER = range(len(Role))  # in Role's order
 
 
 @dataclass(slots=True)
 class MemoryTracker:
     """Allocated bytes by class: now and at the peak. `where` is set by the caller; `peak_where` is its value at the peak."""
 
-    now: list[float] = field(default_factory=lambda: [0.0] * len(_ROLES))
+    now: list[float] = field(default_factory=lambda: [0.0] * len(Role))
     total: float = 0.0
-    peak: list[float] = field(default_factory=lambda: [0.0] * len(_ROLES))
+    peak: list[float] = field(default_factory=lambda: [0.0] * len(Role))
     peak_total: float = 0.0
     where: tuple[str, int] = ("begin", 0)
     peak_where: tuple[str, int] = ("begin", 0)
@@ -57,7 +54,7 @@ class MemoryTracker:
 
 def role_bytes(sizes: list[float]) -> RoleBytes:
     """`MemoryTracker.now` or `.peak` in whole bytes."""
-    return RoleBytes.of({role: round(max(0.0, size)) for role, size in zip(_ROLES, sizes, strict=True)})
+    return RoleBytes.of({role: round(max(0.0, size)) for role, size in zip(Role, sizes, strict=True)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +66,7 @@ class UnitBytes:
     gathered: float  # all F shards in the gathered dtype
     whole: float  # the unsharded gradient in the dtype of the reduction
     reduced: float  # this rank's shard of the gradient in that dtype
-    decayed: float  # of the shard, in fp32: parameters with weight decay, which the optimizer steps together
+    decayed: float  # of the shard in fp32: parameters with weight decay, one parameter group of the optimizer
     others: float  # the rest of the shard
     mixed: bool  # gathered in another dtype than fp32
     recast: bool  # reduced in another dtype than fp32
@@ -85,7 +82,7 @@ class UnitBytes:
 
 
 def parameter_shapes(unit: UnitShape) -> list[tuple[int, ...]]:
-    """Shapes of a unit's parameters. Where only their elements are known, matrices whose rows divide evenly."""
+    """Shapes of a unit's parameters. If only their numbers of elements are known, matrices as wide as the unit's input."""
     if unit.shapes:
         return list(unit.shapes)
     width = int(unit.boundary_elements) or 1
@@ -111,7 +108,7 @@ class MemoryModel:
         sizes = {id(unit): self.unit_bytes(unit) for unit in {id(unit): unit for unit in shape.units}.values()}
         self.units = [sizes[id(unit)] for unit in shape.units]
         self.gradients = [0.0] * len(self.units)  # reduced gradients of each unit
-        self.fresh = [0.0] * len(self.units)  # gradients that became ready since the unit's last reduction
+        self.fresh = [0.0] * len(self.units)  # gradients that became ready after the unit's last reduction
         self.offloaded = self.strategy.offload != "none"
         self.reduces_on_host = self.offloaded and not on_gpu  # reduced gradients are host memory, which is not counted
         self.keeps_gradients = False  # between steps
@@ -131,7 +128,7 @@ class MemoryModel:
         return sum(u.shard for u in self.units)
 
     def alloc_state(self) -> None:
-        """Allocate what a rank holds when a step begins."""
+        """Allocates what a rank holds when a step begins."""
         if self.keeps_gradients and not self.offloaded:
             self.gradients = [u.shard for u in self.units]
             self.tracker.alloc(GRADIENTS, self.shards)
@@ -147,15 +144,15 @@ class MemoryModel:
     # -- collectives ------------------------------------------------------------------------------------------------
 
     def gather_scratch(self, size: float) -> float:
-        """Bytes that an all-gather needs beside its output while in flight: Gloo receives into a buffer of its own."""
+        """Bytes that an all-gather in flight needs in addition to its output: Gloo receives into its own buffer."""
         return size if self._over_gloo else 0.0
 
     def reduce_scratch(self, size: float) -> float:
-        """The same for a reduce-scatter: over Gloo ranks exchange the summands and add them in rank order."""
+        """The same for a reduce-scatter: over Gloo, ranks exchange the summands and add them in rank order."""
         return size if self._over_gloo else 0.0
 
     def alloc_scratch(self, size: float, *, ahead: bool = False) -> None:
-        """Allocate and free scratch. That of a prefetch is freed when the unit that computes meanwhile is about halfway:
+        """Allocates and frees scratch. That of a prefetch is freed when the unit that computes meanwhile is about halfway:
         at its first gradient, or at the end of its forward."""
         self.tracker.alloc(COMMUNICATION, size)
         if ahead:
@@ -164,7 +161,7 @@ class MemoryModel:
             self.tracker.free(COMMUNICATION, size)
 
     def finish_prefetches(self) -> None:
-        """Free the scratch of prefetches in flight."""
+        """Frees the scratch of prefetches in flight."""
         if self.in_flight:
             self.tracker.free(COMMUNICATION, self.in_flight)
             self.in_flight = 0.0
@@ -175,26 +172,26 @@ class MemoryModel:
         self.reduces = reduces
 
     def at(self, point: Point) -> None:
-        """The step reaches a point of the schedule."""
+        """Called at each point of the schedule."""
 
     def gradient_ready(self, unit: int, index: int, size: float) -> None:
-        """A parameter's gradient is complete: `size` bytes of the class of gradients."""
+        """Called when a parameter's gradient, of `size` bytes, is complete."""
 
     def keep_gradient(self, unit: int, size: float) -> None:
-        """A reduced gradient of `size` bytes: moved to the host, added to the one that is there, or kept."""
+        """A reduced gradient of `size` bytes is moved to the host, added to that of an earlier micro-batch, or kept."""
         if self.offloaded or self.gradients[unit]:
             self.tracker.free(GRADIENTS, size)
         else:
             self.gradients[unit] = size
 
     def end_backward(self) -> None:
-        """The backward is complete."""
+        """Called after the backward."""
 
     # -- update -----------------------------------------------------------------------------------------------------
 
     def update(self) -> None:
-        """Scratch of the optimizer's foreach kernels: AdamW's square roots, SGD's gradients with weight decay added; one
-        parameter group at a time."""
+        """Scratch of the optimizer's foreach kernels, one parameter group at a time: AdamW's square roots, SGD's gradients
+        with weight decay added."""
         if self.offloaded:
             return
         groups = [sum(u.decayed for u in self.units), sum(u.others for u in self.units)]
@@ -205,7 +202,7 @@ class MemoryModel:
             self.tracker.free(OPTIMIZER, scratch)
 
     def drop_gradients(self) -> None:
-        """`zero_grad`."""
+        """Called for `zero_grad`."""
         if self.keeps_gradients:
             return
         if not self.offloaded:
@@ -215,7 +212,7 @@ class MemoryModel:
     # -- repeated units: `memory` plays the gradients of equal units once ---------------------------------------------
 
     def state_key(self, unit: int) -> tuple[object, ...]:
-        """All state on which the treatment of this unit's gradients depends."""
+        """All state that determines what happens to this unit's gradients."""
         return (self.fresh[unit],)
 
     def unit_state(self, unit: int) -> Any:
@@ -224,36 +221,3 @@ class MemoryModel:
 
     def set_unit_state(self, unit: int, state: Any) -> None:
         self.fresh[unit] = state
-
-
-class HookedMemory(MemoryModel):
-    """FSDP1 and FSDP2: hooks run before the first and after the last call of a unit, in each direction."""
-
-    def __init__(self, spec: Spec, shape: ModelShape, tracker: MemoryTracker, *, on_gpu: bool) -> None:
-        super().__init__(spec, shape, tracker, on_gpu=on_gpu)
-        calls = shape.call_tree
-        self._first = {c.unit: k for k, c in reversed(list(enumerate(calls)))}
-        self._last = {c.unit: k for k, c in enumerate(calls)}
-        self.order = [u for u in dict.fromkeys(c.unit for c in calls) if u]  # units below the root, by first call
-        self.gathered = [False] * len(self.units)
-
-    def at(self, point: Point) -> None:
-        unit = self.shape.call_tree[point.call].unit
-        forward, before = point.direction is Direction.FORWARD, point.moment is PointSide.BEFORE
-        if point.call == (self._first if forward is before else self._last)[unit]:
-            if forward:
-                (self.pre_forward if before else self.post_forward)(unit)
-            else:
-                (self.pre_backward if before else self.post_backward)(unit)
-
-    def pre_forward(self, unit: int) -> None:
-        raise NotImplementedError
-
-    def post_forward(self, unit: int) -> None:
-        raise NotImplementedError
-
-    def pre_backward(self, unit: int) -> None:
-        raise NotImplementedError
-
-    def post_backward(self, unit: int) -> None:
-        raise NotImplementedError

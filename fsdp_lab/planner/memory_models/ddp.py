@@ -23,13 +23,13 @@ from fsdp_lab.planner.memory_models.base import (
 
 
 class DDPMemory(MemoryModel):
-    """`fresh`: bytes of a unit's gradients of this micro-batch that are not in buckets, as under `no_sync`."""
+    """DDP. `fresh`: bytes of a unit's gradients of this micro-batch that are not in buckets, as under `no_sync`."""
 
     def __init__(self, spec: Spec, shape: ModelShape, tracker: MemoryTracker, *, on_gpu: bool) -> None:
         super().__init__(spec, shape, tracker, on_gpu=on_gpu)
         self._filled, self._limit, self._sent = 0.0, float(FIRST_BUCKET), 0.0
         self._recast = self.units[0].recast
-        self._kept = [0.0] * len(self.units)  # the same of earlier micro-batches
+        self._kept = [0.0] * len(self.units)  # those of earlier micro-batches
         self._share = self.units[0].reduced / max(1.0, self.units[0].shard)
 
     def unit_bytes(self, unit: UnitShape) -> UnitBytes:
@@ -42,7 +42,7 @@ class DDPMemory(MemoryModel):
         self.tracker.alloc(GRADIENTS, self.shards)
 
     def gradient_ready(self, unit: int, index: int, size: float) -> None:
-        """Under `no_sync` the first gradients stay beside the buckets, and later ones are added to them."""
+        """Under `no_sync` the first gradients stay outside of the buckets, and later ones are added to them."""
         if not self.reduces and not self._kept[unit]:
             self.fresh[unit] += size
             return

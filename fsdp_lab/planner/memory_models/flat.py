@@ -3,11 +3,10 @@
 Shared with the engine, as data without torch: the order of gathers, frees and reductions (`core.schedule.Schedule`) and the
 layout of flat buffers, shards and optimizer groups (`core.layout.Layout`).
 
-Note: what is not shared. The state of a unit's buffers (gathered, sent, reducing) is written here a second time. The
-engine's transitions act on storages: they wait for streams, keep tensors alive, and react to a forward that departs from
-its schedule and to exceptions, none of which a prediction has. `engine.memory_stats` counts those storages afterwards, so it
-needs a model that was built and trained. One state machine for both would be an interface between each line of the runtime
-and its tensors. Instead tests/planner/test_memory.py compares this file with the memory of real ranks, class by class.
+Note: the state of a unit's buffers (gathered, sent, reducing) is not shared. The engine's transitions act on storages: they
+wait for streams, keep tensors alive, and handle exceptions and forwards that deviate from the schedule, none of which a
+prediction has. A common state machine would need an interface between each line of the runtime and its tensors. Instead
+tests/planner/test_memory.py compares this file with the memory of real ranks, class by class.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from fsdp_lab.planner.memory_models.base import (
     UnitBytes,
     parameter_shapes,
 )
-from fsdp_lab.planner.timeline import schedule_for
+from fsdp_lab.planner.step import schedule_for
 
 
 class FlatMemory(MemoryModel):
-    """See the module. `fresh` of a unit is 1.0 where it has a gradient that is not reduced."""
+    """The lab's engine. `fresh` of a unit is 1.0 if it has an unreduced gradient."""
 
     def __init__(self, spec: Spec, shape: ModelShape, tracker: MemoryTracker, *, on_gpu: bool) -> None:
         super().__init__(spec, shape, tracker, on_gpu=on_gpu)
@@ -46,14 +45,14 @@ class FlatMemory(MemoryModel):
         self._reducing: int | None = None
 
     def unit_bytes(self, unit: UnitShape) -> UnitBytes:
-        """Of its flat buffers, one for each dtype in which parameters are gathered."""
+        """Sizes of its flat buffers, one per dtype in which parameters are gathered."""
         dtypes, shapes, parts = self.strategy.dtypes, parameter_shapes(unit), []
         for full_precision in (False, True):
             chosen = [s for i, s in enumerate(shapes) if (i in unit.full_precision) is full_precision]
             if chosen:
                 item = MASTER if full_precision else BYTES[dtypes.param]
                 layout = Layout.of(chosen, [len(s) >= 2 for s in chosen], self.factor, item)
-                decayed, others = (_kept(layout, group) for group in (True, False))
+                decayed, others = (_group_numel(layout, group) for group in (True, False))
                 parts.append(UnitBytes.of(layout.shard_numel, decayed, others, param=item, reduce=BYTES[dtypes.reduce],
                                           factor=self.factor))  # fmt: skip
         return reduce(_joined, parts)
@@ -105,7 +104,7 @@ class FlatMemory(MemoryModel):
             self._wait_for_unshard(unit)
 
     def _wait_for_unshard(self, unit: int) -> None:
-        """Free what the gather sent."""
+        """Frees what the gather sent."""
         if self._post_forward[unit] and self._gathered[unit]:
             self.tracker.free(UNSHARDED, self._post_forward[unit])
             self._post_forward[unit] = 0.0
@@ -151,7 +150,7 @@ class FlatMemory(MemoryModel):
         self._reducing = unit
 
     def _finish_reducing(self) -> None:
-        """Wait for the reduction in flight; what is left is the gradient of the shard."""
+        """Waits for the reduction in flight, which leaves the gradient of the shard."""
         if self._reducing is None:
             return
         unit, self._reducing = self._reducing, None
@@ -175,8 +174,8 @@ class FlatMemory(MemoryModel):
             self._reshard(unit, Direction.BACKWARD)
 
 
-def _kept(layout: Layout, group: bool) -> int:
-    """Elements of an optimizer group that rank 0 keeps."""
+def _group_numel(layout: Layout, group: bool) -> int:
+    """Elements of an optimizer group in rank 0's shard."""
     if group not in layout.regions:
         return 0
     start, stop = layout.region_in_shard(group, 0)

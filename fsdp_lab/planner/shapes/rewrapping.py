@@ -1,12 +1,13 @@
 """The same model in other units, and of another depth. No torch.
 
-`rewrapped` makes of blocks groups of blocks, or one unit; `deepened` repeats blocks, or leaves some out.
+`rewrapped` joins blocks to groups or to one unit; `deepened` repeats blocks, or drops some.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fsdp_lab.core.model_shape import (
@@ -40,43 +41,40 @@ def _grouped(shape: ModelShape, each: int) -> ModelShape:
         group = old[i : i + each]
         key = tuple(map(id, group))
         units.append(joined.setdefault(key, joined_units(group)))
-    place = {0: (0, 0)}  # of an old unit: the new one, and where its parameters begin there
+    place = {0: (0, 0)}  # old unit -> new unit, index of its first parameter there
     for n, i in enumerate(begins, 1):
         offset = 0
         for j in range(i, min(i + each, len(old))):
             place[j] = (n, offset)
             offset += len(old[j].parameters)
     calls = tuple((place[unit][0], parent) for unit, parent in shape.calls)
-    tapes = {name: _moved(tape, shape.calls, place) for name, tape in shape.tapes.items()}
+    tapes = {name: _regrouped(tape, shape.calls, place) for name, tape in shape.tapes.items()}
     names = (shape.unit_names[0], *(shape.unit_names[i] for i in begins)) if shape.unit_names else ()
     return dataclasses.replace(shape, units=tuple(units), calls=calls, tapes=tapes, unit_names=names)
 
 
-def _moved(tape: Sequence[TapeSegment], calls: Sequence[tuple[int, int | None]],
-           place: Mapping[int, tuple[int, int]]) -> tuple[TapeSegment, ...]:  # fmt: skip
-    """With gradients named by the units that they belong to now."""
-    done: dict[Any, tuple[TapeChange, ...]] = {}
-    found = []
+def _regrouped(tape: Sequence[TapeSegment], calls: Sequence[tuple[int, int | None]],
+               place: Mapping[int, tuple[int, int]]) -> tuple[TapeSegment, ...]:  # fmt: skip
+    """The tape with the gradients of the new units. Equal segments stay one object."""
+    cache: dict[Any, tuple[TapeChange, ...]] = {}
+    segments = []
     for s in tape:
         own = calls[s.point.call][0]
         key = (id(s.changes), place[own][0] == 0, place[own][1])
-        if key not in done or any(c.unit is not None for c in s.changes):
-            moved = []
+        if key not in cache or any(c.unit is not None for c in s.changes):
+            changes = []
             for c in s.changes:
-                if c.index < 0:
-                    moved.append(c)
-                    continue
-                unit, offset = place[own if c.unit is None else c.unit]
-                moved.append(TapeChange(c.kind, c.size, None if unit == place[own][0] else unit, c.index + offset))
-            done[key] = tuple(moved)
-        found.append(TapeSegment(s.point, done[key]))
-    return tuple(found)
+                if c.index >= 0:  # a parameter's gradient
+                    unit, offset = place[own if c.unit is None else c.unit]
+                    c = TapeChange(c.kind, c.size, None if unit == place[own][0] else unit, c.index + offset)
+                changes.append(c)
+            cache[key] = tuple(changes)
+        segments.append(TapeSegment(s.point, cache[key]))
+    return tuple(segments)
 
 
 def joined_units(group: Sequence[UnitShape]) -> UnitShape:
-    first, offsets = group[0], [0]
-    for unit in group:
-        offsets.append(offsets[-1] + len(unit.parameters))
+    first, offsets = group[0], itertools.accumulate((len(unit.parameters) for unit in group), initial=0)
     return dataclasses.replace(
         first,
         parameters=tuple(n for u in group for n in u.parameters), shapes=tuple(s for u in group for s in u.shapes),
@@ -92,15 +90,12 @@ def joined_units(group: Sequence[UnitShape]) -> UnitShape:
 
 
 def _whole(shape: ModelShape) -> ModelShape:
-    place = {}
-    offset = 0
-    for i, unit in enumerate(shape.units):
-        place[i] = (0, offset)
-        offset += len(unit.parameters)
+    offsets = itertools.accumulate((len(unit.parameters) for unit in shape.units), initial=0)
+    place = {i: (0, offset) for i, offset in zip(range(len(shape.units)), offsets, strict=False)}
     tapes = {}
     for name, tape in shape.tapes.items():
         found: list[tuple[Point, list[TapeChange]]] = []
-        for s in _moved(tape, shape.calls, place):
+        for s in _regrouped(tape, shape.calls, place):
             if s.point.call == 0:
                 found.append((s.point, []))
             found[-1][1].extend(s.changes)
@@ -111,13 +106,12 @@ def _whole(shape: ModelShape) -> ModelShape:
 
 # -- another depth ---------------------------------------------------------------------------------------------------
 
-MIDDLE = 2  # of a stack's blocks, the first that is as those after it
+MIDDLE = 2  # index in a stack of the first block that equals those after it
 
 
 def deepened(shape: ModelShape, blocks: int) -> ModelShape:
-    """The model with so many blocks in all, of wrap "block"; those of its stacks in the same proportion. What its root saves
-    is taken as it is. Needs at least one block of each kind.
-    """
+    """The model, of wrap "block", with so many blocks, in the same proportion in all stacks and at least one in each. What
+    the root saves is not changed."""
     stacks: dict[str, list[int]] = {}
     for i, name in enumerate(shape.unit_names or [unit.name for unit in shape.units]):
         if i:
@@ -136,7 +130,7 @@ def deepened(shape: ModelShape, blocks: int) -> ModelShape:
 
 
 def repeated(shape: ModelShape, times: Mapping[int, int]) -> ModelShape:
-    """With units that the root calls directly, once each, repeated so often; 0 leaves one out."""
+    """The model with units repeated so many times; 0 drops one. The root calls each of them directly and once."""
     units, names, first = [shape.units[0]], [*shape.unit_names[:1]], {0: 0}
     calls: list[tuple[int, int | None]] = [(0, None)]
     for k in range(1, len(shape.units)):
@@ -145,7 +139,7 @@ def repeated(shape: ModelShape, times: Mapping[int, int]) -> ModelShape:
             units.append(shape.units[k])
             names += shape.unit_names[k : k + 1]
             calls.append((len(calls), 0))
-    tapes = {name: _balanced(_repeated(tape, times, first), _left(tape)) for name, tape in shape.tapes.items()}
+    tapes = {name: _balanced(_repeated(tape, times, first), _net(tape)) for name, tape in shape.tapes.items()}
     return dataclasses.replace(
         shape, units=tuple(units), calls=tuple(calls) if shape.calls else (), tapes=tapes, unit_names=tuple(names)
     )
@@ -175,18 +169,22 @@ def _repeated(
     return tuple(found)
 
 
-def _left(tape: Sequence[TapeSegment]) -> dict[tuple[int, int], float]:
-    """What the tape leaves allocated in the end."""
+def net_bytes(changes: Iterable[TapeChange]) -> dict[tuple[int, int], float]:
+    """Bytes that the changes leave allocated, except gradients: powers of samples and tokens -> coefficient."""
     sums: dict[tuple[int, int], float] = {}
-    for change in (c for stretch in tape for c in stretch.changes):
+    for change in changes:
         for b, t, c in change.size.terms:
             sums[b, t] = sums.get((b, t), 0) + c * {ALLOCATED: 1, FREED: -1}.get(change.kind, 0)
     return sums
 
 
-def _balanced(tape: tuple[TapeSegment, ...], left: Mapping[tuple[int, int], float]) -> tuple[TapeSegment, ...]:
-    """With what repeated blocks leave behind, autocast's copies of weights, freed where autocast ends."""
-    more = {power: size - left.get(power, 0) for power, size in _left(tape).items()}
+def _net(tape: Sequence[TapeSegment]) -> dict[tuple[int, int], float]:
+    return net_bytes(c for segment in tape for c in segment.changes)
+
+
+def _balanced(tape: tuple[TapeSegment, ...], net: Mapping[tuple[int, int], float]) -> tuple[TapeSegment, ...]:
+    """The tape with what repeated blocks leave allocated (autocast's copies of weights) freed where autocast ends."""
+    more = {power: size - net.get(power, 0) for power, size in _net(tape).items()}
     terms = tuple((b, t, c) for (b, t), c in sorted(more.items()) if c)
     if not terms:
         return tape

@@ -1,19 +1,20 @@
-"""`record`: a forward and a backward of a plain model without any arithmetic, and what they allocate and free on the way.
+"""`record`: the allocations and frees of a forward and a backward of a plain model, without any arithmetic.
 
-The model runs on fake tensors, which have a shape and a storage's life but no values, through torch's own autograd, casts
-and checkpoints. So what is saved, what is freed when, and in which order gradients come is torch's word. One run suffices
-for all batch sizes and sequence lengths: samples and tokens are primes that divide no size of the model, so that a size
-says by its factors how it grows.
+The model runs on fake tensors, which have shapes and storages but no values, through torch's own autograd, casts and
+checkpoints. So torch determines what is saved, when it is freed, and in which order gradients are ready. One run covers all
+batch sizes and sequence lengths: samples and tokens are primes that divide no size of the model, so that the factors of a
+size show how it grows.
 
-Note: scratch that a kernel takes inside itself is not seen.
+Note: scratch memory inside a kernel is not recorded.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -39,6 +40,7 @@ from fsdp_lab.core.model_shape import (
 from fsdp_lab.core.schedule import Direction, Point, PointSide
 from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.engine.tensors import map_tensors, tensors_in, view_inputs
+from fsdp_lab.models.flops import empty_batch
 from fsdp_lab.models.presets import Facts
 
 SAMPLES = 37
@@ -47,9 +49,9 @@ _LENGTHS = tuple(2 * prime for prime in (479, 487, 491, 241, 239, 233, 61, 59, 5
 
 @dataclass(kw_only=True)
 class CallRecord:
-    """What one call of a unit does in the forward, by the run's own sizes."""
+    """What one call of a unit computes in the forward, with the sizes of the recorded run."""
 
-    products: list[tuple[int, int, int]] = field(default_factory=list)  # rows, inputs, outputs of those with a weight
+    products: list[tuple[int, int, int]] = field(default_factory=list)  # with a weight: rows, inputs, outputs
     pair_flops: float = 0.0
     heads: int = 0
     causal: bool = False
@@ -58,11 +60,11 @@ class CallRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TapeRecording:
-    """One run. `calls`: (unit, the call around it); `seen`: of each call."""
+    """One run. `calls`: (unit, index of the enclosing call); `records`: one per call."""
 
     calls: tuple[tuple[int, int | None], ...]
-    stretches: tuple[TapeSegment, ...]
-    seen: tuple[CallRecord, ...]
+    segments: tuple[TapeSegment, ...]
+    records: tuple[CallRecord, ...]
     seq_len: int
 
 
@@ -73,44 +75,39 @@ def record(model: nn.Module, facts: Facts, units: Sequence[Sequence[nn.Module]],
     Args:
         units: modules of each unit below the root.
         precision: "fp32", "half" or "autocast".
-        recomputed: modules whose activations are computed again in the backward.
+        recomputed: modules under a checkpoint.
     """
     memo: dict[int, Any] = {}
     copied = copy.deepcopy(model, memo)
     inside = [[memo[id(m)] for m in unit] for unit in units]
-    again = {id(memo[id(m)]) for m in recomputed}
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with ExitStack() as stack:
-        stack.enter_context(fake)
-        stack.enter_context(_without_values())
+    checkpointed = {id(memo[id(m)]) for m in recomputed}
+    with FakeTensorMode(allow_non_fake_inputs=True), _no_packed_sequences():
         _make_fake(copied, precision)
         seq_len = _length(model, facts)
-        batch = _batch(facts, seq_len, half=precision == "half")
-        run = _Run(copied, inside, again)
-        known = [*copied.parameters(), *copied.buffers(), *batch.values()]
-        with run.recorder.recording(known):
+        batch = empty_batch(facts, SAMPLES, seq_len, device="cpu")
+        run = _Run(copied, inside, checkpointed)
+        existing = [*copied.parameters(), *copied.buffers(), *batch.values()]
+        with run.recorder.recording(existing):
             run.run(batch, autocast=precision == "autocast")
     return TapeRecording(
-        calls=tuple(run.calls), stretches=run.recorder.stretches(seq_len), seen=tuple(run.seen), seq_len=seq_len
+        calls=tuple(run.calls), segments=run.recorder.segments(seq_len), records=tuple(run.records), seq_len=seq_len
     )
 
 
 def owners(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[list[tuple[str, nn.Parameter, nn.Module]]]:
-    """Parameters of each unit, the root's first, each with its name in the model and a module that holds it: in the first
-    unit of `units` that contains it."""
-    names = {id(p): n for n, p in model.named_parameters()}
-    taken: set[int] = set()
+    """(name in the model, parameter, module that has it) for the parameters of each unit, the root's first. A parameter
+    belongs to the first of `units` that contains it."""
+    order = {id(p): (i, n) for i, (n, p) in enumerate(model.named_parameters())}
+    assigned: set[int] = set()
     inner: list[list[tuple[str, nn.Parameter, nn.Module]]] = []
     for modules in [*units, [model]]:
         found = []
-        for module in modules:
-            for holder in module.modules():
-                for p in holder._parameters.values():
-                    if p is not None and id(p) not in taken:
-                        taken.add(id(p))
-                        found.append((names[id(p)], p, holder))
-        order = {n: i for i, n in enumerate(names.values())}
-        inner.append(sorted(found, key=lambda one: order[one[0]]))
+        for owner in (m for module in modules for m in module.modules()):
+            for p in owner._parameters.values():
+                if p is not None and id(p) not in assigned:
+                    assigned.add(id(p))
+                    found.append((order[id(p)][1], p, owner))
+        inner.append(sorted(found, key=lambda one: order[id(one[1])]))
     return [inner[-1], *inner[:-1]]
 
 
@@ -118,8 +115,8 @@ def owners(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[list[
 
 
 @contextmanager
-def _without_values() -> Iterator[None]:
-    """Decoders look whether several texts were packed into a sample, which takes values; ours have one."""
+def _no_packed_sequences() -> Iterator[None]:
+    """Decoders look for several packed texts in a sample, which needs values; here each sample is one text."""
     original = getattr(masking, "find_packed_sequence_indices", None)
     if original is None:
         yield
@@ -132,7 +129,7 @@ def _without_values() -> Iterator[None]:
 
 
 def _make_fake(model: nn.Module, precision: str) -> None:
-    """Parameters and buffers as fake tensors of the CPU; under "half" as a backend gathers them."""
+    """Replaces parameters and buffers by fake CPU tensors; under "half" in the dtype in which a backend gathers them."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         half = precision == "half" and kind_of(module) is not ModuleKind.BATCH_NORM
@@ -150,59 +147,44 @@ def _make_fake(model: nn.Module, precision: str) -> None:
 
 
 def _cast_around(module: nn.Module) -> None:
-    """A batch norm computes in fp32 and gives back the precision of the others."""
+    """A batch norm computes in fp32 and returns the precision of the other modules."""
     module.register_forward_pre_hook(lambda _, args: map_tensors(lambda t: t.float(), args))
     module.register_forward_hook(lambda _, __, out: map_tensors(lambda t: t.to(torch.bfloat16), out))
 
 
 def _length(model: nn.Module, facts: Facts) -> int:
-    """A sequence length that the model takes and of which no parameter has the prime as a factor."""
+    """A sequence length that the model supports and whose prime divides no size of a parameter."""
     sizes = {n for p in model.parameters() for n in p.shape if n}
     short = [s for s in _LENGTHS if facts.max_positions is None or s <= facts.max_positions] or _LENGTHS[-1:]
     return next((s for s in short if not any(n % (s // 2) == 0 for n in sizes)), short[0])
 
 
-def _batch(facts: Facts, seq_len: int, *, half: bool) -> dict[str, Tensor]:
-    def ids(length: int) -> Tensor:
-        return torch.empty(SAMPLES, length, dtype=torch.int64)
-
-    if facts.image_pixels is not None:
-        pixels = torch.empty(SAMPLES, facts.channels, *facts.image_pixels)
-        return {"pixel_values": pixels, "labels": torch.empty(SAMPLES, dtype=torch.int64)}
-    if facts.kind == "seq2seq":
-        return {"input_ids": ids(seq_len // 2), "labels": ids(seq_len - seq_len // 2)}
-    return {"input_ids": ids(seq_len), "labels": ids(seq_len)}
-
-
-# -- running it ------------------------------------------------------------------------------------------------------
+# -- recording -------------------------------------------------------------------------------------------------------
 
 
 class _Run:
-    """Hooks on units and parameters; they tell the recorder where the model has arrived."""
+    """Hooks on units and parameters that pass the points of the schedule to the recorder."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Sequence[nn.Module]], again: set[int]) -> None:
-        self.recorder = _Recorder(self._own)
+    def __init__(self, model: nn.Module, units: Sequence[Sequence[nn.Module]], checkpointed: set[int]) -> None:
+        self.recorder = _Recorder(self._current)
         self.calls: list[tuple[int, int | None]] = []
-        self.seen: list[CallRecord] = []
+        self.records: list[CallRecord] = []
         self._model, self._half = model, any(p.dtype is torch.bfloat16 for p in model.parameters())
         self._open: list[int] = []
         self._begun: set[int] = set()
         self._ended: set[int] = set()
         self._backward = False
-        owned = owners(model, units)
-        for unit, of_unit in enumerate(owned):
-            for index, (_, p, _) in enumerate(of_unit):
+        for unit, parameters in enumerate(owners(model, units)):
+            for index, (_, p, _) in enumerate(parameters):
                 if p.requires_grad:
                     self._watch_gradient(p, unit, index)
         for module in list(model.modules()):
             for name, child in list(module.named_children()):
-                if id(child) in again:
+                if id(child) in checkpointed:
                     wrapper = checkpoint_wrapper(child, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
                     setattr(module, name, wrapper)
-        outer = {id(getattr(m, "_checkpoint_wrapped_module", m)): m for m in model.modules()}
-        for m in model.modules():
-            if hasattr(m, "_checkpoint_wrapped_module"):
-                outer[id(m._checkpoint_wrapped_module)] = m
+        # By module: its wrapper if it has one, which comes before it in modules().
+        outer = {id(getattr(m, "_checkpoint_wrapped_module", m)): m for m in reversed(list(model.modules()))}
         for unit, modules in enumerate([[model], *units]):
             for m in modules:
                 self._watch(outer.get(id(m), m), unit)
@@ -213,18 +195,18 @@ class _Run:
         loss = loss.float()
         self._backward = True
         torch.autograd.backward(loss * 1.0)
-        for k in self._begun - self._ended:  # of what needs no gradient for its input, the root's last
+        for k in self._begun - self._ended:  # calls whose input needs no gradient; the root's end is last
             if k:
                 self._point(Direction.BACKWARD, k, PointSide.AFTER)
         self._point(Direction.BACKWARD, 0, PointSide.AFTER)
 
     def _watch_gradient(self, p: nn.Parameter, unit: int, index: int) -> None:
-        def arrived(p: Tensor) -> None:
+        def take_gradient(p: Tensor) -> None:
             assert p.grad is not None
             grad, p.grad = p.grad, None
-            self.recorder.arrived(grad, unit, index)
+            self.recorder.gradient_ready(grad, unit, index)
 
-        p.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        p.register_post_accumulate_grad_hook(take_gradient)  # type: ignore[no-untyped-call]
 
     def _watch(self, module: nn.Module, unit: int) -> None:
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -232,7 +214,7 @@ class _Run:
                 return None
             k = len(self.calls)
             self.calls.append((unit, self._open[-1] if self._open else None))
-            self.seen.append(CallRecord())
+            self.records.append(CallRecord())
             self._open.append(k)
             self._point(Direction.FORWARD, k, PointSide.BEFORE)
             inputs = (args, kwargs)
@@ -240,7 +222,7 @@ class _Run:
                 inputs = map_tensors(lambda t: t.to(torch.bfloat16) if t.dtype is torch.float32 else t, inputs)
             if k:
                 inputs, views = view_inputs(inputs)
-                self.seen[k].boundary = sum(v.numel() for v in views)
+                self.records[k].boundary = sum(v.numel() for v in views)
                 if views:
                     after = lambda _: self._point(Direction.BACKWARD, k, PointSide.AFTER)  # noqa: E731
                     torch.autograd.graph.register_multi_grad_hook(views, after, mode="all")
@@ -261,40 +243,41 @@ class _Run:
 
     def _point(self, direction: Direction, k: int, moment: PointSide) -> None:
         if direction is Direction.BACKWARD:
-            noted = self._begun if moment is PointSide.BEFORE else self._ended
-            if k in noted:
+            reached = self._begun if moment is PointSide.BEFORE else self._ended
+            if k in reached:
                 return
-            noted.add(k)
+            reached.add(k)
         self.recorder.point(Point(direction, k, moment))
 
-    def _own(self) -> CallRecord | None:
+    def _current(self) -> CallRecord | None:
         """The record of the innermost call in the forward."""
-        return self.seen[self._open[-1]] if self._open and not self._backward else None
+        return self.records[self._open[-1]] if self._open and not self._backward else None
 
 
 @dataclass(slots=True, weakref_slot=True)
-class _Life:
-    """The life of a storage: the number of its allocation among the recorder's events."""
+class _Storage:
+    """A storage: its bytes, the index of its allocation among the events, and whether it became a parameter's gradient."""
 
     size: int
-    number: int
-    arrived: bool = False
+    event: int
+    is_gradient: bool = False
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, own: Callable[[], CallRecord | None]) -> None:
+    """Records allocations and frees of storages, between the points of the schedule."""
+
+    def __init__(self, current: Callable[[], CallRecord | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._own = own
-        self._alive: dict[int, tuple[Any, _Life | None]] = {}
-        self._points: list[tuple[Point, int]] = []  # with the number of events before it
+        self._current = current
+        self._alive: dict[int, tuple[Any, _Storage | None]] = {}
+        self._points: list[tuple[Point, int]] = []  # with the number of earlier events
         self._events: list[tuple[str, int, int | None, int]] = []
         self._open = False
 
     @contextmanager
-    def recording(self, known: Sequence[Tensor]) -> Iterator[None]:
-        """`known`: what was there before, and is not counted."""
-        held = [t.untyped_storage() for t in known]
-        for storage in held:
+    def recording(self, existing: Sequence[Tensor]) -> Iterator[None]:
+        """`existing`: tensors that are not counted."""
+        for storage in [t.untyped_storage() for t in existing]:
             self._alive[storage._cdata] = (storage, None)
         self._open = True
         with self:
@@ -306,20 +289,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         for t in tensors_in(result) if not isinstance(result, Tensor) else (result,):
             self._see(t)
-        own = self._own()
-        if own is not None:
-            _count(own, func, args, kwargs or {}, result)
+        if (record := self._current()) is not None:
+            _count(record, func, args, kwargs or {}, result)
         return result
 
     def point(self, point: Point) -> None:
         self._points.append((point, len(self._events)))
 
-    def arrived(self, grad: Tensor, unit: int, index: int) -> None:
-        _, life = self._alive.get(grad.untyped_storage()._cdata, (None, None))
+    def gradient_ready(self, grad: Tensor, unit: int, index: int) -> None:
+        _, storage = self._alive.get(grad.untyped_storage()._cdata, (None, None))
         size = 0
-        if life is not None and not life.arrived:
-            life.arrived, size = True, life.size
-            self._events[life.number] = (MADE, size, unit, index)
+        if storage is not None and not storage.is_gradient:
+            storage.is_gradient, size = True, storage.size
+            self._events[storage.event] = (MADE, size, unit, index)
         self._events.append((ARRIVED, size, unit, index))
 
     def _see(self, t: Tensor) -> None:
@@ -327,17 +309,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key, size = storage._cdata, storage.nbytes()
         if key in self._alive or not size:
             return
-        life = _Life(size, len(self._events))
+        seen = _Storage(size, len(self._events))
         self._events.append((ALLOCATED, size, None, -1))
 
-        def gone(_: Any) -> None:
+        def freed(_: Any) -> None:
             self._alive.pop(key, None)
-            if self._open and not life.arrived:
-                self._events.append((FREED, life.size, None, -1))
+            if self._open and not seen.is_gradient:
+                self._events.append((FREED, seen.size, None, -1))
 
-        self._alive[key] = (weakref.ref(storage, gone), life)
+        self._alive[key] = (weakref.ref(storage, freed), seen)
 
-    def stretches(self, seq_len: int) -> tuple[TapeSegment, ...]:
+    def segments(self, seq_len: int) -> tuple[TapeSegment, ...]:
         ends = [*(n for _, n in self._points[1:]), len(self._events)]
         found = []
         for (point, begin), end in zip(self._points, ends, strict=True):
@@ -350,7 +332,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def size_of(size: int, seq_len: int) -> SizeFormula:
-    """How a size grows, from its factors."""
+    """How a size grows with samples and tokens, from its factors."""
     left, samples, tokens = size, 0, 0
     while left % SAMPLES == 0 and samples < 1:
         left, samples = left // SAMPLES, samples + 1
@@ -368,32 +350,30 @@ def size_of(size: int, seq_len: int) -> SizeFormula:
     return SizeFormula(((samples, tokens, left // whole if left % whole == 0 else left / whole),))
 
 
-def _count(own: CallRecord, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Note a product with a weight, or attention's products of all pairs."""
+def _count(record: CallRecord, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Counts a product with a weight, or attention's products of all pairs."""
     name = func.name().partition(".")[0]
     if name in ("aten::mm", "aten::addmm"):
         left, right = args[-2:] if name == "aten::mm" else args[1:3]
-        own.products.append((left.shape[0], left.shape[1], right.shape[1]))
+        record.products.append((left.shape[0], left.shape[1], right.shape[1]))
     elif name == "aten::convolution":
         weight = args[1]
         rows = result.numel() // weight.shape[0]
-        own.products.append((rows, weight[0].numel(), weight.shape[0]))
+        record.products.append((rows, weight[0].numel(), weight.shape[0]))
     elif name == "aten::bmm":
         left, right = args[:2]
-        own.pair_flops += 2.0 * left.shape[0] * left.shape[1] * left.shape[2] * right.shape[2]
-        own.heads += left.shape[0] // SAMPLES if right.shape[2] > left.shape[2] else 0  # of the scores alone
+        record.pair_flops += 2.0 * left.shape[0] * left.shape[1] * left.shape[2] * right.shape[2]
+        record.heads += left.shape[0] // SAMPLES if right.shape[2] > left.shape[2] else 0  # of the scores alone
     elif "scaled_dot_product" in name:
         q, k, v = args[:3]
-        own.pair_flops += 2.0 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[3] + v.shape[3])
-        own.heads += q.shape[1]
-        own.causal = own.causal or bool(kwargs.get("is_causal", any(a is True for a in args[3:])))
+        record.pair_flops += 2.0 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[3] + v.shape[3])
+        record.heads += q.shape[1]
+        record.causal = record.causal or bool(kwargs.get("is_causal", any(a is True for a in args[3:])))
 
 
-def products_of(seen: CallRecord, tokens: int) -> tuple[MatMul, ...]:
-    """tokens: of one sample of the run."""
-    counted: dict[tuple[int, int, int], int] = {}
-    for product in seen.products:
-        counted[product] = counted.get(product, 0) + 1
+def products_of(record: CallRecord, tokens: int) -> tuple[MatMul, ...]:
+    """A call's products, with `tokens` per sample of the run."""
+    counts = Counter(record.products)
     return tuple(
-        MatMul(inputs=i, outputs=o, count=n, share=rows / (SAMPLES * tokens)) for (rows, i, o), n in counted.items()
+        MatMul(inputs=i, outputs=o, count=n, share=rows / (SAMPLES * tokens)) for (rows, i, o), n in counts.items()
     )

@@ -1,0 +1,369 @@
+"""torch's FSDP1, after its `_runtime_utils.py`, and FSDP2, after `_fsdp_param_group.py` of torch 2.13.
+
+FSDP1: gradients of a unit's parameters stay separate until autograd concatenates them to one flat gradient, which the unit's
+hook casts, scatters and casts back. Reduced gradients stay until the next forward, since flat parameters hold them after
+`zero_grad`. The root stays gathered from its forward to its backward.
+
+FSDP2: an all-gather writes to one buffer, which is copied to the parameters. The buffer is freed at the next unit's copy (in
+the forward) or after its own copy (in the backward). The input of a reduction is freed at the next unit's reduction.
+Gradients of a unit stay separate until its backward is over. The root stays gathered.
+"""
+
+from __future__ import annotations
+
+import math
+
+from fsdp_lab.core.layout import ALIGN_BYTES
+from fsdp_lab.core.model_shape import ModelShape, UnitShape
+from fsdp_lab.core.schedule import Direction, Point, PointSide
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.planner.costs import BYTES
+from fsdp_lab.planner.memory_models.base import (
+    COMMUNICATION,
+    GRADIENTS,
+    MASTER,
+    UNSHARDED,
+    MemoryModel,
+    MemoryTracker,
+    UnitBytes,
+    parameter_shapes,
+)
+
+
+class HookedMemory(MemoryModel):
+    """Hooks run before the first and after the last call of a unit, in each direction."""
+
+    def __init__(self, spec: Spec, shape: ModelShape, tracker: MemoryTracker, *, on_gpu: bool) -> None:
+        super().__init__(spec, shape, tracker, on_gpu=on_gpu)
+        calls = shape.call_tree
+        self._first = {c.unit: k for k, c in reversed(list(enumerate(calls)))}
+        self._last = {c.unit: k for k, c in enumerate(calls)}
+        self.order = [u for u in dict.fromkeys(c.unit for c in calls) if u]  # units below the root, by first call
+        self.gathered = [False] * len(self.units)
+
+    def at(self, point: Point) -> None:
+        unit = self.shape.call_tree[point.call].unit
+        forward, before = point.direction is Direction.FORWARD, point.moment is PointSide.BEFORE
+        if point.call == (self._first if forward is before else self._last)[unit]:
+            if forward:
+                (self.pre_forward if before else self.post_forward)(unit)
+            else:
+                (self.pre_backward if before else self.post_backward)(unit)
+
+    def pre_forward(self, unit: int) -> None:
+        raise NotImplementedError
+
+    def post_forward(self, unit: int) -> None:
+        raise NotImplementedError
+
+    def pre_backward(self, unit: int) -> None:
+        raise NotImplementedError
+
+    def post_backward(self, unit: int) -> None:
+        raise NotImplementedError
+
+
+class FSDP1Memory(HookedMemory):
+    """FSDP1. `fresh`: bytes of a unit's gradients before they are concatenated."""
+
+    def __init__(self, spec: Spec, shape: ModelShape, tracker: MemoryTracker, *, on_gpu: bool) -> None:
+        super().__init__(spec, shape, tracker, on_gpu=on_gpu)
+        s = spec.strategy
+        self._reshards = s.reshards_after_forward
+        self._item, self._reduce_item = BYTES[s.dtypes.param], BYTES[s.dtypes.reduce]
+        self._shards = self.factor > 1
+        self._flat = [0.0] * len(self.units)  # a flat gradient that is not reduced
+        self._begun = False
+        self._late: int | None = None  # a unit whose gradients are not concatenated yet
+
+    def unit_bytes(self, unit: UnitShape) -> UnitBytes:
+        """One flat parameter, padded to a multiple of the ranks, each original parameter to 16 bytes."""
+        dtypes, shapes, align = self.strategy.dtypes, parameter_shapes(unit), ALIGN_BYTES // MASTER
+        sizes = [-(-math.prod(s) // align) * align for s in shapes]
+        n = -(-sum(sizes) // self.factor)
+        end, decayed = 0, 0
+        for size, shape in zip(sizes, shapes, strict=True):
+            if len(shape) >= 2:
+                decayed += max(0, min(n, end + math.prod(shape)) - min(n, end))
+            end += size
+        param, reduce = BYTES[dtypes.param], BYTES[dtypes.reduce]
+        return UnitBytes.of(n, decayed, n - decayed, param=param, reduce=reduce, factor=self.factor)
+
+    def alloc_state(self) -> None:
+        super().alloc_state()
+        if not self.offloaded and not self.keeps_gradients:
+            self.gradients = [u.shard for u in self.units]
+            self.tracker.alloc(GRADIENTS, sum(self.gradients))
+
+    def begin_micro_batch(self, *, reduces: bool) -> None:
+        if not self._begun:  # the first forward drops the gradients of the last step
+            super().drop_gradients()
+        self._begun = True
+        super().begin_micro_batch(reduces=reduces)
+
+    def drop_gradients(self) -> None:
+        """Gradients stay until the next forward."""
+
+    # -- parameters -------------------------------------------------------------------------------------------------
+
+    def pre_forward(self, unit: int) -> None:
+        self._unshard(unit)
+        self._prefetch(unit, +1, self.strategy.forward_prefetch)
+
+    def post_forward(self, unit: int) -> None:
+        if (unit and self._reshards) or not self._shards:
+            self._reshard(unit)
+
+    def pre_backward(self, unit: int) -> None:
+        self._unshard(unit)
+        if self.strategy.backward_prefetch_point == "before":
+            self._prefetch(unit, -1, self.strategy.backward_prefetch)
+
+    def post_backward(self, unit: int) -> None:
+        """With forward prefetching, a unit's views are made before the operators of the previous unit, so autograd
+        concatenates its gradients after the backward of that one."""
+        if not self.strategy.forward_prefetch:
+            self._finish_gradients(unit)
+            return
+        if self._late is not None:
+            self._finish_gradients(self._late)
+        self._late = unit
+
+    def _prefetch(self, unit: int, step: int, depth: int) -> None:
+        place = self.order.index(unit) + step if unit else (0 if step > 0 else len(self.order) - 1)
+        if depth and 0 <= place < len(self.order):
+            self._unshard(self.order[place])
+
+    def _unshard(self, unit: int) -> None:
+        if self.gathered[unit]:
+            return
+        u = self.units[unit]
+        self.gathered[unit] = True
+        cast = u.cast if u.mixed else 0.0
+        if not self._shards:
+            self.tracker.alloc(COMMUNICATION, cast)
+            return
+        copied = u.shard if self.offloaded and self.on_gpu else 0.0
+        self.tracker.alloc(COMMUNICATION, cast + copied)
+        self.tracker.alloc(UNSHARDED, u.gathered)
+        self.alloc_scratch(self.gather_scratch(u.gathered))
+        self.tracker.free(COMMUNICATION, cast + copied)
+
+    def _reshard(self, unit: int) -> None:
+        if not self.gathered[unit]:
+            return
+        u = self.units[unit]
+        self.gathered[unit] = False
+        if self._shards:
+            self.tracker.free(UNSHARDED, u.gathered)
+        else:
+            self.tracker.free(COMMUNICATION, u.cast if u.mixed else 0.0)
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def gradient_ready(self, unit: int, index: int, size: float) -> None:
+        self.fresh[unit] += size
+
+    def _finish_gradients(self, unit: int) -> None:
+        """Concatenates, reshards, reduces."""
+        u, tracker = self.units[unit], self.tracker
+        if not self.fresh[unit]:
+            return
+        flat = u.whole / self._reduce_item * self._item
+        tracker.alloc(GRADIENTS, flat)
+        tracker.free(GRADIENTS, self.fresh[unit])
+        self.fresh[unit] = 0.0
+        if self._flat[unit]:
+            tracker.free(GRADIENTS, flat)  # added to that of earlier micro-batches
+        self._flat[unit] = flat
+        self._reshard(unit)
+        if self.strategy.backward_prefetch_point == "after":
+            self._prefetch(unit, -1, self.strategy.backward_prefetch)
+        if self.reduces:
+            self._reduce(unit)
+
+    def _reduce(self, unit: int) -> None:
+        """Casts, scatters and casts back; the inputs of the stages are freed at the end of the hook."""
+        u, tracker = self.units[unit], self.tracker
+        flat, self._flat[unit] = self._flat[unit], 0.0
+        stages, roles = [flat], [GRADIENTS]
+        for exists, size, is_last in (
+            (self._item != self._reduce_item, u.whole, not self._shards and not u.recast),
+            (self._shards, u.reduced, not u.recast),
+            (u.recast, u.shard, True),
+        ):
+            if exists:
+                stages.append(0.0 if is_last and self.reduces_on_host else size)
+                roles.append(GRADIENTS if is_last or size == u.reduced else COMMUNICATION)
+                tracker.alloc(roles[-1], stages[-1])
+                self.alloc_scratch(self.reduce_scratch(u.whole) if size == u.reduced else 0.0)
+        for role, stage in zip(roles[:-1], stages[:-1], strict=True):
+            tracker.free(role, stage)
+        self.keep_gradient(unit, stages[-1])
+
+    def end_backward(self) -> None:
+        if self._late is not None:
+            self._finish_gradients(self._late)
+        self._late = None
+        for unit in range(len(self.units)):
+            self._finish_gradients(unit)
+
+
+class FSDP2Memory(HookedMemory):
+    """FSDP2. `fresh`: bytes of a unit's gradients of the current backward."""
+
+    def __init__(self, spec: Spec, shape: ModelShape, tracker: MemoryTracker, *, on_gpu: bool) -> None:
+        super().__init__(spec, shape, tracker, on_gpu=on_gpu)
+        s, n = spec.strategy, len(self.units)
+        self._reshards = s.reshards_after_forward
+        self._asynchronous = s.forward_prefetch > 0 or s.backward_prefetch > 1
+        self._buffer = [0.0] * n  # gathered and not copied yet
+        self._post_forward = [0.0] * n
+        self._last_buffer = 0.0  # of the forward, after its copy
+        self._unreduced = [0.0] * n  # gradients of finished backwards
+        self._upcast = [False] * n  # they are in the dtype of the reduction
+        self._reduce_input = 0.0
+        self._all_reduced = 0.0  # inputs of all-reduces over replicas, where they are not the shards themselves
+
+    def unit_bytes(self, unit: UnitShape) -> UnitBytes:
+        """Each parameter is sharded by its first dimension; rank 0 has the largest part."""
+        dtypes, shapes = self.strategy.dtypes, parameter_shapes(unit)
+        parts = [-(-s[0] // self.factor) * (math.prod(s) // s[0]) if s and s[0] else 0 for s in shapes]
+        n, decayed = sum(parts), sum(p for p, s in zip(parts, shapes, strict=True) if len(s) >= 2)
+        param, reduce = BYTES[dtypes.param], BYTES[dtypes.reduce]
+        return UnitBytes.of(n, decayed, n - decayed, param=param, reduce=reduce, factor=self.factor)
+
+    # -- parameters -------------------------------------------------------------------------------------------------
+
+    def pre_forward(self, unit: int) -> None:
+        self._unshard(unit)
+        self._copy_out(unit, keeps_buffer=not self._asynchronous)
+        if unit:
+            place = self.order.index(unit) + 1
+            for other in self.order[place : place + self.strategy.forward_prefetch]:
+                self._unshard(other, ahead=True)
+
+    def post_forward(self, unit: int) -> None:
+        if unit and self._reshards:
+            self._reshard(unit, post_forward=True)
+        if not unit:
+            self.tracker.free(COMMUNICATION, self._last_buffer)
+            self._last_buffer = 0.0
+
+    def pre_backward(self, unit: int) -> None:
+        self._unshard(unit)
+        self._copy_out(unit, keeps_buffer=False)
+        for other in self._prefetched_in_backward(unit):
+            self._unshard(other, ahead=True)
+
+    def _prefetched_in_backward(self, unit: int) -> list[int]:
+        """The units to prefetch, nearest first: before the root's backward the last unit."""
+        if not unit:
+            return self.order[-1:]
+        place, depth = self.order.index(unit), self.strategy.backward_prefetch
+        return self.order[max(0, place - depth) : place][::-1]
+
+    def _unshard(self, unit: int, *, ahead: bool = False) -> None:
+        if self.gathered[unit] or self._buffer[unit] or self.spec.world_size == 1:
+            return
+        u, tracker, is_resharded = self.units[unit], self.tracker, bool(self._post_forward[unit])
+        copied = self.strategy.offload == "all" and self.on_gpu and not is_resharded
+        cast = (u.cast if u.mixed and not is_resharded else 0.0) + (u.shard if copied else 0.0)
+        tracker.alloc(COMMUNICATION, cast)
+        self._buffer[unit] = u.gathered
+        tracker.alloc(COMMUNICATION, u.gathered)
+        self.alloc_scratch(self.gather_scratch(u.gathered), ahead=ahead and self._asynchronous)
+        tracker.free(COMMUNICATION, cast)
+
+    def _copy_out(self, unit: int, *, keeps_buffer: bool) -> None:
+        if self.gathered[unit]:
+            return
+        if keeps_buffer or self._last_buffer:
+            self.tracker.free(COMMUNICATION, self._last_buffer)
+            self._last_buffer = 0.0
+        self.tracker.alloc(UNSHARDED, self.units[unit].gathered)
+        self.gathered[unit] = True
+        buffer, self._buffer[unit] = self._buffer[unit], 0.0
+        if keeps_buffer:
+            self._last_buffer = buffer
+        else:
+            self.tracker.free(COMMUNICATION, buffer)
+        self.tracker.free(UNSHARDED, self._post_forward[unit])
+        self._post_forward[unit] = 0.0
+
+    def _reshard(self, unit: int, *, post_forward: bool = False) -> None:
+        if not self.gathered[unit]:
+            return
+        size = self.strategy.reshard_size
+        if post_forward and size:
+            self._post_forward[unit] = self.units[unit].gathered / size
+            self.tracker.alloc(UNSHARDED, self._post_forward[unit])
+        self.gathered[unit] = False
+        self.tracker.free(UNSHARDED, self.units[unit].gathered)
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def gradient_ready(self, unit: int, index: int, size: float) -> None:
+        """Autograd adds it to the gradient of an earlier micro-batch, if there is one."""
+        if self._unreduced[unit] and not self._upcast[unit]:
+            self.tracker.free(GRADIENTS, size)
+        else:
+            self.fresh[unit] += size
+
+    def post_backward(self, unit: int) -> None:
+        u, tracker = self.units[unit], self.tracker
+        if self._upcast[unit]:
+            tracker.free(GRADIENTS, self.fresh[unit])
+        else:
+            self._unreduced[unit] += self.fresh[unit]
+        self.fresh[unit] = 0.0
+        self._reshard(unit)
+        if not self.reduces:
+            self._upcast_unreduced(unit)
+            return
+        tracker.free(COMMUNICATION, self._reduce_input)
+        self._reduce_input = u.whole if self._unreduced[unit] else 0.0
+        if not self._unreduced[unit]:
+            return
+        tracker.alloc(COMMUNICATION, self._reduce_input)
+        tracker.free(GRADIENTS, self._unreduced[unit])
+        self._unreduced[unit], self._upcast[unit] = 0.0, False
+        self._reduce(unit)
+
+    def _upcast_unreduced(self, unit: int) -> None:
+        """Gradients to which a later micro-batch adds are kept in the dtype of the reduction."""
+        u = self.units[unit]
+        if u.mixed and not u.recast and not self._upcast[unit] and self._unreduced[unit]:
+            upcast = self._unreduced[unit] * 2
+            self.tracker.alloc(GRADIENTS, upcast)
+            self.tracker.free(GRADIENTS, self._unreduced[unit])
+            self._unreduced[unit], self._upcast[unit] = upcast, True
+
+    def _reduce(self, unit: int) -> None:
+        """Allocates the shard of the sum, and the gradient that is made from it."""
+        u, tracker = self.units[unit], self.tracker
+        if not u.recast:
+            size = 0.0 if self.reduces_on_host else u.reduced
+            tracker.alloc(GRADIENTS, size)
+            self.alloc_scratch(self.reduce_scratch(u.whole))
+        else:
+            tracker.alloc(COMMUNICATION, u.reduced)
+            self.alloc_scratch(self.reduce_scratch(u.whole))
+            size = 0.0 if self.reduces_on_host else u.shard
+            tracker.alloc(GRADIENTS, size)
+            if self.replicas > 1:
+                self._all_reduced += u.reduced
+            else:
+                tracker.free(COMMUNICATION, u.reduced)
+        self.keep_gradient(unit, size)
+
+    def end_backward(self) -> None:
+        for unit in range(len(self.units)):
+            if self.gathered[unit] or self.fresh[unit]:
+                self.post_backward(unit)
+        self.tracker.free(COMMUNICATION, self._reduce_input + self._all_reduced + sum(self._buffer))
+        self._reduce_input = self._all_reduced = 0.0
+        self._buffer = [0.0] * len(self.units)
+
+    def state_key(self, unit: int) -> tuple[object, ...]:
+        return bool(self._unreduced[unit]), self._upcast[unit], self.fresh[unit]
