@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from fsdp_lab.cluster import Call, ClusterError, Interrupted
+from fsdp_lab.cluster import Call, Cluster, ClusterError, Interrupted
 from fsdp_lab.core.checkpoint_format import Checkpoint
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.faults import Fault, FaultKind
@@ -45,26 +45,6 @@ GROWTH = 4  # limit of a chunk's size relative to the last one: the first steps 
 PATIENCE_S = 0.15  # after a stop, for the chunk to end; then it is interrupted, and again every second
 UNRESPONSIVE_S = 8.0  # after a stop, for ranks to answer an interrupt; then they are ended
 SAVES_S = 60.0  # at a run's end, for its last checkpoint to be written
-
-
-class Ranks(Protocol):
-    """The part of a Cluster that a run uses."""
-
-    @property
-    def notes(self) -> tuple[str, ...]: ...
-
-    @property
-    def lost(self) -> Mapping[int, Any]:
-        """Lost ranks."""
-        ...
-
-    def submit(
-        self, what: str, *, take: Callable[[Mapping[str, Any]], None] | None = None, **arguments: Any
-    ) -> Call: ...
-
-    def settle(self) -> dict[int, Any]: ...
-
-    def ask(self, what: str, ranks: Collection[int], **arguments: Any) -> dict[int, Any]: ...
 
 
 class Progress:
@@ -145,7 +125,7 @@ class Driver:
     def __init__(
         self,
         run: str,
-        ranks: Ranks,
+        ranks: Cluster,
         spec: Spec,
         prepare: Callable[[Spec], None],
         *,
@@ -361,7 +341,7 @@ class Driver:
             with self.control.changed:
                 self.refused = e
                 self.control.clear_pending(spec)
-            self.control.settle(spec, None, e)
+            self.control.settle(spec, e)
 
     def _switch(self, spec: Spec, *, fresh: bool) -> None:
         """Has the ranks train `spec`, with the parameters that they have, if those fit and it is not to be `fresh`."""
@@ -398,7 +378,7 @@ class Driver:
             self.progress.switch(switch.step)
             self.switches.append(switch)
             self.control.clear_pending(spec)
-        self.control.settle(spec, switch, None)
+        self.control.settle(spec, switch)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------------
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from fsdp_lab.cluster import ClusterError, RankError
+from fsdp_lab.cluster import Cluster, ClusterError, RankError
 from fsdp_lab.core.checkpoint_format import Checkpoint, begin, checkpoints, discard, finish
 from fsdp_lab.core.errors import ArgumentError, FieldError, check_whole
 from fsdp_lab.core.spec import Spec
@@ -153,13 +153,7 @@ class Recovery:
             self.update(resumed_unix_s=unix_s)
 
 
-class Survivors(Protocol):
-    """The part of a Cluster that `rescue` uses."""
-
-    def ask(self, what: str, ranks: Collection[int], **arguments: Any) -> dict[int, Any]: ...
-
-
-def rescue(ranks: Survivors, statuses: Mapping[int, Mapping[str, Any]], root: Path) -> Checkpoint | None:
+def rescue(ranks: Cluster, statuses: Mapping[int, Mapping[str, Any]], root: Path) -> Checkpoint | None:
     """Writes the state of the surviving ranks as a checkpoint in `root`. Returns None where it is incomplete.
 
     `statuses`: `Session.status` by rank; only ranks at the same step can write together.
@@ -179,7 +173,7 @@ def rescue(ranks: Survivors, statuses: Mapping[int, Mapping[str, Any]], root: Pa
 
 @contextlib.contextmanager
 def source_of(
-    ranks: Survivors, statuses: Mapping[int, Mapping[str, Any]], run: str, folder: Path | None
+    ranks: Cluster, statuses: Mapping[int, Mapping[str, Any]], run: str, folder: Path | None
 ) -> Iterator[tuple[str, Checkpoint | None]]:
     """The source from which a run with lost ranks continues: a replica or the newest checkpoint, whichever is later.
 

@@ -15,16 +15,16 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fsdp_lab.cluster import ClusterError
+from fsdp_lab.cluster import Cluster, ClusterError
 from fsdp_lab.core.checkpoint_format import Checkpoint
 from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError, check_whole
 from fsdp_lab.core.faults import Fault
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.runs.control import Awaited, RunControl, SwitchRequest
-from fsdp_lab.runs.driver import Driver, Progress, Ranks
+from fsdp_lab.runs.control import Awaited, Request, RunControl, SwitchRequest
+from fsdp_lab.runs.driver import Driver, Progress
 from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig, Evaluator
 from fsdp_lab.runs.recovery import Incident, Predecessor, Recovery, RecoveryPolicy, refitted
-from fsdp_lab.runs.saving import CheckpointConfig, CheckpointSchedule, SavedCheckpoint, SaveRequest
+from fsdp_lab.runs.saving import CheckpointConfig, CheckpointSchedule, SavedCheckpoint
 from fsdp_lab.runs.steps import EventStore
 from fsdp_lab.runs.view import RunQueries, RunState
 
@@ -48,7 +48,7 @@ class Run(RunQueries, Awaited["Run"]):
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: Cluster,
         spec: Spec,
         *,
         steps: int | None = None,
@@ -211,23 +211,21 @@ class Run(RunQueries, Awaited["Run"]):
         Raises:
             ClusterError: the run is over.
         """
-        with self._control.changed:
+        with self._control.changing():
             self._require_live("start another one with lab.run")
-            self._control.request_ledger()
+            self._control.ledger = True
 
-    def save(self) -> SaveRequest:
-        """Takes a checkpoint after the running chunk, in the folder of `saving`. Returns at once.
+    def save(self) -> Request[Checkpoint]:
+        """Takes a checkpoint after the running chunk, in the folder of `saving`. Returns at once; waiting is optional.
 
         Raises:
             ArgumentError: the run has no folder. ClusterError: it is over.
         """
         if self.saving is None:
             raise ArgumentError("save", "this run has no folder for checkpoints", "start it with lab.run(save=folder)")
-        with self._control.changed:
+        with self._control.changing():
             self._require_live("lab.save(folder) saves what the ranks hold")
-            request = self._driver.checkpoints.request()
-            self._control.changed.notify_all()
-        return request
+            return self._driver.checkpoints.request()
 
     def recover(self, ranks: str | None = None) -> None:
         """Recovers from a failure: "same" replaces the lost ranks, "fewer" continues with those that are left; None: as
@@ -239,13 +237,12 @@ class Run(RunQueries, Awaited["Run"]):
         policy = replace(self.recovering, ranks=ranks or self.recovering.ranks)
         if policy.ranks == "fewer":
             refitted(self.spec, max(1, self.spec.world_size - len(self._driver.ranks.lost)))
-        with self._control.changed:
+        with self._control.changing():
             if self.state is not RunState.BROKEN:
                 raise ClusterError(
                     f"run {self.id} is {self.state.value}, and not broken; lab.recover() begins a new one"
                 )
             self._control.recovery = policy
-            self._control.changed.notify_all()
 
     def arm(self, fault: Fault | None) -> None:
         """Makes a failure on purpose from the next chunk on; None: disarms those that are armed. Returns at once.
@@ -253,12 +250,12 @@ class Run(RunQueries, Awaited["Run"]):
         Raises:
             ArgumentError: a fault that these ranks cannot have. ClusterError: the run does not train.
         """
-        with self._control.changed:
+        with self._control.changing():
             if self.state not in (RunState.RUNNING, RunState.PAUSED):
                 raise ClusterError(f"run {self.id} is {self.state.value}; a fault can be armed only while it trains")
             if fault is not None:
                 fault.check(self.spec.world_size, self.step)
-            self._control.request_fault(fault)
+            self._control.faults.append(fault)
 
     def fault_injected(self, unix_s: float) -> None:
         """The next failure to be detected was injected at this time."""
@@ -266,7 +263,8 @@ class Run(RunQueries, Awaited["Run"]):
 
     def take_turn(self) -> None:
         """Continues a suspended run; the ranks must be free."""
-        self._control.take_turn()
+        with self._control.changing():
+            self._control.suspended = False
 
     def wait_suspended(self, timeout_s: float | None = None) -> bool:
         """Blocks until the run is suspended or over, or for `timeout_s`. Returns whether it is either."""
@@ -274,11 +272,13 @@ class Run(RunQueries, Awaited["Run"]):
 
     def pause(self) -> None:
         """Holds after the running chunk; parameters and optimizer state stay on the ranks."""
-        self._control.set_paused(True)
+        with self._control.changing():
+            self._control.paused = True
 
     def resume(self) -> None:
         """Ends a pause."""
-        self._control.set_paused(False)
+        with self._control.changing():
+            self._control.paused = False
 
     def stop(self, timeout_s: float = STOP_S, reason: str = "") -> bool:
         """Ends the run: waits a moment for the chunk, then interrupts the step in progress, on all ranks alike.

@@ -12,7 +12,7 @@ from typing import Any
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.core.checkpoint_format import Checkpoint, check_folder, checkpoints, read
 from fsdp_lab.core.errors import FieldError, check_whole
-from fsdp_lab.runs.control import Awaited
+from fsdp_lab.runs.control import Request
 
 LAST = 3
 
@@ -68,30 +68,14 @@ class SavedCheckpoint:
             )
         return f"step {self.step} is saved in {self.path}"
 
-
-class SaveRequest(Awaited[Checkpoint]):
-    """The result of `Run.save`: `await` it, or `wait()`, for the Checkpoint. Waiting is optional."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: Checkpoint | None = None
-        self._error: Exception | None = None
-
-    def settle(self, saved: SavedCheckpoint | None, error: Exception | None = None) -> None:
-        self._error = error
+    def result(self) -> Checkpoint | Exception:
+        """The checkpoint on the disk, or why there is none."""
+        if self.path is None:
+            return ClusterError(self.words)
         try:
-            if saved is not None and saved.path is not None:
-                self._made = read(saved.path)
-            elif saved is not None:
-                self._error = ClusterError(saved.words)
+            return read(self.path)
         except FieldError as e:  # deleted already, in favour of newer ones
-            self._error = e
-        self._end()
-
-    def _outcome(self) -> Checkpoint:
-        if self._made is None:
-            raise self._error or ClusterError("the run ended before this was saved")
-        return self._made
+            return e
 
 
 class CheckpointSchedule:
@@ -108,11 +92,11 @@ class CheckpointSchedule:
         self.config = config
         self.taken: tuple[SavedCheckpoint, ...] = ()
         self._run, self._start = run, start
-        self._requests: list[SaveRequest] = []  # for the next checkpoint
-        self._waiting: dict[int, list[SaveRequest]] = {}  # index in `taken` -> requests that it answers
+        self._requests: list[Request[Checkpoint]] = []  # for the next checkpoint
+        self._waiting: dict[int, list[Request[Checkpoint]]] = {}  # index in `taken` -> requests that it answers
 
-    def request(self) -> SaveRequest:
-        self._requests.append(request := SaveRequest())
+    def request(self) -> Request[Checkpoint]:
+        self._requests.append(request := Request[Checkpoint]())
         return request
 
     @property
@@ -165,7 +149,7 @@ class CheckpointSchedule:
             yield record
         except BaseException as e:
             for request in requests:
-                request.settle(None, e if isinstance(e, Exception) else None)
+                request.settle(e) if isinstance(e, Exception) else request.abandon()
             if not isinstance(e, FieldError):
                 raise
             self.taken += (
@@ -202,10 +186,10 @@ class CheckpointSchedule:
         self.taken = tuple(taken)
         for i in [i for i in self._waiting if not self.taken[i].pending]:
             for request in self._waiting.pop(i):
-                request.settle(self.taken[i])
+                request.settle(self.taken[i].result())
 
     def end(self) -> None:
         """The run is over: ends all requests."""
         for request in [*self._requests, *(r for waiting in self._waiting.values() for r in waiting)]:
-            request.settle(None)
+            request.abandon()
         self._requests, self._waiting = [], {}

@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_lab.cluster import ClusterError, Interrupted
+from fsdp_lab.cluster import Cluster, ClusterError, Interrupted
 from fsdp_lab.core.events import ParameterHolding, PhaseSnapshot, StepEvent
 from fsdp_lab.core.formatting import Table, count, size
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.runs.driver import Ranks
 
 END_S = 15.0  # for the step to finish; then it is interrupted, and the parameters stay as they were before it
 POLL_S = 0.05
@@ -156,7 +155,7 @@ class SlowStep:
         ready: whether the Spec is applied on the ranks.
     """
 
-    def __init__(self, ranks: Ranks, spec: Spec, prepare: Callable[[Spec], None]) -> None:
+    def __init__(self, ranks: Cluster, spec: Spec, prepare: Callable[[Spec], None]) -> None:
         """`prepare(spec)`: called before anything is sent; makes the ranks ready and ends what else is running on them."""
         self.spec = spec
         self.moment: StepMoment | None = None
