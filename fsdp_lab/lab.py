@@ -6,8 +6,10 @@ import asyncio
 import atexit
 import contextlib
 import os
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.cluster import Cluster, ClusterError, RankLost, RankStatus, StartProgress
@@ -18,12 +20,12 @@ from fsdp_lab.core.spec import Spec
 from fsdp_lab.history.history import History
 from fsdp_lab.history.stored_run import RunList
 from fsdp_lab.notebook import ProgressBar, exit_handler, rank_table, replace_former
-from fsdp_lab.planner.calibration import Calibration
+from fsdp_lab.planner.calibration import Calibration, references
 from fsdp_lab.planner.plan import Plan
 from fsdp_lab.planner.questions import Target, planned, planned_here
+from fsdp_lab.planner.shapes.presets import shape_for
 from fsdp_lab.runs.activities import Activities
 from fsdp_lab.runs.comparison import Refusal
-from fsdp_lab.runs.environment import PASSES, calibrate
 from fsdp_lab.runs.evaluation import EvalConfig
 from fsdp_lab.runs.recovery import RecoveryPolicy
 from fsdp_lab.runs.run import Drill, Run
@@ -34,6 +36,7 @@ from fsdp_lab.runs.sweep import ROUNDS, Sweep, combine, value_lists
 if TYPE_CHECKING:
     from fsdp_lab.dashboard import Dashboard
 
+PASSES = 6  # measurements of each figure by `calibrate`
 SAVE_S = 600.0  # limit for a checkpoint that the caller waits for
 WAITING_S = 2.0  # a rank that waits longer than this for a collective is reported
 
@@ -372,7 +375,16 @@ class Lab:
             )
         if passes < 1:
             raise ArgumentError("passes", f"{passes} is refused", "give a whole number of 1 or more")
-        self._calibration = calibrate(self._cluster, beside, passes=passes)
+        begun_s, devices = time.monotonic(), self.devices
+        # Matrix products in fp16 are not useful on a CPU.
+        dtypes = ("fp32", "bf16") if devices[0] == "cpu" else ("fp32", "bf16", "fp16")
+        timed = references(len(devices), dtypes, devices)
+        shapes = tuple(replace(shape_for(r.spec.workload.model, r.spec.strategy.wrap), tapes={}) for r in timed)
+        specs = [spec.to_dict() for spec in (*(r.spec for r in timed), *beside)]
+        by_rank = self._cluster.call("calibrate", specs=specs, dtypes=dtypes, passes=passes)
+        name = str(self._cluster.call("status")[0]["device_name"])
+        self._calibration = Calibration.of(by_rank, unix_s=time.time(), seconds=time.monotonic() - begun_s, name=name,
+                                           devices=devices, shapes=shapes)  # fmt: skip
         return self._calibration
 
     def plan(self, spec: Spec | None = None, hardware: str | None = None, *, hosts: int | None = None,

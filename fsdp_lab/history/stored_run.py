@@ -20,9 +20,8 @@ from fsdp_lab.core.formatting import Table, count
 from fsdp_lab.core.process import born
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.history.database import HistoryDB, HistoryError, unpack
-from fsdp_lab.runs.environment import in_words
 from fsdp_lab.runs.steps import CAP, EventStore
-from fsdp_lab.runs.view import RunQueries, RunState, Switch
+from fsdp_lab.runs.view import RunQueries, RunState, Switch, describe_environment
 
 SILENT_S = 90.0  # a kernel on another host counts as dead after so long without an update: a live one writes every 5 s
 
@@ -125,7 +124,7 @@ class StoredRun(RunQueries):
     @property
     def where(self) -> str:
         """Machine and devices as text."""
-        return in_words(self.environment)
+        return describe_environment(self.environment)
 
     def __repr__(self) -> str:
         called = f" {self.name!r}" if self.name else ""

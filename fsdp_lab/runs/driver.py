@@ -32,12 +32,11 @@ from fsdp_lab.core.faults import Fault, FaultKind
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.models.check import unread_weights
 from fsdp_lab.runs.control import RunControl
-from fsdp_lab.runs.environment import fingerprint
 from fsdp_lab.runs.evaluation import Evaluation, Evaluator
 from fsdp_lab.runs.recovery import LIVE, Recovery, RecoveryPolicy, refitted, source_of
 from fsdp_lab.runs.saving import CheckpointSchedule
 from fsdp_lab.runs.steps import EventStore
-from fsdp_lab.runs.view import RunState, Switch
+from fsdp_lab.runs.view import RunState, Switch, fingerprint
 
 CHUNK_S = 0.5  # target duration of a chunk
 CHUNK_STEPS = 256
@@ -119,7 +118,7 @@ class Driver:
     Attributes:
         spec: the one applied last, before the first switch the one to apply. switches: of every Spec that was applied.
         refused: the error of the last Spec that the ranks refused; None: there is none.
-        environment: of the ranks (`fsdp_lab.runs.environment`); empty before they are prepared.
+        environment: their `fingerprint`; empty before they are prepared.
     """
 
     def __init__(

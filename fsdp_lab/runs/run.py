@@ -147,7 +147,7 @@ class Run(RunQueries, Awaited["Run"]):
 
     @property
     def environment(self) -> Mapping[str, Any]:
-        """Machine, versions and devices (`fsdp_lab.runs.environment`); empty until the ranks are ready."""
+        """Machine, versions and devices (`runs.view.fingerprint`); empty until the ranks are ready."""
         return self._driver.environment
 
     @property

@@ -192,7 +192,7 @@ def test_a_run_gives_the_newest_whole_timeline_or_the_one_asked_for():
     run = run_with(told(2, 4), told(2, 9), told(2, 12)[:1])
     assert run.timeline().step == 9
     assert run.timeline(4).step == 4 and run.timeline(12).missing == (1,)
-    with pytest.raises(ArgumentError, match=r"step 8 was not traced.*the nearest of 3 that are kept is 9"):
+    with pytest.raises(ArgumentError, match=r"step 8 was not traced.*the nearest of 3 that are stored is 9"):
         run.timeline(8)
     with pytest.raises(ArgumentError, match="no step of this run has been traced yet"):
         run_with().timeline()
