@@ -16,9 +16,10 @@ import dataclasses
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from operator import attrgetter
 from typing import Any
 
 from fsdp_lab.core.events import StepEvent
@@ -88,22 +89,21 @@ class Step:
 
 def assemble_all(events: Iterable[StepEvent]) -> list[Step]:
     """Every step of every attempt, abandoned ones included, in order of attempt and step."""
-    found: dict[tuple[int, int], dict[int, StepEvent]] = {}
+    by_step: dict[tuple[int, int], dict[int, StepEvent]] = {}
     for e in events:
-        found.setdefault((e.attempt, e.step), {})[e.rank] = e
-    by_rank = (found[key] for key in sorted(found))
-    return [Step(events=tuple(map(ranks.__getitem__, sorted(ranks)))) for ranks in by_rank]
+        by_step.setdefault((e.attempt, e.step), {})[e.rank] = e
+    return [Step(events=tuple(e for _, e in sorted(by_rank.items()))) for _, by_rank in sorted(by_step.items())]
 
 
 def assemble(events: Iterable[StepEvent]) -> list[Step]:
     """The steps that no later attempt replaced, whole or partial, in order of step."""
-    found: list[Step] = []
+    valid: list[Step] = []
     earliest = math.inf  # step of later attempts
     for step in reversed(assemble_all(events)):
         if (number := step.number) < earliest:
             earliest = number
-            found.append(step)
-    return found[::-1]
+            valid.append(step)
+    return valid[::-1]
 
 
 def last_stretch(steps: Sequence[Step], spec: Spec) -> list[Step]:
@@ -202,7 +202,7 @@ class EventStore:
         """
         added = 0
         for given in events:
-            rank, step, own_attempt = _place(given)
+            rank, step, own_attempt = _key(given)
             with self._lock:
                 if attempt is not None and attempt != self._attempt:
                     continue
@@ -275,30 +275,31 @@ class EventStore:
         """rank -> field -> values that arrived since the cursor, and the next cursor.
 
         A name is a field or property of StepEvent, or of its memory with a dot: "step", "tflops", "memory.peak_bytes".
+        Raises AttributeError for any other.
         """
         new, cursor = self.since(cursor)
-        out: dict[int, dict[str, list[Any]]] = {}
-        readers = {name: reader(name) for name in names}
+        for name in names:
+            getattr(StepEvent, name.partition(".")[0])  # an unknown name is an error before the first event, too
+        readers = {name: attrgetter(name) for name in names}
+        columns: dict[int, dict[str, list[Any]]] = {}
         for event in new:
-            row = out.setdefault(event.rank, {name: [] for name in names})
+            of_rank = columns.setdefault(event.rank, {name: [] for name in names})
             for name, read in readers.items():
-                row[name].append(read(event))
-        return out, cursor
+                of_rank[name].append(read(event))
+        return columns, cursor
 
     def latest(self) -> dict[int, StepEvent]:
         """The newest event of each rank in the current attempt, in rank order."""
         with self._lock:
-            found: dict[int, StepEvent] = {}
-            for event in reversed(self._events):
-                if event.attempt != self._attempt:
+            newest: dict[int, StepEvent] = {}
+            for event in takewhile(lambda e: e.attempt == self._attempt, reversed(self._events)):
+                newest.setdefault(event.rank, event)
+                if len(newest) == event.world_size:
                     break
-                found.setdefault(event.rank, event)
-                if len(found) == event.world_size:
-                    break
-        return dict(sorted(found.items()))
+        return dict(sorted(newest.items()))
 
     def steps(self) -> list[Step]:
-        """The steps that count, whole or partial, in order: those of the module's rules."""
+        """The steps that count by the module's rules, whole or partial, in order."""
         return self._steps(None)
 
     def last_steps(self, n: int) -> list[Step]:
@@ -329,8 +330,7 @@ class EventStore:
         traced = self.traced()
         current = {(s.attempt, s.number) for s in self.steps()}
         counting = [s for s in traced if (s.attempt, s.number) in current] or traced
-        found = [s for s in counting if s.is_whole] or counting
-        return found[-1] if found else None
+        return next(reversed([s for s in counting if s.is_whole] or counting), None)
 
     @property
     def attempt(self) -> int:
@@ -360,17 +360,8 @@ class EventStore:
             return self._first + len(self._events)
 
 
-def _place(given: Mapping[str, Any] | StepEvent) -> tuple[int, int, int]:
+def _key(given: Mapping[str, Any] | StepEvent) -> tuple[int, int, int]:
     """Rank, step and attempt."""
     if isinstance(given, StepEvent):
         return given.rank, given.step, given.attempt
     return given["rank"], given["step"], given.get("attempt", 0)
-
-
-def reader(name: str) -> Callable[[StepEvent], Any]:
-    """A function that reads a column from an event. Raises AttributeError for an unknown name."""
-    head, dot, tail = name.partition(".")
-    getattr(StepEvent, head)
-    if not dot:
-        return lambda event: getattr(event, head)
-    return lambda event: getattr(getattr(event, head), tail)
