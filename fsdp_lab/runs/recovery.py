@@ -40,9 +40,9 @@ class RecoveryPolicy:
     times: int = 3
 
     def __post_init__(self) -> None:
-        for name, value, known in (("how", self.how, HOWS), ("ranks", self.ranks, RANKS)):
-            if value not in known:
-                raise ArgumentError(f"recover.{name}", f"{value!r} is refused", f"choose from {', '.join(known)}")
+        for name, value, options in (("how", self.how, HOWS), ("ranks", self.ranks, RANKS)):
+            if value not in options:
+                raise ArgumentError(f"recover.{name}", f"{value!r} is refused", f"choose from {', '.join(options)}")
         check_whole("recover.times", self.times)
 
     @classmethod
@@ -85,7 +85,7 @@ class Incident:
 
     @property
     def words(self) -> str:
-        """The failure and the recovery, in a sentence or two."""
+        """The failure and the recovery, as text."""
         if self.resumed_step is None:
             return f"{self.sentence}."
         repeated = f", repeating {self.lost_steps} steps" if self.lost_steps else ", repeating no step"
@@ -95,7 +95,7 @@ class Incident:
 
     @property
     def sentence(self) -> str:
-        """The failure."""
+        """The failure, on one line."""
         return str(self.error).partition("\n")[0]
 
 
@@ -187,7 +187,7 @@ def source_of(
         if rescued is not None and (newest is None or rescued.step >= newest.step):
             yield REPLICA, rescued
         else:
-            yield (CHECKPOINT, newest) if newest is not None else (BEGINNING, None)
+            yield (BEGINNING if newest is None else CHECKPOINT), newest
 
 
 def refitted(spec: Spec, ranks: int) -> tuple[Spec, tuple[str, ...]]:
@@ -200,15 +200,15 @@ def refitted(spec: Spec, ranks: int) -> tuple[Spec, tuple[str, ...]]:
     """
     if ranks == spec.world_size:
         return spec, ()
-    w, whole = spec.workload, spec.global_batch
+    global_batch, micro_batch = spec.global_batch, spec.workload.micro_batch
     fitted = spec.replace(world_size=ranks, devices=None)
-    if whole % (w.micro_batch * ranks) == 0:
-        fitted = fitted.replace(accumulate=whole // (w.micro_batch * ranks))
-    elif whole % ranks == 0:
-        fitted = fitted.replace(micro_batch=whole // ranks, accumulate=1)
-    if fitted.global_batch == whole:
-        each = fitted.workload
-        batch = f"a step is still {whole} samples, {each.accumulate} x {each.micro_batch} of each rank"
+    if global_batch % (micro_batch * ranks) == 0:
+        fitted = fitted.replace(accumulate=global_batch // (micro_batch * ranks))
+    elif global_batch % ranks == 0:
+        fitted = fitted.replace(micro_batch=global_batch // ranks, accumulate=1)
+    if fitted.global_batch == global_batch:
+        w = fitted.workload
+        batch = f"a step is still {global_batch} samples, {w.accumulate} x {w.micro_batch} of each rank"
     else:
-        batch = f"a step is {fitted.global_batch} samples and was {whole}"
+        batch = f"a step is {fitted.global_batch} samples and was {global_batch}"
     return fitted, (f"{spec.world_size} ranks became {ranks}: {batch}; the data continues where it was",)
