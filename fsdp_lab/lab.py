@@ -57,18 +57,18 @@ class Lab:
             GPUs where there are fewer than ranks, CPUs otherwise. `notes` says what that means for the figures.
         cluster: your own ipyparallel Cluster or Client, a profile name, a cluster id, or the path of a connection file.
             Its engines need this package; they are used as they are and never stopped.
-        progress: True shows a bar in a notebook; a callable receives each `StartProgress`; False is silent.
+        progress: True shows a progress bar in a notebook; a callable receives each `StartProgress`.
         reduction: "auto", "rank_ordered" (equal bits for every backend) or "native".
         take_busy: use GPUs that other processes use, too.
         timeout_s: for starting, and for a collective whose peer is missing.
         hang_s: how long a collective may wait for a rank before the run fails with `RankHung`, which names the rank and
-            shows its stack. This covers the first steps as well, compilation included. None: half of `timeout_s`.
-        persist: the ranks outlive their kernel, however it ends, with their parameters and optimizer state. `Lab` with
-            the same arguments in the next kernel (the same cell, run again) attaches to them: `attached` is True then, and
-            `lab.run(lab.spec, fresh=False)` continues. True: for up to a day; a number: for so many hours. `close()` ends
-            them, as does `fsdp-lab ranks --end`.
-        alongside: in a notebook, a new lab closes the previous one, because a cell that is run again would leave the
-            ranks of that one behind; True keeps both.
+            shows its stack. It applies to the first steps as well, compilation included. None: half of `timeout_s`.
+        persist: the ranks outlive their kernel, however it ends, with their parameters and optimizer state: True for up to a
+            day, a number for so many hours. `Lab` with the same arguments in the next kernel (the same cell, run again)
+            attaches to them: `attached` is True then, and `lab.run(lab.spec, fresh=False)` continues. `close()` ends them,
+            as does `fsdp-lab ranks --end`.
+        alongside: keep the previous lab of this notebook, which a new one closes otherwise, so that a cell that is run again
+            leaves no ranks behind.
         history: where runs are stored (`fsdp_lab.History`): True in the default file, a path in that file, False nowhere.
         options: for `fsdp_lab.cluster.Cluster`.
 
@@ -133,15 +133,15 @@ class Lab:
     ) -> Run:
         """Starts a run and returns it at once: `await` it, `wait()` for it, or read its `table()` meanwhile.
 
-        A run in progress is stopped first, with that as its reason: there is one run at a time on these ranks.
-        Lost ranks are replaced, and another `world_size` starts or ends ranks; such a run begins at step 0.
+        A run in progress is stopped first, because these ranks train one run at a time. Lost ranks are replaced, and another
+        `world_size` starts or ends ranks; such a run begins at step 0.
 
         Args:
             spec: a Spec or its dict; None: the default one for this lab's ranks.
             steps: None trains until it is stopped.
             fresh: begin at step 0 with initial values; False continues with the state that the ranks hold, where it fits.
             ledger_every: make each n-th step a ledger step, which measures memory and is left out of medians; None: only
-                those that `Run.ledger` requests, and the third after a switch.
+                the third after a switch, and those that `Run.ledger` requests.
             save: a folder for its checkpoints, or a `CheckpointConfig`, which sets the interval and how many to keep.
             recover: what to do when ranks or a step fail: True recovers automatically, "ask" waits for `recover` or
                 `stop`; a `RecoveryPolicy` also sets the number of ranks. See `run.incidents`.
@@ -227,16 +227,16 @@ class Lab:
     ) -> Sweep:
         """Trains every combination side by side: `sweep = await lab.compare(sharding=["full_shard", "no_shard"])`.
 
-        All begin with the same initial values and see the same batches. They take turns of `steps / rounds` steps, at
-        least three, so that drift of the machine affects all alike; between turns a run's state waits on the host, bit for
-        bit. Combinations that are invalid or fail are listed with their reason and end nothing. Returns at once, like
-        `run`, which ends it.
+        All begin with the same initial values and see the same batches. They take turns of `steps / rounds` steps, at least
+        three, so that drift of the machine affects all alike; between its turns a run's state is on the host, bit for bit.
+        Combinations that are invalid or fail are listed with their reason, and the others continue. Returns at once. A new
+        run ends it.
 
         Args:
             spec: the Spec that the lists change, or several; None: the default one for this lab's ranks.
             steps: of each run.
-            rounds: 1 trains them one after the other, and needs no host memory for runs that wait.
-            lists: flat field name, as in `Spec.replace`, with a list of values, or one value for all.
+            rounds: 1 trains them one after the other, and needs no host memory for suspended runs.
+            lists: flat field names, as in `Spec.replace`, each with a list of values or one value for all.
 
         Raises:
             FieldError: an unknown field, an empty list, or no combination that is valid.
@@ -245,9 +245,9 @@ class Lab:
             check_whole(name, value)
         several = spec if isinstance(spec, Sequence) else [spec]
         bases = [self._wanted(one, {}) for one in several]
-        combined = [one for base in bases for one in combine(base, value_lists(lists), self._wanted)]
-        specs = [one for one in combined if isinstance(one, Spec)]
-        refused = [one for one in combined if isinstance(one, Refusal)]
+        combinations = [c for base in bases for c in combine(base, value_lists(lists), self._wanted)]
+        specs = [c for c in combinations if isinstance(c, Spec)]
+        refused = [c for c in combinations if isinstance(c, Refusal)]
         if not specs:
             first = f"every combination is refused, the first because of {refused[0].reason}" if refused else ""
             raise ArgumentError("compare", first or "it has no Spec", "change a list")
@@ -283,18 +283,15 @@ class Lab:
             base = Spec(world_size=self.ranks, devices=self._devices)
         else:
             base = spec if isinstance(spec, Spec) else Spec.from_dict(spec)
-        more = dict(changes)
-        if isinstance(more.get("devices"), str):
-            more["devices"] = each_device(more["devices"], more.get("world_size", base.world_size))
-        if more.get("world_size", base.world_size) != base.world_size:
-            more.setdefault("devices", None)  # a list for another number of ranks
-        return base.replace(**more)
+        fields = {"world_size": base.world_size, **changes}
+        if isinstance(fields.get("devices"), str):
+            fields["devices"] = each_device(fields["devices"], fields["world_size"])
+        if fields["world_size"] != base.world_size:
+            fields.setdefault("devices", None)  # a list for another number of ranks
+        return base.replace(**fields)
 
     def interrupt(self) -> None:
-        """Ends what the ranks are doing, as Ctrl-C would; parameters stay. A run in progress stops, with that as reason.
-
-        A step in slow motion that waits for its next phase runs to its end.
-        """
+        """Interrupts the ranks, as Ctrl-C would; parameters stay. A run in progress stops; a slow step runs to its end."""
         self._activities.interrupt()
 
     @property
@@ -346,7 +343,7 @@ class Lab:
         """Saves the state of the ranks and returns the complete checkpoint. A run in progress is saved by `run.save`.
 
         Raises:
-            ArgumentError: the folder. ClusterError: it could not be written, or a run is in progress.
+            ArgumentError: of the folder. ClusterError: it could not be written, or a run is in progress.
         """
         root = check_folder(folder, field="folder")
         if (run := self.current) is not None and not run.done:
@@ -362,7 +359,7 @@ class Lab:
         """Measures this machine on all ranks at once, in a minute or two, for `plan`. The state of the ranks stays.
 
         Args:
-            beside: Specs whose steps are timed in turns with it, for a comparison; see `Calibration.beside_s`.
+            beside: Specs whose steps are timed in turns with the calibration's, for comparison: `Calibration.beside_s`.
             passes: number of measurements of each figure; fewer are quicker and less accurate.
 
         Raises:
@@ -410,13 +407,13 @@ class Lab:
     # -- ranks ------------------------------------------------------------------------------------------------------
 
     def resize(self, ranks: int, devices: Sequence[str] | str | None = None) -> None:
-        """Changes the number of ranks, or their devices: stops the run, starts or ends engines, and joins them anew.
+        """Changes the number of ranks, or their devices: stops the run, starts or ends engines, and connects them again.
 
-        The next run starts fresh: parameters are not transferred to another world size. Replaces lost ranks as well, so
-        `lab.resize(lab.ranks)` is a repair.
+        The next run starts fresh: parameters are not transferred to another world size. It also replaces lost ranks, as in
+        `lab.resize(lab.ranks)`.
         """
         self._activities.require_open()
-        self._activities.stop(f"the lab went to {ranks} ranks")
+        self._activities.stop(f"the lab was resized to {ranks} ranks")
         self._devices = each_device(devices, ranks)
         self._resize(ranks, self._devices)
 
@@ -475,12 +472,11 @@ class Lab:
         self._cluster.on_lost(callback)
 
     def rank_status(self) -> list[RankStatus]:
-        """Every rank as data; never waits for a rank."""
+        """Every rank as data. Never blocks."""
         return self._cluster.status()
 
     def status(self) -> Table:
-        """Every rank: process, device, memory, step, its state and since when, and the collective that it waits for.
-        Never waits for a rank."""
+        """A table of the ranks: process, device, memory, step, state, the collective that each waits for. Never blocks."""
         problem = self._history.problem if self._history is not None else ""
         caption = " ".join(map(repr, filter(None, (self, self.current))))
         return rank_table(self.rank_status(), caption=caption, notes=(*self.notes, *filter(None, [problem])))
@@ -517,20 +513,20 @@ class Lab:
         self._end(self._cluster.close, "the lab was closed")
 
     def detach(self) -> None:
-        """Stops the run and leaves the ranks as they are for the next kernel, as its exit does. The lab is closed then.
+        """Stops the run, leaves the ranks as they are for the next kernel, and closes the lab, as this kernel's exit does.
 
         Raises:
-            ClusterError: they are not persistent.
+            ClusterError: the ranks are not persistent.
         """
         if not self.persistent:
             raise ClusterError("these ranks end with their lab; make it with Lab(persist=True) to leave them")
         self._end(self._cluster.detach, "its kernel left the ranks")
 
-    def _end(self, part: Callable[[], None], why: str) -> None:
+    def _end(self, release_ranks: Callable[[], None], why: str) -> None:
         if not self._activities.close(why):
             return
         atexit.unregister(self._at_exit)
-        part()
+        release_ranks()
         if self._history is not None:
             self._history.flush()
 

@@ -382,7 +382,7 @@ class Driver:
     # -- checkpoints -----------------------------------------------------------------------------------------------------
 
     def _save(self, kind: str) -> None:
-        """Takes a checkpoint, which the ranks write while training goes on. One that cannot be written ends nothing."""
+        """Takes a checkpoint, which the ranks write while training continues, also where it cannot be written."""
         config = self.checkpoints.config
         assert config is not None
         with self.checkpoints.taking(kind, self.progress.step) as record:
@@ -391,7 +391,7 @@ class Driver:
             record(call.results(SAVES_S) if kind == "last" else self._results(call))
 
     def _save_last_step(self) -> None:
-        """Saves the last step, and waits for what is being written."""
+        """Saves the last step, and waits until all checkpoints are written."""
         if self.checkpoints.config is None:
             return
         with self.control.changed:

@@ -1,8 +1,8 @@
-"""`Run`: one Spec that resident ranks train, until its steps are done or it is stopped; and `Drill`, a failure made in it.
+"""`Run`: the training of a Spec on resident ranks, until its steps are done or it is stopped; and `Drill`, a fault in it.
 
-`Run` is what a user holds. The work is done by its `Driver` on a thread of its own (threads: see the note in
-`fsdp_lab.runs.driver`). What a user calls leaves a request in `RunControl`, so a cell or a widget callback waits for the
-ranks only where it calls `wait`, `await`, or `stop` with a timeout.
+The work is done by its `Driver` on a thread of its own (threads: see the note in `fsdp_lab.runs.driver`). A user's call
+leaves a request in `RunControl`, so a cell or a widget callback waits for the ranks only in `wait`, `await`, or `stop` with
+a timeout.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ POLL_S = 0.02
 class Run(RunQueries, Awaited["Run"]):
     """One training run. Made by `Lab.run`; starts at once.
 
-    `run.wait()` and `await run` return the run when it is finished or stopped, and raise its error when it failed.
-    Ctrl-C in either stops the run after its chunk and is raised again; the kernel and the ranks stay as they are.
+    `run.wait()` and `await run` return the run when it is finished or stopped, and raise its error when it failed. Ctrl-C in
+    either stops the run after its chunk and is raised again.
 
     Attributes:
         id: as in its events. events: its `EventStore`.
@@ -67,7 +67,7 @@ class Run(RunQueries, Awaited["Run"]):
         Args:
             share: steps of a turn, after which the run is suspended until `take_turn` and others may use the ranks.
             prepare: called on the driver's thread before anything is sent: makes the ranks ready for a Spec.
-            start: the checkpoint to start from. broken: a failed run to continue, from what is left of it.
+            start: the checkpoint to start from. broken: a failed run to continue.
             the others: as of `Lab.run`.
         """
         super().__init__()
@@ -127,12 +127,12 @@ class Run(RunQueries, Awaited["Run"]):
 
     @property
     def reason(self) -> str:
-        """Why the run is in its state, in a sentence; empty where the state says enough."""
+        """Why the run is in its state, in a sentence, or empty."""
         return self._control.reason
 
     @property
     def error(self) -> BaseException | None:
-        """Why the run failed or is broken; None: neither."""
+        """Why the run failed or is broken; None: it is neither."""
         return self._control.error
 
     @property
@@ -245,7 +245,7 @@ class Run(RunQueries, Awaited["Run"]):
             self._control.recovery = policy
 
     def arm(self, fault: Fault | None) -> None:
-        """Makes a failure on purpose from the next chunk on; None: disarms those that are armed. Returns at once.
+        """Injects a fault from the next chunk on; None: disarms those that are armed. Returns at once.
 
         Raises:
             ArgumentError: a fault that these ranks cannot have. ClusterError: the run does not train.
@@ -283,8 +283,8 @@ class Run(RunQueries, Awaited["Run"]):
     def stop(self, timeout_s: float = STOP_S, reason: str = "") -> bool:
         """Ends the run: waits a moment for the chunk, then interrupts the step in progress, on all ranks alike.
 
-        Returns whether it is over within `timeout_s`; with 0 it only leaves the request, as a widget's callback
-        should. Ranks that do not answer an interrupt either are ended by their process ids after a while. Idempotent.
+        Returns whether it is over within `timeout_s`; with 0 it only leaves the request, as a widget's callback should.
+        Processes of ranks that do not answer the interrupt are ended after a while. Idempotent.
         """
         self._control.request_stop(reason)
         return self._wait_over(timeout_s) if timeout_s > 0 else self.done
@@ -307,7 +307,7 @@ class Drill:
     """A fault injected by `Lab.drill`. `wait()` or `await` it for the Incident, once the run trains again.
 
     Attributes:
-        kind, rank, run: what was done, to which rank of which run. made_unix_s: when. step: steps committed by then.
+        kind, rank, run: which fault, in which rank of which run. made_unix_s: when. step: steps committed by then.
     """
 
     def __init__(self, kind: str, rank: int, run: Run) -> None:
@@ -351,9 +351,8 @@ class Drill:
         self.run.arm(None)
 
     def __repr__(self) -> str:
-        found = self.incident
-        said = found.words if found is not None else "no failure detected yet"
-        return f"<Drill: {self.kind} of rank {self.rank} at step {self.step}: {said}>"
+        effect = self.incident.words if self.incident is not None else "no failure detected yet"
+        return f"<Drill: {self.kind} of rank {self.rank} at step {self.step}: {effect}>"
 
 
 def _check_count(name: str, value: int | None, none: str) -> None:
