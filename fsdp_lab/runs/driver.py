@@ -6,7 +6,7 @@ meanwhile (stop, pause, another Spec, a checkpoint, a fault) and what is due (a 
 Note: threads. Around each run there are:
 
 - The *driver's thread*, which executes `Driver.drive`. It alone sends work to the ranks while the run goes on, and it alone
-  writes the fields of `Driver`, `Progress`, `Evaluator`, `Recovery` and `CheckpointSchedule`. It calls the callbacks in
+  writes the fields of `Driver`, `Progress`, `EarlyStopping`, `Recovery` and `CheckpointSchedule`. It calls the callbacks in
   `on_best`, between two chunks.
 - *Users' threads* (cells, widget callbacks), which call `Run`. A call leaves a request in `RunControl` and returns; only
   `wait`, `await` and `stop` with a timeout wait. They read the driver's fields one at a time, without a lock.
@@ -32,7 +32,7 @@ from fsdp_lab.core.faults import Fault, FaultKind
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.models.check import unread_weights
 from fsdp_lab.runs.control import RunControl
-from fsdp_lab.runs.evaluation import Evaluation, Evaluator
+from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig, Evaluation
 from fsdp_lab.runs.recovery import LIVE, Recovery, RecoveryPolicy, refitted, source_of
 from fsdp_lab.runs.saving import CheckpointSchedule
 from fsdp_lab.runs.steps import EventStore
@@ -119,6 +119,7 @@ class Driver:
         spec: the one applied last, before the first switch the one to apply. switches: of every Spec that was applied.
         refused: the error of the last Spec that the ranks refused; None: there is none.
         environment: their `fingerprint`; empty before they are prepared.
+        early_stopping: takes the evaluations. on_best: called with each that is the best so far.
     """
 
     def __init__(
@@ -132,17 +133,19 @@ class Driver:
         events: EventStore,
         progress: Progress,
         checkpoints: CheckpointSchedule,
-        evaluator: Evaluator,
+        evaluate: EvalConfig | None,
         recovery: Recovery,
         ledger_every: int | None,
     ) -> None:
         self.run, self.ranks, self.spec = run, ranks, spec
         self.control, self.events, self.progress = control, events, progress
-        self.checkpoints, self.evaluator, self.recovery = checkpoints, evaluator, recovery
+        self.checkpoints, self.recovery = checkpoints, recovery
+        self.early_stopping = EarlyStopping(evaluate.patience if evaluate is not None else None)
+        self.on_best: list[Callable[[Evaluation], None]] = []
         self.switches: list[Switch] = []
         self.refused: FieldError | None = None
         self.environment: Mapping[str, Any] = {}
-        self._prepare, self._ledger_every = prepare, ledger_every
+        self._prepare, self._ledger_every, self._evaluate = prepare, ledger_every, evaluate
         self._unread = ""  # a note on weight files that were not loaded
 
     @property
@@ -220,7 +223,7 @@ class Driver:
                 continue
             if progress.finished:
                 return RunState.FINISHED, ""
-            if reason := self.evaluator.early_stopping.reason:
+            if reason := self.early_stopping.reason:
                 return RunState.STOPPED, reason
             if progress.turn_over:
                 self._suspend()
@@ -235,7 +238,7 @@ class Driver:
         """Trains one chunk on all ranks. Returns whether it was interrupted."""
         progress = self.progress
         count = progress.chunk()
-        evaluations = self.evaluator.due(progress.next_steps(count), progress.until)
+        evaluations = self._evaluate.due(progress.next_steps(count), progress.until) if self._evaluate else {}
         # A chunk ends with an evaluation, so that `on_best` finds the parameters of that step.
         until_evaluation = [n + 1 - progress.step for n in evaluations]
         count = min([count, self.checkpoints.steps_until_due(progress.step), *until_evaluation])
@@ -247,9 +250,10 @@ class Driver:
         step_times_s = [r["events"][-1]["step_time_s"] for r in results if r["events"]]
         progress.advance(len(first), int(results[0]["step"]), step_times_s)
         interrupted = any(r["stopped"] for r in results)
-        for best in self.evaluator.take(results):
-            if not interrupted:
-                self._report_best(best)
+        losses = {e["step"]: e["eval_loss"] for r in results for e in r["events"] if e["eval_loss"] is not None}
+        for step, loss in losses.items():
+            if self.early_stopping.take(step, loss) and not interrupted:
+                self._report_best(Evaluation(step, loss))
         return interrupted
 
     def _call_train(self, count: int, evaluations: Mapping[int, int]) -> list[Any]:
@@ -285,7 +289,7 @@ class Driver:
     def _report_best(self, best: Evaluation) -> None:
         if self.checkpoints.config is not None:
             self._save("best")
-        for callback in self.evaluator.on_best:
+        for callback in self.on_best:
             callback(best)
 
     def _arm(self, fault: Fault | None) -> None:
@@ -344,7 +348,7 @@ class Driver:
 
     def _switch(self, spec: Spec, *, fresh: bool) -> None:
         """Has the ranks train `spec`, with the parameters that they have, if those fit and it is not to be `fresh`."""
-        self._apply(spec, "apply", fresh=fresh, evaluated=self.evaluator.samples)
+        self._apply(spec, "apply", fresh=fresh, evaluated=self._evaluate.samples if self._evaluate else 0)
 
     def _restore(self, spec: Spec, checkpoint: Checkpoint) -> None:
         """Has the ranks train `spec` from a checkpoint."""
@@ -369,9 +373,9 @@ class Driver:
         rewound = switch.step < self.step or (before is not None and before.world_size != spec.world_size)
         if not switch.carried or before is None or rewound:
             self.events.restart(switch.step)
-            self.evaluator.early_stopping.forget(switch.step)
+            self.early_stopping.forget(switch.step)
         else:
-            self.evaluator.early_stopping.switched(before, spec)
+            self.early_stopping.switched(before, spec)
         with self.control.changed:
             self.spec = spec
             self.progress.switch(switch.step)

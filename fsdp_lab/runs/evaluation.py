@@ -7,9 +7,8 @@ evaluations, and a restart from an earlier step discards those after it; the eve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fsdp_lab.core.errors import SpecError, check_whole
 from fsdp_lab.core.spec import Spec, Workload
@@ -48,6 +47,14 @@ class EvalConfig:
             share = Workload.held_out
             raise SpecError("workload.held_out", "nothing is held out to evaluate on", f"use held_out {share}",
                             {"held_out": share})  # fmt: skip
+
+    def due(self, steps: range, until: int | None) -> dict[int, int]:
+        """The first of `steps` after which to evaluate, with the number of samples; empty where there is none.
+
+        `until`: the step before which the run ends; its last step is evaluated, too.
+        """
+        due = [n for n in steps if (n + 1) % self.every == 0 or n + 1 == until]
+        return dict.fromkeys(due[:1], self.samples)
 
 
 class Evaluation(NamedTuple):
@@ -110,44 +117,6 @@ class EarlyStopping:
 
         best = f", best {text(self.best)}" if self.best else ""
         return f"evaluation loss {text(self.evaluations[-1])}{best}"
-
-
-class Evaluator:
-    """When a run is evaluated, and with which results. Used by the run's driver alone.
-
-    Attributes:
-        config: None: the run is not evaluated. on_best: called with each evaluation that is the best so far.
-    """
-
-    def __init__(self, config: EvalConfig | None) -> None:
-        self.config = config
-        self.early_stopping = EarlyStopping(config.patience if config is not None else None)
-        self.on_best: list[Callable[[Evaluation], None]] = []
-
-    @property
-    def samples(self) -> int:
-        """Held-out samples per evaluation."""
-        return self.config.samples if self.config is not None else 0
-
-    def check(self, spec: Spec) -> None:
-        """Raises SpecError where the Spec holds nothing out for the evaluation."""
-        if self.config is not None:
-            self.config.check(spec)
-
-    def due(self, steps: range, until: int | None) -> dict[int, int]:
-        """The first of `steps` after which to evaluate, with the number of samples; empty where there is none.
-
-        `until`: the step before which the run ends; its last step is evaluated, too.
-        """
-        if self.config is None:
-            return {}
-        due = [n for n in steps if (n + 1) % self.config.every == 0 or n + 1 == until]
-        return dict.fromkeys(due[:1], self.config.samples)
-
-    def take(self, results: Sequence[Mapping[str, Any]]) -> list[Evaluation]:
-        """Takes the evaluations among the events of each rank. Returns those that were the best so far."""
-        losses = {e["step"]: e["eval_loss"] for r in results for e in r["events"] if e["eval_loss"] is not None}
-        return [Evaluation(step, loss) for step, loss in losses.items() if self.early_stopping.take(step, loss)]
 
 
 def perplexity(loss: float) -> float:

@@ -22,7 +22,7 @@ from fsdp_lab.core.faults import Fault
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs.control import Awaited, Request, RunControl, SwitchRequest
 from fsdp_lab.runs.driver import Driver, Progress
-from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig, Evaluator
+from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig
 from fsdp_lab.runs.recovery import Incident, Predecessor, Recovery, RecoveryPolicy, refitted
 from fsdp_lab.runs.saving import CheckpointConfig, CheckpointSchedule, SavedCheckpoint
 from fsdp_lab.runs.steps import EventStore
@@ -79,8 +79,7 @@ class Run(RunQueries, Awaited["Run"]):
         self.saving, self.recovering = saving, recovering or RecoveryPolicy()
         self.started_unix_s = time.time()
         self.events = EventStore()
-        evaluator = Evaluator(self.evaluate)
-        evaluator.check(spec)
+        self._check_evaluation(spec)
         failed = None
         if broken is not None:
             failed = Predecessor(id=broken.id, step=broken.step, error=broken.error or ClusterError(broken.reason))
@@ -94,13 +93,13 @@ class Run(RunQueries, Awaited["Run"]):
             events=self.events,
             progress=Progress(steps, share, failed.step if failed is not None else 0),
             checkpoints=CheckpointSchedule(saving, self.id, start.step if start is not None else 0),
-            evaluator=evaluator,
+            evaluate=self.evaluate,
             recovery=Recovery(self.recovering, failed),
             ledger_every=ledger_every,
         )
         self.switches = self._driver.switches
         self.incidents: Sequence[Incident] = self._driver.recovery.incidents
-        self.on_best = evaluator.on_best
+        self.on_best = self._driver.on_best
         arguments = (start, fresh, self._end)
         threading.Thread(target=self._driver.drive, args=arguments, name=f"fsdp_lab-run-{self.id}", daemon=True).start()
 
@@ -152,7 +151,7 @@ class Run(RunQueries, Awaited["Run"]):
 
     @property
     def early_stopping(self) -> EarlyStopping:
-        return self._driver.evaluator.early_stopping
+        return self._driver.early_stopping
 
     @property
     def saves(self) -> Sequence[SavedCheckpoint]:
@@ -200,7 +199,7 @@ class Run(RunQueries, Awaited["Run"]):
                 if getattr(wanted, name) != getattr(self.spec, name):
                     raise SpecError(name, f"a run keeps its {self.spec.world_size} ranks and their devices",
                                     f"start a new run: lab.run(spec, {name}=...)")  # fmt: skip
-            self._driver.evaluator.check(wanted)
+            self._check_evaluation(wanted)
             return self._control.request_switch(wanted)
 
     def ledger(self) -> None:
@@ -288,6 +287,11 @@ class Run(RunQueries, Awaited["Run"]):
         """
         self._control.request_stop(reason)
         return self._wait_over(timeout_s) if timeout_s > 0 else self.done
+
+    def _check_evaluation(self, spec: Spec) -> None:
+        """Raises SpecError where the Spec holds nothing out for the evaluation."""
+        if self.evaluate is not None:
+            self.evaluate.check(spec)
 
     def _require_live(self, hint: str) -> None:
         """Raises ClusterError where the run is over or stopping. Hold the lock."""
