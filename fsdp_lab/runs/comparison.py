@@ -335,7 +335,7 @@ def _baseline_index(runs: Sequence[RunView | Refusal], labels: Sequence[str], ba
     """Index of the baseline among the runs; None: there is none."""
     if baseline is None or (not runs and baseline == 0):
         return None
-    hint = f"name one of {', '.join(labels)}, a run's id, or a place from 0 on" if labels else "give it some runs"
+    hint = f"name one of {', '.join(labels)}, a run's id, or an index from 0 on" if labels else "give it some runs"
     if isinstance(baseline, str):
         names = [*labels, *(None if isinstance(r, Refusal) else r.id for r in runs)]
         if baseline not in names:
@@ -345,7 +345,7 @@ def _baseline_index(runs: Sequence[RunView | Refusal], labels: Sequence[str], ba
             raise ArgumentError("baseline", f"{baseline} was refused before it began", hint)
         return at
     if not is_whole(baseline, 0) or baseline >= len(runs):
-        raise ArgumentError("baseline", f"there is no run at place {baseline!r} of {len(runs)}", hint)
+        raise ArgumentError("baseline", f"there is no run with index {baseline!r} of {len(runs)}", hint)
     order = [*range(baseline, len(runs)), *range(baseline)]
     return next((i for i in order if not isinstance(runs[i], Refusal)), None)
 

@@ -201,11 +201,6 @@ class RunControl:
         """Why a call to the ranks was interrupted."""
         return self.stop_reason if self.stop_s is not None else "interrupted"
 
-    def take_faults(self) -> list[Fault | None]:
-        with self.changed:
-            faults, self.faults = self.faults, []
-        return faults
-
     def take_ledger(self) -> bool:
         """Whether a ledger step was requested since the last chunk."""
         with self.changed:

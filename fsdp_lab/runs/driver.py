@@ -5,7 +5,7 @@ meanwhile (stop, pause, another Spec, a checkpoint, a fault) and what is due (a 
 
 Note: threads. Around each run there are:
 
-- The *driver's thread*, which executes `Driver.drive`. It alone sends work to the ranks while the run goes on, and it alone
+- The *driver's thread*, which executes `Driver.drive`. It alone sends work to the ranks until the run is over, and it alone
   writes the fields of `Driver`, `Progress`, `EarlyStopping`, `Recovery` and `CheckpointSchedule`. It calls the callbacks in
   `on_best`, between two chunks.
 - *Users' threads* (cells, widget callbacks), which call `Run`. A call leaves a request in `RunControl` and returns; only
@@ -212,7 +212,7 @@ class Driver:
                     control.changed.wait()
                 if control.stop_s is not None:
                     return RunState.STOPPED, control.stop_reason
-                pending, faults = control.pending, control.take_faults()
+                pending, faults, control.faults = control.pending, control.faults, []
             for fault in faults:
                 self._arm(fault)
             if pending is not None:

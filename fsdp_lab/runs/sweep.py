@@ -128,7 +128,7 @@ class Sweep(Awaited["Sweep"]):
 
     def __repr__(self) -> str:
         p = self.progress
-        state = "going on" if not self.done else f"stopped ({self.reason})" if self.reason else "done"
+        state = "running" if not self.done else f"stopped ({self.reason})" if self.reason else "done"
         refused = f", {len(self.refused)} refused" if self.refused else ""
         return f"<Sweep of {len(self.specs)} runs{refused}: {state}, {p.done_steps} of {p.all_steps} steps>"
 
@@ -179,16 +179,16 @@ class Sweep(Awaited["Sweep"]):
 
     def _in_turns(self, specs: Sequence[Spec]) -> None:
         share = max(LEAST_TURN, -(-self.steps // self.rounds))
-        begun: list[Run] = []
+        started: list[Run] = []
         for spec in specs:
             if self._stopped.is_set():
                 return
             run = self._make(spec, self.steps, share)
-            begun.append(run)
+            started.append(run)
             self._runs[spec.id] = run
             self.runs.append(run)
             self._await(run)
-        while unfinished := [run for run in begun if not run.done]:
+        while unfinished := [run for run in started if not run.done]:
             for run in unfinished:
                 if self._stopped.is_set():
                     return

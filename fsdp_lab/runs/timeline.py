@@ -163,7 +163,7 @@ class Timeline:
         which = "clock" if len(self.contradicted) == 1 else "clocks"
         return (
             f"The {which} of {_named(self.contradicted)} must be wrong: a collective would have ended before all its "
-            f"ranks began it. Drawn from the rank's own start of the step."
+            f"ranks began it. Each is drawn from its own start of the step."
         )
 
     def _gaps(self) -> str:

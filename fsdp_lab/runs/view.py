@@ -5,6 +5,7 @@ Also `RunState`, `Switch`, and the `fingerprint` of the machine that a run was t
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import importlib.metadata
@@ -65,7 +66,7 @@ class Switch:
 
 
 def switches_in_force(switches: Sequence[Switch]) -> list[Switch]:
-    """Without switches at steps that were trained again later; `before` is then the Spec that each really followed."""
+    """Without switches at steps that were trained again later, and with `before` as it is without these."""
     in_force: list[Switch] = []
     for switch in switches:
         earlier = [s for s in in_force if switch.carried and s.step <= switch.step]
@@ -238,7 +239,7 @@ def fingerprint(ranks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """
     software = dict(ranks[0].get("software", {})) if ranks else {}
     return {
-        **dict(_machine()),
+        **_machine(),
         "devices": [str(r.get("device_name", r.get("device", ""))) for r in ranks],
         "cuda": "",
         "nccl": "",
@@ -248,26 +249,25 @@ def fingerprint(ranks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
 
 
 @functools.cache
-def _machine() -> tuple[tuple[str, Any], ...]:
+def _machine() -> Mapping[str, Any]:
     """The items that are constant in this process."""
-    return (
-        ("host", socket.gethostname()),
-        ("cpu", cpu_model()),
-        ("cores", usable_cores()),
-        ("memory_bytes", int(psutil.virtual_memory().total)),
-        ("system", platform.platform()),
-        ("python", platform.python_version()),
-        *((name.replace("-", "_"), _version(name)) for name in PACKAGES),
-    )
+    return {
+        "host": socket.gethostname(),
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "memory_bytes": int(psutil.virtual_memory().total),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        **{name.replace("-", "_"): _version(name) for name in PACKAGES},
+    }
 
 
 def cpu_model(file: Path = CPUINFO) -> str:
     """The processor's model name; its architecture where that is unknown."""
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", file.read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        if name := re.search(r"^model name\s*:\s*(.+)$", file.read_text(), re.MULTILINE):
+            return name[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str:
