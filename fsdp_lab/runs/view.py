@@ -77,45 +77,33 @@ def switches_in_force(switches: Sequence[Switch]) -> list[Switch]:
 
 
 class RunView(Protocol):
-    """A `Run`, or a stored one. Reading it never waits for a rank."""
+    """A `Run`, or a stored one. Reading it never waits for a rank.
+
+    Attributes:
+        spec: the one applied last. reason: why the run is in its state, in a sentence, or empty.
+        notes: how far to trust its times, a sentence each. environment: a `fingerprint`.
+    """
 
     @property
     def id(self) -> str: ...
-
     @property
     def events(self) -> EventStore: ...
-
     @property
     def started_unix_s(self) -> float: ...
-
     @property
     def ended_unix_s(self) -> float | None: ...
-
     @property
-    def spec(self) -> Spec:
-        """The Spec applied last."""
-        ...
-
+    def spec(self) -> Spec: ...
     @property
     def switches(self) -> Sequence[Switch]: ...
-
     @property
     def state(self) -> RunState: ...
-
     @property
-    def reason(self) -> str:
-        """Why the run is in its state, in a sentence; empty where the state says enough."""
-        ...
-
+    def reason(self) -> str: ...
     @property
-    def notes(self) -> tuple[str, ...]:
-        """How far to trust its times, a sentence each."""
-        ...
-
+    def notes(self) -> tuple[str, ...]: ...
     @property
-    def environment(self) -> Mapping[str, Any]:
-        """Machine, versions and devices: a `fingerprint`."""
-        ...
+    def environment(self) -> Mapping[str, Any]: ...
 
 
 class JudgedRun(RunView, Protocol):
