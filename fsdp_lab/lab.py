@@ -283,7 +283,7 @@ class Lab:
             base = Spec(world_size=self.ranks, devices=self._devices)
         else:
             base = spec if isinstance(spec, Spec) else Spec.from_dict(spec)
-        fields = {"world_size": base.world_size, **changes}
+        fields: dict[str, Any] = {"world_size": base.world_size, **changes}
         if isinstance(fields.get("devices"), str):
             fields["devices"] = each_device(fields["devices"], fields["world_size"])
         if fields["world_size"] != base.world_size:
@@ -366,12 +366,9 @@ class Lab:
             FieldError: of a Spec, or of `passes`. ClusterError: a run is in progress.
         """
         self._activities.require_open()
-        if unfinished := self._activities.unfinished:
-            raise ClusterError(
-                f"{unfinished[0]!r} is in progress and would be measured as well; stop it or wait for it"
-            )
-        if passes < 1:
-            raise ArgumentError("passes", f"{passes} is refused", "give a whole number of 1 or more")
+        for one in self._activities.unfinished:
+            raise ClusterError(f"{one!r} is in progress and would be measured as well; stop it or wait for it")
+        check_whole("passes", passes)
         begun_s, devices = time.monotonic(), self.devices
         # Matrix products in fp16 are not useful on a CPU.
         dtypes = ("fp32", "bf16") if devices[0] == "cpu" else ("fp32", "bf16", "fp16")
@@ -399,9 +396,8 @@ class Lab:
         if hardware is not None:
             return planned(wanted, Target(hardware=hardware, hosts=hosts, network_gbit_per_s=network_gbit_per_s))
         if self._calibration is None:
-            raise ArgumentError(
-                "hardware", "this machine is not calibrated", "call lab.calibrate(), or name a GPU such as h100"
-            )
+            hint = "call lab.calibrate(), or name a GPU such as h100"
+            raise ArgumentError("hardware", "this machine is not calibrated", hint)
         return planned_here(wanted, self._calibration)
 
     # -- ranks ------------------------------------------------------------------------------------------------------

@@ -208,8 +208,10 @@ class RunWriter:
         unfinished = [*self._tail, *rows]
         batches = _batches(unfinished) if rows else []
         due = self._due(over, now_s)
-        traces = [{"first": min(step), "curve": int(_has_curve(step)), "data": pack(sorted(step.items()), heavy=True)}
-                  for step in due.values()]  # fmt: skip
+        traces: list[dict[str, Any]] = [
+            {"first": min(step), "curve": int(_has_curve(step)), "data": pack(sorted(step.items()), heavy=True)}
+            for step in due.values()
+        ]
         if over or now_s - self._figures_s >= SEEN_S or self._figures["loss"] is None:
             self._figures, self._figures_s = recent_figures(self.run), now_s
         with db.transaction():

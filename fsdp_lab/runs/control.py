@@ -185,10 +185,6 @@ class RunControl:
                 self.stop_s, self.stop_reason = time.monotonic(), reason
                 self.set_state(RunState.STOPPING, reason)
 
-    def wait_suspended(self, timeout_s: float | None) -> bool:
-        with self.changed:
-            return self.changed.wait_for(lambda: self.suspended or self.state.over, timeout_s)
-
     # -- called by the driver ----------------------------------------------------------------------------------------
 
     @property

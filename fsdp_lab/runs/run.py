@@ -165,7 +165,7 @@ class Run(RunQueries, Awaited["Run"]):
 
     @property
     def left(self) -> int | None:
-        """Steps still to train; None: until stopped."""
+        """Steps left to train; None: until stopped."""
         until = self._driver.progress.until
         return None if until is None else until - self.step
 
@@ -238,9 +238,7 @@ class Run(RunQueries, Awaited["Run"]):
             refitted(self.spec, max(1, self.spec.world_size - len(self._driver.ranks.lost)))
         with self._control.changing():
             if self.state is not RunState.BROKEN:
-                raise ClusterError(
-                    f"run {self.id} is {self.state.value}, and not broken; lab.recover() begins a new one"
-                )
+                raise ClusterError(f"run {self.id} is {self.state.value}, not broken; lab.recover() begins a new one")
             self._control.recovery = policy
 
     def arm(self, fault: Fault | None) -> None:
@@ -267,7 +265,9 @@ class Run(RunQueries, Awaited["Run"]):
 
     def wait_suspended(self, timeout_s: float | None = None) -> bool:
         """Blocks until the run is suspended or over, or for `timeout_s`. Returns whether it is either."""
-        return self._control.wait_suspended(timeout_s)
+        control = self._control
+        with control.changed:
+            return control.changed.wait_for(lambda: control.suspended or control.state.over, timeout_s)
 
     def pause(self) -> None:
         """Holds after the running chunk; parameters and optimizer state stay on the ranks."""
