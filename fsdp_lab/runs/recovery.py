@@ -1,6 +1,6 @@
 """How a run recovers from a failure: from the ranks' own state, from that of the surviving ranks, or from a checkpoint.
 
-Note: sources. A failed step is discarded on all ranks alike, so that they hold the state after the step before it. With all
+Note: sources. A failed step is discarded on all ranks, so that they hold the state after the step before it. With all
 ranks alive the run continues from that (`LIVE`). Where some are lost, the surviving ranks write their shards; if these cover
 every element, as replicas do, they form an ordinary checkpoint (`REPLICA`). Otherwise the run's newest checkpoint is used,
 or training begins again: with the same samples in the same order, so that the loss curve is the same.

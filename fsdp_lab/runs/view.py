@@ -35,7 +35,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 class RunState(enum.Enum):
-    """How a run is. Which state may follow which: `fsdp_lab.runs.control.TRANSITIONS`."""
+    """The state of a run. `fsdp_lab.runs.control.TRANSITIONS` says which may follow which."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -66,7 +66,7 @@ class Switch:
 
 
 def switches_in_force(switches: Sequence[Switch]) -> list[Switch]:
-    """Without switches at steps that were trained again later, and with `before` as it is without these."""
+    """The switches that no restart at an earlier step undid, with the Spec that each then followed as `before`."""
     in_force: list[Switch] = []
     for switch in switches:
         earlier = [s for s in in_force if switch.carried and s.step <= switch.step]
