@@ -118,7 +118,7 @@ class Driver:
     Attributes:
         spec: the one applied last, before the first switch the one to apply. switches: of every Spec that was applied.
         refused: the error of the last Spec that the ranks refused; None: there is none.
-        environment: their `fingerprint`; empty before they are prepared.
+        environment: the `fingerprint` of the ranks; empty before they are prepared.
         early_stopping: takes the evaluations. on_best: called with each that is the best so far.
     """
 
