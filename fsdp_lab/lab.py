@@ -72,6 +72,9 @@ class Lab:
         history: where runs are stored (`fsdp_lab.History`): True in the default file, a path in that file, False nowhere.
         options: for `fsdp_lab.cluster.Cluster`.
 
+    Attributes:
+        cluster: the ranks. history: where runs are stored; None: nowhere.
+
     Raises:
         StartError, FieldError: one sentence; nothing is left running.
     """
@@ -95,9 +98,9 @@ class Lab:
         if ranks is not None and not is_whole(ranks):
             raise SpecError("world_size", f"{ranks!r} ranks are refused", "give a whole number of 1 or more")
         self._devices = each_device(devices, ranks or 2)
-        self._history = History.of(history)
+        self.history = History.of(history)
         self._calibration: Calibration | None = None
-        self._cluster = Cluster(
+        self.cluster = Cluster(
             ranks,
             devices=self._devices,
             given=cluster,
@@ -109,11 +112,11 @@ class Lab:
             report=progress if callable(progress) else ProgressBar() if progress else None,
             **options,
         )
-        self._activities = Activities(self._cluster, self._place_ranks, self._record)
+        self._activities = Activities(self.cluster, self._place_ranks, self._record)
         self._at_exit = exit_handler(weakref.ref(self))
         if not alongside:
             replace_former(self)
-        self._cluster.start()
+        self.cluster.start()
         self._activate()
         atexit.register(self._at_exit)
 
@@ -314,14 +317,9 @@ class Lab:
         """The Spec of the newest run; before the first, that of the ranks that were attached to, else the default one."""
         if (run := self.current) is not None:
             return run.spec
-        return self._wanted(next((status["spec"] for status in self._cluster.held), None), {})
+        return self._wanted(next((status["spec"] for status in self.cluster.held), None), {})
 
     # -- stored runs, checkpoints, plans ----------------------------------------------------------------------------
-
-    @property
-    def history(self) -> History | None:
-        """Where runs are stored; None: nowhere."""
-        return self._history
 
     def runs(self, **filters: Any) -> RunList:
         """The stored runs, newest first, those of other labs and of earlier kernels included; see `History.runs`.
@@ -331,13 +329,13 @@ class Lab:
         Raises:
             ArgumentError: an unknown field. HistoryError: the file cannot be read.
         """
-        if self._history is None:
+        if self.history is None:
             return RunList((), of=0, where="this lab", notes=("this lab stores none: it was made with history=False",))
-        return self._history.runs(**filters)
+        return self.history.runs(**filters)
 
     def _record(self, run: Run) -> None:
-        if self._history is not None:
-            self._history.record(run)
+        if self.history is not None:
+            self.history.record(run)
 
     def save(self, folder: str | os.PathLike[str]) -> Checkpoint:
         """Saves the state of the ranks and returns the complete checkpoint. A run in progress is saved by `run.save`.
@@ -348,8 +346,8 @@ class Lab:
         root = check_folder(folder, field="folder")
         if (run := self.current) is not None and not run.done:
             raise ClusterError(f"{run!r} is in progress: start it with lab.run(save=folder), then run.save()")
-        self._cluster.call("save", root=str(root), kind="step", last=1 << 30)
-        saves = self._cluster.call("saves", wait_s=SAVE_S)[0]["ended"]
+        self.cluster.call("save", root=str(root), kind="step", last=1 << 30)
+        saves = self.cluster.call("saves", wait_s=SAVE_S)[0]["ended"]
         error = saves[-1]["error"] if saves else "it takes too long"
         if error:
             raise ClusterError(f"the checkpoint could not be written: {error}")
@@ -375,8 +373,8 @@ class Lab:
         timed = references(len(devices), dtypes, devices)
         shapes = tuple(replace(shape_for(r.spec.workload.model, r.spec.strategy.wrap), tapes={}) for r in timed)
         specs = [spec.to_dict() for spec in (*(r.spec for r in timed), *beside)]
-        by_rank = self._cluster.call("calibrate", specs=specs, dtypes=dtypes, passes=passes)
-        name = str(self._cluster.call("status")[0]["device_name"])
+        by_rank = self.cluster.call("calibrate", specs=specs, dtypes=dtypes, passes=passes)
+        name = str(self.cluster.call("status")[0]["device_name"])
         self._calibration = Calibration.of(by_rank, unix_s=time.time(), seconds=time.monotonic() - begun_s, name=name,
                                            devices=devices, shapes=shapes)  # fmt: skip
         return self._calibration
@@ -417,70 +415,62 @@ class Lab:
         """Gives the cluster the ranks and devices that the Spec wants, if it has others."""
         own = self._devices if self._devices is not None and len(self._devices) == spec.world_size else None
         devices = spec.devices or own
-        healthy = self._cluster.running and self._cluster.ranks == spec.world_size
+        healthy = self.cluster.running and self.cluster.ranks == spec.world_size
         if not healthy or (devices is not None and tuple(devices) != self.devices):
             self._resize(spec.world_size, devices)
 
     def _resize(self, ranks: int, devices: Sequence[str] | None) -> None:
         self._activities.require_open()
-        self._cluster.resize(ranks, devices)
+        self.cluster.resize(ranks, devices)
         self._activate()
 
     def _activate(self) -> None:
         with contextlib.suppress(Exception):  # magics are a convenience: no reason to lose the ranks
-            self._cluster.activate()
+            self.cluster.activate()
 
     @property
     def ranks(self) -> int:
-        return self._cluster.ranks
+        return self.cluster.ranks
 
     @property
     def devices(self) -> tuple[str, ...]:
         """The device of each rank."""
-        return self._cluster.placement.devices
+        return self.cluster.placement.devices
 
     @property
     def most_ranks(self) -> int | None:
         """The number of engines of a given cluster; None: no limit."""
-        return self._cluster.most_ranks
+        return self.cluster.most_ranks
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the figures mean on this machine, and how the ranks were started, in sentences."""
-        return (*self._cluster.notes, *self._cluster.remarks)
-
-    @property
-    def cluster(self) -> Cluster:
-        return self._cluster
+        return (*self.cluster.notes, *self.cluster.remarks)
 
     @property
     def client(self) -> Any:
         """An `ipyparallel.Client` of the ranks' engines, for views of your own."""
-        return self._cluster.client
+        return self.cluster.client
 
     @property
     def lost(self) -> dict[int, RankLost]:
-        """Ranks whose process has ended, by rank; the next run replaces them."""
-        return self._cluster.lost
-
-    def on_lost(self, callback: Callable[[RankLost], None]) -> None:
-        """`callback(lost)` when a rank dies, on another thread: set a widget's state there, do not wait."""
-        self._cluster.on_lost(callback)
+        """Ranks whose process has ended, by rank; the next run replaces them. `lab.cluster.on_lost` calls you then."""
+        return self.cluster.lost
 
     def rank_status(self) -> list[RankStatus]:
         """Every rank as data. Never blocks."""
-        return self._cluster.status()
+        return self.cluster.status()
 
     def status(self) -> Table:
         """A table of the ranks: process, device, memory, step, state, the collective that each waits for. Never blocks."""
-        problem = self._history.problem if self._history is not None else ""
+        problem = self.history.problem if self.history is not None else ""
         caption = " ".join(map(repr, filter(None, (self, self.current))))
         return rank_table(self.rank_status(), caption=caption, notes=(*self.notes, *filter(None, [problem])))
 
     @property
     def waiting(self) -> str:
         """A sentence on the rank that has waited longest for a collective, if for seconds; "" otherwise."""
-        return self._cluster.waiting(WAITING_S)
+        return self.cluster.waiting(WAITING_S)
 
     def dashboard(self, **options: Any) -> Dashboard:
         """The dashboard widget of this lab. Its options are those of `Dashboard`."""
@@ -497,16 +487,16 @@ class Lab:
     @property
     def persistent(self) -> bool:
         """Whether the ranks outlive this kernel."""
-        return self._cluster.persistent
+        return self.cluster.persistent
 
     @property
     def attached(self) -> bool:
         """Whether these ranks, and the state that they hold, are those of a former kernel."""
-        return self._cluster.attached
+        return self.cluster.attached
 
     def close(self) -> None:
         """Stops the run and ends the ranks that we started; within about 10 s, in any state. Idempotent."""
-        self._end(self._cluster.close, "the lab was closed")
+        self._end(self.cluster.close, "the lab was closed")
 
     def detach(self) -> None:
         """Stops the run, leaves the ranks as they are for the next kernel, and closes the lab, as this kernel's exit does.
@@ -516,15 +506,15 @@ class Lab:
         """
         if not self.persistent:
             raise ClusterError("these ranks end with their lab; make it with Lab(persist=True) to leave them")
-        self._end(self._cluster.detach, "its kernel left the ranks")
+        self._end(self.cluster.detach, "its kernel left the ranks")
 
     def _end(self, release_ranks: Callable[[], None], why: str) -> None:
         if not self._activities.close(why):
             return
         atexit.unregister(self._at_exit)
         release_ranks()
-        if self._history is not None:
-            self._history.flush()
+        if self.history is not None:
+            self.history.flush()
 
     def __enter__(self) -> Lab:
         return self

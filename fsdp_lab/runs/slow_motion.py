@@ -250,7 +250,7 @@ class SlowMotion(Iterator[StepMoment]):
     """
 
     def __init__(self, step: SlowStep) -> None:
-        self._step = step
+        self._step, self.spec = step, step.spec
         # A dropped iterator must not wait for ranks on the thread that garbage-collects it.
         weakref.finalize(self, _end_later, step).atexit = False
 
@@ -263,10 +263,6 @@ class SlowMotion(Iterator[StepMoment]):
         if moment is None:
             raise StopIteration
         return moment
-
-    @property
-    def spec(self) -> Spec:
-        return self._step.spec
 
     @property
     def moment(self) -> StepMoment | None:

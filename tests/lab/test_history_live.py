@@ -59,13 +59,13 @@ def test_the_environment_says_what_the_ranks_are_and_nothing_private(lab: Lab):
 
 def test_what_is_wrong_with_the_history_is_said_in_the_status_and_stops_no_run(lab: Lab, tmp_path: Path):
     (tmp_path / "file").write_text("no folder")
-    before, lab._history = lab._history, History(tmp_path / "file" / "runs.sqlite3")
+    before, lab.history = lab.history, History(tmp_path / "file" / "runs.sqlite3")
     try:
         run = lab.run(steps=8).wait(20)
         assert run.state is RunState.FINISHED
         until(lambda: "its folder is a file" in repr(lab.status()))
     finally:
-        lab._history = before
+        lab.history = before
 
 
 @pytest.mark.parametrize(("history", "kept"), [(False, "history=False"), (7, None)])
