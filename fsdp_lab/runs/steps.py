@@ -172,6 +172,9 @@ class EventStore:
     events (about 0.7 kB each, so 70 MB; at two ranks 50,000 steps) and counts those that it `dropped`. Spans are stored for
     the newest `TRACED_STEPS` traced steps and `SPAN_CAP` spans (about 0.3 kB each), memory curves for the newest
     `CURVE_STEPS` ledger steps; older events lose theirs.
+
+    Attributes:
+        attempt: how often the ranks have begun again from an earlier step.
     """
 
     def __init__(self, cap: int = CAP, *, traced_steps: int = TRACED_STEPS, span_cap: int = SPAN_CAP) -> None:
@@ -184,7 +187,7 @@ class EventStore:
         self._traced: deque[tuple[int, int]] = deque()  # cursor of an event with spans, and their number
         self._spans = 0
         self._curves: deque[int] = deque()  # cursors of events with a memory curve
-        self._attempt = 0
+        self.attempt = 0
         self._restarts: list[tuple[int, int]] = []
         self._lock = threading.Lock()
 
@@ -204,9 +207,9 @@ class EventStore:
         for given in events:
             rank, step, own_attempt = _key(given)
             with self._lock:
-                if attempt is not None and attempt != self._attempt:
+                if attempt is not None and attempt != self.attempt:
                     continue
-                if own_attempt > self._attempt:
+                if own_attempt > self.attempt:
                     self._begin_attempt(own_attempt, step)
                 if self._seen.setdefault(rank, _Seen(self._start)).add(step):
                     self._events.append(self._made(given, notes))
@@ -246,19 +249,19 @@ class EventStore:
 
     def _made(self, given: Mapping[str, Any] | StepEvent, notes: tuple[str, ...]) -> StepEvent:
         if isinstance(given, StepEvent):
-            return given if given.attempt == self._attempt else dataclasses.replace(given, attempt=self._attempt)
+            return given if given.attempt == self.attempt else dataclasses.replace(given, attempt=self.attempt)
         both = tuple(dict.fromkeys([*notes, *given["notes"]]))
         shared = self._notes.setdefault(both, both)  # one tuple for all events
-        return StepEvent.from_dict({**given, "notes": shared, "attempt": self._attempt})
+        return StepEvent.from_dict({**given, "notes": shared, "attempt": self.attempt})
 
     def restart(self, step: int) -> None:
         """The ranks begin again at `step`: a new attempt, unless there are no events yet. Earlier events stay."""
         with self._lock:
-            self._begin_attempt(self._attempt + bool(self._first + len(self._events)), step)
+            self._begin_attempt(self.attempt + bool(self._first + len(self._events)), step)
 
     def _begin_attempt(self, attempt: int, step: int) -> None:
         """Hold the lock."""
-        self._attempt, self._start = attempt, step
+        self.attempt, self._start = attempt, step
         self._restarts.append((self._first + len(self._events), step))
         for seen in self._seen.values():
             seen.floor, seen.above = step, set()
@@ -292,7 +295,7 @@ class EventStore:
         """The newest event of each rank in the current attempt, in rank order."""
         with self._lock:
             newest: dict[int, StepEvent] = {}
-            for event in takewhile(lambda e: e.attempt == self._attempt, reversed(self._events)):
+            for event in takewhile(lambda e: e.attempt == self.attempt, reversed(self._events)):
                 newest.setdefault(event.rank, event)
                 if len(newest) == event.world_size:
                     break
@@ -315,7 +318,7 @@ class EventStore:
         """The steps that count among the newest events, or all."""
         with self._lock:
             events = self._events[-newest:] if newest else self._events[:]
-            attempt, start = self._attempt, self._start
+            attempt, start = self.attempt, self._start
         steps = assemble(events)
         return [s for s in steps if s.attempt == attempt or s.number < start] if attempt else steps
 
@@ -331,12 +334,6 @@ class EventStore:
         current = {(s.attempt, s.number) for s in self.steps()}
         counting = [s for s in traced if (s.attempt, s.number) in current] or traced
         return next(reversed([s for s in counting if s.is_whole] or counting), None)
-
-    @property
-    def attempt(self) -> int:
-        """How often the ranks have begun again from an earlier step."""
-        with self._lock:
-            return self._attempt
 
     @property
     def restarts(self) -> tuple[tuple[int, int], ...]:
