@@ -71,8 +71,9 @@ class Run(RunQueries, Awaited["Run"]):
             the others: as of `Lab.run`.
         """
         super().__init__()
-        _check_count("steps", steps, "no end")
-        _check_count("ledger_every", ledger_every, "only those that are requested")
+        for name, value, none in (("steps", steps, "no end"), ("ledger_every", ledger_every, "only requested ones")):
+            if value is not None:
+                check_whole(name, value, wanted=f"a whole number of 1 or more, or None for {none}")
         self.id = run_id or secrets.token_hex(4)
         self.steps, self.ledger_every = steps, ledger_every
         self.evaluate = EvalConfig.of(evaluate)
@@ -357,9 +358,3 @@ class Drill:
     def __repr__(self) -> str:
         effect = self.incident.words if self.incident is not None else "no failure detected yet"
         return f"<Drill: {self.kind} of rank {self.rank} at step {self.step}: {effect}>"
-
-
-def _check_count(name: str, value: int | None, none: str) -> None:
-    """Raises ArgumentError for an invalid number of steps; `none` says what None means."""
-    if value is not None:
-        check_whole(name, value, wanted=f"a whole number of 1 or more, or None for {none}")
