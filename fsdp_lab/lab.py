@@ -364,8 +364,9 @@ class Lab:
             FieldError: of a Spec, or of `passes`. ClusterError: a run is in progress.
         """
         self._activities.require_open()
-        for one in self._activities.unfinished:
-            raise ClusterError(f"{one!r} is in progress and would be measured as well; stop it or wait for it")
+        if unfinished := self._activities.unfinished:
+            reason = f"{unfinished[0]!r} is in progress and would be measured as well"
+            raise ClusterError(f"{reason}; stop it or wait for it")
         check_whole("passes", passes)
         begun_s, devices = time.monotonic(), self.devices
         # Matrix products in fp16 are not useful on a CPU.
