@@ -6,8 +6,10 @@ import asyncio
 import atexit
 import contextlib
 import os
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.cluster import ClusterError, RankLost
@@ -21,12 +23,12 @@ from fsdp_lab.core.spec import Spec
 from fsdp_lab.history.history import History
 from fsdp_lab.history.stored_run import RunList
 from fsdp_lab.notebook import ProgressBar, exit_handler, rank_table, replace_former
-from fsdp_lab.planner.calibration import Calibration
+from fsdp_lab.planner.calibration import Calibration, references
 from fsdp_lab.planner.plan import Plan
 from fsdp_lab.planner.questions import Target, planned, planned_here
+from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.runs.activities import Activities
 from fsdp_lab.runs.comparison import Refusal
-from fsdp_lab.runs.environment import PASSES, calibrate
 from fsdp_lab.runs.evaluation import EvalConfig
 from fsdp_lab.runs.recovery import RecoveryPolicy
 from fsdp_lab.runs.run import Drill, Run
@@ -37,6 +39,7 @@ from fsdp_lab.runs.sweep import ROUNDS, Sweep, combine, value_lists
 if TYPE_CHECKING:
     from fsdp_lab.dashboard import Dashboard
 
+PASSES = 6  # measurements of each figure by `calibrate`
 SAVE_S = 600.0  # limit for a checkpoint that the caller waits for
 WAITING_S = 2.0  # a rank that waits longer than this for a collective is reported
 
@@ -57,20 +60,23 @@ class Lab:
             GPUs where there are fewer than ranks, CPUs otherwise. `notes` says what that means for the figures.
         cluster: your own ipyparallel Cluster or Client, a profile name, a cluster id, or the path of a connection file.
             Its engines need this package; they are used as they are and never stopped.
-        progress: True shows a bar in a notebook; a callable receives each `StartProgress`; False is silent.
+        progress: True shows a progress bar in a notebook; a callable receives each `StartProgress`.
         reduction: "auto", "rank_ordered" (equal bits for every backend) or "native".
         take_busy: use GPUs that other processes use, too.
         timeout_s: for starting, and for a collective whose peer is missing.
         hang_s: how long a collective may wait for a rank before the run fails with `RankHung`, which names the rank and
-            shows its stack. This covers the first steps as well, compilation included. None: half of `timeout_s`.
-        persist: the ranks outlive their kernel, however it ends, with their parameters and optimizer state. `Lab` with
-            the same arguments in the next kernel (the same cell, run again) attaches to them: `attached` is True then, and
-            `lab.run(lab.spec, fresh=False)` continues. True: for up to a day; a number: for so many hours. `close()` ends
-            them, as does `fsdp-lab ranks --end`.
-        alongside: in a notebook, a new lab closes the previous one, because a cell that is run again would leave the
-            ranks of that one behind; True keeps both.
+            shows its stack. It applies to the first steps as well, compilation included. None: half of `timeout_s`.
+        persist: the ranks outlive their kernel, however it ends, with their parameters and optimizer state: True for up to a
+            day, a number for so many hours. `Lab` with the same arguments in the next kernel (the same cell, run again)
+            attaches to them: `attached` is True then, and `lab.run(lab.spec, fresh=False)` continues. `close()` ends them,
+            as does `fsdp-lab ranks --end`.
+        alongside: keep the previous lab of this notebook, which a new one closes otherwise, so that a cell that is run again
+            leaves no ranks behind.
         history: where runs are stored (`fsdp_lab.History`): True in the default file, a path in that file, False nowhere.
         options: for `fsdp_lab.cluster.Cluster`.
+
+    Attributes:
+        cluster: the ranks. history: where runs are stored; None: nowhere.
 
     Raises:
         StartError, FieldError: one sentence; nothing is left running.
@@ -95,9 +101,9 @@ class Lab:
         if ranks is not None and not is_whole(ranks):
             raise SpecError("world_size", f"{ranks!r} ranks are refused", "give a whole number of 1 or more")
         self._devices = each_device(devices, ranks or 2)
-        self._history = History.of(history)
+        self.history = History.of(history)
         self._calibration: Calibration | None = None
-        self._cluster = Cluster(
+        self.cluster = Cluster(
             ranks,
             devices=self._devices,
             given=cluster,
@@ -109,11 +115,11 @@ class Lab:
             report=progress if callable(progress) else ProgressBar() if progress else None,
             **options,
         )
-        self._activities = Activities(self._cluster, self._place_ranks, self._record)
+        self._activities = Activities(self.cluster, self._place_ranks, self._record)
         self._at_exit = exit_handler(weakref.ref(self))
         if not alongside:
             replace_former(self)
-        self._cluster.start()
+        self.cluster.start()
         self._activate()
         atexit.register(self._at_exit)
 
@@ -133,15 +139,15 @@ class Lab:
     ) -> Run:
         """Starts a run and returns it at once: `await` it, `wait()` for it, or read its `table()` meanwhile.
 
-        A run in progress is stopped first, with that as its reason: there is one run at a time on these ranks.
-        Lost ranks are replaced, and another `world_size` starts or ends ranks; such a run begins at step 0.
+        A run in progress is stopped first, because these ranks train one run at a time. Lost ranks are replaced, and another
+        `world_size` starts or ends ranks; such a run begins at step 0.
 
         Args:
             spec: a Spec or its dict; None: the default one for this lab's ranks.
             steps: None trains until it is stopped.
             fresh: begin at step 0 with initial values; False continues with the state that the ranks hold, where it fits.
             ledger_every: make each n-th step a ledger step, which measures memory and is left out of medians; None: only
-                those that `Run.ledger` requests, and the third after a switch.
+                the third after a switch, and those that `Run.ledger` requests.
             save: a folder for its checkpoints, or a `CheckpointConfig`, which sets the interval and how many to keep.
             recover: what to do when ranks or a step fail: True recovers automatically, "ask" waits for `recover` or
                 `stop`; a `RecoveryPolicy` also sets the number of ranks. See `run.incidents`.
@@ -227,16 +233,16 @@ class Lab:
     ) -> Sweep:
         """Trains every combination side by side: `sweep = await lab.compare(sharding=["full_shard", "no_shard"])`.
 
-        All begin with the same initial values and see the same batches. They take turns of `steps / rounds` steps, at
-        least three, so that drift of the machine affects all alike; between turns a run's state waits on the host, bit for
-        bit. Combinations that are invalid or fail are listed with their reason and end nothing. Returns at once, like
-        `run`, which ends it.
+        All begin with the same initial values and see the same batches. They take turns of `steps / rounds` steps, at least
+        three, so that drift of the machine affects all alike; between its turns a run's state is on the host, bit for bit.
+        Combinations that are invalid or fail are listed with their reason, and the others continue. Returns at once. A new
+        run ends it.
 
         Args:
             spec: the Spec that the lists change, or several; None: the default one for this lab's ranks.
             steps: of each run.
-            rounds: 1 trains them one after the other, and needs no host memory for runs that wait.
-            lists: flat field name, as in `Spec.replace`, with a list of values, or one value for all.
+            rounds: 1 trains them one after the other, and needs no host memory for suspended runs.
+            lists: flat field names, as in `Spec.replace`, each with a list of values or one value for all.
 
         Raises:
             FieldError: an unknown field, an empty list, or no combination that is valid.
@@ -245,9 +251,9 @@ class Lab:
             check_whole(name, value)
         several = spec if isinstance(spec, Sequence) else [spec]
         bases = [self._wanted(one, {}) for one in several]
-        combined = [one for base in bases for one in combine(base, value_lists(lists), self._wanted)]
-        specs = [one for one in combined if isinstance(one, Spec)]
-        refused = [one for one in combined if isinstance(one, Refusal)]
+        combinations = [c for base in bases for c in combine(base, value_lists(lists), self._wanted)]
+        specs = [c for c in combinations if isinstance(c, Spec)]
+        refused = [c for c in combinations if isinstance(c, Refusal)]
         if not specs:
             first = f"every combination is refused, the first because of {refused[0].reason}" if refused else ""
             raise ArgumentError("compare", first or "it has no Spec", "change a list")
@@ -283,18 +289,15 @@ class Lab:
             base = Spec(world_size=self.ranks, devices=self._devices)
         else:
             base = spec if isinstance(spec, Spec) else Spec.from_dict(spec)
-        more = dict(changes)
-        if isinstance(more.get("devices"), str):
-            more["devices"] = each_device(more["devices"], more.get("world_size", base.world_size))
-        if more.get("world_size", base.world_size) != base.world_size:
-            more.setdefault("devices", None)  # a list for another number of ranks
-        return base.replace(**more)
+        fields: dict[str, Any] = {"world_size": base.world_size, **changes}
+        if isinstance(fields.get("devices"), str):
+            fields["devices"] = each_device(fields["devices"], fields["world_size"])
+        if fields["world_size"] != base.world_size:
+            fields.setdefault("devices", None)  # a list for another number of ranks
+        return base.replace(**fields)
 
     def interrupt(self) -> None:
-        """Ends what the ranks are doing, as Ctrl-C would; parameters stay. A run in progress stops, with that as reason.
-
-        A step in slow motion that waits for its next phase runs to its end.
-        """
+        """Interrupts the ranks, as Ctrl-C would; parameters stay. A run in progress stops; a slow step runs to its end."""
         self._activities.interrupt()
 
     @property
@@ -317,14 +320,9 @@ class Lab:
         """The Spec of the newest run; before the first, that of the ranks that were attached to, else the default one."""
         if (run := self.current) is not None:
             return run.spec
-        return self._wanted(next((status["spec"] for status in self._cluster.attached_status), None), {})
+        return self._wanted(next((status["spec"] for status in self.cluster.attached_status), None), {})
 
     # -- stored runs, checkpoints, plans ----------------------------------------------------------------------------
-
-    @property
-    def history(self) -> History | None:
-        """Where runs are stored; None: nowhere."""
-        return self._history
 
     def runs(self, **filters: Any) -> RunList:
         """The stored runs, newest first, those of other labs and of earlier kernels included; see `History.runs`.
@@ -334,25 +332,25 @@ class Lab:
         Raises:
             ArgumentError: an unknown field. HistoryError: the file cannot be read.
         """
-        if self._history is None:
+        if self.history is None:
             return RunList((), of=0, where="this lab", notes=("this lab stores none: it was made with history=False",))
-        return self._history.runs(**filters)
+        return self.history.runs(**filters)
 
     def _record(self, run: Run) -> None:
-        if self._history is not None:
-            self._history.record(run)
+        if self.history is not None:
+            self.history.record(run)
 
     def save(self, folder: str | os.PathLike[str]) -> Checkpoint:
         """Saves the state of the ranks and returns the complete checkpoint. A run in progress is saved by `run.save`.
 
         Raises:
-            ArgumentError: the folder. ClusterError: it could not be written, or a run is in progress.
+            ArgumentError: of the folder. ClusterError: it could not be written, or a run is in progress.
         """
         root = check_folder(folder, field="folder")
         if (run := self.current) is not None and not run.done:
             raise ClusterError(f"{run!r} is in progress: start it with lab.run(save=folder), then run.save()")
-        self._cluster.call("save", root=str(root), kind="step", last=1 << 30)
-        saves = self._cluster.call("saves", wait_s=SAVE_S)[0]["ended"]
+        self.cluster.call("save", root=str(root), kind="step", last=1 << 30)
+        saves = self.cluster.call("saves", wait_s=SAVE_S)[0]["ended"]
         error = saves[-1]["error"] if saves else "it takes too long"
         if error:
             raise ClusterError(f"the checkpoint could not be written: {error}")
@@ -362,7 +360,7 @@ class Lab:
         """Measures this machine on all ranks at once, in a minute or two, for `plan`. The state of the ranks stays.
 
         Args:
-            beside: Specs whose steps are timed in turns with it, for a comparison; see `Calibration.beside_s`.
+            beside: Specs whose steps are timed in turns with the calibration's, for comparison: `Calibration.beside_s`.
             passes: number of measurements of each figure; fewer are quicker and less accurate.
 
         Raises:
@@ -370,12 +368,19 @@ class Lab:
         """
         self._activities.require_open()
         if unfinished := self._activities.unfinished:
-            raise ClusterError(
-                f"{unfinished[0]!r} is in progress and would be measured as well; stop it or wait for it"
-            )
-        if passes < 1:
-            raise ArgumentError("passes", f"{passes} is refused", "give a whole number of 1 or more")
-        self._calibration = calibrate(self._cluster, beside, passes=passes)
+            reason = f"{unfinished[0]!r} is in progress and would be measured as well"
+            raise ClusterError(f"{reason}; stop it or wait for it")
+        check_whole("passes", passes)
+        begun_s, devices = time.monotonic(), self.devices
+        # Matrix products in fp16 are not useful on a CPU.
+        dtypes = ("fp32", "bf16") if devices[0] == "cpu" else ("fp32", "bf16", "fp16")
+        timed = references(len(devices), dtypes, devices)
+        shapes = tuple(replace(shape_for(r.spec.workload.model, r.spec.strategy.wrap), tapes={}) for r in timed)
+        specs = [spec.to_dict() for spec in (*(r.spec for r in timed), *beside)]
+        by_rank = self.cluster.call("calibrate", specs=specs, dtypes=dtypes, passes=passes)
+        name = str(self.cluster.call("status")[0]["device_name"])
+        self._calibration = Calibration.of(by_rank, unix_s=time.time(), seconds=time.monotonic() - begun_s, name=name,
+                                           devices=devices, shapes=shapes)  # fmt: skip
         return self._calibration
 
     def plan(self, spec: Spec | None = None, hardware: str | None = None, *, hosts: int | None = None,
@@ -393,21 +398,20 @@ class Lab:
         if hardware is not None:
             return planned(wanted, Target(hardware=hardware, hosts=hosts, network_gbit_per_s=network_gbit_per_s))
         if self._calibration is None:
-            raise ArgumentError(
-                "hardware", "this machine is not calibrated", "call lab.calibrate(), or name a GPU such as h100"
-            )
+            hint = "call lab.calibrate(), or name a GPU such as h100"
+            raise ArgumentError("hardware", "this machine is not calibrated", hint)
         return planned_here(wanted, self._calibration)
 
     # -- ranks ------------------------------------------------------------------------------------------------------
 
     def resize(self, ranks: int, devices: Sequence[str] | str | None = None) -> None:
-        """Changes the number of ranks, or their devices: stops the run, starts or ends engines, and joins them anew.
+        """Changes the number of ranks, or their devices: stops the run, starts or ends engines, and connects them again.
 
-        The next run starts fresh: parameters are not transferred to another world size. Replaces lost ranks as well, so
-        `lab.resize(lab.ranks)` is a repair.
+        The next run starts fresh: parameters are not transferred to another world size. It also replaces lost ranks, as in
+        `lab.resize(lab.ranks)`.
         """
         self._activities.require_open()
-        self._activities.stop(f"the lab went to {ranks} ranks")
+        self._activities.stop(f"the lab was resized to {ranks} ranks")
         self._devices = each_device(devices, ranks)
         self._resize(ranks, self._devices)
 
@@ -415,71 +419,62 @@ class Lab:
         """Gives the cluster the ranks and devices that the Spec wants, if it has others."""
         own = self._devices if self._devices is not None and len(self._devices) == spec.world_size else None
         devices = spec.devices or own
-        healthy = self._cluster.running and self._cluster.ranks == spec.world_size
+        healthy = self.cluster.running and self.cluster.ranks == spec.world_size
         if not healthy or (devices is not None and tuple(devices) != self.devices):
             self._resize(spec.world_size, devices)
 
     def _resize(self, ranks: int, devices: Sequence[str] | None) -> None:
         self._activities.require_open()
-        self._cluster.resize(ranks, devices)
+        self.cluster.resize(ranks, devices)
         self._activate()
 
     def _activate(self) -> None:
         with contextlib.suppress(Exception):  # magics are a convenience: no reason to lose the ranks
-            self._cluster.activate()
+            self.cluster.activate()
 
     @property
     def ranks(self) -> int:
-        return self._cluster.ranks
+        return self.cluster.ranks
 
     @property
     def devices(self) -> tuple[str, ...]:
         """The device of each rank."""
-        return self._cluster.placement.devices
+        return self.cluster.placement.devices
 
     @property
     def most_ranks(self) -> int | None:
         """The number of engines of a given cluster; None: no limit."""
-        return self._cluster.most_ranks
+        return self.cluster.most_ranks
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the figures mean on this machine, and how the ranks were started, in sentences."""
-        return self._cluster.notes
-
-    @property
-    def cluster(self) -> Cluster:
-        return self._cluster
+        return self.cluster.notes
 
     @property
     def client(self) -> Any:
         """An `ipyparallel.Client` of the ranks' engines, for views of your own."""
-        return self._cluster.client
+        return self.cluster.client
 
     @property
     def lost(self) -> dict[int, RankLost]:
-        """Ranks whose process has ended, by rank; the next run replaces them."""
-        return self._cluster.lost
-
-    def on_lost(self, callback: Callable[[RankLost], None]) -> None:
-        """`callback(lost)` when a rank dies, on another thread: set a widget's state there, do not wait."""
-        self._cluster.on_lost(callback)
+        """Ranks whose process has ended, by rank; the next run replaces them. `lab.cluster.on_lost` calls you then."""
+        return self.cluster.lost
 
     def rank_status(self) -> list[RankStatus]:
-        """Every rank as data; never waits for a rank."""
-        return self._cluster.status()
+        """Every rank as data. Never blocks."""
+        return self.cluster.status()
 
     def status(self) -> Table:
-        """Every rank: process, device, memory, step, its state and since when, and the collective that it waits for.
-        Never waits for a rank."""
-        problem = self._history.problem if self._history is not None else ""
+        """A table of the ranks: process, device, memory, step, state, the collective that each waits for. Never blocks."""
+        problem = self.history.problem if self.history is not None else ""
         caption = " ".join(map(repr, filter(None, (self, self.current))))
         return rank_table(self.rank_status(), caption=caption, notes=(*self.notes, *filter(None, [problem])))
 
     @property
     def waiting(self) -> str:
         """A sentence on the rank that has waited longest for a collective, if for seconds; "" otherwise."""
-        return self._cluster.waiting(WAITING_S)
+        return self.cluster.waiting(WAITING_S)
 
     def dashboard(self, **options: Any) -> Dashboard:
         """The dashboard widget of this lab. Its options are those of `Dashboard`."""
@@ -496,34 +491,34 @@ class Lab:
     @property
     def persistent(self) -> bool:
         """Whether the ranks outlive this kernel."""
-        return self._cluster.persistent
+        return self.cluster.persistent
 
     @property
     def attached(self) -> bool:
         """Whether these ranks, and the state that they hold, are those of a former kernel."""
-        return self._cluster.attached
+        return self.cluster.attached
 
     def close(self) -> None:
         """Stops the run and ends the ranks that we started; within about 10 s, in any state. Idempotent."""
-        self._end(self._cluster.close, "the lab was closed")
+        self._end(self.cluster.close, "the lab was closed")
 
     def detach(self) -> None:
-        """Stops the run and leaves the ranks as they are for the next kernel, as its exit does. The lab is closed then.
+        """Stops the run, leaves the ranks as they are for the next kernel, and closes the lab, as this kernel's exit does.
 
         Raises:
-            ClusterError: they are not persistent.
+            ClusterError: the ranks are not persistent.
         """
         if not self.persistent:
             raise ClusterError("these ranks end with their lab; make it with Lab(persist=True) to leave them")
-        self._end(self._cluster.detach, "its kernel left the ranks")
+        self._end(self.cluster.detach, "its kernel left the ranks")
 
-    def _end(self, part: Callable[[], None], why: str) -> None:
+    def _end(self, release_ranks: Callable[[], None], why: str) -> None:
         if not self._activities.close(why):
             return
         atexit.unregister(self._at_exit)
-        part()
-        if self._history is not None:
-            self._history.flush()
+        release_ranks()
+        if self.history is not None:
+            self.history.flush()
 
     def __enter__(self) -> Lab:
         return self

@@ -1,4 +1,4 @@
-"""What a lab shows and replaces in a notebook: the progress bar, the table of ranks, the lab of a cell that is run again."""
+"""A lab in a notebook: its progress bar and table of ranks, and the former lab of a cell that is run again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NotebookLab(Protocol):
 def replace_former(lab: NotebookLab) -> None:
     """Closes the lab that this notebook opened before, and registers `lab` in its place.
 
-    Persistent ranks that the new lab asks for as well are detached instead, for it to attach.
+    Its ranks are detached instead where they are persistent and the new lab is to attach to them.
     """
     from IPython.core.getipython import get_ipython
 
@@ -52,8 +52,8 @@ def exit_handler(lab: weakref.ref[NotebookLab]) -> Callable[[], None]:
     owner = os.getpid()
 
     def end() -> None:
-        if (found := lab()) is not None and os.getpid() == owner:
-            found.detach() if found.persistent else found.close()
+        if (open_lab := lab()) is not None and os.getpid() == owner:
+            open_lab.detach() if open_lab.persistent else open_lab.close()
 
     return end
 
@@ -65,7 +65,7 @@ class ProgressBar:
         self._handle: Any = None
 
     def __call__(self, progress: StartProgress) -> None:
-        with contextlib.suppress(Exception):  # failing to draw is no reason not to start
+        with contextlib.suppress(Exception):  # ranks start also where no bar can be drawn
             self._show(progress)
 
     def _show(self, p: StartProgress) -> None:

@@ -1,13 +1,12 @@
 """`HistoryDB`: the SQLite file of stored runs, its schema and transactions; and `pack`, `unpack` for the events in it.
 
-Several kernels may write to it at once: it uses a write-ahead log, and transactions are short and wait for each other.
+Several kernels may write to the file at once: it uses a write-ahead log, and transactions are short and wait for each other.
 A file of a newer version or of another program is refused, an older one is migrated, a damaged one is moved aside.
 
-A pack of events is zlib over JSON, with a list per field, because neighbours in such a column are alike; a column with
-equal values is stored as one. JSON writes a float with as many digits as identify it exactly, NaN and infinities by
-name. Spans and memory curves, which are larger than all the rest, are stored only in packs that are made with
-`heavy=True`. Fields added by a later version get their defaults when an old pack is read; fields that no longer exist
-are ignored.
+A pack of events is zlib over JSON with a list per field, which compresses well because neighbouring values are alike; a
+column of equal values is stored as one. JSON writes a float with as many digits as identify it exactly, NaN and infinities
+by name. Spans and memory curves, which are larger than all the rest, are stored only in packs made with `heavy=True`. Fields
+added by a later version get their defaults when an old pack is read; fields that no longer exist are ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import os
 import sqlite3
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -61,10 +60,10 @@ class HistoryError(RuntimeError):
 
 
 class HistoryDB:
-    """An open file. Belongs to the thread that opened it.
+    """An open file, to be used only by the thread that opened it.
 
     Raises:
-        HistoryError: it is of a newer version, or not ours. Nothing in it was touched.
+        HistoryError: the file is of a newer version, or not a history. Nothing in it was changed.
         sqlite3.Error, OSError: it cannot be opened, or is damaged (`damaged`).
     """
 
@@ -78,9 +77,8 @@ class HistoryDB:
         try:
             self._db.row_factory = _as_dict
             self._db.execute("PRAGMA foreign_keys = ON")
-            self._db.execute(
-                "PRAGMA synchronous = NORMAL"
-            )  # a kernel's death loses nothing, a power cut the last moment
+            # A kernel's death then loses nothing, and a power failure the last moment.
+            self._db.execute("PRAGMA synchronous = NORMAL")
             self._migrate(migrations)
             self.inode = _inode(path)
         except BaseException:
@@ -95,47 +93,38 @@ class HistoryDB:
             self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # only before the first table
         self._use_wal()
         with self.transaction():
-            for number, steps in enumerate(migrations[self._version(migrations) :], self._version(migrations) + 1):
-                for step in steps:
-                    self._db.execute(step)
-                self._db.execute(f"PRAGMA user_version = {number}")
+            for statements in migrations[self._version(migrations) :]:  # another kernel may have migrated it meanwhile
+                for statement in statements:
+                    self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version = {len(migrations)}")
             self._db.execute(f"PRAGMA application_id = {APPLICATION}")
 
     def _version(self, migrations: Sequence[Sequence[str]]) -> int:
         """The version of the schema; 0 for an empty file. Raises HistoryError for a file that must not be changed."""
-        version, whose = self._pragma("user_version"), self._pragma("application_id")
-        if whose != APPLICATION and self._tables():
+        version, application = self.value("PRAGMA user_version"), self.value("PRAGMA application_id")
+        if application != APPLICATION and self._tables():
             raise HistoryError(f"{self.path} is not a history of fsdp_lab; name another file")
         if version > len(migrations):
             raise HistoryError(
                 f"{self.path} was written by a newer fsdp_lab (version {version} of its schema, and this one supports "
                 f"{len(migrations)}); update fsdp_lab, or name another file"
             )
-        return version
+        return int(version)
 
     def _tables(self) -> int:
-        return int(self._first("SELECT count(*) FROM sqlite_master"))
+        return int(self.value("SELECT count(*) FROM sqlite_master"))
 
     def _use_wal(self) -> None:
         """Turns the write-ahead log on, so that readers and a writer do not wait for each other.
 
-        SQLite does not wait for the lock that this takes, so it is retried for a second. Where there can be no such log
+        SQLite does not wait for the lock that this takes, so it is retried for a second. Where such a log is impossible
         (some network file systems), the file works without one.
         """
-        for left in range(50, -1, -1):
-            try:
+        for _ in range(50):
+            with contextlib.suppress(sqlite3.OperationalError):
                 self._db.execute("PRAGMA journal_mode = WAL")
                 return
-            except sqlite3.OperationalError:
-                if not left:
-                    return
-                time.sleep(0.02)
-
-    def _first(self, query: str) -> Any:
-        return next(iter(self._db.execute(query).fetchone().values()))
-
-    def _pragma(self, name: str) -> int:
-        return int(self._first(f"PRAGMA {name}"))
+            time.sleep(0.02)
 
     @property
     def stale(self) -> bool:
@@ -165,12 +154,12 @@ class HistoryDB:
                     self._db.execute("ROLLBACK")
             raise
 
+    def value(self, query: str, *values: Any) -> Any:
+        """The first column of the first row; None where there is no row."""
+        return next((next(iter(row.values())) for row in self._db.execute(query, values)), None)
+
     def rows(self, query: str, *values: Any) -> list[dict[str, Any]]:
         return self._db.execute(query, values).fetchall()
-
-    def each(self, query: str, *values: Any) -> Iterator[dict[str, Any]]:
-        """Rows one by one, for results that are large together."""
-        return iter(self._db.execute(query, values))
 
     def change(self, statement: str, *values: Any) -> int:
         """Returns the number of changed rows."""
@@ -193,37 +182,35 @@ class HistoryDB:
     @property
     def used_bytes(self) -> int:
         """Size without free pages that were not yet returned to the disk."""
-        return (self._pragma("page_count") - self._pragma("freelist_count")) * self._pragma("page_size")
+        pages, free = self.value("PRAGMA page_count"), self.value("PRAGMA freelist_count")
+        return int((pages - free) * self.value("PRAGMA page_size"))
 
-    def delete(self, numbers: Iterable[int]) -> int:
-        """Deletes runs with their events; one transaction each, so that other writers wait briefly. Returns the number."""
-        gone = 0
-        for number in numbers:
-            with self.transaction():
-                gone += self.change("DELETE FROM runs WHERE number = ?", number)
-        return gone
+    def delete(self, number: int) -> int:
+        """Deletes a run with its events. Returns 0 if it no longer exists."""
+        with self.transaction():
+            return self.change("DELETE FROM runs WHERE number = ?", number)
 
     def shrink(self) -> None:
         """Returns free pages to the disk."""
-        while free := self._pragma("freelist_count"):
+        while free := self.value("PRAGMA freelist_count"):
             self.rows(f"PRAGMA incremental_vacuum({VACUUM_PAGES})")
-            if self._pragma("freelist_count") >= free:
+            if self.value("PRAGMA freelist_count") >= free:
                 break  # auto_vacuum is off in this file
         with contextlib.suppress(sqlite3.OperationalError):  # another process reads: the log shrinks another time
             self.rows("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
 def damaged(error: BaseException) -> bool:
-    """Whether the error means that the file is not a sound database."""
+    """Whether the error means that the file is not an intact database."""
     return isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGED
 
 
 def set_aside(path: Path) -> str:
     """Renames a damaged file and its log, so that a new one can be created and nothing is destroyed.
 
-    Returns a sentence with the new path; "" if another kernel was faster, and the file in its place is sound.
+    Returns a sentence with the new path; "" if another kernel was faster, and the file in its place is intact.
     """
-    if _sound(path):
+    if _intact(path):
         return ""
     aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     for tail in ("", "-wal", "-shm"):
@@ -232,7 +219,7 @@ def set_aside(path: Path) -> str:
     return f"the history was damaged: it is now {aside}, and a new one was begun"
 
 
-def _sound(path: Path) -> bool:
+def _intact(path: Path) -> bool:
     try:
         with contextlib.closing(sqlite3.connect(path, timeout=BUSY_S)) as db:
             return bool(db.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok")
@@ -246,10 +233,10 @@ def _as_dict(cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> dict[str, Any]:
 
 def _inode(path: Path) -> tuple[int, int] | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 # -- events as bytes ------------------------------------------------------------------------------------------------------
@@ -299,24 +286,23 @@ def unpack(data: bytes) -> list[Row]:
     """Decodes the result of `pack`. Raises ValueError, zlib.error or KeyError for other data."""
     table = json.loads(zlib.decompress(data))
     n = table["n"]
-    each: list[dict[str, Any]] = _rows(table["event"], EVENT, n)
-    at_peak = [RoleBytes(**row) for row in _rows(table["at_peak"], CLASSES, n)]
-    memory = [Memory(**row, at_peak=a) for row, a in zip(_rows(table["memory"], MEMORY, n), at_peak, strict=True)]
-    for i, row in enumerate(each):
-        row["memory"], row["comm"] = memory[i], {}
+    events: list[dict[str, Any]] = _rows(table["event"], EVENT, n)
+    memories = zip(_rows(table["memory"], MEMORY, n), _rows(table["at_peak"], CLASSES, n), strict=True)
+    for event, (memory, at_peak) in zip(events, memories, strict=True):
+        event["memory"], event["comm"] = Memory(**memory, at_peak=RoleBytes(**at_peak)), {}
     for kind, columns in table["comm"].items():
         at = columns.pop("at", None) or range(n)
         for i, row in zip(at, _rows(columns, TRAFFIC, len(at)), strict=True):
-            each[i]["comm"][kind] = Traffic(**row)
-    _set(each, "notes", _values(table["notes"], n), tuple)
-    _set(each, "spans", table.get("spans", ()), lambda rows: tuple(map(Span.from_row, rows)))
-    _set(each, "memory_curve", table.get("memory_curve", ()), lambda rows: tuple(map(MemorySample.from_row, rows)))
-    cursors = [table["first"] + i + more for i, more in enumerate(_values(table["cursor"], n))]
-    return [(cursor, StepEvent(**row)) for cursor, row in zip(cursors, each, strict=True)]
+            events[i]["comm"][kind] = Traffic(**row)
+    _set(events, "notes", _values(table["notes"], n), tuple)
+    _set(events, "spans", table.get("spans", ()), lambda rows: tuple(map(Span.from_row, rows)))
+    _set(events, "memory_curve", table.get("memory_curve", ()), lambda rows: tuple(map(MemorySample.from_row, rows)))
+    cursors = [table["first"] + i + offset for i, offset in enumerate(_values(table["cursor"], n))]
+    return [(cursor, StepEvent(**event)) for cursor, event in zip(cursors, events, strict=True)]
 
 
-def _columns(things: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: _column(list(map(attrgetter(name), things))) for name in names}
+def _columns(objects: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: _column(list(map(attrgetter(name), objects))) for name in names}
 
 
 def _column(values: list[Any]) -> Any:
@@ -337,18 +323,15 @@ def _values(column: Any, n: int) -> list[Any]:
 
 
 def _rows(columns: Mapping[str, Any], names: Sequence[str], n: int) -> list[dict[str, Any]]:
-    known = [name for name in columns if name in names]
-    if not known:
-        return [{} for _ in range(n)]
-    return [
-        dict(zip(known, row, strict=True)) for row in zip(*(_values(columns[name], n) for name in known), strict=True)
-    ]
+    """The fields that still exist, as a dict for each event."""
+    lists = {name: _values(column, n) for name, column in columns.items() if name in names}
+    return [{name: values[i] for name, values in lists.items()} for i in range(n)]
 
 
-def _set(each: Sequence[dict[str, Any]], name: str, values: Sequence[Any], make: Callable[[Any], Any]) -> None:
-    """Sets a field of each row to `make(value)`; neighbours with the same value share the result."""
-    before, made = object(), None
-    for row, value in zip(each, values, strict=False):
-        if value is not before:
-            before, made = value, make(value)
-        row[name] = made
+def _set(events: Sequence[dict[str, Any]], name: str, values: Sequence[Any], make: Callable[[Any], Any]) -> None:
+    """Sets a field of each event to `make(value)`; neighbours with the same value share the result."""
+    former, made = object(), None
+    for event, value in zip(events, values, strict=False):
+        if value is not former:
+            former, made = value, make(value)
+        event[name] = made

@@ -3,7 +3,7 @@
     from fsdp_lab import History
     History().runs(backend="fsdp2")[0].table()          # in a lab: lab.runs(backend="fsdp2")
 
-One SQLite file (`database`), written a few times a second by a thread of its own (`writer`), so that a kernel's death
+It is one SQLite file (`database`), written a few times a second by a thread of its own (`writer`), so that a kernel's death
 loses at most the last half second. How much of a long run is stored is described in `writer`.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from fsdp_lab.runs.view import RunState, RunView
 
 VARIABLE = "FSDP_LAB_HISTORY"
 LIMIT_BYTES = 1 << 30
-ROOM = 0.9  # share of the limit that is in use after the oldest runs were deleted
+TARGET = 0.9  # share of the limit that is in use after the oldest runs were deleted
 
 T = TypeVar("T")
 
@@ -40,22 +40,19 @@ class History:
             for data (`$XDG_DATA_HOME`, `~/.local/share`, on a Mac `~/Library/Application Support`).
         limit_bytes: when the file is larger, the oldest runs are deleted, except running and pinned ones.
 
-    Nothing is opened or created before there is a run to store.
-
-    Raises:
-        ArgumentError: of `limit_bytes`.
+    No file is opened or created before there is a run to store. Raises ArgumentError for an invalid `limit_bytes`.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, limit_bytes: int = LIMIT_BYTES) -> None:
         check_whole("limit_bytes", limit_bytes, wanted="a whole number of bytes above 0")
-        self.path = place(path)
+        self.path = history_path(path)
         self.limit_bytes = limit_bytes
-        self._writer = HistoryWriter(self.path, self._tend)
-        self._crowded = ""
+        self._writer = HistoryWriter(self.path, self._enforce_limit)
+        self._over_limit = ""  # a sentence
 
     @classmethod
     def of(cls, where: History | str | os.PathLike[str] | bool) -> History | None:
-        """A History as it is, that of a path, the default one for True, None for False. Raises ArgumentError."""
+        """From a History, a path, True for the default one, or False for None. Raises ArgumentError."""
         if isinstance(where, bool):
             return cls() if where else None
         if isinstance(where, (str, os.PathLike)):
@@ -69,7 +66,7 @@ class History:
     @property
     def problem(self) -> str:
         """Why runs cannot be stored, or what happened to the file, as a sentence; "" if all is well."""
-        return self._writer.problem or self._writer.moved or self._crowded
+        return self._writer.problem or self._writer.moved or self._over_limit
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -101,12 +98,7 @@ class History:
 
     def _change(self, run: str, column: str, value: str | int) -> None:
         number = self.runs()[run].number
-
-        def change(db: HistoryDB) -> None:
-            with db.transaction():
-                db.update("runs", number, {column: value})
-
-        self._with(change)
+        self._with(lambda db: db.update("runs", number, {column: value}))
 
     def delete(self, *runs: str) -> int:
         """Deletes runs and returns their space to the disk. Returns the number of runs.
@@ -116,7 +108,11 @@ class History:
             HistoryError: the file cannot be written.
         """
         listed = self.runs()
-        return self._delete([listed[run] for run in dict.fromkeys(runs)])
+        chosen = [listed[run] for run in dict.fromkeys(runs)]
+        for run in chosen:
+            if not run.state.over:
+                raise ArgumentError("run", f"run {run.id} is {run.state.value}", "stop it first, or wait for its end")
+        return self._delete(chosen)
 
     def delete_older(self, days: float) -> int:
         """Deletes runs that ended `days` ago or earlier, except pinned ones. Returns their number. Raises as `delete`."""
@@ -128,18 +124,13 @@ class History:
         ]
         return self._delete(old)
 
-    def _delete(self, runs: Iterable[StoredRun]) -> int:
-        chosen = list(runs)
-        for run in chosen:
-            if not run.state.over:
-                raise ArgumentError("run", f"run {run.id} is {run.state.value}", "stop it first, or wait for its end")
-
+    def _delete(self, runs: Sequence[StoredRun]) -> int:
         def delete(db: HistoryDB) -> int:
-            gone = db.delete(run.number for run in chosen)
+            deleted = sum(db.delete(run.number) for run in runs)
             db.shrink()
-            return gone
+            return deleted
 
-        return self._with(delete) if chosen else 0
+        return self._with(delete) if runs else 0
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -163,20 +154,23 @@ class History:
             ArgumentError: an unknown field or state.
             HistoryError: the file cannot be read.
         """
-        wanted, since_s = _fields(fields), _moment(since)
-        states = None if state is None else _state(state)
+        values, since_s = _field_values(fields), _unix_s(since)
+        wanted_state = None if state is None else _run_state(state)
         if self._writer.recorded:
             self.flush(1.0)
-        rows = self._with(_list) if self.path.exists() else []
-        found = [StoredRun(row, self._open) for row in rows]
-        chosen = [
-            run for run in found
+        stored = self._with(self._list) if self.path.exists() else []
+        matching = [
+            run for run in stored
             if run.started_unix_s >= since_s
-            and (states is None or run.state is states)
-            and (name is None or run.name == name)
-            and _matches(run, wanted)
+            and wanted_state in (None, run.state)
+            and name in (None, run.name)
+            and _matches(run, values)
         ]  # fmt: skip
-        return RunList(chosen, of=len(found), where=str(self.path), notes=(self.problem,) if self.problem else ())
+        return RunList(matching, of=len(stored), where=str(self.path), notes=(self.problem,) if self.problem else ())
+
+    def _list(self, db: HistoryDB) -> list[StoredRun]:
+        rows = db.rows("SELECT * FROM runs ORDER BY started_unix_s DESC, number DESC")
+        return [StoredRun(row, self._open) for row in rows]
 
     @property
     def size_bytes(self) -> int:
@@ -201,31 +195,30 @@ class History:
                 if not damaged(e):
                     raise HistoryError(explain(e, self.path, "cannot use {}")) from e
                 self._writer.moved = set_aside(self.path) or self._writer.moved
-        raise HistoryError(f"{self.path} is damaged again and again; set {VARIABLE} to a file on another disk")
+        raise HistoryError(f"{self.path} was damaged repeatedly; set {VARIABLE} to a file on another disk")
 
     # -- limit ----------------------------------------------------------------------------------------------------
 
-    def _tend(self, db: HistoryDB) -> None:
+    def _enforce_limit(self, db: HistoryDB) -> None:
         """Deletes the oldest runs while the file is too large. Called on the writer's thread."""
+        self._over_limit = ""
         if db.used_bytes <= self.limit_bytes:
-            self._crowded = ""
             return
-        for run in reversed([StoredRun(row, self._open) for row in _list(db)]):
-            if db.used_bytes <= ROOM * self.limit_bytes:
+        for run in reversed(self._list(db)):
+            if db.used_bytes <= TARGET * self.limit_bytes:
                 break
             if run.state.over and not run.pinned and run.id not in self._writer.recorded:
-                db.delete([run.number])
+                db.delete(run.number)
         db.shrink()
-        over = db.used_bytes > self.limit_bytes
-        self._crowded = (
-            f"the history takes more than its {self.limit_bytes / 2**20:.0f} MiB: the rest is running or pinned" * over
-        )
+        if db.used_bytes > self.limit_bytes:
+            limit = f"{self.limit_bytes / 2**20:.0f} MiB"
+            self._over_limit = f"the history takes more than its {limit}: the rest is running or pinned"
 
     def __repr__(self) -> str:
         return f"<History: {self.path}{f', {self.problem}' if self.problem else ''}>"
 
 
-def place(path: str | os.PathLike[str] | None) -> Path:
+def history_path(path: str | os.PathLike[str] | None) -> Path:
     """The path of the file; see `History`."""
     given = os.fspath(path) if path is not None else os.environ.get(VARIABLE, "")
     if given:
@@ -234,51 +227,43 @@ def place(path: str | os.PathLike[str] | None) -> Path:
     return platformdirs.user_data_path("fsdp_lab", appauthor=False) / "history.sqlite3"
 
 
-def _list(db: HistoryDB) -> list[dict[str, Any]]:
-    return db.rows("SELECT * FROM runs ORDER BY started_unix_s DESC, number DESC")
-
-
 # -- filters -------------------------------------------------------------------------------------------------------
 
 
-def _fields(fields: dict[str, Any]) -> dict[str, list[Any]]:
+def _field_values(fields: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Flat field name -> the values to match, as in JSON. Raises ArgumentError."""
-    known = Spec().flat()
+    flat = Spec().flat()
     for name in fields:
-        if name not in known:
-            options = ", ".join(["since", "state", "name", *known])
+        if name not in flat:
+            options = ", ".join(["since", "state", "name", *flat])
             raise ArgumentError(name, "there is no such field to look for", f"use {options}")
     return {
         name: list(v) if isinstance(v, (list, tuple, set)) and name != "devices" else [v] for name, v in fields.items()
     }
 
 
-def _matches(run: StoredRun, wanted: dict[str, list[Any]]) -> bool:
+def _matches(run: StoredRun, wanted: Mapping[str, list[Any]]) -> bool:
     fields = run.spec_fields
     flat = {**fields.get("workload", {}), **fields.get("strategy", {}), **fields}
     return all(name in flat and flat[name] in values for name, values in wanted.items())
 
 
-def _state(state: RunState | str) -> RunState:
-    for known in RunState:
-        if state is known or str(state).lower() in (known.value, known.name.lower()):
-            return known
+def _run_state(state: RunState | str) -> RunState:
+    """Raises ArgumentError."""
+    for one in RunState:
+        if state is one or str(state).lower() in (one.value, one.name.lower()):
+            return one
     raise ArgumentError("state", f"{state!r} is refused", "give one of " + ", ".join(s.name.lower() for s in RunState))
 
 
-def _moment(since: float | str | datetime | None) -> float:
+def _unix_s(since: float | str | datetime | None) -> float:
     """Seconds since 1970. Raises ArgumentError."""
-    if since is None:
-        return float("-inf")
+    if since is None or is_number(since):
+        return float("-inf") if since is None else float(since)
+    if not isinstance(since, str | datetime):
+        raise ArgumentError("since", f"{since!r} is no time", "give a text, a datetime, or seconds since 1970")
     try:
-        return (datetime.fromisoformat(since) if isinstance(since, str) else since).timestamp()  # type: ignore[union-attr]
+        return (datetime.fromisoformat(since) if isinstance(since, str) else since).timestamp()
     except ValueError:
-        raise ArgumentError(
-            "since", f"{since!r} is no time", 'give one such as "2026-11-21" or "2026-11-21T14:30"'
-        ) from None
-    except AttributeError:
-        if is_number(since):
-            return float(since)
-        raise ArgumentError(
-            "since", f"{since!r} is no time", "give a text, a datetime, or seconds since 1970"
-        ) from None
+        hint = 'give one such as "2026-11-21" or "2026-11-21T14:30"'
+        raise ArgumentError("since", f"{since!r} is no time", hint) from None

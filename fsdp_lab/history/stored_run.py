@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, overload
@@ -17,37 +15,22 @@ from fsdp_lab.core.describe import describe_strategy, describe_value
 from fsdp_lab.core.errors import ArgumentError, FieldError
 from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.formatting import Table, count
-from fsdp_lab.core.process import born
+from fsdp_lab.core.process import Identity
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.history.database import HistoryDB, HistoryError, unpack
-from fsdp_lab.runs.environment import in_words
 from fsdp_lab.runs.steps import CAP, EventStore
-from fsdp_lab.runs.view import RunQueries, RunState, Switch
+from fsdp_lab.runs.view import RunQueries, RunState, Switch, describe_environment
 
 SILENT_S = 90.0  # a kernel on another host counts as dead after so long without an update: a live one writes every 5 s
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelProcess:
-    """The process that drives a run, identified so that another process can tell whether it is alive."""
-
-    host: str
-    pid: int
-    born: str  # see `fsdp_lab.core.process.born`
-
-    @classmethod
-    def this(cls) -> KernelProcess:
-        return cls(host=socket.gethostname(), pid=os.getpid(), born=born(os.getpid()))
-
-    def alive(self, seen_unix_s: float) -> bool:
-        """Whether it runs. `seen_unix_s`: its last update, which decides for another host."""
-        if self.host != socket.gethostname():
-            return time.time() - seen_unix_s < SILENT_S
-        return born(self.pid) == self.born
+def kernel_alive(host: str, kernel: Identity, seen_unix_s: float) -> bool:
+    """Whether the kernel that drives a run is alive. `seen_unix_s`: its last update, which decides for another host."""
+    return kernel.alive if host == socket.gethostname() else time.time() - seen_unix_s < SILENT_S
 
 
 class StoredRun(RunQueries):
-    """A run as it was in the file when it was listed. Events and switches are read at their first use.
+    """A run as it was in the file when it was listed. Events and switches are read when they are first used.
 
     Attributes:
         id, name, pinned: a pinned run is never deleted to make room.
@@ -66,15 +49,11 @@ class StoredRun(RunQueries):
         self.step, self.tokens_per_s, self.loss = int(row["step"]), row["tokens_per_s"], row["loss"]
         self.state, self.reason = RunState(row["state"]), str(row["reason"])
         self.environment: Mapping[str, Any] = json.loads(row["environment"])
-        self._notes = tuple(json.loads(row["notes"]))
-        kernel = KernelProcess(host=row["host"], pid=row["pid"], born=row["born"])
-        if not self.state.over and not kernel.alive(row["seen_unix_s"]):
-            self.reason = f"its kernel, process {kernel.pid} on {kernel.host}, ended before the run was over"
+        self.notes: tuple[str, ...] = tuple(json.loads(row["notes"]))
+        kernel = Identity(pid=row["pid"], born=row["born"])
+        if not self.state.over and not kernel_alive(row["host"], kernel, row["seen_unix_s"]):
+            self.reason = f"its kernel, process {kernel.pid} on {row['host']}, ended before the run was over"
             self.state, self.ended_unix_s = RunState.LOST, row["seen_unix_s"]
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self._notes
 
     @cached_property
     def spec(self) -> Spec:
@@ -103,10 +82,10 @@ class StoredRun(RunQueries):
     def events(self) -> EventStore:
         """Raises HistoryError if the run was deleted meanwhile."""
         with self._open() as db:
-            found = db.rows("SELECT restarts FROM runs WHERE number = ?", self.number)
-            if not found:
+            restarts = db.value("SELECT restarts FROM runs WHERE number = ?", self.number)
+            if restarts is None:
                 raise HistoryError(f"run {self.id} was deleted from {db.path}")
-            return read_events(db, self.number, json.loads(found[0]["restarts"]))
+            return read_events(db, self.number, json.loads(restarts))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything except the events, as plain values."""
@@ -125,11 +104,11 @@ class StoredRun(RunQueries):
     @property
     def where(self) -> str:
         """Machine and devices as text."""
-        return in_words(self.environment)
+        return describe_environment(self.environment)
 
     def __repr__(self) -> str:
-        called = f" {self.name!r}" if self.name else ""
-        return f"<StoredRun {self.id}{called}: {self.state.value}, step {self.step}, {self.when}>"
+        name = f" {self.name!r}" if self.name else ""
+        return f"<StoredRun {self.id}{name}: {self.state.value}, step {self.step}, {self.when}>"
 
 
 def _read_spec(fields: Mapping[str, Any]) -> Spec:
@@ -139,16 +118,16 @@ def _read_spec(fields: Mapping[str, Any]) -> Spec:
 
 def read_events(db: HistoryDB, number: int, restarts: Sequence[tuple[int, int]]) -> EventStore:
     """A run's events in order of arrival, with the stored spans and memory curves."""
-    found: dict[int, StepEvent] = {}
-    for table in ("batches", "traces"):
-        for row in db.each(f"SELECT data FROM {table} WHERE run = ? ORDER BY first", number):
-            found.update(unpack(row["data"]))
-    store, cursors = EventStore(max(CAP, len(found))), sorted(found)
-    places = [*(bisect_left(cursors, cursor) for cursor, _ in restarts), len(cursors)]
-    store.add(found[c] for c in cursors[: places[0]])
-    for (_, step), (begin, end) in zip(restarts, pairwise(places), strict=True):
-        store.restart(step)  # in files older than `StepEvent.attempt` only the restarts tell the attempts apart
-        store.add(found[c] for c in cursors[begin:end])
+    events: dict[int, StepEvent] = {}  # by cursor
+    for table in ("batches", "traces"):  # in this order: an event in a trace has spans or a memory curve, too
+        for row in db.rows(f"SELECT data FROM {table} WHERE run = ? ORDER BY first", number):
+            events.update(unpack(row["data"]))
+    store, cursors = EventStore(max(CAP, len(events))), sorted(events)
+    bounds = [*(bisect_left(cursors, cursor) for cursor, _ in restarts), len(cursors)]
+    store.add(events[c] for c in cursors[: bounds[0]])
+    for (_, step), (begin, end) in zip(restarts, pairwise(bounds), strict=True):
+        store.restart(step)  # in files older than `StepEvent.attempt` only the restarts distinguish the attempts
+        store.add(events[c] for c in cursors[begin:end])
     return store
 
 
@@ -172,28 +151,27 @@ class RunList(Sequence[StoredRun]):
         """Raises ArgumentError for an id or a name that no run has, or several; IndexError for a position."""
         if isinstance(which, slice):
             return RunList(self._runs[which], of=self._of, where=self._where, notes=self._notes)
-        return self._named(which) if isinstance(which, str) else self._runs[which]
+        return self._find(which) if isinstance(which, str) else self._runs[which]
 
-    def _named(self, which: str) -> StoredRun:
-        found = [run for run in self._runs if which and which == run.name]
-        found = found or [run for run in self._runs if which and run.id.startswith(which)]
-        if len(found) == 1:
-            return found[0]
-        few = ", ".join(run.id for run in (found or self._runs)[:5])
-        if found:
-            raise ArgumentError(
-                "run", f"{len(found)} runs are called {which!r} or begin with it", f"say more of the id: {few}"
-            )
-        raise ArgumentError("run", f"none of these runs is called {which!r} or begins with it",
-                        f"the newest are {few}" if few else "there are none")  # fmt: skip
+    def _find(self, which: str) -> StoredRun:
+        matching = [run for run in self._runs if which and which == run.name]
+        matching = matching or [run for run in self._runs if which and run.id.startswith(which)]
+        if len(matching) == 1:
+            return matching[0]
+        ids = ", ".join(run.id for run in (matching or self._runs)[:5])
+        if matching:
+            reason = f"{len(matching)} runs are called {which!r} or begin with it"
+            raise ArgumentError("run", reason, f"say more of the id: {ids}")
+        reason = f"none of these runs is called {which!r} or begins with it"
+        raise ArgumentError("run", reason, f"the newest are {ids}" if ids else "there are none")
 
     def __len__(self) -> int:
         return len(self._runs)
 
     def table(self) -> Table:
         legend = ("tokens/s: the median of the newest 100 steps",) if self._runs else ()
-        few = f"{len(self)} of " if len(self) != self._of else ""
-        caption = f"{few}{self._of} run{'s' * (self._of != 1)} in {self._where}"
+        part = f"{len(self)} of " if len(self) != self._of else ""
+        caption = f"{part}{self._of} run{'s' * (self._of != 1)} in {self._where}"
         figures = {"ranks", "steps", "tokens/s", "loss"}
         return Table(columns=COLUMNS, rows=tuple(map(_row, self._runs)), caption=caption,
                      notes=(*legend, *self._notes), left=frozenset(COLUMNS) - figures)  # fmt: skip

@@ -1,39 +1,41 @@
-"""`HistoryWriter`: the thread that writes live runs to disk; `RunWriter`: what of one run is written, and when.
+"""`HistoryWriter`, the thread that writes live runs to disk; and `RunWriter`, which writes one of them.
 
-A few times a second the thread writes what the runs' event stores have and the file has not. So neither a run's driver
-nor the thread that receives events is involved, and any failure here (a full disk, another kernel's lock, a damaged
-file) is reported in `problem` and retried, while the runs continue. The thread ends when no run is left to write.
+A few times a second the thread writes what is new in the runs' event stores. So neither a run's driver nor the thread that
+receives events is involved, and any failure here (a full disk, another kernel's lock, a damaged file) is reported in
+`problem` and retried, while the runs continue. The thread ends when no run is left to write.
 
-A long run is thinned, so that a day of training stays small. All of the newest 100,000 events are stored; before them
-those of one step in 16, up to the same number; before them one in 256; and so on. An event takes about 120 bytes, so
-each of these levels some 12 MB. First steps after a switch, ledger steps and evaluated steps stay one level longer.
-Spans are stored of one traced step every 5 s and of the run's last ones, the newest 20; memory curves of the newest 8
+A long run is thinned, so that a day of training stays small. All of the newest 100,000 events are stored; before these the
+events of one step in 16, up to the same number; before these of one in 256; and so on. An event takes about 120 bytes, so
+each of these levels takes about 12 MB. First steps after a switch, ledger steps and evaluated steps stay one level longer.
+Spans are stored of one traced step every 5 s and of the run's last ones, up to 20 steps; memory curves of the newest 8
 ledger steps.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import socket
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.process import Identity
 from fsdp_lab.history.database import HistoryDB, HistoryError, Row, damaged, pack, set_aside, unpack
-from fsdp_lab.history.stored_run import KernelProcess
 from fsdp_lab.runs.steps import CAP, last_stretch
 from fsdp_lab.runs.summary import counting, median
-from fsdp_lab.runs.view import RunView, Switch
+from fsdp_lab.runs.view import RunView
 
 FLUSH_S = 0.4
 RETRY_S = 2.0  # after an error
-TEND_S = 10.0  # between two checks of the sizes
-MOST_WAITING = 4  # runs that are over and cannot be written; more are dropped
+LIMIT_S = 10.0  # between two checks of the sizes
+MOST_WAITING = 4  # runs that are over and cannot be written; older ones are dropped
 
 BATCH = 256  # events in a pack; the last one is rewritten until it is full
 THIN = 16  # one of so many steps of a level moves to the next one
@@ -45,10 +47,10 @@ RECENT = 100  # newest steps, of which the figures in lists are
 
 
 class HistoryWriter:
-    """`tend(db)` keeps the file within its limit; it is called every `TEND_S`, and when a run is over."""
+    """`enforce_limit(db)` deletes runs from a file that is too large; it is called every `LIMIT_S`, and after each run."""
 
-    def __init__(self, path: Path, tend: Callable[[HistoryDB], None]) -> None:
-        self._path, self._tend = path, tend
+    def __init__(self, path: Path, enforce_limit: Callable[[HistoryDB], None]) -> None:
+        self._path, self._enforce_limit = path, enforce_limit
         self.problem = ""  # why nothing can be written at present, as a sentence
         self.moved = ""  # where a damaged file went, as a sentence
         self._writers: list[RunWriter] = []
@@ -56,7 +58,7 @@ class HistoryWriter:
         self._changed = threading.Condition()  # guards the two above, and the next two
         self._flushes_wanted = self._flushes_done = 0
         self._inode: tuple[int, int] | None = None  # of the file that was written to last
-        self._tended_s = float("-inf")
+        self._checked_s = float("-inf")  # when the sizes were checked last
 
     def record(self, run: RunView) -> None:
         """Writes the run until it is over. Returns at once."""
@@ -114,23 +116,24 @@ class HistoryWriter:
             for writer in writers:
                 try:
                     writer.write(db)
-                except LookupError:  # a user deleted the run while it was going on
+                except LookupError:  # a user deleted the run while it trained
                     writer.over = True
-            if any(writer.over for writer in writers) or time.monotonic() - self._tended_s > TEND_S:
+            if any(writer.over for writer in writers) or time.monotonic() - self._checked_s > LIMIT_S:
                 for writer in writers:
-                    writer.thin(db)
-                self._tend(db)
-                self._tended_s = time.monotonic()
+                    if writer.number is not None:
+                        thin(db, writer.number)
+                self._enforce_limit(db)
+                self._checked_s = time.monotonic()
             self.problem = ""
             return db
-        except Exception as e:  # whatever it is, the thread continues: the runs are worth more than their history
+        except Exception as e:  # the thread survives any error, because later runs are to be stored
             if db is not None:
                 db.close()
             self._handle(e)
             return None
 
     def _opened(self, db: HistoryDB | None, writers: list[RunWriter]) -> HistoryDB:
-        """The open file; if it is not the former one, the runs are written again from the beginning."""
+        """The open file; into another file than the former one, the runs are written again from the beginning."""
         if db is not None and not db.stale:
             return db
         if db is not None:
@@ -181,12 +184,12 @@ class RunWriter:
         self.restart()
 
     def restart(self) -> None:
-        """Begins anew, because the file has nothing of the run."""
-        self.over = False  # the run is, and all of it is written
-        self._number: int | None = None
+        """Begins anew, in a file that has nothing of the run."""
+        self.over = False  # whether the run is over, and all of it is written
+        self.number: int | None = None  # of the run in the file
         self._cursor = 0
         self._tail: list[Row] = []  # rows of the last pack, if it is not full
-        self._known: tuple[Any, ...] = ()
+        self._written: tuple[Any, ...] = ()  # the run's state, as in the file
         self._switches = 0
         self._seen_s = self._figures_s = self._spans_s = float("-inf")
         self._figures: dict[str, Any] = {"tokens_per_s": None, "loss": None}
@@ -198,62 +201,66 @@ class RunWriter:
         new, cursor = self.run.events.since(self._cursor)
         rows = list(enumerate(new, cursor - len(new)))
         now_s = time.monotonic()
-        known = (self.run.state, self.run.reason, len(self.run.switches), self.run.notes, self.run.environment, over)
-        if not rows and known == self._known and now_s - self._seen_s < SEEN_S:
+        state = (self.run.state, self.run.reason, len(self.run.switches), self.run.notes, self.run.environment, over)
+        if not rows and state == self._written and now_s - self._seen_s < SEEN_S:
             return
-        self._gather(rows)
-        batches = [(piece, pack(piece)) for piece in _pieces([*self._tail, *rows])] if rows else []
-        traces = self._due(over, now_s)
-        packed = [(min(step), _has_curve(step), pack(sorted(step.items()), heavy=True))
-                  for step in traces.values()]  # fmt: skip
+        self._hold(rows)
+        unfinished = [*self._tail, *rows]
+        batches = _batches(unfinished) if rows else []
+        due = self._due(over, now_s)
+        traces: list[dict[str, Any]] = [
+            {"first": min(step), "curve": int(_has_curve(step)), "data": pack(sorted(step.items()), heavy=True)}
+            for step in due.values()
+        ]
         if over or now_s - self._figures_s >= SEEN_S or self._figures["loss"] is None:
-            self._figures, self._figures_s = figures(self.run), now_s
+            self._figures, self._figures_s = recent_figures(self.run), now_s
         with db.transaction():
-            number, switches = self._write_row(db, known)
-            for piece, data in batches:
-                batch = {"run": number, "first": piece[0][0], "count": len(piece), "level": 0, "data": data}
-                db.insert("batches", batch, replace=True)
-            for first, curve, data in packed:
-                trace = {"run": number, "first": first, "curve": int(curve), "data": data}
-                db.insert("traces", trace, replace=True)
-            if packed:
-                _forget_traces(db, number)
-        self._number, self._cursor, self._known, self._switches = number, cursor, known, switches
+            number, switches = self._write_row(db, state)
+            for table, packed in (("batches", batches), ("traces", traces)):
+                for row in packed:
+                    db.insert(table, {"run": number, **row}, replace=True)
+            if traces:
+                _delete_old_traces(db, number)
+        self.number, self._cursor, self._written, self._switches = number, cursor, state, switches
         self._seen_s = now_s
-        if batches:
-            last = batches[-1][0]
-            self._tail = last if len(last) < BATCH else []
-        if traces:
+        self._tail = unfinished[len(unfinished) - len(unfinished) % BATCH :]
+        if due:
             self._spans_s = now_s
-            self._heavy = {key: step for key, step in self._heavy.items() if key not in traces}
+            self._heavy = {key: step for key, step in self._heavy.items() if key not in due}
         self.over = over
-
-    def thin(self, db: HistoryDB) -> None:
-        """Thins old events; see the module."""
-        if self._number is not None:
-            thin(db, self._number)
 
     # -- the run's row --------------------------------------------------------------------------------------------
 
-    def _write_row(self, db: HistoryDB, known: tuple[Any, ...]) -> tuple[int, int]:
+    def _write_row(self, db: HistoryDB, state: tuple[Any, ...]) -> tuple[int, int]:
         """Writes the run's row and new switches; returns its number in the file, and the count of switches."""
-        number = self._number
-        latest: dict[str, Any] = {"step": _step(self.run), "seen_unix_s": time.time(), **self._figures}
+        number = self.number
+        step = max((e.step + 1 for e in self.run.events.latest().values()), default=0)
+        latest: dict[str, Any] = {"step": step, "seen_unix_s": time.time(), **self._figures}
         if number is None:
-            number = db.insert("runs", {**_described(self.run), **_whose(), **latest})
+            kernel = {"host": socket.gethostname(), **dataclasses.asdict(Identity.this())}
+            number = db.insert("runs", {**_row(self.run), **kernel, **latest})
         else:
-            row = {**_described(self.run), **latest} if known != self._known else latest
+            row = {**_row(self.run), **latest} if state != self._written else latest
             if not db.update("runs", number, row):
                 raise LookupError(f"run {self.run.id} was deleted")
         switches = list(islice(self.run.switches, self._switches, None))
         for position, switch in enumerate(switches, self._switches):
-            db.insert("switches", {"run": number, "position": position, **_switch(switch)}, replace=True)
+            row = {
+                "run": number,
+                "position": position,
+                "step": switch.step,
+                "spec": json.dumps(switch.after.to_dict()),
+                "seconds": switch.seconds,
+                "carried": int(switch.carried),
+                "notes": json.dumps(list(switch.notes)),
+            }
+            db.insert("switches", row, replace=True)
         return number, self._switches + len(switches)
 
     # -- spans and memory curves ----------------------------------------------------------------------------------
 
-    def _gather(self, rows: Sequence[Row]) -> None:
-        """Holds the newest steps that have spans or a memory curve."""
+    def _hold(self, rows: Sequence[Row]) -> None:
+        """Adds events that have spans or a memory curve, and drops all but the newest steps of either kind."""
         for cursor, event in rows:
             if event.spans or event.memory_curve:
                 self._heavy.setdefault((event.attempt, event.step), {})[cursor] = event
@@ -282,12 +289,13 @@ def _has_curve(step: Mapping[int, StepEvent]) -> bool:
     return any(e.memory_curve for e in step.values())
 
 
-def _pieces(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    for at in range(0, len(rows), BATCH):
-        yield list(rows[at : at + BATCH])
+def _batches(rows: Sequence[Row], level: int = 0) -> list[dict[str, Any]]:
+    """Events packed for the table `batches`. To be called before a transaction, which is to be short."""
+    packs = (rows[at : at + BATCH] for at in range(0, len(rows), BATCH))
+    return [{"first": part[0][0], "count": len(part), "level": level, "data": pack(part)} for part in packs]
 
 
-def _described(run: RunView) -> dict[str, Any]:
+def _row(run: RunView) -> dict[str, Any]:
     return {
         "id": run.id,
         "spec": json.dumps(run.spec.to_dict()),
@@ -301,21 +309,7 @@ def _described(run: RunView) -> dict[str, Any]:
     }
 
 
-def _whose() -> dict[str, Any]:
-    kernel = KernelProcess.this()
-    return {"host": kernel.host, "pid": kernel.pid, "born": kernel.born}
-
-
-def _switch(switch: Switch) -> dict[str, Any]:
-    return {"step": switch.step, "spec": json.dumps(switch.after.to_dict()), "seconds": switch.seconds,
-            "carried": int(switch.carried), "notes": json.dumps(list(switch.notes))}  # fmt: skip
-
-
-def _step(run: RunView) -> int:
-    return max((e.step + 1 for e in run.events.latest().values()), default=0)
-
-
-def figures(run: RunView) -> dict[str, Any]:
+def recent_figures(run: RunView) -> dict[str, Any]:
     """Median tokens/s and last loss of the newest steps with the Spec applied last."""
     steps = last_stretch(run.events.last_steps(RECENT), run.spec)
     rates = [step.tokens_per_s for step in counting(steps) if step.step_time_s > 0]
@@ -325,7 +319,7 @@ def figures(run: RunView) -> dict[str, Any]:
 # -- bounds --------------------------------------------------------------------------------------------------------
 
 
-def _forget_traces(db: HistoryDB, number: int) -> None:
+def _delete_old_traces(db: HistoryDB, number: int) -> None:
     for curve, newest in ((0, SPANS_KEPT), (1, CURVES_KEPT)):
         db.change(
             "DELETE FROM traces WHERE run = ? AND curve = ? AND first NOT IN "
@@ -337,21 +331,12 @@ def _forget_traces(db: HistoryDB, number: int) -> None:
 def thin(db: HistoryDB, number: int, cap: int = CAP) -> None:
     """Moves the oldest packs of each level with 10% more than `cap` events to the next level, with one step in `THIN`."""
     level = 0
-    while (held := _held(db, number, level)) is not None:
-        surplus = held["events"] - cap
+    while level <= db.value("SELECT ifnull(max(level), -1) FROM batches WHERE run = ?", number):
+        surplus = db.value("SELECT total(count) FROM batches WHERE run = ? AND level = ?", number, level) - cap
         if surplus > cap // 10:
-            query = "SELECT first, count, data FROM batches WHERE run = ? AND level = ? ORDER BY first LIMIT ?"
+            query = "SELECT first, data FROM batches WHERE run = ? AND level = ? ORDER BY first LIMIT ?"
             _move(db, number, level, db.rows(query, number, level, math.ceil(surplus / BATCH)))
         level += 1
-
-
-def _held(db: HistoryDB, number: int, level: int) -> Mapping[str, Any] | None:
-    """{"events", "packs"} of a level; None if it and all levels above are empty."""
-    query = "SELECT total(count) AS events, count(*) AS packs FROM batches WHERE run = ? AND level >= ?"
-    if not db.rows(query, number, level)[0]["packs"]:
-        return None
-    found: Mapping[str, Any] = db.rows(query.replace(">=", "="), number, level)[0]
-    return found
 
 
 def _move(db: HistoryDB, number: int, level: int, old: Sequence[Mapping[str, Any]]) -> None:
@@ -359,16 +344,15 @@ def _move(db: HistoryDB, number: int, level: int, old: Sequence[Mapping[str, Any
     for at in range(0, len(old), THIN):
         group = old[at : at + THIN]
         rows = [row for batch in group for row in unpack(batch["data"])]
-        chosen = [
+        thinned = [
             (cursor, e)
             for cursor, e in rows
             if e.step % THIN ** (level + 1) == 0
             or (level == 0 and (e.first_after_switch or e.ledger or e.eval_loss is not None))
         ]
-        pieces = [(piece, pack(piece)) for piece in _pieces(chosen)]
+        batches = _batches(thinned, level + 1)
         with db.transaction():
-            for batch in group:
-                db.change("DELETE FROM batches WHERE run = ? AND first = ?", number, batch["first"])
-            for piece, data in pieces:
-                row = {"run": number, "first": piece[0][0], "count": len(piece), "level": level + 1, "data": data}
-                db.insert("batches", row, replace=True)
+            for former in group:
+                db.change("DELETE FROM batches WHERE run = ? AND first = ?", number, former["first"])
+            for batch in batches:
+                db.insert("batches", {"run": number, **batch}, replace=True)

@@ -1,4 +1,4 @@
-"""`Activities`: what uses a lab's ranks. One at a time: a run, a sweep of runs in turns, or a step in slow motion."""
+"""`Activities`: what uses a lab's ranks, one at a time: a run, a sweep of runs in turns, or a step in slow motion."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ END_S = 2.0  # the same when the lab is interrupted or closed
 
 
 class Activities:
-    """Starts runs, sweeps and slow steps; each stops what was going on before it.
+    """Starts runs, sweeps and slow steps; each ends the one before it.
 
     Args:
-        cluster: the ranks.
         place_ranks: gives the cluster the ranks and devices of a Spec; called on the thread of the new activity.
         record: called with each new run.
 
@@ -89,18 +88,16 @@ class Activities:
         What it has to end is fixed now, under the lock: then everyone ends only earlier activities, and no two wait for
         each other.
         """
-        slow, former = [self._slow_step], [self.sweep, self.run]
+        former = [one for one in (self._slow_step, self.sweep, self.run) if one is not None]
 
         def prepare(spec: Spec) -> None:
             """Ends the former activities, then places the ranks."""
-            if (step := slow[0]) is not None:
-                step.end(why)
             for one in former:
-                if one is not None and not one.done and not one.stop(REPLACE_S, why):
-                    raise ClusterError(
-                        f"{one!r} did not end within {REPLACE_S:.0f} s; close the lab and make another one"
-                    )
-            slow[0] = None
+                if isinstance(one, SlowStep):
+                    one.end(why)
+                elif not one.done and not one.stop(REPLACE_S, why):
+                    limit = f"{REPLACE_S:.0f} s"
+                    raise ClusterError(f"{one!r} did not end within {limit}; close the lab and make another one")
             former.clear()  # otherwise each activity would keep the one before it in memory
             if place_ranks:
                 self._place_ranks(spec)

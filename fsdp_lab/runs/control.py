@@ -1,6 +1,6 @@
 """`RunControl`: a run's state and the requests that its driver has not carried out yet, under one lock.
 
-Also `Awaited`, a result that another thread sets and a notebook cell waits for, and `SwitchRequest`, the result of `apply`.
+Also `Awaited`, a result that another thread sets and a notebook cell waits for, and the `Request`s that a run returns.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Generic, TypeVar
 
@@ -92,23 +92,30 @@ class Awaited(Generic[T]):
         return self._outcome()
 
 
-class SwitchRequest(Awaited[Switch]):
-    """The result of `Run.apply`: `await` it, or `wait()`, for the Switch. Waiting is optional."""
+class Request(Awaited[T]):
+    """What a run was asked for: `await` it, or `wait()`, for the result, or for the error that prevented it."""
+
+    _result: T | Exception
+
+    def settle(self, result: T | Exception) -> None:
+        self._result = result
+        self._end()
+
+    def abandon(self) -> None:
+        self.settle(ClusterError("the run ended before this was done"))
+
+    def _outcome(self) -> T:
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+
+class SwitchRequest(Request[Switch]):
+    """The result of `Run.apply`, which is a Switch. Waiting for it is optional."""
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()
         self.spec = spec
-        self._switch: Switch | None = None
-        self._error: Exception | None = None
-
-    def settle(self, switch: Switch | None, error: Exception | None) -> None:
-        self._switch, self._error = switch, error
-        self._end()
-
-    def _outcome(self) -> Switch:
-        if self._switch is None:
-            raise self._error or ClusterError("the run ended before this was applied")
-        return self._switch
 
     def __repr__(self) -> str:
         return f"<SwitchRequest for {self.spec.id}: {'done' if self.done else 'pending'}>"
@@ -123,6 +130,7 @@ class RunControl:
         state, reason, error: of the run. ended_unix_s: None until it is over.
         pending: the Spec of the newest `apply`, until it is applied or refused; None: there is none.
         recovery: how a BROKEN run is to recover; None: `recover` was not called yet.
+        faults: to be armed, in order; None: disarm. ledger: whether the next step is to be a ledger step.
         paused: whether to hold between two chunks.
         suspended: whether the run waits for its turn, with its training state on the host.
         stop_s, stop_reason: when a stop was requested, on the monotonic clock, and why; None: it was not.
@@ -138,9 +146,9 @@ class RunControl:
         self.paused = self.suspended = False
         self.stop_s: float | None = None
         self.stop_reason = ""
+        self.faults: list[Fault | None] = []
+        self.ledger = False
         self._switch_requests: list[SwitchRequest] = []
-        self._faults: list[Fault | None] = []  # to be armed, in order; None: disarm
-        self._ledger = False
 
     def set_state(self, state: RunState, reason: str = "") -> None:
         """The one place where the state changes. Hold the lock. Raises RuntimeError where `TRANSITIONS` forbids it."""
@@ -156,67 +164,43 @@ class RunControl:
 
     # -- called by users' threads ------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Holds the lock while a request is made, and wakes the driver."""
+        with self.changed:
+            yield
+            self.changed.notify_all()
+
     def request_switch(self, spec: Spec) -> SwitchRequest:
         """Replaces a pending Spec."""
-        request = SwitchRequest(spec)
-        with self.changed:
+        with self.changing():
             self.pending = spec
-            self._switch_requests.append(request)
-            self.changed.notify_all()
+            self._switch_requests.append(request := SwitchRequest(spec))
         return request
-
-    def request_ledger(self) -> None:
-        with self.changed:
-            self._ledger = True
-
-    def request_fault(self, fault: Fault | None) -> None:
-        with self.changed:
-            self._faults.append(fault)
-            self.changed.notify_all()
 
     def request_stop(self, reason: str) -> None:
         """The first reason counts."""
-        with self.changed:
+        with self.changing():
             if not self.ending:
                 self.stop_s, self.stop_reason = time.monotonic(), reason
                 self.set_state(RunState.STOPPING, reason)
-            self.changed.notify_all()
-
-    def set_paused(self, paused: bool) -> None:
-        with self.changed:
-            self.paused = paused
-            self.changed.notify_all()
-
-    def take_turn(self) -> None:
-        with self.changed:
-            self.suspended = False
-            self.changed.notify_all()
-
-    def wait_suspended(self, timeout_s: float | None) -> bool:
-        with self.changed:
-            return self.changed.wait_for(lambda: self.suspended or self.state.over, timeout_s)
 
     # -- called by the driver ----------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
         """Whether there is a Spec to apply or a fault to arm, which a pause does not delay."""
-        return self.pending is not None or bool(self._faults)
+        return self.pending is not None or bool(self.faults)
 
     @property
     def interrupt_reason(self) -> str:
         """Why a call to the ranks was interrupted."""
         return self.stop_reason if self.stop_s is not None else "interrupted"
 
-    def take_faults(self) -> list[Fault | None]:
-        with self.changed:
-            faults, self._faults = self._faults, []
-        return faults
-
     def take_ledger(self) -> bool:
-        """Whether `ledger` was called since the last chunk."""
+        """Whether a ledger step was requested since the last chunk."""
         with self.changed:
-            requested, self._ledger = self._ledger, False
+            requested, self.ledger = self.ledger, False
         return requested
 
     def wait_for_recovery(self, error: ClusterError) -> RecoveryPolicy | None:
@@ -244,13 +228,13 @@ class RunControl:
         if self.pending is spec:
             self.pending = None
 
-    def settle(self, spec: Spec, switch: Switch | None, error: Exception | None) -> None:
-        """Ends the requests for `spec` and for what it replaced, with the switch or the error."""
+    def settle(self, spec: Spec, result: Switch | Exception) -> None:
+        """Ends the requests for `spec` and for what it replaced."""
         with self.changed:
             last = max((i for i, r in enumerate(self._switch_requests) if r.spec is spec), default=-1)
             settled, self._switch_requests = self._switch_requests[: last + 1], self._switch_requests[last + 1 :]
         for request in settled:
-            request.settle(switch, error)
+            request.settle(result)
 
     def finish(self, state: RunState, reason: str) -> None:
         """The run is over; requests that are left fail."""
@@ -260,4 +244,4 @@ class RunControl:
             requests, self._switch_requests = self._switch_requests, []
             self.set_state(state, reason)
         for request in requests:
-            request.settle(None, None)
+            request.abandon()

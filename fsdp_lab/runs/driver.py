@@ -5,8 +5,8 @@ meanwhile (stop, pause, another Spec, a checkpoint, a fault) and what is due (a 
 
 Note: threads. Around each run there are:
 
-- The *driver's thread*, which executes `Driver.drive`. It alone sends work to the ranks while the run goes on, and it alone
-  writes the fields of `Driver`, `Progress`, `Evaluator`, `Recovery` and `CheckpointSchedule`. It calls the callbacks in
+- The *driver's thread*, which executes `Driver.drive`. It alone sends work to the ranks until the run is over, and it alone
+  writes the fields of `Driver`, `Progress`, `EarlyStopping`, `Recovery` and `CheckpointSchedule`. It calls the callbacks in
   `on_best`, between two chunks.
 - *Users' threads* (cells, widget callbacks), which call `Run`. A call leaves a request in `RunControl` and returns; only
   `wait`, `await` and `stop` with a timeout wait. They read the driver's fields one at a time, without a lock.
@@ -21,24 +21,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fsdp_lab.cluster import ClusterError, Interrupted
 from fsdp_lab.cluster.calls import Call
+from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.core.checkpoint_format import Checkpoint
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.faults import Fault, FaultKind
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.models.check import unread_weights
 from fsdp_lab.runs.control import RunControl
-from fsdp_lab.runs.environment import fingerprint
-from fsdp_lab.runs.evaluation import Evaluation, Evaluator
+from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig, Evaluation
 from fsdp_lab.runs.recovery import LIVE, Recovery, RecoveryPolicy, refitted, source_of
 from fsdp_lab.runs.saving import CheckpointSchedule
 from fsdp_lab.runs.steps import EventStore
-from fsdp_lab.runs.view import RunState, Switch
+from fsdp_lab.runs.view import RunState, Switch, fingerprint
 
 CHUNK_S = 0.5  # target duration of a chunk
 CHUNK_STEPS = 256
@@ -46,26 +46,6 @@ GROWTH = 4  # limit of a chunk's size relative to the last one: the first steps 
 PATIENCE_S = 0.15  # after a stop, for the chunk to end; then it is interrupted, and again every second
 UNRESPONSIVE_S = 8.0  # after a stop, for ranks to answer an interrupt; then they are ended
 SAVES_S = 60.0  # at a run's end, for its last checkpoint to be written
-
-
-class Ranks(Protocol):
-    """The part of a Cluster that a run uses."""
-
-    @property
-    def notes(self) -> tuple[str, ...]: ...
-
-    @property
-    def lost(self) -> Mapping[int, Any]:
-        """Lost ranks."""
-        ...
-
-    def submit(
-        self, what: str, *, take: Callable[[Mapping[str, Any]], None] | None = None, **arguments: Any
-    ) -> Call: ...
-
-    def settle(self) -> dict[int, Any]: ...
-
-    def ask(self, what: str, ranks: Collection[int], **arguments: Any) -> dict[int, Any]: ...
 
 
 class Progress:
@@ -140,13 +120,14 @@ class Driver:
     Attributes:
         spec: the one applied last, before the first switch the one to apply. switches: of every Spec that was applied.
         refused: the error of the last Spec that the ranks refused; None: there is none.
-        environment: of the ranks (`fsdp_lab.runs.environment`); empty before they are prepared.
+        environment: the `fingerprint` of the ranks; empty before they are prepared.
+        early_stopping: takes the evaluations. on_best: called with each that is the best so far.
     """
 
     def __init__(
         self,
         run: str,
-        ranks: Ranks,
+        ranks: Cluster,
         spec: Spec,
         prepare: Callable[[Spec], None],
         *,
@@ -154,17 +135,19 @@ class Driver:
         events: EventStore,
         progress: Progress,
         checkpoints: CheckpointSchedule,
-        evaluator: Evaluator,
+        evaluate: EvalConfig | None,
         recovery: Recovery,
         ledger_every: int | None,
     ) -> None:
         self.run, self.ranks, self.spec = run, ranks, spec
         self.control, self.events, self.progress = control, events, progress
-        self.checkpoints, self.evaluator, self.recovery = checkpoints, evaluator, recovery
+        self.checkpoints, self.recovery = checkpoints, recovery
+        self.early_stopping = EarlyStopping(evaluate.patience if evaluate is not None else None)
+        self.on_best: list[Callable[[Evaluation], None]] = []
         self.switches: list[Switch] = []
         self.refused: FieldError | None = None
         self.environment: Mapping[str, Any] = {}
-        self._prepare, self._ledger_every = prepare, ledger_every
+        self._prepare, self._ledger_every, self._evaluate = prepare, ledger_every, evaluate
         self._unread = ""  # a note on weight files that were not loaded
 
     @property
@@ -231,7 +214,7 @@ class Driver:
                     control.changed.wait()
                 if control.stop_s is not None:
                     return RunState.STOPPED, control.stop_reason
-                pending, faults = control.pending, control.take_faults()
+                pending, faults, control.faults = control.pending, control.faults, []
             for fault in faults:
                 self._arm(fault)
             if pending is not None:
@@ -242,7 +225,7 @@ class Driver:
                 continue
             if progress.finished:
                 return RunState.FINISHED, ""
-            if reason := self.evaluator.early_stopping.reason:
+            if reason := self.early_stopping.reason:
                 return RunState.STOPPED, reason
             if progress.turn_over:
                 self._suspend()
@@ -257,7 +240,7 @@ class Driver:
         """Trains one chunk on all ranks. Returns whether it was interrupted."""
         progress = self.progress
         count = progress.chunk()
-        evaluations = self.evaluator.due(progress.next_steps(count), progress.until)
+        evaluations = self._evaluate.due(progress.next_steps(count), progress.until) if self._evaluate else {}
         # A chunk ends with an evaluation, so that `on_best` finds the parameters of that step.
         until_evaluation = [n + 1 - progress.step for n in evaluations]
         count = min([count, self.checkpoints.steps_until_due(progress.step), *until_evaluation])
@@ -269,9 +252,10 @@ class Driver:
         step_times_s = [r["events"][-1]["step_time_s"] for r in results if r["events"]]
         progress.advance(len(first), int(results[0]["step"]), step_times_s)
         interrupted = any(r["stopped"] for r in results)
-        for best in self.evaluator.take(results):
-            if not interrupted:
-                self._report_best(best)
+        losses = {e["step"]: e["eval_loss"] for r in results for e in r["events"] if e["eval_loss"] is not None}
+        for step, loss in losses.items():
+            if self.early_stopping.take(step, loss) and not interrupted:
+                self._report_best(Evaluation(step, loss))
         return interrupted
 
     def _call_train(self, count: int, evaluations: Mapping[int, int]) -> list[Any]:
@@ -307,7 +291,7 @@ class Driver:
     def _report_best(self, best: Evaluation) -> None:
         if self.checkpoints.config is not None:
             self._save("best")
-        for callback in self.evaluator.on_best:
+        for callback in self.on_best:
             callback(best)
 
     def _arm(self, fault: Fault | None) -> None:
@@ -362,11 +346,11 @@ class Driver:
             with self.control.changed:
                 self.refused = e
                 self.control.clear_pending(spec)
-            self.control.settle(spec, None, e)
+            self.control.settle(spec, e)
 
     def _switch(self, spec: Spec, *, fresh: bool) -> None:
         """Has the ranks train `spec`, with the parameters that they have, if those fit and it is not to be `fresh`."""
-        self._apply(spec, "apply", fresh=fresh, evaluated=self.evaluator.samples)
+        self._apply(spec, "apply", fresh=fresh, evaluated=self._evaluate.samples if self._evaluate else 0)
 
     def _restore(self, spec: Spec, checkpoint: Checkpoint) -> None:
         """Has the ranks train `spec` from a checkpoint."""
@@ -391,20 +375,20 @@ class Driver:
         rewound = switch.step < self.step or (before is not None and before.world_size != spec.world_size)
         if not switch.carried or before is None or rewound:
             self.events.restart(switch.step)
-            self.evaluator.early_stopping.forget(switch.step)
+            self.early_stopping.forget(switch.step)
         else:
-            self.evaluator.early_stopping.switched(before, spec)
+            self.early_stopping.switched(before, spec)
         with self.control.changed:
             self.spec = spec
             self.progress.switch(switch.step)
             self.switches.append(switch)
             self.control.clear_pending(spec)
-        self.control.settle(spec, switch, None)
+        self.control.settle(spec, switch)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------------
 
     def _save(self, kind: str) -> None:
-        """Takes a checkpoint, which the ranks write while training goes on. One that cannot be written ends nothing."""
+        """Takes a checkpoint, which the ranks write while training continues, also where it cannot be written."""
         config = self.checkpoints.config
         assert config is not None
         with self.checkpoints.taking(kind, self.progress.step) as record:
@@ -413,7 +397,7 @@ class Driver:
             record(call.results(SAVES_S) if kind == "last" else self._results(call))
 
     def _save_last_step(self) -> None:
-        """Saves the last step, and waits for what is being written."""
+        """Saves the last step, and waits until all checkpoints are written."""
         if self.checkpoints.config is None:
             return
         with self.control.changed:

@@ -7,9 +7,8 @@ evaluations, and a restart from an earlier step discards those after it; the eve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fsdp_lab.core.errors import SpecError, check_whole
 from fsdp_lab.core.spec import Spec, Workload
@@ -22,10 +21,8 @@ HELD_OUT_BY = ("data", "held_out", "seq_len")  # a change of model or seed begin
 class EvalConfig:
     """Computes the mean loss of `samples` held-out samples after every `every` steps, and after the run's last.
 
-    `patience`: the run stops after so many consecutive evaluations that were not better than the best; None: never.
-
-    Raises:
-        ArgumentError: a value that is not a whole number of 1 or more.
+    `patience`: the run stops after so many consecutive evaluations that were not better than the best; None: never. Raises
+    ArgumentError for a value that is not a whole number of 1 or more.
     """
 
     every: int
@@ -33,13 +30,11 @@ class EvalConfig:
     patience: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("every", "samples", "patience"):
-            value = getattr(self, name)
-            if name != "patience":
-                check_whole(f"evaluate.{name}", value)
-            elif value is not None:
-                wanted = "a whole number of 1 or more, or None to never stop early"
-                check_whole("evaluate.patience", value, wanted=wanted)
+        check_whole("evaluate.every", self.every)
+        check_whole("evaluate.samples", self.samples)
+        if self.patience is not None:
+            wanted = "a whole number of 1 or more, or None to never stop early"
+            check_whole("evaluate.patience", self.patience, wanted=wanted)
 
     @classmethod
     def of(cls, given: EvalConfig | int | None) -> EvalConfig | None:
@@ -52,6 +47,14 @@ class EvalConfig:
             share = Workload.held_out
             raise SpecError("workload.held_out", "nothing is held out to evaluate on", f"use held_out {share}",
                             {"held_out": share})  # fmt: skip
+
+    def due(self, steps: range, until: int | None) -> dict[int, int]:
+        """The first of `steps` after which to evaluate, with the number of samples; empty where there is none.
+
+        `until`: the step before which the run ends; its last step is evaluated, too.
+        """
+        due = [n for n in steps if (n + 1) % self.every == 0 or n + 1 == until]
+        return dict.fromkeys(due[:1], self.samples)
 
 
 class Evaluation(NamedTuple):
@@ -75,10 +78,10 @@ class EarlyStopping:
 
     def take(self, step: int, loss: float) -> bool:
         """Returns whether it is the best so far. A loss that is not finite never is."""
-        found = Evaluation(step, loss)
-        self.evaluations.append(found)
+        evaluation = Evaluation(step, loss)
+        self.evaluations.append(evaluation)
         better = math.isfinite(loss) and (self.best is None or loss < self.best.loss)
-        self.best = found if better else self.best
+        self.best = evaluation if better else self.best
         self.stale = 0 if better else self.stale + 1
         return better
 
@@ -105,49 +108,15 @@ class EarlyStopping:
         return f"the evaluation loss has not fallen below {self.best.loss:.4g} (step {self.best.step}) {times}"
 
     def words(self, workload: Workload) -> str:
-        """The last evaluation and the best; empty before the first."""
+        """The last evaluation and the best, as text; empty before the first."""
         if not self.evaluations:
             return ""
-        text = f"evaluation loss {_words(self.evaluations[-1], workload)}"
-        return f"{text}, best {_words(self.best, workload)}" if self.best else text
 
+        def text(evaluation: Evaluation) -> str:
+            return f"{in_words(evaluation.loss, language=is_language(workload))} at step {evaluation.step}"
 
-class Evaluator:
-    """When a run is evaluated, and what was found. Used by the run's driver alone.
-
-    Attributes:
-        config: None: the run is not evaluated. on_best: called with each evaluation that is the best so far.
-    """
-
-    def __init__(self, config: EvalConfig | None) -> None:
-        self.config = config
-        self.early_stopping = EarlyStopping(config.patience if config is not None else None)
-        self.on_best: list[Callable[[Evaluation], None]] = []
-
-    @property
-    def samples(self) -> int:
-        """Held-out samples per evaluation."""
-        return self.config.samples if self.config is not None else 0
-
-    def check(self, spec: Spec) -> None:
-        """Raises SpecError where the Spec holds nothing out for the evaluation."""
-        if self.config is not None:
-            self.config.check(spec)
-
-    def due(self, steps: range, until: int | None) -> dict[int, int]:
-        """The first of `steps` after which to evaluate, with the number of samples; empty where there is none.
-
-        `until`: the step before which the run ends; its last step is evaluated, too.
-        """
-        if self.config is None:
-            return {}
-        due = [n for n in steps if (n + 1) % self.config.every == 0 or n + 1 == until]
-        return dict.fromkeys(due[:1], self.config.samples)
-
-    def take(self, results: Sequence[Mapping[str, Any]]) -> list[Evaluation]:
-        """Judges the evaluations among the events of each rank. Returns those that were the best so far."""
-        losses = {e["step"]: e["eval_loss"] for r in results for e in r["events"] if e["eval_loss"] is not None}
-        return [Evaluation(step, loss) for step, loss in losses.items() if self.early_stopping.take(step, loss)]
+        best = f", best {text(self.best)}" if self.best else ""
+        return f"evaluation loss {text(self.evaluations[-1])}{best}"
 
 
 def perplexity(loss: float) -> float:
@@ -161,7 +130,3 @@ def perplexity(loss: float) -> float:
 def in_words(loss: float, *, language: bool) -> str:
     """An evaluation loss as text, with the perplexity for a language model."""
     return f"{loss:.4f} (perplexity {perplexity(loss):.4g})" if language else f"{loss:.4f}"
-
-
-def _words(found: Evaluation, workload: Workload) -> str:
-    return f"{in_words(found.loss, language=is_language(workload))} at step {found.step}"

@@ -10,11 +10,11 @@ all ranks agree on: the mean loss, the global gradient norm and, where both have
 - *different*: they differ by more; or replicas that should hold the same parameters do not. The first such step is named.
 - *unknown*: there is nothing to compare; the sentence says why.
 
-Note: what rounding explains. Rounding acts from the first step that is not equal. In the `ALIKE` steps from there on the
-parameters are still practically equal, and each loss and gradient norm has a bound (`BOUNDS`, `near`). After that, training
-has amplified the difference: a norm may jump in one run and not in the other, and a loss with it. So only losses are
-compared, as a mean over `ALIKE` steps, and the bound doubles every `ALIKE` steps up to `MOST` (`far`). An error that begins
-that late, in runs that were not equal before, is detected only if it changes losses by so much.
+Note: what rounding explains. Rounding acts from the first step that is not equal. In the next `ALIKE` steps the parameters
+are still practically equal, and each loss and gradient norm has a bound (`BOUNDS`, `early_bound`). After that, training has
+amplified the difference: a norm may jump in one run and not in the other, and a loss with it. So only losses are compared,
+as a mean over `ALIKE` steps, and the bound doubles every `ALIKE` steps up to `MOST` (`late_bound`). An error that begins
+that late, in runs that were not equal before, is detected only if it changes losses by as much.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class StepDigest:
     loss: float
     norm: float
     checksum: int | None
-    torn: bool  # replicas hold different parameters
+    diverged: bool  # replicas hold different parameters
     skipped: bool  # gradients overflowed at the loss scale
 
 
@@ -90,15 +90,15 @@ def parity(baseline: RunView, other: RunView) -> Parity:
     for spec in (s.after for s in other.switches):
         if reason := _incomparable(baseline.spec, spec):
             return Parity(verdict=Verdict.UNKNOWN, sentence=reason)
-    mine, theirs = digests(baseline.events.steps()), digests(other.events.steps())
-    torn = next((n for n, digest in theirs.items() if digest.torn), None)
-    if torn is not None:
-        return Parity(verdict=Verdict.DIFFERENT, first_step=torn, what="replicas",
-                      sentence=f"different: from step {torn} on its replicas hold different parameters")  # fmt: skip
-    common = sorted(mine.keys() & theirs.keys())
+    of_baseline, of_other = digests(baseline.events.steps()), digests(other.events.steps())
+    diverged = next((n for n, digest in of_other.items() if digest.diverged), None)
+    if diverged is not None:
+        return Parity(verdict=Verdict.DIFFERENT, first_step=diverged, what="replicas",
+                      sentence=f"different: from step {diverged} on its replicas hold different parameters")  # fmt: skip
+    common = sorted(of_baseline.keys() & of_other.keys())
     if not common:
         return Parity(verdict=Verdict.UNKNOWN, sentence="no step in common yet")
-    return _judge([(n, mine[n], theirs[n]) for n in common], _coarsest(baseline, other))
+    return _compare([(n, of_baseline[n], of_other[n]) for n in common], _coarsest(baseline, other))
 
 
 def digests(steps: Iterable[Step]) -> dict[int, StepDigest]:
@@ -113,7 +113,7 @@ def _digest(step: Step) -> StepDigest:
             by_replica[e.replica] = (by_replica.get(e.replica, 0) + e.checksum) % (1 << 64)
     checksum, first = next(iter(by_replica.values()), None), step.events[0]
     return StepDigest(loss=first.mean_loss, norm=first.grad_norm, checksum=checksum,
-                      torn=len(set(by_replica.values())) > 1, skipped=first.skipped)  # fmt: skip
+                      diverged=len(set(by_replica.values())) > 1, skipped=first.skipped)  # fmt: skip
 
 
 def _incomparable(one: Spec, other: Spec) -> str:
@@ -131,47 +131,44 @@ def _coarsest(one: RunView, other: RunView) -> RoundingBound:
     return max((BOUNDS[dtype] for dtype in dtypes), key=lambda bound: bound.loss)
 
 
-def near(bound: float, since: int) -> float:
+def early_bound(bound: float, since: int) -> float:
     """Bound on a relative difference `since` steps after the first: every step adds an independent one."""
     return bound * math.sqrt(1 + since)
 
 
-def far(bound: float, since: int) -> float:
+def late_bound(bound: float, since: int) -> float:
     """Bound on the mean relative difference over the last `ALIKE` steps, once parameters have drifted apart."""
     doublings = min(since / ALIKE - 1, 64.0)
-    return max(bound, min(MOST, near(bound, ALIKE) * math.exp2(doublings)))
+    return max(bound, min(MOST, early_bound(bound, ALIKE) * math.exp2(doublings)))
 
 
-def _judge(common: list[tuple[int, StepDigest, StepDigest]], bound: RoundingBound) -> Parity:
+def _compare(common: list[tuple[int, StepDigest, StepDigest]], bound: RoundingBound) -> Parity:
     """The verdict. `common`: (step, digest of the baseline, digest of the other)."""
     checksums = sum(a.checksum is not None and b.checksum is not None for _, a, b in common)
-    found = partial(Parity, steps=len(common), checksums=checksums)
+    result = partial(Parity, steps=len(common), checksums=checksums)
     over = f"over {len(common)} step{'s' if len(common) != 1 else ''}"
     first, what = next(((n, w) for n, a, b in common if (w := _unequal(a, b))), (None, ""))
     if first is None:
         parts = f"losses{f' and {checksums} checksums of the parameters' if checksums else ''}"
-        return found(verdict=Verdict.EQUAL, sentence=f"equal bit for bit {over}: {parts}")
-    parted = [(n, a, b) for n, a, b in common if n >= first]
-    for i, (n, a, b) in enumerate(parted):
-        late, newest = n - first >= ALIKE, parted[max(0, i + 1 - ALIKE) : i + 1]
+        return result(verdict=Verdict.EQUAL, sentence=f"equal bit for bit {over}: {parts}")
+    unequal = [(n, a, b) for n, a, b in common if n >= first]
+    for i, (n, a, b) in enumerate(unequal):
+        late, newest = n - first >= ALIKE, unequal[max(0, i + 1 - ALIKE) : i + 1]
         if reason := _late(newest, bound, n - first) if late else _early(a, b, bound, n - first):
             what, how = reason
-            return found(
-                verdict=Verdict.DIFFERENT, first_step=n, what=what, sentence=f"different from step {n} on: {how}"
-            )
+            sentence = f"different from step {n} on: {how}"
+            return result(verdict=Verdict.DIFFERENT, first_step=n, what=what, sentence=sentence)
     sentence = f"equal within rounding {over}; not bit for bit from step {first} on: {what}"
-    return found(verdict=Verdict.WITHIN, first_step=first, what=what, sentence=sentence)
+    return result(verdict=Verdict.WITHIN, first_step=first, what=what, sentence=sentence)
 
 
 def _early(a: StepDigest, b: StepDigest, bound: RoundingBound, since: int) -> tuple[str, str] | None:
     """What is beyond its bound in a step while parameters are practically equal, and how; None: nothing."""
     if a.skipped != b.skipped:
-        return (
-            "skipped step",
-            f"{'the baseline' if a.skipped else 'it'} skipped it: gradients overflowed at its loss scale",
-        )
-    for what, x, y, one in (("gradient norm", a.norm, b.norm, bound.norm), ("loss", a.loss, b.loss, bound.loss)):
-        if _beyond(x, y, limit := near(one, since)):
+        which = "the baseline" if a.skipped else "it"
+        return "skipped step", f"{which} skipped it: gradients overflowed at its loss scale"
+    for what, x, y, first in (("gradient norm", a.norm, b.norm, bound.norm), ("loss", a.loss, b.loss, bound.loss)):
+        if _beyond(x, y, limit := early_bound(first, since)):
             finite = math.isfinite(x) and math.isfinite(y)
             more = f", more than rounding explains ({limit:.1e})" if finite else ""
             return what, f"{what} {y:.9g} instead of {x:.9g}{more}"
@@ -184,11 +181,11 @@ def _late(newest: list[tuple[int, StepDigest, StepDigest]], bound: RoundingBound
     x, y = pairs[-1]
     if _beyond(x, y, math.inf):  # one of them is not finite
         return "loss", f"loss {y:.9g} instead of {x:.9g}"
-    apart = sum(abs(x - y) / max(abs(x), abs(y), 1e-12) for x, y in pairs if math.isfinite(x - y)) / len(pairs)
-    limit = far(bound.loss, since)
-    if apart <= limit:
+    difference = sum(abs(x - y) / max(abs(x), abs(y), 1e-12) for x, y in pairs if math.isfinite(x - y)) / len(pairs)
+    limit = late_bound(bound.loss, since)
+    if difference <= limit:
         return None
-    mean = f"losses are {apart:.1e} apart in the mean of {len(pairs)} steps"
+    mean = f"losses are {difference:.1e} apart in the mean of {len(pairs)} steps"
     return "loss", f"{mean}, more than rounding explains ({limit:.1e})"
 
 

@@ -9,7 +9,6 @@ field of the Spec with two of its values; it is judged from every pair of runs t
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from typing import Any
 from fsdp_lab.core.describe import describe_field
 from fsdp_lab.core.errors import check_whole
 from fsdp_lab.core.formatting import count, size
-from fsdp_lab.runs.comparison import Comparison, Refusal, Row, gathered
-from fsdp_lab.runs.summary import Ratio, ratio
+from fsdp_lab.runs.comparison import Comparison, Refusal, Row, labels_by, peak_ratio
+from fsdp_lab.runs.summary import Ratio, median, ratio
 from fsdp_lab.runs.view import RunView
 
 WITHIN = 0.10
@@ -74,7 +73,7 @@ class Recommendation:
 
     def lines(self) -> tuple[str, ...]:
         """Recommendation, toggles and exclusions, a sentence each, without the notes."""
-        reasons = gathered((label, why) for label, why in self.excluded.items())
+        reasons = labels_by(self.excluded.items())
         left_out = (f"Not recommended, {labels}: {why}." for why, labels in reasons.items())
         return (*self.sentences, *(t.sentence for t in self.toggles), *left_out)
 
@@ -108,14 +107,15 @@ def recommend(runs: Comparison | Sequence[RunView | Refusal], limit_bytes: int |
     excluded = {row.label: why for row in compared.rows if (why := _excluded(compared, row, limit_bytes))}
     fit = [row for row in compared.rows if row.label not in excluded]
     fastest = max(fit, key=_speed, default=None)
-    near = [row for row in fit if fastest and (row is fastest or _behind(row, fastest) <= 1 + WITHIN)]
-    smallest = min(near, key=lambda row: (row.figures.peak_memory_bytes or 0, -_speed(row)), default=None)
+    slowdowns = {row.label: ratio(fastest.throughputs, row.throughputs) for row in fit if fastest}
+    fast = [row for row in fit if row is fastest or ((r := slowdowns[row.label]) and r.median <= 1 + WITHIN)]
+    smallest = min(fast, key=lambda row: (row.figures.peak_memory_bytes or 0, -_speed(row)), default=None)
     sound = [row for row in compared.rows if row.figures.steps and not row.differs]
     return Recommendation(
         fastest=fastest.label if fastest else None,
         smallest=smallest.label if smallest else None,
         limit_bytes=limit_bytes,
-        sentences=_chosen(fastest, smallest, fit, limit_bytes),
+        sentences=_sentences(fastest, smallest, slowdowns, limit_bytes),
         toggles=toggles(sound),
         excluded=excluded,
         notes=(FITS, *compared.fidelity()),
@@ -143,35 +143,28 @@ def _excluded(compared: Comparison, row: Row, limit_bytes: int | None) -> str:
 
 
 def _speed(row: Row) -> float:
-    found = row.figures.tokens_per_s
-    return found.median if found else 0.0
+    rate = row.figures.tokens_per_s
+    return rate.median if rate else 0.0
 
 
-def _behind(row: Row, fastest: Row) -> float:
-    """Time per token relative to the fastest."""
-    found = ratio(fastest.throughputs, row.throughputs)
-    return found.median if found else math.inf
-
-
-def _chosen(fastest: Row | None, smallest: Row | None, fit: Sequence[Row], limit_bytes: int | None) -> tuple[str, ...]:
+def _sentences(
+    fastest: Row | None, smallest: Row | None, slowdowns: Mapping[str, Ratio | None], limit_bytes: int | None
+) -> tuple[str, ...]:
+    """The recommendation. `slowdowns`: label -> time per token relative to the fastest run; None: not measured."""
     if fastest is None or smallest is None:
         return ("None of these runs can be recommended.",)
+
+    def described(row: Row) -> str:
+        peak = size(row.figures.peak_memory_bytes)
+        return f"{row.label} ({row.name}): {count(_speed(row))} tokens/s, peak {peak} a rank"
+
     room = f"fits in {size(limit_bytes)} a rank" if limit_bytes else "fits"
-    first = f"The fastest that {room} is {_named(fastest)}: {_costs(fastest)}."
-    others = ((row, ratio(fastest.throughputs, row.throughputs)) for row in fit if row is not fastest)
-    alike = ", ".join(row.label for row, found in others if found is None or not found.clear)
-    first += f" Within noise as fast: {alike}." if alike else ""
+    first = f"The fastest that {room} is {described(fastest)}."
+    alike = [label for label, r in slowdowns.items() if label != fastest.label and not (r and r.clear)]
+    first += f" Within noise as fast: {', '.join(alike)}." if alike else ""
     if smallest is fastest:
         return (first, f"It is also the smallest within {WITHIN:.0%} of that time.")
-    return (first, f"The smallest within {WITHIN:.0%} of its time is {_named(smallest)}: {_costs(smallest)}.")
-
-
-def _named(row: Row) -> str:
-    return f"{row.label} ({row.name})"
-
-
-def _costs(row: Row) -> str:
-    return f"{count(_speed(row))} tokens/s, peak {size(row.figures.peak_memory_bytes)} a rank"
+    return (first, f"The smallest within {WITHIN:.0%} of its time is {described(smallest)}.")
 
 
 # -- toggles ------------------------------------------------------------------------------------------------------
@@ -179,91 +172,75 @@ def _costs(row: Row) -> str:
 
 def toggles(rows: Sequence[Row]) -> tuple[Toggle, ...]:
     """From every pair of runs that differ in one field alone, in order of fields."""
-    found: dict[tuple[str, str, str], list[tuple[Row, Row]]] = {}
+    by_values: dict[tuple[str, str, str], list[tuple[Row, Row]]] = {}
     for a, b in combinations(rows, 2):
         fields = [name for name in a.flat if a.flat[name] != b.flat[name]]
         if len(fields) == 1 and fields[0] in TOGGLES:
             # One order for all pairs of the two values, whichever came first.
             first, second = sorted((a, b), key=lambda row: str(row.flat[fields[0]]))
             key = (fields[0], str(first.flat[fields[0]]), str(second.flat[fields[0]]))
-            found.setdefault(key, []).append((first, second))
-    by_field = sorted(found.items(), key=lambda item: TOGGLES.index(item[0][0]))
+            by_values.setdefault(key, []).append((first, second))
+    by_field = sorted(by_values.items(), key=lambda item: TOGGLES.index(item[0][0]))
     return tuple(_toggle(name, pairs) for (name, _, _), pairs in by_field)
 
 
 def _toggle(name: str, rows: Sequence[tuple[Row, Row]]) -> Toggle:
     """The order of the two values is such that the one taken saves memory, else time."""
     pairs = [_pair(a, b) for a, b in rows]
-    memory = _middle([p.memory for p in pairs if p.memory])
-    time = _middle([p.time.median for p in pairs if p.time])
-    alike = memory is None or abs(memory - 1) < SAME_MEMORY
-    if (alike and (time or 1) > 1) or (not alike and (memory or 1) > 1):
+    memory, time_s = _medians(pairs)
+    if (memory if memory and abs(memory - 1) >= SAME_MEMORY else time_s or 1) > 1:
         rows = [(b, a) for a, b in rows]
         pairs = [_pair(a, b) for a, b in rows]
     taken, instead = rows[0][0].flat[name], rows[0][1].flat[name]
-    said = f"{describe_field(name, taken)} instead of {describe_field(name, instead)} {_bought(pairs)}"
-    return Toggle(field=name, taken=taken, instead=instead, pairs=tuple(pairs), sentence=said)
+    sentence = f"{describe_field(name, taken)} instead of {describe_field(name, instead)} {_effect(pairs)}"
+    return Toggle(field=name, taken=taken, instead=instead, pairs=tuple(pairs), sentence=sentence)
 
 
 def _pair(taken: Row, instead: Row) -> Pair:
-    mine, its = taken.figures.peak_memory_bytes, instead.figures.peak_memory_bytes
     return Pair(
         taken=taken.label,
         instead=instead.label,
-        memory=mine / its if mine and its else None,
+        memory=peak_ratio(taken, instead),
         time=ratio(instead.throughputs, taken.throughputs),  # inverse throughput: time per token
     )
 
 
-def _bought(pairs: Sequence[Pair]) -> str:
-    """The rest of the sentence: what was saved, and at what cost; by the order of the values that is never memory."""
-    memory, time = _memory([p.memory for p in pairs if p.memory]), _time([p.time for p in pairs if p.time])
+def _medians(pairs: Sequence[Pair]) -> tuple[float | None, float | None]:
+    """Of the ratios of memory and of time; None: not measured."""
+    return median([p.memory for p in pairs if p.memory]), median([p.time.median for p in pairs if p.time])
+
+
+def _effect(pairs: Sequence[Pair]) -> str:
+    """The rest of the sentence: what was saved, and what it cost. The order of the values makes sure that this is time."""
     source = (
         f"{pairs[0].taken} and {pairs[0].instead}" if len(pairs) == 1 else f"median and range of {len(pairs)} pairs"
     )
-    if memory and time.startswith("cost"):
-        result = f"saved {memory} for {time.removeprefix('cost ')}"
-    elif memory and time.startswith("saved"):
-        result = f"saved {memory} and {time.removeprefix('saved ')}"
-    elif memory:
-        result = f"saved {memory}; {time}"
+    memory, _ = _medians(pairs)
+    verb, time = _time([p.time for p in pairs if p.time])
+    if memory is not None and abs(memory - 1) >= SAME_MEMORY:
+        joint = {"cost": " for ", "saved": " and "}.get(verb, "; ")
+        result = f"saved {_percent([p.memory for p in pairs if p.memory], 'memory')}{joint}{time}"
     else:
-        measured = any(p.memory for p in pairs)
-        result = f"{'bought nothing: ' if time.startswith('within') else ''}{time}, " + (
-            "the same memory" if measured else "memory not measured"
-        )
+        same = "memory not measured" if memory is None else "the same memory"
+        lead = f"{verb} " if verb else "bought nothing: " if any(p.time for p in pairs) else ""
+        result = f"{lead}{time}, {same}"
     return f"{result} ({source})."
 
 
-def _memory(ratios: Sequence[float]) -> str:
-    """How much of the peak was saved; empty where that is nothing, or unknown."""
-    middle = _middle(ratios)
-    return _percent(ratios, "memory") if middle is not None and abs(middle - 1) >= SAME_MEMORY else ""
-
-
-def _time(ratios: Sequence[Ratio]) -> str:
+def _time(ratios: Sequence[Ratio]) -> tuple[str, str]:
+    """("saved" or "cost", how much); ("", why neither) where most pairs show no difference, or not in one direction."""
     if not ratios:
-        return "time not measured"
-    medians = [r.median for r in ratios]
+        return "", "time not measured"
+    medians, clear = [r.median for r in ratios], [r for r in ratios if r.clear]
     middle = statistics.median(medians)
-    if not _clear(ratios):
-        return f"within noise in time ({100 * (middle - 1):+.0f}%)"
-    return f"{'saved' if middle < 1 else 'cost'} {_percent(medians, 'time')}"
-
-
-def _clear(ratios: Sequence[Ratio]) -> bool:
-    """Whether most pairs show a difference, and all of these in the same direction."""
-    clear = [r for r in ratios if r.clear]
-    return 2 * len(clear) > len(ratios) and len({r.median > 1 for r in clear}) == 1
-
-
-def _middle(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
+    if 2 * len(clear) <= len(ratios) or len({r.median > 1 for r in clear}) > 1:
+        return "", f"within noise in time ({100 * (middle - 1):+.0f}%)"
+    return "saved" if middle < 1 else "cost", _percent(medians, "time")
 
 
 def _percent(ratios: Sequence[float], of: str) -> str:
     """The distance of their median from 1, and the range of several: "55% memory (50 to 61%)"."""
-    away = 1 if statistics.median(ratios) >= 1 else -1
-    shares = sorted(100 * away * (r - 1) for r in ratios)
+    sign = 1 if statistics.median(ratios) >= 1 else -1
+    shares = sorted(100 * sign * (r - 1) for r in ratios)
     text = f"{round(statistics.median(shares))}% {of}"  # round has no negative zero
     return text if len(shares) < 2 else f"{text} ({round(shares[0])} to {round(shares[-1])}%)"

@@ -1,6 +1,6 @@
 """How a run recovers from a failure: from the ranks' own state, from that of the surviving ranks, or from a checkpoint.
 
-Note: sources. A failed step is discarded on all ranks alike, so that they hold the state after the step before it. With all
+Note: sources. A failed step is discarded on all ranks, so that they hold the state after the step before it. With all
 ranks alive the run continues from that (`LIVE`). Where some are lost, the surviving ranks write their shards; if these cover
 every element, as replicas do, they form an ordinary checkpoint (`REPLICA`). Otherwise the run's newest checkpoint is used,
 or training begins again: with the same samples in the same order, so that the loss curve is the same.
@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fsdp_lab.cluster import ClusterError, RankError
+from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.core.checkpoint_format import Checkpoint, begin, checkpoints, discard, finish
 from fsdp_lab.core.errors import ArgumentError, FieldError, check_whole
 from fsdp_lab.core.spec import Spec
@@ -40,9 +41,9 @@ class RecoveryPolicy:
     times: int = 3
 
     def __post_init__(self) -> None:
-        for name, value, known in (("how", self.how, HOWS), ("ranks", self.ranks, RANKS)):
-            if value not in known:
-                raise ArgumentError(f"recover.{name}", f"{value!r} is refused", f"choose from {', '.join(known)}")
+        for name, value, options in (("how", self.how, HOWS), ("ranks", self.ranks, RANKS)):
+            if value not in options:
+                raise ArgumentError(f"recover.{name}", f"{value!r} is refused", f"choose from {', '.join(options)}")
         check_whole("recover.times", self.times)
 
     @classmethod
@@ -85,7 +86,7 @@ class Incident:
 
     @property
     def words(self) -> str:
-        """The failure and the recovery, in a sentence or two."""
+        """The failure and the recovery, as text."""
         if self.resumed_step is None:
             return f"{self.sentence}."
         repeated = f", repeating {self.lost_steps} steps" if self.lost_steps else ", repeating no step"
@@ -95,7 +96,7 @@ class Incident:
 
     @property
     def sentence(self) -> str:
-        """The failure."""
+        """The failure, on one line."""
         return str(self.error).partition("\n")[0]
 
 
@@ -153,13 +154,7 @@ class Recovery:
             self.update(resumed_unix_s=unix_s)
 
 
-class Survivors(Protocol):
-    """The part of a Cluster that `rescue` uses."""
-
-    def ask(self, what: str, ranks: Collection[int], **arguments: Any) -> dict[int, Any]: ...
-
-
-def rescue(ranks: Survivors, statuses: Mapping[int, Mapping[str, Any]], root: Path) -> Checkpoint | None:
+def rescue(ranks: Cluster, statuses: Mapping[int, Mapping[str, Any]], root: Path) -> Checkpoint | None:
     """Writes the state of the surviving ranks as a checkpoint in `root`. Returns None where it is incomplete.
 
     `statuses`: `Session.status` by rank; only ranks at the same step can write together.
@@ -179,7 +174,7 @@ def rescue(ranks: Survivors, statuses: Mapping[int, Mapping[str, Any]], root: Pa
 
 @contextlib.contextmanager
 def source_of(
-    ranks: Survivors, statuses: Mapping[int, Mapping[str, Any]], run: str, folder: Path | None
+    ranks: Cluster, statuses: Mapping[int, Mapping[str, Any]], run: str, folder: Path | None
 ) -> Iterator[tuple[str, Checkpoint | None]]:
     """The source from which a run with lost ranks continues: a replica or the newest checkpoint, whichever is later.
 
@@ -193,7 +188,7 @@ def source_of(
         if rescued is not None and (newest is None or rescued.step >= newest.step):
             yield REPLICA, rescued
         else:
-            yield (CHECKPOINT, newest) if newest is not None else (BEGINNING, None)
+            yield (BEGINNING if newest is None else CHECKPOINT), newest
 
 
 def refitted(spec: Spec, ranks: int) -> tuple[Spec, tuple[str, ...]]:
@@ -206,15 +201,15 @@ def refitted(spec: Spec, ranks: int) -> tuple[Spec, tuple[str, ...]]:
     """
     if ranks == spec.world_size:
         return spec, ()
-    w, whole = spec.workload, spec.global_batch
+    global_batch, micro_batch = spec.global_batch, spec.workload.micro_batch
     fitted = spec.replace(world_size=ranks, devices=None)
-    if whole % (w.micro_batch * ranks) == 0:
-        fitted = fitted.replace(accumulate=whole // (w.micro_batch * ranks))
-    elif whole % ranks == 0:
-        fitted = fitted.replace(micro_batch=whole // ranks, accumulate=1)
-    if fitted.global_batch == whole:
-        each = fitted.workload
-        batch = f"a step is still {whole} samples, {each.accumulate} x {each.micro_batch} of each rank"
+    if global_batch % (micro_batch * ranks) == 0:
+        fitted = fitted.replace(accumulate=global_batch // (micro_batch * ranks))
+    elif global_batch % ranks == 0:
+        fitted = fitted.replace(micro_batch=global_batch // ranks, accumulate=1)
+    if fitted.global_batch == global_batch:
+        w = fitted.workload
+        batch = f"a step is still {global_batch} samples, {w.accumulate} x {w.micro_batch} of each rank"
     else:
-        batch = f"a step is {fitted.global_batch} samples and was {whole}"
+        batch = f"a step is {fitted.global_batch} samples and was {global_batch}"
     return fitted, (f"{spec.world_size} ranks became {ranks}: {batch}; the data continues where it was",)

@@ -1,8 +1,8 @@
-"""`Run`: one Spec that resident ranks train, until its steps are done or it is stopped; and `Drill`, a failure made in it.
+"""`Run`: the training of a Spec on resident ranks, until its steps are done or it is stopped; and `Drill`, a fault in it.
 
-`Run` is what a user holds. The work is done by its `Driver` on a thread of its own (threads: see the note in
-`fsdp_lab.runs.driver`). What a user calls leaves a request in `RunControl`, so a cell or a widget callback waits for the
-ranks only where it calls `wait`, `await`, or `stop` with a timeout.
+The work is done by its `Driver` on a thread of its own (threads: see the note in `fsdp_lab.runs.driver`). A user's call
+leaves a request in `RunControl`, so a cell or a widget callback waits for the ranks only in `wait`, `await`, or `stop` with
+a timeout.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp_lab.cluster import ClusterError
+from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.core.checkpoint_format import Checkpoint
 from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError, check_whole
 from fsdp_lab.core.faults import Fault
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.runs.control import Awaited, RunControl, SwitchRequest
-from fsdp_lab.runs.driver import Driver, Progress, Ranks
-from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig, Evaluator
+from fsdp_lab.runs.control import Awaited, Request, RunControl, SwitchRequest
+from fsdp_lab.runs.driver import Driver, Progress
+from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig
 from fsdp_lab.runs.recovery import Incident, Predecessor, Recovery, RecoveryPolicy, refitted
-from fsdp_lab.runs.saving import CheckpointConfig, CheckpointSchedule, SavedCheckpoint, SaveRequest
+from fsdp_lab.runs.saving import CheckpointConfig, CheckpointSchedule, SavedCheckpoint
 from fsdp_lab.runs.steps import EventStore
 from fsdp_lab.runs.view import RunQueries, RunState
 
@@ -35,8 +36,8 @@ POLL_S = 0.02
 class Run(RunQueries, Awaited["Run"]):
     """One training run. Made by `Lab.run`; starts at once.
 
-    `run.wait()` and `await run` return the run when it is finished or stopped, and raise its error when it failed.
-    Ctrl-C in either stops the run after its chunk and is raised again; the kernel and the ranks stay as they are.
+    `run.wait()` and `await run` return the run when it is finished or stopped, and raise its error when it failed. Ctrl-C in
+    either stops the run after its chunk and is raised again.
 
     Attributes:
         id: as in its events. events: its `EventStore`.
@@ -48,7 +49,7 @@ class Run(RunQueries, Awaited["Run"]):
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: Cluster,
         spec: Spec,
         *,
         steps: int | None = None,
@@ -67,20 +68,20 @@ class Run(RunQueries, Awaited["Run"]):
         Args:
             share: steps of a turn, after which the run is suspended until `take_turn` and others may use the ranks.
             prepare: called on the driver's thread before anything is sent: makes the ranks ready for a Spec.
-            start: the checkpoint to start from. broken: a failed run to continue, from what is left of it.
+            start: the checkpoint to start from. broken: a failed run to continue.
             the others: as of `Lab.run`.
         """
         super().__init__()
-        _check_count("steps", steps, "no end")
-        _check_count("ledger_every", ledger_every, "only those that are requested")
+        for name, value, none in (("steps", steps, "no end"), ("ledger_every", ledger_every, "only requested ones")):
+            if value is not None:
+                check_whole(name, value, wanted=f"a whole number of 1 or more, or None for {none}")
         self.id = run_id or secrets.token_hex(4)
         self.steps, self.ledger_every = steps, ledger_every
         self.evaluate = EvalConfig.of(evaluate)
         self.saving, self.recovering = saving, recovering or RecoveryPolicy()
         self.started_unix_s = time.time()
         self.events = EventStore()
-        evaluator = Evaluator(self.evaluate)
-        evaluator.check(spec)
+        self._check_evaluation(spec)
         failed = None
         if broken is not None:
             failed = Predecessor(id=broken.id, step=broken.step, error=broken.error or ClusterError(broken.reason))
@@ -94,13 +95,13 @@ class Run(RunQueries, Awaited["Run"]):
             events=self.events,
             progress=Progress(steps, share, failed.step if failed is not None else 0),
             checkpoints=CheckpointSchedule(saving, self.id, start.step if start is not None else 0),
-            evaluator=evaluator,
+            evaluate=self.evaluate,
             recovery=Recovery(self.recovering, failed),
             ledger_every=ledger_every,
         )
         self.switches = self._driver.switches
         self.incidents: Sequence[Incident] = self._driver.recovery.incidents
-        self.on_best = evaluator.on_best
+        self.on_best = self._driver.on_best
         arguments = (start, fresh, self._end)
         threading.Thread(target=self._driver.drive, args=arguments, name=f"fsdp_lab-run-{self.id}", daemon=True).start()
 
@@ -127,12 +128,12 @@ class Run(RunQueries, Awaited["Run"]):
 
     @property
     def reason(self) -> str:
-        """Why the run is in its state, in a sentence; empty where the state says enough."""
+        """Why the run is in its state, in a sentence, or empty."""
         return self._control.reason
 
     @property
     def error(self) -> BaseException | None:
-        """Why the run failed or is broken; None: neither."""
+        """Why the run failed or is broken; None: it is neither."""
         return self._control.error
 
     @property
@@ -147,12 +148,12 @@ class Run(RunQueries, Awaited["Run"]):
 
     @property
     def environment(self) -> Mapping[str, Any]:
-        """Machine, versions and devices (`fsdp_lab.runs.environment`); empty until the ranks are ready."""
+        """Machine, versions and devices (`runs.view.fingerprint`); empty until the ranks are ready."""
         return self._driver.environment
 
     @property
     def early_stopping(self) -> EarlyStopping:
-        return self._driver.evaluator.early_stopping
+        return self._driver.early_stopping
 
     @property
     def saves(self) -> Sequence[SavedCheckpoint]:
@@ -166,7 +167,7 @@ class Run(RunQueries, Awaited["Run"]):
 
     @property
     def left(self) -> int | None:
-        """Steps still to train; None: until stopped."""
+        """Steps left to train; None: until stopped."""
         until = self._driver.progress.until
         return None if until is None else until - self.step
 
@@ -200,7 +201,7 @@ class Run(RunQueries, Awaited["Run"]):
                 if getattr(wanted, name) != getattr(self.spec, name):
                     raise SpecError(name, f"a run keeps its {self.spec.world_size} ranks and their devices",
                                     f"start a new run: lab.run(spec, {name}=...)")  # fmt: skip
-            self._driver.evaluator.check(wanted)
+            self._check_evaluation(wanted)
             return self._control.request_switch(wanted)
 
     def ledger(self) -> None:
@@ -211,23 +212,21 @@ class Run(RunQueries, Awaited["Run"]):
         Raises:
             ClusterError: the run is over.
         """
-        with self._control.changed:
+        with self._control.changing():
             self._require_live("start another one with lab.run")
-            self._control.request_ledger()
+            self._control.ledger = True
 
-    def save(self) -> SaveRequest:
-        """Takes a checkpoint after the running chunk, in the folder of `saving`. Returns at once.
+    def save(self) -> Request[Checkpoint]:
+        """Takes a checkpoint after the running chunk, in the folder of `saving`. Returns at once; waiting is optional.
 
         Raises:
             ArgumentError: the run has no folder. ClusterError: it is over.
         """
         if self.saving is None:
             raise ArgumentError("save", "this run has no folder for checkpoints", "start it with lab.run(save=folder)")
-        with self._control.changed:
+        with self._control.changing():
             self._require_live("lab.save(folder) saves what the ranks hold")
-            request = self._driver.checkpoints.request()
-            self._control.changed.notify_all()
-        return request
+            return self._driver.checkpoints.request()
 
     def recover(self, ranks: str | None = None) -> None:
         """Recovers from a failure: "same" replaces the lost ranks, "fewer" continues with those that are left; None: as
@@ -239,26 +238,23 @@ class Run(RunQueries, Awaited["Run"]):
         policy = replace(self.recovering, ranks=ranks or self.recovering.ranks)
         if policy.ranks == "fewer":
             refitted(self.spec, max(1, self.spec.world_size - len(self._driver.ranks.lost)))
-        with self._control.changed:
+        with self._control.changing():
             if self.state is not RunState.BROKEN:
-                raise ClusterError(
-                    f"run {self.id} is {self.state.value}, and not broken; lab.recover() begins a new one"
-                )
+                raise ClusterError(f"run {self.id} is {self.state.value}, not broken; lab.recover() begins a new one")
             self._control.recovery = policy
-            self._control.changed.notify_all()
 
     def arm(self, fault: Fault | None) -> None:
-        """Makes a failure on purpose from the next chunk on; None: disarms those that are armed. Returns at once.
+        """Injects a fault from the next chunk on; None: disarms those that are armed. Returns at once.
 
         Raises:
             ArgumentError: a fault that these ranks cannot have. ClusterError: the run does not train.
         """
-        with self._control.changed:
+        with self._control.changing():
             if self.state not in (RunState.RUNNING, RunState.PAUSED):
                 raise ClusterError(f"run {self.id} is {self.state.value}; a fault can be armed only while it trains")
             if fault is not None:
                 fault.check(self.spec.world_size, self.step)
-            self._control.request_fault(fault)
+            self._control.faults.append(fault)
 
     def fault_injected(self, unix_s: float) -> None:
         """The next failure to be detected was injected at this time."""
@@ -266,28 +262,38 @@ class Run(RunQueries, Awaited["Run"]):
 
     def take_turn(self) -> None:
         """Continues a suspended run; the ranks must be free."""
-        self._control.take_turn()
+        with self._control.changing():
+            self._control.suspended = False
 
     def wait_suspended(self, timeout_s: float | None = None) -> bool:
         """Blocks until the run is suspended or over, or for `timeout_s`. Returns whether it is either."""
-        return self._control.wait_suspended(timeout_s)
+        control = self._control
+        with control.changed:
+            return control.changed.wait_for(lambda: control.suspended or control.state.over, timeout_s)
 
     def pause(self) -> None:
         """Holds after the running chunk; parameters and optimizer state stay on the ranks."""
-        self._control.set_paused(True)
+        with self._control.changing():
+            self._control.paused = True
 
     def resume(self) -> None:
         """Ends a pause."""
-        self._control.set_paused(False)
+        with self._control.changing():
+            self._control.paused = False
 
     def stop(self, timeout_s: float = STOP_S, reason: str = "") -> bool:
         """Ends the run: waits a moment for the chunk, then interrupts the step in progress, on all ranks alike.
 
-        Returns whether it is over within `timeout_s`; with 0 it only leaves the request, as a widget's callback
-        should. Ranks that do not answer an interrupt either are ended by their process ids after a while. Idempotent.
+        Returns whether it is over within `timeout_s`; with 0 it only leaves the request, as a widget's callback should.
+        Processes of ranks that do not answer the interrupt are ended after a while. Idempotent.
         """
         self._control.request_stop(reason)
         return self._wait_over(timeout_s) if timeout_s > 0 else self.done
+
+    def _check_evaluation(self, spec: Spec) -> None:
+        """Raises SpecError where the Spec holds nothing out for the evaluation."""
+        if self.evaluate is not None:
+            self.evaluate.check(spec)
 
     def _require_live(self, hint: str) -> None:
         """Raises ClusterError where the run is over or stopping. Hold the lock."""
@@ -307,7 +313,7 @@ class Drill:
     """A fault injected by `Lab.drill`. `wait()` or `await` it for the Incident, once the run trains again.
 
     Attributes:
-        kind, rank, run: what was done, to which rank of which run. made_unix_s: when. step: steps committed by then.
+        kind, rank, run: which fault, in which rank of which run. made_unix_s: when. step: steps committed by then.
     """
 
     def __init__(self, kind: str, rank: int, run: Run) -> None:
@@ -351,12 +357,5 @@ class Drill:
         self.run.arm(None)
 
     def __repr__(self) -> str:
-        found = self.incident
-        said = found.words if found is not None else "no failure detected yet"
-        return f"<Drill: {self.kind} of rank {self.rank} at step {self.step}: {said}>"
-
-
-def _check_count(name: str, value: int | None, none: str) -> None:
-    """Raises ArgumentError for an invalid number of steps; `none` says what None means."""
-    if value is not None:
-        check_whole(name, value, wanted=f"a whole number of 1 or more, or None for {none}")
+        effect = self.incident.words if self.incident is not None else "no failure detected yet"
+        return f"<Drill: {self.kind} of rank {self.rank} at step {self.step}: {effect}>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.core.checkpoint_format import Checkpoint, check_folder, checkpoints, read
 from fsdp_lab.core.errors import FieldError, check_whole
-from fsdp_lab.runs.control import Awaited
+from fsdp_lab.runs.control import Request
 
 LAST = 3
 
@@ -59,43 +59,25 @@ class SavedCheckpoint:
 
     @property
     def words(self) -> str:
-        """Its outcome, in a sentence."""
+        """Its outcome, as text."""
         if self.pending:
             return f"step {self.step} is being saved"
+        if self.path is not None:
+            return f"step {self.step} is saved in {self.path}"
+        return f"step {self.step} could not be saved ({self.error}); training continues, and earlier ones are complete"
+
+    def result(self) -> Checkpoint | Exception:
+        """The checkpoint on the disk, or why there is none."""
         if self.path is None:
-            return (
-                f"step {self.step} could not be saved ({self.error}); training continues, and earlier ones are complete"
-            )
-        return f"step {self.step} is saved in {self.path}"
-
-
-class SaveRequest(Awaited[Checkpoint]):
-    """The result of `Run.save`: `await` it, or `wait()`, for the Checkpoint. Waiting is optional."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: Checkpoint | None = None
-        self._error: Exception | None = None
-
-    def settle(self, saved: SavedCheckpoint | None, error: Exception | None = None) -> None:
-        self._error = error
+            return ClusterError(self.words)
         try:
-            if saved is not None and saved.path is not None:
-                self._made = read(saved.path)
-            elif saved is not None:
-                self._error = ClusterError(saved.words)
+            return read(self.path)
         except FieldError as e:  # deleted already, in favour of newer ones
-            self._error = e
-        self._end()
-
-    def _outcome(self) -> Checkpoint:
-        if self._made is None:
-            raise self._error or ClusterError("the run ended before this was saved")
-        return self._made
+            return e
 
 
 class CheckpointSchedule:
-    """The checkpoints of one run: when one is due, which requests wait for it, and what became of it.
+    """The checkpoints of one run: when one is due, which requests wait for it, and whether it was written.
 
     `request` is called with the run's lock held, all else by its driver; `taken` may be read by any thread.
 
@@ -108,11 +90,11 @@ class CheckpointSchedule:
         self.config = config
         self.taken: tuple[SavedCheckpoint, ...] = ()
         self._run, self._start = run, start
-        self._requests: list[SaveRequest] = []  # for the next checkpoint
-        self._waiting: dict[int, list[SaveRequest]] = {}  # index in `taken` -> requests that it answers
+        self._requests: list[Request[Checkpoint]] = []  # for the next checkpoint
+        self._waiting: dict[int, list[Request[Checkpoint]]] = {}  # index in `taken` -> requests that it answers
 
-    def request(self) -> SaveRequest:
-        self._requests.append(request := SaveRequest())
+    def request(self) -> Request[Checkpoint]:
+        self._requests.append(request := Request[Checkpoint]())
         return request
 
     @property
@@ -157,55 +139,53 @@ class CheckpointSchedule:
         def record(results: Sequence[Mapping[str, Any]]) -> None:
             stall_s, waited_s = (max(r[name] for r in results) for name in ("seconds", "waited_s"))
             self._waiting[len(self.taken)] = requests
-            self.taken += (
-                SavedCheckpoint(step=int(results[0]["step"]), kind=kind, stall_s=stall_s, waited_s=waited_s),
-            )
+            saved = SavedCheckpoint(step=int(results[0]["step"]), kind=kind, stall_s=stall_s, waited_s=waited_s)
+            self.taken = (*self.taken, saved)
 
         try:
             yield record
         except BaseException as e:
             for request in requests:
-                request.settle(None, e if isinstance(e, Exception) else None)
+                request.settle(e) if isinstance(e, Exception) else request.abandon()
             if not isinstance(e, FieldError):
                 raise
-            self.taken += (
-                SavedCheckpoint(step=step, kind=kind, stall_s=0.0, waited_s=0.0, seconds=0.0, error=e.reason),
-            )
+            failed = SavedCheckpoint(step=step, kind=kind, stall_s=0.0, waited_s=0.0, seconds=0.0, error=e.reason)
+            self.taken = (*self.taken, failed)
 
     def written(self, ended: Collection[Mapping[str, Any]]) -> None:
         """Takes what the ranks have finished writing (`Checkpointer.ended` of rank 0), in the order of `taken`."""
-        left = list(ended)
-        taken = []
-        for saved in self.taken:
-            if saved.pending and left and left[0]["step"] == saved.step:
-                end = left.pop(0)
-                path = Path(end["path"]) if end["path"] else None
-                saved = replace(saved, path=path, nbytes=end["bytes"], seconds=end["seconds"], error=end["error"])
-            taken.append(saved)
-        self._update(taken)
+        results = list(ended)
+
+        def updated(saved: SavedCheckpoint) -> SavedCheckpoint:
+            if not results or results[0]["step"] != saved.step:
+                return saved
+            end = results.pop(0)
+            path = Path(end["path"]) if end["path"] else None
+            return replace(saved, path=path, nbytes=end["bytes"], seconds=end["seconds"], error=end["error"])
+
+        self._update_pending(updated)
 
     def give_up(self, why: str) -> None:
         """Ranks failed: a checkpoint that is being written and is not complete on the disk never will be."""
-        found = checkpoints(self.config.folder) if self.config is not None else []
-        complete = {c.step: c for c in found if c.run == self._run}
-        taken = []
-        for saved in self.taken:
-            if saved.pending and (made := complete.get(saved.step)) is not None:
-                saved = replace(saved, path=made.path, nbytes=made.nbytes, seconds=0.0)
-            elif saved.pending:
-                saved = replace(saved, seconds=0.0, error=why)
-            taken.append(saved)
-        self._update(taken)
+        on_disk = checkpoints(self.config.folder) if self.config is not None else []
+        complete = {c.step: c for c in on_disk if c.run == self._run}
 
-    def _update(self, taken: Iterable[SavedCheckpoint]) -> None:
-        """Replaces `taken` and ends the requests whose checkpoint is no longer pending."""
-        self.taken = tuple(taken)
+        def updated(saved: SavedCheckpoint) -> SavedCheckpoint:
+            if (made := complete.get(saved.step)) is not None:
+                return replace(saved, path=made.path, nbytes=made.nbytes, seconds=0.0)
+            return replace(saved, seconds=0.0, error=why)
+
+        self._update_pending(updated)
+
+    def _update_pending(self, updated: Callable[[SavedCheckpoint], SavedCheckpoint]) -> None:
+        """Updates the pending checkpoints, oldest first, and ends the requests whose checkpoint no longer is."""
+        self.taken = tuple(updated(saved) if saved.pending else saved for saved in self.taken)
         for i in [i for i in self._waiting if not self.taken[i].pending]:
             for request in self._waiting.pop(i):
-                request.settle(self.taken[i])
+                request.settle(self.taken[i].result())
 
     def end(self) -> None:
         """The run is over: ends all requests."""
         for request in [*self._requests, *(r for waiting in self._waiting.values() for r in waiting)]:
-            request.settle(None)
+            request.abandon()
         self._requests, self._waiting = [], {}

@@ -17,20 +17,18 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from fsdp_lab.cluster import ClusterError, Interrupted
+from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.core.events import ParameterHolding, PhaseSnapshot, StepEvent
 from fsdp_lab.core.formatting import Table, count, size
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.runs.driver import Ranks
 
 END_S = 15.0  # for the step to finish; then it is interrupted, and the parameters stay as they were before it
 POLL_S = 0.05
-
-ITEM_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 MASTER_BYTES = 4  # per element of a shard, which is fp32 in any precision
 
 
@@ -82,15 +80,16 @@ class StepMoment:
         one_copy = self.spec.shard_factor == 1 and strategy.dtypes.param == "fp32" and strategy.offload == "none"
         if p.state == "sharded" or one_copy:
             return shard
-        return shard + ITEM_BYTES[strategy.dtypes.param] * p.numel
+        return shard + (4 if strategy.dtypes.param == "fp32" else 2) * p.numel
 
     @property
     def caption(self) -> str:
-        """The phase that comes next, in a sentence."""
-        return f"{self.direction} · {self.phase}{'' if self.phase == 'optim' else ' ' + self.unit}: {self._words()}"
+        """The phase that comes next, as text."""
+        unit = "" if self.phase == "optim" else f" {self.unit}"
+        return f"{self.direction} · {self.phase}{unit}: {self._description()}"
 
-    def _words(self) -> str:
-        """The phase, and how much data it moves."""
+    def _description(self) -> str:
+        """What the phase does, and to how many elements."""
         parameters = self.frames[0].parameters
         n = count(sum(p.numel for p in parameters if p.unit == self.unit))
         factor = self.spec.shard_factor
@@ -125,13 +124,15 @@ class StepMoment:
 
     def table(self) -> Table:
         """What each rank holds, one row per rank."""
+
+        def units(frame: PhaseSnapshot, state: str) -> str:
+            return ", ".join(dict.fromkeys(p.unit for p in frame.parameters if p.state == state)) or "–"
+
         rows = []
         for frame in self.frames:
-            whole = dict.fromkeys(p.unit for p in frame.parameters if p.state == "unsharded")
-            coming = dict.fromkeys(p.unit for p in frame.parameters if p.state == "gathering")
             held = f"{count(self.held_elements(frame.rank))} of {count(sum(p.numel for p in frame.parameters))}"
-            rows.append((str(frame.rank), held, size(self.held_bytes(frame.rank)), ", ".join(whole) or "–",
-                         ", ".join(coming) or "–"))  # fmt: skip
+            rows.append((str(frame.rank), held, size(self.held_bytes(frame.rank)), units(frame, "unsharded"),
+                         units(frame, "gathering")))  # fmt: skip
         return Table(
             columns=("rank", "elements held", "bytes", "whole", "being gathered"),
             rows=tuple(rows),
@@ -152,11 +153,11 @@ class SlowStep:
     """The step on the ranks; any thread may advance or end it. It does not refer to its iterator, which can be dropped.
 
     Attributes:
-        moment: the last one. events: one per rank, when the step is over. over, reason, error: whether it is, and why.
+        moment: the last one. events: one per rank, when the step is over. over, reason, error: whether it is over, and why.
         ready: whether the Spec is applied on the ranks.
     """
 
-    def __init__(self, ranks: Ranks, spec: Spec, prepare: Callable[[Spec], None]) -> None:
+    def __init__(self, ranks: Cluster, spec: Spec, prepare: Callable[[Spec], None]) -> None:
         """`prepare(spec)`: called before anything is sent; makes the ranks ready and ends what else is running on them."""
         self.spec = spec
         self.moment: StepMoment | None = None
@@ -181,7 +182,7 @@ class SlowStep:
                     self._begin()
                 return self._next()
             except Interrupted:
-                if self._end_s is None:  # not by `end`: the step is abandoned
+                if self._end_s is None:  # not by `end`, so the step is abandoned
                     self._finish("interrupted")
                 return None
             except Exception as e:
@@ -243,14 +244,14 @@ class SlowStep:
 class SlowMotion(Iterator[StepMoment]):
     """An iterator over the phases of one training step. Made by `Lab.slow_motion`; begins with the first `next`.
 
-    It ends with the step. Where it ends earlier (`close()`, `with`, Ctrl-C, a `break` that drops it, a new run, another slow
-    motion, `lab.close()`), the step runs to its end without halts. `reason` says which it was.
+    It ends with the step. If it ends earlier (by `close()`, `with`, Ctrl-C, a `break` that drops it, a new run, another slow
+    motion, or `lab.close()`), the step runs to its end without halts. `reason` says why it ended.
 
     Raises, from `next`: the errors of a run, such as RankError, RankLost, or the SpecError of a refused Spec.
     """
 
     def __init__(self, step: SlowStep) -> None:
-        self._step = step
+        self._step, self.spec = step, step.spec
         # A dropped iterator must not wait for ranks on the thread that garbage-collects it.
         weakref.finalize(self, _end_later, step).atexit = False
 
@@ -263,10 +264,6 @@ class SlowMotion(Iterator[StepMoment]):
         if moment is None:
             raise StopIteration
         return moment
-
-    @property
-    def spec(self) -> Spec:
-        return self._step.spec
 
     @property
     def moment(self) -> StepMoment | None:
@@ -302,9 +299,9 @@ class SlowMotion(Iterator[StepMoment]):
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
-        failed = self._step.end("closed")
-        if failed is not None and kind is None:
-            raise failed
+        failure = self._step.end("closed")
+        if failure is not None and kind is None:
+            raise failure
 
     def __repr__(self) -> str:
         if self.closed:

@@ -16,9 +16,10 @@ import dataclasses
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from operator import attrgetter
 from typing import Any
 
 from fsdp_lab.core.events import StepEvent
@@ -88,22 +89,21 @@ class Step:
 
 def assemble_all(events: Iterable[StepEvent]) -> list[Step]:
     """Every step of every attempt, abandoned ones included, in order of attempt and step."""
-    found: dict[tuple[int, int], dict[int, StepEvent]] = {}
+    by_step: dict[tuple[int, int], dict[int, StepEvent]] = {}
     for e in events:
-        found.setdefault((e.attempt, e.step), {})[e.rank] = e
-    by_rank = (found[key] for key in sorted(found))
-    return [Step(events=tuple(map(ranks.__getitem__, sorted(ranks)))) for ranks in by_rank]
+        by_step.setdefault((e.attempt, e.step), {})[e.rank] = e
+    return [Step(events=tuple(e for _, e in sorted(by_rank.items()))) for _, by_rank in sorted(by_step.items())]
 
 
 def assemble(events: Iterable[StepEvent]) -> list[Step]:
     """The steps that no later attempt replaced, whole or partial, in order of step."""
-    found: list[Step] = []
+    valid: list[Step] = []
     earliest = math.inf  # step of later attempts
     for step in reversed(assemble_all(events)):
         if (number := step.number) < earliest:
             earliest = number
-            found.append(step)
-    return found[::-1]
+            valid.append(step)
+    return valid[::-1]
 
 
 def last_stretch(steps: Sequence[Step], spec: Spec) -> list[Step]:
@@ -172,6 +172,9 @@ class EventStore:
     events (about 0.7 kB each, so 70 MB; at two ranks 50,000 steps) and counts those that it `dropped`. Spans are stored for
     the newest `TRACED_STEPS` traced steps and `SPAN_CAP` spans (about 0.3 kB each), memory curves for the newest
     `CURVE_STEPS` ledger steps; older events lose theirs.
+
+    Attributes:
+        attempt: how often the ranks have begun again from an earlier step.
     """
 
     def __init__(self, cap: int = CAP, *, traced_steps: int = TRACED_STEPS, span_cap: int = SPAN_CAP) -> None:
@@ -184,7 +187,7 @@ class EventStore:
         self._traced: deque[tuple[int, int]] = deque()  # cursor of an event with spans, and their number
         self._spans = 0
         self._curves: deque[int] = deque()  # cursors of events with a memory curve
-        self._attempt = 0
+        self.attempt = 0
         self._restarts: list[tuple[int, int]] = []
         self._lock = threading.Lock()
 
@@ -202,11 +205,11 @@ class EventStore:
         """
         added = 0
         for given in events:
-            rank, step, own_attempt = _place(given)
+            rank, step, own_attempt = _key(given)
             with self._lock:
-                if attempt is not None and attempt != self._attempt:
+                if attempt is not None and attempt != self.attempt:
                     continue
-                if own_attempt > self._attempt:
+                if own_attempt > self.attempt:
                     self._begin_attempt(own_attempt, step)
                 if self._seen.setdefault(rank, _Seen(self._start)).add(step):
                     self._events.append(self._made(given, notes))
@@ -246,19 +249,19 @@ class EventStore:
 
     def _made(self, given: Mapping[str, Any] | StepEvent, notes: tuple[str, ...]) -> StepEvent:
         if isinstance(given, StepEvent):
-            return given if given.attempt == self._attempt else dataclasses.replace(given, attempt=self._attempt)
+            return given if given.attempt == self.attempt else dataclasses.replace(given, attempt=self.attempt)
         both = tuple(dict.fromkeys([*notes, *given["notes"]]))
         shared = self._notes.setdefault(both, both)  # one tuple for all events
-        return StepEvent.from_dict({**given, "notes": shared, "attempt": self._attempt})
+        return StepEvent.from_dict({**given, "notes": shared, "attempt": self.attempt})
 
     def restart(self, step: int) -> None:
         """The ranks begin again at `step`: a new attempt, unless there are no events yet. Earlier events stay."""
         with self._lock:
-            self._begin_attempt(self._attempt + bool(self._first + len(self._events)), step)
+            self._begin_attempt(self.attempt + bool(self._first + len(self._events)), step)
 
     def _begin_attempt(self, attempt: int, step: int) -> None:
         """Hold the lock."""
-        self._attempt, self._start = attempt, step
+        self.attempt, self._start = attempt, step
         self._restarts.append((self._first + len(self._events), step))
         for seen in self._seen.values():
             seen.floor, seen.above = step, set()
@@ -275,30 +278,31 @@ class EventStore:
         """rank -> field -> values that arrived since the cursor, and the next cursor.
 
         A name is a field or property of StepEvent, or of its memory with a dot: "step", "tflops", "memory.peak_bytes".
+        Raises AttributeError for any other.
         """
         new, cursor = self.since(cursor)
-        out: dict[int, dict[str, list[Any]]] = {}
-        readers = {name: reader(name) for name in names}
+        for name in names:
+            getattr(StepEvent, name.partition(".")[0])  # an unknown name is an error before the first event, too
+        readers = {name: attrgetter(name) for name in names}
+        columns: dict[int, dict[str, list[Any]]] = {}
         for event in new:
-            row = out.setdefault(event.rank, {name: [] for name in names})
+            of_rank = columns.setdefault(event.rank, {name: [] for name in names})
             for name, read in readers.items():
-                row[name].append(read(event))
-        return out, cursor
+                of_rank[name].append(read(event))
+        return columns, cursor
 
     def latest(self) -> dict[int, StepEvent]:
         """The newest event of each rank in the current attempt, in rank order."""
         with self._lock:
-            found: dict[int, StepEvent] = {}
-            for event in reversed(self._events):
-                if event.attempt != self._attempt:
+            newest: dict[int, StepEvent] = {}
+            for event in takewhile(lambda e: e.attempt == self.attempt, reversed(self._events)):
+                newest.setdefault(event.rank, event)
+                if len(newest) == event.world_size:
                     break
-                found.setdefault(event.rank, event)
-                if len(found) == event.world_size:
-                    break
-        return dict(sorted(found.items()))
+        return dict(sorted(newest.items()))
 
     def steps(self) -> list[Step]:
-        """The steps that count, whole or partial, in order: those of the module's rules."""
+        """The steps that count by the module's rules, whole or partial, in order."""
         return self._steps(None)
 
     def last_steps(self, n: int) -> list[Step]:
@@ -314,7 +318,7 @@ class EventStore:
         """The steps that count among the newest events, or all."""
         with self._lock:
             events = self._events[-newest:] if newest else self._events[:]
-            attempt, start = self._attempt, self._start
+            attempt, start = self.attempt, self._start
         steps = assemble(events)
         return [s for s in steps if s.attempt == attempt or s.number < start] if attempt else steps
 
@@ -329,14 +333,7 @@ class EventStore:
         traced = self.traced()
         current = {(s.attempt, s.number) for s in self.steps()}
         counting = [s for s in traced if (s.attempt, s.number) in current] or traced
-        found = [s for s in counting if s.is_whole] or counting
-        return found[-1] if found else None
-
-    @property
-    def attempt(self) -> int:
-        """How often the ranks have begun again from an earlier step."""
-        with self._lock:
-            return self._attempt
+        return next(reversed([s for s in counting if s.is_whole] or counting), None)
 
     @property
     def restarts(self) -> tuple[tuple[int, int], ...]:
@@ -360,17 +357,8 @@ class EventStore:
             return self._first + len(self._events)
 
 
-def _place(given: Mapping[str, Any] | StepEvent) -> tuple[int, int, int]:
+def _key(given: Mapping[str, Any] | StepEvent) -> tuple[int, int, int]:
     """Rank, step and attempt."""
     if isinstance(given, StepEvent):
         return given.rank, given.step, given.attempt
     return given["rank"], given["step"], given.get("attempt", 0)
-
-
-def reader(name: str) -> Callable[[StepEvent], Any]:
-    """A function that reads a column from an event. Raises AttributeError for an unknown name."""
-    head, dot, tail = name.partition(".")
-    getattr(StepEvent, head)
-    if not dot:
-        return lambda event: getattr(event, head)
-    return lambda event: getattr(getattr(event, head), tail)

@@ -18,7 +18,7 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 from fsdp_lab.core.describe import describe_strategy
-from fsdp_lab.core.events import Role, RoleBytes, StepEvent
+from fsdp_lab.core.events import Role, RoleBytes, StepEvent, Traffic
 from fsdp_lab.core.formatting import Spread, Table, count, duration, known, quantile, size
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs.steps import Step, last_stretch
@@ -26,36 +26,40 @@ from fsdp_lab.runs.steps import Step, last_stretch
 # The rule of what counts, for readers of the figures.
 RULE = ("Medians (and p10 to p90) leave out the first step after a change and ledger steps; a step's time is that of its "
         "slowest rank.")  # fmt: skip
+NO_TRAFFIC = Traffic()
 
 
 def summarize(spec: Spec, steps: Sequence[Step]) -> dict[str, Any]:
-    """The `runs` entry of compare's JSON. Figures without a measurement are None, lists are empty."""
+    """The `runs` entry of compare's JSON. Where nothing was measured, figures are None and lists are empty."""
     steps = last_stretch(steps, spec)
-    counted = counting(steps)
+    counted, peaks = counting(steps), Peaks(steps)
+    kinds = comm_kinds(counted)
     ranks = range(steps[0].world_size if steps else 0)
     times = [s.step_time_s for s in counted]
-    kinds = comm_kinds(counted)
-    peaks = Peaks(steps)
+
+    def by_rank(value: Callable[[StepEvent], float | None]) -> list[float | None]:
+        """For each rank, the median over the steps where the value is not None."""
+        return [median([v for s in counted if (v := value(s.events[r])) is not None]) for r in ranks]
+
     return {
         "spec": spec.to_dict(),
         "losses": [s.mean_loss for s in steps],
         "step_time_s": {"median": quantile(times, 0.5), "p10": quantile(times, 0.1), "p90": quantile(times, 0.9)},
         "tokens_per_s": median([s.tokens_per_s for s in counted]),
-        "tflops_per_rank": [median([s.events[r].tflops for s in counted]) for r in ranks],
-        "mfu_per_rank": [
-            median([share for s in counted if (share := peaks.mfu(s.events[r])) is not None]) for r in ranks
-        ],
-        "hfu_per_rank": [
-            median([share for s in counted if (share := peaks.hfu(s.events[r])) is not None]) for r in ranks
-        ],
+        "tflops_per_rank": by_rank(attrgetter("tflops")),
+        "mfu_per_rank": by_rank(peaks.mfu),
+        "hfu_per_rank": by_rank(peaks.hfu),
         "peak_flops_source": steps[-1].events[0].peak_source if steps else "",
         "peak_memory_bytes": [max(s.events[r].memory.peak_bytes for s in steps) for r in ranks],
         "memory_at_peak_bytes": {k.value: [steps[-1].events[r].memory.at_peak.of_role(k) for r in ranks] for k in Role},
         "rss_bytes": [steps[-1].events[r].memory.rss_bytes for r in ranks],
         "comm_s_per_step": {k: median([comm_seconds(s, k) for s in counted]) for k in kinds},
-        "comm_bytes_per_step": {k: rounded(median([link_bytes(s.events[0], k) for s in counted])) for k in kinds},
+        "comm_bytes_per_step": {
+            k: round(statistics.median(traffic(s.events[0], k).link_bytes for s in counted)) for k in kinds
+        },
         "exposed_comm_s_per_step": {
-            k: median(known([statistics.fmean(exposed(e, k) for e in s.events) for s in counted])) for k in kinds
+            k: median(known([statistics.fmean(traffic(e, k).exposed_seconds for e in s.events) for s in counted]))
+            for k in kinds
         },
         **evaluated(steps),
     }
@@ -63,10 +67,10 @@ def summarize(spec: Spec, steps: Sequence[Step]) -> dict[str, Any]:
 
 def evaluated(steps: Sequence[Step]) -> dict[str, Any]:
     """Evaluation losses, and the least finite one; empty for a run without evaluations."""
-    found = [{"step": s.number, "loss": s.eval_loss} for s in steps if s.eval_loss is not None]
-    finite = [e for e in found if math.isfinite(e["loss"])]
+    losses = [{"step": s.number, "loss": s.eval_loss} for s in steps if s.eval_loss is not None]
+    finite = [e for e in losses if math.isfinite(e["loss"])]
     best = min(finite, key=lambda e: float(e["loss"]), default=None)
-    return {"evaluations": found, "best_evaluation": best} if found else {}
+    return {"evaluations": losses, "best_evaluation": best} if losses else {}
 
 
 def counting(steps: Sequence[Step]) -> Sequence[Step]:
@@ -91,9 +95,9 @@ class Peaks:
 
     def add(self, step: Step) -> None:
         for event in step.events:
-            if (best := event.best_flops_per_s) is not None:
-                found = self._best.get((event.rank, event.spec_id), (0.0, ""))
-                self._best[event.rank, event.spec_id] = max(found, (best, event.peak_source))
+            if (peak := event.best_flops_per_s) is not None:
+                key = event.rank, event.spec_id
+                self._best[key] = max(self._best.get(key, (0.0, "")), (peak, event.peak_source))
 
     def of(self, event: StepEvent) -> tuple[float, str] | None:
         """(FLOP/s, source); None where no peak is known."""
@@ -116,23 +120,17 @@ class Peaks:
 
 def comm_seconds(step: Step, kind: str) -> float:
     """From issue to completion, mean over ranks."""
-    return statistics.fmean(e.comm[kind].seconds if kind in e.comm else 0.0 for e in step.events)
+    return statistics.fmean(traffic(e, kind).seconds for e in step.events)
 
 
-def exposed(event: StepEvent, kind: str) -> float:
-    return event.comm[kind].exposed_seconds if kind in event.comm else 0.0
-
-
-def link_bytes(event: StepEvent, kind: str) -> float:
-    return event.comm[kind].link_bytes if kind in event.comm else 0.0
+def traffic(event: StepEvent, kind: str) -> Traffic:
+    """The collectives of a kind, also where there were none."""
+    return event.comm.get(kind, NO_TRAFFIC)
 
 
 def median(values: Sequence[float]) -> float | None:
+    """The median; None of no values."""
     return statistics.median(values) if values else None
-
-
-def rounded(value: float | None) -> int | None:
-    return None if value is None else round(value)
 
 
 # -- figures of a whole run, one value each with its spread ---------------------------------------------------------
@@ -227,7 +225,7 @@ class Pairing(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """How much longer, or larger, one run is than another, and how certain that is.
+    """How a figure of one run, such as its step time, relates to that of another, and how certain that is.
 
     The rule. Where the two were trained in turns, at least `ROUNDS` times each, as in a sweep, the median of each turn is
     divided by that of the other run's turn in the same round, which is the nearest in time: drift of the machine affects
@@ -262,15 +260,14 @@ def ratio(of: Timed, to: Timed) -> Ratio | None:
         each = [statistics.median(a) / statistics.median(b) for a, b in rounds]
         p10, p90 = quantile(each, 0.1), quantile(each, 0.9)
         return Ratio(median=statistics.median(each), p10=p10, p90=p90, n=len(each), pairing=Pairing.ROUNDS)
-    mine, theirs = [v for _, v in of], [v for _, v in to]
-    middle = statistics.median(mine) / statistics.median(theirs)
-    low, high = _interval(middle, mine, theirs)
-    n = min(len(mine), len(theirs))
-    return Ratio(median=middle, p10=low, p90=high, n=n, pairing=Pairing.MEDIANS)
+    upper, lower = [v for _, v in of], [v for _, v in to]
+    middle, n = statistics.median(upper) / statistics.median(lower), min(len(upper), len(lower))
+    p10, p90 = _interval(middle, upper, lower) if n >= FEWEST else (None, None)
+    return Ratio(median=middle, p10=p10, p90=p90, n=n, pairing=Pairing.MEDIANS)
 
 
 def in_rounds(of: Timed, to: Timed) -> list[tuple[list[float], list[float]]]:
-    """For each round, the values of the one's turn and of the other's."""
+    """For each round, the values of the one run's turn and of the other's."""
     ordered = sorted([*((t, 0, v) for t, v in of), *((t, 1, v) for t, v in to)])
     turns: tuple[list[list[float]], list[list[float]]] = ([], [])
     for side, group in groupby(ordered, key=itemgetter(1)):
@@ -278,12 +275,12 @@ def in_rounds(of: Timed, to: Timed) -> list[tuple[list[float], list[float]]]:
     return list(zip(*turns, strict=False))  # the last round may lack the other's turn
 
 
-def _interval(middle: float, mine: Sequence[float], theirs: Sequence[float]) -> tuple[float | None, float | None]:
-    """(p10, p90): the errors of the two medians, added in quadrature on a logarithmic scale."""
-    if min(len(mine), len(theirs)) < FEWEST:
-        return None, None
-    (my_low, my_high), (their_low, their_high) = _median_errors(mine), _median_errors(theirs)
-    return middle * math.exp(-math.hypot(my_low, their_high)), middle * math.exp(math.hypot(my_high, their_low))
+def _interval(middle: float, upper: Sequence[float], lower: Sequence[float]) -> tuple[float, float]:
+    """(p10, p90) of a ratio of medians: their errors, added in quadrature on a logarithmic scale."""
+    (upper_minus, upper_plus), (lower_minus, lower_plus) = _median_errors(upper), _median_errors(lower)
+    return middle * math.exp(-math.hypot(upper_minus, lower_plus)), middle * math.exp(
+        math.hypot(upper_plus, lower_minus)
+    )
 
 
 def _median_errors(values: Sequence[float]) -> tuple[float, float]:
@@ -301,33 +298,27 @@ def step_table(steps: Sequence[Step], specs: dict[str, Spec], caption: str = "",
     part of it, greatest peak."""
     marked = any(step.events[0].first_after_switch or step.events[0].ledger for step in steps)
     legend = ("* first step after a switch, or slowed by measuring: not counted in medians",) if marked else ()
-    recomputes = any(e.recompute_flops for step in steps for e in step.events)
-    shares, peaks = ("MFU", "HFU") if recomputes else ("MFU",), Peaks(steps)
+    peaks = Peaks(steps)
+    shares = {"MFU": peaks.mfu}
+    if any(e.recompute_flops for step in steps for e in step.events):
+        shares["HFU"] = peaks.hfu
     figures = ("step", "loss", "grad norm", "step time", "tokens/s", "TFLOPS/rank", *shares, "peak/rank", "comm/rank")
+    # What utilisation is relative to, where a peak is known.
+    best = "; ".join(f"{peak / 1e12:.3g} TFLOPS a rank ({source})" for source, peak in peaks.by_source.items())
+    recompute = " (HFU counts recompute)" if "HFU" in shares else ""
+    relation = (f"{' and '.join(shares)}{recompute} relative to {best}",) if best else ()
     return Table(
         columns=(*figures, "exposed", "how"),
-        rows=tuple(row(step, specs.get(step.spec_id), peaks, hfu=recomputes) for step in steps),
+        rows=tuple(_row(step, specs.get(step.spec_id), list(shares.values())) for step in steps),
         caption=caption,
-        notes=(*legend, *relation(peaks, shares), *notes),
+        notes=(*legend, *relation, *notes),
         left=frozenset({"how"}),
     )
 
 
-def relation(peaks: Peaks, shares: Sequence[str]) -> tuple[str, ...]:
-    """A sentence on what utilisation is relative to; none where no peak is known."""
-    best = "; ".join(f"{peak / 1e12:.3g} TFLOPS a rank ({source})" for source, peak in peaks.by_source.items())
-    counted = " (HFU counts recompute)" if "HFU" in shares else ""
-    return (f"{' and '.join(shares)}{counted} relative to {best}",) if best else ()
-
-
-def percent(shares: Sequence[float | None]) -> str:
-    """Mean of those that are known."""
-    known = [share for share in shares if share is not None]
-    return f"{statistics.fmean(known):.1%}" if known else "–"
-
-
-def row(step: Step, spec: Spec | None, peaks: Peaks, *, hfu: bool = False) -> tuple[str, ...]:
+def _row(step: Step, spec: Spec | None, utilisations: Sequence[Callable[[StepEvent], float | None]]) -> tuple[str, ...]:
     events = step.events
+    means = [of_ranks(step, utilisation) for utilisation in utilisations]
     return (
         f"{step.number}{'' if step.counts else '*'}",
         f"{step.mean_loss:.4f}",
@@ -335,8 +326,7 @@ def row(step: Step, spec: Spec | None, peaks: Peaks, *, hfu: bool = False) -> tu
         duration(step.step_time_s),
         count(step.tokens_per_s),
         f"{statistics.fmean(e.tflops for e in events):.3g}",
-        percent([peaks.mfu(e) for e in events]),
-        *([percent([peaks.hfu(e) for e in events])] if hfu else []),
+        *("–" if math.isnan(mean) else f"{mean:.1%}" for mean in means),
         size(max(e.memory.peak_bytes for e in events)),
         duration(statistics.fmean(sum(t.seconds for t in e.comm.values()) for e in events)),
         duration(statistics.fmean(e.exposed_comm_s for e in events)),

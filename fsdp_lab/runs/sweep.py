@@ -45,7 +45,7 @@ class SweepProgress:
 class Sweep(Awaited["Sweep"]):
     """Made by `Lab.compare`; starts at once. `await` it or `wait()` for it; `comparison()` has the results so far.
 
-    A run that fails is over with its reason, and the others continue. What was measured before a `stop` stays available.
+    When a run fails, the others continue. What was measured before a `stop` stays available.
 
     Attributes:
         runs: in order of their first turns. refused: combinations that are impossible.
@@ -68,7 +68,7 @@ class Sweep(Awaited["Sweep"]):
         self.specs, self.refused = tuple({spec.id: spec for spec in specs}.values()), tuple(refused)
         self.steps, self.rounds, self.reason = steps, rounds, ""
         self.runs: list[Run] = []
-        self._run_of: dict[str, Run] = {}  # by the id of its Spec
+        self._runs: dict[str, Run] = {}  # by the id of their Specs
         self.error: BaseException | None = None
         self._make, self._clear, self._drop = make, clear, drop
         self._stopped = threading.Event()
@@ -86,11 +86,11 @@ class Sweep(Awaited["Sweep"]):
     @property
     def in_order(self) -> list[Run]:
         """The runs that have begun, in order of the Specs."""
-        return [run for spec in self.specs if (run := self._run_of.get(spec.id)) is not None]
+        return [run for spec in self.specs if (run := self.run_of(spec)) is not None]
 
     def run_of(self, spec: Spec) -> Run | None:
         """The run of one of the Specs; None before its first turn."""
-        return self._run_of.get(spec.id)
+        return self._runs.get(spec.id)
 
     def comparison(self, baseline: str | int | None = 0) -> Comparison:
         """The results so far, side by side, in order of the Specs; see `Comparison.of`."""
@@ -105,7 +105,7 @@ class Sweep(Awaited["Sweep"]):
 
     @property
     def outside_share(self) -> float | None:
-        """Time outside of steps (switches, builds, waiting for a chunk's end) over time in steps; None before any."""
+        """Time outside of steps (switches, builds, waits for a chunk's end) over time in steps; None before any."""
         in_steps = sum(s.step_time_s for run in list(self.runs) for s in assemble_all(run.events.since()[0]))
         return self.progress.seconds / in_steps - 1 if in_steps else None
 
@@ -118,17 +118,17 @@ class Sweep(Awaited["Sweep"]):
         return SweepProgress(done_steps=done, all_steps=self.steps * len(self.specs), seconds=seconds, left_s=left)
 
     def _left_s(self, runs: Sequence[Run]) -> float | None:
-        """From the step times of each run; for runs that have not begun, from the mean of the others."""
+        """From the step times of each run; for runs without steps, from the mean of the others."""
         means = {r.id: fmean(s.step_time_s for s in steps) for r in runs if (steps := r.events.last_steps(20))}
         if not means:
             return None
-        usual = sum(means.values()) / len(means)
-        left = sum((self.steps - min(r.step, self.steps)) * means.get(r.id, usual) for r in runs if not r.done)
-        return left + (len(self.specs) - len(runs)) * self.steps * usual
+        mean = fmean(means.values())
+        left = sum((self.steps - min(r.step, self.steps)) * means.get(r.id, mean) for r in runs if not r.done)
+        return left + (len(self.specs) - len(runs)) * self.steps * mean
 
     def __repr__(self) -> str:
         p = self.progress
-        state = "going on" if not self.done else f"stopped ({self.reason})" if self.reason else "done"
+        state = "running" if not self.done else f"stopped ({self.reason})" if self.reason else "done"
         refused = f", {len(self.refused)} refused" if self.refused else ""
         return f"<Sweep of {len(self.specs)} runs{refused}: {state}, {p.done_steps} of {p.all_steps} steps>"
 
@@ -172,23 +172,24 @@ class Sweep(Awaited["Sweep"]):
 
     def _by_ranks(self) -> Iterator[list[Spec]]:
         """Groups of Specs with the same ranks, trained one after the other: suspended states end with their ranks."""
-        kinds = dict.fromkeys((spec.world_size, spec.devices) for spec in self.specs)
-        for kind in kinds:
-            yield [spec for spec in self.specs if (spec.world_size, spec.devices) == kind]
+        groups: dict[object, list[Spec]] = {}
+        for spec in self.specs:
+            groups.setdefault((spec.world_size, spec.devices), []).append(spec)
+        yield from groups.values()
 
     def _in_turns(self, specs: Sequence[Spec]) -> None:
         share = max(LEAST_TURN, -(-self.steps // self.rounds))
-        begun: list[Run] = []
+        started: list[Run] = []
         for spec in specs:
             if self._stopped.is_set():
                 return
             run = self._make(spec, self.steps, share)
-            begun.append(run)
-            self._run_of[spec.id] = run
+            started.append(run)
+            self._runs[spec.id] = run
             self.runs.append(run)
             self._await(run)
-        while going := [run for run in begun if not run.done]:
-            for run in going:
+        while unfinished := [run for run in started if not run.done]:
+            for run in unfinished:
                 if self._stopped.is_set():
                     return
                 run.take_turn()
@@ -197,7 +198,7 @@ class Sweep(Awaited["Sweep"]):
     def _await(self, run: Run) -> None:
         """Blocks until the run's turn is over."""
         if self._stopped.is_set():
-            run.stop(0, self.reason)  # it began just after `stop`
+            run.stop(0, self.reason)  # it was started just after `stop`
         run.wait_suspended()
 
 
@@ -231,13 +232,8 @@ def combine(
         try:
             yield replace(base, changes)
         except FieldError as e:
-            yield Refusal(spec=_wanted(base, changes), reason=str(e))
-
-
-def _wanted(base: Spec, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The requested fields, in the form of a Spec's dict."""
-    made = base.to_dict()
-    for name, value in changes.items():
-        part = part_of(name)
-        (made[part] if part else made)[name] = value
-    return made
+            requested = base.to_dict()
+            for name, value in changes.items():
+                part = part_of(name)
+                (requested[part] if part else requested)[name] = value
+            yield Refusal(spec=requested, reason=str(e))

@@ -1,14 +1,26 @@
-"""`RunView`, what can be read of any run, live or stored; and `RunQueries`, the results computed from that."""
+"""`RunView`, what can be read of any run, live or stored, and `RunQueries`, the results computed from that.
+
+Also `RunState`, `Switch`, and the `fingerprint` of the machine that a run was trained on.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import functools
+import importlib.metadata
 import os
+import platform
+import re
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
+from fsdp_lab.cluster.placement import usable_cores
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.formatting import Table
 from fsdp_lab.core.spec import Spec
@@ -18,9 +30,12 @@ from fsdp_lab.runs.steps import EventStore, Step
 from fsdp_lab.runs.summary import step_table, summarize
 from fsdp_lab.runs.timeline import Timeline, check_trace_path, write_trace
 
+PACKAGES = ("torch", "transformers", "fsdp-lab")
+CPUINFO = Path("/proc/cpuinfo")
+
 
 class RunState(enum.Enum):
-    """How a run is. Which state may follow which: `fsdp_lab.runs.control.TRANSITIONS`."""
+    """The state of a run. `fsdp_lab.runs.control.TRANSITIONS` says which may follow which."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -51,7 +66,7 @@ class Switch:
 
 
 def switches_in_force(switches: Sequence[Switch]) -> list[Switch]:
-    """Without switches at steps that were trained again later; `before` is then the Spec that each really followed."""
+    """The switches that no restart at an earlier step undid, with the Spec that each then followed as `before`."""
     in_force: list[Switch] = []
     for switch in switches:
         earlier = [s for s in in_force if switch.carried and s.step <= switch.step]
@@ -62,45 +77,33 @@ def switches_in_force(switches: Sequence[Switch]) -> list[Switch]:
 
 
 class RunView(Protocol):
-    """A `Run`, or a stored one. Reading it never waits for a rank."""
+    """A `Run`, or a stored one. Reading it never waits for a rank.
+
+    Attributes:
+        spec: the one applied last. reason: why the run is in its state, in a sentence, or empty.
+        notes: how far to trust its times, a sentence each. environment: a `fingerprint`.
+    """
 
     @property
     def id(self) -> str: ...
-
     @property
     def events(self) -> EventStore: ...
-
     @property
     def started_unix_s(self) -> float: ...
-
     @property
     def ended_unix_s(self) -> float | None: ...
-
     @property
-    def spec(self) -> Spec:
-        """The Spec applied last."""
-        ...
-
+    def spec(self) -> Spec: ...
     @property
     def switches(self) -> Sequence[Switch]: ...
-
     @property
     def state(self) -> RunState: ...
-
     @property
-    def reason(self) -> str:
-        """Why the run is in its state, in a sentence; empty where the state says enough."""
-        ...
-
+    def reason(self) -> str: ...
     @property
-    def notes(self) -> tuple[str, ...]:
-        """How far to trust its times, a sentence each."""
-        ...
-
+    def notes(self) -> tuple[str, ...]: ...
     @property
-    def environment(self) -> Mapping[str, Any]:
-        """Machine, versions and devices (`fsdp_lab.runs.environment`)."""
-        ...
+    def environment(self) -> Mapping[str, Any]: ...
 
 
 class JudgedRun(RunView, Protocol):
@@ -146,14 +149,14 @@ class RunQueries:
         return step_table(self.events.last_steps(last), specs, caption=repr(self)[1:-1], notes=notes)
 
     def summary(self: RunView) -> dict[str, Any]:
-        """The `runs` entry of `fsdp-lab compare`'s JSON, for the Spec applied last; its rule is in `runs.summary`."""
+        """The `runs` entry of `fsdp-lab compare`'s JSON, for the Spec applied last, by the rule in `runs.summary`."""
         return summarize(self.spec, self.events.steps())
 
     def timeline(self: RunView, step: int | None = None) -> Timeline:
         """What every rank did in a traced step (the last of each half second), on one clock.
 
         Args:
-            step: None: the newest one, of those that every rank has reported if possible.
+            step: None: the newest one, if possible one that every rank has reported.
 
         Raises:
             ArgumentError: that step was not traced, or its spans were dropped.
@@ -162,13 +165,10 @@ class RunQueries:
         return Timeline.of((newest or traced_steps(self.events, step if step is None else [step])[-1]).events)
 
     def export_trace(self: RunView, path: str | os.PathLike[str], steps: Iterable[int] | None = None) -> Path:
-        """Writes traced steps as one Chrome trace (.json or .json.gz), for ui.perfetto.dev or chrome://tracing.
+        """Writes traced steps as one Chrome trace (.json or .json.gz), for ui.perfetto.dev. Returns the path.
 
         Args:
             steps: None: all whose spans are stored.
-
-        Returns:
-            The path.
 
         Raises:
             ArgumentError: the path cannot be written, or one of the steps was not traced.
@@ -205,10 +205,73 @@ def traced_steps(events: EventStore, wanted: Iterable[int] | None) -> list[Step]
     latest = {step.number: step for step in traced}
     numbers = list(wanted)
     if not numbers:
-        raise ArgumentError("steps", "none is named", "name traced steps, or leave it out for all that are kept")
+        raise ArgumentError("steps", "none is named", "name traced steps, or leave it out for all that are stored")
     for number in numbers:
         if number not in latest:
-            near = min(latest, key=lambda known: (abs(known - number), known))
-            reason = f"step {number} was not traced, or its spans are no longer kept"
-            raise ArgumentError("step", reason, f"the nearest of {len(latest)} that are kept is {near}")
+            nearest = min(latest, key=lambda n: (abs(n - number), n))
+            reason = f"step {number} was not traced, or its spans are no longer stored"
+            raise ArgumentError("step", reason, f"the nearest of {len(latest)} that are stored is {nearest}")
     return [step for step in traced if step.number in numbers and latest[step.number] is step]
+
+
+# -- the machine ------------------------------------------------------------------------------------------------------
+
+
+def fingerprint(ranks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Hardware and software of this machine, and of its ranks where their `Session.status` is given.
+
+    It is shown to other people, so it has no user names, no paths and no environment variables.
+
+    Returns: plain scalars and lists, by "host", "cpu", "cores" (usable ones), "memory_bytes", "system", "python",
+    "torch", "transformers", "fsdp_lab", "devices" (a name for each rank), "cuda", "nccl", "driver" (empty on a CPU).
+    """
+    software = dict(ranks[0].get("software", {})) if ranks else {}
+    return {
+        **_machine(),
+        "devices": [str(r.get("device_name", r.get("device", ""))) for r in ranks],
+        "cuda": "",
+        "nccl": "",
+        "driver": "",
+        **{name: version for name, version in software.items() if version},
+    }
+
+
+@functools.cache
+def _machine() -> Mapping[str, Any]:
+    """The items that are constant in this process."""
+    return {
+        "host": socket.gethostname(),
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "memory_bytes": int(psutil.virtual_memory().total),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        **{name.replace("-", "_"): _version(name) for name in PACKAGES},
+    }
+
+
+def cpu_model(file: Path = CPUINFO) -> str:
+    """The processor's model name; its architecture where that is unknown."""
+    with contextlib.suppress(OSError):
+        if name := re.search(r"^model name\s*:\s*(.+)$", file.read_text(), re.MULTILINE):
+            return name[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def describe_environment(environment: Mapping[str, Any]) -> str:
+    """A fingerprint in one line: "box: 2 x CPU (AMD EPYC 7B13, 2 cores), torch 2.13.0"."""
+    if not environment:
+        return ""
+    devices = [str(name) for name in environment.get("devices", ())]
+    counted = ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)) or "no ranks"
+    if set(devices) <= {"CPU", "cpu"}:
+        counted += f" ({environment.get('cpu', '')}, {environment.get('cores', '?')} cores)"
+    more = "".join(f", {k} {environment[k]}" for k in ("cuda", "nccl", "driver") if environment.get(k))
+    return f"{environment.get('host', '')}: {counted}, torch {environment.get('torch', '')}{more}"

@@ -282,7 +282,7 @@ class FakeRun:
         self.ended_unix_s = time.time()
         self._aside.set()
         for ticket in self._tickets:
-            ticket.settle(None, None)
+            ticket.abandon()
 
     def _told_by_ranks(self, step: int, first: bool) -> list[StepEvent]:
         told = [event(self.spec, self.id, r, step, first=first) for r in range(self.spec.world_size)]
@@ -327,7 +327,7 @@ class FakeRun:
         tickets, self._tickets = self._tickets, []
         if self.refuses and self.refuses in self.spec.difference(after):
             for ticket in tickets:
-                ticket.settle(None, SpecError(f"strategy.{self.refuses}", "the ranks cannot", "choose another"))
+                ticket.settle(SpecError(f"strategy.{self.refuses}", "the ranks cannot", "choose another"))
             return step
         carried = after.workload.model == self.spec.workload.model
         switch = Switch(step=step if carried else 0, before=self.spec, after=after, seconds=0.41, carried=carried)
@@ -336,7 +336,7 @@ class FakeRun:
         self.spec = after
         self.switches.append(switch)
         for ticket in tickets:
-            ticket.settle(switch, None)
+            ticket.settle(switch)
         return switch.step
 
 

@@ -129,7 +129,7 @@ def test_a_step_without_a_rank_is_a_gap():
     watched.show(Step(events=step.events[:1] + step.events[2:]))
     assert {r["rank"] for r in watched.rows()} == {0, 2}
     assert watched.panel.sources[1].column("rank").tolist() == [0, 2]
-    assert "Nothing is known of rank 1 in this step." in watched.panel.captions().note
+    assert "There are no spans of rank 1 in this step." in watched.panel.captions().note
 
 
 def test_a_clock_that_jumps_is_said_and_moves_nothing_else():
@@ -138,7 +138,7 @@ def test_a_clock_that_jumps_is_said_and_moves_nothing_else():
     events[2] = off(events[2], 3600.0)
     watched.show(Step(events=tuple(events)))
     assert max(r["right"] for r in watched.rows()) < 500
-    assert "What rank 2 says of time contradicts the others" in watched.panel.captions().note
+    assert "The clock of rank 2 must be wrong" in watched.panel.captions().note
 
 
 def test_events_out_of_order_or_twice_draw_each_step_once():

@@ -10,8 +10,7 @@ from typing import Any
 
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs import EventStore, RunState, Switch
-from fsdp_lab.runs.environment import fingerprint
-from fsdp_lab.runs.view import RunQueries
+from fsdp_lab.runs.view import RunQueries, fingerprint
 from tests.dashboard.fake_lab import event
 
 

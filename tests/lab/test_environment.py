@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from fsdp_lab.rank.measure import _driver, software
-from fsdp_lab.runs.environment import cpu_model, in_words
+from fsdp_lab.runs.view import cpu_model, describe_environment
 
 
 def test_a_processor_is_called_as_its_maker_does(tmp_path: Path):
@@ -31,9 +31,9 @@ def test_the_driver_is_read_from_the_kernel_module(tmp_path: Path):
     assert software(torch.device("cpu")) == {"torch": str(torch.__version__), "cuda": "", "nccl": "", "driver": ""}
 
 
-def test_an_environment_in_words():
+def test_an_environment_describe_environment():
     cpu = {"host": "box", "cpu": "AMD EPYC", "cores": 2, "torch": "2.13.0", "devices": ["CPU", "CPU"], "cuda": ""}
-    assert in_words(cpu) == "box: 2 x CPU (AMD EPYC, 2 cores), torch 2.13.0"
+    assert describe_environment(cpu) == "box: 2 x CPU (AMD EPYC, 2 cores), torch 2.13.0"
     mixed = {**cpu, "devices": ["NVIDIA A100", "NVIDIA H100"], "cuda": "12.8"}
-    assert in_words(mixed) == "box: 1 x NVIDIA A100, 1 x NVIDIA H100, torch 2.13.0, cuda 12.8"
-    assert in_words({}) == ""
+    assert describe_environment(mixed) == "box: 1 x NVIDIA A100, 1 x NVIDIA H100, torch 2.13.0, cuda 12.8"
+    assert describe_environment({}) == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -18,12 +19,13 @@ import pytest
 
 from fsdp_lab.core.describe import describe_strategy
 from fsdp_lab.core.errors import ArgumentError, SpecError
+from fsdp_lab.core.process import Identity
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.history import History, HistoryError, StoredRun
 from fsdp_lab.history import database as database_module
 from fsdp_lab.history import writer as writer_module
 from fsdp_lab.history.database import MIGRATIONS, HistoryDB
-from fsdp_lab.history.stored_run import KernelProcess
+from fsdp_lab.history.stored_run import kernel_alive
 from fsdp_lab.history.writer import CURVES_KEPT, SPANS_KEPT, thin
 from fsdp_lab.runs import RunState
 from tests.dashboard.fake_lab import event
@@ -519,10 +521,10 @@ def test_a_run_whose_kernel_is_gone_is_lost(history: History, monkeypatch: pytes
     [past] = History(history.path).runs(state="lost")
     assert past.state is RunState.LOST and past.state.over and past.ended_unix_s is not None
     assert f"process {gone.pid}" in past.reason and "lost with its kernel" in repr(History(history.path).runs())
-    me = KernelProcess.this()
-    assert me.alive(0) and not KernelProcess(host=me.host, pid=me.pid, born="before").alive(time.time())
-    elsewhere = KernelProcess(host="elsewhere", pid=1, born="")
-    assert elsewhere.alive(time.time() - 10) and not elsewhere.alive(time.time() - 1000)
+    me, now_s = Identity.this(), time.time()
+    assert kernel_alive(socket.gethostname(), me, 0)
+    assert not kernel_alive(socket.gethostname(), Identity(pid=me.pid, born="before"), now_s)
+    assert kernel_alive("elsewhere", me, now_s - 10) and not kernel_alive("elsewhere", me, now_s - 1000)
 
 
 def test_a_spec_of_another_version_is_listed_as_it_was(history: History):

@@ -19,7 +19,7 @@ from fsdp_lab.core.events import StepEvent
 from fsdp_lab.history import History
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState
-from fsdp_lab.runs.environment import fingerprint, in_words
+from fsdp_lab.runs.view import describe_environment, fingerprint
 from tests.lab.telling import plain
 from tests.lab.test_lab import going, until
 
@@ -51,18 +51,21 @@ def test_the_environment_says_what_the_ranks_are_and_nothing_private(lab: Lab):
     gpu = fingerprint([{"device_name": "NVIDIA H100", "software": {"torch": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.30.3",
                                                                    "driver": "580.65"}}] * 4)  # fmt: skip
     assert gpu["torch"] == "2.13.0+cu130" and gpu["devices"] == ["NVIDIA H100"] * 4
-    assert in_words(gpu) == f"{gpu['host']}: 4 x NVIDIA H100, torch 2.13.0+cu130, cuda 13.0, nccl 2.30.3, driver 580.65"
+    assert (
+        describe_environment(gpu)
+        == f"{gpu['host']}: 4 x NVIDIA H100, torch 2.13.0+cu130, cuda 13.0, nccl 2.30.3, driver 580.65"
+    )
 
 
 def test_what_is_wrong_with_the_history_is_said_in_the_status_and_stops_no_run(lab: Lab, tmp_path: Path):
     (tmp_path / "file").write_text("no folder")
-    before, lab._history = lab._history, History(tmp_path / "file" / "runs.sqlite3")
+    before, lab.history = lab.history, History(tmp_path / "file" / "runs.sqlite3")
     try:
         run = lab.run(steps=8).wait(20)
         assert run.state is RunState.FINISHED
         until(lambda: "its folder is a file" in repr(lab.status()))
     finally:
-        lab._history = before
+        lab.history = before
 
 
 @pytest.mark.parametrize(("history", "kept"), [(False, "history=False"), (7, None)])

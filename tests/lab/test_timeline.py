@@ -61,7 +61,7 @@ def test_clocks_that_were_not_compared_are_not_compared_here():
     assert [lane.begin_s for lane in timeline.lanes] == [0.0, 0.0]
     assert timeline.clock_error_s is None
     (said,) = timeline.remarks
-    assert said == "The clocks of ranks 0 and 1 were not compared with others: drawn from their own beginning."
+    assert said == "The clocks of ranks 0 and 1 were not compared with others: drawn from their own start of the step."
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, -0.05, 0.05, 3600.0])
@@ -74,7 +74,7 @@ def test_a_rank_whose_clock_jumps_is_found_out_and_drawn_from_its_own_beginning(
     begins = [lane.begin_s for lane in timeline.lanes]
     assert begins == pytest.approx([0.0 if r == who else 0.0004 * r for r in range(4)])
     assert [lane.aligned for lane in timeline.lanes] == [r != who for r in range(4)]
-    assert f"What rank {who} says of time contradicts the others" in timeline.remarks[0]
+    assert f"The clock of rank {who} must be wrong" in timeline.remarks[0]
     assert timeline.seconds < 0.5
 
 
@@ -100,7 +100,7 @@ def test_begins_that_are_no_numbers_are_not_compared():
 def test_a_missing_rank_is_a_gap_that_is_said():
     timeline = Timeline.of(told(3)[:2])
     assert timeline.missing == (2,)
-    assert "Nothing is known of rank 2 in this step." in timeline.remarks
+    assert "There are no spans of rank 2 in this step." in timeline.remarks
 
 
 def test_spans_that_cannot_be_are_left_out_and_counted():
@@ -192,7 +192,7 @@ def test_a_run_gives_the_newest_whole_timeline_or_the_one_asked_for():
     run = run_with(told(2, 4), told(2, 9), told(2, 12)[:1])
     assert run.timeline().step == 9
     assert run.timeline(4).step == 4 and run.timeline(12).missing == (1,)
-    with pytest.raises(ArgumentError, match=r"step 8 was not traced.*the nearest of 3 that are kept is 9"):
+    with pytest.raises(ArgumentError, match=r"step 8 was not traced.*the nearest of 3 that are stored is 9"):
         run.timeline(8)
     with pytest.raises(ArgumentError, match="no step of this run has been traced yet"):
         run_with().timeline()
