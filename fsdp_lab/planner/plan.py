@@ -175,14 +175,14 @@ def machine_like(where: Machine, ranks: int) -> Machine:
     return replace(fewer, assumed=assumed)
 
 
-def scaling(spec: Spec, shape: ModelShape, where: Machine, ranks: Sequence[int], **options: Any) -> list[Plan]:
+def scaling(spec: Spec, shape: ModelShape, where: Machine, ranks: Sequence[int]) -> list[Plan]:
     """Plans for other numbers of ranks with the same work per rank. Numbers that are invalid for the Spec are left out."""
     plans = []
     for world_size in ranks:
         fills_hosts = world_size <= where.per_host or world_size % where.per_host == 0
         changes = {"world_size": world_size, "devices": None}
         if fills_hosts and spec.validate(**changes) is None:
-            plans.append(plan(spec.replace(**changes), shape, machine_like(where, world_size), **options))
+            plans.append(plan(spec.replace(**changes), shape, machine_like(where, world_size)))
     return plans
 
 

@@ -16,7 +16,7 @@ from fsdp_lab.core.spec import Spec
 from fsdp_lab.models.check import check_shapes
 from fsdp_lab.models.presets import PRESETS, facts_of
 from fsdp_lab.planner.calibration import Calibration
-from fsdp_lab.planner.devices import PUBLISHED, Device, Machine, Rates, machine
+from fsdp_lab.planner.devices import Device, Machine, machine
 from fsdp_lab.planner.memory import MemoryPlan, memory
 from fsdp_lab.planner.plan import Plan, limit, plan, scaling
 from fsdp_lab.planner.published import Row, case, counted_flops_per_token, peak_in_unit
@@ -50,14 +50,14 @@ class Target:
         return self.machine(ranks if self.hosts is not None else max(ranks, self.per_host or PER_HOST))
 
 
-def planned(spec: Spec, where: Target, rates: Rates = PUBLISHED) -> Plan:
+def planned(spec: Spec, where: Target) -> Plan:
     """Predicts one step.
 
     Raises:
         FieldError: an unknown model, a sequence longer than its positions, hardware that is unknown or does not have as many
             ranks, numbers out of range.
     """
-    return plan(spec, shape_of(spec), where.machine(spec.world_size), rates=rates)
+    return plan(spec, shape_of(spec), where.machine(spec.world_size))
 
 
 def planned_here(spec: Spec, calibration: Calibration) -> Plan:
@@ -73,17 +73,15 @@ def planned_memory(spec: Spec, *, device: str) -> MemoryPlan:
     return memory(spec, shape_of(spec), device=device)
 
 
-def curve(spec: Spec, where: Target, rates: Rates = PUBLISHED) -> tuple[list[Plan], str]:
+def curve(spec: Spec, where: Target) -> tuple[list[Plan], str]:
     """Plans for 1 to 4,096 ranks with the same work per rank, and a sentence about the bottleneck along the curve."""
-    shape, there = shape_of(spec), where.whole_host(spec.world_size)
-    ranks = sorted({*CURVE, spec.world_size})
-    plans = scaling(spec, shape, there, ranks, rates=rates)
+    plans = scaling(spec, shape_of(spec), where.whole_host(spec.world_size), sorted({*CURVE, spec.world_size}))
     return plans, limit(plans)
 
 
-def searched(spec: Spec, where: Target, *, limit_bytes: int | None = None, rates: Rates = PUBLISHED) -> Search:
+def searched(spec: Spec, where: Target, *, limit_bytes: int | None = None) -> Search:
     """The fastest Strategies that fit. Raises FieldError as `planned`."""
-    return search(spec, shape_of(spec), where.machine(spec.world_size), limit_bytes=limit_bytes, rates=rates)
+    return search(spec, shape_of(spec), where.machine(spec.world_size), limit_bytes=limit_bytes)
 
 
 def largest_model(spec: Spec, where: Target, *, limit_bytes: int | None = None) -> ModelShape | None:
@@ -119,19 +117,19 @@ def _config(model: str | Mapping[str, Any]) -> Any:
     return resolve(model)
 
 
-def predict(rows: Iterable[Row], rates: Rates = PUBLISHED) -> list[dict[str, Any]]:
+def predict(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Predictions for rows of a table, with assumptions for empty cells. One dict per row, in their order: `id`,
     `tokens_per_s_per_gpu`, `tflops_per_gpu` (as the row's `tflops_kind` counts), `peak_mem` (in its `peak_mem_unit`, of its
     `peak_mem_kind`; None if the unit is unknown), `step_time_s`, and `assumed`, by field; or `id` and `error`, a sentence
     that names the column."""
-    return [_predict_row(row, rates) for row in rows]
+    return [_predict_row(row) for row in rows]
 
 
-def _predict_row(row: Row, rates: Rates) -> dict[str, Any]:
+def _predict_row(row: Row) -> dict[str, Any]:
     name = row.get("id", "")
     try:
         one = case(row)
-        found = plan(one.spec, one.shape, one.machine, rates=rates, software=one.software)
+        found = plan(one.spec, one.shape, one.machine, software=one.software)
     except FieldError as e:
         return {"id": name, "error": str(e)}
     tokens_per_s = found.tokens_per_s / one.spec.world_size

@@ -17,8 +17,7 @@ from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.formatting import GIB, Table, duration, size
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import SHARDINGS, Spec, Strategy
-from fsdp_lab.planner.costs import USUAL, Software
-from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates
+from fsdp_lab.planner.devices import Machine
 from fsdp_lab.planner.memory import memory
 from fsdp_lab.planner.plan import LEFT_ALIGNED, Plan, fit_sentence, machine_like, margin_bytes, plan
 
@@ -26,6 +25,7 @@ RECOMPUTES = ("none", "every:2", "full")
 CHOSEN = ("shard_size", "recompute", "offload", "micro_batch", "accumulate", "forward_prefetch")
 OFFLOADS = ("optimizer", "all")  # tried if nothing fits without offload
 MOST_RANKS, MOST_BLOCKS = 4096, 2048
+SHOWN = 5  # candidates of a search
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +55,7 @@ class Search:
         return f"{table}<p>{escape(_sentence(self))}</p>"
 
 
-def search(
-    spec: Spec,
-    shape: ModelShape,
-    where: Machine,
-    *,
-    limit_bytes: int | None = None,
-    count: int = 5,
-    rates: Rates = PUBLISHED,
-    software: Software = USUAL,
-) -> Search:
+def search(spec: Spec, shape: ModelShape, where: Machine, *, limit_bytes: int | None = None) -> Search:
     """The fastest Strategies of `spec.strategy.backend` for its model, ranks and global batch.
 
     Args:
@@ -74,25 +65,21 @@ def search(
         FieldError: ranks that differ from the machine's.
     """
     where = _limited(where, limit_bytes)
-
-    def planned(candidate: Spec) -> Plan:
-        return plan(candidate, shape, where, rates=rates, software=software)
-
     considered, lacking = 0, list[tuple[int, Spec]]()
     for offloads in (("none",), OFFLOADS):
         fitting = []
         for candidate in candidates(spec, where.per_host, offloads):
             considered += 1
-            margin = _margin(candidate, shape, where, software)
+            margin = _margin(candidate, shape, where)
             if margin >= 0:
-                fitting.append(planned(candidate))
+                fitting.append(plan(candidate, shape, where))
             else:
                 lacking.append((-margin, candidate))
         if fitting:
-            best = _distinct(sorted(fitting, key=lambda p: p.step_time_s), count)
+            best = _distinct(sorted(fitting, key=lambda p: p.step_time_s))
             top = tuple(Candidate(plan=p, why=_why(p, best[0], len(fitting))) for p in best)
             return Search(spec=spec, top=top, considered=considered, fitting=len(fitting))
-    nearest = planned(min(lacking, key=lambda one: one[0])[1]) if lacking else None
+    nearest = plan(min(lacking, key=lambda one: one[0])[1], shape, where) if lacking else None
     return Search(spec=spec, top=(), considered=considered, fitting=0, nearest=nearest)
 
 
@@ -131,14 +118,12 @@ def largest(
     return deepened(blocks) if blocks else None
 
 
-def fewest(
-    spec: Spec, shape: ModelShape, where: Machine, *, limit_bytes: int | None = None, most: int = MOST_RANKS
-) -> Machine | None:
-    """The smallest machine of these hosts, or part of a host, on which the model fits; None if `most` ranks are too few.
+def fewest(spec: Spec, shape: ModelShape, where: Machine, *, limit_bytes: int | None = None) -> Machine | None:
+    """The smallest machine of these hosts, or part of a host, on which the model fits; None if `MOST_RANKS` are too few.
 
     The global batch is fixed, so fewer ranks take more micro-batches each.
     """
-    for ranks in (n for n in _powers(most) if n <= where.per_host or n % where.per_host == 0):
+    for ranks in (n for n in _powers(MOST_RANKS) if n <= where.per_host or n % where.per_host == 0):
         smaller = _limited(machine_like(where, ranks), limit_bytes)
         candidate = _on_ranks(spec, ranks)
         if candidate and any(_margin(lean, shape, smaller) >= 0 for lean in _leanest(candidate, smaller.per_host)):
@@ -168,8 +153,8 @@ def _limited(where: Machine, limit_bytes: int | None) -> Machine:
     return where.limited(limit_bytes)
 
 
-def _margin(spec: Spec, shape: ModelShape, where: Machine, software: Software = USUAL) -> int:
-    return margin_bytes(memory(spec, shape, device=where.device.type, software=software), where)
+def _margin(spec: Spec, shape: ModelShape, where: Machine) -> int:
+    return margin_bytes(memory(spec, shape, device=where.device.type), where)
 
 
 def _shardings(ranks: int, per_host: int) -> list[tuple[str, int | None]]:
@@ -216,8 +201,8 @@ def _most_blocks(margin: Callable[[int], int]) -> int:
     return low
 
 
-def _distinct(plans: Sequence[Plan], count: int) -> list[Plan]:
-    """At most `count` plans, without those that differ from a faster one only in prefetching, or in no figure."""
+def _distinct(plans: Sequence[Plan]) -> list[Plan]:
+    """At most `SHOWN` plans, without those that differ from a faster one only in prefetching, or in no figure."""
     chosen: dict[tuple[object, ...], Plan] = {}
     seen: set[tuple[object, ...]] = set()
     for one in plans:
@@ -226,7 +211,7 @@ def _distinct(plans: Sequence[Plan], count: int) -> list[Plan]:
         if figures not in seen:
             chosen.setdefault((s.sharding, s.shard_size, s.recompute, s.offload, w.micro_batch), one)
         seen.add(figures)
-    return list(chosen.values())[:count]
+    return list(chosen.values())[:SHOWN]
 
 
 def _why(one: Plan, best: Plan, fitting: int) -> str:

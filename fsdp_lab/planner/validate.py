@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any
 
 from fsdp_lab.core.errors import FieldError
-from fsdp_lab.planner.devices import PUBLISHED, Rates
+from fsdp_lab.planner.devices import PUBLISHED
 from fsdp_lab.planner.fitting import leave_out, predicted_s
 from fsdp_lab.planner.memory import memory
 from fsdp_lab.planner.published import PublishedCase, Row, case, memory_kind, unit_bytes
@@ -219,10 +219,10 @@ class Check:
         return 100 * (self.predicted - self.published)
 
 
-def checks(rows: Sequence[Row], rates: Rates = PUBLISHED) -> tuple[Check, ...]:
-    """Scaling and ablations, predicted by `rates`. rows: the whole table."""
+def checks(rows: Sequence[Row]) -> tuple[Check, ...]:
+    """Scaling and ablations. rows: the whole table."""
     table = {row["id"]: row for row in rows}
-    return (*_scaling(table, rates), *_ablations(table, rates))
+    return (*_scaling(table), *_ablations(table))
 
 
 # Per GPU at 512 GPUs and at 128: mosaicml/llm-foundry@8c8dd48 scripts/train/benchmarking/README.md, 'Large Scale'.
@@ -231,7 +231,7 @@ MPT_7B_TFLOPS = (417, 452)
 ZERO3_175B_TFLOPS = (44, 144)
 
 
-def _scaling(table: Mapping[str, Row], rates: Rates) -> list[Check]:
+def _scaling(table: Mapping[str, Row]) -> list[Check]:
     pairs = (
         ("GPT 175B, 128 to 512 GPUs", "fsdp-6b-on-512", "fsdp-6b-on-128"),
         ("MPT 3B, 128 to 512 GPUs", "mosaic-013", "mosaic-015"),
@@ -241,12 +241,12 @@ def _scaling(table: Mapping[str, Row], rates: Rates) -> list[Check]:
     )
     seven = table["mosaic-011"]
     many, few = MPT_7B_TFLOPS
-    found = [_check(name, "scaling", table[a], table[b], rates) for name, a, b in pairs]
+    found = [_check(name, "scaling", table[a], table[b]) for name, a, b in pairs]
     on_many, on_few = ({**seven, "n_gpus": str(n), "global_batch": str(6 * n)} for n in (512, 128))
-    return [*found, _check("MPT 7B, 128 to 512 GPUs", "scaling", on_many, on_few, rates, published=many / few)]
+    return [*found, _check("MPT 7B, 128 to 512 GPUs", "scaling", on_many, on_few, published=many / few)]
 
 
-def _ablations(table: Mapping[str, Row], rates: Rates) -> list[Check]:
+def _ablations(table: Mapping[str, Row]) -> list[Check]:
     on = table["fsdp-6b-on-128"]
     off = {**on, "other_value": "off"}
     zero3 = table["sc21-zero3-768"]
@@ -261,17 +261,15 @@ def _ablations(table: Mapping[str, Row], rates: Rates) -> list[Check]:
     )
     return [
         # "approximately 18%", arXiv 2304.11277, section 5.3; figure 6(b) digitised gives 22%.
-        _check("backward prefetch, GPT 175B on 128 GPUs", "ablation", on, off, rates, published=1.18),
-        *(_check(name, "ablation", table[a], table[b], rates) for name, a, b in pairs),
-        _check(
-            "ZeRO-3 of 175B, one global batch, 384 to 1536", "ablation", spread, packed, rates, published=many / few
-        ),
+        _check("backward prefetch, GPT 175B on 128 GPUs", "ablation", on, off, published=1.18),
+        *(_check(name, "ablation", table[a], table[b]) for name, a, b in pairs),
+        _check("ZeRO-3 of 175B, one global batch, 384 to 1536", "ablation", spread, packed, published=many / few),
     ]
 
 
-def _check(name: str, kind: str, row: Row, base: Row, rates: Rates, published: float | None = None) -> Check:
+def _check(name: str, kind: str, row: Row, base: Row, published: float | None = None) -> Check:
     one, other = case(row), case(base)
-    predicted = (one.tokens / predicted_s(one, rates)) / (other.tokens / predicted_s(other, rates))
+    predicted = (one.tokens / predicted_s(one, PUBLISHED)) / (other.tokens / predicted_s(other, PUBLISHED))
     return Check(name=name, kind=kind, published=published or _measured(one) / _measured(other), predicted=predicted)
 
 
