@@ -7,7 +7,9 @@ device, which takes a fraction of a second once transformers is imported.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fsdp_lab.core.errors import FieldError, SpecError
 from fsdp_lab.core.spec import MOST_HELD_OUT, Workload
@@ -22,10 +24,8 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # as save_pretrained writes t
 def check(workload: Workload, *, evaluated: int = 0) -> None:
     """Raises SpecError if the workload cannot run: its model, its sequence length, its data, or fewer held-out samples than
     are to be `evaluated`."""
-    if isinstance(workload.model, str) and workload.model in PRESETS:
-        facts = facts_of(PRESETS[workload.model].config)
-    else:
-        facts = _facts_of_built(workload)
+    is_preset = isinstance(workload.model, str) and workload.model in PRESETS
+    facts = model_facts(workload.model) if is_preset else _facts_of_built(workload)
     check_shapes(workload, facts)
     if facts.is_text:
         count = len(checked_text(workload).data) // workload.seq_len
@@ -34,14 +34,20 @@ def check(workload: Workload, *, evaluated: int = 0) -> None:
     check_held_out(workload, count, evaluated)
 
 
-def is_language(workload: Workload) -> bool:
-    """Whether its model is a language model, so that the exponential of its loss is a perplexity."""
+def model_facts(model: str | Mapping[str, Any]) -> Facts:
+    """Facts of a `Workload.model`; those of presets need no transformers. Raises SpecError as `resolve`."""
+    preset = PRESETS.get(model) if isinstance(model, str) else None
+    if preset is not None:
+        return facts_of(preset.config)
     from fsdp_lab.models.configs import resolve
 
-    model = workload.model
-    preset = PRESETS.get(model) if isinstance(model, str) else None
+    return facts_of(resolve(model))
+
+
+def is_language(workload: Workload) -> bool:
+    """Whether its model is a language model, so that the exponential of its loss is a perplexity."""
     try:
-        return facts_of(preset.config if preset is not None else resolve(model)).is_text
+        return model_facts(workload.model).is_text
     except FieldError:  # the model of a stored run, whose file no longer exists
         return False
 

@@ -137,7 +137,8 @@ _SIZES: Mapping[str, str] = {
 
 def _model(reader: _Reader) -> NamedModel:
     """The row's model. Raises ArgumentError if neither its name nor its sizes are enough."""
-    given = {name: int(value) for column, name in _SIZES.items() if (value := reader.number(column)) is not None}
+    numbers = {name: reader.number(column) for column, name in _SIZES.items()}
+    given: dict[str, Any] = {name: int(number) for name, number in numbers.items() if number is not None}
     found = named_model(reader.text("model"))
     if found is None:
         if not {"layers", "hidden"} <= given.keys():
@@ -150,7 +151,7 @@ def _model(reader: _Reader) -> NamedModel:
     return replace(found, **given)
 
 
-def _model_of_sizes(reader: _Reader, layers: int, hidden: int, **others: int) -> NamedModel:
+def _model_of_sizes(reader: _Reader, layers: int, hidden: int, **others: Any) -> NamedModel:
     """A decoder of these sizes, of the family whose number of parameters is nearest to the row's."""
     name, parameters = reader.text("model").lower(), reader.number("params")
     heads = others.get("heads") or int(reader.assume("n_heads", max(1, hidden // 128)))

@@ -5,7 +5,7 @@ They look up the model's shape and the machine; the rest of the planner needs ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,8 +13,7 @@ from typing import Any
 from fsdp_lab.core.errors import FieldError, SpecError
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.models.check import check_shapes
-from fsdp_lab.models.presets import PRESETS, facts_of
+from fsdp_lab.models.check import check_shapes, model_facts
 from fsdp_lab.planner.calibration import Calibration
 from fsdp_lab.planner.devices import Device, Machine, machine
 from fsdp_lab.planner.memory import MemoryPlan, memory
@@ -103,18 +102,9 @@ def shape_of(spec: Spec) -> ModelShape:
     if w.seq_len * w.micro_batch > MOST_TOKENS:
         raise SpecError("workload.micro_batch", f"{w.micro_batch:,} samples of {w.seq_len:,} tokens are refused",
                         f"give a micro-batch of {MOST_TOKENS:,} tokens or fewer")  # fmt: skip
-    facts = facts_of(_config(w.model))
+    facts = model_facts(w.model)
     check_shapes(spec.replace(data="stdlib" if facts.is_text else "images").workload, facts)
     return shape_for(w.model, spec.strategy.wrap)
-
-
-def _config(model: str | Mapping[str, Any]) -> Any:
-    preset = PRESETS.get(model) if isinstance(model, str) else None
-    if preset is not None:
-        return preset.config
-    from fsdp_lab.models.configs import resolve  # needs transformers
-
-    return resolve(model)
 
 
 def predict(rows: Iterable[Row]) -> list[dict[str, Any]]:
