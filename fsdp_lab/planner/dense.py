@@ -184,18 +184,18 @@ def _block(unit: UnitShape, dtype: str, software: Software, compiled: bool, *, r
     def run(alive: dict[str, SizeFormula], holds: dict[str, int]) -> _Run:
         return _Run(operators=operators, input=h, item=BYTES[dtype], numel=unit.parameters, alive=alive, holds=holds)
 
-    there = run({X: h}, {})
+    forward = run({X: h}, {})
     if not recomputed:
-        there.forward(saving=True)
-        back = run(there.alive, there.holds)
+        forward.forward(saving=True)
+        backward = run(forward.alive, forward.holds)
     else:
         kept = {op.output: op.size for op in operators if op.kept and software.operators}
-        there.forward(saving=False, keeping=frozenset(kept))
-        back = run({X: h, **kept}, {})
-        back.forward(saving=True, exists=frozenset(kept))
-        back.changes.append(TapeChange(FREED, operators[-1].size))  # the output is not used again
-    back.backward()
-    return tuple(there.changes), tuple(back.changes)
+        forward.forward(saving=False, keeping=frozenset(kept))
+        backward = run({X: h, **kept}, {})
+        backward.forward(saving=True, exists=frozenset(kept))
+        backward.changes.append(TapeChange(FREED, operators[-1].size))  # the output is not used again
+    backward.backward()
+    return tuple(forward.changes), tuple(backward.changes)
 
 
 def _extra(op: Operator) -> str:
@@ -216,6 +216,7 @@ class BlockOperators:
         self._h, self._item, self._inner, self._compiled = h, item, unit.products[-1].inputs, compiled
         self._is_t5 = any(s.per_pair_bytes for s in unit.saved.values())
         self._is_gated = counts.get((int(h), self._inner), 1) > 1 and self._inner != h
+        self._is_llama = self._is_gated and not self._is_t5
         self._is_gpt = not (self._is_t5 or self._is_gated)
         self._attentions = 2 if self._is_t5 and unit.products[1].count == 2 else 1
         self._width, self._heads = unit.pair_flops / 4 / self._attentions, unit.heads / self._attentions
@@ -252,16 +253,13 @@ class BlockOperators:
         n, q, v, a, o, y = (f"{name}: {part}" for part in ("norm", "queries", "keys", "mixed", "out", "sum"))
         width, heads, item = self._tokens(self._width), self._heads, self._item
         yield self._norm(x, n)
-        repeated = (
-            self._kv_width if self._is_plain else self._width
-        )  # a fused kernel gets keys and values for all heads
+        # A fused kernel needs the keys and values of all heads.
+        kv = self._tokens(2 * (self._kv_width if self._is_plain else self._width))
         yield Operator(output=q, size=width, inputs=(n,), saves=(n,), weights=self._next_weights(), kept=True)
-        yield Operator(
-            output=v, size=self._tokens(2 * repeated), inputs=(n,), saves=(n,), weights=self._next_weights(2)
-        )
+        yield Operator(output=v, size=kv, inputs=(n,), saves=(n,), weights=self._next_weights(2))
         if self._is_plain:
             s, p, d = (f"{name}: {part}" for part in ("scores", "softmax", "weights"))
-            softmax_item, dropout = (item if self._is_gpt else 4.0), self._is_gpt or self._is_t5
+            softmax_item, dropout = (item if self._is_gpt else 4.0), not self._is_llama
             yield Operator(output=s, size=pairs(heads * item), inputs=(q, v), saves=(q, v))
             yield Operator(output=p, size=pairs(heads * softmax_item), inputs=(s,), saves=(p,))
             if dropout or softmax_item != item:
@@ -272,7 +270,7 @@ class BlockOperators:
         else:
             yield Operator(output=a, size=width, inputs=(q, v), saves=(q, v, a), extra=tokens(4 * heads),
                            scratch=tokens(_GRAD_COPIES * self._width), kept=True)  # fmt: skip
-        mask = tokens(self._h if self._is_plain and (self._is_gpt or self._is_t5) else 0.0)  # dropout's
+        mask = tokens(self._h if self._is_plain and not self._is_llama else 0.0)  # dropout's
         yield Operator(output=o, size=self._tokens(self._h), inputs=(a,), saves=(a,), extra=mask,
                        weights=self._next_weights())  # fmt: skip
         yield Operator(output=y, size=self._tokens(self._h), inputs=(x, o), through=True)
@@ -294,9 +292,8 @@ class BlockOperators:
         yield Operator(output=active, size=wide, inputs=inputs, saves=saves, extra=extra)
         yield Operator(output=out, size=h, inputs=(active,), saves=(active,),
                        extra=tokens(self._h if self._is_plain else 0.0), weights=self._next_weights())  # fmt: skip
-        yield Operator(
-            output="sum", size=h, inputs=(x, out), through=True, weights=tuple(self._weights)
-        )  # and of norms
+        norms = tuple(self._weights)
+        yield Operator(output="sum", size=h, inputs=(x, out), through=True, weights=norms)
 
 
 # -- the root --------------------------------------------------------------------------------------------------------
