@@ -10,7 +10,7 @@ The last samples of the data are held out for evaluation; training never reads t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,16 +30,16 @@ MASK_ID = 2  # ByT5's <unk>, which no byte maps to
 IGNORED = -100  # the label that transformers' losses leave out
 
 
-class Source(Protocol):
-    """Samples by position in the data; `samples` are their global numbers, for what is random in each epoch."""
+class Source:
+    """Samples by position in the data."""
 
-    @property
-    def count(self) -> int: ...
-    @property
-    def description(self) -> str: ...
-    @property
-    def fingerprint(self) -> str: ...
-    def collate(self, positions: Indices, samples: Indices) -> Batch: ...
+    count: int
+    description: str
+    fingerprint: str
+
+    def collate(self, positions: Indices, samples: Indices) -> Batch:
+        """A batch; `samples` are the samples' global numbers, for what is random in each epoch."""
+        raise NotImplementedError
 
 
 class Order:
@@ -138,7 +138,7 @@ def open_source(workload: Workload, config: Any) -> Source:
 # -- samples of each kind --------------------------------------------------------------------------------------------
 
 
-class TextSource:
+class TextSource(Source):
     """Consecutive windows of a text, `seq_len` bytes each."""
 
     def __init__(self, text: Text, seq_len: int, seed: int) -> None:
@@ -146,9 +146,6 @@ class TextSource:
         self._seed = seed
         self.count = len(self._windows)
         self.description, self.fingerprint = text.description, text.fingerprint
-
-    def collate(self, positions: Indices, samples: Indices) -> Batch:
-        raise NotImplementedError
 
 
 class CausalText(TextSource):
@@ -195,7 +192,7 @@ class MaskedText(TextSource):
         ids[replaced] = random.integers(0, 256, size=len(replaced)) + BYTE_OFFSET
 
 
-class ImageSource:
+class ImageSource(Source):
     """Images and their classes."""
 
     def __init__(self, images: SyntheticImages | FolderImages) -> None:
