@@ -40,7 +40,7 @@ def test_what_is_right_passes(workload: Workload) -> None:
     ("fields", "field", "words"),
     [
         ({"model": "gtp2-10m"}, "workload.model", "gpt2-10m"),
-        ({"model": {"model_type": "nonesuch"}}, "workload.model", "knows no type"),
+        ({"model": {"model_type": "nonesuch"}}, "workload.model", "has no type"),
         ({"model": {"model_type": "wav2vec2"}}, "workload.model", "no language model or image classifier"),
         ({"model": {**TINY, "vocab_size": 258}}, "workload.model", "vocab_size of 259 or more"),
         ({"model": {**TINY, "n_head": 3}, "seq_len": 16}, "workload.model", "can be built"),

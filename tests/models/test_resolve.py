@@ -47,7 +47,7 @@ def test_an_encoder_decoder_always_knows_how_its_decoder_starts() -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ({"model_type": "gpt3"}, "knows no type 'gpt3'.*gpt2"),
+        ({"model_type": "gpt3"}, "has no type 'gpt3'.*gpt2"),
         ({"n_embd": 4}, "no model_type"),
         ({**TINY, "n_embd": "wide"}, "gpt2 refuses the config"),
         ({**TINY, "quantization_config": {"quant_method": "awq"}}, "quantized"),
