@@ -100,10 +100,7 @@ def encode(window: Bytes) -> Ids:
 
 def _refusal(data: str, reason: str) -> SpecError:
     return SpecError(
-        "workload.data",
-        f"{data}: {reason}",
-        'give a text file or a folder of them, or "stdlib"',
-        {"data": "stdlib"},
+        "workload.data", f"{data}: {reason}", 'give a text file or a folder of them, or "stdlib"', {"data": "stdlib"}
     )
 
 

@@ -49,14 +49,14 @@ class Target:
         return self.machine(ranks if self.hosts is not None else max(ranks, self.per_host or PER_HOST))
 
 
-def planned(spec: Spec, where: Target) -> Plan:
+def planned(spec: Spec, target: Target) -> Plan:
     """Predicts one step.
 
     Raises:
         FieldError: an unknown model, a sequence longer than its positions, hardware that is unknown or does not have as many
             ranks, numbers out of range.
     """
-    return plan(spec, shape_of(spec), where.machine(spec.world_size))
+    return plan(spec, shape_of(spec), target.machine(spec.world_size))
 
 
 def planned_here(spec: Spec, calibration: Calibration) -> Plan:
@@ -72,26 +72,26 @@ def planned_memory(spec: Spec, *, device: str) -> MemoryPlan:
     return memory(spec, shape_of(spec), device=device)
 
 
-def curve(spec: Spec, where: Target) -> tuple[list[Plan], str]:
+def curve(spec: Spec, target: Target) -> tuple[list[Plan], str]:
     """Plans for 1 to 4,096 ranks with the same work per rank, and a sentence about the bottleneck along the curve."""
-    plans = scaling(spec, shape_of(spec), where.whole_host(spec.world_size), sorted({*CURVE, spec.world_size}))
+    plans = scaling(spec, shape_of(spec), target.whole_host(spec.world_size), sorted({*CURVE, spec.world_size}))
     return plans, limit(plans)
 
 
-def searched(spec: Spec, where: Target, *, limit_bytes: int | None = None) -> Search:
+def searched(spec: Spec, target: Target, *, limit_bytes: int | None = None) -> Search:
     """The fastest Strategies that fit. Raises FieldError as `planned`."""
-    return search(spec, shape_of(spec), where.machine(spec.world_size), limit_bytes=limit_bytes)
+    return search(spec, shape_of(spec), target.machine(spec.world_size), limit_bytes=limit_bytes)
 
 
-def largest_model(spec: Spec, where: Target, *, limit_bytes: int | None = None) -> ModelShape | None:
+def largest_model(spec: Spec, target: Target, *, limit_bytes: int | None = None) -> ModelShape | None:
     """The Spec's model with as many blocks as fit; None if not one fits. Raises FieldError as `planned`."""
     spec = spec.replace(wrap="block")
-    return largest(spec, partial(deepened, shape_of(spec)), where.machine(spec.world_size), limit_bytes=limit_bytes)
+    return largest(spec, partial(deepened, shape_of(spec)), target.machine(spec.world_size), limit_bytes=limit_bytes)
 
 
-def fewest_ranks(spec: Spec, where: Target, *, limit_bytes: int | None = None) -> Machine | None:
+def fewest_ranks(spec: Spec, target: Target, *, limit_bytes: int | None = None) -> Machine | None:
     """The smallest machine on which the model fits at the Spec's global batch. Raises FieldError as `planned`."""
-    return fewest(spec, shape_of(spec), where.machine(spec.world_size), limit_bytes=limit_bytes)
+    return fewest(spec, shape_of(spec), target.machine(spec.world_size), limit_bytes=limit_bytes)
 
 
 def shape_of(spec: Spec) -> ModelShape:

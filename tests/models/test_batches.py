@@ -34,12 +34,7 @@ def reader(workload: Workload, rank: int, world_size: int, source: Source) -> Ba
 
 
 @settings(max_examples=60)
-@given(
-    world=st.integers(1, 5),
-    micro_batch=st.integers(1, 4),
-    accumulate=st.integers(1, 3),
-    steps=st.integers(1, 6),
-)
+@given(world=st.integers(1, 5), micro_batch=st.integers(1, 4), accumulate=st.integers(1, 3), steps=st.integers(1, 6))
 def test_every_sample_is_read_exactly_once(
     book: str, world: int, micro_batch: int, accumulate: int, steps: int
 ) -> None:
@@ -53,11 +48,7 @@ def test_every_sample_is_read_exactly_once(
 
 
 @settings(max_examples=40)
-@given(
-    start=st.integers(0, 500),
-    seed=st.integers(0, 9),
-    split=st.sampled_from([(1, 12), (2, 6), (3, 4), (4, 3)]),
-)
+@given(start=st.integers(0, 500), seed=st.integers(0, 9), split=st.sampled_from([(1, 12), (2, 6), (3, 4), (4, 3)]))
 def test_the_global_batch_does_not_depend_on_the_split(
     book: str, start: int, seed: int, split: tuple[int, int]
 ) -> None:
@@ -100,12 +91,7 @@ def test_the_standard_library_is_read_as_it_is_and_alike_every_time() -> None:
 
 
 def test_a_folder_is_its_text_files_in_order(tmp_path: Path) -> None:
-    for name, content in {
-        "b.txt": b"two",
-        "a.txt": b"one ",
-        ".hidden": b"no",
-        "image.png": b"\x89PNG\0",
-    }.items():
+    for name, content in {"b.txt": b"two", "a.txt": b"one ", ".hidden": b"no", "image.png": b"\x89PNG\0"}.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "c.md").write_bytes(b" three")

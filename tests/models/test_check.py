@@ -27,8 +27,7 @@ GROUPED = {"model_type": "mistral", "hidden_size": 64, "num_hidden_layers": 1, "
         Workload(model=TINY, seq_len=64),
         Workload(model={**GROUPED, "num_key_value_heads": 2}),
         Workload(
-            model={"model_type": "convnext", "hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2},
-            data="images",
+            model={"model_type": "convnext", "hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2}, data="images"
         ),
     ],
 )

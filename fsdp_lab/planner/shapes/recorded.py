@@ -20,14 +20,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from fsdp_lab.core.errors import FieldError, SpecError
-from fsdp_lab.core.model_shape import (
-    ModelShape,
-    SavedBytes,
-    SizeFormula,
-    TapeChange,
-    TapeSegment,
-    UnitShape,
-)
+from fsdp_lab.core.model_shape import ModelShape, SavedBytes, SizeFormula, TapeChange, TapeSegment, UnitShape
 from fsdp_lab.core.schedule import Direction, PointSide
 from fsdp_lab.core.spec import Strategy
 from fsdp_lab.engine.policy import ModuleKind, kind_of
