@@ -146,8 +146,12 @@ class Machine:
     def hosts(self) -> int:
         return -(-self.ranks // self.per_host)
 
-    def limited(self, limit_bytes: int) -> Machine:
-        """The same machine with a memory limit per device."""
+    def limited(self, limit_bytes: int | None) -> Machine:
+        """The same machine with a memory limit per device. Raises ArgumentError for one of 0 or less."""
+        if limit_bytes is None:
+            return self
+        if limit_bytes <= 0:
+            raise ArgumentError("memory_limit", f"{limit_bytes} bytes are refused", "give a size above 0")
         least = min(limit_bytes, self.device.memory_bytes)
         return replace(self, device=replace(self.device, memory_bytes=least))
 

@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -39,8 +38,7 @@ SHORT = 4  # blocks that are simulated; the others repeat them
 @dataclass(frozen=True, kw_only=True)
 class Fit:
     rates: Rates
-    rows: int
-    sources: int
+    rows: int  # number of cases
 
 
 def fit_rates(cases: Sequence[PublishedCase]) -> Fit:
@@ -52,7 +50,7 @@ def fit_rates(cases: Sequence[PublishedCase]) -> Fit:
         if i % CHORDS == 0:
             jacobian = _jacobian(measured, x, r)
         x = _gauss_newton(x, r, jacobian, weights)
-    return _fit(measured, x)
+    return Fit(rates=_rates(x), rows=len(measured))
 
 
 def leave_out(cases: Sequence[PublishedCase], fold_of: Callable[[PublishedCase], str]) -> dict[str, Fit]:
@@ -60,7 +58,7 @@ def leave_out(cases: Sequence[PublishedCase], fold_of: Callable[[PublishedCase],
     cases it is found from there, with the same Jacobian, in a tenth of the time."""
     measured = _measured(cases)
     folds = np.array([fold_of(case) for case in measured])
-    whole = np.log([_get(fit_rates(measured).rates, name) for name in FREE])
+    whole = _logarithms(fit_rates(measured).rates)
     first = _residuals(measured, _rates(whole))
     jacobian = _jacobian(measured, whole, first)
     fits = {}
@@ -72,7 +70,7 @@ def leave_out(cases: Sequence[PublishedCase], fold_of: Callable[[PublishedCase],
             x = _gauss_newton(x, r, jacobian[is_other], weights)
             r = _residuals(others, _rates(x))
         is_close = np.abs(x - whole).max() < FOLD_CHANGE
-        fits[name] = _fit(others, x) if is_close else fit_rates(others)
+        fits[name] = Fit(rates=_rates(x), rows=len(others)) if is_close else fit_rates(others)
     return fits
 
 
@@ -101,10 +99,6 @@ def _gauss_newton(x: np.ndarray, r: np.ndarray, jacobian: np.ndarray, weights: n
     return np.array([min(value, 0.0) if name in SHARES else value for name, value in zip(FREE, x, strict=True)])
 
 
-def _fit(cases: Sequence[PublishedCase], x: np.ndarray) -> Fit:
-    return Fit(rates=_rates(x), rows=len(cases), sources=len({case.source for case in cases}))
-
-
 def predicted_s(case: PublishedCase, rates: Rates) -> float:
     """Seconds of a step. Only some of many equal blocks are simulated; the others add the time of one more block."""
     units = case.shape.units
@@ -127,19 +121,16 @@ def _residuals(cases: Sequence[PublishedCase], rates: Rates) -> np.ndarray:
     return np.array([math.log(predicted_s(case, rates) / case.measured_s) for case in cases if case.measured_s])
 
 
-def _get(rates: Rates, name: str) -> float:
-    part, _, key = name.partition(".")
-    value = getattr(rates, part)
-    return float(value[key] if key else value)
-
-
 def _rates(x: np.ndarray) -> Rates:
-    rates = START
-    for name, value in zip(FREE, np.exp(x), strict=True):
-        part, _, key = name.partition(".")
-        change: dict[str, Any] = {part: {**getattr(rates, part), key: float(value)} if key else float(value)}
-        rates = replace(rates, **change)
-    return rates
+    """The rates whose parameters in `FREE` have these logarithms."""
+    values = dict(zip(FREE, np.exp(x).tolist(), strict=True))
+    attention = {generation: values.pop(f"attention.{generation}") for generation in START.attention}
+    return replace(START, attention=attention, **values)
 
 
-_START = np.log([_get(START, name) for name in FREE])
+def _logarithms(rates: Rates) -> np.ndarray:
+    attention = {f"attention.{generation}": share for generation, share in rates.attention.items()}
+    return np.log([{**vars(rates), **attention}[name] for name in FREE])
+
+
+_START = _logarithms(START)

@@ -177,24 +177,21 @@ def source(reader: _Reader) -> str:
     return found[0].strip() if found else reader.text("id").split("-")[0]
 
 
+# (column, pattern, reason, hint) of rows that are not FSDP by itself, or of a dtype that no Spec has.
+_REFUSED = (
+    ("strategy", r"x ?TP|\+ ?TP|PP|CP\d", "is more than sharded data parallelism", "leave the row out"),
+    ("model", "(?i)lora", "trains adapters beside frozen weights", "leave the row out"),
+    ("strategy", "(?i)offload", "copies over PCI Express, which is not calibrated", "leave the row out"),
+    ("precision", "(?i)float8|fp8", "is not one of the lab's", "use bf16, fp16 or fp32"),
+)
+
+
 def _strategy(reader: _Reader) -> str:
-    """Raises ArgumentError for another kind of parallelism, or a dtype that no Spec has."""
-    strategy = reader.text("strategy")
-    if not strategy:
-        strategy = str(reader.assume("strategy", "FULL_SHARD"))
-    if re.search(r"x ?TP|\+ ?TP|PP|CP\d", strategy):
-        raise ArgumentError("strategy", f"{strategy} is more than sharded data parallelism", "leave the row out")
-    if "lora" in reader.text("model").lower():
-        raise ArgumentError(
-            "model", f"{reader.text('model')} trains adapters beside frozen weights", "leave the row out"
-        )
-    if re.search(r"offload", strategy, re.I):
-        raise ArgumentError("strategy", f"{strategy}: copies over PCI Express are not calibrated", "leave the row out")
-    if re.search(r"float8|fp8", reader.text("precision"), re.I):
-        raise ArgumentError(
-            "precision", f"{reader.text('precision')} is not one of the lab's", "use bf16, fp16 or fp32"
-        )
-    return strategy
+    """Raises ArgumentError for a row that is refused."""
+    for column, pattern, reason, hint in _REFUSED:
+        if re.search(pattern, reader.text(column)):
+            raise ArgumentError(column, f"{reader.text(column)} {reason}", hint)
+    return reader.text("strategy") or str(reader.assume("strategy", "FULL_SHARD"))
 
 
 def _sharding(strategy: str, ranks: int) -> str:

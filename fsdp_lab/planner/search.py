@@ -13,7 +13,6 @@ from functools import cache
 from html import escape
 
 from fsdp_lab.core.describe import describe_field
-from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.formatting import GIB, Table, duration, size
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import SHARDINGS, Spec, Strategy
@@ -64,7 +63,7 @@ def search(spec: Spec, shape: ModelShape, where: Machine, *, limit_bytes: int | 
     Raises:
         FieldError: ranks that differ from the machine's.
     """
-    where = _limited(where, limit_bytes)
+    where = where.limited(limit_bytes)
     considered, lacking = 0, list[tuple[int, Spec]]()
     for offloads in (("none",), OFFLOADS):
         fitting = []
@@ -106,7 +105,7 @@ def largest(
     Args:
         deepened: returns the model with a number of blocks.
     """
-    where = _limited(where, limit_bytes)
+    where = where.limited(limit_bytes)
     leanest = _leanest(spec, where.per_host)
 
     @cache
@@ -124,7 +123,7 @@ def fewest(spec: Spec, shape: ModelShape, where: Machine, *, limit_bytes: int | 
     The global batch is fixed, so fewer ranks take more micro-batches each.
     """
     for ranks in (n for n in _powers(MOST_RANKS) if n <= where.per_host or n % where.per_host == 0):
-        smaller = _limited(machine_like(where, ranks), limit_bytes)
+        smaller = machine_like(where, ranks).limited(limit_bytes)
         candidate = _on_ranks(spec, ranks)
         if candidate and any(_margin(lean, shape, smaller) >= 0 for lean in _leanest(candidate, smaller.per_host)):
             return smaller
@@ -143,14 +142,6 @@ def _on_ranks(spec: Spec, ranks: int) -> Spec | None:
 
 
 # -- helpers ---------------------------------------------------------------------------------------------------------
-
-
-def _limited(where: Machine, limit_bytes: int | None) -> Machine:
-    if limit_bytes is None:
-        return where
-    if limit_bytes <= 0:
-        raise ArgumentError("memory_limit", f"{limit_bytes} bytes are refused", "give a size above 0")
-    return where.limited(limit_bytes)
 
 
 def _margin(spec: Spec, shape: ModelShape, where: Machine) -> int:
