@@ -146,6 +146,19 @@ class Machine:
     def hosts(self) -> int:
         return -(-self.ranks // self.per_host)
 
+    def allows(self, ranks: int) -> bool:
+        """Whether so many ranks are a part of a host, or whole hosts."""
+        return ranks <= self.per_host or ranks % self.per_host == 0
+
+    def with_ranks(self, ranks: int) -> Machine:
+        """The same devices and network with a number of ranks that it `allows`."""
+        hosts = max(1, ranks // self.per_host)
+        found = machine(self.device, ranks, hosts=hosts, network_gbit_per_s=self.network_bytes_per_s * 8 / 1e9)
+        assumed = dict(self.assumed)
+        if "hosts" in assumed:
+            assumed["hosts"] = f"{hosts}, of {self.per_host} devices each"
+        return replace(found, assumed=assumed)
+
     def limited(self, limit_bytes: int | None) -> Machine:
         """The same machine with a memory limit per device. Raises ArgumentError for one of 0 or less."""
         if limit_bytes is None:

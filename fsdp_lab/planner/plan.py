@@ -15,7 +15,7 @@ from fsdp_lab.core.formatting import Table, count, duration, size
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.costs import USUAL, Software
-from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates, machine
+from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates
 from fsdp_lab.planner.memory import CONTEXT_BYTES, MemoryPlan, memory, under_pressure
 from fsdp_lab.planner.step import StepModel, StepTime, recomputed
 
@@ -131,58 +131,49 @@ class Plan:
 
 
 def plan(
-    spec: Spec, shape: ModelShape, where: Machine, *, rates: Rates = PUBLISHED, software: Software = USUAL
+    spec: Spec, shape: ModelShape, machine: Machine, *, rates: Rates = PUBLISHED, software: Software = USUAL
 ) -> Plan:
     """Predicts a step.
 
     Args:
         shape: the model, in the units of `spec.strategy.wrap`.
-        where: with as many ranks as the Spec has.
+        machine: with as many ranks as the Spec has.
 
     Raises:
         FieldError: another number of ranks, or a dtype that the device does not support.
     """
-    if where.ranks != spec.world_size:
+    if machine.ranks != spec.world_size:
         raise ArgumentError(
-            "ranks", f"the machine has {where.ranks} and the Spec {spec.world_size}", "give both the same"
+            "ranks", f"the machine has {machine.ranks} and the Spec {spec.world_size}", "give both the same"
         )
-    overlaps = not under_pressure(spec, shape, where)
-    model = StepModel(spec, shape.units, shape.tokens(spec.workload.seq_len), where, rates, software, overlaps=overlaps)
+    overlaps = not under_pressure(spec, shape, machine)
+    model = StepModel(
+        spec, shape.units, shape.tokens(spec.workload.seq_len), machine, rates, software, overlaps=overlaps
+    )
     step = model.step()
     comm_s, link_bytes = model.communicated()
-    assumed = {**where.device.assumed, **where.assumed}
-    if where.device.measured is None:
+    assumed = {**machine.device.assumed, **machine.assumed}
+    if machine.device.measured is None:
         assumed["attention"] = software.attention.value
     return Plan(
-        spec=spec, shape=shape, machine=where, step=step, comm_s=comm_s, link_bytes=link_bytes, assumed=assumed,
-        memory=memory(spec, shape, device=where.device.type, software=software),
+        spec=spec, shape=shape, machine=machine, step=step, comm_s=comm_s, link_bytes=link_bytes, assumed=assumed,
+        memory=memory(spec, shape, device=machine.device.type, software=software),
     )  # fmt: skip
 
 
-def margin_bytes(memory: MemoryPlan, where: Machine) -> int:
+def margin_bytes(memory: MemoryPlan, machine: Machine) -> int:
     """Device memory minus the allocator's and, on a GPU, minus the context's."""
-    context = CONTEXT_BYTES if where.device.type == "cuda" else 0
-    return where.device.memory_bytes - memory.reserved_bytes - context
+    context = CONTEXT_BYTES if machine.device.type == "cuda" else 0
+    return machine.device.memory_bytes - memory.reserved_bytes - context
 
 
-def machine_like(where: Machine, ranks: int) -> Machine:
-    """The same devices and network with another number of ranks: a part of a host, or whole hosts."""
-    hosts = max(1, ranks // where.per_host)
-    fewer = machine(where.device, ranks, hosts=hosts, network_gbit_per_s=where.network_bytes_per_s * 8 / 1e9)
-    assumed = dict(where.assumed)
-    if "hosts" in assumed:
-        assumed["hosts"] = f"{hosts}, of {where.per_host} devices each"
-    return replace(fewer, assumed=assumed)
-
-
-def scaling(spec: Spec, shape: ModelShape, where: Machine, ranks: Sequence[int]) -> list[Plan]:
+def scaling(spec: Spec, shape: ModelShape, machine: Machine, ranks: Sequence[int]) -> list[Plan]:
     """Plans for other numbers of ranks with the same work per rank. Numbers that are invalid for the Spec are left out."""
     plans = []
     for world_size in ranks:
-        fills_hosts = world_size <= where.per_host or world_size % where.per_host == 0
         changes = {"world_size": world_size, "devices": None}
-        if fills_hosts and spec.validate(**changes) is None:
-            plans.append(plan(spec.replace(**changes), shape, machine_like(where, world_size)))
+        if machine.allows(world_size) and spec.validate(**changes) is None:
+            plans.append(plan(spec.replace(**changes), shape, machine.with_ranks(world_size)))
     return plans
 
 

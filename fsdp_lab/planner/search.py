@@ -18,7 +18,7 @@ from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import SHARDINGS, Spec, Strategy
 from fsdp_lab.planner.devices import Machine
 from fsdp_lab.planner.memory import memory
-from fsdp_lab.planner.plan import LEFT_ALIGNED, Plan, fit_sentence, machine_like, margin_bytes, plan
+from fsdp_lab.planner.plan import LEFT_ALIGNED, Plan, fit_sentence, margin_bytes, plan
 
 RECOMPUTES = ("none", "every:2", "full")
 CHOSEN = ("shard_size", "recompute", "offload", "micro_batch", "accumulate", "forward_prefetch")
@@ -54,7 +54,7 @@ class Search:
         return f"{table}<p>{escape(_sentence(self))}</p>"
 
 
-def search(spec: Spec, shape: ModelShape, where: Machine, *, limit_bytes: int | None = None) -> Search:
+def search(spec: Spec, shape: ModelShape, machine: Machine, *, limit_bytes: int | None = None) -> Search:
     """The fastest Strategies of `spec.strategy.backend` for its model, ranks and global batch.
 
     Args:
@@ -63,22 +63,22 @@ def search(spec: Spec, shape: ModelShape, where: Machine, *, limit_bytes: int | 
     Raises:
         FieldError: ranks that differ from the machine's.
     """
-    where = where.limited(limit_bytes)
+    machine = machine.limited(limit_bytes)
     considered, lacking = 0, list[tuple[int, Spec]]()
     for offloads in (("none",), OFFLOADS):
         fitting = []
-        for candidate in candidates(spec, where.per_host, offloads):
+        for candidate in candidates(spec, machine.per_host, offloads):
             considered += 1
-            margin = _margin(candidate, shape, where)
+            margin = _margin(candidate, shape, machine)
             if margin >= 0:
-                fitting.append(plan(candidate, shape, where))
+                fitting.append(plan(candidate, shape, machine))
             else:
                 lacking.append((-margin, candidate))
         if fitting:
             best = _distinct(sorted(fitting, key=lambda p: p.step_time_s))
             top = tuple(Candidate(plan=p, why=_why(p, best[0], len(fitting))) for p in best)
             return Search(spec=spec, top=top, considered=considered, fitting=len(fitting))
-    nearest = plan(min(lacking, key=lambda one: one[0])[1], shape, where) if lacking else None
+    nearest = plan(min(lacking, key=lambda one: one[0])[1], shape, machine) if lacking else None
     return Search(spec=spec, top=(), considered=considered, fitting=0, nearest=nearest)
 
 
@@ -98,32 +98,32 @@ def candidates(spec: Spec, per_host: int, offloads: Sequence[str] = ("none",)) -
 
 
 def largest(
-    spec: Spec, deepened: Callable[[int], ModelShape], where: Machine, *, limit_bytes: int | None = None
+    spec: Spec, deepened: Callable[[int], ModelShape], machine: Machine, *, limit_bytes: int | None = None
 ) -> ModelShape | None:
     """The model with as many blocks as fit; None if not one fits.
 
     Args:
         deepened: returns the model with a number of blocks.
     """
-    where = where.limited(limit_bytes)
-    leanest = _leanest(spec, where.per_host)
+    machine = machine.limited(limit_bytes)
+    leanest = _leanest(spec, machine.per_host)
 
     @cache
     def margin(blocks: int) -> int:
         shape = deepened(blocks)
-        return max((_margin(lean, shape, where) for lean in leanest), default=-1)
+        return max((_margin(lean, shape, machine) for lean in leanest), default=-1)
 
     blocks = _most_blocks(margin)
     return deepened(blocks) if blocks else None
 
 
-def fewest(spec: Spec, shape: ModelShape, where: Machine, *, limit_bytes: int | None = None) -> Machine | None:
+def fewest(spec: Spec, shape: ModelShape, machine: Machine, *, limit_bytes: int | None = None) -> Machine | None:
     """The smallest machine of these hosts, or part of a host, on which the model fits; None if `MOST_RANKS` are too few.
 
     The global batch is fixed, so fewer ranks take more micro-batches each.
     """
-    for ranks in (n for n in _powers(MOST_RANKS) if n <= where.per_host or n % where.per_host == 0):
-        smaller = machine_like(where, ranks).limited(limit_bytes)
+    for ranks in filter(machine.allows, _powers(MOST_RANKS)):
+        smaller = machine.with_ranks(ranks).limited(limit_bytes)
         candidate = _on_ranks(spec, ranks)
         if candidate and any(_margin(lean, shape, smaller) >= 0 for lean in _leanest(candidate, smaller.per_host)):
             return smaller
@@ -144,8 +144,8 @@ def _on_ranks(spec: Spec, ranks: int) -> Spec | None:
 # -- helpers ---------------------------------------------------------------------------------------------------------
 
 
-def _margin(spec: Spec, shape: ModelShape, where: Machine) -> int:
-    return margin_bytes(memory(spec, shape, device=where.device.type), where)
+def _margin(spec: Spec, shape: ModelShape, machine: Machine) -> int:
+    return margin_bytes(memory(spec, shape, device=machine.device.type), machine)
 
 
 def _shardings(ranks: int, per_host: int) -> list[tuple[str, int | None]]:
