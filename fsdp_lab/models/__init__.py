@@ -20,21 +20,17 @@ if TYPE_CHECKING:
     from fsdp_lab.models.flops import device_peak as device_peak
     from fsdp_lab.models.flops import flops_per_sample as flops_per_sample
     from fsdp_lab.models.presets import PRESETS as PRESETS
-    from fsdp_lab.models.presets import Preset as Preset
-    from fsdp_lab.models.presets import facts_of as facts_of
 
 _HOMES = {
     "Batches": "batches",
     "Flops": "flops",
     "Initializer": "build",
     "PRESETS": "presets",
-    "Preset": "presets",
     "Weights": "build",
     "build_skeleton": "build",
     "count_flops": "flops",
     "BestPeak": "flops",
     "device_peak": "flops",
-    "facts_of": "presets",
     "flops_per_sample": "flops",
     "resolve": "configs",
 }
