@@ -105,24 +105,24 @@ def case(row: Row) -> PublishedCase:
     if (reader.text("other_metric"), reader.text("other_value")) == ("backward_prefetch", "off"):
         spec = spec.replace(backward_prefetch=0)
     shape = shape_of(model)
-    where = _machine(reader, ranks)
-    if not reader.text("act_ckpt") and recompute == "none" and not _fits_without_recompute(spec, shape, where):
+    hardware = _machine(reader, ranks)
+    if not reader.text("act_ckpt") and recompute == "none" and not _fits_without_recompute(spec, shape, hardware):
         reader.assume("act_ckpt", "full: with all activations it would not fit")
         spec = spec.replace(recompute="full")
-    reader.assumed.update(where.assumed)
-    case = PublishedCase(id=reader.text("id"), source=source(reader), spec=spec, shape=shape, machine=where,
+    reader.assumed.update(hardware.assumed)
+    case = PublishedCase(id=reader.text("id"), source=source(reader), spec=spec, shape=shape, machine=hardware,
                          software=software, measured_s=None, assumed=reader.assumed)  # fmt: skip
     tokens_per_s = _tokens_per_s(reader, model, seq_len)
     seconds = case.tokens / tokens_per_s if tokens_per_s else reader.number("step_time_s")
     return replace(case, measured_s=seconds)
 
 
-def _fits_without_recompute(spec: Spec, shape: ModelShape, where: Machine) -> bool:
+def _fits_without_recompute(spec: Spec, shape: ModelShape, hardware: Machine) -> bool:
     """Whether fp32 parameters, gradients and AdamW's moments fit beside the activations of one micro-batch."""
     state = 16 * shape.parameters / spec.shard_factor
     tokens = shape.tokens(spec.workload.seq_len)
     activations = sum(unit.saved[spec.strategy.dtypes.param].bytes_of(tokens) for unit in shape.units)
-    return state + activations * spec.workload.micro_batch < where.device.memory_bytes
+    return state + activations * spec.workload.micro_batch < hardware.device.memory_bytes
 
 
 # -- the model of a row ----------------------------------------------------------------------------------------------
@@ -361,9 +361,12 @@ def counted_flops_per_token(kind: str, shape: ModelShape, seq_len: int, *, recom
 
 
 def _tokens_per_s(reader: _Reader, model: NamedModel, seq_len: int) -> float | None:
-    tokens_per_s, tflops = reader.number("tokens_per_s_per_gpu"), reader.number("tflops_per_gpu")
-    if tokens_per_s is not None or tflops is None:
+    tokens_per_s = reader.number("tokens_per_s_per_gpu")
+    if tokens_per_s is not None:
         return tokens_per_s
+    tflops = reader.number("tflops_per_gpu")
+    if tflops is None:
+        return None
     recomputed = reader.text("act_ckpt") in ("full", "yes")
     return tflops * 1e12 / counted_flops_per_token(reader.text("tflops_kind"), shape_of(model), seq_len,
                                                    recomputed=recomputed)  # fmt: skip
