@@ -269,7 +269,7 @@ def _ablations(table: Mapping[str, Row]) -> list[Check]:
 
 def _check(name: str, kind: str, row: Row, base: Row, published: float | None = None) -> Check:
     one, other = case(row), case(base)
-    predicted = (one.tokens / predicted_s(one)) / (other.tokens / predicted_s(other))
+    predicted = (one.tokens / predicted_s(one, PUBLISHED)) / (other.tokens / predicted_s(other, PUBLISHED))
     return Check(name=name, kind=kind, published=published or _measured(one) / _measured(other), predicted=predicted)
 
 
