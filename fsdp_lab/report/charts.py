@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from bokeh.models import BoxZoomTool, ColumnDataSource, FixedTicker, HoverTool, Model, Range1d, ResetTool, SaveTool
 from bokeh.models.annotations import Span as Ruler
-from bokeh.models.renderers import DataRenderer
 from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
@@ -26,6 +25,7 @@ from fsdp_lab.dashboard.panels.drawing import (
     class_keys,
     class_tokens,
     fill_key,
+    hover,
     hover_bars,
     label_ends,
     paint_stack,
@@ -123,20 +123,20 @@ def _curve(
     fig.xaxis.axis_label = "optimizer step"
     fig.xgrid.visible = False
     _tools(fig)
-    lines: list[DataRenderer] = [
+    lines = [
         fig.line("step", "value", source=ColumnDataSource({"step": xs, "value": ys}), name=f"{c.row.label} {c.row.name}",
                  line_color=c.color, line_width=6 if c.band else 2, line_alpha=0.55 if c.band else 1.0,
                  line_dash="solid" if c.band else DASHES[c.dash])
         for c, (xs, ys, _) in sorted(zip(courses, series, strict=True), key=lambda drawn: not drawn[0].band)
     ]  # fmt: skip
-    rows = [("run", "$name"), ("step", "@step"), (title, "@value{0,0.0000}")]
-    fig.add_tools(HoverTool(renderers=lines, tooltips=rows, mode="vline", attachment="horizontal"))
+    hover(fig, lines, [("run", "$name"), ("step", "@step"), (title, "@value{0,0.0000}")])
     _mark_switches(fig, courses)
-    strides = {stride for _, _, stride in series if stride > 1}
-    coarse = (
-        f" Of long runs a point is the median of {' or '.join(map(str, sorted(strides)))} steps." if strides else ""
-    )
-    left_out = "Without first steps after a change and ledger steps." if timed else ""
+    strides = sorted({stride for _, _, stride in series if stride > 1})
+    notes = [
+        "Without first steps after a change and ledger steps." if timed else "",
+        f"Of long runs a point is the median of {' or '.join(map(str, strides))} steps." if strides else "",
+        note,
+    ]
     last = ", ".join(f"{c.row.label} {ys[-1]:.4g}" for c, (_, ys, _) in zip(courses, series, strict=True) if ys)
     return Chart(
         name=name,
@@ -144,7 +144,7 @@ def _curve(
         root=fig,
         described=f"{title} ({y_label}) over optimizer steps, a curve for each run. Last values: {last}.",
         legend=run_keys(courses),
-        note=" ".join(filter(None, [(left_out + coarse).strip(), note])),
+        note=" ".join(filter(None, notes)),
     )
 
 

@@ -11,7 +11,7 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-from bokeh.models import ColumnDataSource, LinearAxis, NumeralTickFormatter, Range1d
+from bokeh.models import ColumnDataSource, LinearAxis, Range1d
 from bokeh.plotting import figure
 
 from fsdp_lab.core.formatting import count, duration, figures, size
@@ -19,7 +19,7 @@ from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns, Numbers
 from fsdp_lab.dashboard.panels.axis import SMOOTH_STEPS, STEP_LIMIT, SpanRange, StepAxis, ZeroRange
 from fsdp_lab.dashboard.panels.base import Captions, Key, Panel, Patches, Prediction, with_prediction
-from fsdp_lab.dashboard.panels.drawing import LINE_PX, hover, limit_line, rank_keys, tint, twin
+from fsdp_lab.dashboard.panels.drawing import LINE_PX, hover, limit_line, rank_keys, simplify_axis, tint, twin
 from fsdp_lab.runs.evaluation import in_words
 from fsdp_lab.runs.steps import Step
 from fsdp_lab.runs.summary import Peaks
@@ -249,7 +249,12 @@ class TflopsPanel(CurvePanel):
         shares = [("MFU, mean", "@mfu_percent{0.0} %"), ("HFU, mean", "@hfu_percent{0.0} %")]
         hover(fig, mean, [("step", "@step"), *rows, *shares])
         fig.extra_y_ranges = {"mfu": Range1d(start=0, end=1, name="tflops.mfu")}
-        fig.add_layout(_mfu_axis(), "right")
+        # The plot has headroom above the peak, which is no utilisation: the axis ends at 100 %.
+        axis = LinearAxis(
+            y_range_name="mfu", name="tflops.mfu_axis", axis_label="MFU (%)", visible=False, bounds=(0, 100)
+        )
+        simplify_axis(axis, "0,0.[0]")
+        fig.add_layout(axis, "right")
 
     def _write(self, steps: Sequence[Step]) -> int:
         for step in steps:
@@ -304,16 +309,6 @@ class TflopsPanel(CurvePanel):
             changes["tflops.mfu"] = {"start": 0.0, "end": 100 * self._range.end * 1e12 / self._peak[0]}
             changes["tflops.mfu_axis"] = {"visible": True}
         return changes
-
-
-def _mfu_axis() -> LinearAxis:
-    return LinearAxis(
-        y_range_name="mfu", name="tflops.mfu_axis", axis_label="MFU (%)", visible=False, axis_line_alpha=0,
-        major_tick_line_alpha=0, minor_tick_line_alpha=0, axis_label_text_font_style="normal",
-        axis_label_text_font_size="11px", major_label_text_font_size="11px", axis_label_standoff=6,
-        bounds=(0, 100),  # the plot has headroom above the peak, which is no utilisation
-        formatter=NumeralTickFormatter(format="0,0.[0]"),  # type: ignore[arg-type]  # Bokeh's stub is too narrow
-    )  # fmt: skip
 
 
 def _percent(shares: Iterable[float | None]) -> float:

@@ -44,15 +44,18 @@ def plain_figure(name: str, y_label: str, **kwargs: Any) -> figure:
     )  # fmt: skip
     fig.yaxis.axis_label = y_label
     for axis in fig.axis:
-        axis.axis_line_alpha = 0
-        axis.major_tick_line_alpha = 0
-        axis.minor_tick_line_alpha = 0
-        axis.axis_label_standoff = 6
-        axis.axis_label_text_font_style = "normal"
-        axis.axis_label_text_font_size = axis.major_label_text_font_size = "11px"
-        axis.formatter = NumeralTickFormatter(format="0,0.[0000]")
+        simplify_axis(axis, "0,0.[0000]")
     fig.yaxis.ticker = AdaptiveTicker(mantissas=[1, 2, 2.5, 5], desired_num_ticks=5)
     return fig
+
+
+def simplify_axis(axis: Any, number_format: str) -> None:
+    """Leaves labels and numbers alone of a Bokeh axis."""
+    axis.axis_line_alpha = axis.major_tick_line_alpha = axis.minor_tick_line_alpha = 0
+    axis.axis_label_standoff = 6
+    axis.axis_label_text_font_style = "normal"
+    axis.axis_label_text_font_size = axis.major_label_text_font_size = "11px"
+    axis.formatter = NumeralTickFormatter(format=number_format)
 
 
 def rank_bars(name: str, x_label: str, world_size: int) -> figure:
@@ -132,9 +135,9 @@ def label_ends(
 def hover(
     fig: figure, renderer: Any, rows: Sequence[tuple[str, str]], *, mode: Literal["mouse", "vline"] = "vline"
 ) -> None:
-    """A tooltip over `renderer`: label and Bokeh field expression for each line."""
-    tool = HoverTool(renderers=[renderer], tooltips=list(rows), mode=mode, attachment="horizontal")
-    fig.add_tools(tool)
+    """A tooltip over a renderer or a list of them: label and Bokeh field expression for each line."""
+    renderers = renderer if isinstance(renderer, list) else [renderer]
+    fig.add_tools(HoverTool(renderers=renderers, tooltips=list(rows), mode=mode, attachment="horizontal"))
 
 
 def hover_bars(

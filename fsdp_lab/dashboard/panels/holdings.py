@@ -53,14 +53,14 @@ class HoldingBar:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Axis:
+class ParameterAxis:
     """All parameters side by side, grouped by unit; widths are proportional to their elements, with a least width."""
 
     bars: Mapping[str, HoldingBar]
     units: Mapping[str, tuple[float, float]]
 
     @classmethod
-    def of(cls, parameters: Sequence[ParameterHolding]) -> Axis:
+    def of(cls, parameters: Sequence[ParameterHolding]) -> ParameterAxis:
         by_unit: dict[str, list[ParameterHolding]] = {}
         for p in parameters:
             by_unit.setdefault(p.unit, []).append(p)
@@ -119,7 +119,7 @@ class HoldingsPanel(BaseCard):
         self.world_size = len(moment.frames)
         self.ranks = min(self.world_size, MOST_RANKS)
         self._parameters = _identity(moment)
-        self._axis = Axis.of(moment.frames[0].parameters)
+        self._axis = ParameterAxis.of(moment.frames[0].parameters)
         room = self.ranks * len(self._axis.bars)
         place = ["left", "right", "top", "bottom"]
         self._bars = Columns(

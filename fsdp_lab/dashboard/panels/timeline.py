@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from bokeh.models import CDSView, FixedTicker, GroupFilter, HoverTool, PanTool, Range1d, WheelZoomTool
-from bokeh.models.renderers import DataRenderer
+from bokeh.models import CDSView, FixedTicker, GroupFilter, PanTool, Range1d, WheelZoomTool
 from bokeh.plotting import figure
 
 from fsdp_lab.core.events import Span, Track, exposed_by_unit
@@ -20,7 +19,7 @@ from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns
 from fsdp_lab.dashboard.panels.axis import FINE, StepAxis, ZeroRange
 from fsdp_lab.dashboard.panels.base import Captions, Panel, Patches, Pin
-from fsdp_lab.dashboard.panels.drawing import FILLS, NEUTRAL, fill_key, paint_fill, plain_figure, twin
+from fsdp_lab.dashboard.panels.drawing import FILLS, NEUTRAL, fill_key, hover, paint_fill, plain_figure, twin
 from fsdp_lab.runs.steps import SPAN_CAP, TRACED_STEPS, Step
 from fsdp_lab.runs.timeline import NO_UNIT, TRACK_NAMES, RankLane, Timeline, stacked
 
@@ -101,7 +100,7 @@ class TimelinePanel(Panel):
                  line_alpha=0)  # fmt: skip
         fig.segment(x0="left", x1="left", y0="top", y1="bottom", source=lanes, line_color="color", line_width=3)
         spans = twin(self._spans)
-        drawn: list[DataRenderer] = []
+        drawn = []
         for token in DRAWN_TOKENS:
             view = CDSView(filter=GroupFilter(column_name="fill", group=token))
             bars = fig.quad(
@@ -112,7 +111,7 @@ class TimelinePanel(Panel):
             drawn.append(bars)
         rows = [("rank", "@rank"), ("what", "@what"), ("unit", "@unit"), ("time", "@ms{0,0.00} ms, from @left{0,0.00} ms"),
                 ("link", "@link"), ("bandwidth", "@bandwidth"), ("group", "@group")]  # fmt: skip
-        fig.add_tools(HoverTool(renderers=drawn, tooltips=rows, mode="mouse", attachment="horizontal"))
+        hover(fig, drawn, rows, mode="mouse")
         return fig
 
     def patches(self) -> Patches:
