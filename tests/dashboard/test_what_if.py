@@ -68,11 +68,11 @@ def test_every_field_of_a_strategy_can_be_asked_for():
 
 def test_a_question_changes_field_by_field_and_says_its_hosts():
     asked = small().replace(world_size=32, per_host=4, network=400)
-    machine = asked.where.machine(32)
+    machine = asked.target.machine(32)
     assert (machine.hosts, machine.per_host, machine.network_bytes_per_s) == (8, 4, 50e9)
     assert "hosts" not in machine.assumed
     assert small().flat()["network"] is None
-    assert asked.replace(network=None).where.machine(32).assumed["network"]
+    assert asked.replace(network=None).target.machine(32).assumed["network"]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class Question:
             _check_positive("network", self.network, 1e6)
         if self.per_host is not None:
             check_whole("per_host", self.per_host)
-        self.where.machine(self.spec.world_size)
+        self.target.machine(self.spec.world_size)
 
     def flat(self) -> dict[str, Any]:
         """Every field by its name, the Spec's included."""
@@ -61,7 +61,7 @@ class Question:
         return dataclasses.replace(self, spec=self.spec.replace(**rest), **own)
 
     @property
-    def where(self) -> Target:
+    def target(self) -> Target:
         hardware = custom(self) if self.hardware == CUSTOM else self.hardware
         return Target(hardware=hardware, per_host=self.per_host, network_gbit_per_s=self.network)
 
@@ -69,13 +69,13 @@ class Question:
     def planned_spec(self) -> Spec:
         """The Spec with the shard size of hybrid sharding: the GPUs of a host, unless it is given."""
         s, ranks = self.spec.strategy, self.spec.world_size
-        per_host = self.where.machine(ranks).per_host
+        per_host = self.target.machine(ranks).per_host
         if s.is_hybrid and s.shard_size is None and 1 < per_host < ranks and ranks % per_host == 0:
             return self.spec.replace(shard_size=per_host)
         return self.spec
 
 
-_OWN = ("hardware", "per_host", "network", "peak_tflops", "memory_gib", "link_gb_per_s")
+_OWN = tuple(f.name for f in dataclasses.fields(Question) if f.name != "spec")
 
 
 def custom(question: Question) -> Device:
@@ -120,19 +120,19 @@ class Answer:
 
 def answer(question: Question) -> Answer:
     """Takes milliseconds for a preset. Raises FieldError as `planner.questions.planned` does."""
-    return Answer(question=question, plan=planned(question.planned_spec, question.where))
+    return Answer(question=question, plan=planned(question.planned_spec, question.target))
 
 
 def with_curve(answered: Answer) -> Answer:
     """The same answer with its scaling curve."""
     question = answered.question
-    along, binds = curve(question.planned_spec, question.where)
+    along, binds = curve(question.planned_spec, question.target)
     return dataclasses.replace(answered, along=tuple(along), binds=binds)
 
 
 def best(question: Question) -> Search:
     """Searches for the fastest strategies that fit; takes seconds."""
-    return searched(question.planned_spec, question.where)
+    return searched(question.planned_spec, question.target)
 
 
 SEARCHED = ("sharding", "shard_size", "recompute", "micro_batch", "accumulate", "forward_prefetch", "offload")
