@@ -120,7 +120,7 @@ def test_waits_that_nobody_saw_are_not_put_down_to_a_unit(exposed_s, said):
 def test_every_fill_has_a_token():
     tokens = theme.tokens()["light"]
     assert set(module.DRAWN_TOKENS) <= set(tokens)
-    assert set(module.FILLS) == set(Track)
+    assert set(module.TRACK_TOKENS) == set(Track)
 
 
 def test_a_step_without_a_rank_is_a_gap():
