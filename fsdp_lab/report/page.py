@@ -17,17 +17,10 @@ from fsdp_lab.core.spec import Spec
 from fsdp_lab.dashboard import theme
 from fsdp_lab.report.charts import Chart
 from fsdp_lab.runs.comparison import Comparison, Refusal, finite
-from fsdp_lab.runs.parity import Verdict
 from fsdp_lab.runs.recommend import Recommendation
 from fsdp_lab.runs.view import RunView, Switch
 
 FOLDER = Path(__file__).parent
-BADGES: Mapping[Verdict, str] = {
-    Verdict.EQUAL: "equal",
-    Verdict.WITHIN: "within",
-    Verdict.DIFFERENT: "different",
-    Verdict.UNKNOWN: "unknown",
-}
 
 
 def page(
@@ -46,7 +39,7 @@ def page(
     environment = Environment(loader=FileSystemLoader(FOLDER), undefined=StrictUndefined, autoescape=True,
                               trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     environment.filters.update(
-        badge_class=BADGES.__getitem__, spread=_spread, color=theme.rank_color, field=_field, change=_change,
+        spread=_spread, color=theme.rank_color, field=_field, change=_change,
         duration=duration, spec_json=_spec_json, leaves=_leaves, embedded=embedded,
     )  # fmt: skip
     return environment.get_template("page.html.jinja").render(

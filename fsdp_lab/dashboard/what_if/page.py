@@ -88,25 +88,15 @@ class WhatIf:
             Group(title, [self._controls[f.name] for f in fields], self.choose_together, list(FIELDS.values()))
             for title, fields in FORM
         ]
-        head = widgets.HTML("<h4>What if?</h4>")
-        head.add_class("fsdp-slow-head")
-        self._best = widgets.Button(
-            description="Find the best", icon="search", tooltip="The fastest strategies that fit, at this global batch"
-        )
-        self._best.add_class("fsdp-button")
-        self._best.button_style = "primary"
-        self._best.on_click(lambda _: self.find())
-        self._state = widgets.HTML()
-        self._state.add_class("fsdp-state-line")
-        bar = widgets.Box([head, self._best, self._state])
-        bar.add_class("fsdp-bar")
-        groups = widgets.Box([g.box for g in self._groups])
-        groups.add_class("fsdp-groups")
-        controls = widgets.VBox([bar, groups])
-        controls.add_class("fsdp-controls")
-        self._box = widgets.VBox([controls, self._live])
-        self._box.add_class("fsdp-lab")
-        self._box.add_class("fsdp-what-if")
+        head = widgets.HTML("<h4>What if?</h4>").add_class("fsdp-slow-head")
+        tooltip = "The fastest strategies that fit, at this global batch"
+        self._best = widgets.Button(description="Find the best", icon="search", tooltip=tooltip, button_style="primary")
+        self._best.add_class("fsdp-button").on_click(lambda _: self.find())
+        self._state = widgets.HTML().add_class("fsdp-state-line")
+        bar = widgets.Box([head, self._best, self._state]).add_class("fsdp-bar")
+        groups = widgets.Box([g.box for g in self._groups]).add_class("fsdp-groups")
+        controls = widgets.VBox([bar, groups]).add_class("fsdp-controls")
+        self._box = widgets.VBox([controls, self._live]).add_class("fsdp-lab").add_class("fsdp-what-if")
 
     # -- what a person does, from any thread ------------------------------------------------------------------------
 
