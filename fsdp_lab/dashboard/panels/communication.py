@@ -53,8 +53,7 @@ class CommunicationPanel(Panel):
         super().__init__()
         self.world_size = world_size
         self._frame = frame
-        link = [f"{k}_mb" for k in KINDS]
-        now = ["rank", *KINDS, *link, "exposed", "total", "zero"]
+        now = ["rank", *KINDS, *(f"{k}_mb" for k in KINDS), "exposed", "total"]
         self._now = Columns("communication.now", now, texts=["label", "color"], limit=world_size)
         self._over = Columns("communication.steps", ["step", *KINDS, "exposed", "total", "step_ms"], limit=STEP_LIMIT)
         self._now_range, self._over_range = ZeroRange(headroom=1.5, slack=0.5), ZeroRange()
@@ -75,7 +74,7 @@ class CommunicationPanel(Panel):
             sign_bars(fig, source, y="rank", end="total")
         rows = [(theme.COMMUNICATION[k].label, f"@{k}{{0,0.00}} ms, @{k}_mb{{0,0.00}} MB") for k in KINDS]
         rows = [("rank", "@rank"), *rows, ("exposed", "@exposed{0,0.00} ms")]
-        hover_bars(fig, source, rows, left="zero", right="total", y="rank", height=0.9)
+        hover_bars(fig, source, rows, right="total", y="rank", height=0.9)
         return fig
 
     def _draw_over(self, frame: StepAxis) -> figure:
@@ -127,7 +126,7 @@ class CommunicationPanel(Panel):
             own = [e for s in self._recent for e in s.events if e.rank == rank]
             ms = [median(_of(e.comm, k).seconds for e in own) * 1e3 for k in KINDS]
             mb = [median(_of(e.comm, k).link_bytes for e in own) / 1e6 for k in KINDS]
-            rows.append([rank, *ms, *mb, median(e.exposed_comm_s for e in own) * 1e3, sum(ms), 0.0])
+            rows.append([rank, *ms, *mb, median(e.exposed_comm_s for e in own) * 1e3, sum(ms)])
             labels.append(duration(sum(ms) / 1e3))
             colors.append(theme.rank_color(rank))
         return self._now.replace(rows, {"label": labels, "color": colors})

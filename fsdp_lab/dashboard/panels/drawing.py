@@ -142,10 +142,10 @@ def hover(
 
 def hover_bars(
     fig: figure, source: ColumnDataSource, rows: Sequence[tuple[str, str]], *, right: str = "end", y: str = "y",
-    left: str | float = 0, height: float,
+    height: float,
 ) -> None:  # fmt: skip
     """A tooltip over each whole bar."""
-    whole = fig.hbar(y=y, left=left, right=right, height=height, source=source, fill_alpha=0, line_alpha=0)
+    whole = fig.hbar(y=y, left=0, right=right, height=height, source=source, fill_alpha=0, line_alpha=0)
     hover(fig, whole, rows, mode="mouse")
 
 

@@ -133,7 +133,7 @@ class HoldingsPanel(BaseCard):
         self._own = Columns("slow.own", place, texts=["color"], limit=2 * room)
         self._now = Columns("slow.now", ["left", "right"], limit=1)
         self._held = Columns(
-            "slow.held", ["rank", "text", "top", "bottom", "own", "held", "zero", "all"], texts=["label", "color"],
+            "slow.held", ["rank", "text", "top", "bottom", "own", "held"], texts=["label", "color"],
             limit=self.ranks,
         )  # fmt: skip
         self._drawn: object = None
@@ -182,12 +182,14 @@ class HoldingsPanel(BaseCard):
         fig.xaxis.axis_label = "held now: elements, bytes"
         fig.min_border_left, fig.min_border_right = 24, 24
         source = twin(self._held)
-        fig.quad(left="zero", right="all", top="top", bottom="bottom", source=source, fill_color=NEUTRAL, fill_alpha=EMPTY,
-                 line_alpha=0)  # fmt: skip
-        fig.quad(left="own", right="held", top="top", bottom="bottom", source=source, fill_color="color", fill_alpha=LIGHT,
-                 line_alpha=0)  # fmt: skip
-        fig.quad(left="zero", right="own", top="top", bottom="bottom", source=source, fill_color="color", line_alpha=0)
-        text = fig.text(x="zero", y="text", text="label", text_baseline="middle", text_font_size="11px", source=source)
+        for left, right, color, alpha in (
+            (0, 1, NEUTRAL, EMPTY),
+            ("own", "held", "color", LIGHT),
+            (0, "own", "color", 1.0),
+        ):
+            fig.quad(left=left, right=right, top="top", bottom="bottom", source=source, fill_color=color, fill_alpha=alpha,
+                     line_alpha=0)  # fmt: skip
+        text = fig.text(x=0, y="text", text="label", text_baseline="middle", text_font_size="11px", source=source)
         tint(text.glyph, text_color="ink.peak")
 
     def update(self, moment: StepMoment) -> int:
@@ -242,9 +244,7 @@ class HoldingsPanel(BaseCard):
         for f in moment.frames[: self.ranks]:
             total = max(1, sum(p.numel for p in f.parameters))
             own, held = sum(p.stop - p.start for p in f.parameters), moment.held_elements(f.rank)
-            rows.append(
-                [f.rank, f.rank - 0.11, f.rank + STRIP[0], f.rank + STRIP[1], own / total, held / total, 0.0, 1.0]
-            )
+            rows.append([f.rank, f.rank - 0.11, f.rank + STRIP[0], f.rank + STRIP[1], own / total, held / total])
             labels.append(f"{count(held)}, {size(moment.held_bytes(f.rank))}")
             colors.append(theme.rank_color(f.rank))
         return self._held.replace(rows, {"label": labels, "color": colors})
