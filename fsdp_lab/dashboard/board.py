@@ -19,7 +19,7 @@ from typing import cast
 from fsdp_lab.core.describe import DEFAULT_FIELDS, describe_fields, differing_fields
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.panels.overlay import Overlay
+from fsdp_lab.dashboard.panels.axis import Overlay
 from fsdp_lab.dashboard.pins import Pinned
 from fsdp_lab.dashboard.ports import LabLike, RunLike, SweepLike
 from fsdp_lab.runs import Comparison, Refusal

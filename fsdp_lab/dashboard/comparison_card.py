@@ -11,7 +11,7 @@ from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.board import BoardView, Entry, Kind
 from fsdp_lab.dashboard.columns import Columns
 from fsdp_lab.dashboard.panels.base import Captions, Cell, Key, Part, Patches
-from fsdp_lab.dashboard.panels.classes import ON_DEVICE, class_keys
+from fsdp_lab.dashboard.panels.drawing import ON_DEVICE, class_keys
 from fsdp_lab.runs.comparison import Comparison, Row, ratio_words
 from fsdp_lab.runs.parity import Verdict
 from fsdp_lab.runs.recommend import recommend

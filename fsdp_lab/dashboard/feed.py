@@ -13,9 +13,8 @@ from fsdp_lab.dashboard.comparison_card import ComparisonCard
 from fsdp_lab.dashboard.foretelling import Predictor
 from fsdp_lab.dashboard.live import LiveView, Scene
 from fsdp_lab.dashboard.panels import PANELS, Panel, Pinnable, StepAxis
-from fsdp_lab.dashboard.panels.base import STEP_LIMIT, Overlaid
-from fsdp_lab.dashboard.panels.ghost import Prediction, PredictionPanel
-from fsdp_lab.dashboard.panels.overlay import Overlay
+from fsdp_lab.dashboard.panels.axis import STEP_LIMIT, Overlay
+from fsdp_lab.dashboard.panels.base import Prediction
 from fsdp_lab.dashboard.ports import LabLike, RunLike
 from fsdp_lab.models.check import is_language
 from fsdp_lab.runs.steps import Assembler, Step
@@ -57,15 +56,13 @@ class Stage:
         if ghost is not None and ghost != self.ghost:
             self.ghost = ghost
             for panel in self.panels:
-                if isinstance(panel, PredictionPanel):
-                    panel.predict(ghost)
+                panel.predict(ghost)
 
     def overlay(self, overlays: Mapping[int, Overlay]) -> None:
         """The curves of other runs, in ranges that hold them."""
         if self.frame.overlays.show(overlays):
             for panel in self.panels:
-                if isinstance(panel, Overlaid):
-                    panel.cover()
+                panel.cover()
 
 
 class Feed:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.dashboard.panels.ghost import Prediction
+from fsdp_lab.dashboard.panels.base import Prediction
 from fsdp_lab.dashboard.ports import LabLike, PlansLike
 from fsdp_lab.models.check import is_language
 from fsdp_lab.planner.plan import Plan

@@ -10,7 +10,8 @@ from bokeh.models import Plot
 
 from fsdp_lab.dashboard.columns import Columns
 from fsdp_lab.dashboard.live import LiveView, Scene
-from fsdp_lab.dashboard.panels.base import Captions, tint
+from fsdp_lab.dashboard.panels.base import Captions
+from fsdp_lab.dashboard.panels.drawing import tint
 
 
 def picture(figure: Plot, title: str = "") -> LiveView:

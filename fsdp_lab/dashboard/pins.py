@@ -16,8 +16,7 @@ from fsdp_lab.core.formatting import MIB
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Numbers
-from fsdp_lab.dashboard.panels.base import MOST_ROWS, SMOOTH_STEPS, STEP_LIMIT
-from fsdp_lab.dashboard.panels.overlay import CURVE
+from fsdp_lab.dashboard.panels.axis import CURVE, MOST_ROWS, SMOOTH_STEPS, STEP_LIMIT
 from fsdp_lab.runs import EventStore, RunState, Step, Switch
 from fsdp_lab.runs.steps import last_stretch
 from fsdp_lab.runs.view import RunView

@@ -1,4 +1,4 @@
-"""The pictures of a report: curves over steps, and bars, a run each. Drawn as the dashboard draws, but whole and still."""
+"""The pictures of a report, drawn as in the dashboard, but static: curves over steps, bars a run, and timelines."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from bokeh.models import BoxZoomTool, ColumnDataSource, FixedTicker, HoverTool, Range1d, ResetTool, SaveTool
+from bokeh.models import BoxZoomTool, ColumnDataSource, FixedTicker, HoverTool, Model, Range1d, ResetTool, SaveTool
 from bokeh.models.annotations import Span as Ruler
-from bokeh.models.renderers import DataRenderer
 from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
@@ -18,26 +17,40 @@ from fsdp_lab.core.describe import describe_changes
 from fsdp_lab.core.events import Role
 from fsdp_lab.core.formatting import GIB, MIB, duration, size
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.panels.base import Key, hover, paint_fill, plain_figure, tint
-from fsdp_lab.dashboard.panels.classes import ON_DEVICE, class_keys
-from fsdp_lab.dashboard.panels.ranges import FINE, SpanRange, ZeroRange
+from fsdp_lab.dashboard.panels.axis import FINE, SpanRange, StepAxis, ZeroRange
+from fsdp_lab.dashboard.panels.base import Key, Panel
+from fsdp_lab.dashboard.panels.drawing import (
+    FILLS,
+    ON_DEVICE,
+    class_keys,
+    class_tokens,
+    fill_key,
+    hover,
+    hover_bars,
+    label_ends,
+    paint_stack,
+    plain_figure,
+    tint,
+    unit_name,
+)
+from fsdp_lab.dashboard.panels.memory import LIMIT_REACH
+from fsdp_lab.dashboard.panels.timeline import TimelinePanel
 from fsdp_lab.runs.comparison import Comparison, Row, ratio_words
 from fsdp_lab.runs.steps import Step
 from fsdp_lab.runs.summary import Pairing, Ratio, counting
 from fsdp_lab.runs.view import RunView, switches_in_force
 
-# Curves that lie on each other: each is seen in the gaps of the next, and the fifth to eighth as bands below the first four.
+# Of equal curves each is seen in the gaps of the next; the fifth to eighth are bands below the first four.
 DASHES = ("solid", "8 4", "2 3", "10 3 2 3")
 HATCHES = ("line", "dashes", "dots", "dashes")
-MOST_POINTS = 1500  # of a curve; above it a point is the median of some steps
+MOST_POINTS = 1500  # of a curve; of a longer one a point is the median of several steps
 CURVE_PX, BAR_PX, FOOT_PX = 230, 38, 56
 LABEL_CHARS = 30
-REACH = 3.0  # a limit within so many times the peak is drawn
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A picture and its words. `described` is for those who do not see it."""
+    """A picture with its texts. `described` is the text for readers who cannot see it."""
 
     name: str
     title: str
@@ -60,8 +73,8 @@ class Course:
 
     @classmethod
     def of(cls, place: int, row: Row, run: RunView) -> Course:
-        found = [(s.step, s.before.difference(s.after)) for s in switches_in_force(run.switches) if s.before]
-        switches = tuple((step, describe_changes(difference)) for step, difference in found if difference)
+        changes = [(s.step, s.before.difference(s.after)) for s in switches_in_force(run.switches) if s.before]
+        switches = tuple((step, describe_changes(difference)) for step, difference in changes if difference)
         return cls(place=place, row=row, steps=[s for s in run.events.steps() if s.is_whole], switches=switches)
 
     @property
@@ -83,25 +96,25 @@ class Course:
 
 def curves(courses: Sequence[Course], note: str) -> list[Chart]:
     """Loss, step time, throughput and TFLOPS over steps; empty without a step."""
-    told = [c for c in courses if c.steps]
-    if not told:
+    courses = [c for c in courses if c.steps]
+    if not courses:
         return []
-    end = max(c.steps[-1].number for c in told)
-    x_range = Range1d(start=min(c.steps[0].number for c in told), end=max(end, 1))
+    end = max(c.steps[-1].number for c in courses)
+    x_range = Range1d(start=min(c.steps[0].number for c in courses), end=max(end, 1))
     kinds: tuple[tuple[str, str, str, Callable[[Step], float], bool], ...] = (
         ("loss", "Loss", "loss, mean of all ranks", lambda s: s.mean_loss, False),
         ("time", "Step time", "ms, slowest rank", lambda s: 1e3 * s.step_time_s, True),
         ("throughput", "Throughput", "tokens/s, all ranks", lambda s: s.tokens_per_s, True),
         ("tflops", "TFLOPS", "TFLOPS a rank, mean", lambda s: statistics.fmean(e.tflops for e in s.events), True),
     )
-    return [_curve(name, title, label, value, timed, told, x_range, note) for name, title, label, value, timed in kinds]
+    return [_curve(*kind, courses, x_range, note) for kind in kinds]
 
 
 def _curve(
     name: str, title: str, y_label: str, value: Callable[[Step], float], timed: bool, courses: Sequence[Course],
     x_range: Range1d, note: str,
 ) -> Chart:  # fmt: skip
-    """Curves of times leave out what medians leave out, and begin at zero."""
+    """A `timed` measure leaves out the steps that medians leave out, and its axis begins at zero."""
     series = [_points(c, value, timed) for c in courses]
     every = np.array([y for _, ys, _ in series for y in ys] or [math.nan])
     start, end = (0.0, ZeroRange(steps=FINE, headroom=1.06).cover(every)) if timed else SpanRange().cover(every)
@@ -110,20 +123,20 @@ def _curve(
     fig.xaxis.axis_label = "optimizer step"
     fig.xgrid.visible = False
     _tools(fig)
-    lines: list[DataRenderer] = [
+    lines = [
         fig.line("step", "value", source=ColumnDataSource({"step": xs, "value": ys}), name=f"{c.row.label} {c.row.name}",
                  line_color=c.color, line_width=6 if c.band else 2, line_alpha=0.55 if c.band else 1.0,
                  line_dash="solid" if c.band else DASHES[c.dash])
         for c, (xs, ys, _) in sorted(zip(courses, series, strict=True), key=lambda drawn: not drawn[0].band)
     ]  # fmt: skip
-    rows = [("run", "$name"), ("step", "@step"), (title, "@value{0,0.0000}")]
-    fig.add_tools(HoverTool(renderers=lines, tooltips=rows, mode="vline", attachment="horizontal"))
+    hover(fig, lines, [("run", "$name"), ("step", "@step"), (title, "@value{0,0.0000}")])
     _mark_switches(fig, courses)
-    strides = {stride for _, _, stride in series if stride > 1}
-    coarse = (
-        f" Of long runs a point is the median of {' or '.join(map(str, sorted(strides)))} steps." if strides else ""
-    )
-    left_out = "Without first steps after a change and ledger steps." if timed else ""
+    strides = sorted({stride for _, _, stride in series if stride > 1})
+    notes = [
+        "Without first steps after a change and ledger steps." if timed else "",
+        f"Of long runs a point is the median of {' or '.join(map(str, strides))} steps." if strides else "",
+        note,
+    ]
     last = ", ".join(f"{c.row.label} {ys[-1]:.4g}" for c, (_, ys, _) in zip(courses, series, strict=True) if ys)
     return Chart(
         name=name,
@@ -131,12 +144,12 @@ def _curve(
         root=fig,
         described=f"{title} ({y_label}) over optimizer steps, a curve for each run. Last values: {last}.",
         legend=run_keys(courses),
-        note=" ".join(filter(None, [(left_out + coarse).strip(), note])),
+        note=" ".join(filter(None, notes)),
     )
 
 
 def _points(c: Course, value: Callable[[Step], float], timed: bool) -> tuple[list[int], list[float], int]:
-    """Steps, values, and of how many steps each is the median."""
+    """Steps, values, and the number of steps that each value is the median of."""
     steps = counting(c.steps) if timed else c.steps
     stride = -(-len(steps) // MOST_POINTS)
     groups = [steps[i : i + stride] for i in range(0, len(steps), stride)] if steps else []
@@ -154,7 +167,7 @@ def _mark_switches(fig: figure, courses: Sequence[Course]) -> None:
 
 
 def _tools(fig: figure) -> None:
-    """A zoom into a box, the way back, and a picture; to be seen when the pointer is there."""
+    """Adds tools to zoom, to reset and to save the picture, visible while the pointer is over the figure."""
     fig.add_tools(BoxZoomTool(), ResetTool(), SaveTool())
     fig.toolbar_location, fig.toolbar_inner = "above", True
     fig.toolbar.autohide, fig.toolbar.logo = True, None
@@ -172,7 +185,7 @@ def run_keys(courses: Sequence[Course]) -> tuple[Key, ...]:
 
 
 def bars(compared: Comparison, note: str) -> list[Chart]:
-    """Ratios to the baseline, memory by class, communication; of those, what was measured."""
+    """Ratios to the baseline, memory by class and communication, each if it was measured."""
     rows = [row for row in compared.rows if row.figures.steps]
     times = {row.label: row.time_ratio for row in rows if row.time_ratio}
     memories = {row.label: _exact(row.memory_ratio) for row in rows if row.memory_ratio is not None}
@@ -191,9 +204,9 @@ def _exact(value: float) -> Ratio:
     return Ratio(median=value, p10=None, p90=None, n=1, pairing=Pairing.MEDIANS)
 
 
-def _ratios(name: str, title: str, compared: Comparison, found: Mapping[str, Ratio], note: str) -> Chart:
-    places = [i for i, row in enumerate(compared.rows) if row.label in found]
-    ratios = [found[compared.rows[i].label] for i in places]
+def _ratios(name: str, title: str, compared: Comparison, by_label: Mapping[str, Ratio], note: str) -> Chart:
+    places = [i for i, row in enumerate(compared.rows) if row.label in by_label]
+    ratios = [by_label[compared.rows[i].label] for i in places]
     spread = any(r.p10 is not None for r in ratios)
     fig = _bar_figure(name, f"{compared.baseline} is 1", [compared.rows[i] for i in places])
     source = ColumnDataSource({
@@ -217,7 +230,7 @@ def _ratios(name: str, title: str, compared: Comparison, found: Mapping[str, Rat
         tint(whisker.glyph, line_color="ink.peak")
     _label_ends(fig, source)
     _rule(fig, 1)
-    fig.x_range = Range1d(start=0, end=ZeroRange(steps=FINE, headroom=1.45).cover(np.array([1.0, *source.data["end"]])))
+    _fit(fig, [1.0, *source.data["end"]], headroom=1.45)
     words = "; ".join(f"{compared.rows[i].label} {ratio_words(r)}" for i, r in zip(places, ratios, strict=True))
     legend = [Key(label=f"{compared.baseline}", token="ink.marker", hatch="dashes")]
     legend += [Key(label="p10 to p90", token="ink.peak", hatch="line")] if spread else []
@@ -227,8 +240,8 @@ def _ratios(name: str, title: str, compared: Comparison, found: Mapping[str, Rat
 def _memory(compared: Comparison, note: str) -> Chart:
     rows = [row for row in compared.rows if row.figures.peak_memory_bytes]
     peaks = [row.figures.peak_memory_bytes or 0 for row in rows]
-    unit, unit_name = (GIB, "GiB") if max(peaks) >= GIB else (MIB, "MiB")
-    fig = _bar_figure("memory", f"{unit_name} of the fullest rank, at its peak", rows)
+    unit = GIB if max(peaks) >= GIB else MIB
+    fig = _bar_figure("memory", f"{unit_name(unit)} of the fullest rank, at its peak", rows)
     data = {name: [row.figures.at_peak.of_role(Role(name)) / unit for row in rows] for name in ON_DEVICE}
     host = [row.figures.host_bytes for row in rows]
     source = ColumnDataSource({
@@ -237,16 +250,15 @@ def _memory(compared: Comparison, note: str) -> Chart:
         "end": [peak / unit for peak in peaks],
         "label": [size(peak) + (f" + {size(h)} on the host" if h else "") for peak, h in zip(peaks, host, strict=True)],
     })  # fmt: skip
-    _stack(fig, source, "memory", {name: theme.MEMORY[name] for name in ON_DEVICE}, unit_name, height=0.6)
+    _stack(fig, source, class_tokens(), unit_name(unit), height=0.6)
     limit = min((row.figures.limit_bytes for row in rows if row.figures.limit_bytes), default=None)
     legend = class_keys(ON_DEVICE)
     ends = [*source.data["end"]]
-    if limit is not None and limit <= REACH * max(peaks):
+    if limit is not None and limit <= LIMIT_REACH * max(peaks):
         _rule(fig, limit / unit)
         legend.append(Key(label=f"limit {size(limit)}", token="ink.marker", hatch="dashes"))
         ends.append(limit / unit)
-    room = 1.65 if any(host) else 1.3
-    fig.x_range = Range1d(start=0, end=ZeroRange(steps=FINE, headroom=room).cover(np.array(ends)))
+    _fit(fig, ends, headroom=1.65 if any(host) else 1.3)
     each = "; ".join(f"{row.label} {size(peak)}" for row, peak in zip(rows, peaks, strict=True))
     described = f"Peak memory of the fullest rank by class: {each}."
     return Chart(name="memory", title="Memory", root=fig, described=described, legend=tuple(legend), note=note)
@@ -267,12 +279,10 @@ def _communication(compared: Comparison, note: str) -> Chart:
     })  # fmt: skip
     waited = fig.hbar(y="y_exposed", left=0, right="exposed", height=0.2, source=source, line_alpha=0)
     tint(waited.glyph, fill_color="timeline.waiting")
-    fills = {kind: theme.COMMUNICATION[kind] for kind in kinds}
-    _stack(fig, source, "communication", fills, "ms", height=0.42, more=[("exposed", "@exposed{0,0.00} ms")])
-    ends = np.array([*source.data["end"], *exposed])
-    fig.x_range = Range1d(start=0, end=ZeroRange(steps=FINE, headroom=1.7).cover(ends))
-    keys = [Key(label=fill.label, token=f"communication.{kind}", hatch=fill.hatch) for kind, fill in fills.items()]
-    keys.append(Key(label="exposed: computing waited", token="timeline.waiting"))
+    tokens = [f"communication.{kind}" for kind in kinds]
+    _stack(fig, source, tokens, "ms", height=0.42, more=[("exposed", "@exposed{0,0.00} ms")])
+    _fit(fig, [*source.data["end"], *exposed], headroom=1.7)
+    keys = [*map(fill_key, tokens), Key(label="exposed: computing waited", token="timeline.waiting")]
     described = "; ".join(f"{row.label} {_comm_words(row)}" for row in rows)
     apart = "Issue to completion, by kind; collectives that overlap count each."
     return Chart(name="communication", title="Communication", root=fig, legend=tuple(keys), note=f"{apart} {note}".strip(),
@@ -297,16 +307,20 @@ def _bar_figure(name: str, x_label: str, rows: Sequence[Row]) -> figure:
 
 
 def _stack(
-    fig: figure, source: ColumnDataSource, part: str, fills: Mapping[str, theme.Fill], unit: str, *, height: float,
+    fig: figure, source: ColumnDataSource, tokens: Sequence[str], unit: str, *, height: float,
     more: Sequence[tuple[str, str]] = (),
 ) -> None:  # fmt: skip
-    """Stacked bars, a column of `source` each, with a tooltip over the whole and the words of column `label` behind it."""
-    bars = fig.hbar_stack(list(fills), y="y", height=height, source=source, line_width=1)
-    for (name, fill), bar in zip(fills.items(), bars, strict=True):
-        paint_fill(bar.glyph, f"{part}.{name}", fill)
-    whole = fig.hbar(y="y", left=0, right="end", height=height, source=source, fill_alpha=0, line_alpha=0)
-    hover(fig, whole, [*((fill.label, f"@{n}{{0,0.00}} {unit}") for n, fill in fills.items()), *more], mode="mouse")
+    """Stacked bars with a tooltip and the text of column `label`; a token `group.name` is of the column `name`."""
+    names = [token.partition(".")[2] for token in tokens]
+    paint_stack(fig.hbar_stack(names, y="y", height=height, source=source, line_width=1), tokens)
+    rows = [(FILLS[token].label, f"@{name}{{0,0.00}} {unit}") for token, name in zip(tokens, names, strict=True)]
+    hover_bars(fig, source, [*rows, *more], height=height)
     _label_ends(fig, source)
+
+
+def _fit(fig: figure, ends: Sequence[float], *, headroom: float) -> None:
+    """Makes room on the x axis for bars with these ends and their labels."""
+    fig.x_range = Range1d(start=0, end=ZeroRange(steps=FINE, headroom=headroom).cover(np.array(ends)))
 
 
 def _rule(fig: figure, at: float) -> None:
@@ -321,9 +335,45 @@ def _short(text: str) -> str:
 
 
 def _label_ends(fig: figure, source: ColumnDataSource) -> None:
-    """The words of column `label` behind each bar."""
-    text = fig.text(
-        x="end", y="y", text="label", x_offset=7, text_baseline="middle", text_font_size="11px", source=source
+    """Writes the text of column `label` behind each bar, readable over a ruler."""
+    text = label_ends(fig, source)
+    text.background_fill_alpha = 0.7
+    tint(text, background_fill_color="ink.gap")
+
+
+# -- timelines ---------------------------------------------------------------------------------------------------------
+
+
+def timeline(place: int, row: Row, run: RunView, note: str) -> Chart | None:
+    """What every rank did in the newest traced step; None if there is none."""
+    step = run.events.newest_traced()
+    if step is None:
+        return None
+    panel = TimelinePanel(StepAxis(), step.world_size)
+    panel.update([step])
+    _freeze(panel)
+    captions = panel.captions()
+    return Chart(
+        name=f"timeline{place}",
+        title=f"{row.label} {row.name}",
+        root=panel.root,
+        described=f"Timeline of run {row.label}, a lane for each rank: {captions.reading}.",
+        reading=captions.reading,
+        legend=captions.legend,
+        note=captions.note or note,
+        wide=True,
     )
-    text.glyph.background_fill_alpha = 0.7
-    tint(text.glyph, text_color="ink.peak", background_fill_color="ink.gap")
+
+
+def _freeze(panel: Panel) -> None:
+    """Writes the rows and patches that the live view would send into the Bokeh models themselves."""
+    models: list[Model] = sorted(panel.root.references(), key=lambda m: m.id) if panel.root is not None else []
+    columns, patches = {c.name: c for c in panel.sources}, panel.patches()
+    for m in models:
+        if isinstance(m, ColumnDataSource) and m.name in columns:
+            block = columns[m.name].all()
+            m.data = {**dict(zip(columns[m.name].numbers, block.numbers, strict=True)), **block.texts}
+        for name, value in patches.get(m.name or "", {}).items():
+            # A mapping with keys other than strings is sent as a list of entries.
+            is_map = isinstance(value, Mapping) and value.get("type") == "map"
+            setattr(m, name, dict(value["entries"]) if is_map else value)

@@ -1,4 +1,4 @@
-"""The text of a report: page.html.jinja is its shape, here are the values that it shows."""
+"""The page of a report: the template is page.html.jinja, its values and filters are here."""
 
 from __future__ import annotations
 
@@ -17,17 +17,10 @@ from fsdp_lab.core.spec import Spec
 from fsdp_lab.dashboard import theme
 from fsdp_lab.report.charts import Chart
 from fsdp_lab.runs.comparison import Comparison, Refusal, finite
-from fsdp_lab.runs.parity import Verdict
 from fsdp_lab.runs.recommend import Recommendation
 from fsdp_lab.runs.view import RunView, Switch
 
 FOLDER = Path(__file__).parent
-BADGES: Mapping[Verdict, str] = {
-    Verdict.EQUAL: "equal",
-    Verdict.WITHIN: "within",
-    Verdict.DIFFERENT: "different",
-    Verdict.UNKNOWN: "unknown",
-}
 
 
 def page(
@@ -42,11 +35,11 @@ def page(
     bokeh_js: str,
     data: Mapping[str, Any],
 ) -> str:
-    """The whole file. `data`: id of a script element -> what is embedded in it as JSON."""
+    """The content of the file. `data`: id of a script element -> the value embedded in it as JSON."""
     environment = Environment(loader=FileSystemLoader(FOLDER), undefined=StrictUndefined, autoescape=True,
                               trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     environment.filters.update(
-        badge_class=BADGES.__getitem__, spread=_spread, color=theme.rank_color, field=_field, change=_change,
+        spread=_spread, color=theme.rank_color, field=_field, change=_change,
         duration=duration, spec_json=_spec_json, leaves=_leaves, embedded=embedded,
     )  # fmt: skip
     return environment.get_template("page.html.jinja").render(
@@ -71,19 +64,19 @@ def page(
 
 
 def embedded(value: Any) -> str:
-    """JSON that cannot end the script element it stands in, whatever text is in it."""
+    """JSON that cannot end the script element around it, whatever text it contains."""
     text = json.dumps(finite(value), separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _spread(text: str) -> tuple[str, str]:
-    """A median and its spread in brackets, which is shown below it; the spread is empty where there is none."""
+    """Splits a text into a median and its spread in brackets; the spread is empty where there is none."""
     middle, opened, spread = text.partition(" (")
     return (middle, f"({spread}") if opened and spread.endswith(")") and " to " in spread else (text, "")
 
 
 def _field(value: Any) -> str:
-    """A field of a Spec."""
+    """The value of a field of a Spec."""
     if isinstance(value, Mapping) and "param" not in value:
         return json.dumps(value)
     return "–" if value is None else describe_value("", value)
@@ -102,17 +95,17 @@ def _change(switch: Switch) -> str:
 
 
 def _environments(compared: Comparison, runs: Sequence[RunView | Refusal]) -> list[tuple[Mapping[str, Any], list[str]]]:
-    """Each environment once, with the labels of the runs that ran in it."""
-    found: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
+    """Each environment once, with the labels of its runs."""
+    labels: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
     for row, run in zip(compared.rows, runs, strict=True):
         if not isinstance(run, Refusal) and run.environment:
             same = json.dumps(run.environment, sort_keys=True, default=str)
-            found.setdefault(same, (run.environment, []))[1].append(row.label)
-    return list(found.values())
+            labels.setdefault(same, (run.environment, []))[1].append(row.label)
+    return list(labels.values())
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted name and text of each value of a nested dict."""
+    """Yields the dotted name and the text of each value of a nested dict."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(inner, f"{prefix}.{key}" if prefix else str(key))

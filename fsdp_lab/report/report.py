@@ -1,4 +1,4 @@
-"""`write_report`: runs side by side in one HTML file, which asks nothing of the network when it is opened."""
+"""`write_report`: runs side by side in one HTML file, which needs no network when it is opened."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from fsdp_lab.core.describe import describe_value
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.files import check_file, write_whole
 from fsdp_lab.dashboard import theme
-from fsdp_lab.report.charts import Chart, Course, bars, curves
+from fsdp_lab.report.charts import Chart, Course, bars, curves, timeline
 from fsdp_lab.report.page import page
-from fsdp_lab.report.still import timeline
 from fsdp_lab.runs.comparison import Comparison, Refusal
 from fsdp_lab.runs.recommend import Recommendation, recommend
 from fsdp_lab.runs.view import RunView
@@ -37,19 +36,19 @@ def write_report(
     names: Sequence[str] | None = None,
     limit_bytes: int | None = None,
 ) -> Path:
-    """Writes what was measured of these runs, live or past, as one HTML file of about 1.5 MB; returns where.
+    """Writes the measurements of these runs, live or past, to one HTML file of about 1.5 MB; returns its path.
 
-    The table with ratios and parity, the recommendation, curves over steps, memory, communication, the newest traced step
-    of each run, its Spec, its switches and where it ran. The exact figures (`Comparison.records`) stand in it as JSON. The
-    file is written whole or not at all.
+    It shows the table with ratios and parity, the recommendation, curves over steps, memory, communication, and of each
+    run the newest traced step, the Spec, the switches and the environment. The exact figures (`Comparison.records`) are
+    embedded as JSON. The file is written whole or not at all.
 
     Args:
         path: ends in .html or .htm.
         baseline, names: as for `Comparison.of`.
-        limit_bytes: the memory of the device that is meant, as for `recommend`.
+        limit_bytes: the memory of the target device, as for `recommend`.
 
     Raises:
-        ArgumentError: the path cannot be written, there are no runs, or there is no such baseline; before anything is made.
+        ArgumentError: the path cannot be written, there are no runs, or there is no such baseline. It is raised first.
     """
     file = check_file(path, SUFFIXES)
     if not runs:
@@ -69,9 +68,9 @@ def render(
     """The file's content."""
     note = " ".join(compared.fidelity())
     places = enumerate(zip(compared.rows, runs, strict=True))
-    kept = [(i, row, run) for i, (row, run) in places if not isinstance(run, Refusal)]
-    drawn = [*curves([Course.of(i, row, run) for i, row, run in kept], note), *bars(compared, note)]
-    lanes = [found for i, row, run in kept if (found := timeline(i, row, run, note))][:MOST_TIMELINES]
+    measured = [(i, row, run) for i, (row, run) in places if not isinstance(run, Refusal)]
+    charts = [*curves([Course.of(i, row, run) for i, row, run in measured], note), *bars(compared, note)]
+    timelines = [chart for i, row, run in measured if (chart := timeline(i, row, run, note))][:MOST_TIMELINES]
     data = {
         "fsdp-lab-records": {
             "title": title,
@@ -84,16 +83,16 @@ def render(
             "sentences": list(recommended.lines()),
         },
         "fsdp-lab-theme": theme.tokens(),
-        "fsdp-lab-plots": _document([*drawn, *lanes]),
+        "fsdp-lab-plots": _document([*charts, *timelines]),
     }
-    return page(title, compared, runs, recommended, written_unix_s, charts=drawn, timelines=lanes,
+    return page(title, compared, runs, recommended, written_unix_s, charts=charts, timelines=timelines,
                 bokeh_js=BOKEH_JS.read_text(encoding="utf-8"), data=data)  # fmt: skip
 
 
 def _document(charts: Sequence[Chart]) -> dict[str, Any]:
-    """The charts as one Bokeh document, so that axes of steps move together."""
+    """The charts as one Bokeh document, so that their axes of steps move together."""
     document = Document()
-    with document.models.freeze():  # it would look for all models again at each root
+    with document.models.freeze():  # otherwise each root makes it collect all models again
         for chart in charts:
             document.add_root(chart.root)
     return {"document": document.to_json(deferred=False), "roots": {chart.name: chart.root.id for chart in charts}}

@@ -103,7 +103,7 @@ def test_what_is_chosen_is_drawn_as_predicted_before_it_lands(opened, picture):
     opened.wait_reading("memory", r"predicted [\d.]+ MiB, measured [\d.]+ MiB", timeout_s=60)
     opened.button("Pause").click()
     opened.wait_state("paused")
-    peak = f"() => {model('memory.ghost')}.get_column('peak')[0]"
+    peak = f"() => {model('memory.predicted')}.get_column('peak')[0]"
     before = opened.page.evaluate(peak)
     opened.choose("sharding", "no_shard")
     opened.wait_note("sharding", "pending")
@@ -113,7 +113,7 @@ def test_what_is_chosen_is_drawn_as_predicted_before_it_lands(opened, picture):
     opened.page.wait_for_function(f"(before) => ({peak})() > 1.05 * before", arg=before, timeout=20_000)
     for width, theme in ((1560, "Dark"), (900, "Light")):
         opened.show(width, theme)
-        card.screenshot(path=picture(f"ghost_{width}_{theme}"))
+        card.screenshot(path=picture(f"prediction_{width}_{theme}"))
     opened.button("Resume").click()
     opened.wait_note("sharding", r"applied at step \d+")
     opened.wait_reading("memory", r"predicted [\d.]+ MiB, measured", timeout_s=60)

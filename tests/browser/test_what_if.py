@@ -56,11 +56,11 @@ def test_choose_read_be_refused_search_and_take(desk, watched, picture):
     desk.wait_reading("answer", r"It fits 80\.0 GiB")
 
     desk.button("Find the best").click()
-    uses = desk.page.locator(".fsdp-card-found button.fsdp-press")
+    uses = desk.page.locator(".fsdp-card-strategies button.fsdp-press")
     uses.first.wait_for(timeout=30_000)
     if uses.first.get_attribute("aria-pressed") == "false":
         uses.first.click()
-    desk.page.locator('.fsdp-card-found tr:first-child button[aria-pressed="true"]').wait_for(timeout=20_000)
+    desk.page.locator('.fsdp-card-strategies tr:first-child button[aria-pressed="true"]').wait_for(timeout=20_000)
     for width, theme in ((1480, "Dark"), (1480, "Light"), (800, "Light"), (800, "Dark")):
         desk.page.set_viewport_size({"width": width, "height": 1750})
         desk.notebook.theme(f"JupyterLab {theme}")

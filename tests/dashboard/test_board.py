@@ -16,7 +16,7 @@ from fsdp_lab.core.spec import Spec
 from fsdp_lab.dashboard import Dashboard
 from fsdp_lab.dashboard.board import LIVE, Board
 from fsdp_lab.dashboard.comparison_card import ComparisonCard
-from fsdp_lab.dashboard.panels.overlay import CURVE
+from fsdp_lab.dashboard.panels.axis import CURVE
 from fsdp_lab.dashboard.pins import Pinned
 from fsdp_lab.history import History
 from fsdp_lab.runs import Comparison, RunState

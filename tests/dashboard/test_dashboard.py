@@ -82,7 +82,7 @@ def test_a_choice_is_predicted_at_once_beside_the_bars(lab):
 
         def predicted() -> list[float]:
             tables = dashboard._live._scene.sources
-            return next(t for t in tables if t.name == "memory.ghost").column("peak").tolist()
+            return next(t for t in tables if t.name == "memory.predicted").column("peak").tolist()
 
         until(lambda: len(predicted()) == 2)
         before = predicted()

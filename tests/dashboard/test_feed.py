@@ -123,15 +123,17 @@ def test_what_is_chosen_is_predicted_before_it_lands_and_held_against_what_is_me
         return str(show.live._scene.captions()["memory"]["reading"])
 
     show.until(lambda: "predicted" in reading())  # of what would be started
-    assert show.table("memory.ghost").column("peak").size == 2
+    assert show.table("memory.predicted").column("peak").size == 2
     run = show.lab.run()
     show.until(lambda: re.search(r"predicted [\d.]+ MiB, measured [\d.]+ MiB", reading()) is not None)
-    before = show.table("memory.ghost").column("peak").tolist()
+    before = show.table("memory.predicted").column("peak").tolist()
     run.pause()
     run.apply(sharding="no_shard")
-    show.until(lambda: show.table("memory.ghost").column("peak").tolist() != before)
+    show.until(lambda: show.table("memory.predicted").column("peak").tolist() != before)
     assert reading().endswith("for what is chosen")
-    assert show.table("memory.ghost").column("parameters")[0] > 1.9 * show.table("memory.now").column("parameters")[0]
+    assert (
+        show.table("memory.predicted").column("parameters")[0] > 1.9 * show.table("memory.now").column("parameters")[0]
+    )
     run.resume()
     show.until(lambda: "measured" in reading())
 
@@ -146,7 +148,7 @@ def test_where_the_machine_is_calibrated_a_step_is_predicted_too(show):
     show.until(lambda: "predicted 125 ms a step" in reading())
     assert asked[0].id == run.spec.id
     tokens = run.spec.global_batch * run.spec.workload.seq_len
-    assert show.live._scene.patches()["throughput.ghost"] == {"visible": True, "location": tokens / 0.125}
+    assert show.live._scene.patches()["throughput.predicted"] == {"visible": True, "location": tokens / 0.125}
 
 
 def test_a_model_of_which_nothing_can_be_predicted_is_trained_all_the_same(show, monkeypatch):

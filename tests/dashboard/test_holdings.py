@@ -11,7 +11,7 @@ from bokeh.models import ColumnDataSource
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns
-from fsdp_lab.dashboard.panels.holdings import MOST_RANKS, Axis, HoldingsPanel, short_names
+from fsdp_lab.dashboard.panels.holdings import MOST_RANKS, HoldingsPanel, ParameterAxis, short_names
 from fsdp_lab.runs import StepMoment
 from tests.frames import Model, Step
 
@@ -43,7 +43,7 @@ def drawn(panel: HoldingsPanel, source: str, rank: int, *, strip: bool = False) 
 
 @pytest.mark.parametrize("model", [Model.gpt2(16, 1), Model.gpt2(128, 4), Model.gpt2(768, 12), Model.gpt2(2048, 64)])
 def test_parameters_stand_side_by_side_and_each_can_be_seen(model):
-    axis = Axis.of(moments(model=model)[0].frames[0].parameters)
+    axis = ParameterAxis.of(moments(model=model)[0].frames[0].parameters)
     bars = list(axis.bars.values())
     assert bars[0].left == 0 and bars[-1].right <= 1 + 1e-9
     assert all(a.right <= b.left for a, b in itertools.pairwise(bars))
@@ -53,14 +53,14 @@ def test_parameters_stand_side_by_side_and_each_can_be_seen(model):
 
 
 def test_units_are_together_and_apart_from_each_other():
-    axis = Axis.of(moments()[0].frames[0].parameters)
+    axis = ParameterAxis.of(moments()[0].frames[0].parameters)
     spans = list(axis.units.values())
     assert list(axis.units)[:2] == ["root", "transformer.h.0"]
     assert all(a[1] < b[0] for a, b in itertools.pairwise(spans))
 
 
 def test_a_range_of_elements_has_its_place():
-    bar = Axis.of(moments()[0].frames[0].parameters).bars["transformer.h.1.mlp.c_fc.weight"]
+    bar = ParameterAxis.of(moments()[0].frames[0].parameters).bars["transformer.h.1.mlp.c_fc.weight"]
     assert bar.at(0, bar.numel) == pytest.approx((bar.left, bar.right))
     assert bar.at(bar.numel // 2, bar.numel // 2)[0] == pytest.approx((bar.left + bar.right) / 2)
 
@@ -71,7 +71,7 @@ def test_names_are_short_and_written_where_there_is_room():
     }  # fmt: skip
     assert short_names(["encoder.block.0", "decoder.block.0"])["encoder.block.0"] == "encoder.block.0"
     assert short_names(["root", "layers"]) == {"root": "root", "layers": "layers"}
-    few, many = (Axis.of(moments(model=Model.gpt2(64, n))[0].frames[0].parameters) for n in (4, 48))
+    few, many = (ParameterAxis.of(moments(model=Model.gpt2(64, n))[0].frames[0].parameters) for n in (4, 48))
     assert list(few.labels().values()) == ["root", "h.0", "h.1", "h.2", "h.3"]
     assert 6 < len(many.labels()) < 30
 
@@ -102,7 +102,7 @@ def test_what_is_gathered_is_lit_up_over_the_whole_parameter():
     moment = at("compute", "transformer.h.1")
     panel = HoldingsPanel(moment)
     lit = drawn(panel, "slow.light", 0)
-    axis = Axis.of(moment.frames[0].parameters)
+    axis = ParameterAxis.of(moment.frames[0].parameters)
     whole = [p.name for p in moment.frames[0].parameters if p.unit in ("root", "transformer.h.1")]
     assert lit == [pytest.approx((axis.bars[n].left, axis.bars[n].right)) for n in whole]
     assert drawn(panel, "slow.light", 1) == lit
@@ -113,7 +113,7 @@ def test_every_element_is_some_ranks_own():
     moment = at("compute", "root")
     panel = HoldingsPanel(moment)
     owned = sum(right - left for rank in (0, 1) for left, right in drawn(panel, "slow.own", rank))
-    axis = Axis.of(moment.frames[0].parameters)
+    axis = ParameterAxis.of(moment.frames[0].parameters)
     assert owned == pytest.approx(sum(b.right - b.left for b in axis.bars.values()))
 
 
@@ -137,7 +137,7 @@ def test_gradients_are_a_strip():
 def test_the_unit_at_work_is_marked_and_all_of_them_by_the_optimizer():
     moment = at("unshard", "transformer.h.1")
     panel = HoldingsPanel(moment)
-    left, right = Axis.of(moment.frames[0].parameters).units["transformer.h.1"]
+    left, right = ParameterAxis.of(moment.frames[0].parameters).units["transformer.h.1"]
     (mark,) = rows(panel.sources[4])
     assert mark["left"] < left < right < mark["right"] + 0.001
     panel.update(moments()[-1])

@@ -18,20 +18,17 @@ from fsdp_lab.core.formatting import size
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels import PANELS, StepAxis
-from fsdp_lab.dashboard.panels.classes import ON_DEVICE
+from fsdp_lab.dashboard.panels.base import Prediction
 from fsdp_lab.dashboard.panels.communication import CommunicationPanel
-from fsdp_lab.dashboard.panels.ghost import Prediction, PredictionPanel
+from fsdp_lab.dashboard.panels.curves import LossPanel, StepsPanel, TflopsPanel, ThroughputPanel
+from fsdp_lab.dashboard.panels.drawing import ON_DEVICE
 from fsdp_lab.dashboard.panels.ledger import LedgerPanel
-from fsdp_lab.dashboard.panels.loss import LossPanel
 from fsdp_lab.dashboard.panels.memory import MemoryPanel
-from fsdp_lab.dashboard.panels.steps import StepsPanel
-from fsdp_lab.dashboard.panels.tflops import TflopsPanel
-from fsdp_lab.dashboard.panels.throughput import ThroughputPanel
 from fsdp_lab.runs.steps import Assembler, Step
 from tests.dashboard.fake_lab import event
 
 GIB, MIB = 1 << 30, 1 << 20
-GHOST = Prediction(
+PREDICTION = Prediction(
     spec_id="chosen", at_peak=RoleBytes(parameters_bytes=30 * MIB, activations_bytes=11 * MIB), host_bytes=0,
     step_time_s=0.25, tokens=1024,
 )  # fmt: skip
@@ -94,10 +91,9 @@ def test_a_panel_draws_what_it_writes(make, ranks):
     panel = make(frame, ranks)
     told = steps(30, ranks)
     frame.follow(told)
-    frame.mark(12, "bf16", "step 12: precision fp32 → bf16")
+    frame.mark_all([(12, "bf16", "step 12: precision fp32 → bf16")])
     panel.update(told[:10])
-    if isinstance(panel, PredictionPanel):
-        panel.predict(GHOST)
+    panel.predict(PREDICTION)
     panel.update(told[10:])
     models = []
     if panel.root is not None:
@@ -353,17 +349,17 @@ def test_the_limit_is_drawn_within_reach_and_said_always():
 
 def test_what_is_predicted_is_a_hollow_bar_before_and_after_anything_is_measured():
     panel = MemoryPanel(StepAxis(), 2)
-    panel.predict(GHOST)
+    panel.predict(PREDICTION)
     assert panel.captions().reading == "predicted 41.0 MiB for what is chosen"
     assert columns(panel, 2)["peak"] == [41.0, 41.0]
     assert panel.patches()["memory.now.x"]["end"] > 41
     told = steps(12)  # the eleventh is a ledger step
     panel.update(told)
-    now, ghosts = columns(panel, 0), columns(panel, 2)
-    assert [sum(ghosts[c][i] for c in ON_DEVICE) for i in range(2)] == ghosts["peak"] == [41.0, 41.0]
-    assert all(bar < below for bar, below in zip(now["bar"], ghosts["bar"], strict=True))
+    now, predicted = columns(panel, 0), columns(panel, 2)
+    assert [sum(predicted[c][i] for c in ON_DEVICE) for i in range(2)] == predicted["peak"] == [41.0, 41.0]
+    assert all(bar < below for bar, below in zip(now["bar"], predicted["bar"], strict=True))
     assert panel.captions().reading.endswith("; predicted 41.0 MiB for what is chosen")
-    panel.predict(dataclasses.replace(GHOST, spec_id=told[-1].events[0].spec_id))
+    panel.predict(dataclasses.replace(PREDICTION, spec_id=told[-1].events[0].spec_id))
     peak = max(e.memory.peak_bytes for e in told[-1].events)
     assert panel.captions().reading.endswith(f"predicted 41.0 MiB, measured {size(peak)}")
     assert "predicted" in [key.label for key in panel.captions().legend]
@@ -374,7 +370,7 @@ def test_a_prediction_is_held_against_a_measurement_of_its_own_strategy_alone():
     panel = MemoryPanel(StepAxis(), 2)
     panel.update(steps(12))
     after = steps(15, sharding="no_shard")
-    panel.predict(dataclasses.replace(GHOST, spec_id=after[0].events[0].spec_id))
+    panel.predict(dataclasses.replace(PREDICTION, spec_id=after[0].events[0].spec_id))
     panel.update(after[:10])
     assert "measured" not in panel.captions().reading
     panel.update(after[10:])
@@ -383,7 +379,7 @@ def test_a_prediction_is_held_against_a_measurement_of_its_own_strategy_alone():
 
 def test_predictions_follow_the_unit_of_the_bars():
     panel = MemoryPanel(StepAxis(), 2)
-    panel.predict(dataclasses.replace(GHOST, at_peak=RoleBytes(parameters_bytes=6 * GIB)))
+    panel.predict(dataclasses.replace(PREDICTION, at_peak=RoleBytes(parameters_bytes=6 * GIB)))
     assert columns(panel, 2)["peak"] == [6.0, 6.0]
     assert panel.patches()["memory.now.axis"]["axis_label"].startswith("GiB")
     panel.update(steps(12))  # of some hundred MiB
@@ -392,14 +388,14 @@ def test_predictions_follow_the_unit_of_the_bars():
 
 def test_a_predicted_step_time_is_a_line_and_stands_beside_the_median():
     panel = ThroughputPanel(StepAxis(), 2)
-    panel.predict(dataclasses.replace(GHOST, step_time_s=None))
-    assert panel.patches()["throughput.ghost"]["visible"] is False
-    panel.predict(GHOST)
-    assert panel.patches()["throughput.ghost"] == {"visible": True, "location": 4096.0}
+    panel.predict(dataclasses.replace(PREDICTION, step_time_s=None))
+    assert panel.patches()["throughput.predicted"]["visible"] is False
+    panel.predict(PREDICTION)
+    assert panel.patches()["throughput.predicted"] == {"visible": True, "location": 4096.0}
     assert panel.captions().reading == "predicted 250 ms a step for what is chosen"
     told = steps(30)
     panel.update(told)
-    panel.predict(dataclasses.replace(GHOST, spec_id=told[-1].events[0].spec_id))
+    panel.predict(dataclasses.replace(PREDICTION, spec_id=told[-1].events[0].spec_id))
     assert "predicted 250 ms a step, measured " in panel.captions().reading
 
 
@@ -467,7 +463,7 @@ def test_the_table_shows_the_last_steps_newest_first():
 def test_the_table_names_a_rank_that_said_nothing():
     panel = StepsPanel(StepAxis(), 2)
     panel.update([Step(events=steps(8)[7].events[:1])])
-    assert panel.captions().table[1][-1] == "no word from rank 1"
+    assert panel.captions().table[1][-1] == "nothing received from rank 1"
 
 
 # -- markers ---------------------------------------------------------------------------------------------------------
@@ -475,8 +471,7 @@ def test_the_table_names_a_rank_that_said_nothing():
 
 def test_markers_keep_their_labels_apart():
     frame = StepAxis()
-    for step, label in ((100, "a"), (105, "b"), (600, "c")):
-        frame.mark(step, label, f"step {step}")
+    frame.mark_all([(step, label, f"step {step}") for step, label in ((100, "a"), (105, "b"), (600, "c"))])
     frame.follow(steps(1, first=700))
     assert frame.markers.column("step").tolist() == [100, 105, 600]
     assert frame.markers.all().texts["label"] == ["", "b", "c"]

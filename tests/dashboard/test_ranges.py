@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_lab.dashboard.panels.ranges import SpanRange, StepWindow, ZeroRange, round_up
+from fsdp_lab.dashboard.panels.axis import SpanRange, ZeroRange, round_up, step_window
 
 POSITIVE = st.floats(1e-6, 1e12)
 
@@ -60,12 +60,11 @@ def test_a_falling_loss_moves_its_axis_seldom():
 
 @given(st.integers(0, 100_000))
 def test_the_window_of_steps_has_the_step_in_it(step):
-    start, end = StepWindow().around(step)
+    start, end = step_window(step)
     assert start <= step < end
     assert end - start <= 1000
 
 
 def test_the_window_of_steps_grows_by_doubling_then_moves_in_tenths():
-    window = StepWindow()
-    seen = list(dict.fromkeys(window.around(s) for s in range(1300)))
+    seen = list(dict.fromkeys(step_window(s) for s in range(1300)))
     assert seen == [(0, 50), (0, 100), (0, 200), (0, 400), (0, 800), (0, 1000), (100, 1100), (200, 1200), (300, 1300)]

@@ -119,8 +119,8 @@ def test_waits_that_nobody_saw_are_not_put_down_to_a_unit(exposed_s, said):
 
 def test_every_fill_has_a_token():
     tokens = theme.tokens()["light"]
-    assert set(module._fills()) <= set(tokens)
-    assert set(module.FILLS) == set(Track)
+    assert set(module.DRAWN_TOKENS) <= set(tokens)
+    assert set(module.TRACK_TOKENS) == set(Track)
 
 
 def test_a_step_without_a_rank_is_a_gap():
@@ -159,7 +159,7 @@ def test_many_ranks_are_three_that_are_named():
     waited = {e.rank: sum(s.seconds for s in e.spans if s.track is Track.WAIT) for e in step.events}
     ordered = sorted(waited, key=lambda r: (waited[r], r))
     chosen = [ordered[0], ordered[32], ordered[-1]]
-    said = f"3 of 64 ranks: {chosen[0]} waits least, {chosen[1]} middling, {chosen[2]} most."
+    said = f"3 of 64 ranks: {chosen[0]} waits least, {chosen[1]} is the median, {chosen[2]} waits most."
     assert said in watched.panel.captions().note
     entries = watched.panel.patches()["timeline.ranks"]["major_label_overrides"]["entries"]
     assert entries == [[i, str(r)] for i, r in enumerate(chosen)]

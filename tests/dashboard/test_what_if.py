@@ -13,7 +13,7 @@ from bokeh.models import ColumnDataSource, HoverTool
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.spec import Spec, Strategy
 from fsdp_lab.dashboard import WhatIf
-from fsdp_lab.dashboard.panels.classes import ON_DEVICE
+from fsdp_lab.dashboard.panels.drawing import ON_DEVICE
 from fsdp_lab.dashboard.what_if.form import CUSTOM_ONLY, FIELDS
 from fsdp_lab.dashboard.what_if.question import CUSTOM, Question, answer, best, with_curve
 from fsdp_lab.models.presets import PRESETS
@@ -68,11 +68,11 @@ def test_every_field_of_a_strategy_can_be_asked_for():
 
 def test_a_question_changes_field_by_field_and_says_its_hosts():
     asked = small().replace(world_size=32, per_host=4, network=400)
-    machine = asked.where.machine(32)
+    machine = asked.target.machine(32)
     assert (machine.hosts, machine.per_host, machine.network_bytes_per_s) == (8, 4, 50e9)
     assert "hosts" not in machine.assumed
     assert small().flat()["network"] is None
-    assert asked.replace(network=None).where.machine(32).assumed["network"]
+    assert asked.replace(network=None).target.machine(32).assumed["network"]
 
 
 @pytest.mark.parametrize(
@@ -213,26 +213,26 @@ def test_the_best_are_listed_with_reasons_and_one_is_taken(page):
     page.find()
     found = page.found
     assert found is not None and len(found.top) == 5
-    heads, *rows = card(page, "found").captions().table
+    heads, *rows = card(page, "strategies").captions().table
     assert heads[-1] == "why"
     assert [row[-1] for row in rows] == [one.why for one in found.top]
-    card(page, "found").press("apply", "1")
+    card(page, "strategies").press("apply", "1")
     assert page.answer.plan.step_time_s == found.top[1].plan.step_time_s
-    pressed = [row[0].pressed for row in card(page, "found").captions().table[1:]]
+    pressed = [row[0].pressed for row in card(page, "strategies").captions().table[1:]]
     assert pressed == [False, True, False, False, False]
     page.choose(model="gpt2-355m")
     page.settle()
-    assert "asked before" in card(page, "found").captions().note
+    assert "asked before" in card(page, "strategies").captions().note
     page.choose(model="gpt2-124m")
     page.settle()
-    assert card(page, "found").captions().note == ""
+    assert card(page, "strategies").captions().note == ""
 
 
 def test_where_nothing_fits_the_nearest_is_said(page):
     page.choose(hardware=CUSTOM, memory_gib=0.5, model="gpt2-6.7b")
     page.find()
     assert page.found is not None and not page.found.top
-    words = card(page, "found").captions()
+    words = card(page, "strategies").captions()
     assert "none of" in words.reading
     assert "does not fit" in words.table[1][-1]
 

@@ -24,8 +24,7 @@ from fsdp_lab.dashboard.feed import Feed
 from fsdp_lab.dashboard.live import LiveView
 from fsdp_lab.dashboard.pins import Pinned
 from fsdp_lab.history import History
-from fsdp_lab.report.charts import Course, curves
-from fsdp_lab.report.still import timeline
+from fsdp_lab.report.charts import Course, curves, timeline
 from fsdp_lab.runs import Comparison, EventStore, Switch
 from fsdp_lab.runs.parity import Verdict, parity
 from fsdp_lab.runs.steps import Assembler, assemble, assemble_all
@@ -295,7 +294,7 @@ class Plots:
         self.feed.tick()
 
     def columns(self) -> dict[str, str]:
-        tables = {s.name: s.all() for s in self.live._scene.sources if not s.name.startswith(("ghost", "frame"))}
+        tables = {s.name: s.all() for s in self.live._scene.sources if not s.name.startswith("frame")}
         return {name: text([block.numbers.tolist(), block.texts]) for name, block in tables.items()}
 
     def table(self, name: str) -> Any:

@@ -94,7 +94,7 @@ def test_tables_have_heads_for_rows_and_columns_and_plots_have_words(written):
     table = text[text.index('<table id="comparison">') : text.index("</table>")]
     columns = Comparison.of(sweep()).table().columns
     assert table.count('<th scope="col"') == len(columns) and table.count('<th scope="row"') == 4
-    assert "4 runs, 1 refused, held against A" in text and "Refused, so not in the table: E " in text
+    assert "4 runs, 1 refused, compared with A" in text and "Refused, so not in the table: E " in text
     assert re.search(
         r'id="plot-memory" role="img" aria-label="Peak memory of the fullest rank by class: A [\d.]+ MiB', text
     )

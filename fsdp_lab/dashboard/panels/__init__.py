@@ -1,17 +1,15 @@
-"""The pictures of a run, one file each. To add one: write a class with `base.Panel`'s members and list it here."""
+"""The pictures of a run. To add one: write a subclass of `base.Panel` and list it here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from fsdp_lab.dashboard.panels.base import Captions, Key, Panel, Pinnable, StepAxis
+from fsdp_lab.dashboard.panels.axis import StepAxis
+from fsdp_lab.dashboard.panels.base import Captions, Key, Panel, Pinnable
 from fsdp_lab.dashboard.panels.communication import CommunicationPanel
+from fsdp_lab.dashboard.panels.curves import LossPanel, StepsPanel, TflopsPanel, ThroughputPanel
 from fsdp_lab.dashboard.panels.ledger import LedgerPanel
-from fsdp_lab.dashboard.panels.loss import LossPanel
 from fsdp_lab.dashboard.panels.memory import MemoryPanel
-from fsdp_lab.dashboard.panels.steps import StepsPanel
-from fsdp_lab.dashboard.panels.tflops import TflopsPanel
-from fsdp_lab.dashboard.panels.throughput import ThroughputPanel
 from fsdp_lab.dashboard.panels.timeline import TimelinePanel
 
 __all__ = ["PANELS", "Captions", "Key", "Panel", "Pinnable", "StepAxis"]

@@ -10,40 +10,39 @@ from statistics import fmean, median
 
 import numpy as np
 from bokeh.layouts import row
-from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
 from fsdp_lab.core.events import Traffic
 from fsdp_lab.core.formatting import duration, traffic
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns
-from fsdp_lab.dashboard.panels.base import (
+from fsdp_lab.dashboard.panels.axis import STEP_LIMIT, StepAxis, ZeroRange
+from fsdp_lab.dashboard.panels.base import Captions, Key, Panel, Patches
+from fsdp_lab.dashboard.panels.drawing import (
     BAR,
     LINE_PX,
-    Captions,
-    Key,
-    Patches,
-    StepAxis,
+    fill_key,
     hover,
-    paint_fill,
+    hover_bars,
+    paint_stack,
     rank_bars,
     sign_bars,
     tint,
     twin,
 )
-from fsdp_lab.dashboard.panels.ranges import ZeroRange
 from fsdp_lab.runs.steps import Step
 
 KINDS = tuple(theme.COMMUNICATION)
+TOKENS = tuple(f"communication.{kind}" for kind in KINDS)
 RECENT_STEPS = 20
-BARS_EVERY_S = 0.5  # a median need not be painted ten times a second
+BARS_EVERY_S = 0.5  # medians change too slowly to be painted ten times a second
 
 
-class CommunicationPanel:
+class CommunicationPanel(Panel):
     """On the left a bar a rank, stacked by kind, median of the last steps; on the right the mean of ranks over steps.
 
     Times are issue to completion: collectives that overlap with computing or with each other count in full, so a bar may
-    be longer than the step. The line is what of it is exposed: the time that computing waited.
+    be longer than the step. The line is exposed communication: the time that computing waited.
     """
 
     name = "communication"
@@ -51,41 +50,39 @@ class CommunicationPanel:
     wide = True
 
     def __init__(self, frame: StepAxis, world_size: int) -> None:
+        super().__init__()
         self.world_size = world_size
         self._frame = frame
-        link = [f"{k}_mb" for k in KINDS]
-        now = ["rank", *KINDS, *link, "exposed", "total", "zero"]
+        now = ["rank", *KINDS, *(f"{k}_mb" for k in KINDS), "exposed", "total"]
         self._now = Columns("communication.now", now, texts=["label", "color"], limit=world_size)
-        self._over = Columns("communication.steps", ["step", *KINDS, "exposed", "total", "step_ms"], limit=frame.limit)
+        self._over = Columns("communication.steps", ["step", *KINDS, "exposed", "total", "step_ms"], limit=STEP_LIMIT)
         self._now_range, self._over_range = ZeroRange(headroom=1.5, slack=0.5), ZeroRange()
         self._recent: deque[Step] = deque(maxlen=RECENT_STEPS)
-        self._ordinary: deque[float] = deque(maxlen=frame.limit)  # ms per step, of the steps that count
-        self._drawn_s = 0.0  # when the bars were
-        self._seen: dict[str, None] = {}  # kinds met so far, as an ordered set
-        self._captions = Captions()
-        self._root = row(self._draw_now(), self._draw_over(frame), sizing_mode="stretch_width", spacing=16)
+        self._ordinary: deque[float] = deque(maxlen=STEP_LIMIT)  # ms per step, of the steps that count
+        self._drawn_s = 0.0  # when the bars were drawn
+        self._seen: set[str] = set()  # kinds that have occurred
+        self.sources = (self._now, self._over)
+        self.root = row(self._draw_now(), self._draw_over(frame), sizing_mode="stretch_width", spacing=16)
 
     def _draw_now(self) -> figure:
         fig = rank_bars("communication.now", f"ms per step, median of the last {RECENT_STEPS}", self.world_size)
         source = twin(self._now)
         few = self.world_size <= theme.MOST_LINES
         bars = fig.hbar_stack(list(KINDS), y="rank", height=BAR, source=source, line_width=1 if few else 0)
-        for name, bar in zip(KINDS, bars, strict=True):
-            paint_fill(bar.glyph, f"communication.{name}", theme.COMMUNICATION[name])
+        paint_stack(bars, TOKENS)
         if few:
-            sign_bars(fig, source, y="rank", end="total", height=BAR + 0.06)
-        whole = fig.hbar(y="rank", left="zero", right="total", height=0.9, source=source, fill_alpha=0, line_alpha=0)
+            sign_bars(fig, source, y="rank", end="total")
         rows = [(theme.COMMUNICATION[k].label, f"@{k}{{0,0.00}} ms, @{k}_mb{{0,0.00}} MB") for k in KINDS]
-        hover(fig, whole, [("rank", "@rank"), *rows, ("exposed", "@exposed{0,0.00} ms")], mode="mouse")
+        rows = [("rank", "@rank"), *rows, ("exposed", "@exposed{0,0.00} ms")]
+        hover_bars(fig, source, rows, right="total", y="rank", height=0.9)
         return fig
 
     def _draw_over(self, frame: StepAxis) -> figure:
         fig = frame.plot("communication.over", "ms per step, mean of ranks")
         source = twin(self._over)
-        for name, area in zip(KINDS, fig.varea_stack(list(KINDS), x="step", source=source), strict=True):
-            paint_fill(area.glyph, f"communication.{name}", theme.COMMUNICATION[name], line=False)
+        paint_stack(fig.varea_stack(list(KINDS), x="step", source=source), TOKENS, line=False)
         frame.overlays.draw(fig, "exposed_ms", seam=True)
-        for width, token in ((LINE_PX + 3, "ink.gap"), (LINE_PX, "ink.mean")):  # a seam, or it drowns in the areas
+        for width, token in ((LINE_PX + 3, "ink.gap"), (LINE_PX, "ink.mean")):  # a seam sets it apart from the areas
             tint(fig.line("step", "exposed", source=source, line_width=width).glyph, line_color=token)
         total = fig.line("step", "total", source=source, line_alpha=0)
         frame.label_markers(fig)
@@ -93,14 +90,6 @@ class CommunicationPanel:
         times = [("all", "@total{0,0.00} ms"), ("exposed", "@exposed{0,0.00} ms"), ("step time", "@step_ms{0,0.0} ms")]
         hover(fig, total, [("step", "@step"), *rows, *times])
         return fig
-
-    @property
-    def sources(self) -> Sequence[Columns]:
-        return (self._now, self._over)
-
-    @property
-    def root(self) -> UIElement:
-        return self._root
 
     def update(self, steps: Sequence[Step]) -> int:
         if not steps:
@@ -110,7 +99,7 @@ class CommunicationPanel:
                 self._recent.clear()
             if s.counts or not self._recent:
                 self._recent.append(s)
-            self._seen.update(dict.fromkeys(k for e in s.events for k in e.comm if e.comm[k].calls))
+            self._seen.update(k for e in s.events for k in e.comm if e.comm[k].calls)
         rows = [self._row(s) for s in steps]
         written = self._over.append(rows)
         now_s = steps[-1].events[0].end_unix_s
@@ -120,11 +109,11 @@ class CommunicationPanel:
             self._now_range.cover(self._now.column("total"))
         self._ordinary.extend(r[-2] for r, s in zip(rows, steps, strict=True) if s.counts)
         self.cover()
-        self._captions = self._words(steps)
+        self._captions = self._describe()
         return written
 
     def cover(self) -> None:
-        # The first step after a change may leave the frame.
+        # The first step after a change may be outside the range.
         self._over_range.cover(np.concatenate([np.array(self._ordinary), self._frame.others("exposed_ms")]))
 
     def _row(self, s: Step) -> list[float]:
@@ -133,16 +122,16 @@ class CommunicationPanel:
 
     def _write_now(self) -> int:
         rows, labels, colors = [], [], []
-        for e in self._recent[-1].events:
-            mine = [x for s in self._recent for x in s.events if x.rank == e.rank]
-            ms = [median(_of(x.comm, k).seconds for x in mine) * 1e3 for k in KINDS]
-            mb = [median(_of(x.comm, k).link_bytes for x in mine) / 1e6 for k in KINDS]
-            rows.append([e.rank, *ms, *mb, median(x.exposed_comm_s for x in mine) * 1e3, sum(ms), 0.0])
-            labels.append(f"{duration(sum(ms) / 1e3)}")
-            colors.append(theme.rank_color(e.rank))
+        for rank in (e.rank for e in self._recent[-1].events):
+            own = [e for s in self._recent for e in s.events if e.rank == rank]
+            ms = [median(_of(e.comm, k).seconds for e in own) * 1e3 for k in KINDS]
+            mb = [median(_of(e.comm, k).link_bytes for e in own) / 1e6 for k in KINDS]
+            rows.append([rank, *ms, *mb, median(e.exposed_comm_s for e in own) * 1e3, sum(ms)])
+            labels.append(duration(sum(ms) / 1e3))
+            colors.append(theme.rank_color(rank))
         return self._now.replace(rows, {"label": labels, "color": colors})
 
-    def _words(self, steps: Sequence[Step]) -> Captions:
+    def _describe(self) -> Captions:
         recent = list(self._recent)
         seconds = median(fmean(sum(t.seconds for t in e.comm.values()) for e in s.events) for s in recent)
         link = median(fmean(sum(t.link_bytes for t in e.comm.values()) for e in s.events) for s in recent)
@@ -151,10 +140,7 @@ class CommunicationPanel:
         shown = (
             f"{duration(exposed)} per step exposed ({share:.0f} % of it) of" if math.isfinite(exposed) else "per step"
         )
-        legend = tuple(
-            Key(label=f.label, token=f"communication.{k}", hatch=f.hatch)
-            for k, f in theme.COMMUNICATION.items() if k in self._seen
-        )  # fmt: skip
+        legend = [fill_key(token) for kind, token in zip(KINDS, TOKENS, strict=True) if kind in self._seen]
         waited = Key(label="exposed: computing waits", token="ink.mean", hatch="line")
         return Captions(
             reading=f"{shown} {duration(seconds)}, {traffic(link)} over each rank's link",
@@ -169,8 +155,8 @@ class CommunicationPanel:
         }
 
     def captions(self) -> Captions:
-        others = tuple(replace(key, label=f"{key.label}, exposed") for key in self._frame.other_keys())
-        return replace(self._captions, legend=(*self._captions.legend, *others))
+        own = self._captions
+        return replace(own, legend=(*own.legend, *self._frame.other_keys("exposed")))
 
 
 def _of(comm: Mapping[str, Traffic], kind: str) -> Traffic:

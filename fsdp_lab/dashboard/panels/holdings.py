@@ -1,4 +1,4 @@
-"""Holdings: which ranges of which parameters every rank holds at one moment of a step. The picture of slow motion."""
+"""Holdings: the ranges of the parameters that every rank holds at one moment of a step, as slow motion shows them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ from fsdp_lab.core.events import ROOT, ParameterHolding, PhaseSnapshot
 from fsdp_lab.core.formatting import count, size
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns
-from fsdp_lab.dashboard.panels.base import Captions, Key, Patches, hover, plain_figure, tint, twin
+from fsdp_lab.dashboard.panels.base import BaseCard, Captions, Key
+from fsdp_lab.dashboard.panels.drawing import NEUTRAL, hover, plain_figure, tint, twin
 from fsdp_lab.runs import StepMoment
 
-MOST_RANKS = 16  # drawn; there is no room for more rows
+MOST_RANKS = 16  # more are not drawn, for lack of room
 ROWS_PX, LEAST_ROW_PX, MOST_ROW_PX = 400, 22, 56
 AXIS_PX = 48
 SIDE_PX = 176
-NARROW_PX = 560  # the figure in a narrow notebook: unit labels must have room there
+NARROW_PX = 560  # the width of the figure in a narrow notebook, which decides how many unit labels fit
 CHARACTER_PX = 6.4
 
-LEAST_WIDTH, LEAST_WIDTHS = 0.004, 0.3  # of the axis: each parameter's at least, and all of these together at most
-UNIT_GAP, UNIT_GAPS = 0.008, 0.12  # between units, and all together at most
-SPLIT = 0.0012  # between parameters
+LEAST_WIDTH, LEAST_WIDTHS = (
+    0.004,
+    0.3,
+)  # as shares of the axis: the least width of a parameter, and all of these together
+UNIT_GAP, UNIT_GAPS = 0.008, 0.12  # the gap between units, and all gaps together at most
+SPLIT = 0.0012  # the gap between parameters
 
 BAR = (-0.42, 0.17)  # top and bottom of a parameter's bar, in ranks from its row
 STRIP = (0.24, 0.40)  # of the strip of its gradient
-EMPTY, LIGHT, MOVING = 0.18, 0.48, 0.16  # opacities: not held, gathered, on its way
-NOBODYS = "#808890"  # visible on both themes, and no rank's
+EMPTY, LIGHT, MOVING = 0.18, 0.48, 0.16  # opacities: not held, gathered, in communication
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +53,14 @@ class HoldingBar:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Axis:
-    """All parameters side by side, grouped by unit: as wide as their elements, and wide enough to be seen."""
+class ParameterAxis:
+    """All parameters side by side, grouped by unit; widths are proportional to their elements, with a least width."""
 
     bars: Mapping[str, HoldingBar]
     units: Mapping[str, tuple[float, float]]
 
     @classmethod
-    def of(cls, parameters: Sequence[ParameterHolding]) -> Axis:
+    def of(cls, parameters: Sequence[ParameterHolding]) -> ParameterAxis:
         by_unit: dict[str, list[ParameterHolding]] = {}
         for p in parameters:
             by_unit.setdefault(p.unit, []).append(p)
@@ -79,7 +82,7 @@ class Axis:
         return cls(bars=bars, units=units)
 
     def labels(self) -> dict[float, str]:
-        """Where the name of a unit is written, as far as there is room in a narrow notebook."""
+        """Position -> name of the units whose names have room in a narrow notebook."""
         short = short_names(list(self.units))
         written: dict[float, str] = {}
         end = -1.0
@@ -92,7 +95,7 @@ class Axis:
 
 
 def short_names(units: Sequence[str]) -> dict[str, str]:
-    """Unit -> its name without what all names begin with: transformer.h.0 becomes h.0."""
+    """Unit -> its name without the prefix common to all: transformer.h.0 becomes h.0."""
     inner = [u.split(".") for u in units if u != ROOT]
     common = 0
     while inner and all(len(parts) > common + 1 and parts[common] == inner[0][common] for parts in inner):
@@ -100,11 +103,11 @@ def short_names(units: Sequence[str]) -> dict[str, str]:
     return {u: u if u == ROOT else ".".join(u.split(".")[max(0, common - 1) :]) for u in units}
 
 
-class HoldingsPanel:
-    """A row for each rank, in its colour. Strong: its own shard. Light: gathered now. Hatched: on its way. The strip beneath
-    says the same of gradients. At the right, how much of all parameters the rank holds.
+class HoldingsPanel(BaseCard):
+    """A row for each rank, in its colour. Strong: its own shard. Light: gathered now. Hatched: being communicated. The strip
+    below shows the same of gradients; on the right is the share of all parameters that the rank holds.
 
-    Made for the ranks and parameters of a moment; `fits` says whether another one has the same.
+    It is made for the ranks and parameters of a moment; `fits` says whether another moment has the same.
     """
 
     name = "slow"
@@ -112,10 +115,11 @@ class HoldingsPanel:
     wide = True
 
     def __init__(self, moment: StepMoment) -> None:
+        super().__init__()
         self.world_size = len(moment.frames)
         self.ranks = min(self.world_size, MOST_RANKS)
         self._parameters = _identity(moment)
-        self._axis = Axis.of(moment.frames[0].parameters)
+        self._axis = ParameterAxis.of(moment.frames[0].parameters)
         room = self.ranks * len(self._axis.bars)
         place = ["left", "right", "top", "bottom"]
         self._bars = Columns(
@@ -129,19 +133,16 @@ class HoldingsPanel:
         self._own = Columns("slow.own", place, texts=["color"], limit=2 * room)
         self._now = Columns("slow.now", ["left", "right"], limit=1)
         self._held = Columns(
-            "slow.held", ["rank", "text", "top", "bottom", "own", "held", "zero", "all"], texts=["label", "color"],
+            "slow.held", ["rank", "text", "top", "bottom", "own", "held"], texts=["label", "color"],
             limit=self.ranks,
         )  # fmt: skip
         self._drawn: object = None
-        self._moment = moment
-        self._captions = Captions()
-        self._root = self._draw()
+        self.sources = (self._bars, self._light, self._moving, self._own, self._now, self._held)
+        self.root = self._draw()
         self.update(moment)
 
     def fits(self, moment: StepMoment) -> bool:
         return _identity(moment) == self._parameters
-
-    # -- the picture ----------------------------------------------------------------------------------------------
 
     def _draw(self) -> UIElement:
         rows_px = self.ranks * max(LEAST_ROW_PX, min(MOST_ROW_PX, ROWS_PX // self.ranks))
@@ -165,7 +166,7 @@ class HoldingsPanel:
         now = fig.quad(left="left", right="right", top=-0.5, bottom=self.ranks - 0.5, source=twin(self._now),
                        fill_alpha=0.10, line_width=1.5)  # fmt: skip
         tint(now.glyph, fill_color="ink.band", line_color="ink.marker")
-        base = _quads(fig, self._bars, fill_color=NOBODYS, fill_alpha=EMPTY)
+        base = _quads(fig, self._bars, fill_color=NEUTRAL, fill_alpha=EMPTY)
         _quads(fig, self._light, fill_color="color", fill_alpha=LIGHT)
         _quads(fig, self._moving, fill_color="color", fill_alpha=MOVING, hatch_pattern="/", hatch_color="color",
                hatch_scale=6, hatch_weight=1.5)  # fmt: skip
@@ -181,41 +182,26 @@ class HoldingsPanel:
         fig.xaxis.axis_label = "held now: elements, bytes"
         fig.min_border_left, fig.min_border_right = 24, 24
         source = twin(self._held)
-        fig.quad(left="zero", right="all", top="top", bottom="bottom", source=source, fill_color=NOBODYS, fill_alpha=EMPTY,
-                 line_alpha=0)  # fmt: skip
-        fig.quad(left="own", right="held", top="top", bottom="bottom", source=source, fill_color="color", fill_alpha=LIGHT,
-                 line_alpha=0)  # fmt: skip
-        fig.quad(left="zero", right="own", top="top", bottom="bottom", source=source, fill_color="color", line_alpha=0)
-        text = fig.text(x="zero", y="text", text="label", text_baseline="middle", text_font_size="11px", source=source)
+        for left, right, color, alpha in (
+            (0, 1, NEUTRAL, EMPTY),
+            ("own", "held", "color", LIGHT),
+            (0, "own", "color", 1.0),
+        ):
+            fig.quad(left=left, right=right, top="top", bottom="bottom", source=source, fill_color=color, fill_alpha=alpha,
+                     line_alpha=0)  # fmt: skip
+        text = fig.text(x=0, y="text", text="label", text_baseline="middle", text_font_size="11px", source=source)
         tint(text.glyph, text_color="ink.peak")
-
-    # -- a card of the live view ----------------------------------------------------------------------------------
-
-    @property
-    def sources(self) -> Sequence[Columns]:
-        return (self._bars, self._light, self._moving, self._own, self._now, self._held)
-
-    @property
-    def root(self) -> UIElement:
-        return self._root
-
-    def patches(self) -> Patches:
-        return {}
-
-    def captions(self) -> Captions:
-        return self._captions
 
     def update(self, moment: StepMoment) -> int:
         """Draws a moment; returns the rows written."""
-        self._moment = moment
         frames = moment.frames[: self.ranks]
         units = self._axis.units
         left, right = (0.0, 1.0) if moment.direction == "update" else units.get(moment.unit, (0.0, 0.0))
         written = self._now.replace([[left - 0.003, right + 0.003 - min(SPLIT, (right - left) / 4)]])
-        self._captions = self._words(moment)
+        self._captions = self._describe(moment)
         drawn = tuple(f.parameters for f in frames)
         if drawn == self._drawn:
-            return written  # a phase that computes changes nothing of what is held
+            return written  # a phase of computing does not change the holdings
         self._drawn = drawn
         return written + self._write_bars(frames) + self._write_states(frames) + self._write_held(moment)
 
@@ -226,10 +212,7 @@ class HoldingsPanel:
                 bar = self._axis.bars[p.name]
                 rows.append([f.rank, bar.left, bar.right, f.rank + BAR[0], f.rank + BAR[1], p.numel, p.start, p.stop])
         shown = [p for f in frames for p in f.parameters]
-        return self._bars.replace(rows, {
-            "name": [p.name for p in shown], "unit": [p.unit for p in shown],
-            "state": [p.state for p in shown], "gradient": [p.gradient for p in shown],
-        })  # fmt: skip
+        return self._bars.replace(rows, {name: [getattr(p, name) for p in shown] for name in self._bars.texts})
 
     def _write_states(self, frames: Sequence[PhaseSnapshot]) -> int:
         rows: dict[Columns, list[list[float]]] = {self._light: [], self._moving: [], self._own: []}
@@ -241,7 +224,7 @@ class HoldingsPanel:
         return sum(columns.replace(quads, {"color": colors[columns]}) for columns, quads in rows.items())
 
     def _states(self, f: PhaseSnapshot) -> Iterator[tuple[Columns, list[float]]]:
-        """What is drawn for one rank: parameters in the bar, gradients in the strip."""
+        """The rectangles of one rank, each with its table: parameters in the bar, gradients in the strip."""
         top, bottom = f.rank + BAR[0], f.rank + BAR[1]
         strip = (f.rank + STRIP[0], f.rank + STRIP[1])
         for p in f.parameters:
@@ -261,20 +244,18 @@ class HoldingsPanel:
         for f in moment.frames[: self.ranks]:
             total = max(1, sum(p.numel for p in f.parameters))
             own, held = sum(p.stop - p.start for p in f.parameters), moment.held_elements(f.rank)
-            rows.append(
-                [f.rank, f.rank - 0.11, f.rank + STRIP[0], f.rank + STRIP[1], own / total, held / total, 0.0, 1.0]
-            )
+            rows.append([f.rank, f.rank - 0.11, f.rank + STRIP[0], f.rank + STRIP[1], own / total, held / total])
             labels.append(f"{count(held)}, {size(moment.held_bytes(f.rank))}")
             colors.append(theme.rank_color(f.rank))
         return self._held.replace(rows, {"label": labels, "color": colors})
 
-    def _words(self, moment: StepMoment) -> Captions:
+    def _describe(self, moment: StepMoment) -> Captions:
         color = theme.rank_color(0)
         legend = (
             Key(label="its own shard", color=color),
             Key(label="gathered now", color=_faded(color, LIGHT)),
             Key(label="being gathered or reduced", color=_faded(color, MOVING), hatch="/"),
-            Key(label="not held", color=_faded(NOBODYS, EMPTY)),
+            Key(label="not held", color=_faded(NEUTRAL, EMPTY)),
             Key(label="thin strip: the same for gradients", token="ink.mean", hatch="line"),
         )
         note = "" if self.ranks == self.world_size else f"The first {self.ranks} of {self.world_size} ranks."
@@ -282,7 +263,7 @@ class HoldingsPanel:
 
 
 def _quads(fig: figure, columns: Columns, **look: Any) -> Any:
-    """A rectangle for each row."""
+    """Draws a rectangle for each row."""
     return fig.quad(left="left", right="right", top="top", bottom="bottom", source=twin(columns), line_alpha=0, **look)
 
 

@@ -1,4 +1,4 @@
-"""Memory within a step: what the fullest rank held at every unit of the last ledger step, by class."""
+"""Memory within a step: the fullest rank's by class, at every unit of the last ledger step."""
 
 from __future__ import annotations
 
@@ -6,22 +6,33 @@ from collections.abc import Sequence
 
 import numpy as np
 from bokeh.models import Range1d
-from bokeh.models.ui import UIElement
+from bokeh.plotting import figure
 
 from fsdp_lab.core.events import MemorySample, Role, StepEvent
-from fsdp_lab.core.formatting import GIB, MIB, duration, size
+from fsdp_lab.core.formatting import MIB, duration, size
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns
-from fsdp_lab.dashboard.panels.base import Captions, Key, Patches, StepAxis, hover, paint_fill, plain_figure, tint, twin
-from fsdp_lab.dashboard.panels.classes import ON_DEVICE, class_keys, unit_for
-from fsdp_lab.dashboard.panels.ranges import ZeroRange, round_up
+from fsdp_lab.dashboard.panels.axis import StepAxis, ZeroRange, round_up
+from fsdp_lab.dashboard.panels.base import Captions, Key, Panel, Patches
+from fsdp_lab.dashboard.panels.drawing import (
+    ON_DEVICE,
+    class_keys,
+    class_tokens,
+    hover,
+    paint_stack,
+    plain_figure,
+    tint,
+    twin,
+    unit_for,
+    unit_name,
+)
 from fsdp_lab.runs.steps import Step
 
 
-class LedgerPanel:
+class LedgerPanel(Panel):
     """Stacked by class over the time of the step, with a line where each phase begins and a mark at the peak.
 
-    The step is slowed by being measured: its shape is right, its length is not.
+    Measuring slows the step: the shape of the curve is right, its length is not.
     """
 
     name = "ledger"
@@ -29,22 +40,22 @@ class LedgerPanel:
     wide = True
 
     def __init__(self, frame: StepAxis, world_size: int) -> None:
+        super().__init__(Captions(reading="none measured yet: the third step after a change is"))
         self._curve = Columns("ledger.curve", ["ms", *ON_DEVICE, "total"], texts=["phase", "unit"], limit=1000)
         self._phases = Columns("ledger.phases", ["ms"], texts=["label"], limit=8)
         self._peak = Columns("ledger.peak", ["ms", "total"], texts=["label"], limit=1)
         self._range = ZeroRange(headroom=1.25)
         self._unit, self._end_ms = MIB, 1.0
-        self._captions = Captions(reading="none measured yet: the third step after a change is")
-        self._fig = self._draw()
+        self.sources = (self._curve, self._phases, self._peak)
+        self.root = self._draw()
 
-    def _draw(self) -> UIElement:
+    def _draw(self) -> figure:
         x_range, y_range = (Range1d(start=0, end=1, name=f"ledger.{axis}") for axis in "xy")
         fig = plain_figure("ledger", "MiB", x_range=x_range, y_range=y_range)
         fig.xaxis.axis_label = "ms of the step, slowed by measuring"
         fig.yaxis.name = "ledger.axis"
         source = twin(self._curve)
-        for name, area in zip(ON_DEVICE, fig.varea_stack(list(ON_DEVICE), x="ms", source=source), strict=True):
-            paint_fill(area.glyph, f"memory.{name}", theme.MEMORY[name], line=False)
+        paint_stack(fig.varea_stack(list(ON_DEVICE), x="ms", source=source), class_tokens(), line=False)
         total = fig.line("ms", "total", source=source, line_width=1)
         tint(total.glyph, line_color="ink.peak")
         begins = twin(self._phases)
@@ -68,22 +79,14 @@ class LedgerPanel:
         hover(fig, total, [("at", "@ms{0.0} ms"), ("in", "@phase @unit"), *rows, ("in all", "@total{0,0.00}")])
         return fig
 
-    @property
-    def sources(self) -> Sequence[Columns]:
-        return (self._curve, self._phases, self._peak)
-
-    @property
-    def root(self) -> UIElement:
-        return self._fig
-
     def update(self, steps: Sequence[Step]) -> int:
-        found = [(s, e) for s in steps for e in s.events if e.memory_curve]
-        if not found:
+        measured = [s for s in steps if any(e.memory_curve for e in s.events)]
+        if not measured:
             return 0
-        step = found[-1][0]
+        step = measured[-1]
         fullest = max((e for e in step.events if e.memory_curve), key=lambda e: e.memory.peak_bytes)
         written = self._write(fullest.memory_curve)
-        self._captions = self._words(step, fullest)
+        self._captions = _describe(step, fullest)
         return written
 
     def _write(self, curve: Sequence[MemorySample]) -> int:
@@ -103,21 +106,17 @@ class LedgerPanel:
         self._range.cover(np.array([totals[top] / self._unit]))
         return written
 
-    def _words(self, step: Step, e: StepEvent) -> Captions:
-        top = max(e.memory_curve, key=lambda s: s.classes.total_bytes)
-        reading = (
-            f"rank {e.rank} in step {step.number}: peak {size(top.classes.total_bytes)} in {top.phase}, {top.unit}"
-        )
-        legend = (*class_keys(ON_DEVICE), Key(label="in all", token="ink.peak", hatch="line"))
-        note = f"Measuring made this step {duration(e.step_time_s)} long; what is allocated when is as in others."
-        return Captions(reading=reading, legend=legend, note=note)
-
     def patches(self) -> Patches:
         return {
             "ledger.x": {"start": 0.0, "end": self._end_ms},
             "ledger.y": {"start": 0.0, "end": self._range.end},
-            "ledger.axis": {"axis_label": "GiB" if self._unit == GIB else "MiB"},
+            "ledger.axis": {"axis_label": unit_name(self._unit)},
         }
 
-    def captions(self) -> Captions:
-        return self._captions
+
+def _describe(step: Step, e: StepEvent) -> Captions:
+    top = max(e.memory_curve, key=lambda s: s.classes.total_bytes)
+    reading = f"rank {e.rank} in step {step.number}: peak {size(top.classes.total_bytes)} in {top.phase}, {top.unit}"
+    legend = (*class_keys(ON_DEVICE), Key(label="in all", token="ink.peak", hatch="line"))
+    note = f"Measuring made this step {duration(e.step_time_s)} long; what is allocated when is as in others."
+    return Captions(reading=reading, legend=legend, note=note)

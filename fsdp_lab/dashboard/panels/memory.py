@@ -1,46 +1,56 @@
-"""Memory of every rank by what it was for at its peak; what offload moved to the host apart; the peak, and the limit."""
+"""Memory of every rank by class at its peak, with what is offloaded to the host, the device's limit and the prediction."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from bokeh.layouts import row
-from bokeh.models.ui import UIElement
+from bokeh.models import FixedTicker, Range1d
+from bokeh.models.annotations import BoxAnnotation
 from bokeh.plotting import figure
 
-from fsdp_lab.core.events import Role
-from fsdp_lab.core.formatting import GIB, MIB, size
+from fsdp_lab.core.events import Role, StepEvent
+from fsdp_lab.core.formatting import MIB, size
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.columns import Columns
-from fsdp_lab.dashboard.panels.base import (
+from fsdp_lab.dashboard.columns import Columns, Numbers
+from fsdp_lab.dashboard.panels.axis import STEP_LIMIT, StepAxis, ZeroRange
+from fsdp_lab.dashboard.panels.base import HOLLOW, Captions, Key, Panel, Patches, Prediction, with_prediction
+from fsdp_lab.dashboard.panels.drawing import (
     BAR,
     LINE_PX,
-    Captions,
-    Key,
-    Patches,
-    StepAxis,
+    NEUTRAL,
+    ON_DEVICE,
+    class_keys,
+    class_tokens,
     hover,
+    hover_bars,
+    label_ends,
+    limit_line,
     paint_fill,
+    paint_stack,
     rank_bars,
     sign_bars,
+    sizes,
     tint,
     twin,
+    unit_for,
+    unit_name,
 )
-from fsdp_lab.dashboard.panels.classes import ON_DEVICE, class_keys, limit_line, sizes, unit_for
-from fsdp_lab.dashboard.panels.ghost import GHOST_KEY, Prediction, told
-from fsdp_lab.dashboard.panels.lanes import MemoryLanes
-from fsdp_lab.dashboard.panels.ranges import ZeroRange
 from fsdp_lab.runs.steps import Step
 
-REACH = 3.0  # a limit within so many times the peak is drawn; one further off is said in words alone
+AMOUNTS = (*ON_DEVICE, "host", "peak")  # in bytes, in the order of `sizes`
+LIMIT_REACH = 3.0  # a limit within so many times the peak is drawn; one further away is in the captions alone
 HOST_BAR = 0.14  # its height, in ranks
-GHOST_BAR = 0.15
+PREDICTED_BAR = 0.15
+LANE_BOTTOM, LANE = 0.42, 0.84  # the lower edge of a lane below its rank's position, and its height, in ranks
+MOST_SCALED = 2  # lanes that have room for tick labels from bottom to top
 
 
-class MemoryPanel:
+class MemoryPanel(Panel):
     """On the left a bar a rank, stacked by class, at the last step, and below it a hollow one of what is predicted; on the
     right, in the same row, that rank over steps."""
 
@@ -49,168 +59,142 @@ class MemoryPanel:
     wide = True
 
     def __init__(self, frame: StepAxis, world_size: int) -> None:
+        super().__init__()
         self.world_size = world_size
+        self._few = world_size <= theme.MOST_LINES
         self._frame = frame
-        classes = [*ON_DEVICE, "host", "peak"]
         self._now = Columns(
             "memory.now",
-            ["rank", "bar", "host_bar", "top", "bottom", *classes, "allocated", "reserved", "outside"],
+            ["rank", "bar", "host_bar", "top", "bottom", *AMOUNTS, "allocated", "reserved", "outside"],
             texts=["label", "color"],
             limit=world_size,
         )
-        self._ghosts = Columns(
-            "memory.ghost", ["rank", "bar", *ON_DEVICE, "host", "peak"], texts=["label"], limit=world_size
-        )
-        self._ghost: Prediction | None = None
-        self._known: Step | None = None  # the last whose memory is known
+        self._predicted = Columns("memory.predicted", ["rank", "bar", *AMOUNTS], texts=["label"], limit=world_size)
+        self._prediction: Prediction | None = None
+        self._measured: Step | None = None  # the last step whose memory was measured
         self._ledger_spec, self._peak = "", 0  # the Spec of the last ledger step; the fullest rank's peak
-        self._over = MemoryLanes("memory", frame, world_size)
+        self._over = MemoryLanes(frame, world_size)
         self._range = ZeroRange(headroom=1.5, slack=0.5)
-        self._captions = Captions()
         self._limit: int | None = None
         self._drawn: object = None
-        self._root = row(self._draw_now(), self._over.figure, sizing_mode="stretch_width", spacing=16)
+        self.sources = (self._now, self._over.columns, self._predicted)
+        self.root = row(self._draw_now(), self._over.figure, sizing_mode="stretch_width", spacing=16)
 
     def _draw_now(self) -> figure:
         fig = rank_bars("memory.now", "MiB per rank, last step", self.world_size)
         source = twin(self._now)
-        few = self.world_size <= theme.MOST_LINES
-        bars = fig.hbar_stack(list(ON_DEVICE), y="bar", height=BAR, source=source, line_width=1 if few else 0)
-        for name, bar in zip(ON_DEVICE, bars, strict=True):
-            paint_fill(bar.glyph, f"memory.{name}", theme.MEMORY[name])
-        host = fig.hbar(y="host_bar", left=0, right="host", height=HOST_BAR, source=source, line_width=1 if few else 0)
-        paint_fill(host.glyph, "memory.host", theme.MEMORY["host"], outline="memory.gradients")
+        width = 1 if self._few else 0
+        bars = fig.hbar_stack(list(ON_DEVICE), y="bar", height=BAR, source=source, line_width=width)
+        paint_stack(bars, class_tokens())
+        host = fig.hbar(y="host_bar", left=0, right="host", height=HOST_BAR, source=source, line_width=width)
+        paint_fill(host.glyph, "memory.host", outline="memory.gradients")
         peak = fig.segment(x0="peak", x1="peak", y0="top", y1="bottom", line_width=LINE_PX, source=source)
         tint(peak.glyph, line_color="ink.peak")
-        if few:
-            sign_bars(fig, source, y="bar", end="peak", height=BAR + 0.06)
-        self._draw_ghosts(fig, few=few)
-        whole = fig.hbar(y="rank", left=0, right="peak", height=0.9, source=source, fill_alpha=0, line_alpha=0)
+        if self._few:
+            sign_bars(fig, source, y="bar", end="peak")
+        self._draw_predicted(fig)
         rows = [(theme.MEMORY[c].label, f"@{c}{{0,0.0}}") for c in (*ON_DEVICE, "host")]
-        hover(fig, whole, [("rank", "@rank"), *rows, ("peak", "@peak{0,0.0}"), ("between steps", "@allocated{0,0.0}"),
-                           ("reserved", "@reserved{0,0.0}"), ("outside the allocator", "@outside{0,0.0}")],
-              mode="mouse")  # fmt: skip
+        totals = [("peak", "peak"), ("between steps", "allocated"), ("reserved", "reserved"),
+                  ("outside the allocator", "outside")]  # fmt: skip
+        rows += [(label, f"@{column}{{0,0.0}}") for label, column in totals]
+        hover_bars(fig, source, [("rank", "@rank"), *rows], right="peak", y="rank", height=0.9)
         fig.add_layout(limit_line("memory.now.limit", "height"))
         return fig
 
-    def _draw_ghosts(self, fig: figure, *, few: bool) -> None:
-        """Below each bar what is predicted, in the same colours and hollow."""
-        source = twin(self._ghosts)
-        for name, bar in zip(
-            ON_DEVICE, fig.hbar_stack(list(ON_DEVICE), y="bar", height=GHOST_BAR, source=source), strict=True
-        ):
-            paint_fill(bar.glyph, f"memory.{name}", theme.MEMORY[name], outline=f"memory.{name}")
-            bar.glyph.fill_alpha = bar.glyph.hatch_alpha = 0.3
-        if few:
-            text = fig.text(
-                x="peak",
-                y="bar",
-                text="label",
-                x_offset=7,
-                text_baseline="middle",
-                text_font_size="10px",
-                source=source,
-            )
-            tint(text.glyph, text_color="ink.marker")
-        whole = fig.hbar(y="bar", left=0, right="peak", height=GHOST_BAR, source=source, fill_alpha=0, line_alpha=0)
+    def _draw_predicted(self, fig: figure) -> None:
+        """Adds below each bar the prediction, in the same colours and hollow."""
+        source = twin(self._predicted)
+        bars = fig.hbar_stack(list(ON_DEVICE), y="bar", height=PREDICTED_BAR, source=source)
+        paint_stack(bars, class_tokens(), own_outline=True, alpha=0.3)
+        if self._few:
+            label_ends(fig, source, x="peak", y="bar", token="ink.marker", size_px=10)
         rows = [(f"predicted {theme.MEMORY[c].label}", f"@{c}{{0,0.0}}") for c in (*ON_DEVICE, "host")]
-        hover(fig, whole, [("rank", "@rank"), *rows, ("predicted peak", "@peak{0,0.0}")], mode="mouse")
-
-    @property
-    def sources(self) -> Sequence[Columns]:
-        return (self._now, self._over.columns, self._ghosts)
-
-    @property
-    def root(self) -> UIElement:
-        return self._root
+        rows = [("rank", "@rank"), *rows, ("predicted peak", "@peak{0,0.0}")]
+        hover_bars(fig, source, rows, right="peak", y="bar", height=PREDICTED_BAR)
 
     def update(self, steps: Sequence[Step]) -> int:
-        known = [s for s in steps if any(e.memory.peak_bytes for e in s.events)]  # none before the first ledger step
-        if known:
-            self._limit = _drawn_limit(known[-1])
+        measured = [s for s in steps if any(e.memory.peak_bytes for e in s.events)]  # none before the first ledger step
+        if measured:
+            self._limit = _drawn_limit(measured[-1])
         unit = self._unit
         written = self._over.write(steps, self._limit) if steps else 0
         for step in steps:
             if any(e.ledger for e in step.events):
-                self._ledger_spec = step.events[0].spec_id
-        if known:
-            self._known = known[-1]
-            self._peak = max(e.memory.peak_bytes for e in self._known.events)
-            written += self._write_now(known[-1])
+                self._ledger_spec = step.spec_id
+        if measured:
+            self._measured = measured[-1]
+            self._peak = max(e.memory.peak_bytes for e in self._measured.events)
+            written += self._write_now(self._measured)
             if self._unit != unit:
-                self._write_ghosts()
+                self._write_predicted()
             self._cover_now()
-            self._captions = self._words(known)
+            self._captions = self._describe(self._measured)
         return written
 
-    def predict(self, ghost: Prediction) -> None:
-        self._ghost = ghost
-        self._write_ghosts()
-        if self._known is not None:
-            self._write_now(self._known)  # the bars make room
+    def predict(self, prediction: Prediction) -> None:
+        self._prediction = prediction
+        self._write_predicted()
+        if self._measured is not None:
+            self._write_now(self._measured)  # the bars make room
         self._cover_now()
 
     @property
     def _unit(self) -> int:
-        if self._peak or self._ghost is None:
+        if self._peak or self._prediction is None:
             return self._over.unit
-        return unit_for(self._ghost.peak_bytes, MIB)
+        return unit_for(self._prediction.peak_bytes, MIB)
 
     def _cover_now(self) -> None:
         line = [] if self._limit is None else [self._limit / self._unit]
-        shown = [table.column(name) for table in (self._now, self._ghosts) for name in ("peak", "host")]
+        shown = [table.column(name) for table in (self._now, self._predicted) for name in ("peak", "host")]
         self._range.cover(np.concatenate([*shown, line]))
 
-    def _write_ghosts(self) -> None:
-        ghost = self._ghost
-        if ghost is None:
+    def _write_predicted(self) -> None:
+        p = self._prediction
+        if p is None:
             return
-        parts = [ghost.at_peak.of_role(Role(c)) for c in ON_DEVICE]
-        scaled = [b / self._unit for b in (*parts, ghost.host_bytes, ghost.peak_bytes)]
+        parts = [p.at_peak.of_role(Role(c)) for c in ON_DEVICE]
+        scaled = [b / self._unit for b in (*parts, p.host_bytes, p.peak_bytes)]
         rows = [[rank, rank + 0.25, *scaled] for rank in range(self.world_size)]
-        self._ghosts.replace(rows, {"label": [size(ghost.peak_bytes)] * self.world_size})
+        self._predicted.replace(rows, {"label": [size(p.peak_bytes)] * self.world_size})
 
     def _write_now(self, step: Step) -> int:
         hosted = any(e.memory.host_bytes for e in step.events)
-        shift = 0.1 if hosted or self._ghost is not None else 0.0
-        below = 0.08 if self._ghost is not None else 0.0  # the prediction's place
-        rows, labels, colors = [], [], []
-        for e in step.events:
-            m = e.memory
-            apart = (m.allocated_bytes, m.reserved_bytes or 0, m.outside_bytes)
-            scaled = [b / self._over.unit for b in (*sizes(m), *apart)]
-            bar = e.rank - shift
-            on_host = e.rank + BAR / 2 + shift + below if hosted else math.nan  # no bar where nothing is there
-            rows.append([e.rank, bar, on_host, bar - BAR / 2 - 0.05, bar + BAR / 2 + 0.05, *scaled])
-            labels.append(size(m.peak_bytes))
-            colors.append(theme.rank_color(e.rank))
+        shift = 0.1 if hosted or self._prediction is not None else 0.0
+        below = 0.08 if self._prediction is not None else 0.0  # the prediction's place
         drawn = (self._over.unit, shift, below, [sizes(e.memory) for e in step.events])
         if drawn == self._drawn:
-            return 0  # between two measurements memory stands still: nothing to paint
+            return 0  # between two measurements memory does not change: nothing to paint
         self._drawn = drawn
-        return self._now.replace(rows, {"label": labels, "color": colors})
+        rows = []
+        for e in step.events:
+            m = e.memory
+            amounts = (*sizes(m), m.allocated_bytes, m.reserved_bytes or 0, m.outside_bytes)
+            bar = e.rank - shift
+            on_host = e.rank + BAR / 2 + shift + below if hosted else math.nan  # NaN: no bar
+            place = [e.rank, bar, on_host, bar - BAR / 2 - 0.05, bar + BAR / 2 + 0.05]
+            rows.append([*place, *(b / self._over.unit for b in amounts)])
+        labels = [size(e.memory.peak_bytes) for e in step.events]
+        return self._now.replace(rows, {"label": labels, "color": [theme.rank_color(e.rank) for e in step.events]})
 
-    def _words(self, steps: Sequence[Step]) -> Captions:
-        memories = [e.memory for e in steps[-1].events]
-        peak = max(m.peak_bytes for m in memories)
+    def _describe(self, step: Step) -> Captions:
+        memories = [e.memory for e in step.events]
         host = max(m.host_bytes for m in memories)
         legend = class_keys((*ON_DEVICE, "host") if host else ON_DEVICE)
         legend.append(Key(label="peak", token="ink.peak", hatch="line"))
-        reading = f"peak {size(peak)} on the fullest rank" + (f", {size(host)} on the host" if host else "")
+        reading = f"peak {size(self._peak)} on the fullest rank" + (f", {size(host)} on the host" if host else "")
         limit = min((m.limit_bytes for m in memories if m.limit_bytes), default=None)
         reading += f"; limit {size(limit)}" if limit else ""
         if self._limit is not None:
             legend.append(Key(label="limit", token="ink.marker", hatch="dashes"))
-        outside = max(m.outside_bytes for m in memories)
-        note = f"At the peak of a step; outside the allocator {size(outside)} more."
+        note = f"At the peak of a step; outside the allocator {size(max(m.outside_bytes for m in memories))} more."
         return Captions(reading=reading, legend=tuple(legend), note=note)
 
     def patches(self) -> Patches:
-        unit = "GiB" if self._unit == GIB else "MiB"
         return {
             "memory.now.limit": {"visible": self._limit is not None, "location": (self._limit or 0) / self._unit},
             "memory.now.x": {"start": 0.0, "end": self._range.end},
-            "memory.now.axis": {"axis_label": f"{unit} per rank, last step"},
+            "memory.now.axis": {"axis_label": f"{unit_name(self._unit)} per rank, last step"},
             **self._over.patches(),
         }
 
@@ -218,17 +202,151 @@ class MemoryPanel:
         self._over.cover()
 
     def captions(self) -> Captions:
-        said = self._captions
-        others = tuple(replace(key, label=f"{key.label}, peak") for key in self._frame.other_keys())
-        if self._ghost is None:
-            return replace(said, legend=(*said.legend, *others))
-        ghost = self._ghost
-        measured = size(self._peak) if self._peak and self._ledger_spec == ghost.spec_id else None
-        reading = "; ".join(part for part in (said.reading, told(size(ghost.peak_bytes), measured)) if part)
-        return replace(said, reading=reading, legend=(*said.legend, GHOST_KEY, *others))
+        own, p = self._captions, self._prediction
+        reading, legend = own.reading, own.legend
+        if p is not None:
+            measured = size(self._peak) if self._peak and self._ledger_spec == p.spec_id else None
+            reading = with_prediction(reading, size(p.peak_bytes), measured)
+            legend = (*legend, Key(label="predicted", token="ink.marker", hatch=HOLLOW))
+        return replace(own, reading=reading, legend=(*legend, *self._frame.other_keys("peak")))
 
 
 def _drawn_limit(step: Step) -> int | None:
     limits = [e.memory.limit_bytes for e in step.events if e.memory.limit_bytes]
     peak = max(e.memory.peak_bytes for e in step.events)
-    return min(limits) if limits and min(limits) <= REACH * peak else None
+    return min(limits) if limits and min(limits) <= LIMIT_REACH * peak else None
+
+
+class MemoryLanes:
+    """Memory over steps: a lane of stacked areas a rank, aligned with the bars beside it; of more ranks than colours, two
+    lanes for the fullest and the emptiest.
+
+    Lanes share one scale, in `unit`. A step whose memory was not measured leaves a gap: before the first ledger step on a
+    CPU.
+    """
+
+    def __init__(self, frame: StepAxis, world_size: int) -> None:
+        self._frame = frame
+        self.unit = MIB
+        self._all = world_size <= theme.MOST_LINES
+        self._lanes = world_size if self._all else 2
+        self._range = ZeroRange(headroom=1.12)
+        columns = [f"{c}_{lane}" for lane in range(self._lanes) for c in ("rank", *AMOUNTS)]
+        self.columns = Columns("memory.steps", ["step", *columns], limit=STEP_LIMIT)
+        self._bytes = np.empty((0, len(self.columns.numbers)))  # the history, for when the unit changes
+        self._limit_bytes: int | None = None
+        self.figure = self._draw()
+
+    def _draw(self) -> figure:
+        fig = self._frame.plot("memory.over", "MiB", y_start=self._lanes - 0.4, y_end=-0.6)
+        fig.yaxis.name = "memory.over.axis"
+        fig.yaxis.ticker = FixedTicker(ticks=[at for at, _ in self._ticks()])
+        fig.ygrid.visible = False
+        fig.extra_y_ranges = {
+            **{f"lane_{i}": Range1d(start=0, end=1, name=f"memory.over.lane_{i}") for i in range(self._lanes)},
+            **{f"mib_{i}": Range1d(start=0, end=1, name=f"memory.over.lane_{i}.mib") for i in range(self._lanes)},
+        }
+        source = twin(self.columns)
+        peaks = [self._draw_lane(fig, source, i) for i in range(self._lanes)]
+        self._frame.label_markers(fig)
+        named = [("rank", "rank", ""), *((theme.MEMORY[c].label, c, "{0,0.0}") for c in ON_DEVICE)]
+        rows = [
+            (label, " · ".join(f"@{column}_{i}{form}" for i in range(self._lanes)))
+            for label, column, form in (*named, ("peak", "peak", "{0,0.0}"))
+        ]
+        hover(fig, peaks[0], [("step", "@step"), *rows])
+        return fig
+
+    def _draw_lane(self, fig: figure, source: Any, lane: int) -> Any:
+        """Draws a lane; returns the line of its peak."""
+        on = {"y_range_name": f"lane_{lane}", "source": source}
+        color = theme.rank_color(lane) if self._all else NEUTRAL
+        bottom = lane + LANE_BOTTOM
+        fig.add_layout(
+            BoxAnnotation(
+                top=bottom, bottom=bottom - LANE, line_alpha=0, fill_alpha=0.08, fill_color=color, level="underlay"
+            )
+        )
+        areas = fig.varea_stack([f"{c}_{lane}" for c in ON_DEVICE], x="step", **on)
+        paint_stack(areas, class_tokens(), line=False)
+        host = fig.line("step", f"host_{lane}", line_width=LINE_PX, line_dash="2 2", **on)
+        tint(host.glyph, line_color="memory.gradients")
+        self._frame.overlays.draw(fig, f"peak_{lane}", name=f"memory.lane_{lane}", seam=self._lanes <= MOST_SCALED,
+                                  y_range_name=f"mib_{lane}")  # fmt: skip
+        peak = fig.line("step", f"peak_{lane}", line_width=1 if self._lanes > MOST_SCALED else LINE_PX, **on)
+        tint(peak.glyph, line_color="ink.peak")
+        limit = limit_line(f"memory.over.limit_{lane}", "width")
+        limit.y_range_name = f"lane_{lane}"
+        fig.add_layout(limit)
+        return peak
+
+    def _ticks(self) -> list[tuple[float, str]]:
+        """The axis ticks and their labels: values along each lane, or rank numbers where there are many lanes."""
+        if self._lanes > MOST_SCALED:
+            return [(float(i), f"{i}") for i in range(self._lanes)]
+        parts = [(i, share) for i in range(self._lanes) for share in (0.0, 0.5, 1.0)]
+        return [(i + LANE_BOTTOM - share * LANE, f"{share * self._range.end:,g}") for i, share in parts]
+
+    def write(self, steps: Sequence[Step], limit_bytes: int | None) -> int:
+        """Adds new steps, in order; returns the rows written. A limit that is None is not drawn."""
+        new = np.array([[s.number, *(v for e in self._of_lanes(s) for v in _lane(e))] for s in steps], dtype=np.float64)
+        self._bytes = np.vstack([self._bytes, new])[-self.columns.limit :]
+        peaks = self._bytes[:, self._places("peak")]
+        if np.isnan(peaks).all():
+            return 0
+        unit = unit_for(np.nanmax(peaks), self.unit)
+        whole = unit != self.unit or not len(self.columns)
+        self.unit = unit
+        written = self.columns.replace(self._scaled(self._bytes)) if whole else self.columns.append(self._scaled(new))
+        self._limit_bytes = limit_bytes
+        self.cover()
+        return written
+
+    def cover(self) -> None:
+        """Fits the common scale to what is drawn in any lane."""
+        lanes, to_unit = range(self._lanes), MIB / self.unit
+        own = [self.columns.column(f"{c}_{i}") for i in lanes for c in ("peak", "host")]
+        others = [to_unit * self._frame.others(f"peak_{i}") for i in lanes]
+        line = [] if self._limit_bytes is None else [self._limit_bytes / self.unit]
+        self._range.cover(np.concatenate([*own, *others, line]))
+
+    def patches(self) -> dict[str, dict[str, Any]]:
+        top = self._range.end
+        unit = unit_name(self.unit)
+        label = f"{unit} per rank" if self._all else f"{unit}: fullest, emptiest"
+        if self._lanes > MOST_SCALED:
+            label = f"rank, each to {top:,g} {unit}"
+        names = {"type": "map", "entries": [[at, text] for at, text in self._ticks()]}
+        patches: dict[str, dict[str, Any]] = {"memory.over.axis": {"axis_label": label, "major_label_overrides": names}}
+        for i in range(self._lanes):
+            bottom, one = i + LANE_BOTTOM, top / LANE  # the axis of ranks points down, and ends at -0.6
+            start, end = -(self._lanes - 0.4 - bottom) * one, (bottom + 0.6) * one
+            patches[f"memory.over.lane_{i}"] = {"start": start, "end": end}
+            in_mib = self.unit / MIB  # for the curves of other runs, whatever the unit of this one
+            patches[f"memory.over.lane_{i}.mib"] = {"start": start * in_mib, "end": end * in_mib}
+            location = (self._limit_bytes or 0) / self.unit
+            patches[f"memory.over.limit_{i}"] = {"visible": self._limit_bytes is not None, "location": location}
+        return patches
+
+    def _of_lanes(self, step: Step) -> list[StepEvent | None]:
+        by_rank = {e.rank: e for e in step.events}
+        if self._all:
+            return [by_rank.get(rank) for rank in range(self._lanes)]
+        order = sorted(step.events, key=lambda e: e.memory.peak_bytes)
+        return [order[-1], order[0]]
+
+    def _places(self, name: str) -> list[int]:
+        return [self.columns.numbers.index(f"{name}_{i}") for i in range(self._lanes)]
+
+    def _scaled(self, history: Numbers) -> list[list[float]]:
+        scale = np.full(history.shape[1], 1 / self.unit)
+        scale[[0, *self._places("rank")]] = 1.0
+        return [list(row) for row in history * scale]
+
+
+def _lane(e: StepEvent | None) -> list[float]:
+    """Rank, classes, host and peak; where nothing was measured areas of no height, and no lines."""
+    if e is None or not e.memory.peak_bytes:
+        return [e.rank if e else math.nan, *(0.0 for _ in ON_DEVICE), math.nan, math.nan]
+    *classes, host, peak = sizes(e.memory)
+    return [e.rank, *classes, host or math.nan, peak]  # NaN: no line where nothing is offloaded

@@ -1,0 +1,275 @@
+"""Axes: ranges that do not jump, and the axis of steps, which time plots share with its markers and other runs' curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from bokeh.models import AdaptiveTicker, HoverTool, PanTool, Range1d, WheelZoomTool
+from bokeh.plotting import figure
+
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.columns import Columns, Numbers
+from fsdp_lab.dashboard.panels.base import Key, Patches
+from fsdp_lab.dashboard.panels.drawing import plain_figure, tint, twin
+from fsdp_lab.runs.steps import Step
+
+SMOOTH_STEPS = 9  # ordinary steps in a card's moving median
+LABEL_ROOM = 0.045  # of the axis of steps, that a marker's label needs
+SHORTEST_WINDOW = 50  # steps on the axis at the beginning of a run
+STEP_LIMIT = 1000  # steps that a time plot keeps
+MOST_ROWS = 2 * STEP_LIMIT + 1  # of another run's curve: its beginning, its end, and a gap between them
+
+ROUND = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0)
+FINE = tuple(1.0 + 0.1 * i for i in range(40)) + tuple(5.0 + 0.25 * i for i in range(21))  # where room is scarce
+
+# A row of a curve: rates and exposed communication smoothed, peaks in MiB by rank.
+CURVE = ("step", "loss", "tokens_per_s", "tflops", "exposed_ms", *(f"peak_{i}" for i in range(theme.MOST_LINES)))
+
+
+# -- ranges --------------------------------------------------------------------------------------------------------
+
+
+def round_up(value: float, steps: Sequence[float] = ROUND) -> float:
+    """The next round number: one of `steps` (from 1 to 10) times a power of ten. `value` > 0."""
+    magnitude = 10.0 ** math.floor(math.log10(value))
+    return next(r * magnitude for r in steps if value <= r * magnitude * (1 + 1e-12))
+
+
+def step_window(step: int) -> tuple[float, float]:
+    """The range of the axis of steps, (start, end), with `step` inside: from 0 in doubling lengths, then a window of
+    `STEP_LIMIT` that moves in tenths of it."""
+    length = SHORTEST_WINDOW
+    while length < STEP_LIMIT and step + 1 > length:
+        length *= 2
+    length = min(length, STEP_LIMIT)
+    tenth = STEP_LIMIT // 10
+    end = length if step + 1 <= length else math.ceil((step + 1) / tenth) * tenth
+    return float(end - length), float(end)
+
+
+class ZeroRange:
+    """From zero to a round number above the data.
+
+    It shrinks when the data would fill less than `slack` of it; with `patience`, also when that many covers in a row
+    would leave a tenth of it empty: then to the longest of them.
+    """
+
+    start = 0.0
+
+    def __init__(
+        self,
+        *,
+        slack: float = 0.45,
+        headroom: float = 1.12,
+        steps: Sequence[float] = ROUND,
+        patience: int = 0,
+    ) -> None:
+        self.slack = slack
+        self.steps = steps
+        self.headroom = headroom
+        self.patience = patience
+        self.end = 1.0
+        self._fresh = True
+        self._shorter: list[float] = []  # ends that would have sufficed since the range was last filled
+
+    def cover(self, values: Numbers) -> float:
+        """The end of a range from zero that holds `values` (NaN and infinity are ignored)."""
+        finite = values[np.isfinite(values)]
+        if finite.size == 0 or finite.max() <= 0:
+            return self.end
+        wanted = round_up(float(finite.max()) * self.headroom, self.steps)
+        fits_shorter = self.patience and wanted < 0.9 * self.end
+        self._shorter = [*self._shorter, wanted] if fits_shorter else []
+        if self._fresh or wanted > self.end or wanted < self.slack * self.end:
+            self._set(wanted)
+        elif fits_shorter and len(self._shorter) >= self.patience:
+            self._set(max(self._shorter))
+        return self.end
+
+    def _set(self, end: float) -> None:
+        self.end = end
+        self._fresh = False
+        self._shorter = []
+
+
+class SpanRange:
+    """From below the least to above the greatest value, for quantities whose zero means nothing, such as a loss.
+
+    Where the data leaves it, it is extended well beyond the data, so that a falling curve moves it seldom.
+    """
+
+    margin, ahead, slack = 0.1, 0.4, 0.4
+
+    def __init__(self) -> None:
+        self.start, self.end = 0.0, 1.0
+        self._fresh = True
+
+    def cover(self, values: Numbers) -> tuple[float, float]:
+        finite = values[np.isfinite(values)]
+        if finite.size == 0:
+            return self.start, self.end
+        low, high = float(finite.min()), float(finite.max())
+        span = max(high - low, 0.02 * abs(high), 1e-9)
+        if self._fresh or (high - low) < self.slack * (self.end - self.start) > 0.3 * abs(high):
+            self._set(low - self.margin * span, high + self.margin * span, low)
+        elif low < self.start or high > self.end:  # or both, where the losses fall and an evaluation is above them
+            start = low - self.ahead * span if low < self.start else self.start
+            self._set(start, high + self.ahead * span if high > self.end else self.end, low)
+        self._fresh = False
+        return self.start, self.end
+
+    def _set(self, start: float, end: float, low: float) -> None:
+        step = round_up((end - start) / 10)
+        self.start = math.floor(start / step) * step
+        if low >= 0:
+            self.start = max(0.0, self.start)
+        self.end = math.ceil(end / step) * step
+
+
+# -- the axis of steps ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Overlay:
+    """The curve of another run with its label; its rows have the columns of `CURVE`."""
+
+    label: str
+    rows: Numbers
+
+
+class Overlays:
+    """Curves of other runs: a table for each place in the palette, empty and not drawn until it is used.
+
+    All plots read the same tables, so that a curve is sent to the page once.
+    """
+
+    def __init__(self) -> None:
+        self.tables = [Columns(f"overlay.{i}", CURVE, limit=MOST_ROWS) for i in range(len(theme.PINS))]
+        self._sources = [twin(table) for table in self.tables]
+        self._shown: dict[int, Overlay] = {}
+        self._lines: list[tuple[int, str]] = []  # place, name of the renderer
+
+    @property
+    def labels(self) -> dict[int, str]:
+        """Place -> label of the curves shown."""
+        return {place: shown.label for place, shown in sorted(self._shown.items())}
+
+    def draw(self, fig: figure, column: str, *, name: str = "", seam: bool = False, **on: Any) -> None:
+        """Adds a line for each place; with a seam below it where the background may be as dark as the line."""
+        for place, source in enumerate(self._sources):
+            if seam:
+                under = f"{name or fig.name}.seam.{place}"
+                gap = fig.line(
+                    "step", column, source=source, line_width=4, line_alpha=0.75, visible=False, name=under, **on
+                )
+                tint(gap.glyph, line_color="ink.gap")
+                self._lines.append((place, under))
+            named = f"{name or fig.name}.overlay.{place}"
+            line = fig.line("step", column, source=source, line_width=1.5, line_dash=theme.PIN_DASHES[place],
+                            line_color=theme.PINS[str(place)].light, visible=False, name=named, **on)  # fmt: skip
+            tint(line.glyph, line_color=f"pin.{place}")
+            self._lines.append((place, named))
+
+    def show(self, overlays: Mapping[int, Overlay]) -> bool:
+        """Shows these curves and no others; returns whether that changes anything."""
+        before, self._shown = self._shown, dict(overlays)
+        for place, table in enumerate(self.tables):
+            now = overlays.get(place)
+            if now is not before.get(place):
+                table.replace(now.rows.tolist() if now is not None else [])
+        return before != self._shown
+
+    def within(self, column: str, start: float, end: float) -> Numbers:
+        """The values of all curves at the steps from `start` to `end`."""
+        at = CURVE.index(column)
+        parts = [o.rows[(o.rows[:, 0] >= start) & (o.rows[:, 0] <= end), at] for o in self._shown.values()]
+        return np.concatenate([*parts, np.empty(0)])
+
+    def patches(self) -> dict[str, dict[str, Any]]:
+        return {name: {"visible": place in self._shown} for place, name in self._lines}
+
+
+class StepAxis:
+    """What the time plots of one dashboard share: the axis of steps, markers at changes, and curves of other runs."""
+
+    def __init__(self) -> None:
+        self.language = True  # whether it is a language model, whose loss has a perplexity
+        self.x_range = Range1d(start=0, end=50, name="frame.x")
+        self.markers = Columns("frame.markers", ["step"], texts=["label", "detail"], limit=100)
+        self.marker_source = twin(self.markers)
+        self.overlays = Overlays()
+        self._step = 0
+        self._marks: list[tuple[int, str, str]] = []  # step, label, tooltip
+        self._written: list[tuple[int, str, str]] = []
+
+    @property
+    def sources(self) -> Sequence[Columns]:
+        return (self.markers, *self.overlays.tables)
+
+    def others(self, column: str) -> Numbers:
+        """The values of other runs' curves in the steps that are shown."""
+        return self.overlays.within(column, *step_window(self._step))
+
+    def other_keys(self, what: str = "") -> tuple[Key, ...]:
+        """Legend entries of other runs' curves; `what` says of what the curves are."""
+        suffix = f", {what}" if what else ""
+        return tuple(
+            Key(label=f"{label}{suffix}", token=f"pin.{place}", hatch="dashes")
+            for place, label in self.overlays.labels.items()
+        )
+
+    def follow(self, steps: Sequence[Step]) -> None:
+        """Moves the window of steps."""
+        if steps:
+            self._step = steps[-1].number
+            self._write_markers()
+
+    def mark_all(self, marks: Sequence[tuple[int, str, str]]) -> None:
+        """Draws these lines (step, label written along it, tooltip) in every time plot, in place of the former ones."""
+        self._marks = list(marks)
+        self._write_markers()
+
+    def _write_markers(self) -> None:
+        """Of markers too close together only the last is labelled."""
+        start, end = step_window(self._step)
+        room = LABEL_ROOM * (end - start)
+        nexts = [*(step for step, _, _ in self._marks), math.inf][1:]
+        drawn = [(step, label if next_ - step > room else "", detail)
+                 for (step, label, detail), next_ in zip(self._marks, nexts, strict=True)]  # fmt: skip
+        if drawn != self._written:
+            self._written = drawn
+            texts = {"label": [label for _, label, _ in drawn], "detail": [detail for _, _, detail in drawn]}
+            self.markers.replace([[step] for step, _, _ in drawn], texts)
+
+    def patches(self) -> Patches:
+        start, end = step_window(self._step)
+        return {"frame.x": {"start": start, "end": end}, **self.overlays.patches()}
+
+    def plot(self, name: str, y_label: str, *, y_start: float = 0.0, y_end: float = 1.0) -> figure:
+        """An empty time plot whose y range is called `<name>.y`."""
+        fig = plain_figure(
+            name, y_label, x_range=self.x_range, y_range=Range1d(start=y_start, end=y_end, name=f"{name}.y")
+        )
+        fig.xaxis.axis_label = "optimizer step"
+        fig.xaxis.ticker = AdaptiveTicker(mantissas=[1, 2, 5], min_interval=1, desired_num_ticks=6)
+        fig.xgrid.visible = False
+        # The wheel zooms with Shift alone: a notebook must scroll past the plots.
+        fig.add_tools(PanTool(dimensions="width"), WheelZoomTool(dimensions="width", modifiers={"shift": True}))
+        lines = fig.vspan(x="step", source=self.marker_source, line_width=1, line_dash="4 3", line_color="#6B7280")
+        tint(lines.glyph, line_color="ink.marker")
+        fig.add_tools(HoverTool(renderers=[lines], tooltips="@detail", name=f"{name}.marker_hover"))
+        return fig
+
+    def label_markers(self, fig: figure) -> None:
+        """Writes the change along each marker, from the top down. Called last, so that it is drawn over the data."""
+        fig.extra_y_ranges = {**fig.extra_y_ranges, "marker": Range1d(start=0, end=1)}
+        labels = fig.text(
+            x="step", y=0.99, text="label", y_range_name="marker", source=self.marker_source, angle=math.pi / 2,
+            text_align="right", text_baseline="top", x_offset=3, text_font_size="10px",
+        )  # fmt: skip
+        labels.glyph.background_fill_alpha = 0.6
+        tint(labels.glyph, text_color="ink.mean", background_fill_color="ink.gap")

@@ -1,0 +1,375 @@
+"""The figures of each step: loss, throughput and compute as curves over steps, and the last steps as a table."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from bokeh.models import ColumnDataSource, LinearAxis, Range1d
+from bokeh.plotting import figure
+
+from fsdp_lab.core.formatting import count, duration, figures, size
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.columns import Columns, Numbers
+from fsdp_lab.dashboard.panels.axis import SMOOTH_STEPS, STEP_LIMIT, SpanRange, StepAxis, ZeroRange
+from fsdp_lab.dashboard.panels.base import Captions, Key, Panel, Patches, Prediction, with_prediction
+from fsdp_lab.dashboard.panels.drawing import LINE_PX, hover, limit_line, rank_keys, simplify_axis, tint, twin
+from fsdp_lab.runs.evaluation import in_words
+from fsdp_lab.runs.steps import Step
+from fsdp_lab.runs.summary import Peaks
+
+POINT_PX = 7
+TABLE_STEPS = 8
+
+
+class CurvePanel(Panel):
+    """A time plot of one measure, over the same measure of other runs. A subclass draws it and computes its rows."""
+
+    measure: str  # the column of `axis.CURVE`
+    others: str = ""  # what the curves of other runs are, in the legend
+
+    def __init__(
+        self, frame: StepAxis, y_label: str, columns: Sequence[str], *, texts: Sequence[str] = (),
+        span: ZeroRange | SpanRange | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._frame = frame
+        self._range = span or ZeroRange()
+        self._table = Columns(f"{self.name}.steps", ["step", *columns], texts=texts, limit=STEP_LIMIT)
+        self.sources = (self._table,)
+        self.root: figure = frame.plot(self.name, y_label)
+        self._draw(self.root, twin(self._table))
+        frame.label_markers(self.root)
+
+    @abstractmethod
+    def _draw(self, fig: figure, source: ColumnDataSource) -> None:
+        """Adds the curves and their tooltips."""
+
+    @abstractmethod
+    def _write(self, steps: Sequence[Step]) -> int:
+        """Appends a row for each step to the table; returns how many. There is one step or more."""
+
+    @abstractmethod
+    def _describe(self, last: Step) -> Captions:
+        """The captions after the last step."""
+
+    @abstractmethod
+    def _shown(self) -> Sequence[Numbers]:
+        """The values that the y range must hold."""
+
+    def update(self, steps: Sequence[Step]) -> int:
+        if not steps:
+            return 0
+        written = self._write(steps)
+        self.cover()
+        self._captions = self._describe(steps[-1])
+        return written
+
+    def cover(self) -> None:
+        self._range.cover(np.concatenate([*self._shown(), self._frame.others(self.measure)]))
+
+    def patches(self) -> Patches:
+        return {f"{self.name}.y": {"start": self._range.start, "end": self._range.end}}
+
+    def captions(self) -> Captions:
+        own = self._captions
+        return replace(own, legend=(*own.legend, *self._frame.other_keys(self.others)))
+
+
+class LossPanel(CurvePanel):
+    """Mean loss of all ranks over steps; it continues across changes of strategy. The mean loss of held-out samples is a
+    point at the step of its evaluation."""
+
+    name = measure = "loss"
+    title = "Loss"
+
+    def __init__(self, frame: StepAxis, world_size: int) -> None:
+        columns = ["loss", "grad_norm", "eval_loss"]
+        super().__init__(frame, "loss (nats per token)", columns, texts=["evaluation"], span=SpanRange())
+        self._evaluated = ""  # the last evaluation as a sentence
+
+    def _draw(self, fig: figure, source: ColumnDataSource) -> None:
+        self._frame.overlays.draw(fig, "loss")
+        line = fig.line("step", "loss", source=source, line_width=LINE_PX)
+        tint(line.glyph, line_color="ink.mean")
+        hover(fig, line, [("step", "@step"), ("loss", "@loss{0.0000}"), ("gradient norm", "@grad_norm{0.000}")])
+        points = fig.scatter("step", "eval_loss", source=source, marker="circle", size=POINT_PX, line_width=LINE_PX)
+        tint(points.glyph, line_color="ink.peak", fill_color="ink.gap")
+        hover(fig, points, [("step", "@step"), ("held-out loss", "@evaluation")])
+
+    def _write(self, steps: Sequence[Step]) -> int:
+        rows, evaluations = [], []
+        for s in steps:
+            loss = s.eval_loss
+            evaluations.append("" if loss is None else in_words(loss, language=self._frame.language))
+            rows.append([s.number, s.mean_loss, s.events[0].grad_norm, math.nan if loss is None else loss])
+            if loss is not None:
+                self._evaluated = f"Held-out loss {evaluations[-1]} at step {s.number:,}. "
+        return self._table.append(rows, {"evaluation": evaluations})
+
+    def _describe(self, last: Step) -> Captions:
+        loss = f"{last.mean_loss:.4f}" if math.isfinite(last.mean_loss) else "not finite"
+        held_out = [Key(label="held-out samples", token="ink.peak")] if self._evaluated else []
+        return Captions(
+            reading=f"{loss} at step {last.number:,}",
+            legend=(Key(label="mean of all ranks", token="ink.mean", hatch="line"), *held_out),
+            note=f"Gradient norm {figures(last.events[0].grad_norm)}. {self._evaluated}".strip(),
+        )
+
+    def _shown(self) -> Sequence[Numbers]:
+        return self._table.column("loss"), self._table.column("eval_loss")
+
+
+class ThroughputPanel(CurvePanel):
+    """Tokens a second of all ranks over steps: of each step, the median of the last nine ordinary ones, and the predicted
+    rate where this machine is calibrated."""
+
+    name = "throughput"
+    title = "Throughput"
+    measure = "tokens_per_s"
+
+    def __init__(self, frame: StepAxis, world_size: int) -> None:
+        super().__init__(frame, "tokens/s, all ranks", ["tokens_per_s", "median_tokens_per_s", "step_ms"])
+        self._recent: deque[tuple[float, float]] = deque(maxlen=SMOOTH_STEPS)  # tokens/s, step time
+        self._prediction: Prediction | None = None
+        self._spec_id = ""  # of the last step
+
+    def _draw(self, fig: figure, source: ColumnDataSource) -> None:
+        each = fig.line("step", "tokens_per_s", source=source, line_width=1)
+        tint(each.glyph, line_color="ink.faint")
+        self._frame.overlays.draw(fig, "tokens_per_s")
+        smooth = fig.line("step", "median_tokens_per_s", source=source, line_width=LINE_PX)
+        tint(smooth.glyph, line_color="ink.mean")
+        hover(fig, each, [("step", "@step"), ("tokens/s", "@tokens_per_s{0,0}"),
+                          ("median of 9", "@median_tokens_per_s{0,0}"), ("step time", "@step_ms{0,0.0} ms")])  # fmt: skip
+        fig.add_layout(limit_line("throughput.predicted", "width", dash="3 3"))
+
+    def _write(self, steps: Sequence[Step]) -> int:
+        rows = []
+        for s in steps:
+            if s.events[0].first_after_switch:
+                self._recent.clear()  # the median must not mix two strategies
+            if s.counts:
+                self._recent.append((s.tokens_per_s, s.step_time_s))
+            rows.append([s.number, s.tokens_per_s, self._medians[0], s.step_time_s * 1e3])
+        self._spec_id = steps[-1].spec_id
+        return self._table.append(rows)
+
+    @property
+    def _medians(self) -> tuple[float, float]:
+        """Tokens a second and step time; NaN before the first ordinary step."""
+        if not self._recent:
+            return math.nan, math.nan
+        rates, times = zip(*self._recent, strict=True)
+        return median(rates), median(times)
+
+    def _describe(self, last: Step) -> Captions:
+        if not self._recent:
+            return self._captions
+        tokens_per_s, step_s = self._medians
+        return Captions(
+            reading=f"{count(tokens_per_s)} tokens/s, {duration(step_s)} a step",
+            legend=(
+                Key(label="each step", token="ink.faint", hatch="line"),
+                Key(label="median of 9", token="ink.mean", hatch="line"),
+            ),
+        )
+
+    def predict(self, prediction: Prediction) -> None:
+        self._prediction = prediction
+        self.cover()
+
+    @property
+    def _predicted(self) -> float | None:
+        """Tokens a second."""
+        p = self._prediction
+        return None if p is None or p.step_time_s is None else p.tokens / p.step_time_s
+
+    def _shown(self) -> Sequence[Numbers]:
+        predicted = [] if self._predicted is None else [self._predicted]
+        return self._table.column("median_tokens_per_s"), np.array(predicted)
+
+    def patches(self) -> Patches:
+        line = {"visible": self._predicted is not None, "location": self._predicted or 0.0}
+        return {**super().patches(), "throughput.predicted": line}
+
+    def captions(self) -> Captions:
+        own, p = self._captions, self._prediction
+        reading, legend = own.reading, own.legend
+        if p is not None and p.step_time_s is not None:
+            measured = duration(self._medians[1]) if self._recent and self._spec_id == p.spec_id else None
+            reading = with_prediction(reading, f"{duration(p.step_time_s)} a step", measured)
+            legend = (*legend, Key(label="predicted", token="ink.marker", hatch="dashes"))
+        return replace(own, reading=reading, legend=(*legend, *self._frame.other_keys()))
+
+
+class TflopsPanel(CurvePanel):
+    """Model TFLOPS of every rank: a line a rank in its colour, or above `theme.MOST_LINES` ranks the mean in a band from
+    least to most.
+
+    The axis on the right is the model FLOPs utilisation (MFU) of the device's peak. The hardware FLOPs utilisation (HFU),
+    in captions and tooltips, counts recompute too.
+    """
+
+    name = measure = "tflops"
+    title = "Compute"
+    others = "mean"
+
+    def __init__(self, frame: StepAxis, world_size: int) -> None:
+        self.world_size = world_size
+        self._ranks = [f"rank_{r}" for r in range(world_size)] if world_size <= theme.MOST_LINES else []
+        self._recent: deque[float] = deque(maxlen=SMOOTH_STEPS)
+        self._peaks = Peaks()
+        self._peak: tuple[float, str] | None = None
+        self._hardware = 1.0  # hardware FLOPs over model FLOPs, of the last step
+        columns = ["mean", "least", "most", "mfu_percent", "hfu_percent", *self._ranks]
+        super().__init__(frame, "model TFLOPS per rank", columns)
+
+    def _draw(self, fig: figure, source: ColumnDataSource) -> None:
+        self._frame.overlays.draw(fig, "tflops")
+        if self._ranks:
+            for r, column in enumerate(self._ranks):
+                fig.line("step", column, source=source, line_width=LINE_PX, line_color=theme.rank_color(r),
+                         line_dash=theme.RANK_DASHES[r])  # fmt: skip
+            mean = fig.line("step", "mean", source=source, line_alpha=0)
+            named = {f"rank {r}": column for r, column in enumerate(self._ranks)}
+        else:
+            band = fig.varea(x="step", y1="least", y2="most", source=source, fill_alpha=0.5)
+            tint(band.glyph, fill_color="ink.band")
+            mean = fig.line("step", "mean", source=source, line_width=LINE_PX)
+            tint(mean.glyph, line_color="ink.mean")
+            named = {name: name for name in ("mean", "least", "most")}
+        rows = [(label, f"@{column}{{0.0000}}") for label, column in named.items()]
+        shares = [("MFU, mean", "@mfu_percent{0.0} %"), ("HFU, mean", "@hfu_percent{0.0} %")]
+        hover(fig, mean, [("step", "@step"), *rows, *shares])
+        fig.extra_y_ranges = {"mfu": Range1d(start=0, end=1, name="tflops.mfu")}
+        # The plot has headroom above the peak, which is no utilisation: the axis ends at 100 %.
+        axis = LinearAxis(
+            y_range_name="mfu", name="tflops.mfu_axis", axis_label="MFU (%)", visible=False, bounds=(0, 100)
+        )
+        simplify_axis(axis, "0,0.[0]")
+        fig.add_layout(axis, "right")
+
+    def _write(self, steps: Sequence[Step]) -> int:
+        for step in steps:
+            self._peaks.add(step)
+        self._peak = self._common_peak(steps[-1])
+        last = steps[-1].events[0]
+        self._hardware = last.hardware_flops / last.flops if last.flops else 1.0
+        return self._table.append([self._row(s) for s in steps])
+
+    def _row(self, s: Step) -> list[float]:
+        by_rank = {e.rank: e.tflops for e in s.events}
+        mean = fmean(by_rank.values())
+        if s.events[0].first_after_switch:
+            self._recent.clear()
+        if s.counts:
+            self._recent.append(mean)
+        shares = _percent(map(self._peaks.mfu, s.events)), _percent(map(self._peaks.hfu, s.events))
+        ranks = s.by_rank(by_rank) if self._ranks else []
+        return [s.number, mean, min(by_rank.values()), max(by_rank.values()), *shares, *ranks]
+
+    def _shown(self) -> Sequence[Numbers]:
+        return (self._table.column("most" if self._ranks else "mean")[-300:],)
+
+    def _common_peak(self, step: Step) -> tuple[float, str] | None:
+        """The peak that all ranks share, in FLOP/s, and its source; None where one axis cannot serve all."""
+        peaks = [peak for e in step.events if (peak := self._peaks.of(e)) is not None]
+        rates = [flops_per_s for flops_per_s, _ in peaks]
+        if len(rates) < len(step.events) or max(rates) > 1.25 * min(rates):
+            return None
+        return fmean(rates), peaks[0][1]
+
+    def _describe(self, last: Step) -> Captions:
+        if not self._recent:
+            return self._captions
+        tflops = median(self._recent)
+        reading, note = f"{figures(tflops)} TFLOPS per rank", ""
+        if self._peak is not None:
+            peak, source = self._peak
+            mfu = 100 * tflops * 1e12 / peak
+            reading += f", {mfu:.0f} % MFU"
+            if self._hardware > 1:
+                reading += f", {self._hardware * mfu:.0f} % HFU"
+            what = "HFU counts recompute; both are" if self._hardware > 1 else "MFU is"
+            note = f"{what} relative to {figures(peak / 1e12)} TFLOPS a rank{f' ({source})' if source else ''}."
+        mean = Key(label="mean of ranks", token="ink.mean", hatch="line")
+        legend = rank_keys(self.world_size) if self._ranks else (mean, Key(label="least to most", token="ink.band"))
+        return Captions(reading=reading, legend=legend, note=note)
+
+    def patches(self) -> Patches:
+        changes: dict[str, Mapping[str, Any]] = {**super().patches(), "tflops.mfu_axis": {"visible": False}}
+        if self._peak is not None:
+            changes["tflops.mfu"] = {"start": 0.0, "end": 100 * self._range.end * 1e12 / self._peak[0]}
+            changes["tflops.mfu_axis"] = {"visible": True}
+        return changes
+
+
+def _percent(shares: Iterable[float | None]) -> float:
+    """The mean of the shares that are known, in percent; NaN if none is."""
+    known = [share for share in shares if share is not None]
+    return 100 * fmean(known) if known else math.nan
+
+
+class StepsPanel(Panel):
+    """The last steps as a table, newest first; values are means over ranks, memory is the fullest rank's."""
+
+    name = "steps"
+    title = "Last steps"
+    wide = True
+    HEADS = (
+        "step",
+        "loss",
+        "step time",
+        "tokens/s",
+        "TFLOPS per rank",
+        "communication",
+        "exposed",
+        "peak memory",
+        "remark",
+    )
+
+    def __init__(self, frame: StepAxis, world_size: int) -> None:
+        super().__init__()
+        self._recent: deque[Step] = deque(maxlen=TABLE_STEPS)
+
+    def update(self, steps: Sequence[Step]) -> int:
+        self._recent.extend(steps)
+        return len(steps)
+
+    def captions(self) -> Captions:
+        return Captions(table=(self.HEADS, *(_table_row(s) for s in reversed(self._recent))))
+
+
+def _table_row(s: Step) -> tuple[str, ...]:
+    return (
+        f"{s.number:,}",
+        f"{s.events[0].mean_loss:.4f}",
+        duration(s.step_time_s),
+        count(s.tokens_per_s),
+        figures(fmean(e.tflops for e in s.events)),
+        duration(fmean(sum(t.seconds for t in e.comm.values()) for e in s.events)),
+        duration(fmean(e.exposed_comm_s for e in s.events)),
+        size(peak) if (peak := max(e.memory.peak_bytes for e in s.events)) else "–",
+        _remark(s),
+    )
+
+
+def _remark(s: Step) -> str:
+    remarks = []
+    if any(e.first_after_switch for e in s.events):
+        remarks.append("first after a change")
+    if any(e.ledger for e in s.events):
+        remarks.append("memory measured, hence slower")
+    if any(e.skipped for e in s.events):
+        remarks.append("fp16 overflow, optimizer step skipped")
+    missing = sorted(set(range(s.world_size)) - {e.rank for e in s.events})
+    if missing:
+        remarks.append(f"nothing received from rank {', '.join(map(str, missing))}")
+    return "; ".join(remarks)

@@ -1,0 +1,196 @@
+"""How panels, what-if cards and reports draw: plain figures, fills by theme token, bars with labels, tooltips, legends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from bokeh.models import AdaptiveTicker, ColumnDataSource, HoverTool, NumeralTickFormatter, Range1d
+from bokeh.models.annotations import Span
+from bokeh.plotting import figure
+
+from fsdp_lab.core.events import Memory, Role
+from fsdp_lab.core.formatting import GIB, MIB
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.columns import Columns
+from fsdp_lab.dashboard.panels.base import Key
+
+HEIGHT_PX = 204
+LINE_PX = 2
+BAR = 0.5  # the height of a bar, in ranks
+NEUTRAL = "#808890"  # visible on both themes, and no rank's colour
+
+ON_DEVICE = tuple(name for name in theme.MEMORY if name in tuple(Role))  # classes of memory, in stacking order
+FILLS: Mapping[str, theme.Fill] = {
+    f"{group}.{name}": fill
+    for group, fills in (("memory", theme.MEMORY), ("communication", theme.COMMUNICATION), ("timeline", theme.COMPUTE))
+    for name, fill in fills.items()
+}  # by theme token
+
+
+# -- figures and sources ---------------------------------------------------------------------------------------------
+
+
+def twin(columns: Columns) -> ColumnDataSource:
+    """The empty Bokeh source that the page fills with the rows of `columns`."""
+    return ColumnDataSource({c: [] for c in (*columns.numbers, *columns.texts)}, name=columns.name)
+
+
+def plain_figure(name: str, y_label: str, **kwargs: Any) -> figure:
+    """A figure without toolbar and outline, with one axis label a side."""
+    fig = figure(
+        name=name, height=HEIGHT_PX, sizing_mode="stretch_width", toolbar_location=None, tools="", min_border=4,
+        min_border_right=18, background_fill_alpha=0, border_fill_alpha=0, outline_line_alpha=0, **kwargs,
+    )  # fmt: skip
+    fig.yaxis.axis_label = y_label
+    for axis in fig.axis:
+        simplify_axis(axis, "0,0.[0000]")
+    fig.yaxis.ticker = AdaptiveTicker(mantissas=[1, 2, 2.5, 5], desired_num_ticks=5)
+    return fig
+
+
+def simplify_axis(axis: Any, number_format: str) -> None:
+    """Leaves labels and numbers alone of a Bokeh axis."""
+    axis.axis_line_alpha = axis.major_tick_line_alpha = axis.minor_tick_line_alpha = 0
+    axis.axis_label_standoff = 6
+    axis.axis_label_text_font_style = "normal"
+    axis.axis_label_text_font_size = axis.major_label_text_font_size = "11px"
+    axis.formatter = NumeralTickFormatter(format=number_format)
+
+
+def rank_bars(name: str, x_label: str, world_size: int) -> figure:
+    """An empty picture of one horizontal bar a rank, rank 0 on top; its x range is called `<name>.x`."""
+    fig = plain_figure(
+        name,
+        "rank",
+        x_range=Range1d(start=0, end=1, name=f"{name}.x"),
+        y_range=Range1d(start=world_size - 0.4, end=-0.6),
+    )
+    fig.xaxis.name = f"{name}.axis"
+    fig.xaxis.axis_label = x_label
+    fig.xaxis.ticker = AdaptiveTicker(mantissas=[1, 2, 5], desired_num_ticks=5)
+    fig.yaxis.ticker = AdaptiveTicker(mantissas=[1, 2, 5], min_interval=1, desired_num_ticks=8)
+    fig.ygrid.visible = False
+    return fig
+
+
+# -- colours ---------------------------------------------------------------------------------------------------------
+
+
+def tint(model: Any, **tokens: str) -> None:
+    """Assigns theme tokens to colour properties: the page paints them, and again when the theme changes."""
+    model.tags = [*model.tags, {"tint": tokens}]
+
+
+def paint_fill(glyph: Any, token: str, *, line: bool = True, outline: str = "ink.gap") -> None:
+    """Fills a glyph with the colour and the hatch of a token of `FILLS`; its outline is by default the background's."""
+    colors = {"fill_color": token}
+    if line:
+        colors["line_color"] = outline
+    if FILLS[token].hatch != " ":
+        glyph.hatch_pattern = FILLS[token].hatch
+        glyph.hatch_scale = 7
+        glyph.hatch_weight = 1
+        colors["hatch_color"] = "ink.faint"
+    tint(glyph, **colors)
+
+
+def paint_stack(
+    stack: Iterable[Any], tokens: Iterable[str], *, line: bool = True, own_outline: bool = False, alpha: float = 1.0
+) -> None:
+    """Fills each of the stacked renderers with its token; `own_outline` outlines each in its own colour."""
+    for renderer, token in zip(stack, tokens, strict=True):
+        paint_fill(renderer.glyph, token, line=line, outline=token if own_outline else "ink.gap")
+        if alpha != 1.0:
+            renderer.glyph.fill_alpha = renderer.glyph.hatch_alpha = alpha
+
+
+def class_tokens(names: Iterable[str] = ON_DEVICE) -> list[str]:
+    """The theme tokens of classes of memory."""
+    return [f"memory.{name}" for name in names]
+
+
+# -- bars, lines and tooltips ----------------------------------------------------------------------------------------
+
+
+def sign_bars(fig: figure, source: ColumnDataSource, *, y: str, end: str) -> None:
+    """Draws the rank's colour at the root of each bar, and the text of column `label` at its end."""
+    fig.rect(
+        x=0, y=y, width=8, width_units="screen", height=BAR + 0.06, fill_color="color", line_alpha=0, source=source
+    )
+    label_ends(fig, source, x=end, y=y)
+
+
+def label_ends(
+    fig: figure, source: ColumnDataSource, *, x: str = "end", y: str = "y", token: str = "ink.peak", size_px: int = 11
+) -> Any:
+    """Writes the text of column `label` behind each bar; returns the glyph."""
+    text = fig.text(
+        x=x, y=y, text="label", x_offset=7, text_baseline="middle", text_font_size=f"{size_px}px", source=source
+    )
+    tint(text.glyph, text_color=token)
+    return text.glyph
+
+
+def hover(
+    fig: figure, renderer: Any, rows: Sequence[tuple[str, str]], *, mode: Literal["mouse", "vline"] = "vline"
+) -> None:
+    """A tooltip over a renderer or a list of them: label and Bokeh field expression for each line."""
+    renderers = renderer if isinstance(renderer, list) else [renderer]
+    fig.add_tools(HoverTool(renderers=renderers, tooltips=list(rows), mode=mode, attachment="horizontal"))
+
+
+def hover_bars(
+    fig: figure, source: ColumnDataSource, rows: Sequence[tuple[str, str]], *, right: str = "end", y: str = "y",
+    height: float,
+) -> None:  # fmt: skip
+    """A tooltip over each whole bar."""
+    whole = fig.hbar(y=y, left=0, right=right, height=height, source=source, fill_alpha=0, line_alpha=0)
+    hover(fig, whole, rows, mode="mouse")
+
+
+def limit_line(name: str, dimension: Literal["height", "width"], *, dash: str = "6 4") -> Span:
+    """A line across a plot at a limit or a prediction; it is invisible until a patch places it."""
+    line = Span(name=name, location=0, dimension=dimension, line_dash=dash, line_width=LINE_PX, visible=False)
+    tint(line, line_color="ink.marker")
+    return line
+
+
+# -- legends ---------------------------------------------------------------------------------------------------------
+
+
+def fill_key(token: str, label: str = "") -> Key:
+    """The legend entry of a token of `FILLS`."""
+    return Key(label=label or FILLS[token].label, token=token, hatch=FILLS[token].hatch)
+
+
+def class_keys(names: Sequence[str]) -> list[Key]:
+    """The legend of classes of memory."""
+    return [fill_key(token) for token in class_tokens(names)]
+
+
+def rank_keys(world_size: int) -> tuple[Key, ...]:
+    """The legend of a plot with a line for each rank."""
+    return tuple(
+        Key(label=f"rank {r}", color=theme.rank_color(r), hatch="line" if theme.RANK_DASHES[r] == "solid" else "dashes")
+        for r in range(world_size)
+    )
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def sizes(m: Memory) -> tuple[int, ...]:
+    """Bytes at the peak by class in the order of `ON_DEVICE`, then those on the host, then the peak itself."""
+    return (*(m.at_peak.of_role(Role(c)) for c in ON_DEVICE), m.host_bytes, m.peak_bytes)
+
+
+def unit_for(peak_bytes: float, unit: int) -> int:
+    """MiB below 1 GiB, GiB above 4; between them the former unit, so that the axis does not change back and forth."""
+    if peak_bytes > 4 * GIB:
+        return GIB
+    return MIB if peak_bytes < GIB else unit
+
+
+def unit_name(unit: int) -> str:
+    return "GiB" if unit == GIB else "MiB"
