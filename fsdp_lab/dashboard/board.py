@@ -1,29 +1,38 @@
-"""`Board`: which runs are held side by side, and the `Comparison` of them, kept up to date at little cost.
+"""`Board`: which runs are compared side by side, and the `Comparison` of them, kept up to date at little cost.
 
-Rows, from the top: pins (A, B, ...), the runs and refusals of the newest sweep (1, 2, ...), and the live run where it is
-none of these. A row is worked out anew only when its run, or the baseline, has told more; at most once a second, and
-never for more than a thirtieth of the time. Pins are frozen when they are pinned, so they are worked out once.
+Rows, from the top: pins (A, B, ...), the runs and refusals of the newest sweep (1, 2, ...), and the live run unless it is
+one of these. A row is computed again only when its run, or the baseline, has new events; at most once a second, and never
+for more than a thirtieth of the time. A pinned run does not change, so its row is computed once.
 
-Presses come on any thread, `tick` from the dashboard's; one lock orders them.
+Handlers run on any thread, `tick` on the dashboard's; one lock orders them.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
 
 from fsdp_lab.core.describe import DEFAULT_FIELDS, describe_fields, differing_fields
 from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.formatting import MIB
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.panels.axis import Overlay
-from fsdp_lab.dashboard.pins import Pinned
-from fsdp_lab.dashboard.ports import LabLike, RunLike, SweepLike
-from fsdp_lab.runs import Comparison, Refusal
+from fsdp_lab.dashboard.columns import Numbers
+from fsdp_lab.dashboard.lab_like import LabLike, shown_run
+from fsdp_lab.dashboard.panels.axis import CURVE, MOST_ROWS, SMOOTH_STEPS, STEP_LIMIT, Overlay
+from fsdp_lab.runs import Comparison, EventStore, Refusal, Run, RunState, Step, Sweep, Switch
 from fsdp_lab.runs.comparison import Row
+from fsdp_lab.runs.steps import last_stretch
 from fsdp_lab.runs.view import RunView
 
 MOST_PINS = len(theme.PINS)
@@ -32,6 +41,50 @@ LIVE = "live"
 EVERY_S = 1.0
 SHARE = 0.03  # of the time, that comparing may take
 LONGEST = 24  # characters of a label
+
+Version = tuple[object, ...]  # equal for equal data
+
+
+@dataclass(kw_only=True, eq=False)
+class Pinned:
+    """A `RunView` that does not change any more.
+
+    Its figures are one strategy's: `events` are those under the Spec that was applied last, since it was applied. Its
+    `curve` is of the whole run, changes included, because a loss is read from its beginning. Of a run of more than
+    2,000 steps both keep the first thousand and the last.
+    """
+
+    id: str
+    spec: Spec
+    events: EventStore = field(repr=False)
+    curve: Numbers = field(repr=False)  # a row for each step, in the order of `CURVE`
+    switches: tuple[Switch, ...]
+    state: RunState
+    reason: str
+    notes: tuple[str, ...]
+    started_unix_s: float
+    ended_unix_s: float | None
+    environment: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, run: RunView, *, curve: bool = True) -> Pinned:
+        """The run as it is now, without its curve if only figures are needed."""
+        steps, spec, state, reason = run.events.steps(), run.spec, run.state, run.reason
+        store = EventStore()
+        store.add(_without_spans(e) for step in ends(last_stretch(steps, spec), STEP_LIMIT) for e in step.events)
+        return cls(
+            id=run.id,
+            spec=spec,
+            events=store,
+            curve=curve_of(ends(steps, STEP_LIMIT)) if curve else np.empty((0, len(CURVE))),
+            switches=tuple(run.switches),
+            state=state,
+            reason=reason,
+            notes=run.notes,
+            started_unix_s=run.started_unix_s,
+            ended_unix_s=run.ended_unix_s,
+            environment=run.environment,
+        )
 
 
 class Kind(enum.Enum):
@@ -46,20 +99,20 @@ class Entry:
 
     label: str
     kind: Kind
-    source: RunView | Refusal
-    version: tuple[object, ...]
+    source: Pinned | Refusal
+    version: Version
     place: int | None = None  # in the palette
-    going: bool = False  # it is the run that is shown in the plots
+    plotted: bool = False  # the plots show this run
 
     @property
-    def counts(self) -> bool:
-        """Whether it can be a baseline."""
+    def began(self) -> bool:
+        """Whether it has a run, which can be a baseline."""
         return not isinstance(self.source, Refusal)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BoardView:
-    """What was compared last. `entries` are in the order of the comparison's rows."""
+    """The comparison, and its rows' entries in the same order."""
 
     comparison: Comparison
     entries: tuple[Entry, ...] = ()
@@ -68,7 +121,7 @@ class BoardView:
 @dataclass(frozen=True, kw_only=True)
 class _Pin:
     label: str
-    told: tuple[object, ...]  # how much its run had told
+    data: Version  # of its run, when it was pinned
     run: Pinned
 
 
@@ -78,28 +131,28 @@ class Board:
     def __init__(self, lab: LabLike) -> None:
         self._lab = lab
         self._lock = threading.RLock()
-        self._pins: dict[int, _Pin] = {}  # by place
-        self._baseline: str | None = None  # as chosen; None: the first that can be
-        self._dismissed: set[str] = set()  # rows of a sweep that were taken away, by run id or reason
-        self._sweep: SweepLike | None = None
-        self._frozen: dict[str, tuple[tuple[object, ...], Pinned]] = {}  # run -> version, as it was then
-        self._overlays: dict[str, tuple[object, Overlay]] = {}  # label -> what it was made of
-        self._rows: dict[tuple[object, ...], Row] = {}
+        self._pins: dict[int, _Pin] = {}  # by place in the palette
+        self._baseline: str | None = None  # as chosen; None: the first row that began
+        self._dismissed: set[str] = set()  # rows of the sweep that were removed (see `_identity`)
+        self._sweep: Sweep | None = None
+        self._frozen: dict[str, tuple[Version, Pinned]] = {}  # run id -> the run as it was at this version
+        self._overlays: dict[int, Overlay] = {}
+        self._rows: dict[Version, Row] = {}
         self._dirty = True
         self._due_s = 0.0
         self.shown = BoardView(comparison=Comparison.of([]))
 
     # -- what a person does -----------------------------------------------------------------------------------------
 
-    def pin(self, run: RunView | RunLike | None = None, label: str | None = None) -> str:
-        """Pins a run as it is now, by default the current one. Returns its label.
+    def pin(self, run: RunView | None = None, label: str | None = None) -> str:
+        """Pins a run as it is now, by default the one that is shown. Returns its label.
 
         Raises:
             ArgumentError: there is nothing to pin, no place, or the label is taken.
         """
         with self._lock:
-            run = run if run is not None else running(self._lab)
-            if run is None or not len(cast(RunView, run).events):
+            run = run if run is not None else shown_run(self._lab)
+            if run is None or not len(run.events):
                 raise ArgumentError("pin", "there is no step to pin yet", "start a run, and pin it after some steps")
             place = next((i for i in range(MOST_PINS) if i not in self._pins), None)
             if place is None:
@@ -107,12 +160,12 @@ class Board:
                     "pin", f"{MOST_PINS} runs are pinned already", f"unpin one of {', '.join(self.pins)} first"
                 )
             name = self._free_label(place) if label is None else self._checked_label(label)
-            self._pins[place] = _Pin(label=name, told=_told(run), run=Pinned.of(cast(RunView, run)))
+            self._pins[place] = _Pin(label=name, data=_data_version(run), run=Pinned.of(run))
             self._dirty = True
             return name
 
     def _free_label(self, place: int) -> str:
-        """The letter of the place, unless somebody has named another pin so."""
+        """The letter of the place, unless another pin was given it as its name."""
         taken = self.pins
         return next(letter for letter in (LETTERS[place], *LETTERS) if letter not in taken)
 
@@ -125,7 +178,7 @@ class Board:
         return text
 
     def unpin(self, label: str) -> None:
-        """Takes a row away: a pin, or one of a sweep that is over.
+        """Removes a row: a pin, or one of a sweep that is over.
 
         Raises:
             ArgumentError: there is no such row.
@@ -146,23 +199,23 @@ class Board:
             self._dirty = True
 
     def choose_baseline(self, label: str) -> None:
-        """The others are held against this row from now on. One that is not there, or was refused, changes nothing."""
+        """Compares the others with this row from now on, if there is such a row and it was not refused."""
         with self._lock:
             self.refresh()
-            if any(e.label == label and e.counts for e in self.shown.entries):
+            if any(e.label == label and e.began for e in self.shown.entries):
                 self._baseline = label
                 self._dirty = True
 
     @property
     def pins(self) -> dict[str, Pinned]:
-        """By label, in the order of their places."""
+        """The pinned runs by label, in the order of their places."""
         with self._lock:
             return {pin.label: pin.run for _, pin in sorted(self._pins.items())}
 
     # -- what is shown ----------------------------------------------------------------------------------------------
 
     def tick(self) -> BoardView:
-        """Brings `shown` up to date where that is due."""
+        """Updates `shown` if that is due."""
         with self._lock:
             now_s = time.monotonic()
             if now_s >= self._due_s or self._dirty:
@@ -172,10 +225,11 @@ class Board:
             return self.shown
 
     def refresh(self) -> Comparison:
-        """The comparison of this moment."""
+        """The comparison as it is now."""
         with self._lock:
             entries = self._entries()
-            if self._dirty or _versions(entries) != _versions(self.shown.entries):
+            before = [(e.version, e.plotted) for e in self.shown.entries]
+            if self._dirty or [(e.version, e.plotted) for e in entries] != before:
                 self._dirty = False
                 self.shown = BoardView(comparison=self._compare(entries), entries=entries)
             return self.shown.comparison
@@ -183,76 +237,79 @@ class Board:
     def overlays(self) -> dict[int, Overlay]:
         """Place -> the curve that belongs there; the same objects as before where nothing has changed."""
         with self._lock:
-            made: dict[int, Overlay] = {}
-            kept: dict[str, tuple[object, Overlay]] = {}
+            before = {overlay.label: overlay for overlay in self._overlays.values()}
+            self._overlays = {}
             for e in self.shown.entries:
-                if e.place is None or not isinstance(e.source, Pinned) or e.going:
-                    continue
-                of, overlay = self._overlays.get(e.label, (None, None))
-                if overlay is None or of is not e.source:
-                    overlay = Overlay(label=e.label, rows=e.source.curve)
-                kept[e.label] = (e.source, overlay)
-                made[e.place] = overlay
-            self._overlays = kept
-            return made
+                if e.place is not None and isinstance(e.source, Pinned) and not e.plotted:
+                    overlay = before.get(e.label)
+                    if overlay is None or overlay.rows is not e.source.curve:
+                        overlay = Overlay(label=e.label, rows=e.source.curve)
+                    self._overlays[e.place] = overlay
+            return self._overlays
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
     def _entries(self) -> tuple[Entry, ...]:
         """Nothing where neither a pin nor a sweep gives a reason to compare."""
-        going = running(self._lab)
+        plotted = shown_run(self._lab)
         pins = [Entry(label=pin.label, kind=Kind.PIN, source=pin.run, version=(pin.label, id(pin.run)), place=place)
                 for place, pin in sorted(self._pins.items())]  # fmt: skip
-        swept = list(self._swept(going))
-        if not pins and not swept:
+        others = self._swept(plotted)
+        if not pins and not others:
             return ()
-        live = list(self._live(going, {e.version[0] for e in swept}))
-        self._frozen = {r: f for r, f in self._frozen.items() if any(f[1] is e.source for e in (*swept, *live))}
-        return (*pins, *swept, *live)
+        if plotted is not None and self._needs_live_row(plotted, others):
+            version = _version(plotted)
+            source = self._freeze(plotted, version, curve=False)
+            others.append(Entry(label=LIVE, kind=Kind.LIVE, source=source, version=version, plotted=True))
+        self._frozen = {r: f for r, f in self._frozen.items() if any(f[1] is e.source for e in others)}
+        return (*pins, *others)
 
-    def _live(self, going: RunLike | None, others: set[object]) -> Iterator[Entry]:
-        """The run that is shown, unless it is among the others or has sent no events since it was pinned."""
-        if going is None or going.id in others or not len(cast(RunView, going).events):
-            return
-        if all(pin.told != _told(going) for pin in self._pins.values()):
-            version = _version(going)
-            source = self._freeze(going, version, curve=False)
-            yield Entry(label=LIVE, kind=Kind.LIVE, source=source, version=version, going=True)
+    def _needs_live_row(self, run: Run, swept: Sequence[Entry]) -> bool:
+        """Whether the run that is shown has events, is not in the sweep, and has new events since it was pinned."""
+        if not len(run.events) or run.id in {e.version[0] for e in swept}:
+            return False
+        return all(pin.data != _data_version(run) for pin in self._pins.values())
 
-    def _swept(self, going: RunLike | None) -> Iterator[Entry]:
+    def _swept(self, plotted: Run | None) -> list[Entry]:
+        """The newest sweep's runs, then its refusals."""
         sweep = self._lab.sweep
         if sweep is not self._sweep:
             self._sweep = sweep
             self._dismissed.clear()
         if sweep is None:
-            return
+            return []
         places = iter([i for i in range(MOST_PINS) if i not in self._pins])
-        number = 0
-        for run in list(sweep.runs):
-            number += 1
-            if run.id in self._dismissed:
-                continue
-            version = _version(run)
-            yield Entry(label=str(number), kind=Kind.SWEEP, source=self._freeze(run, version, curve=True), version=version,
-                        place=next(places, None), going=going is not None and run.id == going.id)  # fmt: skip
-        number = len(sweep.specs)
-        for refusal in sweep.refused:
-            number += 1
-            if _identity(refusal) not in self._dismissed:
-                yield Entry(label=str(number), kind=Kind.SWEEP, source=refusal, version=(_identity(refusal),))
+        entries = []
+        for number, run in enumerate(list(sweep.runs), 1):
+            if run.id not in self._dismissed:
+                version = _version(run)
+                entries.append(
+                    Entry(
+                        label=str(number),
+                        kind=Kind.SWEEP,
+                        source=self._freeze(run, version, curve=True),
+                        version=version,
+                        place=next(places, None),
+                        plotted=plotted is not None and run.id == plotted.id,
+                    )
+                )
+        for number, refusal in enumerate(sweep.refused, len(sweep.specs) + 1):
+            if (identity := _identity(refusal)) not in self._dismissed:
+                entries.append(Entry(label=str(number), kind=Kind.SWEEP, source=refusal, version=(identity,)))
+        return entries
 
-    def _freeze(self, run: RunLike, version: tuple[object, ...], *, curve: bool) -> Pinned:
+    def _freeze(self, run: Run, version: Version, *, curve: bool) -> Pinned:
         known = self._frozen.get(run.id)
         if known is None or known[0] != version:
-            known = self._frozen[run.id] = (version, Pinned.of(cast(RunView, run), curve=curve))
+            known = self._frozen[run.id] = (version, Pinned.of(run, curve=curve))
         return known[1]
 
     # -- rows -----------------------------------------------------------------------------------------------------------
 
     def _compare(self, entries: Sequence[Entry]) -> Comparison:
-        base = next((e for e in entries if e.label == self._baseline and e.counts), None)
-        base = base or next((e for e in entries if e.counts), None)
-        rows: dict[tuple[object, ...], Row] = {}
+        base = next((e for e in entries if e.label == self._baseline and e.began), None)
+        base = base or next((e for e in entries if e.began), None)
+        rows: dict[Version, Row] = {}
         for e in entries:
             key = (e.label, e.version, base.version if base is not None else None)
             rows[key] = self._rows.get(key) or _row(e, base)
@@ -264,31 +321,65 @@ class Board:
         return Comparison(rows=named, baseline=base.label if base is not None else None, differing=differing)
 
 
-def running(lab: LabLike) -> RunLike | None:
-    """The run that is shown: in a running sweep, the one that trains at present."""
-    sweep = lab.sweep
-    return (sweep.current if sweep is not None and not sweep.done else None) or lab.current
-
-
 def _row(entry: Entry, base: Entry | None) -> Row:
-    if base is None or not entry.counts:
+    if base is None or not entry.began:
         return Comparison.of([entry.source], baseline=None, names=[entry.label]).rows[0]
     if entry is base:
         return Comparison.of([entry.source], names=[entry.label]).rows[0]
     return Comparison.of([base.source, entry.source], names=[base.label, entry.label]).rows[1]
 
 
-def _told(run: RunView | RunLike) -> tuple[object, ...]:
-    return (run.id, len(cast(RunView, run).events), run.spec.id)
+def _data_version(run: RunView) -> Version:
+    return (run.id, len(run.events), run.spec.id)
 
 
-def _version(run: RunLike) -> tuple[object, ...]:
-    return (*_told(run), run.state.name, run.reason)
-
-
-def _versions(entries: Sequence[Entry]) -> list[tuple[object, ...]]:
-    return [(*e.version, e.going) for e in entries]
+def _version(run: RunView) -> Version:
+    return (*_data_version(run), run.state, run.reason)
 
 
 def _identity(source: RunView | Refusal) -> str:
     return f"{source.spec}" if isinstance(source, Refusal) else source.id
+
+
+# -- curves ----------------------------------------------------------------------------------------------------------
+
+
+def _without_spans(event: StepEvent) -> StepEvent:
+    """Without what is large and in no curve."""
+    return replace(event, spans=(), memory_curve=()) if event.spans or event.memory_curve else event
+
+
+def ends(steps: Sequence[Step], most: int) -> list[Step]:
+    """The first `most` steps and the last `most`, or all."""
+    return [*steps[:most], *steps[-most:]] if len(steps) > 2 * most else list(steps)
+
+
+def curve_of(steps: Iterable[Step]) -> Numbers:
+    """A row for each whole step, in the order of `CURVE`. Rates and exposed communication are medians of nine ordinary
+    steps; peaks are of each rank, in MiB, or, of more ranks than colours, the largest and the smallest."""
+    recent: deque[tuple[float, float, float]] = deque(maxlen=SMOOTH_STEPS)
+    rows: list[list[float]] = []
+    for step in steps:
+        if not step.is_whole:
+            continue
+        if rows and step.number > rows[-1][0] + 1:
+            rows.append([math.nan] * len(CURVE))
+        if step.events[0].first_after_switch:
+            recent.clear()
+        if step.counts:
+            recent.append(_rates(step))
+        smooth = [median(values) for values in zip(*recent, strict=True)] if recent else [math.nan] * 3
+        rows.append([step.number, step.mean_loss, *smooth, *_peaks(step)])
+    return np.array(rows[-MOST_ROWS:], dtype=np.float64).reshape(-1, len(CURVE))
+
+
+def _rates(step: Step) -> tuple[float, float, float]:
+    tflops, exposed_s = fmean(e.tflops for e in step.events), fmean(e.exposed_comm_s for e in step.events)
+    return step.tokens_per_s, tflops, 1e3 * exposed_s
+
+
+def _peaks(step: Step) -> list[float]:
+    peaks = [(e.memory.peak_bytes or math.nan) / MIB for e in step.events]
+    if len(peaks) > theme.MOST_LINES:
+        peaks = [max(peaks), min(peaks)]
+    return [*peaks, *[math.nan] * (theme.MOST_LINES - len(peaks))]

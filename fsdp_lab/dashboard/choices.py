@@ -1,7 +1,7 @@
-"""What the controls have chosen: pending, applied, or refused and held back. No widgets here, and no lab.
+"""What the controls have chosen: pending, applied, or refused. Neither widgets here, nor a lab.
 
-A choice that cannot be is held, with its reason, and not sent; it is tried again with every later choice, so that a
-combination can be made in any order: backend ddp is held under full_shard and goes through with no_shard.
+A refused choice is held back with its reason, and tried again with every later choice, so that a combination can be made
+in any order: backend ddp is refused under full_shard, and accepted once no_shard is chosen.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from fsdp_lab.core.errors import FieldError
 MOST_FIXES = 6
 
 
-class Standing(enum.Enum):
-    """The state of a choice."""
+class ChoiceState(enum.Enum):
+    """How far a choice is."""
 
     IDLE = "idle"
     NEXT = "next"  # takes effect with the next start
@@ -28,43 +28,43 @@ class Standing(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """The text beside a control. `fix` holds further field values that would make a refused choice possible."""
+    """The text beside a control. `fix` has further field values that would make a refused choice possible."""
 
-    standing: Standing = Standing.IDLE
+    state: ChoiceState = ChoiceState.IDLE
     text: str = ""
     fix: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Chosen(Protocol):
-    """What is chosen, field by field: a Spec, or a question that has one."""
+    """What is chosen, field by field: a Spec, or a question of the what-if page."""
 
     def flat(self) -> dict[str, Any]:
         """Every field by its name."""
 
     def replace(self, **changes: Any) -> Self:
-        """Raises SpecError for what cannot be."""
+        """Raises SpecError for values that are refused."""
 
 
 T = TypeVar("T", bound=Chosen)
 
 
-def _unchecked(chosen: Chosen) -> None:
-    pass
-
-
 class Choices(Generic[T]):
-    """The Spec that is wanted, what was refused of it, and a note for each field that was touched."""
+    """Field values that are chosen.
 
-    def __init__(self, spec: T, *, check: Callable[[T], None] = _unchecked) -> None:
-        """check: raises SpecError for what a Spec alone cannot know, such as a text that is not there."""
+    Attributes:
+        wanted: what is chosen and possible. held: field -> refused value. notes: of each field that was touched.
+    """
+
+    def __init__(self, spec: T, *, check: Callable[[T], None] = lambda chosen: None) -> None:
+        """check: raises SpecError for what a Spec alone cannot know, such as a text that does not exist."""
         self.wanted = spec
         self.held: dict[str, Any] = {}
         self.notes: dict[str, Note] = {}
         self._check = check
 
     def choose(self, **values: Any) -> dict[str, Any]:
-        """Takes a choice of one field, or of several that belong together. Returns what is accepted by it: the given
-        fields and those held before that became possible, or nothing where it is refused."""
+        """Takes a choice of one field, or of several that belong together. Returns what is accepted: the given fields and
+        those held before that became possible, or nothing where the choice is refused."""
         now = self.wanted.flat()
         together = {**self.held, **values}
         for attempt in (together, values):
@@ -81,35 +81,34 @@ class Choices(Generic[T]):
         return {}
 
     def adopt(self, spec: T) -> None:
-        """The wanted Spec is this one, by somebody else's word; what was held is reviewed against it."""
+        """Replaces the wanted Spec by one that was not chosen here, and reviews what is held."""
         self.wanted = spec
         self.held = {name: value for name, value in self.held.items() if not same(spec.flat()[name], value)}
         self._review()
 
     def revert(self, names: Mapping[str, Any], to: T, error: FieldError) -> None:
-        """Fields that were accepted here and refused by the ranks: they are held with the ranks' reason."""
+        """Holds fields that were accepted here and refused by the ranks, with the ranks' reason."""
         refused = {name: self.wanted.flat()[name] for name in names}
         self.wanted = to
         for name, value in refused.items():
             self.held[name] = value
-            self.notes[name] = Note(standing=Standing.REFUSED, text=str(error), fix=error.fix)
+            self.notes[name] = Note(state=ChoiceState.REFUSED, text=str(error), fix=error.fix)
 
-    def note(self, name: str, standing: Standing, text: str) -> None:
-        self.notes[name] = Note(standing=standing, text=text)
+    def note(self, name: str, state: ChoiceState, text: str) -> None:
+        self.notes[name] = Note(state=state, text=text)
 
     def value(self, name: str) -> Any:
         """What the control of a field shows: the held choice, else the wanted one."""
         return self.held[name] if name in self.held else self.wanted.flat()[name]
 
     def _review(self) -> None:
-        """Says again why each held choice is held."""
+        """Updates the reasons of what is held."""
         for name, value in self.held.items():
             error = self._refusal({name: value})
             if error is None:  # possible by itself, but not with what it was chosen with
                 error = self._refusal(self.held)
             if error is not None:
-                fix = self._way_out({name: value})
-                self.notes[name] = Note(standing=Standing.REFUSED, text=str(error), fix=fix)
+                self.notes[name] = Note(state=ChoiceState.REFUSED, text=str(error), fix=self._fix({name: value}))
 
     def _refusal(self, changes: Mapping[str, Any]) -> FieldError | None:
         try:
@@ -118,7 +117,7 @@ class Choices(Generic[T]):
             return e
         return None
 
-    def _way_out(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _fix(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Further field values with which `values` would be accepted; empty where the refusals give none."""
         fix: dict[str, Any] = {}
         for _ in range(MOST_FIXES):

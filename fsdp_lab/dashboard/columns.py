@@ -1,4 +1,4 @@
-"""`Columns`: a bounded table of numbers that grows at one end; what panels write and the live view sends."""
+"""`Columns`: a bounded table that grows at one end: panels append rows, the live view sends them."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Block:
 
 
 class Columns:
-    """A table with columns of float64 and, where asked for, of text; only its last `limit` rows are kept.
+    """A table with columns of float64 and, optionally, of text; only its last `limit` rows are kept.
 
-    Rows are numbered from the last `clear`, so that a reader who remembers (generation, next row) can ask for what is
-    new, and whoever receives a block twice can tell. Not synchronised: one thread writes and reads.
+    Rows are numbered from the last `clear`, so that a reader who remembers (generation, next row) can request what is
+    new, and recognise a block received twice. Not synchronised: one thread writes and reads.
     """
 
     def __init__(self, name: str, numbers: Sequence[str], *, texts: Sequence[str] = (), limit: int = 1000) -> None:
@@ -49,12 +49,12 @@ class Columns:
         self.generation = 0
         self.next = 0
         self._ring = np.empty((len(self.numbers), 2 * limit))
-        self._end = 0  # of what is kept, in the ring
+        self._end = 0  # of the kept rows, in the ring
         self._texts: dict[str, deque[str]] = {name: deque(maxlen=limit) for name in self.texts}
 
     @property
     def first(self) -> int:
-        """The number of the oldest row that is kept."""
+        """The number of the oldest kept row."""
         return max(0, self.next - self.limit)
 
     def __len__(self) -> int:
@@ -77,23 +77,23 @@ class Columns:
         return len(rows)
 
     def clear(self) -> None:
-        """Forgets all rows; readers start again."""
+        """Removes all rows; readers start again."""
         self.generation += 1
         self.next = self._end = 0
         for text in self._texts.values():
             text.clear()
 
     def replace(self, rows: Sequence[Sequence[float]], texts: Mapping[str, Sequence[str]] | None = None) -> int:
-        """The table is these rows and nothing else."""
+        """Replaces all rows by these."""
         self.clear()
         return self.append(rows, texts)
 
     def column(self, name: str) -> Numbers:
-        """What is kept of one column, oldest first (a view: read it before the next append)."""
+        """The kept rows of one column, oldest first: a view, valid until the next append."""
         return self._ring[self.numbers.index(name), self._end - len(self) : self._end]
 
     def since(self, generation: int, row: int) -> Block:
-        """Rows from `row` on; all that is kept if the reader's generation has passed, or its rows are gone."""
+        """Rows from `row` on; all kept rows if that generation is over, or `row` is no longer kept."""
         first = max(row, self.first) if generation == self.generation else self.first
         count = self.next - first
         return Block(

@@ -1,4 +1,4 @@
-"""The comparison as a card: a row for each pin, each run of a sweep and the live run, held against one of them."""
+"""The comparison as a card: a row for each pin, each run of a sweep and the live run, compared with one of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAME_RUN = "The same run under another strategy: they have no step in common. St
 
 
 class ComparisonCard:
-    """Words, bars and buttons; nothing that Bokeh draws. Hidden while there is nothing to compare."""
+    """Texts, bars and buttons, without a Bokeh plot. Hidden while there is nothing to compare."""
 
     name = "comparison"
     title = "Comparison"
@@ -54,20 +54,20 @@ class ComparisonCard:
         if not compared.rows:
             self._captions = Captions(hidden=True)
             return
-        drawn = _drawn_classes(compared)
-        said = _recommended(shown) if over else ()
+        at_peaks = [row.figures.at_peak for row in compared.rows if row.figures.peak_memory_bytes]
+        drawn = [c for c in ON_DEVICE if any(peak.of_role(Role(c)) for peak in at_peaks)]
+        differences = [f"{r.label} is {r.parity.sentence}." for r in compared.rows if r.differs and r.parity]
+        ratios = [note for note in compared.notes() if note.startswith("Ratios of")]
         self._captions = Captions(
-            reading=" ".join([f"{_reading(compared, shown.entries)}.", *said]),
+            reading=" ".join([f"{_reading(compared, shown.entries)}.", *(_recommendation(shown) if over else ())]),
             legend=tuple(class_keys(drawn)),
-            note=" ".join(
-                [*compared.refusals(), *_reasons(compared), RULE, *_pairing(compared), *compared.fidelity(common=False)]
-            ),
+            note=" ".join([*compared.refusals(), *differences, RULE, *ratios, *compared.fidelity(common=False)]),
             table=table(compared, shown.entries),
         )
 
 
 def table(compared: Comparison, entries: Sequence[Entry]) -> tuple[tuple[str | Cell, ...], ...]:
-    """Heads, then a row for each run that began."""
+    """Column heads, then a row for each run that began."""
     base = compared.baseline or NONE
     longest_s = max((s.p90 for r in compared.rows if (s := r.figures.step_time_s)), default=0.0)
     largest = max((r.figures.peak_memory_bytes or 0 for r in compared.rows), default=0)
@@ -79,14 +79,14 @@ def table(compared: Comparison, entries: Sequence[Entry]) -> tuple[tuple[str | C
             Cell(text=row.name, title=row.name),
             _badge(row, compared),
             _time(row, longest_s),
-            _times(ratio_words(row.time_ratio)),
+            _ratio(ratio_words(row.time_ratio)),
             _median(row.figures.tokens_per_s, count),
             _compute(row),
             _median(row.figures.exposed_comm_s, duration),
             _memory(row, largest),
             f"×{row.memory_ratio:.2f}" if row.memory_ratio else NONE,
             _state(row, entry),
-            _away(row, entry),
+            _remove(row, entry),
         )
         for row, entry in zip(compared.rows, entries, strict=True)
         if not row.refused
@@ -98,23 +98,23 @@ def table(compared: Comparison, entries: Sequence[Entry]) -> tuple[tuple[str | C
 
 
 def _label(row: Row, entry: Entry, compared: Comparison) -> Cell:
-    token = "ink.mean" if entry.place is None or entry.going else f"pin.{entry.place}"
-    key = Key(label="", token=token, hatch="line" if token == "ink.mean" else "dashes") if entry.counts else None
-    if not entry.counts:
+    token = "ink.mean" if entry.place is None or entry.plotted else f"pin.{entry.place}"
+    key = Key(label="", token=token, hatch="line" if token == "ink.mean" else "dashes") if entry.began else None
+    if not entry.began:
         return Cell(text=row.label)
     on = row.label == compared.baseline
-    title = "The baseline: others are held against it" if on else f"Hold the others against {row.label}"
+    title = "The baseline: others are compared with it" if on else f"Compare the others with {row.label}"
     return Cell(text=row.label, key=key, press="baseline", about=row.label, pressed=on, title=title)
 
 
 def _badge(row: Row, compared: Comparison) -> Cell:
-    found = row.parity
-    if found is None:
+    parity = row.parity
+    if parity is None:
         return Cell(text="baseline" if row.label == compared.baseline else NONE, tone="soft")
-    same_run = found.verdict is Verdict.UNKNOWN and row.run == compared[compared.baseline or ""].run
-    text = f"DIFFERENT from step {found.first_step}" if found.verdict is Verdict.DIFFERENT else str(found.verdict)
-    title = SAME_RUN if same_run else found.sentence
-    return Cell(text=f"{ICONS[found.verdict]} {text}", tone=TONES[found.verdict], title=title)
+    same_run = parity.verdict is Verdict.UNKNOWN and row.run == compared[compared.baseline or ""].run
+    text = f"DIFFERENT from step {parity.first_step}" if parity.verdict is Verdict.DIFFERENT else str(parity.verdict)
+    title = SAME_RUN if same_run else parity.sentence
+    return Cell(text=f"{ICONS[parity.verdict]} {text}", tone=TONES[parity.verdict], title=title)
 
 
 def _time(row: Row, longest_s: float) -> Cell:
@@ -130,22 +130,22 @@ def _time(row: Row, longest_s: float) -> Cell:
 
 
 def _range(spread: Spread) -> str:
-    """11.8–13.0, with units where the two differ in them."""
+    """11.8–13.0, with units if those differ."""
     low, high = duration(spread.p10), duration(spread.p90)
     (number, _, unit), (high_number, _, high_unit) = low.partition(" "), high.partition(" ")
     return f"{number}–{high_number}" if unit == high_unit else f"{low}–{high}"
 
 
-def _times(words: str) -> Cell:
-    """The ratio, and its interval when the pointer asks."""
+def _ratio(words: str) -> Cell:
+    """The ratio, with its interval as the tooltip."""
     middle, _, rest = words.partition(" (")
     return Cell(text=middle if middle == NONE else f"×{middle}", title=rest.rstrip(")"))
 
 
-def _median(spread: Spread | None, said: Callable[[float], str]) -> Cell:
+def _median(spread: Spread | None, text_of: Callable[[float], str]) -> Cell:
     if spread is None:
         return Cell(text=NONE)
-    return Cell(text=said(spread.median), title=f"p10 {said(spread.p10)}, p90 {said(spread.p90)}")
+    return Cell(text=text_of(spread.median), title=f"p10 {text_of(spread.p10)}, p90 {text_of(spread.p90)}")
 
 
 def _compute(row: Row) -> Cell:
@@ -171,18 +171,18 @@ def _memory(row: Row, largest: int) -> Cell:
 
 def _state(row: Row, entry: Entry) -> Cell:
     tone = "bad" if row.state == "failed" or row.state.startswith("lost") else ""
-    text = f"▶ {row.state}" if entry.going and row.state == "running" else row.state
+    text = f"▶ {row.state}" if entry.plotted and row.state == "running" else row.state
     if entry.kind is Kind.PIN and row.state in ("running", "paused"):
-        text = "pinned"  # as it was then
+        text = "pinned"  # the row is as it was then
     steps = row.figures.steps
     more = f": {row.reason}" if row.reason else f", {steps} step{'s' * (steps != 1)}"
     return Cell(text=text + more, tone=tone, title=row.reason)
 
 
-def _away(row: Row, entry: Entry) -> Cell | str:
+def _remove(row: Row, entry: Entry) -> Cell | str:
     if entry.kind is Kind.LIVE:
         return ""
-    return Cell(text="×", press="unpin", about=row.label, title=f"Take {row.label} away")
+    return Cell(text="×", press="unpin", about=row.label, title=f"Remove {row.label}")
 
 
 # -- words -----------------------------------------------------------------------------------------------------------
@@ -192,30 +192,13 @@ def _reading(compared: Comparison, entries: Sequence[Entry]) -> str:
     wrong = [row.label for row in compared.rows if row.differs]
     if wrong:
         return f"✗ NOT THE SAME COMPUTATION: {', '.join(wrong)}"
-    count = sum(e.counts for e in entries)
+    runs = sum(e.began for e in entries)
     return (
-        f"{count} run{'s' * (count != 1)}, held against {compared.baseline}"
-        if compared.baseline
-        else "no run has begun"
+        f"{runs} run{'s' * (runs != 1)}, compared with {compared.baseline}" if compared.baseline else "no run has begun"
     )
 
 
-def _recommended(shown: BoardView) -> tuple[str, ...]:
-    """Of the sweep's runs: they were trained in turns, and what is pinned was not."""
+def _recommendation(shown: BoardView) -> tuple[str, ...]:
+    """One of the sweep's runs: they were trained in turns, pinned ones were not."""
     rows = tuple(r for r, e in zip(shown.comparison.rows, shown.entries, strict=True) if e.kind is Kind.SWEEP)
     return recommend(replace(shown.comparison, rows=rows, baseline=None)).sentences
-
-
-def _reasons(compared: Comparison) -> list[str]:
-    """For each run that is not equal bit for bit: where it begins to differ."""
-    return [f"{r.label} is {r.parity.sentence}." for r in compared.rows if r.differs and r.parity]
-
-
-def _pairing(compared: Comparison) -> list[str]:
-    """What its ratios are of, in the comparison's own words."""
-    return [note for note in compared.notes() if note.startswith("Ratios of")]
-
-
-def _drawn_classes(compared: Comparison) -> list[str]:
-    told = [row.figures.at_peak for row in compared.rows if row.figures.peak_memory_bytes]
-    return [c for c in ON_DEVICE if any(t.of_role(Role(c)) for t in told)]

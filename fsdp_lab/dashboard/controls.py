@@ -1,8 +1,8 @@
-"""The controls: one widget a field of the Spec, Start, Pause and Stop, and beside each what became of it.
+"""The controls: an input for each field of the Spec, Start, Pause and Stop, and beside each input its state.
 
-A choice goes widget -> `Choices` (can it be?) -> `Run.apply` or `Lab.run` -> the first event of the new Spec, which turns
-"pending" into "applied at step k". Handlers run on whatever thread the page's message arrives on, `tick` on the tick
-thread; one lock orders them. Nothing here waits for a rank.
+A choice goes from its widget to `Choices` (is it possible?), to `Run.apply` or `Lab.run`, and until the first event of the
+new Spec, which turns "pending" into "applied at step k". Handlers run on the thread that the page's message arrives on,
+`tick` on the tick thread; one lock orders them. Nothing here waits for a rank.
 """
 
 from __future__ import annotations
@@ -18,26 +18,17 @@ import ipywidgets as widgets
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.spec import Spec, Workload
-from fsdp_lab.dashboard.board import running
-from fsdp_lab.dashboard.choices import Choices, Standing
-from fsdp_lab.dashboard.fields import GROUPS, LIVELY, Control, Group, Offer
-from fsdp_lab.dashboard.parts import put
-from fsdp_lab.dashboard.ports import LabLike, RunLike, SweepLike, SwitchRequestLike
+from fsdp_lab.dashboard.choices import Choices, ChoiceState, Note
+from fsdp_lab.dashboard.fields import FIRST_MODEL_ON_CPUS, GROUPS, RANK_FIELDS, Control, Group, Offer
+from fsdp_lab.dashboard.forms import InputForm, put, styled
+from fsdp_lab.dashboard.lab_like import LabLike, active_run, active_sweep, shown_run
 from fsdp_lab.models.check import check
+from fsdp_lab.runs import Run, RunState, SwitchRequest
 
 SWEEPING = "A comparison is running, so the strategy cannot be changed. Stop ends it and keeps what was measured."
 WAITING = "The run waits: see Safety below, or press Stop."
-NEEDS_NEW_RUN = ("world_size", "devices")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Extra:
-    """A button beside those of the run. An error of `press` is shown beside the state."""
-
-    word: str
-    icon: str
-    tooltip: str
-    press: Callable[[], Any]
+IDLE = "Press Start to train."
+CLOSED = "The lab is closed. Make another one and run this cell again."
 
 
 @dataclass(kw_only=True)
@@ -46,255 +37,215 @@ class _Sent:
 
     names: dict[str, Any]
     spec_id: str
-    run: RunLike
-    ticket: SwitchRequestLike | None  # None where a new run was started for it
+    run: Run
+    request: SwitchRequest | None  # None where a new run was started for it
 
 
-class Controls:
-    """All controls of one lab. `widget` is to be shown; `tick` to be called with what the run says.
+class Controls(InputForm):
+    """All controls of one lab. `widget` is displayed; `tick` called with the new events of the run that is shown.
 
-    While a comparison goes on they rest: its runs are its own, and Stop ends it.
+    During a comparison they are disabled but for Stop, which ends it, because its runs have Specs of their own.
     """
+
+    css = "fsdp"
 
     def __init__(
         self,
         lab: LabLike,
-        more: Sequence[Extra] = (),
         below: Sequence[widgets.Widget] = (),
         options: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """`more` buttons stand in the bar, what is `below` between it and the fields; `options` are for `Lab.run`."""
+        """`below` is placed between the bar and the fields; `options` are for `Lab.run`."""
+        super().__init__()
         self._lab, self._options = lab, options
         self._lock = threading.RLock()
         self._checked: Workload | None = None
-        self.choices = Choices(_first(lab), check=self._check)
+        self.choices = Choices(_first_spec(lab), check=self._check)
         self._sent: list[_Sent] = []
         self._complaint = ""
-        self._controls = {f.name: Control(f, self.choices.wanted, self._choose) for _, fields in GROUPS for f in fields}
+        self._start = self.button("Start", "play", "Start training at step 0", self.start)
+        self._pause = self.button("Pause", "pause", "Pause after the steps in progress", self.pause)
+        self._stop = self.button("Stop", "stop", "End the run and keep the ranks", self.stop)
+        self._ledger = self.button(
+            "Profile memory", "microscope", "Profile memory in the next step (slower)", self.ledger
+        )
+        self._start.button_style = "primary"
+        self._state = styled(widgets.HTML(), "fsdp-state-line")
+        self._bar = styled(widgets.Box([*self.inputs, self._state]), "fsdp-bar")
         every = [f for _, fields in GROUPS for f in fields]
+        self._controls = {f.name: Control(f, self.choices.wanted, self._choose) for f in every}
         self._groups = [
             Group(title, [self._controls[f.name] for f in fields], self.accept, every) for title, fields in GROUPS
         ]
-        self._start = self._button("Start", "play", "Start training at step 0", self.start)
-        self._pause = self._button("Pause", "pause", "Pause after the steps in progress", self.pause)
-        self._stop = self._button("Stop", "stop", "End the run and keep the ranks", self.stop)
-        self._ledger = self._button(
-            "Profile memory", "microscope", "Profile memory in the next step (slower)", self.ledger
-        )
-        self._more = [self._button(e.word, e.icon, e.tooltip, e.press) for e in more]
-        self._start.button_style = "primary"
-        self._state = widgets.HTML()
-        self._state.add_class("fsdp-state-line")
-        bar = widgets.Box([self._start, self._pause, self._stop, self._ledger, *self._more, self._state])
-        bar.add_class("fsdp-bar")
-        groups = widgets.Box([g.box for g in self._groups])
-        groups.add_class("fsdp-groups")
-        self.widget = widgets.VBox([bar, *below, groups])
-        self.widget.add_class("fsdp-controls")
+        self._fields = [widget for control in self._controls.values() for widget in control.inputs]
+        self.inputs += [*(group.button for group in self._groups), *self._fields]
+        groups = styled(widgets.Box([group.box for group in self._groups]), "fsdp-groups")
+        self.widget = styled(widgets.VBox([self._bar, *below, groups]), "fsdp-controls")
         self._show()
-        self._show_state()
 
-    @property
-    def answering(self) -> list[widgets.Widget]:
-        """The widgets that must answer while a cell runs."""
-        return [self._start, self._pause, self._stop, self._ledger, *self._more, *(g.button for g in self._groups),
-                *(i for c in self._controls.values() for i in c.inputs)]  # fmt: skip
-
-    def _button(self, word: str, icon: str, tooltip: str, press: Callable[[], Any]) -> widgets.Button:
-        button = widgets.Button(description=word, icon=icon, tooltip=tooltip)
-        button.add_class("fsdp-button")
-        button.on_click(lambda _: self._guarded(press))
-        return button
+    def add_button(self, text: str, icon: str, tooltip: str, press: Callable[[], Any]) -> None:
+        """Adds a button to the bar. An error of `press` is shown beside the state."""
+        *buttons, state = self._bar.children
+        self._bar.children = [*buttons, self.button(text, icon, tooltip, press), state]
 
     # -- what a person does ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Starts a run with the chosen values; resumes a paused one."""
-        run = self._alive()
-        if run is not None and run.state.name == "PAUSED":
+        run = active_run(self._lab)
+        if run is not None and run.state is RunState.PAUSED:
             run.resume()
         else:
             self._begin({})
 
     def pause(self) -> None:
         """Pauses or resumes the run."""
-        run = self._alive()
-        if run is not None:
-            (run.resume if run.state.name == "PAUSED" else run.pause)()
+        if (run := active_run(self._lab)) is not None:
+            (run.resume if run.state is RunState.PAUSED else run.pause)()
 
     def stop(self) -> None:
         """Requests that the run, or the whole comparison, ends at once, whatever the ranks are doing."""
-        run = self._alive()
-        if (sweep := self._sweep()) is not None:
-            sweep.stop(0)
-        elif run is not None:
-            run.stop(0)
+        if (active := active_sweep(self._lab) or active_run(self._lab)) is not None:
+            active.stop(0)
 
     def ledger(self) -> None:
         """Makes the next step a ledger step."""
-        run = self._alive()
-        if run is not None:
+        if (run := active_run(self._lab)) is not None:
             run.ledger()
 
-    def for_a_step(self) -> Spec | None:
-        """What a step in slow motion is to be trained with; None: what the ranks hold, which code may have changed."""
+    def slow_motion_spec(self) -> Spec | None:
+        """What the next step in slow motion trains; None: what the ranks hold, which code may have changed."""
         with self._lock:
-            run = self._alive()
-            if run is not None:
+            if (run := active_run(self._lab)) is not None:
                 return run.pending or run.spec
-            return self.choices.wanted if self._lab.current is None or self._waiting else None
+            return self.choices.wanted if self._lab.current is None or self._waiting() else None
 
-    @property
-    def _waiting(self) -> bool:
-        """Whether a choice waits for the next start."""
-        return any(note.standing is Standing.NEXT for note in self.choices.notes.values())
+    def _waiting(self) -> dict[str, Any]:
+        """The choices that wait for the next start."""
+        wanted, notes = self.choices.wanted.flat(), self.choices.notes
+        return {name: wanted[name] for name, note in notes.items() if note.state is ChoiceState.NEXT}
 
     def _choose(self, name: str, value: Any) -> None:
-        self._guarded(lambda: self._take({name: value}))
+        self.accept({name: value})
 
     def accept(self, values: Mapping[str, Any]) -> None:
         """Takes field values that belong together, as if a person had chosen them."""
-        self._guarded(lambda: self._take(dict(values)))
+        self.attempt(lambda: self._take(dict(values)))
 
     def _take(self, values: Mapping[str, Any]) -> None:
         accepted = self.choices.choose(**values)
         if not accepted:
             return
-        run = self._alive()
+        run = active_run(self._lab)
         if run is None:
-            for name in accepted:
-                self.choices.note(name, Standing.NEXT, "with the next start")
-        elif any(name in accepted for name in NEEDS_NEW_RUN):
+            self._note(accepted, ChoiceState.NEXT, "with the next start")
+        elif any(name in accepted for name in RANK_FIELDS):
             self._begin(accepted)
         else:
-            self._send(run, accepted)
+            self._apply(run, accepted)
 
-    def _send(self, run: RunLike, accepted: Mapping[str, Any]) -> None:
+    def _apply(self, run: Run, accepted: Mapping[str, Any]) -> None:
         wanted = self.choices.wanted
         try:
-            ticket = run.apply(wanted)
+            request = run.apply(wanted)
         except FieldError as e:
             self.choices.revert(accepted, run.pending or run.spec, e)
             return
-        self._await(accepted, wanted, run, ticket)
+        self._await(accepted, wanted, run, request)
 
     def _offer(self, fix: Mapping[str, Any]) -> Offer:
-        """What a way out does; one that needs other ranks ends the run."""
-        if self._sweep() is not None:
+        """What a fix does; one that needs another number of ranks ends the run."""
+        if active_sweep(self._lab) is not None:
             return Offer(blocked=SWEEPING)
         ranks, most = fix.get("world_size"), self._lab.most_ranks
         if ranks is not None and most is not None and ranks > most:
             return Offer(blocked=f"The given cluster has {most} engine{'s' * (most != 1)}; start more of them first.")
-        if self._alive() is not None and any(name in fix for name in NEEDS_NEW_RUN):
+        if active_run(self._lab) is not None and any(name in fix for name in RANK_FIELDS):
             return Offer(effect="Another number of ranks stops this run and starts a new one at step 0.")
         return Offer()
 
     def _begin(self, accepted: Mapping[str, Any]) -> None:
-        """A new run; choices that waited for one are on their way with it."""
-        wanted = self.choices.wanted
-        waiting = self._next()
+        """Starts a run; choices that waited for one become pending with it."""
+        wanted, waiting = self.choices.wanted, self._waiting()
         run = self._lab.run(wanted, **self._options())
         self._sent.clear()
         self._await({**waiting, **accepted}, wanted, run, None)
 
-    def begin(self, start: Callable[[Mapping[str, Any]], RunLike]) -> None:
-        """A run that something else than Start begins: `start` is given the choices that waited for one, and may raise."""
+    def begin(self, start: Callable[[Mapping[str, Any]], Run]) -> None:
+        """Shows a run that was not started by Start: `start` is given the choices that wait for one, and may raise."""
         with self._lock:
-            waiting = self._next()
+            waiting = self._waiting()
             run = start(waiting)
             self._complaint = ""
             self._sent.clear()
             self.choices.adopt(run.spec)
             self._await(waiting, run.spec, run, None)
             self._show()
-            self._show_state()
 
-    def _next(self) -> dict[str, Any]:
-        """The choices that wait for a start."""
-        wanted = self.choices.wanted.flat()
-        return {n: wanted[n] for n, note in self.choices.notes.items() if note.standing is Standing.NEXT}
+    def _await(self, names: Mapping[str, Any], spec: Spec, run: Run, request: SwitchRequest | None) -> None:
+        self._note(names, ChoiceState.PENDING, "pending")
+        self._sent.append(_Sent(names=dict(names), spec_id=spec.id, run=run, request=request))
 
-    def _await(self, names: Mapping[str, Any], spec: Spec, run: RunLike, ticket: SwitchRequestLike | None) -> None:
+    def _note(self, names: Mapping[str, Any], state: ChoiceState, text: str) -> None:
         for name in names:
-            self.choices.note(name, Standing.PENDING, "pending")
-        self._sent.append(_Sent(names=dict(names), spec_id=spec.id, run=run, ticket=ticket))
+            self.choices.note(name, state, text)
 
-    def _sweep(self) -> SweepLike | None:
-        """The comparison in progress."""
-        sweep = self._lab.sweep
-        return None if sweep is None or sweep.done else sweep
-
-    def _alive(self) -> RunLike | None:
-        run = self._lab.current
-        return None if run is None or run.state.over else run
-
-    def _guarded(self, act: Callable[[], None]) -> None:
-        """Runs the action under the lock and shows its error: nobody can catch what a widget handler raises."""
+    def attempt(self, action: Callable[[], Any]) -> None:
         with self._lock:
             self._complaint = ""
-            try:
-                act()
-            except Exception as e:
-                self._complaint = str(e) or type(e).__name__
+            super().attempt(action)
             self._show()
-            self._show_state()
 
-    # -- what the ranks say ---------------------------------------------------------------------------------------
-
-    def tick(self, run: RunLike | None, events: Sequence[StepEvent]) -> None:
-        """Settles what is pending, follows what code has changed, and shows the state."""
-        with self._lock:
-            before = (dict(self.choices.notes), self.choices.wanted)
-            self._sent = [s for s in self._sent if not self._settled(s, run, events)]
-            if run is not None and not self._sent and self._sweep() is None:
-                self._follow(run)
-            if before != (self.choices.notes, self.choices.wanted):
-                self._show()
-            self._show_state()
-
-    def complain(self, text: str) -> None:
-        """Says in the line of the state what went wrong, until the next thing that is done."""
+    def say(self, text: str, *, wrong: bool = False) -> None:
+        """Shows what went wrong beside the state, until the next thing that a person does."""
         with self._lock:
             self._complaint = text
             self._show_state()
 
-    def retire(self, why: str) -> None:
-        """Nothing can be done any more."""
-        with self._lock:
-            buttons = (self._start, self._pause, self._stop, self._ledger, *self._more)
-            for control in (*buttons, *(i for c in self._controls.values() for i in c.inputs)):
-                control.disabled = True
-            self._state.value = f'<span class="fsdp-state fsdp-state-stopped" role="status">closed</span> {escape(why)}'
+    # -- what the ranks do -----------------------------------------------------------------------------------------
 
-    def _settled(self, sent: _Sent, run: RunLike | None, events: Sequence[StepEvent]) -> bool:
+    def tick(self, run: Run | None, events: Sequence[StepEvent]) -> None:
+        """Settles what is pending, follows what code has changed, and shows the state."""
+        with self._lock:
+            before = (dict(self.choices.notes), self.choices.wanted)
+            self._sent = [s for s in self._sent if not self._settled(s, run, events)]
+            if run is not None and not self._sent and active_sweep(self._lab) is None:
+                self._follow(run)
+            changed = before != (self.choices.notes, self.choices.wanted)
+            (self._show if changed else self._show_state)()
+
+    def retire(self) -> None:
+        with self._lock:
+            super().retire()
+            self._state.value = f'<span class="fsdp-state fsdp-state-stopped" role="status">closed</span> {CLOSED}'
+
+    def _settled(self, sent: _Sent, run: Run | None, events: Sequence[StepEvent]) -> bool:
         """Whether a sent choice has been applied, refused, or overtaken by the run's end."""
         step = None
-        if sent.ticket is None:
+        if sent.request is None:
             first = next((s for s in sent.run.switches if s.after.id == sent.spec_id), None)
             if first is not None and any(e.run == sent.run.id for e in events):
                 step = first.step
-        elif sent.ticket.done:
+        elif sent.request.done:
             try:
-                step = sent.ticket.wait(0).step
+                step = sent.request.wait(0).step
             except FieldError as e:
                 self.choices.revert(sent.names, sent.run.pending or sent.run.spec, e)
                 return True
             except Exception:  # the run is over, and its state says why
                 step = None
         if step is not None:
-            for name in sent.names:
-                self.choices.note(name, Standing.APPLIED, f"applied at step {step}")
+            self._note(sent.names, ChoiceState.APPLIED, f"applied at step {step}")
             return True
         if sent.run.state.over or run is None or run.id != sent.run.id:
-            for name in sent.names:
-                self.choices.note(name, Standing.NEXT, "with the next start")
+            self._note(sent.names, ChoiceState.NEXT, "with the next start")
             return True
         return False
 
-    def _follow(self, run: RunLike) -> None:
-        """Code may change a run, too: the controls show what it trains."""
+    def _follow(self, run: Run) -> None:
+        """Shows what the run trains, because code may change it, too."""
         spec = run.pending or run.spec
-        if spec.id != self.choices.wanted.id and not run.state.over and not self._waiting:
+        if spec.id != self.choices.wanted.id and not run.state.over and not self._waiting():
             self.choices.adopt(spec)
 
     # -- what is shown --------------------------------------------------------------------------------------------
@@ -302,50 +253,51 @@ class Controls:
     def _show(self) -> None:
         for name, control in self._controls.items():
             control.show(self.choices.wanted, self.choices.value(name))
-            note = self.choices.notes.get(name)
-            control.say(note.standing if note else Standing.IDLE, note.text if note else "")
+            note = self.choices.notes.get(name, Note())
+            control.say(note.state, note.text)
         for group in self._groups:
             group.explain(self.choices, self._offer)
+        self._show_state()
 
     def _show_state(self) -> None:
-        run, sweeping = running(self._lab), self._sweep() is not None
-        alive = run is not None and not run.state.over
-        paused = run is not None and run.state.name == "PAUSED" and not sweeping
-        stopping = run is not None and run.state.name == "STOPPING"
-        broken = run is not None and run.state.name in ("BROKEN", "RECOVERING")
-        for control in (i for c in self._controls.values() for i in c.inputs):
-            put(control, "disabled", sweeping)
-        put(self._start, "disabled", sweeping or (alive and not paused))
-        put(self._pause, "disabled", sweeping or not alive or stopping or broken)
+        run, sweeping = shown_run(self._lab), active_sweep(self._lab) is not None
+        state = run.state if run is not None else None
+        active = state is not None and not state.over
+        paused = state is RunState.PAUSED and not sweeping
+        stopping = state is RunState.STOPPING
+        broken = state in (RunState.BROKEN, RunState.RECOVERING)
+        for widget in self._fields:
+            put(widget, "disabled", sweeping)
+        put(self._start, "disabled", sweeping or (active and not paused))
+        put(self._pause, "disabled", sweeping or not active or stopping or broken)
         put(self._pause, "description", "Resume" if paused else "Pause")
         put(self._pause, "icon", "play" if paused else "pause")
-        put(self._stop, "disabled", not sweeping and (not alive or stopping))
-        put(self._ledger, "disabled", sweeping or not alive or stopping or broken)
-        word = "comparing" if sweeping else run.state.value if run is not None else "ready"
-        reason = self._complaint or (
-            SWEEPING if sweeping else WAITING if broken else run.reason if run is not None else "Press Start to train."
-        )
-        more = run.details if run is not None and not self._complaint else ""
+        put(self._stop, "disabled", not sweeping and (not active or stopping))
+        put(self._ledger, "disabled", sweeping or not active or stopping or broken)
+        word = "comparing" if sweeping else state.value if state is not None else "ready"
+        reason = SWEEPING if sweeping else WAITING if broken else run.reason if run is not None else IDLE
+        text = self._complaint or reason or (self._lab.waiting if active else "")
+        details = run.details if run is not None and not self._complaint else ""
         css = f"fsdp-state fsdp-state-{word}"
         put(self._state, "value", f'<span class="{css}" role="status">{escape(word)}</span> '
-             f"<span>{escape(reason or (self._lab.waiting if alive else ''))}</span>{_folded(more)}")  # fmt: skip
+             f"<span>{escape(text)}</span>{_folded(details)}")  # fmt: skip
 
     def _check(self, spec: Spec) -> None:
-        """What a Spec cannot know of its workload. The last one found good is remembered: most choices leave it."""
+        """What a Spec cannot check of its workload. The last valid workload is remembered: most choices do not change it."""
         if spec.workload != self._checked:
             check(spec.workload)
             self._checked = spec.workload
 
 
-def _first(lab: LabLike) -> Spec:
-    """What the controls begin with: the lab's Spec, on CPUs with a small model in place of the default one."""
+def _first_spec(lab: LabLike) -> Spec:
+    """What the controls begin with: the lab's Spec, on CPUs with a small model instead of the default one."""
     spec = lab.spec
     untouched = lab.current is None and not lab.attached and spec.workload == Workload()
-    return spec.replace(model=LIVELY) if untouched and set(lab.devices) == {"cpu"} else spec
+    return spec.replace(model=FIRST_MODEL_ON_CPUS) if untouched and set(lab.devices) == {"cpu"} else spec
 
 
 def _folded(lines: str) -> str:
-    """Lines that are shown when they are asked for."""
+    """Details that a person can unfold."""
     if not lines:
         return ""
     return f'<details class="fsdp-details"><summary>Details</summary><pre>{escape(lines)}</pre></details>'

@@ -1,5 +1,4 @@
-"""`Dashboard`: controls and safety above, live cards below, slow motion at the end; one tick thread between them and the
-lab."""
+"""`Dashboard`: controls and safety above, live cards below, slow motion at the end, and the thread that updates them."""
 
 from __future__ import annotations
 
@@ -15,14 +14,13 @@ from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.dashboard.board import Board
 from fsdp_lab.dashboard.comparison_card import ComparisonCard
-from fsdp_lab.dashboard.controls import Controls, Extra
+from fsdp_lab.dashboard.controls import Controls
 from fsdp_lab.dashboard.feed import Feed
-from fsdp_lab.dashboard.latency import Latency
-from fsdp_lab.dashboard.live import LiveView
-from fsdp_lab.dashboard.ports import LabLike
+from fsdp_lab.dashboard.forms import answer_while_busy, close_all, error_text, styled
+from fsdp_lab.dashboard.lab_like import LabLike
+from fsdp_lab.dashboard.live import Latency, LiveView
 from fsdp_lab.dashboard.safety import SafetyBox
 from fsdp_lab.dashboard.slow_motion import SlowMotionBox
-from fsdp_lab.dashboard.subshell import answer_while_busy
 from fsdp_lab.dashboard.sweep_form import SweepForm
 from fsdp_lab.runs import Comparison
 from fsdp_lab.runs.view import RunView
@@ -54,7 +52,7 @@ class Dashboard:
     """A lab's controls and live plots. The last expression of a cell, or `display(dashboard)`; as often as you like.
 
     A lab has one dashboard: making another closes the former. `close()` ends its thread and its widgets; the lab and its
-    runs go on. A dashboard whose lab is closed says so and rests.
+    runs continue. When the lab is closed, the dashboard says so and its thread ends.
     """
 
     def __init__(self, lab: LabLike) -> None:
@@ -63,15 +61,20 @@ class Dashboard:
         self.lab = lab
         self._live = LiveView()
         self._board = Board(lab)
-        self._form = SweepForm(lab, wanted=lambda: self._controls.choices.wanted)
+        self._sweep_form = SweepForm(lab, self._wanted)
         self._safety = SafetyBox(lab, begin=lambda start: self._controls.begin(start))
-        self._controls = Controls(lab, self._buttons(), [self._form.widget], self._safety.options)
+        self._controls = Controls(lab, [self._sweep_form.widget], self._safety.options)
+        keep = "Keep this run's curves and figures to compare other runs with"
+        self._controls.add_button("Pin", "thumb-tack", keep, self.pin)
+        self._controls.add_button(
+            "Compare…", "columns", "Train several strategies side by side", self._sweep_form.toggle
+        )
         self._feed = Feed(lab, self._live, self._board, ComparisonCard(self._press), self._wanted)
-        self._slow = SlowMotionBox(lab, wanted=self._controls.for_a_step, accept=self._controls.accept)
-        self._box = ipywidgets.VBox([self._controls.widget, self._safety.widget, self._live, self._slow.widget])
-        self._box.add_class("fsdp-lab")
-        parts = (self._controls, self._form, self._safety, self._slow)
-        answer_while_busy([self._live, *(widget for part in parts for widget in part.answering)])
+        self._slow = SlowMotionBox(lab, wanted=self._controls.slow_motion_spec, accept=self._controls.accept)
+        shown = [self._controls.widget, self._safety.widget, self._live, self._slow.widget]
+        self._box = styled(ipywidgets.VBox(shown), "fsdp-lab")
+        self._forms = (self._controls, self._sweep_form, self._safety, self._slow)
+        answer_while_busy([self._live, *(widget for form in self._forms for widget in form.inputs)])
         self._halt = threading.Event()
         self.reset_measurements()
         self._thread = threading.Thread(target=self._tick_until_closed, name="fsdp-lab-dashboard", daemon=True)
@@ -92,14 +95,14 @@ class Dashboard:
     # -- runs side by side ----------------------------------------------------------------------------------------
 
     def pin(self, run: RunView | None = None, label: str | None = None) -> str:
-        """Keeps a run as it is now beside those that follow; returns its label, A to H or your own.
+        """Keeps a run as it is now, to compare others with; returns its label, A to H or your own.
 
         Its curves, of the whole run, stay under the live ones; its figures are of the strategy that was applied last, and
         of the steps since then, so that pinning before and after a switch compares the two. Pins last until they are
         unpinned, or the dashboard is closed.
 
         Args:
-            run: a live one or one of the past; None: the one that is shown.
+            run: a live or a stored one; None: the one that is shown.
 
         Raises:
             ArgumentError: there is nothing to pin, eight are pinned already, or the label is taken.
@@ -107,36 +110,28 @@ class Dashboard:
         return self._board.pin(run, label)
 
     def unpin(self, label: str) -> None:
-        """Takes a pin away, or a row of a sweep that is over. Raises ArgumentError: there is none of this label."""
+        """Removes a pin, or a row of a sweep that is over. Raises ArgumentError: there is none of this label."""
         self._board.unpin(label)
 
     @property
     def pins(self) -> dict[str, RunView]:
-        """What is pinned, by label, as it was then: for `report`, `recommend`, `Comparison.of`."""
+        """The pinned runs by label, as they were then: for `report`, `recommend`, `Comparison.of`."""
         return {**self._board.pins}
 
     @property
     def comparison(self) -> Comparison:
-        """What the card of this name shows: pins, the newest sweep's runs, the live run, as they are now."""
+        """The comparison card's runs: pins, the newest sweep's runs, and the live run, as they are now."""
         return self._board.refresh()
 
     def _wanted(self) -> Spec:
         return self._controls.choices.wanted
 
-    def _buttons(self) -> list[Extra]:
-        pin = "Keep this run's curves and figures to compare other runs with"
-        compare = "Train several strategies side by side"
-        return [
-            Extra(word="Pin", icon="thumb-tack", tooltip=pin, press=self.pin),
-            Extra(word="Compare…", icon="columns", tooltip=compare, press=self._form.toggle),
-        ]
-
     def _press(self, word: str, about: str) -> None:
         """A button in the comparison's table."""
         try:
             {"baseline": self._board.choose_baseline, "unpin": self._board.unpin}[word](about)
-        except FieldError as e:  # a row of a page that is behind, or of a sweep that goes on
-            self._controls.complain(str(e))
+        except FieldError as e:  # a row of a page that is out of date, or of a sweep in progress
+            self._controls.say(error_text(e))
 
     # -- what it costs --------------------------------------------------------------------------------------------
 
@@ -149,7 +144,7 @@ class Dashboard:
         return TickCost(ticks=self._ticks, cpu_s=self._cpu_s, wall_s=time.monotonic() - self._since_s)
 
     def reset_measurements(self) -> None:
-        """`latency` and `cost` begin anew."""
+        """`latency` and `cost` start again from zero."""
         self._ticks, self._cpu_s, self._since_s = 0, 0.0, time.monotonic()
         self._live.forget_latency()
 
@@ -171,29 +166,27 @@ class Dashboard:
             close_all(widget)
 
     def _tick_until_closed(self) -> None:
-        """At most ten times a second. A tick that fails is logged, once in a row, and does not end the display."""
+        """At most ten times a second. A failing tick is logged, once in a row, and does not end the display."""
         failing = False
         while not self._halt.wait(TICK_S) and not self.lab.closed:
             began_s = time.thread_time()
             try:
                 events = self._feed.tick()
                 self._controls.tick(self._feed.run, events)
-                self._form.tick()
+                self._sweep_form.tick()
                 self._safety.tick(self._feed.run)
                 self._slow.tick()
                 failing = False
             except Exception as e:
                 if not failing:
                     log.exception("a tick of the dashboard failed")
-                    self._controls.complain(f"The display failed: {type(e).__name__}: {e}")
+                    self._controls.say(f"The display failed: {type(e).__name__}: {e}")
                 failing = True
             self._cpu_s += time.thread_time() - began_s
             self._ticks += 1
         if not self._halt.is_set():
-            self._controls.retire("The lab is closed. Make another one and run this cell again.")
-            self._form.retire()
-            self._safety.retire()
-            self._slow.retire()
+            for form in self._forms:
+                form.retire()
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         self._live.prepare()
@@ -202,14 +195,3 @@ class Dashboard:
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self._live.views} view{'s' * (self._live.views != 1)}"
         return f"<Dashboard of {self.lab!r}: {state}>"
-
-
-def close_all(widget: ipywidgets.Widget) -> None:
-    """Closes a widget and all that it contains: each has a comm and an entry in a table of ipywidgets."""
-    for child in getattr(widget, "children", ()):
-        close_all(child)
-    for name in ("layout", "style"):
-        part = getattr(widget, name, None)
-        if isinstance(part, ipywidgets.Widget):
-            part.close()
-    widget.close()

@@ -1,39 +1,106 @@
-"""From a lab's current run to the cards of a live view: what one tick does."""
+"""From a lab's run to the cards of a live view: `Feed.tick` gives the panels what is new, and sends one message.
+
+`Predictor` adds what the planner predicts of the chosen Spec; a thread of its own computes it, so that nobody waits.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
 from fsdp_lab.core.describe import describe_changes, describe_field, describe_strategy, describe_value
+from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.formatting import duration
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.dashboard.board import Board, BoardView, Kind, running
+from fsdp_lab.dashboard.board import Board, BoardView, Kind
 from fsdp_lab.dashboard.comparison_card import ComparisonCard
-from fsdp_lab.dashboard.foretelling import Predictor
-from fsdp_lab.dashboard.live import LiveView, Scene
+from fsdp_lab.dashboard.lab_like import LabLike, active_sweep, shown_run
+from fsdp_lab.dashboard.live import LiveView
 from fsdp_lab.dashboard.panels import PANELS, Panel, Pinnable, StepAxis
 from fsdp_lab.dashboard.panels.axis import STEP_LIMIT, Overlay
 from fsdp_lab.dashboard.panels.base import Prediction
-from fsdp_lab.dashboard.ports import LabLike, RunLike
+from fsdp_lab.dashboard.scene import Scene
 from fsdp_lab.models.check import is_language
+from fsdp_lab.planner.questions import planned_memory
+from fsdp_lab.runs import Run
 from fsdp_lab.runs.steps import Assembler, Step
 from fsdp_lab.runs.view import Switch, switches_in_force
 
-MOST_WAITING = 16  # runs of a sweep whose panels are kept; of more, some are told again from their first step
+MOST_WAITING = 16  # runs of a sweep whose panels are kept; those of further runs are rebuilt from their first step
+MOST_PREDICTIONS = 32  # that are remembered
+RETRY_S = 3.0  # after which a missing time is predicted again, because the lab may have been calibrated
+
+log = logging.getLogger(__name__)
+
+
+class Predictor:
+    """`of` may be called ten times a second: it looks up a prediction, or lets a thread make it."""
+
+    def __init__(self, lab: LabLike) -> None:
+        self._lab = lab
+        self._lock = threading.Lock()
+        self._made: OrderedDict[str, tuple[Prediction | None, float]] = (
+            OrderedDict()
+        )  # Spec id -> prediction, retry time
+        self._busy = False
+
+    def of(self, spec: Spec) -> Prediction | None:
+        """The prediction for a Spec; None: there is none, or not yet."""
+        with self._lock:
+            prediction, retry_s = self._made.get(spec.id, (None, 0.0))
+            if time.monotonic() >= retry_s and not self._busy:
+                self._busy = True
+                threading.Thread(target=self._make, args=(spec,), name="fsdp-lab-predictor", daemon=True).start()
+            return prediction
+
+    def _make(self, spec: Spec) -> None:
+        prediction, retry_s = None, float("inf")
+        try:
+            prediction = self._predict(spec)
+            if prediction.step_time_s is None:
+                retry_s = time.monotonic() + RETRY_S
+        except FieldError:
+            pass  # the planner knows nothing of such a model
+        except Exception:
+            log.exception("nothing could be predicted of %s", spec.workload.model)
+        with self._lock:
+            self._made[spec.id] = (prediction, retry_s)
+            self._made.move_to_end(spec.id)
+            while len(self._made) > MOST_PREDICTIONS:
+                self._made.popitem(last=False)
+            self._busy = False
+
+    def _predict(self, spec: Spec) -> Prediction:
+        memory = planned_memory(spec, device="cpu" if "cpu" in (spec.devices or self._lab.devices) else "cuda")
+        try:
+            step_time_s = self._lab.plan(spec).step_time_s
+        except FieldError:  # the machine is not calibrated, or not for as many ranks
+            step_time_s = None
+        samples = spec.global_batch
+        return Prediction(
+            spec_id=spec.id,
+            at_peak=memory.at_peak,
+            host_bytes=memory.host_bytes,
+            step_time_s=step_time_s,
+            tokens=samples * spec.workload.seq_len if is_language(spec.workload) else samples,
+        )
 
 
 class Stage:
-    """The panels of one run, and how many of its events they have been given."""
+    """The panels of one run, and how many of its events they have."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.cursor = 0
-        self.attempt: int | None = None  # of what is shown (see `runs.steps`); None before that
+        self.attempt: int | None = None  # that is drawn (see `runs.steps`); None: no step is
         self.begin(world_size)
 
     def begin(self, world_size: int) -> None:
-        """New panels, with nothing in them."""
+        """Makes new, empty panels."""
         self.world_size = world_size
         self.assembler = Assembler()
         self.last: Step | None = None
@@ -41,7 +108,7 @@ class Stage:
         self.frame = StepAxis()
         self.panels: list[Panel] = [make(self.frame, world_size) for make in PANELS]
         self.pinnable = [panel for panel in self.panels if isinstance(panel, Pinnable)]
-        self.ghost: Prediction | None = None
+        self.prediction: Prediction | None = None
 
     def show(self, steps: Sequence[Step]) -> None:
         if not steps:
@@ -51,46 +118,45 @@ class Stage:
         for panel in self.panels:
             panel.update(steps)
 
-    def predict(self, ghost: Prediction | None) -> None:
-        """What is predicted of what is chosen; the former prediction stays until there is another."""
-        if ghost is not None and ghost != self.ghost:
-            self.ghost = ghost
+    def predict(self, prediction: Prediction | None) -> None:
+        """Draws a prediction, which stays until there is another."""
+        if prediction is not None and prediction != self.prediction:
+            self.prediction = prediction
             for panel in self.panels:
-                panel.predict(ghost)
+                panel.predict(prediction)
 
     def overlay(self, overlays: Mapping[int, Overlay]) -> None:
-        """The curves of other runs, in ranges that hold them."""
+        """Draws the curves of other runs, and widens ranges to hold them."""
         if self.frame.overlays.show(overlays):
             for panel in self.panels:
                 panel.cover()
 
 
 class Feed:
-    """Takes what is new of the run that is shown, gives it to the panels and sends one message.
+    """Gives the panels what is new of the run that is shown, and sends one message.
 
-    Another run, another world size, or ranks that begin again from an earlier step make new panels: a plot shows one thing,
-    and only steps that count. In a sweep each run
-    has panels of its own until it is over; those of the run whose turn it is take the place of the former one's, in the
-    same pictures, so that the page builds nothing anew.
+    Another run, another world size, or ranks that restart from an earlier step get new panels: a plot shows one thing, and
+    only steps that count. In a sweep each run has panels of its own until it is over; those of the run whose turn it is
+    replace the former one's in the same pictures, so that the page rebuilds nothing.
     """
 
     def __init__(self, lab: LabLike, live: LiveView, board: Board, card: ComparisonCard,
                  wanted: Callable[[], Spec] | None = None) -> None:  # fmt: skip
-        """wanted: what is chosen, of which is predicted; None: what the run has, or is about to have."""
+        """wanted: what is chosen, and to be predicted; None: what the run trains, or is about to train."""
         self._lab, self._wanted = lab, wanted
-        self._foretelling = Predictor(lab)
+        self._predictor = Predictor(lab)
         self._live = live
         self._board = board
         self._card = card
-        self._run: RunLike | None = None
+        self._run: Run | None = None
         self._compared = (board.shown, False)
         self._stage = Stage(lab.spec.world_size)
         self._waiting: dict[str, Stage] = {}  # of a sweep's runs whose turn it is not
-        self._put_up(calm=False)
+        self._display(swap=False)
 
     @property
-    def run(self) -> RunLike | None:
-        """The one that is shown."""
+    def run(self) -> Run | None:
+        """The run that is shown."""
         return self._run
 
     def tick(self) -> Sequence[StepEvent]:
@@ -101,61 +167,60 @@ class Feed:
             if self._run is None or run.id != self._run.id:
                 self._turn_to(run)
             stage = self._stage
-            # Events first: a switch is known to the run before the first event of its Spec is.
+            # Events before switches: a run records a switch before the first event of its Spec.
             events, stage.cursor = run.events.since(stage.cursor)
             self._follow(run, events)
             if run.state.over:
                 stage.show(stage.assembler.flush())
         for panel in self._stage.pinnable:
-            panel.update(())  # another step may have been asked for
-        self._stage.predict(self._foretelling.of(self._chosen()))
+            panel.update(())  # a person may have chosen another step
+        self._stage.predict(self._predictor.of(self._chosen()))
         self._compare(self._board.tick())
         self._live.flush([e.end_unix_s for e in events])
         return events
 
     def _chosen(self) -> Spec:
         """What is chosen on the page; in a sweep it is the sweep's."""
-        sweep = self._lab.sweep
-        if self._wanted is not None and (sweep is None or sweep.done):
+        if self._wanted is not None and active_sweep(self._lab) is None:
             return self._wanted()
         run = self._run
         return self._lab.spec if run is None else run.pending or run.spec
 
-    def _turn(self) -> RunLike | None:
+    def _turn(self) -> Run | None:
         """The run to show. Between two turns of a sweep it is still the former one."""
-        sweep = self._lab.sweep
-        if self._run is not None and sweep is not None and not sweep.done and sweep.current is None:
+        sweep = active_sweep(self._lab)
+        if self._run is not None and sweep is not None and sweep.current is None:
             return self._run
-        return running(self._lab)
+        return shown_run(self._lab)
 
-    def _turn_to(self, run: RunLike) -> None:
+    def _turn_to(self, run: Run) -> None:
         sweep = self._lab.sweep
-        sweeping = sweep is not None and not sweep.done
+        sweeping = active_sweep(self._lab) is not None
         if not sweeping:
             self._waiting.clear()
         elif self._run is not None and len(self._waiting) < MOST_WAITING:
             self._waiting[self._run.id] = self._stage
         shape, first = self._stage.world_size, self._run is None
         self._run = run
-        if first and run.spec.world_size == shape:  # what was put up for it: the page builds nothing anew
+        if first and run.spec.world_size == shape:  # the empty panels are for it: the page rebuilds nothing
             self._stage.frame.language = is_language(run.spec.workload)
             return
         self._stage = self._waiting.pop(run.id) if run.id in self._waiting else Stage(run.spec.world_size)
-        of_sweep = sweep is not None and (sweeping or run in sweep.runs)  # its last turn may be shown when it is over
-        self._put_up(calm=of_sweep and self._stage.world_size == shape)
+        in_sweep = sweep is not None and (sweeping or run in sweep.runs)  # its last turn may be shown when it is over
+        self._display(swap=in_sweep and self._stage.world_size == shape)
 
-    def _follow(self, run: RunLike, events: Sequence[StepEvent]) -> None:
-        """Shows new events, and marks the switches. Where the ranks have begun again, or are another number, the panels are
-        new and are given all the steps that still count."""
+    def _follow(self, run: Run, events: Sequence[StepEvent]) -> None:
+        """Shows new events, and marks the switches. If the ranks have restarted, or their number has changed, new panels
+        are given all the steps that still count."""
         stage, switches, attempt = self._stage, list(run.switches), run.events.attempt
         ranks = switches[-1].after.world_size if switches else stage.world_size
         held: list[int | None] = []
         if (attempt, ranks) != (stage.attempt, stage.world_size):
-            calm = ranks == stage.world_size
-            if stage.attempt is not None or not calm:
+            same_ranks = ranks == stage.world_size
+            if stage.attempt is not None or not same_ranks:
                 held = [pin.step if (pin := panel.captions().pin) and pin.held else None for panel in stage.pinnable]
                 stage.begin(ranks)
-                self._put_up(calm=calm)
+                self._display(swap=same_ranks)
             stage.attempt = attempt
             events = [e for step in drawn_of(run.events.steps(), ranks) for e in step.events]
         if len(switches) != stage.switches:
@@ -168,7 +233,7 @@ class Feed:
                 panel.pin(step)
 
     def _compare(self, shown: BoardView) -> None:
-        """The card and the curves of other runs follow the board."""
+        """Shows the board's comparison and curves, if they have changed."""
         sweep = self._lab.sweep
         over = sweep is not None and sweep.done and any(e.kind is Kind.SWEEP for e in shown.entries)
         if self._compared == (shown, over):
@@ -177,8 +242,8 @@ class Feed:
         self._card.show(shown, over=over)
         self._stage.overlay(self._board.overlays())
 
-    def _put_up(self, *, calm: bool) -> None:
-        """The stage is what is seen; calm, where the pictures are those of the former one."""
+    def _display(self, *, swap: bool) -> None:
+        """Displays the stage; `swap` if its pictures are like the former one's, so that the page can keep them."""
         stage = self._stage
         stage.frame.language = is_language((self._run or self._lab).spec.workload)
         stage.overlay(self._board.overlays())
@@ -190,14 +255,14 @@ class Feed:
             caution=self._caution,
             ranks=stage.world_size,
         )
-        (self._live.swap if calm else self._live.show)(scene)
+        (self._live.swap if swap else self._live.show)(scene)
 
     def _caution(self) -> str:
-        """What the run's times are worth."""
+        """How far to trust the run's times."""
         return "" if self._run is None else " ".join(self._run.notes)
 
     def _headline(self) -> str:
-        """What is trained or about to be, how, and how far it is."""
+        """What is trained, or is about to be, how, and the last step."""
         spec = self._chosen() if self._run is None else self._run.spec
         model = describe_value("model", spec.workload.model)
         what = [model, describe_strategy(spec), f"{spec.world_size} rank{'s' * (spec.world_size != 1)}"]
@@ -207,7 +272,7 @@ class Feed:
 
 
 def drawn_of(steps: Sequence[Step], ranks: int) -> list[Step]:
-    """Those of a past that new panels are given: the newest, and of older ones those that more than curves show."""
+    """The past steps that new panels draw: the newest, and of older ones those with more than a point on a curve."""
     same = [s for s in steps if s.world_size == ranks]
     older = [
         s for s in same[:-STEP_LIMIT] if any(e.spans or e.memory_curve or e.eval_loss is not None for e in s.events)
@@ -216,16 +281,12 @@ def drawn_of(steps: Sequence[Step], ranks: int) -> list[Step]:
 
 
 def marked(switches: Sequence[Switch]) -> list[Switch]:
-    """Those to mark in the plots: in force, and since the last change of world size."""
-    found: list[Switch] = []
+    """The switches to mark in the plots: in force, and since the last change of world size."""
+    since: list[Switch] = []
     for switch in switches_in_force(switches):
-        found = [] if resized(switch) else [*found, switch]
-    return [switch for switch in found if switch.before is not None]
-
-
-def resized(switch: Switch) -> bool:
-    """Whether it is trained by another number of ranks than before."""
-    return switch.before is not None and switch.before.world_size != switch.after.world_size
+        resized = switch.before is not None and switch.before.world_size != switch.after.world_size
+        since = [] if resized else [*since, switch]
+    return [switch for switch in since if switch.before is not None]
 
 
 def describe(switch: Switch) -> tuple[str, str]:

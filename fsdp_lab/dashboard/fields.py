@@ -1,5 +1,5 @@
-"""A field of what is chosen, the widget that chooses it, and a named row of such: what the controls of a lab and of the
-what-if page are made of."""
+"""`ControlSpec`, `Control` and `Group`: a field, its input, and a titled row of inputs, for the controls of a lab and of
+the what-if page."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ import ipywidgets as widgets
 from fsdp_lab.core.describe import describe_value, field_title
 from fsdp_lab.core.link import OFFERED
 from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, SYNCS
-from fsdp_lab.dashboard.choices import Choices, Chosen, Standing
-from fsdp_lab.dashboard.parts import put
+from fsdp_lab.dashboard.choices import Choices, ChoiceState, Chosen
+from fsdp_lab.dashboard.forms import put, styled
 from fsdp_lab.models.presets import PRESETS
 
 AUTO = "auto"
 OTHER = "other…"
-LIVELY = "gpt2-1m"  # what a dashboard begins with on CPUs: some tens of milliseconds a step
-OFFERED_PARAMETERS = 10**10  # larger presets are there to be planned; by code they can be trained all the same
+RANK_FIELDS = ("world_size", "devices")  # a change starts a new run
+FIRST_MODEL_ON_CPUS = "gpt2-1m"  # trains in some tens of milliseconds a step
+OFFERED_PARAMETERS = 10**10  # larger presets are meant for planning; code can train them all the same
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControlSpec:
     """A field of the Spec and how it is chosen.
 
-    `tokens` are the values offered, in order, given what is chosen now; a value that is none of them is added, so that
-    what was set by code can be seen. None: a whole number between `least` and `most`, or text. `typed` is an example of
-    what may be written where none of the tokens is wanted; empty: nothing else may be. `none` is the word for None. What is
-    written is turned into a value by `read`, which leaves what it cannot read as it is, and back by `write`.
+    Attributes:
+        tokens: the values offered, in order, given what is chosen now; another value that code has set is added to them.
+            None: a whole number between `least` and `most`, or text.
+        typed: an example of another value that may be typed instead of a token; empty: none may.
+        none: the word for None.
+        read, write: from text to a value, and back. `read` returns text that it cannot read as it is.
     """
 
     name: str
@@ -98,20 +101,17 @@ GROUPS: tuple[tuple[str, tuple[ControlSpec, ...]], ...] = (
 
 
 class Control:
-    """The widget of one field, with its label above and its note below."""
+    """The input of one field, with its label above and its note below."""
 
     def __init__(self, field: ControlSpec, now: Chosen, choose: Callable[[str, Any], None]) -> None:
         self.field = field
         self._choose = choose
-        self._quiet = False
-        self.input = self._make(now)
-        self.input.add_class("fsdp-input")
-        self.note = widgets.HTML()
-        self.note.add_class("fsdp-note-line")
+        self._updating = False  # the input changes by code
+        self.input = styled(self._make(now), "fsdp-input")
         self.typed = self._make_typed() if field.typed else None
-        self.inputs = [self.input, *([self.typed] if self.typed is not None else [])]  # what a person can change
-        self.box = widgets.VBox([*self.inputs, self.note])
-        self.box.add_class("fsdp-field")
+        self.inputs = [self.input] if self.typed is None else [self.input, self.typed]  # what a person can change
+        self.note = styled(widgets.HTML(), "fsdp-note-line")
+        self.box = styled(widgets.VBox([*self.inputs, self.note]), "fsdp-field")
         self.input.observe(self._changed, "value")
 
     def _make(self, now: Chosen) -> widgets.Widget:
@@ -132,29 +132,28 @@ class Control:
         return [*named, (OTHER, OTHER)] if self.field.typed else named
 
     def _make_typed(self) -> widgets.Text:
-        """Where a value is written that is not among the tokens; out of sight until it is asked for."""
+        """For a value that is not among the tokens; hidden until `other…` is chosen."""
         hidden = widgets.Layout(display="none")
         typed = widgets.Text(
             placeholder=self.field.typed, tooltip=self.field.help, continuous_update=False, layout=hidden
         )
-        typed.add_class("fsdp-input")
-        typed.observe(self._written, "value")
-        return typed
+        typed.observe(self._typed, "value")
+        return styled(typed, "fsdp-input")
 
     @property
     def _is_text(self) -> bool:
         return self.field.tokens is None and self.field.least is None
 
     @property
-    def _asks(self) -> bool:
-        """Whether something is to be written that is not among the tokens."""
+    def _awaits_typing(self) -> bool:
+        """Whether `other…` is chosen."""
         return self.typed is not None and self.input.value == OTHER
 
     def show(self, now: Chosen, value: Any) -> None:
-        """Shows a value without taking it for a choice; not while a person is about to write another."""
-        if self._asks:
+        """Shows a value without taking it for a choice; not while a person is about to type another."""
+        if self._awaits_typing:
             return
-        self._quiet = True
+        self._updating = True
         try:
             if self.field.tokens is not None:
                 options = self._options(now, value)
@@ -164,23 +163,21 @@ class Control:
             if self.input.value != shown:
                 self.input.value = shown
         finally:
-            self._quiet = False
+            self._updating = False
 
-    def say(self, standing: Standing, text: str) -> None:
-        """The note under the control; a refusal's words stand in the group's line, where there is room for them."""
-        word = {Standing.REFUSED: "refused, see below", Standing.PENDING: "pending"}.get(standing, text)
-        line = f'<span class="fsdp-{standing.value}">{escape(word)}</span>' if word else ""
-        if self.note.value != line:
-            self.note.value = line
-        (self.box.add_class if standing is Standing.REFUSED else self.box.remove_class)("fsdp-held")
+    def say(self, state: ChoiceState, text: str) -> None:
+        """Writes the note under the input; a refusal's reason is in the group's line, where there is room for it."""
+        word = {ChoiceState.REFUSED: "refused, see below", ChoiceState.PENDING: "pending"}.get(state, text)
+        put(self.note, "value", f'<span class="fsdp-{state.value}">{escape(word)}</span>' if word else "")
+        (self.box.add_class if state is ChoiceState.REFUSED else self.box.remove_class)("fsdp-held")
 
     def _changed(self, change: Mapping[str, Any]) -> None:
-        if self._quiet:
+        if self._updating:
             return
         value = change["new"]
         if self.typed is not None:
-            put(self.typed.layout, "display", "" if self._asks else "none")
-        if self._asks:
+            put(self.typed.layout, "display", "" if self._awaits_typing else "none")
+        if self._awaits_typing:
             return
         if self._is_text:
             value = self.field.read(value)
@@ -188,83 +185,76 @@ class Control:
             value = _unkey(value)
         self._choose(self.field.name, value)
 
-    def _written(self, change: Mapping[str, Any]) -> None:
+    def _typed(self, change: Mapping[str, Any]) -> None:
         text, typed = change["new"].strip(), change["owner"]
         if not text:
             return
-        self._quiet = True
+        self._updating = True
         try:
             value = self.field.read(text)
             self.input.options = [*self.input.options, (text, _key(value))]
             self.input.value = _key(value)
             typed.value = ""
         finally:
-            self._quiet = False
+            self._updating = False
         put(typed.layout, "display", "none")
         self._choose(self.field.name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """What taking a way out does to a run, and why it cannot be taken."""
+    """What a fix does to a run, or why it cannot be applied."""
 
     effect: str = ""
     blocked: str = ""
 
 
 class Group:
-    """A named row of controls and the line under it that explains refusals."""
+    """A titled row of controls, and below it why a choice is refused, with a button that fixes it."""
 
     def __init__(self, title: str, controls: Sequence[Control], accept: Callable[[Mapping[str, Any]], None],
                  fields: Sequence[ControlSpec]) -> None:  # fmt: skip
-        """`fields` of all groups: a way out may be in another."""
+        """`fields` of all groups: a fix may change one of another group."""
         self._fields = {f.name: f for f in fields}
         self.names = [c.field.name for c in controls]
-        head = widgets.HTML(f"<h4>{escape(title)}</h4>")
-        head.add_class("fsdp-group-head")
-        row = widgets.Box([c.box for c in controls])
-        row.add_class("fsdp-group-row")
-        self._words = widgets.HTML()
-        self._words.add_class("fsdp-refusal")
-        self.button = widgets.Button(description="", layout=widgets.Layout(display="none"))
-        self.button.add_class("fsdp-fix")
-        self.button.on_click(lambda _: accept(self._fix))
         self._fix: dict[str, Any] = {}
-        self._line = widgets.Box([self._words, self.button], layout=widgets.Layout(display="none"))
-        self._line.add_class("fsdp-refusal-line")
-        self.box = widgets.VBox([head, row, self._line])
-        self.box.add_class("fsdp-group")
+        head = styled(widgets.HTML(f"<h4>{escape(title)}</h4>"), "fsdp-group-head")
+        row = styled(widgets.Box([c.box for c in controls]), "fsdp-group-row")
+        self._words = styled(widgets.HTML(), "fsdp-refusal")
+        self.button = styled(widgets.Button(description="", layout=widgets.Layout(display="none")), "fsdp-fix")
+        self.button.on_click(lambda _: accept(self._fix))
+        hidden = widgets.Layout(display="none")
+        self._line = styled(widgets.Box([self._words, self.button], layout=hidden), "fsdp-refusal-line")
+        self.box = styled(widgets.VBox([head, row, self._line]), "fsdp-group")
 
     def explain(self, choices: Choices[Any], offer: Callable[[Mapping[str, Any]], Offer] = lambda fix: Offer()) -> None:
-        """The reasons of what is refused in this group, and a button for the way out where there is one. `offer` says what
-        that does, or why it cannot be."""
+        """Shows the reasons of this group's refusals, and the fix if there is one. `offer` tells what that does."""
         refused = [(n, choices.notes[n]) for n in self.names if n in choices.held and n in choices.notes]
-        text = "<br>".join(escape(_sentence(note.text)) for _, note in refused)
         self._fix = {}
         for name, note in refused:
             if note.fix:
                 self._fix = {name: choices.held[name], **note.fix}
         more = {n: v for n, v in self._fix.items() if n not in choices.held or v != choices.held[n]}
-        also = "" if any(n in choices.held for n in more) else "Also "
-        label = (
-            f"{also}set ".capitalize() + ", ".join(said(n, v, self._fields.get(n)) for n, v in more.items())
-            if more
-            else ""
-        )
-        if set(more) <= {"world_size", "devices"} and "world_size" in more:
-            label = f"Use {more['world_size']} ranks"
-        found = offer(more) if label else Offer()
-        text = " ".join(filter(None, [text, escape(found.blocked or found.effect)]))
+        label = self._label(more, also=not any(n in choices.held for n in more)) if more else ""
+        offered = offer(more) if more else Offer()
+        reasons = "<br>".join(escape(_sentences(note.text)) for _, note in refused)
+        text = " ".join(filter(None, [reasons, escape(offered.blocked or offered.effect)]))
         put(self._words, "value", text)
         put(self.button, "description", label)
-        put(self.button, "disabled", bool(found.blocked))
-        put(self.button, "tooltip", found.blocked or found.effect)
+        put(self.button, "disabled", bool(offered.blocked))
+        put(self.button, "tooltip", offered.blocked or offered.effect)
         put(self.button.layout, "display", "" if label else "none")
         put(self._line.layout, "display", "" if text else "none")
 
+    def _label(self, fix: Mapping[str, Any], *, also: bool) -> str:
+        if "world_size" in fix and set(fix) <= set(RANK_FIELDS):
+            return f"Use {fix['world_size']} ranks"
+        changes = ", ".join(value_text(n, v, self._fields.get(n)) for n, v in fix.items())
+        return f"{'Also set' if also else 'Set'} {changes}"
+
 
 def _key(value: Any) -> Any:
-    """A dropdown's value for a field's value: None means no choice to ipywidgets, and what cannot be hashed is wrapped."""
+    """A dropdown's value for a field's value: None means no choice to ipywidgets, and other objects may lack a hash."""
     if value is None:
         return AUTO
     return value if isinstance(value, (str, int)) else _Opaque(value)
@@ -278,7 +268,7 @@ def _unkey(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Opaque:
-    """A value that code has set and a dropdown shows: a config, a precision by parts."""
+    """A value that only code can set, in a dropdown: a config, a precision by parts."""
 
     value: Any
 
@@ -290,14 +280,14 @@ def _label(value: Any) -> str:
     return describe_value("", value.value if isinstance(value, _Opaque) else value)
 
 
-def said(name: str, value: Any, field: ControlSpec | None) -> str:
+def value_text(name: str, value: Any, field: ControlSpec | None) -> str:
     """A field and one of its values, as text."""
     label = field.label if field is not None else field_title(name)
     return f"{label} {field.none if field is not None and value is None else _label(value)}"
 
 
-def _sentence(text: str) -> str:
-    """A FieldError's "field: reason; way out" as two sentences. A reason that starts with its value stays as it is."""
+def _sentences(text: str) -> str:
+    """A FieldError's "field: reason; hint" as two sentences. The reason may start with a value, and keeps its case."""
     _, _, rest = text.partition(": ")
     reason, _, hint = (rest or text).partition("; ")
     return " ".join(f"{part[0].upper()}{part[1:]}." if part is hint else f"{part}." for part in (reason, hint) if part)

@@ -1,123 +1,95 @@
-"""The live view: Bokeh figures in a widget of our own, fed with one binary message a tick.
+"""`LiveView`: Bokeh figures in a widget of our own, updated by one binary message a tick; `picture` shows a still figure.
 
-Why not what exists: jupyter_bokeh carries no BokehJS and goes dead offline and on reload, `push_notebook` dies with the
-page. Here the widget's own state carries BokehJS and a first picture when it is displayed, so that it is drawn even while
-the kernel is busy with the next cell. The page then mounts: it gets a snapshot of everything, and after that what is new,
-with at most two messages unacknowledged. It acknowledges after painting, so a slow page gets fewer and larger messages, and
-the time from a step's end to its pixels is measured. After the first mount the state is empty: later views ask for BokehJS.
+Other widgets would not do: jupyter_bokeh contains no BokehJS and stops working offline and on reload, `push_notebook` ends
+with the page. Here the widget's state holds BokehJS and a first picture when it is displayed, so that it is drawn even
+while the kernel is busy with the next cell. The page then mounts: it gets a snapshot of everything, and after that what is
+new, with at most two messages unacknowledged. It acknowledges after painting, so a slow page gets fewer and larger
+messages, and the latency is measured. After the first mount the state is empty: later views request BokehJS.
 """
 
 from __future__ import annotations
 
 import gzip
-import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import anywidget
 import bokeh
 import numpy as np
 import traitlets
-from bokeh.document import Document
-from bokeh.models.ui import UIElement
+from bokeh.models import Plot
 
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Block, Columns, Numbers
-from fsdp_lab.dashboard.latency import Latency, Stamps
 from fsdp_lab.dashboard.panels.base import Pinnable, Pressable
+from fsdp_lab.dashboard.panels.drawing import tint
+from fsdp_lab.dashboard.scene import Scene, StaticCard
 
 HERE = Path(__file__).parent
 BOKEH_JS = Path(bokeh.__file__).parent / "server/static/js/bokeh.min.js"
 
 MOST_UNACKNOWLEDGED = 2
-SILENCE_S = 2.0  # a view that owes an acknowledgement for so long no longer holds the others back
-FORGET_S = 60.0  # and after this it is taken for gone, until it speaks again
-
-
-class Card(Protocol):
-    """What the view asks of a picture (see `panels.base.Panel`)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def title(self) -> str: ...
-    @property
-    def wide(self) -> bool: ...
-    @property
-    def sources(self) -> Sequence[Columns]: ...
-    @property
-    def root(self) -> UIElement | None: ...
-    def patches(self) -> Mapping[str, Mapping[str, Any]]: ...
-    def captions(self) -> Any: ...
+SILENCE_S = 2.0  # after which a view that owes an acknowledgement no longer delays the others
+FORGET_S = 60.0  # after which it is removed, until it sends a message again
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scene:
-    """What is shown: cards, what they share (sources and patches of a frame), and the ranks of the common legend."""
+class Latency:
+    """Quantiles over `events` of the time from the end of a step in its rank to its pixels; NaN where there are none.
 
-    cards: Sequence[Card]
-    shared_sources: Sequence[Columns] = ()
-    shared_patches: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
-    headline: Callable[[], str] = str
-    caution: Callable[[], str] = str  # what the times are worth, once for all cards
-    ranks: int = 0
+    A rank stamps its event with the wall clock, and the page its acknowledgement. On one machine that is one clock; across
+    machines the latency is only as exact as their clocks agree.
+    """
 
-    @property
-    def sources(self) -> list[Columns]:
-        return [*self.shared_sources, *(s for card in self.cards for s in card.sources)]
+    events: int
+    p50_s: float
+    p95_s: float
+    worst_s: float
 
-    def patches(self) -> dict[str, dict[str, Any]]:
-        merged = {name: dict(values) for name, values in self.shared_patches().items()}
-        for card in self.cards:
-            merged.update({name: dict(values) for name, values in card.patches().items()})
-        return merged
+    def __str__(self) -> str:
+        if not self.events:
+            return "no event has been painted yet"
+        ms = [f"{1e3 * s:.0f} ms" for s in (self.p50_s, self.p95_s, self.worst_s)]
+        return f"rank to pixel over {self.events:,} events: median {ms[0]}, p95 {ms[1]}, worst {ms[2]}"
 
-    def captions(self) -> dict[str, dict[str, Any]]:
-        """Card -> what is written in it; the lines above the cards go by the name ""."""
-        return {
-            "": {"reading": self.headline(), "note": self.caution()},
-            **{card.name: self._said(card) for card in self.cards},
-        }
 
-    def _said(self, card: Card) -> dict[str, Any]:
-        """A card's captions as a dict, converted again only when they change: at ten ticks a second a table is expensive."""
-        words = card.captions()
-        known, said = self._made.get(card.name, (None, {}))
-        if known is not words:
-            said = asdict(words)
-            self._made[card.name] = (words, said)
-        return said
+class Stamps:
+    """When events ended, until they are painted: of those that wait for a message, then by message."""
 
-    @cached_property
-    def _made(self) -> dict[str, tuple[Any, dict[str, Any]]]:
-        return {}
+    def __init__(self, *, keep: int = 5000, keep_messages: int = 64) -> None:
+        self._waiting: deque[float] = deque(maxlen=keep)
+        self._sent: dict[int, list[float]] = {}
+        self._keep_messages = keep_messages
+        self._seconds: deque[float] = deque(maxlen=keep)
 
-    @cached_property
-    def layout(self) -> dict[str, Any]:
-        """What the page needs to draw the scene before any data: the Bokeh document, the cards, the rank legend."""
-        document = Document()
-        drawn = [(card.name, card.root) for card in self.cards if card.root is not None]
-        for _, root in drawn:
-            document.add_root(root)
-        lines = self.ranks <= theme.MOST_LINES
-        written = json.dumps(document.to_json(deferred=False))
-        document.clear()  # another scene may show the same panels
-        return {
-            "document": written,
-            "roots": {name: root.id for name, root in drawn},
-            "cards": [
-                {"name": c.name, "title": c.title, "wide": c.wide, "sources": [s.name for s in c.sources]}
-                for c in self.cards
-            ],
-            "ranks": [{"label": f"rank {r}", "color": theme.rank_color(r)}
-                      for r in range(self.ranks if lines else 0)],
-            "rank_count": self.ranks,
-        }  # fmt: skip
+    def wait(self, ends_unix_s: Sequence[float]) -> None:
+        self._waiting.extend(ends_unix_s)
+
+    def sent(self, seq: int) -> None:
+        """The waiting events are in message `seq`."""
+        self._sent[seq] = list(self._waiting)
+        self._waiting.clear()
+        while len(self._sent) > self._keep_messages:
+            del self._sent[next(iter(self._sent))]
+
+    def painted(self, seq: int, painted_unix_s: float) -> None:
+        """All messages up to `seq` are on the screen. Those that another view has painted are not counted again."""
+        for number in [n for n in self._sent if n <= seq]:
+            self._seconds.extend(painted_unix_s - end for end in self._sent.pop(number))
+
+    def forget(self) -> None:
+        self._seconds.clear()
+
+    def latency(self) -> Latency:
+        if not self._seconds:
+            return Latency(events=0, p50_s=np.nan, p95_s=np.nan, worst_s=np.nan)
+        p50, p95, worst = np.quantile(np.array(self._seconds), [0.5, 0.95, 1.0])
+        return Latency(events=len(self._seconds), p50_s=float(p50), p95_s=float(p95), worst_s=float(worst))
 
 
 @dataclass(kw_only=True)
@@ -125,12 +97,12 @@ class _View:
     """One mounted page of the widget."""
 
     acked: int
-    heard_s: float
+    last_message_s: float
 
 
 @dataclass(kw_only=True)
 class _Sent:
-    """What every mounted view has been given."""
+    """What every mounted view has."""
 
     rows: dict[str, tuple[int, int]] = field(default_factory=dict)  # source -> generation, next row
     patches: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -164,7 +136,7 @@ class LiveView(anywidget.AnyWidget):
     # -- from the kernel -----------------------------------------------------------------------------------------
 
     def show(self, scene: Scene) -> None:
-        """Replaces what is shown; mounted views ask for it."""
+        """Replaces the scene; mounted views then request a snapshot of it."""
         with self._lock:
             self._scene = scene
             self._scenes += 1
@@ -174,7 +146,7 @@ class LiveView(anywidget.AnyWidget):
             self.send({"kind": "remount"})
 
     def prepare(self) -> None:
-        """Puts a first picture into the widget's state; to be called when it is displayed, before the page asks."""
+        """Puts a first picture into the widget's state. Called when it is displayed, before the page requests one."""
         with self._lock:
             if not self._was_mounted:
                 header, numbers = self._snapshot()
@@ -185,8 +157,8 @@ class LiveView(anywidget.AnyWidget):
         return super()._repr_mimebundle_(**options)
 
     def swap(self, scene: Scene) -> None:
-        """Replaces what is shown by a scene with the same cards, plots and tables: mounted views keep their pictures, and
-        the next `flush` brings them what is in the new one."""
+        """Replaces the scene by one with the same cards, plots and tables: mounted views keep their pictures, and the next
+        `flush` brings them the new data."""
         with self._lock:
             at = {source.name: source.generation for source in self._scene.sources}
             for source in scene.sources:
@@ -194,9 +166,9 @@ class LiveView(anywidget.AnyWidget):
             self._scene = scene
 
     def flush(self, ends_unix_s: Sequence[float] = ()) -> bool:
-        """Sends what is new to all views in one message, unless a view still has two to paint; says whether it did.
+        """Sends what is new to all views in one message, unless a view has two to paint; returns whether it was sent.
 
-        `ends_unix_s` are the times at which what is new happened, for `latency`.
+        `ends_unix_s` are the times at which the new events ended, for `latency`.
         """
         with self._lock:
             if self._views:
@@ -213,7 +185,7 @@ class LiveView(anywidget.AnyWidget):
             return True
 
     def latency(self) -> Latency:
-        """From the end of a step in its rank to its pixels, over the last few thousand events."""
+        """Over the last few thousand events."""
         with self._lock:
             return self._stamps.latency()
 
@@ -244,7 +216,7 @@ class LiveView(anywidget.AnyWidget):
             if self._closed:
                 return
             if view in self._views:
-                self._views[view].heard_s = time.monotonic()
+                self._views[view].last_message_s = time.monotonic()
             match kind:
                 case "bokehjs":
                     self.send({"kind": "bokehjs"}, buffers=[bokeh_js()])
@@ -262,15 +234,15 @@ class LiveView(anywidget.AnyWidget):
                     self._views.pop(view, None)
 
     def _mount(self, view: str) -> None:
-        """Gives one view everything up to now; rows that a later tick brings again are passed over by number."""
+        """Sends one view everything up to now; it skips rows, by their number, that a later tick brings again."""
         header, numbers = self._snapshot()
-        if not self._views:  # nobody else has to be brought up to date by the next tick
+        if not self._views:  # no other view needs older rows in the next tick
             self._sent = _Sent(
                 rows={t["name"]: (t["generation"], t["first"] + t["rows"]) for t in header["tables"]},
                 patches=self._scene.patches(),
                 captions=self._scene.captions(),
             )
-        self._views[view] = _View(acked=self._seq, heard_s=time.monotonic())
+        self._views[view] = _View(acked=self._seq, last_message_s=time.monotonic())
         self.send({**header, "view": view}, buffers=[numbers])
         if not self._was_mounted:
             self._was_mounted, self.first = True, {}
@@ -291,7 +263,7 @@ class LiveView(anywidget.AnyWidget):
         return header, _bytes([b.numbers for _, b in blocks])
 
     def _acknowledge(self, view: str, seq: int, painted_unix_s: float) -> None:
-        known = self._views.setdefault(view, _View(acked=seq, heard_s=time.monotonic()))
+        known = self._views.setdefault(view, _View(acked=seq, last_message_s=time.monotonic()))
         known.acked = max(known.acked, seq)
         self._stamps.painted(seq, painted_unix_s)
 
@@ -309,9 +281,9 @@ class LiveView(anywidget.AnyWidget):
     # -- what is new ----------------------------------------------------------------------------------------------
 
     def _may_send(self) -> bool:
-        """Whether somebody looks, and no view that still answers owes two acknowledgements."""
+        """Whether there is a view, and no view that still responds owes two acknowledgements."""
         now = time.monotonic()
-        for name in [n for n, v in self._views.items() if now - v.heard_s > FORGET_S and v.acked < self._seq]:
+        for name in [n for n, v in self._views.items() if now - v.last_message_s > FORGET_S and v.acked < self._seq]:
             del self._views[name]
         if not self._views or self._closed:
             return False
@@ -322,7 +294,7 @@ class LiveView(anywidget.AnyWidget):
         return True
 
     def _news(self) -> tuple[dict[str, Any], list[Numbers]]:
-        """The header and the numbers of the next tick; an empty header where nothing is new."""
+        """The header and the numbers of the next tick; an empty header if nothing is new."""
         scene, sent = self._scene, self._sent
         tables, numbers = [], []
         for source in scene.sources:
@@ -336,6 +308,22 @@ class LiveView(anywidget.AnyWidget):
         if not (tables or patches or captions):
             return {}, []
         return {"tables": tables, "patches": patches, "captions": captions}, numbers
+
+
+def picture(figure: Plot, title: str = "") -> LiveView:
+    """Shows a Bokeh figure of your own as the dashboard shows its plots, without the network and in a small notebook.
+
+    The last expression of a cell. The figure takes the page's theme: its background becomes transparent.
+    """
+    figure.background_fill_alpha = figure.border_fill_alpha = 0
+    figure.outline_line_alpha = 0
+    figure.sizing_mode = "stretch_width"
+    for legend in figure.legend:
+        legend.background_fill_alpha = legend.border_line_alpha = 0
+        tint(legend, label_text_color="ink.mean")
+    view = LiveView()
+    view.show(Scene(cards=(StaticCard(title=title, root=figure),)))
+    return view
 
 
 def bokeh_js() -> bytes:
@@ -361,7 +349,7 @@ def _bytes(numbers: Sequence[Numbers]) -> bytes:
 
 
 def _changed(now: dict[str, dict[str, Any]], sent: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The properties whose values differ from what was sent, which is brought up to date."""
+    """The properties that differ from `sent`, which is updated."""
     news: dict[str, dict[str, Any]] = {}
     for name, values in now.items():
         before = sent.get(name, {})

@@ -1,75 +1,83 @@
-"""The card of what keeps a run from being lost: checkpoints, evaluation, recovery, incidents, and drills that show that
-it works.
+"""The card of what protects a run: checkpoints, evaluation, recovery, incidents, and drills, which test the recovery.
 
-One line of it is always seen: what is chosen, or what has happened, with the buttons of the way out. The rest is folded.
+One line of it is always visible: what is chosen, or what has failed, with the buttons to recover. The rest is folded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 import ipywidgets as widgets
 
-from fsdp_lab.dashboard.drill_form import DrillForm
-from fsdp_lab.dashboard.evaluation_form import EvaluationForm
-from fsdp_lab.dashboard.parts import button, put, status
-from fsdp_lab.dashboard.ports import LabLike, RunLike
-from fsdp_lab.dashboard.recovery_form import RecoveryForm, can_recover
-from fsdp_lab.dashboard.saving_form import SavingForm
+from fsdp_lab.cluster import ClusterError
+from fsdp_lab.core.faults import DRILLS
+from fsdp_lab.core.formatting import duration
+from fsdp_lab.dashboard.forms import InputForm, field, put, row, section, status, styled, text_line
+from fsdp_lab.dashboard.lab_like import LabLike
+from fsdp_lab.dashboard.saving_form import EVERY, OFF, SavingForm
+from fsdp_lab.runs import EvalConfig, Incident, RecoveryPolicy, Run, RunState
+from fsdp_lab.runs.recovery import CHECKPOINT
+from fsdp_lab.runs.run import Drill
 
 FOLDED = "none"
-Begin = Callable[[Callable[[Mapping[str, Any]], RunLike]], None]
+LATER = "Takes effect at the next start"
+EVAL_EVERY_STEPS = 50
+NEVER = 0
+NO_EVALUATION = "Results are drawn in the loss card. With checkpoints on, the best one is kept."
+ON_FAILURE = (("off: the run fails", "off"), ("ask: wait for a decision", "ask"), ("automatic", "auto"))
+RESUME_ON = (("same number of ranks", "same"), ("remaining ranks", "fewer"))
+MOST_INCIDENTS = 5
+NO_INCIDENT = (
+    "No rank has failed in this run. If one does, this shows when it was noticed, when the other ranks were released, "
+    "when training resumed, and from what."
+)
+UNFINISHED = {"broken": "waits for Recover or Stop", "recovering": "is being recovered", "stopping": "is given up"}
+LASTING = "slow"  # the only drill whose effect lasts until it is ended
+
+Begin = Callable[[Callable[[Mapping[str, Any]], Run]], None]
 
 
-class SafetyBox:
-    """`widget` is to be shown, `tick` to be called often; `options` are for `Lab.run`.
+class SafetyBox(InputForm):
+    """`widget` is displayed, `tick` called often; `options` are for `Lab.run`.
 
     Args:
-        begin: `Controls.begin`: shows what a run trains that something else than Start begins.
+        begin: `Controls.begin`, which shows a run that was not started by its Start button.
     """
 
     def __init__(self, lab: LabLike, begin: Begin) -> None:
+        super().__init__()
         self._lab, self._begin = lab, begin
         self._complaint = ""
         self._saving = SavingForm(lab, self._resume)
         self._evaluation = EvaluationForm()
         self._recovery = RecoveryForm(lab, self._complain)
         self._drill = DrillForm(lab)
-        self._make_widgets()
-        self.tick(None)
-
-    def _make_widgets(self) -> None:
-        head = widgets.HTML("<h4>Safety</h4>")
-        head.add_class("fsdp-slow-head")
-        self._fold = button("Show", "angle-down", "Checkpoints, evaluation, recovery, incidents, drills", self.toggle)
+        self._forms = (self._saving, self._evaluation, self._recovery, self._drill)
+        head = styled(widgets.HTML("<h4>Safety</h4>"), "fsdp-slow-head")
+        self._fold = self.button(
+            "Show", "angle-down", "Checkpoints, evaluation, recovery, incidents, drills", self.toggle
+        )
         self._fold.add_class("fsdp-fold")
-        self._said = widgets.HTML()
-        self._said.add_class("fsdp-state-line")
-        bar = widgets.Box([head, self._fold, self._said, *self._recovery.buttons])
-        bar.add_class("fsdp-bar")
+        self.message = styled(widgets.HTML(), "fsdp-state-line")
+        bar = styled(widgets.Box([head, self._fold, self.message, *self._recovery.buttons]), "fsdp-bar")
         beside = widgets.VBox([self._evaluation.widget, self._recovery.widget, self._drill.widget])
-        forms = widgets.Box([self._saving.widget, beside])
-        forms.add_class("fsdp-safety-forms")
-        self._body = widgets.VBox([forms, self._recovery.incidents], layout=widgets.Layout(display=FOLDED))
-        self._body.add_class("fsdp-safety-body")
-        self.widget = widgets.VBox([bar, self._body])
-        self.widget.add_class("fsdp-safety")
-
-    @property
-    def answering(self) -> list[widgets.Widget]:
-        """The widgets that must answer while a cell runs."""
-        return [self._fold, *(widget for form in self._forms for widget in form.answering)]
-
-    @property
-    def _forms(self) -> tuple[SavingForm, EvaluationForm, RecoveryForm, DrillForm]:
-        return self._saving, self._evaluation, self._recovery, self._drill
+        forms = styled(widgets.Box([self._saving.widget, beside]), "fsdp-safety-forms")
+        folded = widgets.Layout(display=FOLDED)
+        self._body = styled(widgets.VBox([forms, self._recovery.incidents], layout=folded), "fsdp-safety-body")
+        self.widget = styled(widgets.VBox([bar, self._body]), "fsdp-safety")
+        self.inputs += [widget for form in self._forms for widget in form.inputs]
+        self.tick(None)
 
     def options(self) -> dict[str, Any]:
         """How the next run is saved, evaluated and recovered. Raises FieldError, which the card shows as well."""
-        saving, recovering = self._saving.saving(), self._recovery.recovering()
-        return {"save": saving, "recover": recovering, "evaluate": self._evaluation.evaluating()}
+        return {
+            "save": self._saving.config(),
+            "recover": self._recovery.policy(),
+            "evaluate": self._evaluation.config(),
+        }
 
     def toggle(self) -> None:
         """Unfolds the card, or folds it."""
@@ -81,32 +89,231 @@ class SafetyBox:
     def _resume(self, folder: str) -> None:
         self._begin(lambda changes: self._lab.resume(folder, **self.options(), **changes))
 
-    def _complain(self, words: str) -> None:
-        self._complaint = words
+    def _complain(self, text: str) -> None:
+        self._complaint = text
         self._show(self._lab.current)
 
-    def tick(self, run: RunLike | None) -> None:
-        """Follows the run that is shown."""
+    def tick(self, run: Run | None) -> None:
+        """Follows `run`, the one that is shown."""
         for form in self._forms:
             form.tick(run)
         self._show(run)
 
-    def _show(self, run: RunLike | None) -> None:
-        state = run.state.value if run is not None else ""
-        if run is None or not (state == "recovering" or can_recover(run)):
-            state, words, self._complaint = "", self._summary(run), ""
-        else:
-            words = self._complaint or run.reason
-        badge = f'<span class="fsdp-state fsdp-state-{state}">{state}</span> ' if state else ""
-        plain = f'<span role="status">{escape(words)}</span>' if state and not self._complaint else ""
-        put(self._said, "value", badge + (plain or status(words, wrong=bool(self._complaint))))
+    def _show(self, run: Run | None) -> None:
+        if run is None or not (run.state is RunState.RECOVERING or can_recover(run)):
+            self._complaint = ""
+            self.say(self._summary(run))
+            return
+        state = run.state.value
+        badge = f'<span class="fsdp-state fsdp-state-{state}">{state}</span> '
+        reason = f'<span role="status">{escape(run.reason)}</span>'
+        put(self.message, "value", badge + (status(self._complaint, wrong=True) or reason))
 
-    def _summary(self, run: RunLike | None) -> str:
+    def _summary(self, run: Run | None) -> str:
         count = len(run.incidents) if run is not None else 0
         incidents = f"{count} incident{'s' * (count != 1)}" if count else "no incident"
-        return " · ".join(filter(None, [self._saving.words, self._evaluation.words, self._recovery.words, incidents]))
+        parts = (self._saving.summary, self._evaluation.summary, self._recovery.summary, incidents)
+        return " · ".join(filter(None, parts))
 
     def retire(self) -> None:
-        """The lab is closed: nothing can be done any more."""
+        """Disables all but the fold: what is in the card can still be read."""
         for form in self._forms:
             form.retire()
+
+
+class EvaluationForm(InputForm):
+    """How often a run is evaluated on samples that it does not train on, and when it stops early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._when = self.dropdown("evaluate", (OFF, EVERY), OFF, LATER)
+        self._every = self.number(
+            "every (steps)", EVAL_EVERY_STEPS, 1, 1_000_000, "Steps from one evaluation to the next"
+        )
+        self._samples = self.number(
+            "samples", EvalConfig.samples, 1, 1_000_000, "How many held-out samples an evaluation takes"
+        )
+        patience = f"The run stops when so many evaluations in turn were not better than the best; {NEVER}: never"
+        self._patience = self.number("patience", NEVER, NEVER, 1000, patience)
+        self.message = text_line("fsdp-evaluation-said")
+        self.widget = section("Evaluation", [row([field(entry) for entry in self.inputs]), self.message])
+        self.tick(None)
+
+    @property
+    def summary(self) -> str:
+        return "" if self._when.value == OFF else f"evaluation every {self._every.value} steps"
+
+    def config(self) -> EvalConfig | None:
+        """How the next run is evaluated."""
+        if self._when.value == OFF:
+            return None
+        patience = self._patience.value if self._patience.value != NEVER else None
+        return EvalConfig(every=self._every.value, samples=self._samples.value, patience=patience)
+
+    def tick(self, run: Run | None) -> None:
+        """Shows the results of `run`, the one that is shown."""
+        for entry in (self._every, self._samples, self._patience):
+            put(entry, "disabled", self._when.value == OFF)
+        results = run.early_stopping.words(run.spec.workload) if run is not None else ""
+        self.say(f"{results[0].upper()}{results[1:]}." if results else NO_EVALUATION)
+
+
+class RecoveryForm(InputForm):
+    """What a run does when its ranks fail; the incidents; and `buttons` to recover a run, which are shown apart.
+
+    Args:
+        complain: shows an error of these buttons, or "" for none.
+    """
+
+    def __init__(self, lab: LabLike, complain: Callable[[str], None]) -> None:
+        super().__init__()
+        self._lab, self._complain = lab, complain
+        self._how = self.dropdown("when ranks fail", ON_FAILURE, "ask", LATER)
+        self._ranks = self.dropdown("resume on", RESUME_ON, "same", LATER)
+        same = "Replace the lost ranks and resume"
+        fewer = "Resume on the ranks that remain, with the same global batch where it divides"
+        self._same = self.button("Recover", "medkit", same, lambda: self.recover("same"))
+        self._fewer = self.button("Resume on fewer ranks", "minus-circle", fewer, lambda: self.recover("fewer"))
+        self._same.button_style = "primary"
+        self.buttons = (self._same, self._fewer)
+        self._incidents = text_line("fsdp-incidents")
+        self.widget = section("Recovery", [row([field(self._how), field(self._ranks)])])
+        self.incidents = section("Incidents", [self._incidents])
+        self.tick(None)
+
+    @property
+    def summary(self) -> str:
+        return f"recovery: {'automatic' if self._how.value == 'auto' else self._how.value}"
+
+    def policy(self) -> RecoveryPolicy:
+        """What the next run does when its ranks fail."""
+        return RecoveryPolicy(how=self._how.value, ranks=self._ranks.value)
+
+    def recover(self, ranks: str) -> None:
+        """Requests that the run resumes on the same ranks or on fewer. A failed run is replaced by a new one."""
+        self.say("")
+        self._lab.recover(ranks)
+
+    def say(self, text: str, *, wrong: bool = False) -> None:
+        self._complain(text)
+
+    def tick(self, run: Run | None) -> None:
+        """Shows the buttons where they are of use, and the incidents of `run`, the one that is shown."""
+        waits = run is not None and run is self._lab.current and can_recover(run)
+        for button, visible in ((self._same, waits), (self._fewer, waits and len(self._lab.lost) > 0)):
+            put(button.layout, "visibility", "visible" if visible else "hidden")  # the layout stays as it is
+        shown = (run.incidents, run.state) if run is not None else ((), RunState.STARTING)
+        put(self._incidents, "value", incidents_picture(*shown))
+
+
+def can_recover(run: Run) -> bool:
+    """Whether it waits for a decision, or its ranks failed after it had begun."""
+    failed = run.state is RunState.FAILED and isinstance(run.error, ClusterError) and len(run.switches) > 0
+    return run.state is RunState.BROKEN or failed
+
+
+class DrillForm(InputForm):
+    """Injects a fault: which one, and on which rank."""
+
+    def __init__(self, lab: LabLike) -> None:
+        super().__init__()
+        self._lab = lab
+        self._kind = self.dropdown("fault", list(DRILLS), next(iter(DRILLS)), "What fails")
+        self._rank = self.number("rank", 1, 0, 4095, "The rank that fails")
+        self._inject = self.button("Inject fault", "bolt", "Inject it into the run that trains now", self.inject)
+        self._inject.button_style = "danger"
+        self._restore = self.button("Restore link", "undo", "Remove the slowdown of the link", self.restore)
+        self._slowdown: Drill | None = None
+        self._what, self.message = text_line("fsdp-drill-what"), text_line("fsdp-safety-said")
+        self._kind.observe(lambda _: self._explain(), "value")
+        entries = row([field(self._kind), field(self._rank), self._inject, self._restore])
+        self.widget = section("Drill", [entries, self._what, self.message])
+        self._explain()
+        self.tick(None)
+
+    def inject(self) -> None:
+        kind, rank = self._kind.value, self._rank.value
+        drill = self._lab.drill(kind, rank=rank)
+        if kind == LASTING:
+            self._slowdown = drill
+        self.say(f"Requested: {kind} on rank {rank}.")
+
+    def restore(self) -> None:
+        """Ends the slowdown of a link."""
+        drill, self._slowdown = self._slowdown, None
+        if drill is not None:
+            drill.end()
+            self.say("The link is restored with the next steps.")
+
+    def tick(self, run: Run | None) -> None:
+        """A drill needs a run that trains."""
+        ranks = (run or self._lab).spec.world_size
+        if self._rank.value >= ranks:
+            put(self._rank, "value", ranks - 1)
+        put(self._rank, "max", ranks - 1)
+        put(self._inject, "disabled", run is None or run is not self._lab.current or run.state is not RunState.RUNNING)
+        slow = self._slowdown
+        put(self._restore, "disabled", slow is None or run is None or slow.run is not run or run.state.over)
+
+    def _explain(self) -> None:
+        put(self._what, "value", status(f"It {DRILLS[self._kind.value]}."))
+        self.say("")
+
+
+# -- incidents -------------------------------------------------------------------------------------------------------
+
+
+def incidents_picture(incidents: Sequence[Incident], state: RunState) -> str:
+    """The newest incident as a small timeline, and up to four earlier ones, folded.
+
+    A bar of stretches on one scale shows what took longest; the seconds are written below it.
+    """
+    if not incidents:
+        return f'<div class="fsdp-soft">{NO_INCIDENT}</div>'
+    newest, *others = list(incidents)[: -MOST_INCIDENTS - 1 : -1]
+    now = (
+        "the run ended before it resumed" if state.over else UNFINISHED.get(state.value, "the first step is under way")
+    )
+    drawn = _drawn(newest, now)
+    if not others:
+        return drawn
+    earlier = "".join(_drawn(incident, "did not resume") for incident in others)
+    more = f" of {len(incidents) - 1}" if len(incidents) > MOST_INCIDENTS else ""
+    return f'{drawn}<details class="fsdp-details"><summary>{len(others)}{more} before</summary>{earlier}</details>'
+
+
+def moments(incident: Incident) -> list[tuple[str, float]]:
+    """What happened, in order, with the seconds since the failure, or since its detection if its time is not known."""
+    all_times = (("failed", incident.failed_unix_s), ("detected", incident.detected_unix_s),
+                 ("freed", incident.freed_unix_s), ("training again", incident.resumed_unix_s))  # fmt: skip
+    known = [(name, unix_s) for name, unix_s in all_times if unix_s is not None]
+    return [(name, max(0.0, unix_s - known[0][1])) for name, unix_s in known]
+
+
+def _drawn(incident: Incident, unfinished: str) -> str:
+    times = moments(incident)
+    head = f"<b>step {incident.step:,}</b> · {escape(incident.sentence)}"
+    bar = "".join(
+        f'<i class="fsdp-stretch" data-to="{name}" style="flex-grow:{max(at_s - before_s, 1e-6):.6f}"></i>'
+        for (_, before_s), (name, at_s) in pairwise(times)
+    )
+    seconds = [(name, duration(at_s) if at_s else "0 s") for name, at_s in times]
+    words = " → ".join(f'<span class="fsdp-moment" data-of="{n}">{n} <b>{at}</b></span>' for n, at in seconds)
+    if incident.resumed_unix_s is None:
+        bar += '<i class="fsdp-stretch" data-to="open"></i>'
+        words += f" → <span>{unfinished}</span>"
+    facts = "".join(f"<div>{escape(fact)}.</div>" for fact in _facts(incident))
+    return (f'<div class="fsdp-incident"><div>{head}</div><div class="fsdp-stretches" aria-hidden="true">{bar}</div>'
+            f'<div class="fsdp-moments">{words}</div><div class="fsdp-soft">{facts}</div></div>')  # fmt: skip
+
+
+def _facts(incident: Incident) -> list[str]:
+    """The source of the recovery, the steps trained again, the ranks, and what differs since."""
+    if incident.resumed_step is None:
+        return []
+    lost = incident.lost_steps
+    at = f" of step {incident.resumed_step:,}" if incident.source == CHECKPOINT else ""
+    again = f"{lost:,} step{'s' * (lost != 1)} trained again" if lost else "no step trained again"
+    before, after = incident.ranks, incident.resumed_ranks
+    ranks = f"{before} ranks" if before == after else f"{before} → {after} ranks"
+    return [f"Resumed from {incident.source}{at} · {again} · {ranks}", *incident.notes]

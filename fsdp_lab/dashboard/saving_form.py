@@ -1,7 +1,7 @@
-"""The form of checkpoints: where and how often a run is saved, *Save now*, *Resume*, and what came of each save.
+"""The form of checkpoints: where and how often a run is saved, *Save now*, *Resume*, and a table of the newest saves.
 
-Handlers run on whatever thread the page's message arrives on, `tick` on the tick thread. What waits for ranks, the saving
-of what they hold when no run goes on, has a thread of its own.
+Handlers run on the thread that the page's message arrives on, `tick` on the tick thread. Saving what the ranks hold while
+no run is active waits for ranks, so it has a thread of its own.
 """
 
 from __future__ import annotations
@@ -9,143 +9,107 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from html import escape
-from typing import Any
 
 import ipywidgets as widgets
 
 from fsdp_lab.core.checkpoint_format import Checkpoint
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.formatting import duration, size
-from fsdp_lab.dashboard.parts import button, field, line, part, put, row, sentence, status
-from fsdp_lab.dashboard.ports import LabLike, RunLike, SaveRequestLike
+from fsdp_lab.dashboard.forms import InputForm, field, put, row, section, status, text_line
+from fsdp_lab.dashboard.lab_like import LabLike, active_run
+from fsdp_lab.runs import Run, RunState
+from fsdp_lab.runs.control import Request
 from fsdp_lab.runs.saving import LAST, CheckpointConfig, SavedCheckpoint
 
 FOLDER = "checkpoints"
 EVERY_STEPS = 100
 OFF, ASKED, EVERY = "off", "on demand and at the end", "every n steps"
-SHOWN = 3  # saves in the list
+SHOWN = 3  # saves in the table
 HEADS = ("step", "size", "training paused", "write time", "")
 NOTHING = "No checkpoint yet. These settings take effect at Start, which creates the folder."
 
 
-class SavingForm:
-    """`widget` is to be shown, `tick` to be called often. `saving` is what is chosen.
+class SavingForm(InputForm):
+    """`widget` is displayed, `tick` called often. `config` is what is chosen.
 
     Args:
-        resume: begins a run from the newest checkpoint in a folder.
+        resume: starts a run from the newest checkpoint in a folder.
     """
 
     def __init__(self, lab: LabLike, resume: Callable[[str], None]) -> None:
-        self._lab, self._begin = lab, resume
-        self._words, self._wrong = "", False
-        self._ticket: SaveRequestLike | None = None  # of the run
-        self._aside: threading.Thread | None = None  # saves what the ranks hold
-        self._make_widgets()
+        super().__init__()
+        self._lab, self._start = lab, resume
+        self._request: Request[Checkpoint] | None = None  # of the run
+        self._saver: threading.Thread | None = None  # saves what the ranks hold
+        self._folder = self.add(widgets.Text(value=FOLDER, description="folder", tooltip="Where checkpoints go",
+                                             continuous_update=False))  # fmt: skip
+        self._when = self.dropdown("save", (OFF, ASKED, EVERY), OFF, "Takes effect at the next start")
+        self._every = self.number("n steps", EVERY_STEPS, 1, 1_000_000, "Steps from one checkpoint to the next")
+        self._last = self.number("keep last", LAST, 1, 1000, "How many of a run are kept; older ones are removed")
+        self._save = self.button("Save now", "save", "Write a checkpoint now; training continues", self.save)
+        self._resume = self.button("Resume", "history", "Start a run from the newest checkpoint in the folder, with the "
+                                   "choices that wait for a start", self.resume)  # fmt: skip
+        self.message, self._list = text_line("fsdp-safety-said"), text_line("fsdp-safety-list")
+        entries = [field(entry) for entry in (self._folder, self._when, self._every, self._last)]
+        self.widget = section("Checkpoints", [row(entries), row([self._save, self._resume, self.message]), self._list])
         self.tick(None)
 
-    def _make_widgets(self) -> None:
-        self._folder = widgets.Text(value=FOLDER, description="folder", tooltip="Where checkpoints go",
-                                    continuous_update=False)  # fmt: skip
-        self._when = widgets.Dropdown(options=(OFF, ASKED, EVERY), value=OFF, description="save",
-                                      tooltip="Takes effect at the next start")  # fmt: skip
-        self._every = self._number("n steps", EVERY_STEPS, "Steps from one checkpoint to the next", 1_000_000)
-        self._last = self._number("keep last", LAST, "How many of a run are kept; older ones are removed", 1000)
-        self._save = button("Save now", "save", "Write a checkpoint now; training continues", self.save)
-        self._resume = button("Resume", "history", "Start a run from the newest checkpoint in the folder, with the "
-                              "choices that wait for a start", self.resume)  # fmt: skip
-        self._said, self._list = line("fsdp-safety-said"), line("fsdp-safety-list")
-        entries = [field(entry) for entry in (self._folder, self._when, self._every, self._last)]
-        beside = row([self._save, self._resume, self._said])
-        self.widget = part("Checkpoints", [row(entries), beside, self._list])
-
-    def _number(self, label: str, value: int, tooltip: str, most: int) -> widgets.BoundedIntText:
-        return widgets.BoundedIntText(value=value, min=1, max=most, description=label, tooltip=tooltip)
-
     @property
-    def answering(self) -> list[widgets.Widget]:
-        """The widgets that must answer while a cell runs."""
-        return [self._folder, self._when, self._every, self._last, self._save, self._resume]
-
-    @property
-    def words(self) -> str:
-        """What is chosen, shortly."""
+    def summary(self) -> str:
         when = {OFF: "is off", ASKED: "when asked", EVERY: f"every {self._every.value} steps"}[self._when.value]
         return f"saving {when}"
 
-    def saving(self) -> CheckpointConfig | None:
-        """What the next run is to be saved by. Its folder is made. Raises ArgumentError, which is shown beside the field."""
-        self._say("")
+    def config(self) -> CheckpointConfig | None:
+        """How the next run is saved; makes its folder. Raises ArgumentError, which is shown beside the field, too."""
+        self.say("")
         if self._when.value == OFF:
             return None
         try:
             every = self._every.value if self._when.value == EVERY else None
             return CheckpointConfig(folder=self._folder.value, every=every, last=self._last.value)
         except FieldError as e:
-            self._say(f"The folder {e.reason}: {e.hint}.", wrong=True)
+            self.say(f"The folder {e.reason}: {e.hint}.", wrong=True)
             raise
 
     # -- what a person does -----------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Requests a checkpoint of the current run; without one, saves what the ranks hold."""
-        run = self._lab.current
-        if run is not None and not run.state.over:
-            self._guarded(lambda: self._save_run(run))
-        elif self._aside is None or not self._aside.is_alive():
-            self._say("Saving what the ranks hold.")
+        """Requests a checkpoint of the active run; without one, saves what the ranks hold."""
+        if (run := active_run(self._lab)) is not None:
+            self._request = run.save()
+            self.say("A checkpoint is written after the steps in progress.")
+        elif self._saver is None or not self._saver.is_alive():
+            self.say("Saving what the ranks hold.")
             folder = self._folder.value
-            self._aside = threading.Thread(target=self._save_held, args=(folder,), name="fsdp-lab-save", daemon=True)
-            self._aside.start()
-
-    def _save_run(self, run: RunLike) -> None:
-        self._ticket = run.save()
-        self._say("A checkpoint is written after the steps in progress.")
+            self._saver = threading.Thread(target=self._save_held, args=(folder,), name="fsdp-lab-save", daemon=True)
+            self._saver.start()
 
     def _save_held(self, folder: str) -> None:
-        self._guarded(lambda: self._say(saved_words(self._lab.save(folder))))
+        self.attempt(lambda: self._say_saved(self._lab.save(folder)))
+
+    def _say_saved(self, checkpoint: Checkpoint) -> None:
+        self.say(f"Step {checkpoint.step:,} is saved in {checkpoint.path.parent.name}.")
 
     def resume(self) -> None:
-        """Begins a run from the newest checkpoint in the folder."""
-        self._say("")
-        self._guarded(lambda: self._begin(self._folder.value))
-
-    def _guarded(self, act: Callable[[], Any]) -> None:
-        """Runs the action and shows its error: nobody can catch what a widget handler raises."""
-        try:
-            act()
-        except Exception as e:
-            self._say(sentence(e), wrong=True)
-
-    def _say(self, words: str, *, wrong: bool = False) -> None:
-        self._words, self._wrong = words, wrong
-        put(self._said, "value", status(words, wrong=wrong))
+        """Starts a run from the newest checkpoint in the folder."""
+        self.say("")
+        self._start(self._folder.value)
 
     # -- what is shown ----------------------------------------------------------------------------------------------
 
-    def tick(self, run: RunLike | None) -> None:
-        """Shows what came of the saves of the run that is shown."""
-        ticket = self._ticket
-        if ticket is not None and ticket.done:
-            self._ticket = None
-            self._guarded(lambda: self._say(saved_words(ticket.wait(0))))
-        state = self._lab.current.state if self._lab.current is not None else None
-        going = state is not None and not state.over
-        held = going and state is not None and state.name in ("BROKEN", "RECOVERING", "STOPPING")
+    def tick(self, run: Run | None) -> None:
+        """Shows the saves of `run`, the one that is shown."""
+        request = self._request
+        if request is not None and request.done:
+            self._request = None
+            self.attempt(lambda: self._say_saved(request.wait(0)))
+        active = active_run(self._lab)
+        busy = active is not None and active.state in (RunState.BROKEN, RunState.RECOVERING, RunState.STOPPING)
         put(self._every, "disabled", self._when.value != EVERY)
         put(self._last, "disabled", self._when.value == OFF)
-        put(self._save, "disabled", held or self._lab.current is None)
-        put(self._resume, "disabled", going)
+        put(self._save, "disabled", busy or self._lab.current is None)
+        put(self._resume, "disabled", active is not None)
         put(self._list, "value", saves_table(run.saves if run is not None else ()))
-
-    def retire(self) -> None:
-        """The lab is closed: nothing can be done any more."""
-        for control in self.answering:
-            control.disabled = True
-
-
-def saved_words(made: Checkpoint) -> str:
-    """That it is there, without the whole of its path."""
-    return f"Step {made.step:,} is saved in {made.path.parent.name}."
 
 
 def saves_table(saves: Sequence[SavedCheckpoint]) -> str:
@@ -160,14 +124,14 @@ def saves_table(saves: Sequence[SavedCheckpoint]) -> str:
 
 
 def _row(saved: SavedCheckpoint) -> str:
-    stood = duration(saved.stall_s)
+    paused = duration(saved.stall_s)
     if saved.pending:
-        cells = (f"{saved.step:,}", "", stood, "…", "is being written")
+        cells = (f"{saved.step:,}", "", paused, "…", "is being written")
     elif saved.path is None:
         words = f'<span class="fsdp-refused">{escape(saved.words[0].upper() + saved.words[1:])}</span>'
         return f'<tr><td>{saved.step:,}</td><td colspan="4">{words}</td></tr>'
     else:
-        of = "" if saved.kind == "step" else saved.kind
-        cells = (f"{saved.step:,}", size(saved.nbytes), stood, duration(saved.seconds or 0.0), of)
+        kind = "" if saved.kind == "step" else saved.kind
+        cells = (f"{saved.step:,}", size(saved.nbytes), paused, duration(saved.seconds or 0.0), kind)
     tip = escape(str(saved.path or ""))
     return f'<tr title="{tip}">{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'

@@ -1,8 +1,8 @@
-"""Colours: one fixed palette for ranks, others of another kind for what is stacked inside a rank, and for other runs.
+"""Colours: one fixed palette for ranks, others for what is stacked inside a rank, and for other runs.
 
 Ranks are hues: six of Okabe and Ito, and two darker ones found by maximising the smallest distance to them under
 simulated protanopia, deuteranopia and tritanopia. Classes of memory and kinds of communication are lightness ramps of
-one muted hue each, with hatching where lightness would not be enough, so that none of them can be read as a rank.
+one muted hue each, with hatching where lightness is not enough, so that none of them can be mistaken for a rank.
 Other runs (pins) are four muted hues, each in two lightnesses, and always dashed: each hue in its own dashes.
 `tests/dashboard/test_theme.py` measures both claims.
 """
@@ -32,7 +32,7 @@ class Fill:
     hatch: str = " "
 
 
-# In the order in which they are stacked: what stays between steps at the bottom.
+# In stacking order: what stays between steps is at the bottom.
 MEMORY: Mapping[str, Fill] = {
     "parameters": Fill(label="sharded parameters", light="#343061", dark="#D9D9FF"),
     "optimizer": Fill(label="optimizer state", light="#504D86", dark="#B5B6E0"),
@@ -55,7 +55,7 @@ COMMUNICATION: Mapping[str, Fill] = {
     "control": Fill(label="control", light="#EFE7DC", dark="#463A2D", hatch="-"),
 }
 
-# What a rank does beside sending: the timeline's rows.
+# What a rank does beside communication: the timeline's rows.
 COMPUTE: Mapping[str, Fill] = {
     "forward": Fill(label="forward", light="#B5CCC6", dark="#3C544E"),
     "backward": Fill(label="backward", light="#7C9E96", dark="#64857D"),
@@ -78,7 +78,7 @@ PINS: Mapping[str, Fill] = {
 }
 PIN_DASHES = ("9 4", "2 3", "9 3 2 3", "9 3 2 3 2 3") * 2
 
-# Ink of what is neither a rank nor a class: means, bands, peaks, markers.
+# Colours of what is neither a rank nor a class: means, bands, peaks, markers.
 INK: Mapping[str, Fill] = {
     "mean": Fill(label="all ranks", light="#1F2A37", dark="#E5E7EB"),
     "faint": Fill(label="each step", light="#9AA3AE", dark="#6B7280"),

@@ -10,7 +10,7 @@ CELL = """
 import pathlib, time
 from bokeh.plotting import figure
 from IPython.display import display
-from fsdp_lab.dashboard.picture import picture
+from fsdp_lab.dashboard import picture
 plot = figure(height=200, x_axis_label="step")
 plot.line([0, 1, 2], [3, 1, 2])
 display(picture(plot, "A figure"))

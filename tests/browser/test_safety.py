@@ -91,7 +91,7 @@ def test_how_it_looks_and_that_nothing_jumps(server, open_notebook, watched, pic
         desk.look(width, theme, picture(f"safety-broken-{width}-{theme.lower()}"))
     desk.show(1280, "Light")
     desk.press("Recover")
-    desk.wait_words("incidents", "It went on from a checkpoint")
+    desk.wait_words("incidents", "Resumed from a checkpoint")
     desk.wait_state("running")
     tops.append(desk.top_of_plots())
     assert max(tops) - min(tops) <= 1, tops
@@ -126,7 +126,7 @@ def test_a_killed_rank_and_the_way_out(server: JupyterServer, open_notebook: Cal
         at = desk.step()
         desk.press("Recover")
         desk.wait_words("incidents", r"training again [\d.]+ m?s", 90)
-        told = desk.wait_words("incidents", r"It went on from a checkpoint of step \d+ · .* · 2 ranks")
+        told = desk.wait_words("incidents", r"Resumed from a checkpoint of step \d+ · .* · 2 ranks")
         assert "detected 0 s → freed" in told
         desk.wait_state("running")
         desk.wait_step(at + 20, 90)

@@ -465,7 +465,7 @@ class FakeLab:
         self.drills.append((kind, rank))
         if kind == "kill":
             self.lose(rank)
-        return SimpleNamespace(end=lambda: self.drills.append(("mended", rank)))
+        return SimpleNamespace(run=self.current, end=lambda: self.drills.append(("restored", rank)))
 
     def lose(self, rank: int) -> None:
         """A rank dies while the run goes on."""
@@ -502,6 +502,9 @@ class FakeLab:
                            make=self._turn_of, drop=lambda runs: None,
                            clear=lambda: self._make_room("a comparison was started", run, slow))  # fmt: skip
         return self.sweep
+
+    def plan(self, spec: Spec) -> Any:
+        raise ArgumentError("hardware", "this machine is not calibrated", "call lab.calibrate()")
 
     def _turn_of(self, spec: Spec, steps: int, share: int) -> FakeRun:
         self.current = FakeRun(f"run-{next(self._ids)}", spec, steps=steps, step_s=self.step_s, share=share,

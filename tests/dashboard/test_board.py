@@ -14,10 +14,9 @@ import pytest
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.dashboard import Dashboard
-from fsdp_lab.dashboard.board import LIVE, Board
+from fsdp_lab.dashboard.board import LIVE, Board, Pinned
 from fsdp_lab.dashboard.comparison_card import ComparisonCard
 from fsdp_lab.dashboard.panels.axis import CURVE
-from fsdp_lab.dashboard.pins import Pinned
 from fsdp_lab.history import History
 from fsdp_lab.runs import Comparison, RunState
 from fsdp_lab.runs.parity import Verdict
@@ -375,17 +374,17 @@ def test_a_run_that_fails_in_a_sweep_is_a_row_with_its_reason(show):
 def test_controls_rest_during_a_sweep_and_say_why(dashboard):
     lab, controls = dashboard.lab, dashboard._controls
     lab.step_s = 0.02
-    form = dashboard._form
+    form = dashboard._sweep_form
     form.toggle()
     for name, value in (("sharding", "no_shard"), ("backend", "ddp")):
         next(chip for chip in form._chips[name] if chip.description == value).value = True
-    assert "<b>4 combinations</b>: 3 can run, 1 cannot." in form._said.value
-    assert "DDP keeps a whole replica" in form._said.value
+    assert "<b>4 combinations</b>: 3 can run, 1 cannot." in form.message.value
+    assert "DDP keeps a whole replica" in form.message.value
     form._steps.value, form._rounds.value = 400, 4
     form.start()
     until(lambda: controls._start.disabled and "comparison" in controls._state.value)
     assert all(i.disabled for c in controls._controls.values() for i in c.inputs)
-    until(lambda: "of 1,200 steps" in form._far.value and "left" in form._far.value)
+    until(lambda: "of 1,200 steps" in form._progress.value and "left" in form._progress.value)
     wanted = controls.choices.wanted
     until(lambda: lab.sweep.progress.done_steps > 25)
     assert controls.choices.wanted is wanted  # the form's fields do not follow each turn
@@ -396,16 +395,16 @@ def test_controls_rest_during_a_sweep_and_say_why(dashboard):
 
 
 def test_a_form_says_what_it_will_take_and_refuses_nothing_to_run(dashboard):
-    form = dashboard._form
+    form = dashboard._sweep_form
     form.toggle()
-    assert "The estimate follows after the first turns" in form._said.value
+    assert "The estimate follows after the first turns" in form.message.value
     form.toggle()
     dashboard.lab.run(steps=20).wait(10)
     form.toggle()
-    assert "<b>1 combination</b>: 1 can run. About" in form._said.value
+    assert "<b>1 combination</b>: 1 can run. About" in form.message.value
     for chip in form._chips["backend"]:
         chip.value = chip.description == "ddp"
-    assert form._start.disabled and "0 can run, 1 cannot" in form._said.value
+    assert form._start.disabled and "0 can run, 1 cannot" in form.message.value
     form._chips["sharding"][-1].value = True
     assert not form._start.disabled
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec
-from fsdp_lab.dashboard.choices import Choices, Standing
+from fsdp_lab.dashboard.choices import Choices, ChoiceState
 
 FSDP2 = Spec().replace(backend="fsdp2")
 
@@ -25,7 +25,7 @@ def test_a_choice_that_cannot_be_is_held_with_its_reason():
     assert choices.choose(sharding="zero1") == {}
     assert choices.wanted == FSDP2
     assert choices.value("sharding") == "zero1"
-    assert choices.notes["sharding"].standing is Standing.REFUSED
+    assert choices.notes["sharding"].state is ChoiceState.REFUSED
     assert "FSDP2 always shards the gradients" in choices.notes["sharding"].text
 
 
@@ -52,7 +52,7 @@ def test_going_back_to_what_is_wanted_takes_back_a_held_choice():
     choices.choose(sharding="zero1")
     assert choices.choose(sharding="full_shard") == {}
     assert choices.held == {}
-    assert choices.notes["sharding"].standing is Standing.IDLE
+    assert choices.notes["sharding"].state is ChoiceState.IDLE
 
 
 def test_an_unrelated_choice_passes_a_held_one():
@@ -106,7 +106,7 @@ def test_whatever_is_chosen_the_wanted_spec_is_valid_and_nothing_is_lost(chosen,
     for name in last:
         if name in choices.held:
             note = choices.notes[name]
-            assert note.standing is Standing.REFUSED
+            assert note.state is ChoiceState.REFUSED
             assert note.text
             if note.fix:
                 assert choices.wanted.validate(**{name: choices.held[name], **note.fix}) is None

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.dashboard.choices import Standing
+from fsdp_lab.dashboard.choices import ChoiceState
 from fsdp_lab.dashboard.controls import Controls
 from fsdp_lab.dashboard.fields import GROUPS
 from fsdp_lab.runs import RunState
@@ -322,7 +322,7 @@ def test_a_failed_run_says_why(desk):
 
 
 def test_notes_begin_empty(desk):
-    assert all(n.standing is Standing.IDLE for n in desk.controls.choices.notes.values())
+    assert all(n.state is ChoiceState.IDLE for n in desk.controls.choices.notes.values())
     assert all(desk.note(name) == "" for name in FIELDS)
 
 

@@ -155,7 +155,7 @@ def test_a_model_of_which_nothing_can_be_predicted_is_trained_all_the_same(show,
     def broken(spec, *, device):
         raise SpecError("workload.model", "nothing is known of it", "use another")
 
-    monkeypatch.setattr("fsdp_lab.dashboard.foretelling.planned_memory", broken)
+    monkeypatch.setattr("fsdp_lab.dashboard.feed.planned_memory", broken)
     show.lab.run(steps=20)
     show.until(lambda: len(show.steps()) == 20)
     assert "predicted" not in show.live._scene.captions()["memory"]["reading"]

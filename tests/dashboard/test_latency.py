@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fsdp_lab.dashboard.latency import Stamps
+from fsdp_lab.dashboard.live import Stamps
 
 
 def test_an_acknowledgement_covers_all_messages_up_to_it():

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from fsdp_lab.dashboard import live
-from fsdp_lab.dashboard.live import LiveView, Scene
+from fsdp_lab.dashboard.live import LiveView
 from fsdp_lab.dashboard.panels import PANELS, StepAxis
+from fsdp_lab.dashboard.scene import Scene
 from tests.dashboard.test_panels import steps
 
 

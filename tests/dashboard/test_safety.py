@@ -14,8 +14,7 @@ import pytest
 from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.core.faults import DRILLS
 from fsdp_lab.dashboard.controls import Controls
-from fsdp_lab.dashboard.incident_picture import incidents_picture, moments
-from fsdp_lab.dashboard.safety import SafetyBox
+from fsdp_lab.dashboard.safety import SafetyBox, incidents_picture, moments
 from fsdp_lab.dashboard.saving_form import EVERY, OFF, saves_table
 from fsdp_lab.runs import RunState
 from fsdp_lab.runs.recovery import CHECKPOINT, REPLICA, Incident
@@ -38,7 +37,7 @@ class Desk:
         return [b.description for b in self.recovery.buttons if b.layout.visibility == "visible"]
 
     def head(self) -> str:
-        return plain(self.box._said.value)
+        return plain(self.box.message.value)
 
     def start(self) -> None:
         self.controls.start()
@@ -101,27 +100,27 @@ def test_a_folder_that_cannot_be_is_said_beside_it_and_starts_nothing(desk: Desk
     desk.saving._when.value, desk.saving._folder.value = EVERY, "taken"
     desk.controls._start.click()
     assert (
-        plain(desk.saving._said.value)
+        plain(desk.saving.message.value)
         == "The folder taken cannot hold checkpoints: File exists: name a folder that is yours."
     )
-    assert "fsdp-refused" in desk.saving._said.value and desk.lab.current is None
+    assert "fsdp-refused" in desk.saving.message.value and desk.lab.current is None
     desk.saving._when.value = OFF
     desk.controls._start.click()
-    assert desk.saving._said.value == "" and desk.lab.current is not None
+    assert desk.saving.message.value == "" and desk.lab.current is not None
 
 
 def test_save_now_in_a_run_and_what_came_of_it(desk: Desk) -> None:
     desk.saving._when.value = EVERY
     desk.start()
     desk.saving._save.click()
-    desk.until(lambda: "is saved in checkpoints" in desk.saving._said.value)
+    desk.until(lambda: "is saved in checkpoints" in desk.saving.message.value)
     assert "13.0 MiB" in desk.saving._list.value and "12.0 ms" in desk.saving._list.value
 
 
 def test_save_now_in_a_run_without_a_folder_is_refused_in_words(desk: Desk) -> None:
     desk.start()
     desk.saving._save.click()
-    assert "This run has no folder for checkpoints" in plain(desk.saving._said.value)
+    assert "This run has no folder for checkpoints" in plain(desk.saving.message.value)
 
 
 def test_save_now_without_a_run_never_holds_up_who_pressed(desk: Desk) -> None:
@@ -129,14 +128,14 @@ def test_save_now_without_a_run_never_holds_up_who_pressed(desk: Desk) -> None:
     desk.lab.current.stop(5)
     desk.lab.save_gate.clear()
     desk.saving._save.click()
-    assert "Saving what the ranks hold" in desk.saving._said.value
+    assert "Saving what the ranks hold" in desk.saving.message.value
     desk.saving._save.click()
     assert len([t for t in threading.enumerate() if t.name == "fsdp-lab-save"]) == 1
     desk.lab.save_gate.set()
-    desk.until(lambda: "Step 7 is saved in checkpoints." in plain(desk.saving._said.value))
+    desk.until(lambda: "Step 7 is saved in checkpoints." in plain(desk.saving.message.value))
     desk.saving._folder.value = "full"
     desk.saving._save.click()
-    desk.until(lambda: "No space left on device" in desk.saving._said.value)
+    desk.until(lambda: "No space left on device" in desk.saving.message.value)
 
 
 def test_resume_takes_the_choices_that_wait_and_the_controls_follow(desk: Desk) -> None:
@@ -153,7 +152,7 @@ def test_resume_takes_the_choices_that_wait_and_the_controls_follow(desk: Desk) 
 def test_a_folder_without_a_checkpoint_is_said_and_resumes_nothing(desk: Desk) -> None:
     desk.saving._folder.value = "nowhere"
     desk.saving._resume.click()
-    assert "No checkpoint in nowhere: there is no such folder: name another folder." in plain(desk.saving._said.value)
+    assert "No checkpoint in nowhere: there is no such folder: name another folder." in plain(desk.saving.message.value)
     assert desk.lab.current is None
 
 
@@ -175,7 +174,7 @@ def test_the_list_of_saves() -> None:
 
 def test_an_evaluation_is_chosen_and_what_it_finds_is_said(desk: Desk) -> None:
     form = desk.box._evaluation
-    assert form._every.disabled and plain(form._said.value).startswith("Results are drawn")
+    assert form._every.disabled and plain(form.message.value).startswith("Results are drawn")
     desk.start()
     assert desk.lab.current.evaluate is None
     desk.lab.current.stop(5)
@@ -184,11 +183,11 @@ def test_an_evaluation_is_chosen_and_what_it_finds_is_said(desk: Desk) -> None:
     chosen = desk.lab.current.evaluate
     assert (chosen.every, chosen.samples, chosen.patience) == (5, 8, 3)
     desk.until(lambda: len(desk.lab.current.early_stopping.evaluations) > 1)
-    desk.until(lambda: plain(form._said.value).startswith("Evaluation loss "))
-    assert re.search(r"best \S+ \(perplexity \S+\) at step \d+\.$", plain(form._said.value))
+    desk.until(lambda: plain(form.message.value).startswith("Evaluation loss "))
+    assert re.search(r"best \S+ \(perplexity \S+\) at step \d+\.$", plain(form.message.value))
     assert desk.head() == "saving is off · evaluation every 5 steps · recovery: ask · no incident"
     form._patience.value = 0
-    assert form.evaluating().patience is None
+    assert form.config().patience is None
 
 
 # -- recovery ----------------------------------------------------------------------------------------------------------
@@ -211,7 +210,7 @@ def test_a_run_that_waits_says_why_and_recover_goes_on(desk: Desk) -> None:
     assert desk.lab.current.state is RunState.RUNNING and desk.buttons == []
     shown = plain(desk.recovery._incidents.value)
     assert "failed 0 s → detected 30.0 ms → freed 80.0 ms → training again 2.50 s" in shown
-    assert "It went on from a checkpoint of step" in shown and "3 steps done again · 2 ranks" in shown
+    assert "Resumed from a checkpoint of step" in shown and "3 steps trained again · 2 ranks" in shown
 
 
 def test_recovering_is_shown_while_it_lasts(desk: Desk) -> None:
@@ -260,7 +259,7 @@ def test_stop_ends_a_run_that_waits(desk: Desk) -> None:
     desk.lab.lose(1)
     desk.until(lambda: desk.buttons != [])
     desk.controls._stop.click()
-    desk.until(lambda: "the run ended before it went on" in desk.recovery._incidents.value)
+    desk.until(lambda: "the run ended before it resumed" in desk.recovery._incidents.value)
     assert desk.lab.current.state is RunState.STOPPED and desk.buttons == []
 
 
@@ -290,17 +289,17 @@ def test_seconds_are_since_the_failure_or_since_it_was_noticed() -> None:
 
 
 def test_the_newest_incident_is_drawn_and_five_others_when_asked_for() -> None:
-    shown = incidents_picture([incident(n) for n in range(8)], "broken", over=False)
+    shown = incidents_picture([incident(n) for n in range(8)], RunState.BROKEN)
     assert re.findall(r"<b>step (\d+)</b>", shown) == ["7", "6", "5", "4", "3"]
     assert "4 of 7 before" in shown and "was &lt;ended&gt;" in shown
-    assert incidents_picture([], "", over=False).startswith('<div class="fsdp-soft">No rank has failed')
+    assert incidents_picture([], RunState.STARTING).startswith('<div class="fsdp-soft">No rank has failed')
 
 
 def test_what_it_went_on_from_is_said() -> None:
-    shown = incidents_picture([incident(9, source=REPLICA, resumed_step=9, resumed_ranks=2)], "running", over=False)
-    assert "It went on from a replica · no step done again · 2 ranks." in shown
-    shown = incidents_picture([incident(9, source=CHECKPOINT, resumed_step=8, resumed_ranks=1)], "running", over=False)
-    assert "It went on from a checkpoint of step 8 · 1 step done again · 2 → 1 ranks." in shown
+    shown = incidents_picture([incident(9, source=REPLICA, resumed_step=9, resumed_ranks=2)], RunState.RUNNING)
+    assert "Resumed from a replica · no step trained again · 2 ranks." in shown
+    shown = incidents_picture([incident(9, source=CHECKPOINT, resumed_step=8, resumed_ranks=1)], RunState.RUNNING)
+    assert "Resumed from a checkpoint of step 8 · 1 step trained again · 2 → 1 ranks." in shown
 
 
 # -- drills ------------------------------------------------------------------------------------------------------------
@@ -308,41 +307,41 @@ def test_what_it_went_on_from_is_said() -> None:
 
 def test_a_drill_is_explained_and_asked_for(desk: Desk) -> None:
     assert list(desk.drill._kind.options) == list(DRILLS)
-    assert desk.drill._do.disabled
+    assert desk.drill._inject.disabled
     for kind, what in DRILLS.items():
         desk.drill._kind.value = kind
         assert plain(desk.drill._what.value) == f"It {what}."
     desk.start()
-    desk.until(lambda: not desk.drill._do.disabled)
+    desk.until(lambda: not desk.drill._inject.disabled)
     desk.drill._kind.value, desk.drill._rank.value = "out-of-memory", 0
-    desk.drill._do.click()
+    desk.drill._inject.click()
     assert desk.lab.drills == [("out-of-memory", 0)]
-    assert plain(desk.drill._said.value) == "Requested: out-of-memory on rank 0."
+    assert plain(desk.drill.message.value) == "Requested: out-of-memory on rank 0."
 
 
-def test_a_slow_link_can_be_mended(desk: Desk) -> None:
+def test_a_slow_link_can_be_restored(desk: Desk) -> None:
     desk.start()
-    desk.until(lambda: not desk.drill._do.disabled)
-    assert desk.drill._mend.disabled
+    desk.until(lambda: not desk.drill._inject.disabled)
+    assert desk.drill._restore.disabled
     desk.drill._kind.value = "slow"
-    desk.drill._do.click()
-    desk.until(lambda: not desk.drill._mend.disabled)
-    desk.drill._mend.click()
-    assert desk.lab.drills == [("slow", 1), ("mended", 1)] and "is restored" in desk.drill._said.value
+    desk.drill._inject.click()
+    desk.until(lambda: not desk.drill._restore.disabled)
+    desk.drill._restore.click()
+    assert desk.lab.drills == [("slow", 1), ("restored", 1)] and "is restored" in desk.drill.message.value
     desk.tick()
-    assert desk.drill._mend.disabled
+    assert desk.drill._restore.disabled
 
 
 def test_a_drill_that_is_refused_is_said(desk: Desk) -> None:
-    desk.drill.do()
-    assert "there is no run to drill" in desk.drill._said.value and "fsdp-refused" in desk.drill._said.value
+    desk.drill._inject.click()
+    assert "there is no run to drill" in desk.drill.message.value and "fsdp-refused" in desk.drill.message.value
 
 
 def test_a_killed_rank_of_a_drill_is_recovered(desk: Desk) -> None:
     desk.start()
     desk.drill._kind.value = "kill"
-    desk.until(lambda: not desk.drill._do.disabled)
-    desk.drill._do.click()
+    desk.until(lambda: not desk.drill._inject.disabled)
+    desk.drill._inject.click()
     desk.until(lambda: desk.buttons != [])
     desk.recovery._same.click()
     desk.until(lambda: desk.lab.current.state is RunState.RUNNING)
@@ -354,12 +353,12 @@ def test_a_killed_rank_of_a_drill_is_recovered(desk: Desk) -> None:
 
 def test_with_a_closed_lab_nothing_can_be_pressed_but_the_fold(desk: Desk) -> None:
     desk.box.retire()
-    assert [w for w in desk.box.answering if not getattr(w, "disabled", False)] == [desk.box._fold]
+    assert [w for w in desk.box.inputs if not getattr(w, "disabled", False)] == [desk.box._fold]
 
 
 def test_a_press_that_comes_too_late_is_said(desk: Desk) -> None:
     """The run went on, or ended, while the page still showed the buttons."""
     with pytest.raises(ClusterError):
         desk.lab.recover()
-    desk.recovery.recover("same")
+    desk.recovery._same.click()
     assert desk.buttons == []

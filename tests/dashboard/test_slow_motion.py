@@ -23,12 +23,12 @@ class Desk:
         self.lab = FakeLab(2, step_s=0.002)
         self.ranks = self.lab.slow_ranks
         self.controls = Controls(self.lab)
-        self.box = SlowMotionBox(self.lab, wanted=self.controls.for_a_step, accept=self.controls.accept)
+        self.box = SlowMotionBox(self.lab, wanted=self.controls.slow_motion_spec, accept=self.controls.accept)
 
     @property
     def said(self) -> str:
         self.box.tick()
-        return self.box._say.value
+        return self.box.message.value
 
     @property
     def index(self) -> int:
@@ -172,11 +172,11 @@ def test_another_backend_is_refused_and_the_way_out_is_a_button(desk):
     desk.press("next")
     desk.until(lambda: "refused" in desk.said)
     assert "Slow motion shows our own engine, and this Spec is for fsdp2: use backend lab." in desk.said
-    assert desk.box._way_out.description == "Use backend lab" and desk.box._way_out.layout.display == ""
-    desk.box._way_out.click()
+    assert desk.box._apply_fix.description == "Use backend lab" and desk.box._apply_fix.layout.display == ""
+    desk.box._apply_fix.click()
     desk.until(lambda: desk.index == 0)
     assert desk.controls.choices.wanted.strategy.backend == "lab"
-    assert desk.box._way_out.layout.display == "none" and desk.box._drawn.spec.strategy.backend == "lab"
+    assert desk.box._apply_fix.layout.display == "none" and desk.box._drawn.spec.strategy.backend == "lab"
 
 
 def test_what_is_chosen_is_what_is_gone_through(desk):
@@ -208,7 +208,7 @@ def test_the_way_out_of_a_run_that_is_going(desk):
     desk.press("next")
     desk.until(lambda: "refused" in desk.said)
     assert run.state is RunState.RUNNING, "a refusal stops nothing"
-    desk.box._way_out.click()
+    desk.box._apply_fix.click()
     desk.until(lambda: desk.index == 0)
     assert desk.box._drawn.spec.strategy.backend == "lab" and run.state is RunState.STOPPED
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ipywidgets
 from ipykernel.comm.comm import BaseComm
 
-from fsdp_lab.dashboard.subshell import answer_while_busy
+from fsdp_lab.dashboard.forms import answer_while_busy
 
 
 def test_this_ipykernel_routes_answers_as_we_believe():
-    """Its rule: the answer goes to the shell that used the comm last. Where this fails, `subshell.py` must be read anew;
+    """Its rule: the answer goes to the shell that used the comm last. Where this fails, its docstring must be read anew;
     nothing else in the package depends on it."""
     comm = BaseComm(primary=False)
     comm._reply_subshell_id = "the shell that ran the cell"

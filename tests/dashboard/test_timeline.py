@@ -11,10 +11,11 @@ import pytest
 
 from fsdp_lab.core.events import Span, Track, Traffic
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.live import LiveView, Scene
+from fsdp_lab.dashboard.live import LiveView
 from fsdp_lab.dashboard.panels import StepAxis
 from fsdp_lab.dashboard.panels import timeline as module
 from fsdp_lab.dashboard.panels.timeline import TimelinePanel
+from fsdp_lab.dashboard.scene import Scene
 from fsdp_lab.runs.steps import TRACED_STEPS, Assembler, Step
 from tests.lab.events import event
 from tests.lab.test_timeline import off, told

@@ -15,7 +15,7 @@ from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.core.checkpoint_format import checkpoints, incomplete_checkpoints
 from fsdp_lab.core.errors import ArgumentError, SpecError
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.dashboard.pins import Pinned
+from fsdp_lab.dashboard.board import Pinned
 from fsdp_lab.history import StoredRun
 from fsdp_lab.lab import Lab
 from fsdp_lab.report.charts import Course

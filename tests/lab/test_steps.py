@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.dashboard.board import Board
+from fsdp_lab.dashboard.board import Board, Pinned
 from fsdp_lab.dashboard.comparison_card import ComparisonCard
 from fsdp_lab.dashboard.feed import Feed
 from fsdp_lab.dashboard.live import LiveView
-from fsdp_lab.dashboard.pins import Pinned
 from fsdp_lab.history import History
 from fsdp_lab.report.charts import Course, curves, timeline
 from fsdp_lab.runs import Comparison, EventStore, Switch
@@ -311,7 +310,7 @@ def calm(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(spec: Spec, *, device: str) -> None:
         raise SpecError("workload.model", "nothing is known of it", "use another")
 
-    monkeypatch.setattr("fsdp_lab.dashboard.foretelling.planned_memory", refused)
+    monkeypatch.setattr("fsdp_lab.dashboard.feed.planned_memory", refused)
     monkeypatch.setattr("fsdp_lab.dashboard.panels.timeline.REDRAW_S", -1.0)
     monkeypatch.setattr("fsdp_lab.dashboard.panels.communication.BARS_EVERY_S", -1.0)
 

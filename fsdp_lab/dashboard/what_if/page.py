@@ -17,12 +17,11 @@ from typing import Any
 import ipywidgets as widgets
 
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.dashboard.choices import Choices, Standing
-from fsdp_lab.dashboard.dashboard import close_all
+from fsdp_lab.dashboard.choices import Choices, ChoiceState
 from fsdp_lab.dashboard.fields import Control, Group
-from fsdp_lab.dashboard.live import LiveView, Scene
-from fsdp_lab.dashboard.parts import put
-from fsdp_lab.dashboard.subshell import answer_while_busy
+from fsdp_lab.dashboard.forms import answer_while_busy, close_all, put
+from fsdp_lab.dashboard.live import LiveView
+from fsdp_lab.dashboard.scene import Scene
 from fsdp_lab.dashboard.what_if.charts import MemoryCard, ScalingCard, StepCard
 from fsdp_lab.dashboard.what_if.form import CUSTOM_ONLY, FIELDS, FORM
 from fsdp_lab.dashboard.what_if.question import CUSTOM, Answer, Question, answer, best, default_spec, with_curve
@@ -266,7 +265,9 @@ class WhatIf:
         for name, control in self._controls.items():
             control.show(choices.wanted, choices.value(name))
             refused = name in choices.held
-            control.say(Standing.REFUSED if refused else Standing.IDLE, "" if refused else self._consequence(name))
+            control.say(
+                ChoiceState.REFUSED if refused else ChoiceState.IDLE, "" if refused else self._consequence(name)
+            )
         for group in self._groups:
             group.explain(choices)
         shown = choices.value("hardware") == CUSTOM

@@ -1,0 +1,149 @@
+"""What the controls are made of: widgets with a style, texts, and `InputForm`, whose inputs respond while a cell runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from typing import Any, TypeVar
+
+import ipywidgets as widgets
+
+from fsdp_lab.core.errors import FieldError
+
+Styled = TypeVar("Styled", bound=widgets.Widget)
+
+
+class InputForm:
+    """Inputs, and a line for messages.
+
+    Attributes:
+        inputs: what a person can change or press.
+        message: shows what `say` is given; a subclass makes it, or overrides `say`.
+    """
+
+    css = "fsdp-safety"  # what the classes of its buttons begin with
+    message: widgets.HTML
+
+    def __init__(self) -> None:
+        self.inputs: list[widgets.Widget] = []
+
+    def button(self, text: str, icon: str, tooltip: str, press: Callable[[], Any]) -> widgets.Button:
+        button = widgets.Button(description=text, icon=icon, tooltip=tooltip)
+        button.on_click(lambda _: self.attempt(press))
+        return self.add(styled(button, f"{self.css}-button"))
+
+    def number(self, label: str, value: int, least: int, most: int, tooltip: str) -> widgets.BoundedIntText:
+        return self.add(widgets.BoundedIntText(value=value, min=least, max=most, description=label, tooltip=tooltip))
+
+    def dropdown(self, label: str, options: Sequence[Any], value: Any, tooltip: str) -> widgets.Dropdown:
+        return self.add(widgets.Dropdown(options=options, value=value, description=label, tooltip=tooltip))
+
+    def add(self, widget: Styled) -> Styled:
+        """Registers an input, and returns it."""
+        self.inputs.append(widget)
+        return widget
+
+    def attempt(self, action: Callable[[], Any]) -> None:
+        """Runs the action and shows its error: nobody can catch what a widget's handler raises."""
+        try:
+            action()
+        except Exception as e:
+            self.say(error_text(e), wrong=True)
+
+    def say(self, text: str, *, wrong: bool = False) -> None:
+        """Replaces the message."""
+        put(self.message, "value", status(text, wrong=wrong))
+
+    def retire(self) -> None:
+        """Disables all inputs, because the lab is closed."""
+        for widget in self.inputs:
+            if widget.has_trait("disabled"):
+                widget.disabled = True
+
+
+# -- widgets ---------------------------------------------------------------------------------------------------------
+
+
+def put(widget: Any, name: str, value: Any) -> None:
+    """Sets a trait only if it changes, because each set is a message."""
+    if getattr(widget, name) != value:
+        setattr(widget, name, value)
+
+
+def styled(widget: Styled, *css: str) -> Styled:
+    """The widget, with classes of the style sheet."""
+    for name in css:
+        widget.add_class(name)
+    return widget
+
+
+def field(entry: widgets.Widget) -> widgets.VBox:
+    """An input with its label above it, like those of the controls."""
+    return styled(widgets.VBox([styled(entry, "fsdp-input")]), "fsdp-field")
+
+
+def row(parts: Sequence[widgets.Widget]) -> widgets.Box:
+    """Side by side, in as many lines as they need."""
+    return styled(widgets.Box(list(parts)), "fsdp-safety-row")
+
+
+def text_line(css: str) -> widgets.HTML:
+    """An empty text with a class of its own, so that the style sheet reserves room for it."""
+    return styled(widgets.HTML(), "fsdp-safety-words", css)
+
+
+def section(title: str, parts: Sequence[widgets.Widget]) -> widgets.VBox:
+    """A titled part of a card."""
+    head = styled(widgets.HTML(f"<h4>{escape(title)}</h4>"), "fsdp-safety-head")
+    return styled(widgets.VBox([head, *parts]), "fsdp-safety-part")
+
+
+def close_all(widget: widgets.Widget) -> None:
+    """Closes a widget and all that it contains: each has a comm and an entry in a table of ipywidgets."""
+    for child in getattr(widget, "children", ()):
+        close_all(child)
+    for name in ("layout", "style"):
+        part = getattr(widget, name, None)
+        if isinstance(part, widgets.Widget):
+            part.close()
+    widget.close()
+
+
+# -- texts -----------------------------------------------------------------------------------------------------------
+
+
+def status(text: str, *, wrong: bool = False) -> str:
+    """A sentence that a screen reader announces when it changes."""
+    tone = "fsdp-refused" if wrong else "fsdp-soft"
+    return f'<span class="{tone}" role="status">{escape(text)}</span>' if text else ""
+
+
+def error_text(error: BaseException) -> str:
+    """An error for the person who pressed a button: a FieldError without its field's name, the first line of another."""
+    if isinstance(error, FieldError):
+        return f"{error.reason[0].upper()}{error.reason[1:]}: {error.hint}."
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+# -- while a cell runs -----------------------------------------------------------------------------------------------
+
+
+def answer_while_busy(answering: Iterable[widgets.Widget]) -> int:
+    """Lets widgets respond while a cell runs; returns for how many that needed a change.
+
+    JupyterLab sends widget messages on a subshell of the kernel, a thread beside the one that runs cells. ipykernel 7.4
+    routes a comm's messages to the shell that used the comm last, and a cell that displays a widget uses it: from then on
+    messages wait until the cell ends. This makes it keep the shell on which the page sent the message. It sets a private
+    attribute of ipykernel, the only one that the package touches; without such routing it does nothing.
+
+    Handlers then run in the subshell's thread: they must not assume the main thread.
+    """
+    routed = [w.comm for w in answering if hasattr(getattr(w, "comm", None), "_reply_subshell_for")]
+    for comm in routed:
+        comm._reply_subshell_for = _as_sent
+    return len(routed)
+
+
+def _as_sent(_data: Any, default: Any) -> Any:
+    """The shell that the page chose."""
+    return default

@@ -1,0 +1,66 @@
+"""`LabLike`: what the dashboard uses of a `Lab`, and which run of it is shown.
+
+It is a protocol because `fsdp_lab.lab` itself makes dashboards, and so cannot be imported from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from fsdp_lab.core.checkpoint_format import Checkpoint
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.planner.plan import Plan
+from fsdp_lab.runs import Run, SlowMotion, Sweep
+from fsdp_lab.runs.run import Drill
+
+
+class LabLike(Protocol):
+    """Members of `fsdp_lab.lab.Lab`."""
+
+    @property
+    def spec(self) -> Spec: ...
+    @property
+    def current(self) -> Run | None: ...
+    @property
+    def slow(self) -> SlowMotion | None: ...
+    @property
+    def sweep(self) -> Sweep | None: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def devices(self) -> tuple[str, ...]: ...
+    @property
+    def most_ranks(self) -> int | None: ...
+    @property
+    def attached(self) -> bool: ...
+    @property
+    def waiting(self) -> str: ...
+    @property
+    def lost(self) -> Mapping[int, Any]: ...
+    def run(self, spec: Spec | None = None, **options: Any) -> Run: ...
+    def resume(self, checkpoint: str, **options: Any) -> Run: ...
+    def recover(self, ranks: str | None = None) -> Run: ...
+    def compare(self, spec: Spec | None = None, *, steps: int = ..., rounds: int = ..., **lists: Any) -> Sweep: ...
+    def slow_motion(self, spec: Spec | None = None) -> SlowMotion: ...
+    def drill(self, kind: str, rank: int = 1) -> Drill: ...
+    def save(self, folder: str) -> Checkpoint: ...
+    def plan(self, spec: Spec | None = None) -> Plan: ...
+
+
+def active_run(lab: LabLike) -> Run | None:
+    """The current run, unless it is over."""
+    run = lab.current
+    return None if run is None or run.state.over else run
+
+
+def active_sweep(lab: LabLike) -> Sweep | None:
+    """The sweep in progress."""
+    sweep = lab.sweep
+    return None if sweep is None or sweep.done else sweep
+
+
+def shown_run(lab: LabLike) -> Run | None:
+    """The run that the plots show: in a sweep, the one whose turn it is."""
+    sweep = active_sweep(lab)
+    return (sweep.current if sweep is not None else None) or lab.current
