@@ -26,7 +26,7 @@ from fsdp_lab.cluster.supervisor import Supervisor
 from fsdp_lab.core import __version__
 from fsdp_lab.core.process import alive
 
-ATTACHED_S = 5.0  # for all ranks to answer a new kernel, once the first has; a rank may still wait for a former call
+ATTACHED_S = 5.0  # for all ranks to answer once the first has; one that waits for its former kernel never does
 
 
 @dataclass(frozen=True, kw_only=True)
