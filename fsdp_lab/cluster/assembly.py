@@ -26,13 +26,7 @@ from fsdp_lab.cluster.supervisor import Supervisor
 from fsdp_lab.core import __version__
 from fsdp_lab.core.process import alive
 
-<<<<<<< HEAD
-ATTACHED_S = (
-    5.0  # for all ranks to answer once the first has; one that waits for what its kernel did not send never does
-)
-=======
 ATTACHED_S = 5.0  # for all ranks to answer once the first has; one that waits for its former kernel never does
->>>>>>> ranks
 
 
 @dataclass(frozen=True, kw_only=True)
