@@ -52,7 +52,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return 0
-    return max(2, min(4, (os.cpu_count() or 1) // 2))  # a test may use four ranks
+    slow = config.option.markexpr == "slow"  # these tests wait more than they compute
+    return max(2, min(4, (os.cpu_count() or 1) // 2)) + slow  # a test may use four ranks
 
 
 @pytest.hookimpl(optionalhook=True)
