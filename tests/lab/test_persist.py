@@ -84,7 +84,7 @@ def test_a_new_kernel_goes_on_with_the_ranks_of_one_that_was_killed(temporary: P
 
         going_on = lab.run(lab.spec, fresh=False, steps=9).wait(60)
         assert going_on.switches[0].carried and sorted(told(going_on)) == [*range(step, step + 9)]
-        until(lambda: all(s.heard is not None for s in lab.rank_status()), 15)
+        until(lambda: all(s.heartbeat is not None for s in lab.rank_status()), 15)
         ports = [c for p in marked(token) for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
         assert len(ports) > 4 and {c.laddr.ip for c in ports} == {"127.0.0.1"}, "torch's ports too"
         again = lab.run(spec, steps=step + 9).wait(60)
