@@ -90,7 +90,7 @@ def test_a_ledger_step_is_drawn_by_unit_and_class(opened, picture):
     legend = opened.page.locator(".fsdp-card-ledger .fsdp-key").all_inner_texts()
     assert [text.strip() for text in legend] == [
         "sharded parameters", "optimizer state", "unsharded parameters", "gradients", "activations", "communication buffers",
-        "other", "in all"]  # fmt: skip
+        "other", "total"]  # fmt: skip
     for width, theme in ((1920, "Dark"), (1280, "Light")):
         opened.show(width, theme)
         assert opened.clipped() == []
@@ -107,7 +107,7 @@ def test_what_is_chosen_is_drawn_as_predicted_before_it_lands(opened, picture):
     before = opened.page.evaluate(peak)
     opened.choose("sharding", "no_shard")
     opened.wait_note("sharding", "pending")
-    opened.wait_reading("memory", r"predicted [\d.]+ MiB for what is chosen")
+    opened.wait_reading("memory", r"predicted [\d.]+ MiB with the chosen settings")
     card = opened.page.locator(".fsdp-card-memory").first
     card.scroll_into_view_if_needed()
     opened.page.wait_for_function(f"(before) => ({peak})() > 1.05 * before", arg=before, timeout=20_000)

@@ -130,7 +130,7 @@ def test_what_is_chosen_is_predicted_before_it_lands_and_held_against_what_is_me
     run.pause()
     run.apply(sharding="no_shard")
     show.until(lambda: show.table("memory.predicted").column("peak").tolist() != before)
-    assert reading().endswith("for what is chosen")
+    assert reading().endswith("with the chosen settings")
     assert (
         show.table("memory.predicted").column("parameters")[0] > 1.9 * show.table("memory.now").column("parameters")[0]
     )

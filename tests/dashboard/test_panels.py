@@ -344,13 +344,13 @@ def test_the_limit_is_drawn_within_reach_and_said_always():
         assert line["visible"] and line["location"] == pytest.approx(near / (1 << 20))
         assert panel._over._range.end > line["location"]
     assert panel.captions().legend[-1].label == "limit"
-    assert "outside the allocator 900 MiB more" in panel.captions().note
+    assert "by torch's allocator; the process has 900 MiB more" in panel.captions().note
 
 
 def test_what_is_predicted_is_a_hollow_bar_before_and_after_anything_is_measured():
     panel = MemoryPanel(StepAxis(), 2)
     panel.predict(PREDICTION)
-    assert panel.captions().reading == "predicted 41.0 MiB for what is chosen"
+    assert panel.captions().reading == "predicted 41.0 MiB with the chosen settings"
     assert columns(panel, 2)["peak"] == [41.0, 41.0]
     assert panel.patches()["memory.now.x"]["end"] > 41
     told = steps(12)  # the eleventh is a ledger step
@@ -358,7 +358,7 @@ def test_what_is_predicted_is_a_hollow_bar_before_and_after_anything_is_measured
     now, predicted = columns(panel, 0), columns(panel, 2)
     assert [sum(predicted[c][i] for c in ON_DEVICE) for i in range(2)] == predicted["peak"] == [41.0, 41.0]
     assert all(bar < below for bar, below in zip(now["bar"], predicted["bar"], strict=True))
-    assert panel.captions().reading.endswith("; predicted 41.0 MiB for what is chosen")
+    assert panel.captions().reading.endswith("; predicted 41.0 MiB with the chosen settings")
     panel.predict(dataclasses.replace(PREDICTION, spec_id=told[-1].events[0].spec_id))
     peak = max(e.memory.peak_bytes for e in told[-1].events)
     assert panel.captions().reading.endswith(f"predicted 41.0 MiB, measured {size(peak)}")
@@ -392,7 +392,7 @@ def test_a_predicted_step_time_is_a_line_and_stands_beside_the_median():
     assert panel.patches()["throughput.predicted"]["visible"] is False
     panel.predict(PREDICTION)
     assert panel.patches()["throughput.predicted"] == {"visible": True, "location": 4096.0}
-    assert panel.captions().reading == "predicted 250 ms a step for what is chosen"
+    assert panel.captions().reading == "predicted 250 ms a step with the chosen settings"
     told = steps(30)
     panel.update(told)
     panel.predict(dataclasses.replace(PREDICTION, spec_id=told[-1].events[0].spec_id))

@@ -100,7 +100,9 @@ class Prediction:
 
 def with_prediction(reading: str, predicted: str, measured: str | None) -> str:
     """The reading, a prediction, and the measurement of the same Spec if there is one."""
-    outcome = f"predicted {predicted}" + (f", measured {measured}" if measured is not None else " for what is chosen")
+    outcome = f"predicted {predicted}" + (
+        f", measured {measured}" if measured is not None else " with the chosen settings"
+    )
     return f"{reading}; {outcome}" if reading else outcome
 
 

@@ -76,7 +76,7 @@ class LedgerPanel(Panel):
         )  # fmt: skip
         tint(label.glyph, text_color="ink.peak")
         rows = [(theme.MEMORY[c].label, f"@{c}{{0,0.00}}") for c in ON_DEVICE]
-        hover(fig, total, [("at", "@ms{0.0} ms"), ("in", "@phase @unit"), *rows, ("in all", "@total{0,0.00}")])
+        hover(fig, total, [("at", "@ms{0.0} ms"), ("in", "@phase @unit"), *rows, ("total", "@total{0,0.00}")])
         return fig
 
     def update(self, steps: Sequence[Step]) -> int:
@@ -117,6 +117,6 @@ class LedgerPanel(Panel):
 def _describe(step: Step, e: StepEvent) -> Captions:
     top = max(e.memory_curve, key=lambda s: s.classes.total_bytes)
     reading = f"rank {e.rank} in step {step.number}: peak {size(top.classes.total_bytes)} in {top.phase}, {top.unit}"
-    legend = (*class_keys(ON_DEVICE), Key(label="in all", token="ink.peak", hatch="line"))
-    note = f"Measuring made this step {duration(e.step_time_s)} long; what is allocated when is as in others."
+    legend = (*class_keys(ON_DEVICE), Key(label="total", token="ink.peak", hatch="line"))
+    note = f"Measuring made this step {duration(e.step_time_s)} long; its allocations are those of any other step."
     return Captions(reading=reading, legend=legend, note=note)

@@ -187,7 +187,8 @@ class MemoryPanel(Panel):
         reading += f"; limit {size(limit)}" if limit else ""
         if self._limit is not None:
             legend.append(Key(label="limit", token="ink.marker", hatch="dashes"))
-        note = f"At the peak of a step; outside the allocator {size(max(m.outside_bytes for m in memories))} more."
+        outside = size(max(m.outside_bytes for m in memories))
+        note = f"At the peak of a step, by torch's allocator; the process has {outside} more."
         return Captions(reading=reading, legend=tuple(legend), note=note)
 
     def patches(self) -> Patches:
