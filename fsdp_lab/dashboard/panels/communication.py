@@ -137,13 +137,11 @@ class CommunicationPanel(Panel):
         link = median(fmean(sum(t.link_bytes for t in e.comm.values()) for e in s.events) for s in recent)
         exposed = median(fmean(e.exposed_comm_s for e in s.events) for s in recent)
         share = 100 * exposed / median(s.step_time_s for s in recent)
-        shown = (
-            f"{duration(exposed)} per step exposed ({share:.0f} % of it) of" if math.isfinite(exposed) else "per step"
-        )
+        part = f", {duration(exposed)} of it exposed ({share:.0f} % of the step)" if math.isfinite(exposed) else ""
         legend = [fill_key(token) for kind, token in zip(KINDS, TOKENS, strict=True) if kind in self._seen]
         waited = Key(label="exposed: computing waits", token="ink.mean", hatch="line")
         return Captions(
-            reading=f"{shown} {duration(seconds)}, {traffic(link)} over each rank's link",
+            reading=f"{duration(seconds)} per step{part}; {traffic(link)} over each rank's link",
             legend=(*legend, waited),
             note="Areas: issue to completion, overlapped time included.",
         )
