@@ -29,6 +29,7 @@ OPTIMIZERS = ("adamw", "sgd")
 SYNCS = ("every", "last")
 PREFETCH_POINTS = ("before", "after")
 MOST_HELD_OUT = 0.5
+MOST_RANKS = 1 << 20
 
 
 # -- the values that a field accepts, as its metadata ------------------------------------------------------------------
@@ -52,6 +53,7 @@ def _matching(pattern: str, wanted: str) -> Values:
     return _values(lambda v: isinstance(v, str) and re.fullmatch(pattern, v) is not None, wanted)
 
 
+_RANKS = _values(lambda v: is_whole(v, 1) and v <= MOST_RANKS, f"a whole number from 1 to {MOST_RANKS:,}")
 _POSITIVE = _values(lambda v: is_number(v) and math.isfinite(v) and v > 0, "a finite number above 0")
 _NOT_NEGATIVE = _values(lambda v: is_number(v) and math.isfinite(v) and v >= 0, "a finite number of 0 or more")
 _BOOL = _values(lambda v: isinstance(v, bool), "true or false")
@@ -222,7 +224,7 @@ class Spec:
     link: str | None = None  # an emulated link, see link.py: "0.25 GB/s, 50 us", "nvlink of h100"; None: the real wire
 
     def __post_init__(self) -> None:
-        _check("world_size", self.world_size, _whole(1))
+        _check("world_size", self.world_size, _RANKS)
         if self.devices is not None:
             object.__setattr__(self, "devices", _check_devices(self.devices, self.world_size))
         if self.link is not None:
@@ -418,9 +420,9 @@ def _rule_units(spec: Spec) -> None:
 
 def _rule_reshard_size(spec: Spec) -> None:
     s, size, world = spec.strategy, spec.strategy.reshard_size, spec.world_size
-    sizes = _divisors(world)
     if size is None:
         return
+    sizes = _divisors(world)
     if s.backend not in ("lab", "fsdp2"):
         reason, hint = f"{s.backend} cannot reshard to a smaller group", "leave it empty, or use backend lab"
     elif s.sharding != "full_shard":
@@ -472,7 +474,8 @@ _RULES: tuple[Callable[[Spec], None], ...] = (
 
 def _divisors(world_size: int) -> list[int]:
     """The group sizes above 1 and below `world_size` that divide it, ascending."""
-    return [n for n in range(2, world_size // 2 + 1) if world_size % n == 0]
+    small = [n for n in range(2, math.isqrt(world_size) + 1) if world_size % n == 0]
+    return sorted({*small, *(world_size // n for n in small)})
 
 
 # -- devices, link and dicts -----------------------------------------------------------------------------------------

@@ -137,6 +137,7 @@ def test_hybrid_sharding_on_too_few_ranks_names_enough(ranks: int, enough: int) 
     ({"optimizer": "lion"}, "workload.optimizer"),
     ({"model": ""}, "workload.model"),
     ({"world_size": 0}, "world_size"),
+    ({"world_size": 1 << 70, "sharding": "hybrid_shard"}, "world_size"),
     ({"devices": ["cpu"]}, "devices"),
     ({"devices": ["cpu", "cuda:0"]}, "devices"),
     ({"devices": "cuda:0"}, "devices"),
