@@ -183,7 +183,7 @@ def connection_security() -> list[Finding]:
     if not readable:
         return [Finding("connection files", f"{len(files)}, readable by their owner only")]
     names = ", ".join(map(str, readable[:3])) + (", ..." if len(readable) > 3 else "")
-    fix = "whoever reads one can run code as you: chmod go-rwx " + " ".join(f"'{file}'" for file in readable[:3])
+    fix = "anyone who reads one can run code as you: chmod go-rwx " + " ".join(f"'{file}'" for file in readable[:3])
     return [Finding("connection files", f"other users can read {names}", State.WARN, fix)]
 
 

@@ -45,7 +45,7 @@ class Cluster:
         given: the user's own ipyparallel Cluster or Client, a profile, a cluster id, or a connection file. Its engines are
             never ended.
         reduction: the wire's, "auto", "rank_ordered" or "native".
-        take_busy: use GPUs that somebody else is using, too.
+        take_busy: use GPUs that other processes use, too.
         rank_module: the module with `Session` and `host_store`, imported on the ranks; None: `fsdp_lab.rank`.
         environment: for the engines that are started here.
         timeout_s: for a start, and for the ranks' collectives.
@@ -194,7 +194,7 @@ class Cluster:
         """Sends a signal to one rank's process. Raises ClusterError if it is not ours."""
         process = self._membership.members[rank].process
         if not self.owned or process is None:
-            raise ClusterError(f"rank {rank} is not ours to signal: its engine was started by somebody else")
+            raise ClusterError(f"rank {rank} is not ours to signal: its engine was started by another program")
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
 

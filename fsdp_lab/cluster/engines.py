@@ -23,7 +23,7 @@ from fsdp_lab.cluster.errors import ClusterError, StartError
 
 
 class Engines(ABC):
-    """Engines that a cluster can use. The defaults are for engines that somebody else started."""
+    """Engines that a cluster can use. The defaults are for engines that another program started."""
 
     owned = False  # whether we started them, and therefore may end them
     client: Any  # the `ipyparallel.Client` for our calls

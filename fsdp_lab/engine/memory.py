@@ -123,7 +123,7 @@ def _bounds(owner: Owner, t: Tensor, region: Range) -> Range:
 
 
 def free(module: nn.Module, *, busy: Collection[int] = ()) -> None:
-    """Remove the hooks and free all storage at once, whoever still refers to it. The model cannot be used afterwards.
+    """Remove the hooks and free all storage at once, even if it is still referenced. The model cannot be used afterwards.
 
     `busy`: addresses of storage that a collective may still use, as after an abort; it is freed with its last reference.
     """

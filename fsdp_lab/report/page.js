@@ -43,9 +43,9 @@ async function draw() {
 }
 
 draw().catch((error) => {
-  const said = document.createElement("p");
-  said.className = "alarm";
-  said.textContent = `The plots could not be drawn: ${error}`;
-  document.querySelector("main").prepend(said);
+  const message = document.createElement("p");
+  message.className = "alarm";
+  message.textContent = `The plots could not be drawn: ${error}`;
+  document.querySelector("main").prepend(message);
   throw error;
 });
