@@ -40,7 +40,7 @@ def test_rank_to_pixel_and_the_cost_of_a_tick(desk: DashboardPage, watched, rank
         record_property(name, value)
     print(f"\n{ranks} ranks at 10 Hz: {in_words(measured)}")
     assert measured["events"] > 0.6 * MORE_STEPS * ranks
-    assert measured["p50_s"] < 2.5
+    assert measured["p50_s"] < 2.5 and measured["p95_s"] < 5
     assert measured["tick_cores"] < 0.5
 
 
