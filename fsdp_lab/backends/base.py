@@ -89,7 +89,7 @@ class Backend(ABC):
             yield Role.PARAMETERS, shard.local
         yield from ((Role.GRADIENTS, gradient) for gradient in self._gradients())
         for state in self.optimizer.state.values():
-            yield from ((Role.OPTIMIZER, t) for t in state.values() if isinstance(t, Tensor) and t.dim())
+            yield from ((Role.OPTIMIZER, local_tensor(t)) for t in state.values() if isinstance(t, Tensor) and t.dim())
 
     def transient_tensors(self) -> Iterator[RoleTensor]:
         """What is on the device now to compute with: gathered parameters, unreduced gradients. A storage may be listed
@@ -174,7 +174,7 @@ def _range(shard: ParamShard, t: Tensor) -> Tensor:
 
 def state_slots(optimizer: torch.optim.Optimizer, shard: ParamShard) -> dict[str, Tensor]:
     """The optimizer's tensors for a shard, by slot, flat: {"exp_avg": [n], "exp_avg_sq": [n]} for AdamW."""
-    state = {} if shard.param is None else optimizer.state.get(shard.param, {})
+    state = shard.slots(optimizer)
     return {slot: _range(shard, local_part(t)) for slot, t in state.items() if isinstance(t, Tensor) and t.dim() > 0}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab import engine
-from fsdp_lab.backends.base import DTYPES, Backend, RoleTensor
+from fsdp_lab.backends.base import DTYPES, Backend, RoleTensor, local_tensor
 from fsdp_lab.backends.wrapping import context_of, name_flat_units, prepare
 from fsdp_lab.core.events import Role
 from fsdp_lab.core.spec import Spec, Strategy
@@ -32,14 +32,19 @@ class FlatBackend(Backend):
         name_flat_units(skeleton, context_of(mesh))
         self._offload = spec.strategy.offload
         super().__init__(skeleton, engine.shards_of(skeleton), spec, mesh, device)
+        self.optimizer.register_step_pre_hook(lambda optimizer, *_: engine.split_unused(skeleton, optimizer))
         if spec.strategy.dtypes.keep_low_precision_gradients:  # torch's optimizers need the dtype of the shards
             self.optimizer.register_step_pre_hook(lambda *_: engine.upcast_gradients(skeleton))
 
     def gradient(self, shard: engine.ParamShard) -> Tensor | None:
-        p = shard.param
+        p = shard.sharded
         if p is not None and p.grad is not None and p.grad.dtype != p.dtype:
             engine.upcast_gradients(self.module)  # they would underflow when clipped or unscaled in a lower precision
-        return super().gradient(shard)
+        return None if p is None or p.grad is None else local_tensor(p.grad)
+
+    def _gradients(self) -> Iterator[Tensor]:
+        reduced = (flat.gradients.local() for flat in engine.flats_of(self.module))
+        return (t for t in reduced if t is not None)
 
     def resident_bytes(self) -> int:
         """The device copies under optimizer offload, and ZeRO-1's gathered parameters."""
@@ -59,7 +64,7 @@ class FlatBackend(Backend):
 
     def leaves(self) -> Iterator[Tensor]:
         for flat in engine.flats_of(self.module):
-            yield from flat.parameters if flat.trainable else ()
+            yield from (p for p in flat.parameters if p.requires_grad)
 
     def unit_modules(self) -> list[tuple[str, nn.Module]]:
         return [(unit.name, m) for unit in engine.units_of(self.module) for m in unit.modules if m is not self.module]

@@ -26,10 +26,11 @@ The core is 1,893 lines. Read its files in this order:
 
 Beside the core: mesh.py (replicas and shards), policy.py (dtypes), state.py (state by parameter names, checkpoints, deferred
 initialisation), scaling.py (gradient norm, clipping, loss scaling), memory.py (bytes by class), ties.py (shared
-parameters), guards.py (what stands in `.grad`), tensors.py (tensors inside nested values), errors.py.
+parameters), tensors.py (tensors inside nested values), errors.py.
 """
 
 from fsdp_lab.core.schedule import OffloadPolicy, PrefetchPolicy
+from fsdp_lab.engine.dtensor import FlatDTensor
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.flat import FlatBuffer
 from fsdp_lab.engine.fully_shard import (
@@ -59,11 +60,13 @@ from fsdp_lab.engine.state import (
     local_state,
     original_parameters,
     shards_of,
+    split_unused,
 )
 from fsdp_lab.engine.unit import Unit, UnitState
 
 __all__ = [
     "FlatBuffer",
+    "FlatDTensor",
     "MemoryBreakdown",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -96,6 +99,7 @@ __all__ = [
     "runtime_of",
     "sharded_parameters",
     "shards_of",
+    "split_unused",
     "units_of",
     "unshard",
     "upcast_gradients",

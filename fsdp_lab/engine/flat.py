@@ -1,8 +1,9 @@
 """`FlatBuffer`: parameters of one dtype and one `requires_grad` as one buffer, of which each rank keeps a shard.
 
-`master` [n] is this rank's shard, in the parameters' own dtype (fp32), on the host under offload; slices of it are what the
-optimizer is given (gradients.py). `full` [F * n] is the gathered buffer, in the dtype of computation, with storage only
-while it is gathered; the parameters that modules hold are views of it, so that an all-gather writes where the forward reads.
+`master` [n] is this rank's shard, in the parameters' own dtype (fp32), on the host under offload. Sharded parameters, which
+modules hold between steps and optimizers may be given, are ranges of it (parameters.py). `full` [F * n] is the gathered
+buffer, in the dtype of computation, with storage only while it is gathered; the parameters that modules hold meanwhile are
+views of it, so that an all-gather writes where the forward reads.
 
 One buffer serves all optimizer groups, side by side. A buffer for each group would double the collectives of a transformer,
 whose biases and norms (no weight decay) are thousands of times smaller than its matrices.
@@ -11,56 +12,23 @@ whose biases and norms (no weight decay) are thousands of times smaller than its
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.core.layout import Layout, Slot
+from fsdp_lab.core.layout import Layout, Range
 from fsdp_lab.core.schedule import OffloadPolicy
 from fsdp_lab.engine.collectives import CommHandle, CommStream, all_gather
 from fsdp_lab.engine.errors import ShardError
-from fsdp_lab.engine.gradients import GradientBuffer
-from fsdp_lab.engine.guards import AbsentGradient, absent_gradients
+from fsdp_lab.engine.gradients import GradientBuffer, placement_of
 from fsdp_lab.engine.mesh import ShardMesh
+from fsdp_lab.engine.parameters import AbsentGradient, ShardedParameter, UnshardedParameter, absent_gradients
 from fsdp_lab.engine.policy import ShardPolicy
 
 Use = tuple[nn.Module, str]  # a module and the attribute under which it holds a parameter
-
-
-class OriginalParameter(nn.Parameter):
-    """What a module holds in place of a parameter that was sharded: same name, same shape, a view of the gathered buffer.
-
-    While the buffer is not gathered it reads as NaN (its data is one NaN, expanded), so that an absent value cannot be taken
-    for a real one.
-    """
-
-    flat: FlatBuffer
-    number: int  # which of the buffer's parameters
-
-    @classmethod
-    def in_place_of(cls, value: nn.Parameter, data: Tensor, flat: FlatBuffer, number: int) -> OriginalParameter:
-        made = cls(data, requires_grad=value.requires_grad)
-        made.flat, made.number = flat, number
-        return made
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Neither pickled nor copied: most of it is on other ranks."""
-        raise ShardError(f"{self.fqn} is sharded, so its module cannot be copied or pickled; copy it before fully_shard, "
-                         "or take the values from full_state(model)")  # fmt: skip
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self.__reduce_ex__(None)
-
-    @property
-    def fqn(self) -> str:
-        """Its name in the root module."""
-        return self.flat.names[self.number]
-
-    @property
-    def slot(self) -> Slot:
-        return self.flat.layout.slots[self.number]
 
 
 class FlatBuffer:
@@ -68,7 +36,7 @@ class FlatBuffer:
 
     Args:
         values: parameters of one dtype and one `requires_grad`, on meta or with values (the same on all ranks).
-        uses: for each, the modules that hold it; they hold an `OriginalParameter` afterwards.
+        uses: for each, the modules that hold it; they hold a `ShardedParameter` afterwards.
         names: for each, its name in error messages.
         groups: for each, its optimizer group.
         dtype: of the gathered buffer.
@@ -89,7 +57,6 @@ class FlatBuffer:
         self.mesh, self.policy, self.names, self.uses = mesh, policy, list(names), tuple(map(tuple, uses))
         self.originals = tuple(values)  # what the modules held before
         self.has_values = [not v.is_meta and not is_absent(v) for v in values]
-        self.trainable = values[0].requires_grad
         self.dtype = dtype
         self.layout = Layout.of([tuple(v.shape) for v in values], groups, mesh.shard_size, dtype.itemsize)
         self.master = self._make_master(own)
@@ -98,10 +65,13 @@ class FlatBuffer:
         self._views = [self.full[s.offset : s.stop].view(s.shape) for s in self.layout.slots]
         nothing = _absent(dtype, mesh.device)
         self._nothing = [nothing.expand(s.shape) for s in self.layout.slots]
-        self.parameters = self._replace(values)
+        self.gradients = GradientBuffer(self.layout, mesh, policy, self.master, self.names)
+        self.sharded = [self._shard(i, value) for i, value in enumerate(values)]
+        self.parameters = [self._unshard(i) for i in range(len(values))]
+        self._show(self.sharded)
+        self.reduce_hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()  # called when gradients were reduced
         self._versions = [0] * len(self.parameters)
         self._absent_gradients: list[tuple[nn.Parameter, AbsentGradient]] = []
-        self.gradients = GradientBuffer(self.layout, mesh, policy, self.master, trainable=self.trainable)
         self.device_shard = self._make_device_shard()  # [n] in the gathered dtype: under offload, what gathers send
         self.post_forward_shard: Tensor | None = None  # this rank's part of what the post-forward group keeps
         if not self.is_view_of_master:
@@ -125,21 +95,29 @@ class FlatBuffer:
             return None
         return torch.empty_like(self.master, dtype=self.dtype, device=self.mesh.device)
 
-    def _replace(self, values: Sequence[nn.Parameter]) -> list[OriginalParameter]:
-        made = []
-        for i, value in enumerate(values):
-            slot = self.layout.slots[i]
-            if self.has_values[i]:
-                start, stop = self.layout.own(slot, self.mesh.shard_rank)
-                self.own_part(i).copy_(value.detach().reshape(-1)[start:stop])
-                value.data = _absent(value.dtype, value.device).expand(value.shape)  # frees its storage
-            else:
-                self.own_part(i).fill_(_absent(value.dtype, self.master.device))  # until it is loaded
-            data = self._views[i] if self.is_view_of_master else self._nothing[i]
-            made.append(OriginalParameter.in_place_of(value, data.data, self, i))
-            for module, attribute in self.uses[i]:
-                setattr(module, attribute, made[i])
+    def _shard(self, i: int, value: nn.Parameter) -> ShardedParameter:
+        """Copy this rank's part of a parameter, free the parameter, and make the sharded one."""
+        slot, part = self.layout.slots[i], self.own_part(i)
+        if self.has_values[i]:
+            start, stop = self.layout.own(slot, self.mesh.shard_rank)
+            part.copy_(value.detach().reshape(-1)[start:stop])
+            value.data = _absent(value.dtype, value.device).expand(value.shape)  # frees its storage
+        else:
+            part.fill_(_absent(value.dtype, self.master.device))  # until it is loaded
+        placement = placement_of(self.layout, self.mesh, slot.offset, slot.stop)
+        made = ShardedParameter.of(part, slot.shape, placement, requires_grad=value.requires_grad)
+        made.flat, made.number = self, i
         return made
+
+    def _unshard(self, i: int) -> UnshardedParameter:
+        data = self._views[i] if self.is_view_of_master else self._nothing[i]
+        return UnshardedParameter.of(data.data, self.sharded[i])
+
+    def _show(self, parameters: Sequence[nn.Parameter] | Sequence[ShardedParameter]) -> None:
+        """Let modules hold these, by number."""
+        for p, uses in zip(parameters, self.uses, strict=True):
+            for module, attribute in uses:
+                module._parameters[attribute] = p  # type: ignore[assignment]
 
     def rebuild(self, kept: Sequence[int]) -> FlatBuffer:
         """A new buffer of some of the original parameters, which have their values again."""
@@ -165,6 +143,7 @@ class FlatBuffer:
 
     def gather(self, stream: CommStream) -> CommHandle:
         """Issue the all-gather of the whole buffer. To be called inside `stream.entered()`."""
+        self._check_sharded()
         if self.is_view_of_master:
             return CommHandle(stream, None)
         if not self.full.untyped_storage().size():
@@ -182,14 +161,18 @@ class FlatBuffer:
         return CommHandle(stream, all_gather(self.full, sent, self.mesh.shard_group), keeps=(sent,))
 
     def use_unsharded_views(self) -> None:
-        """Point the original parameters at the gathered values. Raises ShardError for one that was changed meanwhile."""
-        for i, p in enumerate(self.parameters):
+        """Let modules hold the gathered values. Raises ShardError for a parameter that was changed meanwhile."""
+        for i, (p, sharded) in enumerate(zip(self.parameters, self.sharded, strict=True)):
             self._check(i, p)
             p.data = self._views[i]
             p.grad = None  # autograd adds to what it finds there
+            p.requires_grad_(sharded.requires_grad)
+        self._show(self.parameters)
 
     def use_sharded_views(self) -> None:
-        """Point them at NaN, and free the gathered buffer. Data that a caller gave them stays, to be refused later."""
+        """Let modules hold the sharded parameters, and free the gathered buffer. Data that a caller gave to a gathered
+        parameter stays, to be refused later."""
+        self._show(self.sharded)
         if self.is_view_of_master:
             return
         for i, p in enumerate(self.parameters):
@@ -220,26 +203,32 @@ class FlatBuffer:
             self.master.copy_(now)
         self._versions = [p._version for p in self.parameters]
 
-    def _check(self, i: int, p: OriginalParameter) -> None:
-        """A parameter must be the one that we made, and unchanged."""
+    def _check_sharded(self) -> None:
+        """Modules must hold the parameters that were made. Raises ShardError for one that was replaced."""
+        for i, p in enumerate(self.sharded):
+            held: Any = p
+            if any(module._parameters.get(attribute) is not held for module, attribute in self.uses[i]):
+                raise ShardError(f"{self.names[i]} was replaced by another one after it was sharded; write to it under "
+                                 "torch.no_grad(), or inside `with unshard(model):`")  # fmt: skip
+
+    def _check(self, i: int, p: UnshardedParameter) -> None:
+        """A gathered parameter must be unchanged since it was freed."""
         what = ""
-        if any(module._parameters.get(attribute) is not p for module, attribute in self.uses[i]):
-            what = "was replaced by another one"
-        elif p.data_ptr() not in (self._nothing[i].data_ptr(), self._views[i].data_ptr()):
-            what = "was given other data, by .data or by the module's .to(), .half() or the like,"
+        if p.data_ptr() not in (self._nothing[i].data_ptr(), self._views[i].data_ptr()):
+            what = "was given other data"
         elif p._version != self._versions[i]:
             what = "was written to"
         if what:
-            raise ShardError(f"{self.names[i]} {what} after it was sharded; write to it inside `with unshard(model):`, and "
-                             "choose dtypes by mp_policy")  # fmt: skip
+            raise ShardError(f"{self.names[i]} {what} between forward and backward, where that is lost; write to it after "
+                             "the backward, or inside `with unshard(model):`")  # fmt: skip
 
     def _free(self) -> None:
         self.full.untyped_storage().resize_(0)
 
     def refuse_gradients(self) -> None:
-        """After a backward: let any use of `.grad` raise, of the parameters and of those that the modules held before."""
-        if self.trainable and not self._absent_gradients:
-            self._absent_gradients = absent_gradients(self.parameters, self.names, self.originals)
+        """After a backward: let any use of `.grad` raise, of the parameters that modules held before they were sharded."""
+        if not self._absent_gradients:
+            self._absent_gradients = absent_gradients(self.originals, self.names)
         for p, absent in self._absent_gradients:
             if p.grad is None:
                 p.grad = absent
@@ -250,10 +239,15 @@ class FlatBuffer:
         """[m], this rank's part of a parameter as a view of the master shard; m may be 0."""
         return self.master[slice(*self.layout.in_shard(self.layout.slots[i], self.mesh.shard_rank))]
 
+    def optimizer_parameters(self) -> Iterator[tuple[Tensor, Range]]:
+        """What an optimizer may have been given, regions or parameters, and its range of the master shard."""
+        rank = self.mesh.shard_rank
+        yield from ((r, self.layout.region_in_shard(group, rank)) for group, r in self.gradients.regions.items())
+        yield from ((p, self.layout.in_shard(p.slot, rank)) for p in self.sharded)
+
     def tensors(self) -> Iterator[Tensor]:
         """All tensors with storage of their own."""
-        regions: list[Any] = [region.grad for region in self.gradients.regions.values()]
-        optional = (self.gradients.unsharded, self.device_shard, self.post_forward_shard, *regions)
+        optional = (self.gradients.unsharded, self.gradients.reduced, self.device_shard, self.post_forward_shard)
         yield from (self.master, self.full, *(t for t in optional if t is not None))
 
 

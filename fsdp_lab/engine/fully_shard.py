@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab.core.schedule import OffloadPolicy, PrefetchPolicy, Rules
 from fsdp_lab.engine.errors import ShardError
-from fsdp_lab.engine.flat import FlatBuffer, OriginalParameter, Use
+from fsdp_lab.engine.flat import FlatBuffer, Use
 from fsdp_lab.engine.hooks import UnitHooks, unit_hooks
 from fsdp_lab.engine.mesh import ShardMesh, check_equal_on_all_ranks
+from fsdp_lab.engine.parameters import ShardedParameter
 from fsdp_lab.engine.policy import MixedPrecisionPolicy, ModuleKind, ShardPolicy, kind_of
 from fsdp_lab.engine.runtime import Runtime, guess_calls
-from fsdp_lab.engine.state import refuse_state_dict
+from fsdp_lab.engine.state import watch_state_dict
 from fsdp_lab.engine.ties import describe_ties, find_ties, untie
 from fsdp_lab.engine.unit import Unit
 
@@ -103,7 +104,7 @@ def fully_shard(
     hooks = UnitHooks(unit, _adopt)
     for h in inside.values():
         h.outer = h.outer if h.outer is not None else hooks
-    refuse_state_dict(unit)
+    watch_state_dict(unit)
     return module
 
 
@@ -137,9 +138,10 @@ def parameter_groups(module: nn.Module) -> dict[Hashable, list[nn.Parameter]]:
     return groups
 
 
-def _regions(module: nn.Module) -> Iterator[tuple[Hashable, nn.Parameter]]:
+def _regions(module: nn.Module) -> Iterator[tuple[Hashable, Any]]:
     for flat in flats_of(module):
-        yield from flat.gradients.regions.items()
+        trainable = {p.slot.group for p in flat.sharded if p.requires_grad}
+        yield from ((group, region) for group, region in flat.gradients.regions.items() if group in trainable)
 
 
 def runtime_of(module: nn.Module) -> Runtime:
@@ -206,13 +208,13 @@ def _take(modules: Sequence[nn.Module], ignored: set[int]) -> list[_Taken]:
     """The parameters that no earlier call took, each once. Raises ShardError where that is not what was meant."""
     found: dict[int, _Taken] = {}
     for root in modules:
-        inner = {id(p) for flat in flats_of(root) for p in flat.parameters}
+        inner = {id(p) for flat in flats_of(root) for p in flat.sharded}
         for path, module in root.named_modules():
             for attribute, p in module._parameters.items():
                 if p is None or id(p) in ignored or id(p) in inner:
                     continue
                 name = f"{path}.{attribute}" if path else attribute
-                if isinstance(p, OriginalParameter):
+                if isinstance(p, ShardedParameter):
                     outer = f"a module around {type(root).__name__}"
                     raise ShardError(f"{name} was sharded already, with {outer}; shard inner modules first")
                 found.setdefault(id(p), _Taken(name, p)).uses.append((module, attribute))
@@ -291,6 +293,6 @@ def _adopt(hooks: UnitHooks) -> Runtime:
     for unit, h in inside.items():
         h.runtime, unit.name = runtime, names[unit.modules[0]]
     for name, p in root.named_parameters():
-        if isinstance(p, OriginalParameter):
+        if isinstance(p, ShardedParameter):
             p.flat.names[p.number] = name
     return runtime

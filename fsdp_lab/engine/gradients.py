@@ -4,7 +4,7 @@
 of the mean: reduce-scatter in the shard group, division by F, all-reduce across replicas, division by R. That is the order
 of FSDP2's hybrid sharding, so that sums have the same bits. In fp16 a sum of large gradients would overflow, and small ones
 would vanish if all of the division came first: there, also as in FSDP2, about the square root of W divides before the sums,
-and the rest after them. What is reduced becomes the `.grad` of `regions`, the parameters that the optimizer was given.
+and the rest after them.
 """
 
 from __future__ import annotations
@@ -12,33 +12,53 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 
-from fsdp_lab.core.layout import Layout
+from fsdp_lab.core.layout import Layout, Range
 from fsdp_lab.engine.collectives import CommHandle, CommStream, all_reduce, reduce_scatter
+from fsdp_lab.engine.dtensor import FlatDTensor, FlatPlacement
+from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.mesh import ShardMesh
+from fsdp_lab.engine.parameters import Region
 from fsdp_lab.engine.policy import ShardPolicy
 
 
 class GradientBuffer:
     """See the module.
 
-    Args:
-        master: [n], the shard whose gradient this is.
-        trainable: False: there are no regions, and nothing arrives.
+    A gradient that did not come is told from one that is zero, on every rank alike: a rank where a parameter got none sends
+    -0.0 in its place, and one where it did sends no -0.0 as the first element of what a rank will hold. Only a sum of -0.0
+    alone is -0.0, so a parameter without a gradient on this rank has one if another rank sent it.
+
+    Attributes:
+        unsharded: [F * n] while they are collected.
+        reduced: [n], the gradient of the shard, where any parameter has one; zero where another has none.
+        regions: optimizer group -> what an optimizer may be given for its parameters.
     """
 
-    def __init__(
-        self, layout: Layout, mesh: ShardMesh, policy: ShardPolicy, master: Tensor, *, trainable: bool
-    ) -> None:
+    def __init__(self, layout: Layout, mesh: ShardMesh, policy: ShardPolicy, master: Tensor, names: list[str]) -> None:
+        self.names = names  # of the parameters, in messages
         self.layout, self.mesh, self.policy, self.master = layout, mesh, policy, master
-        self.unsharded: Tensor | None = None  # [F * n], while gradients arrive
-        self.regions: dict[Hashable, nn.Parameter] = {}  # optimizer group -> a slice of the master shard
-        for group in layout.regions if trainable else ():
-            start, stop = layout.region_in_shard(group, mesh.shard_rank)
-            self.regions[group] = nn.Parameter(master[start:stop])
+        self.unsharded: Tensor | None = None
+        self.reduced: Tensor | None = None
+        self._present: set[int] = set()  # parameters that have a gradient in `reduced`
+        self._stale: set[int] = set()  # and those whose gradient there was forgotten
         self._arrived: set[int] = set()
+        self._firsts: dict[frozenset[int], Tensor] = {}  # of what each rank holds, by the parameters that came
+        self.regions = {group: self._region(group) for group in layout.regions}
+
+    def _region(self, group: Hashable) -> Region:
+        start, stop = self.layout.region_in_shard(group, self.mesh.shard_rank)
+        begin, end = self.layout.regions[group]
+        placement = placement_of(self.layout, self.mesh, begin, end)
+        region = Region.of(
+            self.master[start:stop], (end - begin,), placement, requires_grad=self.master.is_floating_point()
+        )
+        region.gradients, region.group = self, group
+        return region
+
+    # -- from autograd ------------------------------------------------------------------------------------------------
 
     def receive(self, i: int, grad: Tensor) -> None:
         """A parameter's gradient, from autograd; added where one came before."""
@@ -53,9 +73,11 @@ class GradientBuffer:
             self._arrived.add(i)
             place.copy_(grad)
 
-    def take(self) -> Tensor | None:
-        """[F * n]; zero where no gradient came, and in padding. None where none came at all."""
+    def take(self) -> tuple[Tensor, frozenset[int]] | None:
+        """[F * n], zero in padding and -0.0 where no gradient came, and the parameters whose gradients came. None where
+        none came at all."""
         gradient, self.unsharded = self.unsharded, None
+        arrived, self._arrived = frozenset(self._arrived), set()
         if gradient is None:
             return None
         end = 0
@@ -63,37 +85,127 @@ class GradientBuffer:
             slot = self.layout.slots[i]
             gradient[end : slot.offset].zero_()
             end = max(end, slot.stop)  # one without elements may begin where another does
-            if i not in self._arrived:
-                gradient[slot.offset : slot.stop].zero_()
+            if i not in arrived:
+                gradient[slot.offset : slot.stop].fill_(-0.0)
         gradient[end:].zero_()
-        self._arrived = set()
-        return gradient
+        if arrived not in self._firsts:
+            self._firsts[arrived] = self._first_elements(arrived)
+        gradient.index_add_(0, self._firsts[arrived], gradient.new_zeros(len(self._firsts[arrived])))
+        return gradient, arrived
 
-    def accumulate(self, shard: Tensor) -> None:
-        """shard: [n], reduced, in the master's dtype and place or in the reduce dtype; to the regions' `.grad`."""
-        for group, region in self.regions.items():
-            start, stop = self.layout.region_in_shard(group, self.mesh.shard_rank)
-            if region.grad is None:
-                if shard.dtype != region.dtype:
-                    region.grad_dtype = shard.dtype
-                region.grad = shard[start:stop]
-            else:
-                region.grad.add_(shard[start:stop])
+    def _first_elements(self, arrived: frozenset[int]) -> Tensor:
+        """The first elements of what each rank holds of these parameters."""
+        n = self.layout.shard_numel
+        slots = [self.layout.slots[i] for i in arrived]
+        found = {s.offset for s in slots if s.numel}
+        found.update(cut for s in slots for cut in range(-(-s.offset // n) * n, s.stop, n))
+        return torch.tensor(sorted(found), device=self.mesh.device)
+
+    def accumulate(self, shard: Tensor, arrived: frozenset[int]) -> None:
+        """shard: [n], reduced, in the master's dtype and place or in the reduce dtype; `arrived` on this rank."""
+        present = arrived | self._sent_by_others(shard, arrived)
+        if not self._present:
+            self.reduced, self._present, self._stale = shard, set(present), set()
+            return
+        reduced = self.local()
+        assert reduced is not None
+        reduced.add_(shard)
+        self._present |= present
+
+    def _sent_by_others(self, shard: Tensor, arrived: frozenset[int]) -> set[int]:
+        absent = [i for i in range(len(self.layout.slots)) if i not in arrived]
+        firsts = {i: self._own(i)[0] for i in absent if self._own(i)[0] < self._own(i)[1]}
+        values = shard[list(firsts.values())] if firsts else shard[:0]
+        nothings = torch.signbit(values).logical_and(values == 0).tolist()
+        return {i for i, nothing in zip(firsts, nothings, strict=True) if not nothing}
+
+    # -- for the optimizer --------------------------------------------------------------------------------------------
+
+    def local(self) -> Tensor | None:
+        """[n], zero in padding and where a parameter has no gradient; None where none has."""
+        if self.reduced is not None:
+            for i in self._stale:
+                self.reduced[slice(*self._own(i))].zero_()
+            self._stale = set()
+        return self.reduced
+
+    def has_gradient(self, i: int) -> bool:
+        return i in self._present
+
+    def gradient(self, i: int) -> FlatDTensor | None:
+        """The reduced gradient of a parameter, a view."""
+        if i not in self._present or self.reduced is None:
+            return None
+        slot = self.layout.slots[i]
+        placement = placement_of(self.layout, self.mesh, slot.offset, slot.stop)
+        return FlatDTensor.of(self.reduced[slice(*self._own(i))], slot.shape, placement)
+
+    def set_gradient(self, i: int, value: Tensor | None) -> None:
+        """Copy a value, whole or cut as the parameter is; None: forget it."""
+        if value is not None:
+            if self.reduced is None:
+                self.reduced = torch.zeros_like(self.master)
+            self._present.add(i)
+            self._stale.discard(i)
+            found = self.gradient(i)
+            assert found is not None
+            found.copy_(value)
+        elif i in self._present:
+            self._present.discard(i)
+            self._stale.add(i)
+            if not self._present:
+                self.reduced, self._stale = None, set()
+
+    def add(self, i: int, value: Tensor) -> None:
+        """To a parameter's gradient, what did not come through the gathered buffer."""
+        found = self.gradient(i)
+        if found is None:
+            self.set_gradient(i, value)
+        else:
+            found.add_(value)
+
+    def gradient_of_region(self, group: Hashable) -> FlatDTensor | None:
+        """Raises ShardError where some of its parameters have a gradient and others have none."""
+        some = [i for i, slot in enumerate(self.layout.slots) if slot.group == group]
+        absent = [i for i in some if i not in self._present]
+        if len(absent) == len(some):
+            return None
+        if absent:
+            raise ShardError(
+                f"{self.names[absent[0]]} has no gradient, and a flat optimizer would "
+                "move it all the same; give the optimizer model.parameters() in place of sharded_parameters(model), or call "
+                "split_unused(model, optimizer) before each step"
+            )
+        local, (start, stop) = self.local(), self.layout.region_in_shard(group, self.mesh.shard_rank)
+        assert local is not None
+        return self.regions[group].like(local[start:stop])
+
+    def set_gradient_of_region(self, group: Hashable, value: Tensor | None) -> None:
+        begin = self.layout.regions[group][0]
+        for i, slot in enumerate(self.layout.slots):
+            if slot.group == group:
+                part = None if value is None else value[slot.offset - begin : slot.stop - begin].view(slot.shape)
+                self.set_gradient(i, part)
 
     def upcast(self) -> None:
         """Bring gradient shards that were kept in a lower precision to the master's dtype."""
-        for region in self.regions.values():
-            if region.grad is not None and region.grad.dtype != region.dtype:
-                upcast, region.grad = region.grad.to(region.dtype), None
-                region.grad_dtype = region.dtype
-                region.grad = upcast
+        if self.reduced is not None:
+            self.reduced = self.reduced.to(self.master.dtype)
+
+    def _own(self, i: int) -> Range:
+        return self.layout.in_shard(self.layout.slots[i], self.mesh.shard_rank)
+
+
+def placement_of(layout: Layout, mesh: ShardMesh, start: int, stop: int) -> FlatPlacement:
+    """Of elements [start, stop) of a buffer."""
+    return FlatPlacement(mesh=mesh, ranges=tuple(map(layout.shard, range(layout.factor)))).part(start, stop)
 
 
 class Reduction:
     """One flat gradient in flight. Issued when made (inside `stream.entered()`); `finish` gives it to the optimizer."""
 
-    def __init__(self, target: GradientBuffer, gradient: Tensor, stream: CommStream) -> None:
-        self.target, self._mesh, self._stream = target, target.mesh, stream
+    def __init__(self, target: GradientBuffer, gradient: Tensor, arrived: frozenset[int], stream: CommStream) -> None:
+        self.target, self._mesh, self._stream, self._arrived = target, target.mesh, stream, arrived
         self.unsharded = gradient  # [F * n], what was sent
         self.shard = gradient  # what it has become so far: [n], or [F * n] where nothing is scattered
         self._divides_first = gradient.dtype is torch.float16
@@ -113,7 +225,7 @@ class Reduction:
             with self._stream.entered():
                 self._handle = self._next()
         self._handle.wait(on_host=self.shard.device.type == "cpu")
-        self.target.accumulate(self.shard)
+        self.target.accumulate(self.shard, self._arrived)
 
     def _next(self) -> CommHandle:
         return self._stages.pop(0)()

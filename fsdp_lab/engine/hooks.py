@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fsdp_lab.core.schedule import Direction
 from fsdp_lab.engine.errors import ShardError
-from fsdp_lab.engine.flat import OriginalParameter
+from fsdp_lab.engine.parameters import UnshardedParameter
 from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.engine.runtime import Pass, Runtime
 from fsdp_lab.engine.tensors import hiding_in, map_tensors, tensors_in, view_inputs
@@ -56,8 +56,7 @@ class UnitHooks:
                 module.register_forward_hook(after),
             ]
         for flat in self.unit.flats:
-            for p in flat.parameters if flat.trainable else ():
-                self._handles.append(p.register_post_accumulate_grad_hook(self._take_gradient))  # type: ignore[no-untyped-call]
+            self._handles += [self._watch_gradient(p) for p in flat.parameters if p.is_floating_point()]
         self._handles += _cast_around_norms(self.unit)
 
     def remove(self) -> None:
@@ -114,12 +113,19 @@ class UnitHooks:
                 "could not be seen; return tensors, or tuples, lists, dicts or dataclasses of them"
             )
 
+    def _watch_gradient(self, p: nn.Parameter) -> Any:
+        """Of a frozen one too: it may be trained later."""
+        trained = p.requires_grad
+        handle: Any = p.requires_grad_().register_post_accumulate_grad_hook(self._take_gradient)  # type: ignore[no-untyped-call]
+        p.requires_grad_(trained)
+        return handle
+
     def _take_gradient(self, p: Tensor) -> None:
-        assert isinstance(p, OriginalParameter) and p.grad is not None
+        assert isinstance(p, UnshardedParameter) and p.grad is not None
         grad, p.grad = p.grad, None
         if self.runtime is not None:
-            self.runtime.before_gradient(self.unit, p.fqn)
-        p.flat.gradients.receive(p.number, grad)
+            self.runtime.before_gradient(self.unit, p.sharded.fqn)
+        p.sharded.flat.gradients.receive(p.sharded.number, grad)
 
 
 def unit_hooks(module: nn.Module) -> UnitHooks | None:

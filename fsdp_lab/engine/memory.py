@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_lab.core.layout import Range
+from fsdp_lab.engine.dtensor import FlatDTensor
 from fsdp_lab.engine.flat import FlatBuffer
 from fsdp_lab.engine.fully_shard import flats_of, runtime_of, units_of
 from fsdp_lab.engine.gradients import GradientBuffer
@@ -99,14 +100,13 @@ def _held(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterato
 
 def _of_optimizer(flat: FlatBuffer, optimizer: torch.optim.Optimizer | None) -> Iterator[Held]:
     first, _ = flat.layout.shard(flat.mesh.shard_rank)
-    for group, region in flat.gradients.regions.items():
-        start, stop = flat.layout.region_in_shard(group, flat.mesh.shard_rank)
+    if flat.gradients.reduced is not None:
+        yield "gradients_bytes", flat, flat.gradients.reduced, (0, 0)
+    for p, (start, stop) in flat.optimizer_parameters():
         bounds = first + start, first + stop
-        if region.grad is not None:
-            yield "gradients_bytes", flat, region.grad, bounds
-        for slot in optimizer.state.get(region, {}).values() if optimizer is not None else ():
-            if isinstance(slot, Tensor) and slot.dim():
-                yield "optimizer_bytes", flat, slot, bounds
+        for slot in optimizer.state.get(p, {}).values() if optimizer is not None else ():
+            if isinstance(slot, FlatDTensor):
+                yield "optimizer_bytes", flat, slot._local_tensor, bounds
 
 
 def _bounds(owner: Owner, t: Tensor, region: Range) -> Range:

@@ -23,6 +23,7 @@ class ShardMesh:
     """This rank's place in a mesh. A group of one rank is None: nothing is sent in it."""
 
     device: torch.device
+    device_mesh: DeviceMesh
     shard_size: int  # F
     shard_rank: int  # in the shard group, 0..F-1
     replicas: int  # R
@@ -52,6 +53,7 @@ class ShardMesh:
             device = torch.device(mesh.device_type, torch.cuda.current_device())
         return cls(
             device=device,
+            device_mesh=mesh,
             shard_size=1 if shard is None else mesh.size(shard),
             shard_rank=0 if shard is None else mesh.get_local_rank(shard),
             replicas=1 if replicate is None else mesh.size(replicate),

@@ -217,7 +217,7 @@ class Runtime:
         self._finish_reducing()
         self._free_all()
         self._active, current.state = None, TrainingState.IDLE
-        for flat in (flat for unit in self.units if unit.is_sharded for flat in unit.flats):
+        for flat in (flat for unit in self.units for flat in unit.flats):
             flat.refuse_gradients()
 
     # -- what the schedule names ------------------------------------------------------------------------------------
@@ -275,6 +275,8 @@ class Runtime:
             for reduction in self._reducing:
                 reduction.finish()
         self._reducing = []
+        for hook in [hook for flat in unit.flats for hook in flat.reduce_hooks.values()]:
+            hook()
 
     # -- spans ------------------------------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ def upcast_gradients(module: nn.Module) -> None:
 
 def _gradients(module: nn.Module) -> list[Tensor]:
     """Those of the flat shards that have one with elements."""
-    found = [region.grad for flat in flats_of(module) for region in flat.gradients.regions.values()]
+    found = [flat.gradients.local() for flat in flats_of(module)]
     return [g for g in found if g is not None and g.numel()]
 
 

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from fsdp_lab.engine.dtensor import FlatDTensor
 from fsdp_lab.engine.errors import ShardError
-from fsdp_lab.engine.flat import FlatBuffer, OriginalParameter
+from fsdp_lab.engine.flat import FlatBuffer
 from fsdp_lab.engine.mesh import ShardMesh
+from fsdp_lab.engine.parameters import Region, ShardedParameter, sharded_form
 from fsdp_lab.engine.unit import Unit
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -38,10 +40,18 @@ class ParamShard:
     local: Tensor  # [stop - start], a view of the master shard
     param: nn.Parameter | None  # what the optimizer was given; None where it is frozen
     offset: int = 0  # where the range begins in `param`, flat
+    sharded: ShardedParameter | None = None  # or this, alone
 
     @property
     def numel(self) -> int:
         return self.stop - self.start
+
+    def slots(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The optimizer's state for it, or for the region in which it lies."""
+        for p in (self.param, self.sharded):
+            if self.param is not None and p is not None and p in optimizer.state:
+                return dict(optimizer.state[p])
+        return {}
 
 
 def shards_of(module: nn.Module) -> list[ParamShard]:
@@ -49,9 +59,9 @@ def shards_of(module: nn.Module) -> list[ParamShard]:
     return [shard for shard, _ in _shards(module)]
 
 
-def original_parameters(module: nn.Module) -> list[OriginalParameter]:
-    """What modules hold in place of sharded parameters, in the same order."""
-    return [p for p in module.parameters() if isinstance(p, OriginalParameter)]
+def original_parameters(module: nn.Module) -> list[ShardedParameter]:
+    """The sharded parameters, in the same order."""
+    return [p for _, p in _shards(module)]
 
 
 def local_state(module: nn.Module) -> dict[str, ParamShard]:
@@ -131,7 +141,7 @@ def _scatter(shard: ParamShard, value: Tensor | None, mesh: ShardMesh) -> None:
     shard.local.copy_(whole.reshape(-1)[shard.start : shard.stop])
 
 
-def _check_values(shards: list[tuple[ParamShard, OriginalParameter]], values: Mapping[str, Tensor] | None) -> None:
+def _check_values(shards: list[tuple[ParamShard, ShardedParameter]], values: Mapping[str, Tensor] | None) -> None:
     """Raise on every rank the error that rank 0 finds."""
     mesh = shards[0][1].flat.mesh
     wrong: list[str | None] = [None]
@@ -161,25 +171,26 @@ def _broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
 
 def local_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """name -> slot -> this rank's part of it, [stop - start]; what is no flat tensor (AdamW's "step") as it is."""
-    return {s.name: {slot: _part(s, v) for slot, v in _slots(s, optimizer).items()} for s in shards_of(module)}
+    return {s.name: {slot: part_of(s, v) for slot, v in s.slots(optimizer).items()} for s in shards_of(module)}
 
 
 def full_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, slot -> the whole tensor in the parameter's shape), one parameter at a time; collective."""
     for shard, p in _shards(module):
-        yield shard.name, {slot: _whole_slot(p, v) for slot, v in _slots(shard, optimizer).items()}
+        yield shard.name, {slot: _whole_slot(shard, p, v) for slot, v in shard.slots(optimizer).items()}
 
 
 def load_full_optimizer_state(
     module: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Set the optimizer's state from whole tensors; not collective. `optimizer` is over `sharded_parameters(module)`.
+    """Set the optimizer's state from whole tensors; not collective.
 
     Raises:
         ShardError: a trainable parameter has no state where others have one, or a slot of another shape; nothing has been
             changed then.
     """
-    shards = [shard for shard, _ in _shards(module) if shard.param is not None]
+    pairs = [(shard, p) for shard, p in _shards(module) if shard.param is not None]
+    shards = [shard for shard, _ in pairs]
     for shard in shards:
         if shard.name not in state:
             raise ShardError(f"there is no optimizer state for {shard.name}; give one for every trainable parameter")
@@ -187,17 +198,53 @@ def load_full_optimizer_state(
             if isinstance(value, Tensor) and value.dim():
                 _check_shape(shard, value)
     like_steps = _like_steps(shards, state)
-    for shard in shards:
-        assert shard.param is not None
-        into = optimizer.state[shard.param]
+    names = {p: shard.name for shard, p in pairs}
+    _split(module, optimizer, lambda p: str({k: v for k, v in state[names[p]].items() if k in like_steps}))
+    given = _given(optimizer)
+    for shard, p in pairs:
+        target = p if p in given else shard.param
+        assert target is not None
+        into = optimizer.state[target] if state[shard.name] else {}
         for slot, value in state[shard.name].items():
             if slot in like_steps:
                 into[slot] = value.clone() if isinstance(value, Tensor) else value
                 continue
             if slot not in into:
-                into[slot] = torch.zeros_like(shard.param)
-            part = value.reshape(-1)[shard.start : shard.stop]
-            into[slot][shard.offset : shard.offset + part.numel()].copy_(part)
+                into[slot] = torch.zeros_like(target)
+            part_of(shard, into[slot]).copy_(value.reshape(-1)[shard.start : shard.stop])
+
+
+def split_unused(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Before a step of an optimizer over `sharded_parameters(module)`: where some parameters of a region have no gradient,
+    give the optimizer the region's parameters instead, each with its part of the state, so that only the others move."""
+    _split(module, optimizer, lambda p: str(p.flat.gradients.has_gradient(p.number)))
+
+
+def _split(module: nn.Module, optimizer: torch.optim.Optimizer, kind: Callable[[ShardedParameter], str]) -> None:
+    """Split the regions whose parameters are not of one kind."""
+    inside: dict[Region, list[ParamShard]] = {}
+    for shard, p in _shards(module):
+        inside.setdefault(p.flat.gradients.regions[p.slot.group], []).append(shard)
+    for region in _given(optimizer) & inside.keys():
+        if len({kind(s.sharded) for s in inside[region] if s.sharded is not None}) > 1:
+            _split_region(optimizer, region, inside[region])
+
+
+def _split_region(optimizer: torch.optim.Optimizer, region: Region, inside: Sequence[ParamShard]) -> None:
+    for options in optimizer.param_groups:
+        options["params"] = [
+            q for p in options["params"] for q in ([s.sharded for s in inside] if p is region else [p])
+        ]
+    state = optimizer.state.pop(region, {})
+    for shard in inside if state else ():
+        parts = {slot: part_of(shard, v) for slot, v in state.items()}
+        assert shard.sharded is not None
+        like = shard.sharded.like
+        optimizer.state[shard.sharded] = {k: v.clone() if v is state[k] else like(v.clone()) for k, v in parts.items()}
+
+
+def _given(optimizer: torch.optim.Optimizer) -> set[Any]:
+    return {p for options in optimizer.param_groups for p in options["params"]}
 
 
 def _like_steps(shards: Sequence[ParamShard], state: Mapping[str, Mapping[str, Any]]) -> set[str]:
@@ -214,61 +261,41 @@ def _like_steps(shards: Sequence[ParamShard], state: Mapping[str, Mapping[str, A
 # -- small helpers ---------------------------------------------------------------------------------------------------
 
 
-def _shards(module: nn.Module) -> list[tuple[ParamShard, OriginalParameter]]:
-    parameters = [(_original(name), p) for name, p in module.named_parameters() if isinstance(p, OriginalParameter)]
-    return [(_shard(name, p), p) for name, p in parameters]
+def _shards(module: nn.Module) -> list[tuple[ParamShard, ShardedParameter]]:
+    parameters = [(_original(name), sharded_form(p)) for name, p in module.named_parameters()]
+    return [(shard_of(name, p), p) for name, p in parameters if p is not None]
 
 
-def _shard(name: str, p: OriginalParameter) -> ParamShard:
+def shard_of(name: str, p: ShardedParameter) -> ParamShard:
     layout, rank = p.flat.layout, p.flat.mesh.shard_rank
     start, stop = layout.own(p.slot, rank)
-    param = p.flat.gradients.regions.get(p.slot.group)
+    param: Any = p.flat.gradients.regions[p.slot.group] if p.requires_grad else None
     offset = 0
     if param is not None and start < stop:
         offset = layout.in_shard(p.slot, rank)[0] - layout.region_in_shard(p.slot.group, rank)[0]
     shape, local = torch.Size(p.slot.shape), p.flat.own_part(p.number)
-    return ParamShard(name=name, shape=shape, start=start, stop=stop, local=local, param=param, offset=offset)
+    return ParamShard(
+        name=name, shape=shape, start=start, stop=stop, local=local, param=param, offset=offset, sharded=p
+    )
 
 
 def gather_one(flat: FlatBuffer, number: int, held: Tensor) -> Tensor:
-    """The whole tensor of one parameter from `held`, [n], this rank's part of what is laid out as the master shard.
-
-    Each rank sends its part to the others: an all-gather of equal parts would hold F times the longest one."""
-    slot, mesh = flat.layout.slots[number], flat.mesh
-    whole = torch.empty(slot.numel, dtype=held.dtype, device=mesh.device)
-    works: list[dist.Work | None] = []
-    for rank in range(mesh.shard_size):
-        start, stop = flat.layout.own(slot, rank)
-        if rank == mesh.shard_rank:
-            first, last = flat.layout.in_shard(slot, rank)
-            whole[start:stop].copy_(held[first:last])
-        if start < stop and mesh.shard_group is not None:
-            source = dist.get_global_rank(mesh.shard_group, rank)
-            works.append(dist.broadcast(whole[start:stop], src=source, group=mesh.shard_group, async_op=True))
-    for work in works:
-        if work is not None:
-            work.wait()
-    return whole.view(slot.shape)
+    """The whole tensor of one parameter from `held`, [n], this rank's part of what is laid out as the master shard."""
+    slot, placement = flat.layout.slots[number], flat.sharded[number].flat_placement
+    return placement.gather(held[slice(*flat.layout.in_shard(slot, flat.mesh.shard_rank))], slot.numel).view(slot.shape)
 
 
-def _slots(shard: ParamShard, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {} if shard.param is None else dict(optimizer.state.get(shard.param, {}))
-
-
-def _part(shard: ParamShard, value: Any) -> Any:
-    if not isinstance(value, Tensor) or value.dim() == 0:
+def part_of(shard: ParamShard, value: Any) -> Any:
+    if not isinstance(value, FlatDTensor):
         return value
-    return value[shard.offset : shard.offset + shard.stop - shard.start]
+    local = value._local_tensor.detach()
+    return local if local.numel() == shard.numel else local[shard.offset : shard.offset + shard.numel]
 
 
-def _whole_slot(p: OriginalParameter, value: Any) -> Any:
-    """A flat slot is laid out as its region: bring it to where the region lies in a shard."""
-    if not isinstance(value, Tensor) or value.dim() == 0:
+def _whole_slot(shard: ParamShard, p: ShardedParameter, value: Any) -> Any:
+    if not isinstance(value, FlatDTensor):
         return value.clone() if isinstance(value, Tensor) else value
-    begin, end = p.flat.layout.region_in_shard(p.slot.group, p.flat.mesh.shard_rank)
-    held = value.new_zeros(p.flat.layout.shard_numel)
-    held[begin:end] = value
-    return gather_one(p.flat, p.number, held)
+    return p.flat_placement.gather(part_of(shard, value), shard.shape.numel()).view(shard.shape)
 
 
 def _fill(shard: ParamShard, whole: Tensor) -> None:
@@ -288,22 +315,21 @@ def _original(name: str) -> str:
     return name
 
 
-# -- refused ------------------------------------------------------------------------------------------------------
+# -- state_dict -----------------------------------------------------------------------------------------------------
 
 
-def refuse_state_dict(unit: Unit) -> None:
-    """Of its modules, outside `unshard`: let `state_dict` and `load_state_dict` raise ShardError."""
+def watch_state_dict(unit: Unit) -> None:
+    """Let `state_dict` show sharded tensors (inside `unshard`, whole ones), and `load_state_dict` write to them."""
 
     def saving(module: nn.Module, *_: Any) -> None:
-        if not unit.pins:
-            raise ShardError("state_dict() would hold NaN for parameters that are sharded; use full_state(model), "
-                             "local_state(model), or `with unshard(model):`")  # fmt: skip
+        unit.reshard()
 
-    def loading(module: nn.Module, *_: Any) -> None:
-        if not unit.pins:
-            raise ShardError("load_state_dict() cannot write to parameters that are sharded; use load_full_state(model, "
-                             "values), or `with unshard(model):`")  # fmt: skip
+    def loading(module: nn.Module, state: dict[str, Any], prefix: str, local: dict[str, Any], *_: Any) -> None:
+        unit.reshard()
+        for name, p in module._parameters.items():
+            if local.get("assign_to_params_buffers") and isinstance(p, ShardedParameter) and prefix + name in state:
+                p.data, state[prefix + name] = state[prefix + name], p  # assigned to itself
 
-    for module in unit.modules:
+    for module in {use[0]: None for flat in unit.flats for uses in flat.uses for use in uses}:
         module.register_state_dict_pre_hook(saving)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(loading)  # type: ignore[no-untyped-call]

@@ -104,7 +104,7 @@ class Unit:
         """Issue the reductions of what has come."""
         with stream.entered():
             taken = [(flat.gradients, flat.gradients.take()) for flat in self.flats]
-            return [Reduction(target, gradient, stream) for target, gradient in taken if gradient is not None]
+            return [Reduction(target, *found, stream) for target, found in taken if found is not None]
 
     def drop_gradient(self) -> None:
         """Forget what came in a backward that failed."""

@@ -20,7 +20,6 @@ from fsdp_lab.core.events import ROOT, ParameterHolding, PhaseSnapshot, StepEven
 from fsdp_lab.core.schedule import Direction, Phase
 from fsdp_lab.engine import (
     FlatBuffer,
-    ParamShard,
     Unit,
     UnitState,
     original_parameters,
@@ -146,7 +145,7 @@ def holdings(module: nn.Module) -> list[ParameterHolding]:
             start=shard.start,
             stop=shard.stop,
             state=_state(unit_of[id(p.flat)], p.flat),
-            gradient=_gradient(shard, p.flat, reducing),
+            gradient=_gradient(p.flat, p.number, reducing),
         )
         for shard, p in zip(shards_of(module), original_parameters(module), strict=True)
     ]
@@ -158,12 +157,12 @@ def _state(unit: Unit, flat: FlatBuffer) -> str:
     return "gathering" if unit.state is UnitState.GATHERING else "sharded"
 
 
-def _gradient(shard: ParamShard, flat: FlatBuffer, reducing: set[int]) -> str:
+def _gradient(flat: FlatBuffer, number: int, reducing: set[int]) -> str:
     if flat.gradients.unsharded is not None:
         return "unsharded"
     if id(flat.gradients) in reducing:
         return "reducing"
-    return "sharded" if shard.param is not None and shard.param.grad is not None else "none"
+    return "sharded" if flat.gradients.has_gradient(number) else "none"
 
 
 class SlowMotionStep:

@@ -26,9 +26,6 @@ class Naive:
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.shards = {name: nn.Parameter(self._mine(p.detach()).clone()) for name, p in self.trained.items()}
         self.optimizer = make(list(self.shards.items()))
-        self.buffers: dict[
-            str, object
-        ] = {}  # a parameter without a gradient has one of zero if one of its buffer has any
 
     def _mine(self, whole: Tensor) -> Tensor:
         """[n]: this rank's part of a flattened tensor, the last ones filled up with zeros."""
@@ -50,11 +47,10 @@ class Naive:
         self.gather()
         value = loss(self.model)
         value.backward()
-        present = {self.buffers.get(name) for name, p in self.trained.items() if p.grad is not None}
         for name, p in self.trained.items():
-            if self.buffers.get(name) not in present:
+            if p.grad is None:
                 continue
-            grads = self._everybodys(torch.zeros_like(p) if p.grad is None else p.grad)
+            grads = self._everybodys(p.grad)
             near = [grads[i : i + self.factor] for i in range(0, self.world, self.factor)]
             across = in_order([in_order(group) / self.factor for group in near]) / (self.world // self.factor)
             self.shards[name].grad, p.grad = self._mine(across), None

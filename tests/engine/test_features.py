@@ -29,11 +29,13 @@ from fsdp_lab.engine import (
     parameter_groups,
     runtime_of,
     sharded_parameters,
+    split_unused,
     units_of,
     unshard,
     upcast_gradients,
 )
-from fsdp_lab.engine.flat import OriginalParameter
+from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.parameters import ShardedParameter
 from fsdp_lab.engine.unit import UnitState
 from tests.engine.toys import (
     WIDTH,
@@ -46,6 +48,7 @@ from tests.engine.toys import (
     make,
     mean_square,
     options_of,
+    plain_step,
     train_beside,
 )
 from tests.pool import Place, Pool
@@ -84,9 +87,9 @@ def lora(place: Place) -> None:
     model.last.requires_grad_(False)
     sharded, _ = train_beside(place, model)
     flats = [flat for unit in units_of(sharded) for flat in unit.flats]
-    assert sorted(flat.trainable for flat in flats) == [False] * 4 + [True] * 3  # the root's is frozen as a whole
-    assert all(not flat.gradients.regions for flat in flats if not flat.trainable)
-    assert sum(p.numel() for p in sharded_parameters(sharded)) < 3 * 4 * WIDTH  # no room for what is frozen
+    trained = [{p.requires_grad for p in flat.sharded} for flat in flats]
+    assert sorted(trained, key=str) == [{False}] * 4 + [{True}] * 3  # the root's is frozen as a whole
+    assert sum(p.to_local().numel() for p in sharded_parameters(sharded)) < 3 * 4 * WIDTH  # no room for what is frozen
 
 
 def a_frozen_first_unit(place: Place) -> None:
@@ -118,7 +121,7 @@ def ignored(place: Place) -> None:
     model, plain = make(), make()
     left_alone = [model.last.bias, model.blocks[1].norm.weight]
     by_block(model, ignored_params=left_alone)
-    assert model.last.bias is left_alone[0] and not isinstance(left_alone[1], OriginalParameter)
+    assert model.last.bias is left_alone[0] and not isinstance(left_alone[1], ShardedParameter)
     x = batch(0, place.rank)
     mean_square(model, x).backward()
     own = gradients(plain, mean_square, [x])
@@ -169,13 +172,61 @@ class PartlyUsed(Block):
 
 
 def a_parameter_that_is_never_used(place: Place) -> None:
-    sharded, _ = train_beside(place, make(block=PartlyUsed))
-    mean_square(sharded, batch(0, place.rank)).backward()
-    flat = units_of(sharded)[1].flats[0]
-    (region,) = flat.gradients.regions.values()
-    i = flat.names.index("blocks.0.idle")
-    start, stop = flat.layout.in_shard(flat.layout.slots[i], place.rank)
-    assert region.grad is not None and not region.grad[start:stop].any() and region.grad.any()
+    """It has no gradient, and AdamW leaves it as it is, also where it is given flat tensors, which then are split."""
+    for held in (nn.Module.parameters, sharded_parameters):
+        model, plain = make(block=PartlyUsed), make(block=PartlyUsed)
+        by_block(model)
+        optimizer = torch.optim.AdamW(held(model), lr=0.1, foreach=True)
+        theirs = torch.optim.AdamW(plain.parameters(), lr=0.1, foreach=True)
+        for at in range(3):
+            batches = [batch(at, rank) for rank in range(place.world_size)]
+            mean_square(model, batches[place.rank]).backward()
+            assert model.blocks[0].idle.grad is None and model.blocks[0].up.weight.grad is not None
+            if held is sharded_parameters:
+                if at == 0:
+                    with pytest.raises(ShardError, match="blocks.0.idle has no gradient, and a flat optimizer would"):
+                        optimizer.step()
+                split_unused(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            plain_step(plain, mean_square, batches, theirs)
+            assert_equal(model, plain)
+
+
+class Doors(nn.Module):
+    """One of two layers is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.door = 0
+
+    def forward(self, x: Tensor) -> Any:
+        return (self.right if self.door else self.left)(x)
+
+
+def a_parameter_that_some_ranks_use(place: Place) -> None:
+    """It has a gradient on all of them."""
+    model, plain = make(block=Doors), make(block=Doors)
+    by_block(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.1, foreach=True)
+    for at in range(4):
+        doors = [at > 1 and rank == 0 for rank in range(place.world_size)]
+        batches = [batch(at, rank) for rank in range(place.world_size)]
+
+        def loss(m: nn.Module, x: Tensor, doors: list[bool] = doors, batches: list[Tensor] = batches) -> Tensor:
+            rank = next(i for i, b in enumerate(batches) if b is x)
+            for block in m.blocks:
+                block.door = doors[rank]
+            return mean_square(m, x)
+
+        loss(model, batches[place.rank]).backward()
+        assert (model.blocks[0].right.weight.grad is None) == (at < 2)
+        optimizer.step()
+        optimizer.zero_grad()
+        plain_step(plain, loss, batches, theirs)
+        assert_equal(model, plain)
 
 
 def a_unit_called_more_than_once(place: Place) -> None:
@@ -199,6 +250,7 @@ def a_unit_called_inside_itself(place: Place) -> None:
     a_unit_that_is_never_used,
     a_unit_used_on_some_steps,
     a_parameter_that_is_never_used,
+    a_parameter_that_some_ranks_use,
     a_unit_called_more_than_once,
     a_unit_called_inside_itself,
 )
@@ -419,19 +471,10 @@ def between_forward_and_backward(place: Place) -> None:
 
 
 def _has_gradients(model: Any, wanted: dict[str, Tensor], times: float = 1.0) -> None:
-    """The shards' gradients are `times` these, bit for bit; written where the parameters are, to be gathered as they are."""
-    masters = [flat.master.clone() for unit in units_of(model) for flat in unit.flats]
-    with torch.no_grad():
-        for unit in units_of(model):
-            for flat in unit.flats:
-                for region in flat.gradients.regions.values():
-                    region.copy_(torch.zeros_like(region) if region.grad is None else region.grad)
-    found = dict(full_state(model))
+    """The reduced gradients of the parameters are `times` these, bit for bit; others have none."""
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
     differ = [name for name, g in wanted.items() if not torch.equal(found[name], times * g)]
-    assert not differ, differ
-    with torch.no_grad():
-        for master, flat in zip(masters, [f for unit in units_of(model) for f in unit.flats], strict=True):
-            flat.master.copy_(master)
+    assert not differ and found.keys() == wanted.keys(), differ
 
 
 def a_graph_that_is_dropped(place: Place) -> None:
@@ -636,7 +679,8 @@ def gradients_by_function(place: Place) -> None:
     (wanted,) = torch.autograd.grad(mean_square(plain, y), [y])
     assert torch.equal(found, wanted)
     names = [name for name, _ in plain.named_parameters()]
-    ours = torch.autograd.grad(mean_square(model, x), [model.get_parameter(name) for name in names])
+    with unshard(model):
+        ours = torch.autograd.grad(mean_square(model, x), [model.get_parameter(name) for name in names])
     theirs = torch.autograd.grad(mean_square(plain, y), list(plain.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert all(p.grad is None for p in sharded_parameters(model)) and kept_gathered(model) == []
@@ -793,7 +837,7 @@ def overflow_on_one_rank(place: Place) -> bool:
         out, element = model(batch(0, place.rank))
         loss = out.float().square().mean() + (factor if place.rank == 1 else 0.0) * element
         scaler.scale_loss(loss).backward()
-        whole = all(p.grad is None or bool(p.grad.isfinite().all()) for p in sharded_parameters(model))
+        whole = all(p.grad is None or bool(p.grad.to_local().isfinite().all()) for p in sharded_parameters(model))
         may_step = scaler.unscale_gradients(model)
         if may_step:
             optimizer.step()

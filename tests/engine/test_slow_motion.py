@@ -23,6 +23,7 @@ from fsdp_lab.engine import (
     shards_of,
     units_of,
 )
+from fsdp_lab.engine.parameters import sharded_form
 from fsdp_lab.rank.slow_motion import PhaseStepper, Stop, holdings
 from tests.engine.toys import batch, by_block, make, mean_square
 from tests.pool import Place, Pool
@@ -117,7 +118,9 @@ def test_the_step_is_the_same(pool: Pool, scenario: Callable[[Place], None]) -> 
 def _is_true(model: Any, held: ParameterHolding, shard: ParamShard, whole: Tensor) -> None:
     """Compare with the storage itself."""
     p = model.get_parameter(shard.name)
-    flat: FlatBuffer = p.flat
+    sharded = sharded_form(p)
+    assert sharded is not None
+    flat: FlatBuffer = sharded.flat
     unit = next(unit for unit in units_of(model) if flat in unit.flats)
     assert held.unit == (unit.name or ROOT)
     assert (held.name, held.start, held.stop) == (shard.name, shard.start, shard.stop)
@@ -125,7 +128,7 @@ def _is_true(model: Any, held: ParameterHolding, shard: ParamShard, whole: Tenso
     if held.state == "unsharded":
         assert torch.equal(p, whole.to(p.dtype)) and flat.full.untyped_storage().size()
     else:
-        assert bool(p.isnan().all())
+        assert p is sharded
         assert bool(flat.full.untyped_storage().size()) == (
             held.state == "gathering" or flat.policy.shard_optimizer_only
         )
@@ -135,7 +138,7 @@ def _is_true(model: Any, held: ParameterHolding, shard: ParamShard, whole: Tenso
     assert (held.gradient == "sharded") == (reduced and flat.gradients.unsharded is None)
     if held.gradient == "sharded":
         assert shard.param is not None and shard.param.grad is not None
-        assert bool(shard.param.grad.isfinite().all())
+        assert bool(shard.param.grad.to_local().isfinite().all())
 
 
 def holdings_are_what_is_there(place: Place) -> None:

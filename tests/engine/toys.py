@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from fsdp_lab.backends.flat import engine_options
 from fsdp_lab.core.spec import Strategy
-from fsdp_lab.engine import build_mesh, full_state, fully_shard, sharded_parameters
+from fsdp_lab.engine import build_mesh, full_state, fully_shard
 from tests.pool import Place
 
 WIDTH = 6  # no multiple of it is a power of two, so shards are padded and cut through parameters
@@ -111,15 +111,17 @@ def train_beside(
     loss: Loss = mean_square,
     steps: int = 3,
     at_step: Callable[[Any, int], None] = lambda model, step: None,
+    held: Callable[[Any], Iterable[nn.Parameter]] = nn.Module.parameters,
 ) -> tuple[Any, Any]:
     """Train `model`, sharded by `shard`, and a plain copy of it, and compare every loss and every parameter, bit for bit.
 
-    `at_step` is called on both before each step. Returns both. With two ranks a sum has the same bits in any order.
+    `at_step` is called on both before each step; `held` is what the optimizer is given. Returns both. With two ranks a
+    sum has the same bits in any order.
     """
     plain = copy.deepcopy(model)
     shard(model)
     before = [p.detach().clone() for p in plain.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(sharded_parameters(model), lr=0.1)
+    optimizer = torch.optim.SGD([p for p in held(model) if p.requires_grad], lr=0.1)
     plain_optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
     for step in range(steps):
         at_step(model, step)

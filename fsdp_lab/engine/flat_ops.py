@@ -1,0 +1,302 @@
+"""What torch's operations do with `FlatDTensor`s: three kinds.
+
+1. Element-wise ones (arithmetic, copies, an optimizer's foreach and fused kernels) run on the local ranges.
+2. Norms, and GradScaler's search for what is not finite, run on the local ranges and are then reduced over the ranks.
+3. All others run on the gathered tensors; what they write is cut again. Every rank must call them.
+
+Views are refused unless they are ranges of elements again, as a row is: what were written to another one would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from fsdp_lab.engine.dtensor import FlatDTensor, replicated
+from fsdp_lab.engine.errors import ShardError
+
+aten: Any = torch.ops.aten
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func` of arguments some of which are `FlatDTensor`s."""
+    packet = func.overloadpacket
+    if packet in _SPECIAL:
+        found = _SPECIAL[packet](func, args, kwargs)
+        if found is not NotImplemented:
+            return found
+    name = func._schema.name.removeprefix("aten::")
+    if name.startswith(("_foreach_", "_fused_")):
+        return _on_lists(func, args, kwargs)
+    if torch.Tag.pointwise in func.tags or packet in _POINTWISE:
+        like = _like(func, args, kwargs)
+        if like is not None:
+            return _on_ranges(func, args, kwargs, like)
+    if torch.Tag.nondeterministic_seeded in func.tags and name.endswith("_") and isinstance(args[0], FlatDTensor):
+        return _draw(func, args, kwargs)
+    return _on_whole(func, args, kwargs)
+
+
+# -- element-wise ----------------------------------------------------------------------------------------------------
+
+_POINTWISE = {
+    aten.copy_,
+    aten.clone,
+    aten.detach,
+    aten.alias,
+    aten._to_copy,
+    aten.zero_,
+    aten.fill_,
+    aten.zeros_like,
+    aten.ones_like,
+    aten.full_like,
+    aten.empty_like,
+    aten.lift_fresh,
+    aten.masked_fill_,
+    aten.masked_fill,
+}
+
+
+def _like(func: Any, args: Any, kwargs: Any) -> FlatDTensor | None:
+    """The argument as which the result is cut; None where what is written, or the result's shape, is another."""
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    like = next(t for t in tensors if isinstance(t, FlatDTensor))
+    if func._schema.is_mutable and args[0] is not like:
+        return None
+    try:
+        shape = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+            *(t.shape for t in tensors)
+        )
+    except RuntimeError:
+        return None
+    return like if like.shape == shape else None
+
+
+def _on_ranges(func: Any, args: Any, kwargs: Any, like: FlatDTensor) -> Any:
+    local_args, local_kwargs = pytree.tree_map_only(Tensor, lambda t: _range(t, like), (args, kwargs))
+    local_kwargs.pop("memory_format", None)  # a range has one dimension
+    found = func(*local_args, **local_kwargs)
+    if not isinstance(found, Tensor):
+        return found
+    written = args[0] if func._schema.is_mutable else None
+    return written if written is not None else like.like(found)
+
+
+def _range(t: Tensor, like: FlatDTensor) -> Tensor:
+    """This rank's range of an argument of an element-wise operation; of a number, the number."""
+    if isinstance(t, FlatDTensor):
+        if t.flat_placement == like.flat_placement and t.shape == like.shape:
+            return t._local_tensor
+        t = t.whole()
+    elif isinstance(t, DTensor):
+        t = t.full_tensor()
+    return t if t.dim() == 0 else like.range_of(t)
+
+
+def _on_lists(func: Any, args: Any, kwargs: Any) -> Any:
+    """Foreach and fused kernels: of each position the first argument says how it is cut."""
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and _has_tensors(a)]
+    alike: dict[int, FlatDTensor] = {}
+    for some in lists:
+        for i, t in enumerate(some):
+            if isinstance(t, FlatDTensor):
+                alike.setdefault(i, t)
+    lone = next(iter(alike.values()))
+
+    def local(a: Any) -> Any:
+        if isinstance(a, (list, tuple)) and _has_tensors(a):
+            return [_range(t, alike[i]) if i in alike else t for i, t in enumerate(a)]
+        return _range(a, lone) if isinstance(a, Tensor) else a
+
+    found = func(*map(local, args), **{k: local(v) for k, v in kwargs.items()})
+    if isinstance(found, (list, tuple)):
+        return [alike[i].like(t) if i in alike else t for i, t in enumerate(found)]
+    return found
+
+
+def _has_tensors(a: Sequence[Any]) -> bool:
+    return any(isinstance(t, Tensor) for t in a)
+
+
+def _draw(func: Any, args: Any, kwargs: Any) -> Any:
+    """Random values in place: each rank draws the whole tensor, so that equal seeds give what one process draws."""
+    t: FlatDTensor = args[0]
+    whole = torch.empty(t.shape, dtype=t.dtype, device=t._local_tensor.device)
+    func(whole, *args[1:], **kwargs)
+    t._local_tensor.copy_(t.range_of(whole))
+    return t
+
+
+# -- reductions over ranks -------------------------------------------------------------------------------------------
+
+
+def _norm(func: Any, args: Any, kwargs: Any) -> Any:
+    t = args[0]
+    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    order, dims = given.get("ord", given.get("p", 2)), given.get("dim")
+    if not isinstance(t, FlatDTensor) or (dims and len(dims) != t.dim()) or given.get("keepdim"):
+        return NotImplemented
+    return _norms([t], 2.0 if order is None else float(order), given.get("dtype"))[0]
+
+
+def _foreach_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    if not all(isinstance(t, FlatDTensor) for t in args[0]):
+        return NotImplemented
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    return _norms(args[0], float(order), args[2] if len(args) > 2 else kwargs.get("dtype"))
+
+
+def _norms(tensors: Sequence[FlatDTensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
+    """Those of the whole tensors; one all-reduce for each shard group."""
+    by_group: dict[Any, list[int]] = {}
+    for i, t in enumerate(tensors):
+        by_group.setdefault(t.flat_placement.mesh.shard_group, []).append(i)
+    found: dict[int, Tensor] = {}
+    for group, indices in by_group.items():
+        mesh = tensors[indices[0]].flat_placement.mesh
+        each = torch.stack([_local_norm(tensors[i]._local_tensor, order, dtype) for i in indices]).to(mesh.device)
+        if group is not None:
+            _reduce_norms(each, order, group)
+        found.update((i, replicated(each[j], tensors[i].device_mesh)) for j, i in enumerate(indices))
+    return [found[i] for i in range(len(tensors))]
+
+
+def _local_norm(local: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
+    if not local.numel():
+        nothing = float("inf") if order == float("-inf") else 0.0
+        return torch.full((), nothing, dtype=dtype or local.dtype, device=local.device)
+    norm: Tensor = torch.linalg.vector_norm(local, order, dtype=dtype)
+    return norm
+
+
+def _reduce_norms(each: Tensor, order: float, group: dist.ProcessGroup) -> None:
+    if order in (float("inf"), float("-inf")):
+        dist.all_reduce(each, op=dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN, group=group)
+    elif order == 0:
+        dist.all_reduce(each, op=dist.ReduceOp.SUM, group=group)
+    else:
+        each.pow_(order)
+        dist.all_reduce(each, op=dist.ReduceOp.SUM, group=group)
+        each.pow_(1.0 / order)
+
+
+def _unscale(func: Any, args: Any, kwargs: Any) -> None:
+    """GradScaler: where a gradient is not finite on one rank, it is so for all."""
+    gradients, found_inf, inverse = args
+    local = [t._local_tensor if isinstance(t, FlatDTensor) else t for t in gradients]
+    func(local, found_inf, inverse, **kwargs)
+    meshes = [t.flat_placement.mesh for t in gradients if isinstance(t, FlatDTensor)]
+    for group in dict.fromkeys(g for m in meshes for g in (m.shard_group, m.replicate_group) if g is not None):
+        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
+
+
+# -- on whole tensors ------------------------------------------------------------------------------------------------
+
+_COPIES = {aten.t, aten.transpose, aten.permute, aten.expand, aten.view_as_real}  # views that are only read
+
+
+def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """Gather, run, and cut again what was written."""
+    packet = func.overloadpacket
+    aliases = [r.alias_info for r in func._schema.returns]
+    if any(a is not None and not a.is_write for a in aliases) and packet not in _COPIES:
+        raise ShardError(
+            f"{func._schema.name} of a sharded tensor would be a view of elements that are on other ranks; take its "
+            "full_tensor(), or use `with unshard(model):`"
+        )
+    writes = func._schema.is_mutable and isinstance(args[0], FlatDTensor)
+    if not writes and any(type(t) is Tensor and t.dim() for t in pytree.tree_leaves((args, kwargs))):
+        raise ShardError(
+            f"{func._schema.name} was given a sharded tensor and a plain one, which differs between ranks; call the module "
+            "that was sharded, or its root, or use `with unshard(model):`"
+        )
+    mesh = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, FlatDTensor)).device_mesh
+    whole: dict[int, Tensor] = {}
+
+    def gathered(t: Tensor) -> Tensor:
+        if isinstance(t, FlatDTensor):
+            return whole.setdefault(id(t), t.whole())
+        return t.full_tensor() if isinstance(t, DTensor) else t
+
+    whole_args, whole_kwargs = pytree.tree_map_only(Tensor, gathered, (args, kwargs))
+    found = func(*whole_args, **whole_kwargs)
+    for argument, given in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, FlatDTensor):
+            given._local_tensor.copy_(given.range_of(whole[id(given)]))
+            return given
+    written = [a for a, b in zip(args, whole_args, strict=True) if b is found]
+    return written[0] if written else pytree.tree_map_only(Tensor, lambda t: replicated(t, mesh), found)
+
+
+# -- views that are ranges again -------------------------------------------------------------------------------------
+
+
+def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
+    """Another shape of the same elements in the same order, or of elements of another type."""
+    t = args[0]
+    if func is aten.view.dtype:
+        return t.like(t._local_tensor.view(args[1])) if args[1].itemsize == t.dtype.itemsize else NotImplemented
+    shape = func(torch.empty(t.shape, device="meta"), *args[1:], **kwargs).shape
+    return t.like(t._local_tensor.detach(), shape)
+
+
+def _select(func: Any, args: Any, kwargs: Any) -> Any:
+    t, dim, index = args[0], int(args[1]), int(args[2])
+    if t.shape[:dim].numel() != 1 or dim < 0:
+        return NotImplemented
+    index, row = index % t.shape[dim], t.shape[dim + 1 :].numel()
+    return _part(t, index * row, (index + 1) * row, (*t.shape[:dim], *t.shape[dim + 1 :]))
+
+
+def _slice(func: Any, args: Any, kwargs: Any) -> Any:
+    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    t, dim = args[0], given.get("dim", 0)
+    if t.shape[:dim].numel() != 1 or dim < 0 or given.get("step", 1) != 1:
+        return NotImplemented
+    start, stop, _ = slice(given.get("start"), given.get("end")).indices(t.shape[dim])
+    row, rows = t.shape[dim + 1 :].numel(), max(0, stop - start)
+    return _part(t, start * row, (start + rows) * row, (*t.shape[:dim], rows, *t.shape[dim + 1 :]))
+
+
+def _part(t: FlatDTensor, start: int, stop: int, shape: tuple[int, ...]) -> FlatDTensor:
+    placement, first = t.flat_placement.part(start, stop), t.flat_placement.own[0]
+    a, b = placement.own
+    local = t._local_tensor.detach()[start + a - first : start + b - first] if a < b else t._local_tensor.detach()[:0]
+    return FlatDTensor.of(local, shape, placement)
+
+
+def _empty(func: Any, args: Any, kwargs: Any) -> Any:
+    """`t.new_zeros(shape)` and the like: cut as `t` is where the shape is the same, replicated otherwise."""
+    t, size = args[0], torch.Size(args[1])
+    options = {"dtype": t.dtype, "device": t._local_tensor.device, **kwargs}
+    local = t._local_tensor if size == t.shape else torch.empty(size, dtype=t.dtype, device=t._local_tensor.device)
+    options.pop("memory_format", None)
+    made = func(local, local.shape, *args[2:], **options)
+    return t.like(made) if size == t.shape else replicated(made, t.device_mesh)
+
+
+Special = Callable[[Any, Any, Any], Any]
+
+_SPECIAL: dict[Any, Special] = {
+    aten.linalg_vector_norm: _norm,
+    aten.norm: _norm,
+    aten._foreach_norm: _foreach_norm,
+    aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
+    aten.view: _reshaped,
+    aten._unsafe_view: _reshaped,
+    aten._reshape_alias: _reshaped,
+    aten.unsqueeze: _reshaped,
+    aten.squeeze: _reshaped,
+    aten.select: _select,
+    aten.slice: _slice,
+    aten.new_zeros: _empty,
+    aten.new_empty: _empty,
+    aten.new_ones: _empty,
+    aten.new_full: _empty,
+}

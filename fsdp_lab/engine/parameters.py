@@ -1,0 +1,172 @@
+"""The three forms in which a parameter is met: what modules hold between steps, what they hold while gathered, and what the
+optimizer may be given instead of many parameters.
+
+    ShardedParameter    what `module.parameters()` yields between steps: its name and shape, and this rank's range of it
+    UnshardedParameter  what modules hold while their unit is gathered: a leaf of autograd, a view of the gathered buffer
+    Region              all parameters of a buffer that are in one optimizer group, as one tensor of one dimension
+
+A sharded parameter's `grad` is its reduced gradient. It is a view of the buffer's, made when it is asked for, so parameters
+and regions show the same gradients; setting one to None forgets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_lab.core.layout import Slot
+from fsdp_lab.engine.dtensor import FlatDTensor
+from fsdp_lab.engine.errors import ShardError
+
+if TYPE_CHECKING:
+    from fsdp_lab.engine.flat import FlatBuffer
+    from fsdp_lab.engine.gradients import GradientBuffer
+
+
+class ShardedParameter(FlatDTensor):
+    """See the module."""
+
+    _is_param = True  # by which torch recognises an nn.Parameter
+    flat: FlatBuffer
+    number: int  # which of the buffer's parameters
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The reduced gradient; with what autograd added to this tensor itself, as for a penalty on weights."""
+        own: Any = Tensor.grad
+        if (direct := own.__get__(self)) is not None:
+            own.__set__(self, None)
+            self.flat.gradients.add(self.number, direct)
+        return self.flat.gradients.gradient(self.number)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        own: Any = Tensor.grad
+        own.__set__(self, None)
+        self.flat.gradients.set_gradient(self.number, value)
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.dtype != self.dtype or value.shape != self.shape or value.device.type != self.device.type:
+            raise ShardError(
+                f"{self.fqn} is sharded, and cannot be given data of another shape, dtype or device, as by .to() or .half() "
+                "of its module; choose dtypes by the mp_policy of fully_shard, and devices by its mesh"
+            )
+        self.detach().copy_(value)
+
+    def register_hook(self, hook: Any) -> Any:
+        """It is called with this rank's own gradient, whole and before it is reduced, as under DDP."""
+        return self.flat.parameters[self.number].register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        """It is called when the gradient has been reduced."""
+        handle = RemovableHandle(self.flat.reduce_hooks)
+        self.flat.reduce_hooks[handle.id] = lambda: (
+            hook(self) if self.flat.gradients.has_gradient(self.number) else None
+        )
+        return handle
+
+    @property
+    def fqn(self) -> str:
+        """Its name in the root module."""
+        return self.flat.names[self.number]
+
+    @property
+    def slot(self) -> Slot:
+        return self.flat.layout.slots[self.number]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Neither pickled nor copied: most of it is on other ranks."""
+        raise ShardError(f"{self.fqn} is sharded, so its module cannot be copied or pickled; copy it before fully_shard, "
+                         "or take the values from full_state(model)")  # fmt: skip
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__reduce_ex__(None)
+
+
+class UnshardedParameter(nn.Parameter):
+    """See the module. While the buffer is not gathered it reads as NaN (its data is one NaN, expanded), so that an absent
+    value cannot be taken for a real one."""
+
+    sharded: ShardedParameter
+
+    @classmethod
+    def of(cls, data: Tensor, sharded: ShardedParameter) -> UnshardedParameter:
+        made = cls(data, requires_grad=sharded.requires_grad)
+        made.sharded = sharded
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.sharded.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.sharded.__deepcopy__(memo)
+
+
+class Region(FlatDTensor):
+    """See the module."""
+
+    _is_param = True
+    gradients: GradientBuffer
+    group: Hashable
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Raises ShardError where some of the region's parameters have a gradient, and others have none."""
+        return self.gradients.gradient_of_region(self.group)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.gradients.set_gradient_of_region(self.group, value)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__reduce_ex__(None)
+
+
+def sharded_form(p: Tensor) -> ShardedParameter | None:
+    """The sharded parameter of what a module holds; None for a parameter that is not sharded."""
+    if isinstance(p, UnshardedParameter):
+        return p.sharded
+    return p if isinstance(p, ShardedParameter) else None
+
+
+class AbsentGradient(Tensor):
+    """The `.grad`, after a backward, of a parameter that was sharded. Any use of it raises ShardError.
+
+    Without it an optimizer made before `fully_shard` would find None there, and silently do nothing.
+    """
+
+    name_of_parameter: str
+
+    @classmethod
+    def of(cls, parameter: Tensor, name: str) -> Self:
+        """In the parameter's shape, dtype and place, without storage."""
+        made: Self = Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        made.name_of_parameter = name
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = next((a.name_of_parameter for a in args if isinstance(a, cls)), "a sharded parameter")
+        raise ShardError(
+            f"{name} was sharded, and this is the parameter that the model had before; make the optimizer, and other "
+            "references to parameters, after fully_shard, from model.parameters()"
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return cls.__torch_function__(func, types, args, kwargs)
+
+
+def absent_gradients(
+    originals: Sequence[nn.Parameter], names: Sequence[str]
+) -> list[tuple[nn.Parameter, AbsentGradient]]:
+    """What stands in `.grad` of the parameters that modules held before, which are trainable."""
+    return [(p, AbsentGradient.of(p, name)) for p, name in zip(originals, names, strict=True) if p.requires_grad]
