@@ -415,7 +415,10 @@ _PRECISION_LIMITS: tuple[tuple[str, tuple[str, ...], tuple[Any, ...], str, str],
     ("buffer", ("ddp", "fsdp2"), (None, "fp32"), "has no dtype for buffers", "leave it empty"),
     ("norm", BACKENDS[1:], (None,), "has no dtype of their own for normalisation layers",
      "leave it empty, or use backend lab"),
-    ("keep_low_precision_gradients", BACKENDS[1:], (False,), "keeps gradients in fp32",
+    ("keep_low_precision_gradients", ("ddp", "fsdp2"), (False,), "keeps gradients in fp32",
+     "leave it false, or use backend lab"),
+    ("keep_low_precision_gradients", ("fsdp1",), (False,),
+     "gives the optimizer low gradients as they are, and torch's AdamW wants those of fp32 parameters in fp32",
      "leave it false, or use backend lab"),
 )  # fmt: skip
 

@@ -85,11 +85,11 @@ def test_hybrid_and_smaller_groups(outcomes: Outcomes, precision: str) -> None:
 @pytest.mark.parametrize(
     ("precision", "sync"),
     tiered(
-        itertools.product(["bf16", "bf16 sums", "fp16"], ["every", "last"]),
+        itertools.product(["bf16", "bf16 sums", "fp16"], ["every", "last", 2]),
         lambda precision, sync: (precision, sync) in (("bf16", "every"), ("fp16", "last")),
     ),
 )
-def test_accumulation(outcomes: Outcomes, precision: str, sync: str) -> None:
+def test_accumulation(outcomes: Outcomes, precision: str, sync: str | int) -> None:
     """Gradients are summed in fp32 where the sum is fp32, over micro-batches as over ranks."""
     common = {"precision": PRECISIONS[precision], "optimizer": "sgd", "accumulate": 3, "sync": sync}
     left_out = (list(PRECISIONS).index(precision) + (sync == "last")) % 3  # of each precision another one for each sync

@@ -40,9 +40,9 @@ def test_losses_are_the_labs_bit_for_bit_on_two_ranks(pool: Pool, tmp_path: Path
     (folder / "one.txt").write_bytes(b"of the first " * 300)
     (folder / "zero.bin").write_bytes(b"\0not text" * 300)
     cases: dict[str, dict[str, Any]] = {
-        "fsdp2": {"backend": "fsdp2", "clip_norm": 0.1, "seed": 3},
-        "fsdp1": {"backend": "fsdp1", "accumulate": 2, "sync": "last", "sharding": "shard_grad_op", "data": str(folder)},
-        "ddp": {**DDP, "accumulate": 3, "clip_norm": 0.1, "optimizer": "sgd", "lr": 1.0},
+        "fsdp2": {"backend": "fsdp2", "clip_norm": 0.1, "seed": 3, "accumulate": 4, "sync": 2},
+        "fsdp1": {"backend": "fsdp1", "accumulate": 3, "sync": 2, "sharding": "shard_grad_op", "data": str(folder)},
+        "ddp": {**DDP, "accumulate": 3, "sync": 2, "clip_norm": 0.1, "optimizer": "sgd", "lr": 1.0},
         "lab": {"recompute": "every:2", "wrap": "every:2", "forward_prefetch": 1, "backward_prefetch": 2,
                 "accumulate": 2, "sync": "last", "data": str(text)},
         "lab_offload": {"sharding": "shard_grad_op", "offload": "all", "wrap": "min_params:3000", "model": BERT},
@@ -82,7 +82,8 @@ EVERY = [
     spec(8, backend="fsdp2", sharding="hybrid_shard_zero2", shard_size=4, precision=Precision(param="bf16", output="fp32")),
     spec(4, backend="fsdp1", sharding="hybrid_shard", precision="fp16", clip_norm=1.0, accumulate=2, sync="last",
          wrap="class:GPT2Attention", backward_prefetch_point="after", limit_all_gathers=0, offload="none"),
-    spec(3, **DDP, precision="bf16-pure", recompute="every:2", compile=True),
+    spec(3, **DDP, precision="bf16-pure", recompute="every:2", compile=True, accumulate=3, sync=2),
+    spec(backend="fsdp1", accumulate=4, sync=2),
     spec(model="t5-1m", data="stdlib", wrap="every:2", offload="all", backward_prefetch=3),
     spec(model="bert-1m", backend="fsdp1", wrap="whole", offload="all", devices=("cuda:0", "cuda:2")),
     spec(model="llama-1m", wrap="min_params:100000", devices=("cpu", "cpu")),
