@@ -412,7 +412,6 @@ def _rule_offload(spec: Spec) -> None:
 # Field of Precision, backends that do not support it, values that they accept, reason, hint.
 _PRECISION_LIMITS: tuple[tuple[str, tuple[str, ...], tuple[Any, ...], str, str], ...] = (
     ("output", ("ddp", "fsdp1"), (None,), "has no dtype for outputs", "leave it empty"),
-    ("buffer", ("ddp", "fsdp2"), (None, "fp32"), "has no dtype for buffers", "leave it empty"),
     ("norm", BACKENDS[1:], (None,), "has no dtype of their own for normalisation layers",
      "leave it empty, or use backend lab"),
     ("keep_low_precision_gradients", ("ddp", "fsdp2"), (False,), "keeps gradients in fp32",

@@ -197,5 +197,7 @@ def _for_the_script(spec: Spec) -> Iterator[str]:
         yield "wrap: Accelerate also makes units of the embedding, and of the last norm with the head"
     if s.wrap.startswith("min_params"):
         yield "wrap: Accelerate counts a module's parameters in its own way, so that its units can be others"
+    if s.backend != "fsdp1" and s.dtypes.buffer not in (None, "fp32"):
+        yield f"precision: buffers stay in fp32, since {TITLES[s.backend]} has no dtype for them; cast them in your script"
     if s.backend != "ddp" and s.dtypes.param != "fp32":
         yield f"precision: Accelerate computes under autocast too, and returns outputs in {s.dtypes.param} or fp32"

@@ -93,5 +93,3 @@ def _without_effect(spec: Spec) -> Iterator[str]:
             yield f"backward_prefetch: {s.backward_prefetch} has no effect under DDP, which gathers no parameters"
     if s.backend == "fsdp1" and not s.backward_prefetch and s.backward_prefetch_point != "before":
         yield f"backward_prefetch_point: {s.backward_prefetch_point} has no effect without prefetching"
-    if s.backend in ("ddp", "fsdp2") and s.precision == "bf16-pure":
-        yield f"precision: buffers stay in fp32, since {TITLES[s.backend]} has no dtype for them"

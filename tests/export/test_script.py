@@ -17,6 +17,8 @@ from tests.pool import Pool
 
 STEPS = 3
 DDP = {"backend": "ddp", "sharding": "no_shard"}
+LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 384,
+         "intermediate_size": 64, "max_position_embeddings": 64}  # fmt: skip
 BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
         "vocab_size": 384, "max_position_embeddings": 64}  # fmt: skip
 
@@ -48,6 +50,8 @@ def test_losses_are_the_labs_bit_for_bit_on_two_ranks(pool: Pool, tmp_path: Path
         "lab_offload": {"sharding": "shard_grad_op", "offload": "all", "wrap": "min_params:3000", "model": BERT},
         "lab_no_shard": {"sharding": "no_shard"},
         "fsdp2_bf16": {"backend": "fsdp2", "precision": "bf16"},
+        "fsdp2_bf16_buffers": {"backend": "fsdp2", "precision": "bf16-pure", "model": LLAMA},
+        "ddp_bf16_buffers": {**DDP, "precision": "bf16-pure", "model": LLAMA, "accumulate": 3, "sync": 2},
     }  # fmt: skip
     lab = same(pool, tmp_path, cases, 2)
     assert len(set(map(tuple, lab.values()))) == len(

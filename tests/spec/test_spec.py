@@ -110,7 +110,6 @@ def test_hybrid_sharding_on_too_few_ranks_names_enough(ranks: int, enough: int) 
     ({"reshard_size": 3, "world_size": 4}, "strategy.reshard_size"),
     ({"reshard_size": 2, "world_size": 4, "sharding": "zero1"}, "strategy.reshard_size"),
     ({"reshard_size": 2, "world_size": 4, "backend": "fsdp1"}, "strategy.reshard_size"),
-    ({"backend": "fsdp2", "precision": Precision(buffer="bf16")}, "strategy.precision.buffer"),
     ({"backend": "fsdp1", "precision": Precision(norm="fp32", param="bf16")}, "strategy.precision.norm"),
     ({"precision": {"norm": "fp8"}}, "strategy.precision"),
     ({"backend": "fsdp2", "precision": Precision(keep_low_precision_gradients=True)},
