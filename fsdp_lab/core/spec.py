@@ -404,9 +404,18 @@ def _rule_offload(spec: Spec) -> None:
     if s.offload == "optimizer":
         raise _invalid("offload", f"{s.backend} moves parameters, gradients and optimizer state together",
                        "use offload all or none, or backend lab", offload="all")  # fmt: skip
-    if s.backend == "fsdp1" and spec.sync_interval > 1:
+
+
+def _rule_sync(spec: Spec) -> None:
+    s, param = spec.strategy, spec.strategy.dtypes.param
+    if s.backend != "fsdp1" or spec.sync_interval == 1:
+        return
+    if s.offload != "none":
         raise _invalid("sync", "FSDP1 cannot accumulate without communication while it offloads", "use sync every",
                        sync="every")  # fmt: skip
+    if spec.shard_factor == 1 and param != "fp32":
+        raise _invalid("sync", f"FSDP1 that shards nothing cannot keep gradients in {param} for a later micro-batch",
+                       "use sync every, or backend ddp", sync="every")  # fmt: skip
 
 
 # Field of Precision, backends that do not support it, values that they accept, reason, hint.
@@ -489,6 +498,7 @@ _RULES: tuple[Callable[[Spec], None], ...] = (
     _rule_sharding,
     _rule_shard_size,
     _rule_offload,
+    _rule_sync,
     _rule_precision,
     _rule_units,
     _rule_reshard_size,

@@ -91,6 +91,23 @@ def test_accumulation(outcomes: Outcomes, accumulate: int, sync: str | int) -> N
             torch.testing.assert_close(other.parameters[name], tensor, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("sharding", ["no_shard", "shard_grad_op"])
+def test_fsdp1_accumulates_where_it_is_not_refused(outcomes: Outcomes, sharding: str, precision: str) -> None:
+    """Gradients of units that are not sharded cannot wait in a low precision: torch would add them to fp32 ones."""
+    options = {"accumulate": 3, "optimizer": "sgd", "precision": precision}
+    fsdp1, fsdp2 = spec(2, backend="fsdp1", sharding=sharding, **options), sharded("fsdp2", 2, **options)
+    refused = fsdp1.validate(sync=2)
+    assert (
+        (refused is not None) == (sharding == "no_shard" and precision != "fp32") == bool(fsdp1.validate(sync="last"))
+    )
+    sync = "every" if refused else 2
+    one, two = outcomes.of(*(plan((s.replace(sync=sync), 2)) for s in (fsdp1, fsdp2)))
+    rtol, atol = (1e-5, 1e-6) if precision == "fp32" else (1e-2, 1e-3)
+    for name, tensor in two.parameters.items():
+        torch.testing.assert_close(one.parameters[name], tensor, rtol=rtol, atol=atol)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_number_of_micro_batches_is_between_every_one_and_the_last(outcomes: Outcomes, backend: str) -> None:
     """1 is every one, and as many as there are, or more, the last; 2 of 3 leaves one for the last communication."""

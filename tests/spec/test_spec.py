@@ -135,6 +135,8 @@ def test_hybrid_sharding_on_too_few_ranks_names_enough(ranks: int, enough: int) 
     ({"sync": True}, "strategy.sync"),
     ({"sync": None}, "strategy.sync"),
     ({"sync": 2, "accumulate": 4, "backend": "fsdp1", "offload": "all"}, "strategy.sync"),
+    ({"sync": 2, "accumulate": 4, "backend": "fsdp1", "sharding": "no_shard", "precision": "bf16"}, "strategy.sync"),
+    ({"sync": "last", "accumulate": 2, "backend": "fsdp1", "world_size": 1, "precision": "fp16"}, "strategy.sync"),
     ({"compile": 1}, "strategy.compile"),
     ({"lr": float("nan")}, "workload.lr"),
     ({"lr": "fast"}, "workload.lr"),
