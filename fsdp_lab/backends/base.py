@@ -19,8 +19,9 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab.core.events import Role
-from fsdp_lab.core.spec import Spec, Workload
+from fsdp_lab.core.spec import Precision, Spec, Workload
 from fsdp_lab.engine import ParamShard
+from fsdp_lab.engine.policy import ModuleKind, kind_of
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RoleTensor = tuple[Role, Tensor]  # a tensor, and what its storage is used for
@@ -209,9 +210,13 @@ def materialiser(device: torch.device) -> Callable[[nn.Module], None]:
     return make
 
 
-def move_buffers(model: nn.Module, device: torch.device) -> None:
-    for b in model.buffers():
-        b.data = b.data.to(device)
+def place_buffers(model: nn.Module, device: torch.device, precision: Precision) -> None:
+    """Moves them, and casts those of floating point as `precision` says; BatchNorm's stay as they are."""
+    buffer_dtype = None if precision.buffer is None else DTYPES[precision.buffer]
+    for module in model.modules():
+        dtype = None if kind_of(module) is ModuleKind.BATCH_NORM else buffer_dtype
+        for b in module.buffers(recurse=False):
+            b.data = b.data.to(device=device, dtype=dtype if b.is_floating_point() else None)
 
 
 def free(tensors: list[Tensor], busy: Collection[int]) -> None:

@@ -36,7 +36,7 @@ class DDP(Backend):
         self._autocast = None if dtypes.param == "fp32" else DTYPES[dtypes.param]
         prepare(skeleton, spec.strategy)
         skeleton.apply(base.materialiser(device))
-        base.move_buffers(skeleton, device)
+        base.place_buffers(skeleton, device, dtypes)
         shards = [_whole(base.original_name(n), p) for n, p in skeleton.named_parameters()]
         group = mesh.get_group()
         module = DistributedDataParallel(

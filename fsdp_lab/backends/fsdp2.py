@@ -28,7 +28,7 @@ class FSDP2(Backend):
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         module = _shard(skeleton, spec.strategy, mesh)
         _materialise(module, torch.device("cpu") if spec.strategy.offload == "all" else device)
-        base.move_buffers(module, device)
+        base.place_buffers(module, device, spec.strategy.dtypes)
         shards = [_param_shard(base.original_name(n), p, mesh["shard"]) for n, p in module.named_parameters()]
         super().__init__(module, shards, spec, mesh, device)
 

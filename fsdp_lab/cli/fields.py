@@ -23,7 +23,7 @@ TOKENS: Mapping[str, Sequence[str]] = {
     "precision": tuple(spec_module.PRECISIONS),
     "offload": spec_module.OFFLOADS,
     "optimizer": spec_module.OPTIMIZERS,
-    "sync": spec_module.SYNCS,
+    "sync": (*spec_module.SYNCS, "or n: every n-th micro-batch"),
 }
 
 
@@ -78,6 +78,8 @@ def parse_link(text: str) -> str | None:
 def parse_value(field: dataclasses.Field[Any], word: str) -> Any:
     """The word converted to the type of its field. Raises Refused."""
     kind = str(field.type)
+    if "str" in kind and "int" in kind and word.isdecimal():
+        return int(word)
     if word and "str" in kind:
         return word
     if word.lower() in ("none", "null") and "None" in kind:

@@ -38,11 +38,13 @@ def field_title(name: str) -> str:
 
 
 def describe_value(name: str, value: Any) -> str:
-    """`full_shard`, `128`, `bf16/fp32`, `auto`, `off`; a model that is a config dict by its type."""
+    """`full_shard`, `128`, `bf16/fp32`, `auto`, `off`, `every 2`; a model that is a config dict by its type."""
     if value is None:
         return "off" if name in NONE_IS_OFF else "auto"
     if isinstance(value, bool):
         return "on" if value else "off"
+    if name == "sync" and isinstance(value, int):
+        return f"every {value}"
     if isinstance(value, Mapping):
         if {"param", "reduce"} <= value.keys():
             return f"{value['param']}/{value['reduce']}"

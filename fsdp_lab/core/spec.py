@@ -110,6 +110,10 @@ _WRAP = _matching(
     '"block", "every:K", "min_params:N", "class:NAME" or "whole"',
 )
 _RECOMPUTE = _matching(r"none|full|every:[1-9]\d*", '"none", "full" or "every:K"')
+_SYNC = _values(
+    lambda v: v in SYNCS if isinstance(v, str) else is_whole(v, 1),
+    '"every", "last", or a whole number n of 1 or more: every n-th micro-batch, and the last',
+)
 
 LINEAGE = ("model", "seed", "optimizer")  # a Spec that differs in one of these is a different training
 
@@ -155,7 +159,8 @@ class Strategy:
     backward_prefetch_point: str = field(default="before", metadata=_one_of(PREFETCH_POINTS))
     limit_all_gathers: int = field(default=2, metadata=_whole(0))  # in flight (section 3.4); 0: no limit
     recompute: str = field(default="none", metadata=_RECOMPUTE)  # activations: saved, or recomputed in the backward
-    sync: str = field(default="every", metadata=_one_of(SYNCS))  # the micro-batches that communicate
+    # The micro-batches that communicate; n: every n-th one of a step. The last always does.
+    sync: str | int = field(default="every", metadata=_SYNC)
     compile: bool = field(default=False, metadata=_BOOL)
 
     def __post_init__(self) -> None:
@@ -318,6 +323,23 @@ class Spec:
         """Ranks that share one copy of the parameters: 1 replicates, world_size shards fully."""
         return self.strategy.shard_factor(self.world_size)
 
+    @property
+    def sync_interval(self) -> int:
+        """Micro-batches from one communication of gradients to the next: 1 is every one, `accumulate` only the last."""
+        sync, most = self.strategy.sync, self.workload.accumulate
+        if isinstance(sync, int):
+            return min(sync, most)
+        return 1 if sync == "every" else most
+
+    def communicates(self, micro: int) -> bool:
+        """Whether a micro-batch of a step, counted from 0, communicates its gradients and those before it."""
+        return (micro + 1) % self.sync_interval == 0 or micro + 1 == self.workload.accumulate
+
+    @property
+    def communications(self) -> int:
+        """Micro-batches of a step that communicate gradients."""
+        return -(-self.workload.accumulate // self.sync_interval)
+
 
 PARTS: Mapping[str, type[Workload] | type[Strategy]] = {"workload": Workload, "strategy": Strategy}
 
@@ -382,18 +404,29 @@ def _rule_offload(spec: Spec) -> None:
     if s.offload == "optimizer":
         raise _invalid("offload", f"{s.backend} moves parameters, gradients and optimizer state together",
                        "use offload all or none, or backend lab", offload="all")  # fmt: skip
-    if s.backend == "fsdp1" and s.sync == "last" and spec.workload.accumulate > 1:
+
+
+def _rule_sync(spec: Spec) -> None:
+    s, param = spec.strategy, spec.strategy.dtypes.param
+    if s.backend != "fsdp1" or spec.sync_interval == 1:
+        return
+    if s.offload != "none":
         raise _invalid("sync", "FSDP1 cannot accumulate without communication while it offloads", "use sync every",
                        sync="every")  # fmt: skip
+    if spec.shard_factor == 1 and param != "fp32":
+        raise _invalid("sync", f"FSDP1 that shards nothing cannot keep gradients in {param} for a later micro-batch",
+                       "use sync every, or backend ddp", sync="every")  # fmt: skip
 
 
 # Field of Precision, backends that do not support it, values that they accept, reason, hint.
 _PRECISION_LIMITS: tuple[tuple[str, tuple[str, ...], tuple[Any, ...], str, str], ...] = (
     ("output", ("ddp", "fsdp1"), (None,), "has no dtype for outputs", "leave it empty"),
-    ("buffer", ("ddp", "fsdp2"), (None, "fp32"), "has no dtype for buffers", "leave it empty"),
     ("norm", BACKENDS[1:], (None,), "has no dtype of their own for normalisation layers",
      "leave it empty, or use backend lab"),
-    ("keep_low_precision_gradients", BACKENDS[1:], (False,), "keeps gradients in fp32",
+    ("keep_low_precision_gradients", ("ddp", "fsdp2"), (False,), "keeps gradients in fp32",
+     "leave it false, or use backend lab"),
+    ("keep_low_precision_gradients", ("fsdp1",), (False,),
+     "gives the optimizer low gradients as they are, and torch's AdamW wants those of fp32 parameters in fp32",
      "leave it false, or use backend lab"),
 )  # fmt: skip
 
@@ -465,6 +498,7 @@ _RULES: tuple[Callable[[Spec], None], ...] = (
     _rule_sharding,
     _rule_shard_size,
     _rule_offload,
+    _rule_sync,
     _rule_precision,
     _rule_units,
     _rule_reshard_size,

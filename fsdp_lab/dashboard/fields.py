@@ -12,7 +12,7 @@ import ipywidgets as widgets
 
 from fsdp_lab.core.describe import describe_value, field_title
 from fsdp_lab.core.link import OFFERED
-from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, SYNCS
+from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS
 from fsdp_lab.dashboard.choices import Choices, ChoiceState, Chosen
 from fsdp_lab.dashboard.forms import put, styled
 from fsdp_lab.models.presets import PRESETS
@@ -58,6 +58,11 @@ def _shard_sizes(chosen: Chosen) -> Sequence[Any]:
     return (None, *(f for f in range(1, ranks + 1) if ranks % f == 0))
 
 
+def _whole_number(text: str) -> Any:
+    """Text that is none is for the Spec to refuse."""
+    return int(text) if text.strip().isdecimal() else text.strip()
+
+
 def _devices(text: str) -> list[str] | None:
     names = [part.strip() for part in text.split(",") if part.strip()]
     return None if not names or names == [AUTO] else names
@@ -83,7 +88,8 @@ GROUPS: tuple[tuple[str, tuple[ControlSpec, ...]], ...] = (
         ControlSpec(name="recompute", label="recompute", help="Activations computed again in the backward",
               tokens=fixed("none", "every:2", "full")),
         ControlSpec(name="accumulate", label="accumulate", help="Micro-batches in a step", least=1),
-        ControlSpec(name="sync", label="sync", help="Micro-batches that communicate", tokens=fixed(*SYNCS)),
+        ControlSpec(name="sync", label="sync", help="Micro-batches that communicate", tokens=fixed("every", 2, 4, 8, "last"),
+              typed="3", read=_whole_number),
         ControlSpec(name="link", label="link", help="Emulate a slower interconnect; a GPU's is scaled to this machine",
               tokens=fixed(None, *OFFERED), typed="0.25 GB/s, 50 us", none="off"),
     )),
@@ -128,7 +134,7 @@ class Control:
         tokens = [*self.field.tokens(now)]
         if value not in tokens:
             tokens.append(value)
-        named = [(self.field.none if t is None else _label(t), _key(t)) for t in tokens]
+        named = [(self.field.none if t is None else _label(self.field.name, t), _key(t)) for t in tokens]
         return [*named, (OTHER, OTHER)] if self.field.typed else named
 
     def _make_typed(self) -> widgets.Text:
@@ -192,7 +198,7 @@ class Control:
         self._updating = True
         try:
             value = self.field.read(text)
-            self.input.options = [*self.input.options, (text, _key(value))]
+            self.input.options = [*self.input.options, (_label(self.field.name, value), _key(value))]
             self.input.value = _key(value)
             typed.value = ""
         finally:
@@ -276,14 +282,14 @@ class _Opaque:
         return hash(repr(self.value))
 
 
-def _label(value: Any) -> str:
-    return describe_value("", value.value if isinstance(value, _Opaque) else value)
+def _label(name: str, value: Any) -> str:
+    return describe_value(name, value.value if isinstance(value, _Opaque) else value)
 
 
 def value_text(name: str, value: Any, field: ControlSpec | None) -> str:
     """A field and one of its values, as text."""
     label = field.label if field is not None else field_title(name)
-    return f"{label} {field.none if field is not None and value is None else _label(value)}"
+    return f"{label} {field.none if field is not None and value is None else _label(name, value)}"
 
 
 def _sentences(text: str) -> str:

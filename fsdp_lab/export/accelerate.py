@@ -30,6 +30,9 @@ def config(spec: Spec) -> str:
     """The text of the file. Raises SpecError for a field that it cannot express."""
     check(spec.workload)
     exported = peer(spec)
+    if spec.sync_interval not in (1, spec.workload.accumulate):
+        raise refuse("sync", "Accelerate communicates gradients at every micro-batch or at the last", "use every or last",
+                     sync="last")  # fmt: skip
     values = {"ddp": _ddp, "fsdp1": _fsdp1, "fsdp2": _fsdp2}[exported.spec.strategy.backend](exported.spec)
     common = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "num_processes": spec.world_size}
     values = common | _devices(exported.spec) | _compile(exported.spec) | values
@@ -186,14 +189,15 @@ def _for_the_script(spec: Spec) -> Iterator[str]:
     """What the run did and a config file cannot express."""
     s, w = spec.strategy, spec.workload
     if w.accumulate > 1:
-        every = s.sync == "every"
         yield ("sync: in your script, Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin("
-               f"num_steps={w.accumulate}, sync_each_batch={every}))")  # fmt: skip
+               f"num_steps={w.accumulate}, sync_each_batch={spec.sync_interval == 1}))")  # fmt: skip
     if w.clip_norm is not None:
         yield f"clip_norm: in your script, accelerator.clip_grad_norm_(model.parameters(), {w.clip_norm})"
     if s.backend == "fsdp2":
         yield "wrap: Accelerate also makes units of the embedding, and of the last norm with the head"
     if s.wrap.startswith("min_params"):
         yield "wrap: Accelerate counts a module's parameters in its own way, so that its units can be others"
+    if s.backend != "fsdp1" and s.dtypes.buffer not in (None, "fp32"):
+        yield f"precision: buffers stay in fp32, since {TITLES[s.backend]} has no dtype for them; cast them in your script"
     if s.backend != "ddp" and s.dtypes.param != "fp32":
         yield f"precision: Accelerate computes under autocast too, and returns outputs in {s.dtypes.param} or fp32"

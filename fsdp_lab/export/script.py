@@ -144,9 +144,17 @@ def _sharding(spec: Spec) -> dict[str, Any]:
         "dtype_arguments": ", ".join(f"{role}_dtype={DTYPES[dtype]}" for role, dtype in given.items()),
         "rank_ordered": ordered,
         "sums_then_divides": s.backend == "ddp" and (dtypes.reduce != "fp32" or spec.world_size.bit_count() > 1),
+        "communicates": communicating(spec),
         # Ranks that hold the same part of a gradient, which is to be counted once.
         "replicas": "world_size" if spec.shard_factor == 1 else "(world_size // SHARD_SIZE)" if hybrid else "",
     }
+
+
+def communicating(spec: Spec) -> str:
+    """Whether the micro-batch `micro` communicates gradients, as Python code."""
+    interval, count = spec.sync_interval, spec.workload.accumulate
+    nth, last = "(micro + 1) % SYNC == 0", "micro == ACCUMULATE - 1"
+    return last if interval == count else nth if count % interval == 0 else f"{nth} or {last}"
 
 
 def rank_ordered(spec: Spec) -> bool:

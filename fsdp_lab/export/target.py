@@ -84,8 +84,8 @@ def _without_effect(spec: Spec) -> Iterator[str]:
     s, w = spec.strategy, spec.workload
     if spec.link is not None:
         yield f"link: {spec.link!r} was emulated; it changes times, not results; here the real link is used"
-    if s.sync == "last" and w.accumulate == 1:
-        yield "sync: last has no effect with one micro-batch a step"
+    if s.sync != "every" and w.accumulate == 1:
+        yield f"sync: {s.sync} has no effect with one micro-batch a step"
     if s.backend == "ddp":
         if s.wrap != "block":
             yield f"wrap: {s.wrap} has no effect under DDP, which has no units"
@@ -93,5 +93,3 @@ def _without_effect(spec: Spec) -> Iterator[str]:
             yield f"backward_prefetch: {s.backward_prefetch} has no effect under DDP, which gathers no parameters"
     if s.backend == "fsdp1" and not s.backward_prefetch and s.backward_prefetch_point != "before":
         yield f"backward_prefetch_point: {s.backward_prefetch_point} has no effect without prefetching"
-    if s.backend in ("ddp", "fsdp2") and s.precision == "bf16-pure":
-        yield f"precision: buffers stay in fp32, since {TITLES[s.backend]} has no dtype for them"

@@ -99,11 +99,10 @@ class _Step:
         model.alloc_state()
         held = role_bytes(tracker.now)
         batch = self._batch_bytes
-        last = self._spec.workload.accumulate - 1
         tape = tape_of(self._shape, self._spec, self._software)
-        for micro in sorted({0, min(1, last), last}):  # the others are equal
+        for micro in _distinct_micro_batches(self._spec):
             tracker.alloc(OTHER, batch)
-            model.begin_micro_batch(reduces=self._spec.strategy.sync == "every" or micro == last)
+            model.begin_micro_batch(reduces=self._spec.communicates(micro))
             self._play(tape)
             tracker.free(OTHER, batch)
         tracker.where = (Direction.UPDATE, 0)
@@ -172,6 +171,14 @@ class _Step:
             sized = [(c.kind, c.size.bytes_of(self._samples, self._tokens), c.unit, c.index) for c in changes]
             self._sizes[id(changes)] = (changes, sized)  # with the changes, whose id must not be reused
         return self._sizes[id(changes)][1]
+
+
+def _distinct_micro_batches(spec: Spec) -> list[int]:
+    """Those of a step that stand for all: up to the first communication of gradients and from there to the second the first,
+    one that adds to it and the one that communicates; and the last of all."""
+    interval, count = spec.sync_interval, spec.workload.accumulate
+    first = {micro for micro in (0, 1, interval - 1) if micro < interval}
+    return sorted(micro for micro in {*first, *(interval + m for m in first), count - 1} if micro < count)
 
 
 def tape_of(shape: ModelShape, spec: Spec, software: Software = USUAL) -> Sequence[TapeSegment]:

@@ -80,8 +80,8 @@ class StepModel:
 
     def step(self) -> StepTime:
         """All micro-batches and the optimizer step."""
-        w, unreduced = self._spec.workload, self._unreduced
-        reducing = w.accumulate - unreduced
+        w, reducing = self._spec.workload, self._spec.communications
+        unreduced = w.accumulate - reducing
         last = self._micro(reduces=True)
         first = self._micro(reduces=False) if unreduced else last
 
@@ -99,11 +99,6 @@ class StepModel:
             slowed_s=total(last.phase_s(Phase.COMPUTE), first.phase_s(Phase.COMPUTE)) - computing,
             exposed_comm_s=total(last.exposed_s, first.exposed_s),
         )  # fmt: skip
-
-    @property
-    def _unreduced(self) -> int:
-        """Number of micro-batches, the first ones, that do not reduce gradients."""
-        return self._spec.workload.accumulate - 1 if self._spec.strategy.sync == "last" else 0
 
     @property
     def sends(self) -> int:
@@ -211,8 +206,8 @@ class StepModel:
         seconds, sent = defaultdict[str, float](float), defaultdict[str, float](float)
         counts = Counter((a.phase, self._elements(a.unit)) for a in self._schedule.actions if a.phase in SENDING)
         for (phase, elements), count in counts.items():
-            unreduced = 0 if phase is Phase.UNSHARD else self._unreduced
-            times = count * (self._spec.workload.accumulate - unreduced)
+            gathers = phase is Phase.UNSHARD
+            times = count * (self._spec.workload.accumulate if gathers else self._spec.communications)
             for kind, size, group in self._collectives(phase, elements):
                 seconds[kind] += times * collective_seconds(kind, size, group, self._machine, self._rates)
                 sent[kind] += times * link_bytes(kind, size, group.size)

@@ -174,12 +174,11 @@ class Trainer:
     def _accumulate(self) -> float:
         """Forward and backward of every micro-batch. Returns this rank's mean loss."""
         count = self.spec.workload.accumulate
-        every = self.spec.strategy.sync == "every"
         total = torch.zeros((), dtype=torch.float32, device=self.info.device)
         for micro in range(count):
             self.meter.part("forward")
             batch = self.batches.batch(self.progress.samples, micro)
-            with self.backend.micro_batch(communicate=every or micro == count - 1):
+            with self.backend.micro_batch(communicate=self.spec.communicates(micro)):
                 loss = self.backend.loss(batch).float()
                 self.meter.part("backward")
                 torch.autograd.backward(loss * (self.scaler.scale / count))

@@ -78,14 +78,52 @@ def test_hybrid_backends_are_equal(outcomes: Outcomes, sharding: str) -> None:
     assert_equal(two, one)
 
 
-@pytest.mark.parametrize("sync", ["every", "last"])
-def test_accumulation(outcomes: Outcomes, sync: str) -> None:
-    options = {"accumulate": 2, "sync": sync, "optimizer": "sgd"}
-    lab, *others = outcomes.of(*(plan((sharded(b, 2, **options), 2)) for b in ("lab", "fsdp2", "fsdp1", "ddp")))
+BACKENDS = ("lab", "fsdp2", "fsdp1", "ddp")
+
+
+@pytest.mark.parametrize(("accumulate", "sync"), [(2, "every"), (2, "last"), (4, 2)])
+def test_accumulation(outcomes: Outcomes, accumulate: int, sync: str | int) -> None:
+    options = {"accumulate": accumulate, "sync": sync, "optimizer": "sgd"}
+    lab, *others = outcomes.of(*(plan((sharded(b, 2, **options), 2)) for b in BACKENDS))
     for other in others:
         assert other.losses[0][0] == lab.losses[0][0]  # the first step's, before any gradient
         for name, tensor in lab.parameters.items():
             torch.testing.assert_close(other.parameters[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("sharding", ["no_shard", "shard_grad_op"])
+def test_fsdp1_accumulates_where_it_is_not_refused(outcomes: Outcomes, sharding: str, precision: str) -> None:
+    """Gradients of units that are not sharded cannot wait in a low precision: torch would add them to fp32 ones."""
+    options = {"accumulate": 3, "optimizer": "sgd", "precision": precision}
+    fsdp1, fsdp2 = spec(2, backend="fsdp1", sharding=sharding, **options), sharded("fsdp2", 2, **options)
+    refused = fsdp1.validate(sync=2)
+    assert (
+        (refused is not None) == (sharding == "no_shard" and precision != "fp32") == bool(fsdp1.validate(sync="last"))
+    )
+    sync = "every" if refused else 2
+    one, two = outcomes.of(*(plan((s.replace(sync=sync), 2)) for s in (fsdp1, fsdp2)))
+    rtol, atol = (1e-5, 1e-6) if precision == "fp32" else (1e-2, 1e-3)
+    for name, tensor in two.parameters.items():
+        torch.testing.assert_close(one.parameters[name], tensor, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_number_of_micro_batches_is_between_every_one_and_the_last(outcomes: Outcomes, backend: str) -> None:
+    """1 is every one, and as many as there are, or more, the last; 2 of 3 leaves one for the last communication."""
+    syncs = ("every", 1, "last", 3, 5, 2)
+    options = {"accumulate": 3, "optimizer": "sgd"}
+    every, one, last, three, five, two = outcomes.of(
+        *(plan((sharded(backend, 3, sync=sync, **options), 2)) for sync in syncs)
+    )
+    assert_equal(one, every)
+    assert_equal(three, last)
+    assert_equal(five, last)
+    assert two.losses[0][0] == last.losses[0][0]
+    for other in (every, last):
+        assert any(not torch.equal(two.parameters[name], t) for name, t in other.parameters.items())
+        for name, t in other.parameters.items():
+            torch.testing.assert_close(two.parameters[name], t, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])

@@ -36,8 +36,7 @@ def steps(place: Place, spec: Spec, backend: Backend, first: int, count: int) ->
     for step in range(first, first + count):
         total = 0.0
         for micro in range(w.accumulate):
-            last = micro == w.accumulate - 1
-            with backend.micro_batch(communicate=last or spec.strategy.sync == "every"):
+            with backend.micro_batch(communicate=spec.communicates(micro)):
                 loss = backend.loss(batches.batch(step * spec.global_batch, micro)) / w.accumulate
                 loss.backward()
             total += loss.item()

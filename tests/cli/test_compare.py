@@ -21,6 +21,7 @@ from rich.console import Console
 from fsdp_lab.cli import compare, fields
 from fsdp_lab.cli.console import Results, say_unread_weights
 from fsdp_lab.cli.main import main, parser
+from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Spec
 from tests.lab.telling import ended
 
@@ -55,6 +56,15 @@ def test_values_are_read_as_their_fields_types():
     assert made["strategy"]["compile"] is True
     assert made["strategy"]["shard_size"] is None
     assert made["strategy"]["offload"] == "none"
+
+
+def test_what_is_a_word_or_a_number_is_read_as_either():
+    made = dicts("--sync", "every,2,last,4", "--accumulate", "4")
+    assert [d["strategy"]["sync"] for d in made] == ["every", 2, "last", 4]
+    with pytest.raises(SpecError, match="strategy.sync: 0 is refused"):
+        dicts("--sync", "0")
+    with pytest.raises(SpecError, match="strategy.sync: '-2' is refused"):
+        dicts("--sync=-2")
 
 
 def test_links_are_a_list_whose_latencies_have_commas_too():

@@ -289,6 +289,23 @@ def test_a_link_is_chosen_or_written(desk):
     assert desk.controls.choices.wanted.link is None and desk.validate(1) == "" and link.input.label == "off"
 
 
+def test_sync_is_a_word_or_a_number(desk):
+    sync = desk.controls._controls["sync"]
+    assert [label for label, _ in sync.input.options] == ["every", "every 2", "every 4", "every 8", "last", "other…"]
+    desk.choose("accumulate", 6)
+    desk.choose("sync", 2)
+    desk.controls.start()
+    assert desk.lab.current.spec.strategy.sync == 2
+    desk.choose("sync", "other…")
+    sync.typed.value = " 3 "
+    assert desk.controls.choices.wanted.strategy.sync == 3 and sync.input.label == "every 3"
+    desk.choose("sync", "other…")
+    sync.typed.value = "0"
+    assert desk.note("sync") == "refused, see below" and "a whole number n of 1 or more" in desk.validate(1)
+    desk.choose("sync", "last")
+    assert desk.controls.choices.wanted.strategy.sync == "last" and desk.validate(1) == ""
+
+
 def test_the_ranks_way_out_of_a_link_is_a_button(desk):
     desk.controls.start()
     desk.until(lambda: desk.lab.current.state is RunState.RUNNING)

@@ -250,28 +250,29 @@ def test_resharding_to_a_smaller_group(outcomes: Outcomes, model: str) -> None:
 @pytest.mark.parametrize(
     ("sync", "accumulate", "world_size"),
     tiered(
-        [("every", 2, 3), ("every", 3, 2), ("last", 2, 3), ("last", 3, 2)],
-        lambda sync, accumulate, world_size: accumulate == (2 if sync == "every" else 3),
+        [("every", 2, 3), ("every", 3, 2), ("last", 2, 3), ("last", 3, 2), (2, 4, 3), (2, 5, 2)],
+        lambda sync, accumulate, world_size: (sync, accumulate) in (("every", 2), ("last", 3), (2, 4)),
     ),
 )
-def test_accumulation(outcomes: Outcomes, sync: str, accumulate: int, world_size: int) -> None:
-    """The same bits as FSDP2's both ways, and as DDP's where the last micro-batch alone communicates."""
+def test_accumulation(outcomes: Outcomes, sync: str | int, accumulate: int, world_size: int) -> None:
+    """The same bits as FSDP2's each way, and as DDP's where the last micro-batch alone communicates."""
     options = {"sync": sync, "accumulate": accumulate, "optimizer": "sgd"}
     strategies = [{}, {"sharding": "zero1"}, {"sharding": "no_shard"}, {"offload": "all", "sharding": "shard_grad_op"}]
-    fsdp2, ddp, *lab = outcomes.of(
+    fsdp2, fsdp1, ddp, *lab = outcomes.of(
         steady("gpt2", world_size, **options),
+        steady("gpt2", world_size, backend="fsdp1", **options),
         steady("gpt2", world_size, backend="ddp", **options),
         *(steady("gpt2", world_size, backend="lab", **options, **s) for s in strategies),
     )
-    for got in lab:
+    for got in (fsdp1, *lab):
         assert_equal(got, fsdp2)
     if sync == "last":
         assert_equal(ddp, fsdp2)
 
 
-@pytest.mark.parametrize("sync", tiered(["every", "last"], lambda sync: sync == "last"))
-def test_accumulation_in_hybrid_sharding(outcomes: Outcomes, sync: str) -> None:
-    options = {"sync": sync, "accumulate": 2, "sharding": "hybrid_shard", "optimizer": "adamw"}
+@pytest.mark.parametrize("sync", tiered(["every", "last", 2], lambda sync: sync == "last"))
+def test_accumulation_in_hybrid_sharding(outcomes: Outcomes, sync: str | int) -> None:
+    options = {"sync": sync, "accumulate": 3 if sync == 2 else 2, "sharding": "hybrid_shard", "optimizer": "adamw"}
     fsdp2, lab = outcomes.of(*(steady("t5", 4, backend=b, **options) for b in ("fsdp2", "lab")))
     assert_equal(lab, fsdp2)
 

@@ -85,11 +85,11 @@ def test_hybrid_and_smaller_groups(outcomes: Outcomes, precision: str) -> None:
 @pytest.mark.parametrize(
     ("precision", "sync"),
     tiered(
-        itertools.product(["bf16", "bf16 sums", "fp16"], ["every", "last"]),
+        itertools.product(["bf16", "bf16 sums", "fp16"], ["every", "last", 2]),
         lambda precision, sync: (precision, sync) in (("bf16", "every"), ("fp16", "last")),
     ),
 )
-def test_accumulation(outcomes: Outcomes, precision: str, sync: str) -> None:
+def test_accumulation(outcomes: Outcomes, precision: str, sync: str | int) -> None:
     """Gradients are summed in fp32 where the sum is fp32, over micro-batches as over ranks."""
     common = {"precision": PRECISIONS[precision], "optimizer": "sgd", "accumulate": 3, "sync": sync}
     left_out = (list(PRECISIONS).index(precision) + (sync == "last")) % 3  # of each precision another one for each sync
@@ -111,10 +111,15 @@ def test_low_gradients_until_the_step(outcomes: Outcomes) -> None:
 
 
 def test_buffers_in_bf16_are_as_fsdp1_has_them(outcomes: Outcomes) -> None:
-    options = {"precision": "bf16-pure", "optimizer": "sgd"}
-    ours, fsdp1, fsdp2 = outcomes.of(*(steady("llama", 2, backend=b, **options) for b in ("lab", "fsdp1", "fsdp2")))
-    assert_equal(ours, fsdp1)
-    assert ours.buffers != fsdp2.buffers
+    """FSDP2 and DDP have no dtype for them, so the backend casts them."""
+    options = {"optimizer": "sgd"}
+    ours, fsdp1, fsdp2, ddp, low_sums = outcomes.of(
+        *(steady("llama", 2, backend=b, precision="bf16-pure", **options) for b in ("lab", "fsdp1", "fsdp2", "ddp")),
+        steady("llama", 2, precision=PRECISIONS["bf16 sums"], **options),
+    )
+    assert_equal(fsdp1, ours)
+    assert_equal(fsdp2, ours)
+    assert ddp.buffers == ours.buffers != low_sums.buffers
 
 
 @pytest.mark.slow
@@ -126,7 +131,10 @@ def test_batchnorm_stays_in_fp32(outcomes: Outcomes) -> None:
         steady("resnet", 2, backend="fsdp2", **options),
         steady("resnet", 2, backend="lab", **options),
         steady("resnet", 2, backend="lab", offload="all", **options),
-        steady("resnet", 2, backend="lab", precision=Precision(param="bf16", buffer="bf16"), optimizer="sgd"),
+        *(
+            steady("resnet", 2, backend=b, precision=Precision(param="bf16", buffer="bf16"), optimizer="sgd")
+            for b in ("lab", "fsdp2")
+        ),
     )
     for other in others:
         assert_equal(other, fsdp1)

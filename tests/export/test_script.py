@@ -17,6 +17,8 @@ from tests.pool import Pool
 
 STEPS = 3
 DDP = {"backend": "ddp", "sharding": "no_shard"}
+LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 384,
+         "intermediate_size": 64, "max_position_embeddings": 64}  # fmt: skip
 BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
         "vocab_size": 384, "max_position_embeddings": 64}  # fmt: skip
 
@@ -40,14 +42,16 @@ def test_losses_are_the_labs_bit_for_bit_on_two_ranks(pool: Pool, tmp_path: Path
     (folder / "one.txt").write_bytes(b"of the first " * 300)
     (folder / "zero.bin").write_bytes(b"\0not text" * 300)
     cases: dict[str, dict[str, Any]] = {
-        "fsdp2": {"backend": "fsdp2", "clip_norm": 0.1, "seed": 3},
-        "fsdp1": {"backend": "fsdp1", "accumulate": 2, "sync": "last", "sharding": "shard_grad_op", "data": str(folder)},
-        "ddp": {**DDP, "accumulate": 3, "clip_norm": 0.1, "optimizer": "sgd", "lr": 1.0},
+        "fsdp2": {"backend": "fsdp2", "clip_norm": 0.1, "seed": 3, "accumulate": 4, "sync": 2},
+        "fsdp1": {"backend": "fsdp1", "accumulate": 3, "sync": 2, "sharding": "shard_grad_op", "data": str(folder)},
+        "ddp": {**DDP, "accumulate": 3, "sync": 2, "clip_norm": 0.1, "optimizer": "sgd", "lr": 1.0},
         "lab": {"recompute": "every:2", "wrap": "every:2", "forward_prefetch": 1, "backward_prefetch": 2,
                 "accumulate": 2, "sync": "last", "data": str(text)},
         "lab_offload": {"sharding": "shard_grad_op", "offload": "all", "wrap": "min_params:3000", "model": BERT},
         "lab_no_shard": {"sharding": "no_shard"},
         "fsdp2_bf16": {"backend": "fsdp2", "precision": "bf16"},
+        "fsdp2_bf16_buffers": {"backend": "fsdp2", "precision": "bf16-pure", "model": LLAMA},
+        "ddp_bf16_buffers": {**DDP, "precision": "bf16-pure", "model": LLAMA, "accumulate": 3, "sync": 2},
     }  # fmt: skip
     lab = same(pool, tmp_path, cases, 2)
     assert len(set(map(tuple, lab.values()))) == len(
@@ -82,7 +86,8 @@ EVERY = [
     spec(8, backend="fsdp2", sharding="hybrid_shard_zero2", shard_size=4, precision=Precision(param="bf16", output="fp32")),
     spec(4, backend="fsdp1", sharding="hybrid_shard", precision="fp16", clip_norm=1.0, accumulate=2, sync="last",
          wrap="class:GPT2Attention", backward_prefetch_point="after", limit_all_gathers=0, offload="none"),
-    spec(3, **DDP, precision="bf16-pure", recompute="every:2", compile=True),
+    spec(3, **DDP, precision="bf16-pure", recompute="every:2", compile=True, accumulate=3, sync=2),
+    spec(backend="fsdp1", accumulate=4, sync=2),
     spec(model="t5-1m", data="stdlib", wrap="every:2", offload="all", backward_prefetch=3),
     spec(model="bert-1m", backend="fsdp1", wrap="whole", offload="all", devices=("cuda:0", "cuda:2")),
     spec(model="llama-1m", wrap="min_params:100000", devices=("cpu", "cpu")),

@@ -33,6 +33,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "fsdp2, sgd": {"backend": "fsdp2", "optimizer": "sgd"}, "fsdp2, recompute": {"backend": "fsdp2", "recompute": "full"},
     "fsdp1": {"backend": "fsdp1"}, "fsdp1, bf16": {"backend": "fsdp1", "precision": "bf16-pure"}, "ddp": DDP,
     "ddp, bf16, accumulate": {**DDP, "precision": "bf16", "accumulate": 2, "sync": "last"},
+    **{f"{b}, every second": {"backend": b, "accumulate": 4, "sync": 2} for b in ("lab", "fsdp2", "fsdp1")},
+    "fsdp1, no shard, every second": {"backend": "fsdp1", "sharding": "no_shard", "accumulate": 4, "sync": 2},
+    "ddp, every second": {**DDP, "accumulate": 4, "sync": 2},
+    "ddp, bf16, every second": {**DDP, "precision": "bf16", "accumulate": 5, "sync": 2},
     "llama, fsdp2": {"model": "llama-1m", "backend": "fsdp2"}, "t5, ddp": {**DDP, "model": "t5-1m"},
 }  # fmt: skip
 SPECS = {name: Spec(world_size=2).replace(**{"model": "gpt2-1m", **USUAL, **fields}) for name, fields in FIELDS.items()}

@@ -47,6 +47,21 @@ def test_less_is_sent_where_more_is_kept(changes: dict[str, object]) -> None:
     assert kept.step.exposed_comm_s < full.step.exposed_comm_s
 
 
+def test_gradients_are_sent_as_often_as_micro_batches_communicate() -> None:
+    where = machine("a100-80", 64, network_gbit_per_s=100)
+    syncs = ("every", 1, 2, 3, 4, 9, "last")
+    found = {s: plan(SPEC.replace(accumulate=4, sync=s), SEVEN, where) for s in syncs}
+    once = found["last"].link_bytes["reduce_scatter"]
+    times = {s: p.link_bytes["reduce_scatter"] / once for s, p in found.items()}
+    assert times == pytest.approx({"every": 4, 1: 4, 2: 2, 3: 2, 4: 1, 9: 1, "last": 1})
+    assert len({p.link_bytes["all_gather"] for p in found.values()}) == 1, "parameters, in every micro-batch"
+    seconds = {s: p.step_time_s for s, p in found.items()}
+    assert seconds["every"] == seconds[1] > seconds[2] == seconds[3] > seconds[4] == seconds[9] == seconds["last"]
+    memory = {s: p.memory.peak_bytes for s, p in found.items()}
+    assert memory["every"] == memory[1] < memory[3] == memory["last"], "gradients that wait are whole"
+    assert memory["last"] < memory[2], "and wait here beside the reduced ones of the first two"
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ArgumentError, match="the machine has 8 and the Spec 64"):
         plan(SPEC, SEVEN, machine("a100-80", 8))

@@ -164,6 +164,15 @@ def test_a_light_change_rebuilds_nothing(pool: Pool) -> None:
     assert mine[2].samples - mine[1].samples == 16
 
 
+def test_as_many_reductions_as_micro_batches_that_communicate(pool: Pool) -> None:
+    """And a light change goes from one number to another."""
+    parts = [(spec(accumulate=5, sync=sync), 1) for sync in ("last", "every", 2, 3)]
+    (mine, _), answers = follow(pool, parts)
+    assert all(answer["carried"] for answer in answers[1:])
+    calls = [event.comm["reduce_scatter"].calls for event in mine]
+    assert calls == [times * calls[0] for times in (1, 5, 3, 2)]
+
+
 def _decay(place: Place) -> list[list[float]]:
     """The weight decay of each parameter group, as it is taken away and given back."""
     s = session(place)

@@ -20,6 +20,8 @@ from fsdp_lab.core.spec import Precision, Spec
     [
         ("sharding", "full_shard", "full_shard"),
         ("offload", "all", "offload all"),
+        ("sync", "last", "sync last"),
+        ("sync", 2, "sync every 2"),
         ("seq_len", 128, "seq len 128"),
         ("compile", True, "compile"),
         ("compile", False, "no compile"),

@@ -41,7 +41,7 @@ strategies = st.builds(
     backward_prefetch_point=st.sampled_from(vocabulary.PREFETCH_POINTS),
     limit_all_gathers=st.integers(0, 3),
     recompute=st.sampled_from(["none", "full", "every:2"]),
-    sync=st.sampled_from(vocabulary.SYNCS),
+    sync=st.sampled_from(vocabulary.SYNCS) | st.integers(1, 5),
     compile=st.booleans(),
 )
 workloads = st.builds(
@@ -110,10 +110,11 @@ def test_hybrid_sharding_on_too_few_ranks_names_enough(ranks: int, enough: int) 
     ({"reshard_size": 3, "world_size": 4}, "strategy.reshard_size"),
     ({"reshard_size": 2, "world_size": 4, "sharding": "zero1"}, "strategy.reshard_size"),
     ({"reshard_size": 2, "world_size": 4, "backend": "fsdp1"}, "strategy.reshard_size"),
-    ({"backend": "fsdp2", "precision": Precision(buffer="bf16")}, "strategy.precision.buffer"),
     ({"backend": "fsdp1", "precision": Precision(norm="fp32", param="bf16")}, "strategy.precision.norm"),
     ({"precision": {"norm": "fp8"}}, "strategy.precision"),
     ({"backend": "fsdp2", "precision": Precision(keep_low_precision_gradients=True)},
+     "strategy.precision.keep_low_precision_gradients"),
+    ({"backend": "fsdp1", "precision": Precision(keep_low_precision_gradients=True)},
      "strategy.precision.keep_low_precision_gradients"),
     ({"backend": "fsdp2", "offload": "optimizer"}, "strategy.offload"),
     ({"offload": "disk"}, "strategy.offload"),
@@ -127,6 +128,15 @@ def test_hybrid_sharding_on_too_few_ranks_names_enough(ranks: int, enough: int) 
     ({"backend": "fsdp2", "limit_all_gathers": 3}, "strategy.limit_all_gathers"),
     ({"recompute": "some"}, "strategy.recompute"),
     ({"sync": "never"}, "strategy.sync"),
+    ({"sync": "2"}, "strategy.sync"),
+    ({"sync": 0}, "strategy.sync"),
+    ({"sync": -1}, "strategy.sync"),
+    ({"sync": 2.0}, "strategy.sync"),
+    ({"sync": True}, "strategy.sync"),
+    ({"sync": None}, "strategy.sync"),
+    ({"sync": 2, "accumulate": 4, "backend": "fsdp1", "offload": "all"}, "strategy.sync"),
+    ({"sync": 2, "accumulate": 4, "backend": "fsdp1", "sharding": "no_shard", "precision": "bf16"}, "strategy.sync"),
+    ({"sync": "last", "accumulate": 2, "backend": "fsdp1", "world_size": 1, "precision": "fp16"}, "strategy.sync"),
     ({"compile": 1}, "strategy.compile"),
     ({"lr": float("nan")}, "workload.lr"),
     ({"lr": "fast"}, "workload.lr"),
@@ -182,6 +192,21 @@ def test_replace_routes_flat_names_and_changes_nothing_else() -> None:
     assert before == Spec() and after.global_batch == 24
 
 
+@pytest.mark.parametrize(("sync", "accumulate", "communicating"), [
+    ("every", 3, [0, 1, 2]), (1, 3, [0, 1, 2]), ("last", 3, [2]), (3, 3, [2]), (7, 3, [2]), (2, 4, [1, 3]),
+    (2, 5, [1, 3, 4]), (3, 8, [2, 5, 7]), ("every", 1, [0]), ("last", 1, [0]), (2, 1, [0]),
+])  # fmt: skip
+def test_the_micro_batches_that_communicate(sync: str | int, accumulate: int, communicating: list[int]) -> None:
+    spec = Spec().replace(sync=sync, accumulate=accumulate)
+    assert [micro for micro in range(accumulate) if spec.communicates(micro)] == communicating
+    assert spec.communications == len(communicating)
+
+
+def test_fsdp1_offloads_with_any_number_that_leaves_no_micro_batch_out() -> None:
+    spec = Spec().replace(backend="fsdp1", offload="all", accumulate=4)
+    assert spec.validate(sync=1) is None and spec.validate(sync=2, accumulate=1) is None
+
+
 @pytest.mark.parametrize(("sharding", "world_size", "size", "factor"), [
     ("full_shard", 6, None, 6), ("hybrid_shard", 6, None, 3), ("hybrid_shard", 6, 2, 2), ("hybrid_shard", 4, None, 2),
 ])  # fmt: skip
@@ -202,6 +227,12 @@ def test_a_spec_of_before_anything_was_held_out_is_read_and_keeps_its_id() -> No
     assert Spec.from_dict(before) == Spec()
     then = hashlib.blake2b(json.dumps(before, sort_keys=True).encode(), digest_size=4).hexdigest()
     assert Spec().replace(held_out=0).id == then != Spec().id
+
+
+def test_ids_of_before_sync_could_be_a_number_stay() -> None:
+    specs = [Spec(), Spec().replace(sync="last", accumulate=4)]
+    assert [spec.id for spec in specs] == ["8643ba8a", "e14c3bf9"]
+    assert len({spec.id for spec in (*specs, specs[1].replace(sync=1), specs[1].replace(sync=2))}) == 4
 
 
 def test_facts_about_each_sharding():

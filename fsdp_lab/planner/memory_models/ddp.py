@@ -30,6 +30,7 @@ class DDPMemory(MemoryModel):
         self._filled, self._limit, self._sent = 0.0, float(FIRST_BUCKET), 0.0
         self._recast = self.units[0].recast
         self._kept = [0.0] * len(self.units)  # those of earlier micro-batches
+        self._in_buckets = False  # gradients are views of buckets: from the first reduction of a step on
         self._share = self.units[0].reduced / max(1.0, self.units[0].shard)
 
     def unit_bytes(self, unit: UnitShape) -> UnitBytes:
@@ -42,8 +43,9 @@ class DDPMemory(MemoryModel):
         self.tracker.alloc(GRADIENTS, self.shards)
 
     def gradient_ready(self, unit: int, index: int, size: float) -> None:
-        """Under `no_sync` the first gradients stay outside of the buckets, and later ones are added to them."""
-        if not self.reduces and not self._kept[unit]:
+        """Under `no_sync` the first gradients stay outside of the buckets, and later ones are added to them; after a
+        reduction, to the buckets."""
+        if not (self.reduces or self._kept[unit] or self._in_buckets):
             self.fresh[unit] += size
             return
         numel = self.shape.units[unit].parameters[index]
@@ -63,6 +65,7 @@ class DDPMemory(MemoryModel):
 
     def end_backward(self) -> None:
         self._kept = [0.0 if self.reduces else kept + new for kept, new in zip(self._kept, self.fresh, strict=True)]
+        self._in_buckets = self._in_buckets or self.reduces
         self.fresh = [0.0] * len(self.units)
         if self._recast and self._filled:
             self._send()
@@ -74,7 +77,7 @@ class DDPMemory(MemoryModel):
 
     def state_key(self, unit: int) -> tuple[object, ...]:
         sent = (self._filled, self._limit, self._sent) if self._recast and self.reduces else ()
-        return (self.reduces, bool(self._kept[unit]), self.fresh[unit], *sent)
+        return (self.reduces, bool(self._kept[unit]), self._in_buckets, self.fresh[unit], *sent)
 
     def unit_state(self, unit: int) -> Any:
         return self._filled, self._limit, self._sent, self.fresh[unit]

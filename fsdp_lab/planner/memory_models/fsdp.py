@@ -173,9 +173,10 @@ class FSDP1Memory(HookedMemory):
         tracker.alloc(GRADIENTS, flat)
         tracker.free(GRADIENTS, self.fresh[unit])
         self.fresh[unit] = 0.0
-        if self._flat[unit]:
+        if self._flat[unit] or (self.gradients[unit] and not (self._shards or self.reduces)):
             tracker.free(GRADIENTS, flat)  # added to that of earlier micro-batches
-        self._flat[unit] = flat
+        else:
+            self._flat[unit] = flat
         self._reshard(unit)
         if self.strategy.backward_prefetch_point == "after":
             self._prefetch(unit, -1, self.strategy.backward_prefetch)
