@@ -46,7 +46,7 @@ class CommStream:
         if self.stream is None:
             yield
             return
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             yield
 
@@ -65,16 +65,18 @@ class CommHandle:
         then: Callable[[], None] | None = None,
     ) -> None:
         self._work, self._then, self.keeps, self._event = work, then, keeps, None
+        self._device: torch.device | None = None
         if stream.stream is not None:
             self._finish()
             self._event = stream.stream.record_event()
+            self._device = stream.stream.device
 
     def wait(self, *, on_host: bool = False) -> None:
         """`on_host`: the host reads the result next, so Python waits for it too."""
         if self._event is not None and on_host:
             self._event.synchronize()
         elif self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            torch.cuda.current_stream(self._device).wait_event(self._event)
         else:
             self._finish()
         self.keeps = ()
