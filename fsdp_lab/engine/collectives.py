@@ -93,7 +93,7 @@ class CommHandle:
 def all_gather(full: Tensor, shard: Tensor, group: Group) -> dist.Work | None:
     """full: [F * n], shard: [n], of one dtype."""
     call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-    work: dist.Work | None = call(full.data, shard, group=group, async_op=True)
+    work: dist.Work | None = call(_real(full.data), _real(shard), group=group, async_op=True)
     return work
 
 
@@ -101,11 +101,16 @@ def reduce_scatter(shard: Tensor, full: Tensor, group: Group) -> dist.Work | Non
     """shard: [n] gets its part of the sum over the ranks of full: [F * n]. The caller divides: in some releases of torch
     Gloo's AVG was a sum."""
     call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    work: dist.Work | None = call(shard, full, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    work: dist.Work | None = call(_real(shard), _real(full), op=dist.ReduceOp.SUM, group=group, async_op=True)
     return work
 
 
 def all_reduce(tensor: Tensor, group: Group) -> dist.Work | None:
     """tensor: [n], summed in place."""
-    work: dist.Work | None = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    work: dist.Work | None = dist.all_reduce(_real(tensor), op=dist.ReduceOp.SUM, group=group, async_op=True)
     return work
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones, side by side: no backend of torch sends them otherwise."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

@@ -103,7 +103,7 @@ def fully_shard(
     holding = {*(t.value.device for t in taken), *(unit.mesh.device for unit in inside)}
     sharded = ShardMesh.resolve(mesh, post_forward_size=post_forward_size, holding=holding)
     refused = _refused(modules, taken, sharded, policy, inside)
-    entries = [*_described(taken, group_of), *describe_ties(inside, tied)]
+    entries = [*_described(taken, group_of), *describe_ties(inside, tied)] if refused is None else []
     named = [f"{one} in {type(modules[0]).__name__}" for one in entries]
     check_equal_on_all_ranks(sharded, [*named, str(policy)], refused)
     for other, its_hooks in inside.items():
