@@ -55,8 +55,8 @@ FAULTS = (
     Fault(
         name="missing all-reduce",
         what="engine: hybrid sharding does not reduce across replicas",
-        old="        if self._mesh.replicate_group is None:\n            return CommHandle(self._stream, None)",
-        new="        if True:\n            return CommHandle(self._stream, None)",
+        old="        if self._mesh.replicate_group is not None:\n            self._unsent.append",
+        new="        if False:\n            self._unsent.append",
         tests=("tests/engine/test_parity.py",),
     ),
     Fault(
@@ -93,8 +93,8 @@ FAULTS = (
     Fault(
         name="norm of one rank",
         what="engine: the gradient norm is not summed over the shard group",
-        old="    if mesh.shard_group is not None:\n        dist.all_reduce(total",
-        new="    if mesh.shard_group is not None and largest:\n        dist.all_reduce(total",
+        old="        if group is not None:\n            dist.all_reduce(total",
+        new="        if group is not None and largest:\n            dist.all_reduce(total",
         tests=("tests/engine/test_features.py", "tests/engine/test_properties.py"),
     ),
     Fault(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_lab.backends.base import Backend, known_groups
+from fsdp_lab.backends.base import Backend
 from fsdp_lab.backends.ddp import DDP
 from fsdp_lab.backends.flat import FlatBackend
 from fsdp_lab.backends.fsdp1 import FSDP1
@@ -19,7 +19,7 @@ from fsdp_lab.backends.fsdp2 import FSDP2
 from fsdp_lab.backends.state import fill, transfer_state
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.engine import ParamShard, build_mesh
+from fsdp_lab.engine import ParamShard, build_mesh, known_groups
 from fsdp_lab.models.wrapping import units
 
 __all__ = ["Backend", "ParamShard", "build", "fill", "transfer_state"]

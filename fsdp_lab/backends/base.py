@@ -235,8 +235,3 @@ def original_name(name: str) -> str:
     for part in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"):
         name = name.removesuffix(f".{part}").replace(f"{part}.", "")
     return name
-
-
-def known_groups() -> list[dist.ProcessGroup]:
-    """All groups that torch has registered in this process, except the default one."""
-    return [group for group in c10d._world.pg_map if group is not dist.group.WORLD]

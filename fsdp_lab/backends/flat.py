@@ -59,8 +59,7 @@ class FlatBackend(Backend):
                         (Role.GRADIENTS, flat.gradients.unsharded))  # fmt: skip
             yield from ((role, t) for role, t in optional if t is not None)
         for reduction in engine.runtime_of(self.module).reducing:
-            yield Role.GRADIENTS, reduction.unsharded
-            yield Role.GRADIENTS, reduction.shard
+            yield from ((Role.GRADIENTS, t) for t in (reduction.unsharded, reduction.shard) if t is not None)
 
     def leaves(self) -> Iterator[Tensor]:
         for flat in engine.flats_of(self.module):

@@ -17,7 +17,7 @@ the limiter counts only the unit that computes and those gathered ahead: waiting
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -117,12 +117,26 @@ class Schedule:
 
     Args:
         calls: in the order in which they begin; the first is the root's.
+        rules: the root's.
         backward: False for a forward without gradients, after which everything is freed.
+        own_rules: of units with rules of their own: what these say of resharding and of offload counts, for that unit.
     """
 
-    def __init__(self, calls: Sequence[UnitCall], rules: Rules, *, backward: bool = True) -> None:
+    def __init__(
+        self,
+        calls: Sequence[UnitCall],
+        rules: Rules,
+        *,
+        backward: bool = True,
+        own_rules: Mapping[int, Rules] | None = None,
+    ) -> None:
         self.calls, self.rules, self.backward = tuple(calls), rules, backward
+        self._own_rules = dict(own_rules) if own_rules is not None else {}
         self.actions: tuple[Action, ...] = tuple(_Builder(self).build())
+
+    def rules_of(self, unit: int) -> Rules:
+        """Its own, or the root's."""
+        return self._own_rules.get(unit, self.rules)
 
     def at(self, point: Point) -> tuple[Action, ...]:
         """The actions to issue at a point, in this order, without the computation itself."""
@@ -183,15 +197,18 @@ class Schedule:
         return tuple(found)
 
     @cached_property
+    def never_reshards(self) -> frozenset[int]:
+        """Units whose rules keep them gathered between forward and backward."""
+        return frozenset(call.unit for call in self.calls if not self.rules_of(call.unit).reshard_after_forward)
+
+    @cached_property
     def stays_gathered(self) -> frozenset[int]:
         """Units that stay gathered between forward and backward (see the note)."""
         if not self.backward:
             return frozenset()
-        if not self.rules.reshard_after_forward:
-            return frozenset(call.unit for call in self.calls)
         if not self.rules.keeps_first:
-            return frozenset(call.unit for call in self.calls[:1])
-        gathered: set[int] = set()
+            return self.never_reshards | {call.unit for call in self.calls[:1]}
+        gathered = set(self.never_reshards)
         for k in self.order[Direction.BACKWARD]:
             gathered.add(self.calls[k].unit)
             if self.rules.prefetch_before:
@@ -209,11 +226,13 @@ class Schedule:
         return tuple(chosen)
 
     def _unlimited(self, point: Point) -> set[int]:
-        """Units that the limiter does not count: those that have computed, if none is freed after the forward."""
-        if self.rules.reshard_after_forward or not self.backward or point.direction is not Direction.FORWARD:
+        """Units that the limiter does not count: of those not freed after the forward, what has computed in it."""
+        if not self.backward or not self.never_reshards:
             return set()
-        begun = self.order[Direction.FORWARD][: self.begun[point] - (point.moment is PointSide.BEFORE)]
-        return {self.calls[k].unit for k in begun} - {self.calls[point.call].unit}
+        forward = self.order[Direction.FORWARD]
+        if point.direction is Direction.FORWARD:
+            forward = forward[: self.begun[point] - (point.moment is PointSide.BEFORE)]
+        return ({self.calls[k].unit for k in forward} & self.never_reshards) - {self.calls[point.call].unit}
 
     def _points(self, direction: Direction, *, reverse: bool) -> Iterator[Point]:
         stack = [0]  # a call, or ~call for its end
@@ -277,7 +296,7 @@ class _Builder:
         if self._is_inside_itself(point.call) or self._is_next(unit, point):
             return False
         comes_again = self._comes_again(unit, point)
-        if comes_again and not self._rules.reshard_after_forward:
+        if comes_again and unit in self._schedule.never_reshards:
             return False
         if point.direction is Direction.FORWARD and not comes_again and unit in self._schedule.stays_gathered:
             return False
@@ -302,7 +321,7 @@ class _Builder:
 
     def _unshard(self, unit: int, point: Point, *, ahead: bool) -> None:
         waits = self._after_computing()
-        if self._rules.offload == OffloadPolicy.ALL:
+        if self._schedule.rules_of(unit).offload == OffloadPolicy.ALL:
             waits = (self._add(Phase.HOST_COPY, unit, point, waits, ahead=ahead),)
         self._unshards[unit] = self._add(Phase.UNSHARD, unit, point, waits, ahead=ahead)
         self._gathered.add(unit)
@@ -313,7 +332,7 @@ class _Builder:
 
     def _reduce(self, unit: int, point: Point) -> None:
         at = self._add(Phase.REDUCE, unit, point, self._after_computing())
-        if self._rules.offload != OffloadPolicy.NONE:
+        if self._schedule.rules_of(unit).offload != OffloadPolicy.NONE:
             at = self._add(Phase.HOST_COPY, unit, point, (at,))
         self._reduces[unit] = at
 

@@ -26,7 +26,7 @@ The core is 1,893 lines. Read its files in this order:
 
 Beside the core: mesh.py (replicas and shards), policy.py (dtypes), state.py (state by parameter names, checkpoints, deferred
 initialisation), scaling.py (gradient norm, clipping, loss scaling), memory.py (bytes by class), ties.py (shared
-parameters), tensors.py (tensors inside nested values), errors.py.
+parameters), refusals.py (what cannot be sharded), tensors.py (tensors inside nested values), errors.py.
 """
 
 from fsdp_lab.core.schedule import OffloadPolicy, PrefetchPolicy
@@ -44,7 +44,7 @@ from fsdp_lab.engine.fully_shard import (
     unshard,
 )
 from fsdp_lab.engine.memory import MemoryBreakdown, free, memory_stats
-from fsdp_lab.engine.mesh import ShardMesh, build_mesh
+from fsdp_lab.engine.mesh import ShardMesh, build_mesh, known_groups
 from fsdp_lab.engine.policy import MixedPrecisionPolicy
 from fsdp_lab.engine.runtime import TrainingState
 from fsdp_lab.engine.scaling import Scaler, clip_gradients, gradient_norm, upcast_gradients
@@ -87,6 +87,7 @@ __all__ = [
     "full_state",
     "fully_shard",
     "gradient_norm",
+    "known_groups",
     "load_full_optimizer_state",
     "load_full_state",
     "load_ranges",

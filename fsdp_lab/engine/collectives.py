@@ -46,7 +46,7 @@ class CommStream:
         if self.stream is None:
             yield
             return
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             yield
 
@@ -65,16 +65,18 @@ class CommHandle:
         then: Callable[[], None] | None = None,
     ) -> None:
         self._work, self._then, self.keeps, self._event = work, then, keeps, None
+        self._device: torch.device | None = None
         if stream.stream is not None:
             self._finish()
             self._event = stream.stream.record_event()
+            self._device = stream.stream.device
 
     def wait(self, *, on_host: bool = False) -> None:
         """`on_host`: the host reads the result next, so Python waits for it too."""
         if self._event is not None and on_host:
             self._event.synchronize()
         elif self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            torch.cuda.current_stream(self._device).wait_event(self._event)
         else:
             self._finish()
         self.keeps = ()
@@ -91,7 +93,7 @@ class CommHandle:
 def all_gather(full: Tensor, shard: Tensor, group: Group) -> dist.Work | None:
     """full: [F * n], shard: [n], of one dtype."""
     call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-    work: dist.Work | None = call(full.data, shard, group=group, async_op=True)
+    work: dist.Work | None = call(_real(full.data), _real(shard), group=group, async_op=True)
     return work
 
 
@@ -99,11 +101,16 @@ def reduce_scatter(shard: Tensor, full: Tensor, group: Group) -> dist.Work | Non
     """shard: [n] gets its part of the sum over the ranks of full: [F * n]. The caller divides: in some releases of torch
     Gloo's AVG was a sum."""
     call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    work: dist.Work | None = call(shard, full, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    work: dist.Work | None = call(_real(shard), _real(full), op=dist.ReduceOp.SUM, group=group, async_op=True)
     return work
 
 
 def all_reduce(tensor: Tensor, group: Group) -> dist.Work | None:
     """tensor: [n], summed in place."""
-    work: dist.Work | None = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    work: dist.Work | None = dist.all_reduce(_real(tensor), op=dist.ReduceOp.SUM, group=group, async_op=True)
     return work
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones, side by side: no backend of torch sends them otherwise."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from fsdp_lab.engine.dtensor import FlatDTensor, replicated
+from fsdp_lab.engine.dtensor import FlatDTensor, FlatPlacement, replicated
 from fsdp_lab.engine.errors import ShardError
 
 aten: Any = torch.ops.aten
@@ -163,7 +163,7 @@ def _norms(tensors: Sequence[FlatDTensor], order: float, dtype: torch.dtype | No
         each = torch.stack([_local_norm(tensors[i]._local_tensor, order, dtype) for i in indices]).to(mesh.device)
         if group is not None:
             _reduce_norms(each, order, group)
-        found.update((i, replicated(each[j], tensors[i].device_mesh)) for j, i in enumerate(indices))
+        found.update((i, replicated(each[j], tensors[i].flat_placement.mesh.plain_mesh)) for j, i in enumerate(indices))
     return [found[i] for i in range(len(tensors))]
 
 
@@ -198,7 +198,7 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
 
 # -- on whole tensors ------------------------------------------------------------------------------------------------
 
-_COPIES = {aten.t, aten.transpose, aten.permute, aten.expand, aten.view_as_real}  # views that are only read
+_COPIES = {aten.t, aten.transpose, aten.permute, aten.expand}  # views that are only read
 
 
 def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
@@ -216,7 +216,9 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
             f"{func._schema.name} was given a sharded tensor and a plain one, which differs between ranks; call the module "
             "that was sharded, or its root, or use `with unshard(model):`"
         )
-    mesh = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, FlatDTensor)).device_mesh
+    mesh = next(
+        t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, FlatDTensor)
+    ).flat_placement.mesh.plain_mesh
     whole: dict[int, Tensor] = {}
 
     def gathered(t: Tensor) -> Tensor:
@@ -244,6 +246,15 @@ def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
         return t.like(t._local_tensor.view(args[1])) if args[1].itemsize == t.dtype.itemsize else NotImplemented
     shape = func(torch.empty(t.shape, device="meta"), *args[1:], **kwargs).shape
     return t.like(t._local_tensor.detach(), shape)
+
+
+def _as_real(func: Any, args: Any, kwargs: Any) -> FlatDTensor:
+    """Complex numbers as pairs."""
+    t: FlatDTensor = args[0]
+    placement = FlatPlacement(
+        mesh=t.flat_placement.mesh, ranges=tuple((2 * a, 2 * b) for a, b in t.flat_placement.ranges)
+    )
+    return FlatDTensor.of(func(t._local_tensor.detach()).view(-1), (*t.shape, 2), placement)
 
 
 def _select(func: Any, args: Any, kwargs: Any) -> Any:
@@ -278,7 +289,7 @@ def _empty(func: Any, args: Any, kwargs: Any) -> Any:
     local = t._local_tensor if size == t.shape else torch.empty(size, dtype=t.dtype, device=t._local_tensor.device)
     options.pop("memory_format", None)
     made = func(local, local.shape, *args[2:], **options)
-    return t.like(made) if size == t.shape else replicated(made, t.device_mesh)
+    return t.like(made) if size == t.shape else replicated(made, t.flat_placement.mesh.plain_mesh)
 
 
 Special = Callable[[Any, Any, Any], Any]
@@ -293,6 +304,7 @@ _SPECIAL: dict[Any, Special] = {
     aten._reshape_alias: _reshaped,
     aten.unsqueeze: _reshaped,
     aten.squeeze: _reshaped,
+    aten.view_as_real: _as_real,
     aten.select: _select,
     aten.slice: _slice,
     aten.new_zeros: _empty,

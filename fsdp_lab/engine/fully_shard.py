@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab.core.schedule import OffloadPolicy, PrefetchPolicy, Rules
+from fsdp_lab.engine import refusals
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.flat import FlatBuffer, Use
 from fsdp_lab.engine.hooks import UnitHooks, unit_hooks
@@ -65,13 +66,15 @@ def fully_shard(
 
     Args:
         module: a module, or several that form one unit; on meta, or with the same values on all ranks.
-        mesh: ("shard",), ("replicate",), or both for hybrid sharding; None: shard over all ranks, on the GPU if there is
-            one. Make a `ShardMesh` of it where units share the smaller groups of an integer `reshard_after_forward`.
+        mesh: ("shard",), ("replicate",), or both for hybrid sharding; None: shard over all ranks, on the GPU where the
+            parameters are, or that the default process group is for. Units of one model may have meshes of their own over
+            the same ranks.
         reshard_after_forward: True: free parameters after the forward and gather them again for the backward (ZeRO-3).
             False: keep them until then (ZeRO-2). An integer: reshard to groups of so many ranks.
         mp_policy: dtypes; None: as they are.
         offload_policy: what is kept on the host.
-        prefetch_policy: what is gathered ahead, and how much of it; None: the next unit in the backward.
+        prefetch_policy: what is gathered ahead, and how much of it, in the whole model: give it to the root, or the same to
+            all units; None: the next unit in the backward.
         shard_optimizer_only: ZeRO-1: gradients and gathered parameters keep their full size. It implies not to reshard after
             the forward.
         ignored_params: parameters to leave alone; the caller keeps them equal on all ranks.
@@ -84,18 +87,26 @@ def fully_shard(
         ShardError: it is sharded already, or a module around it is; or the ranks' models differ; or the mesh does not fit.
     """
     modules = list(module) if isinstance(module, Sequence) else [module]
+    for refusal in refusals.of_modules(modules):
+        raise ShardError(refusal)
     reshard = bool(reshard_after_forward) and not shard_optimizer_only
     prefetch = prefetch_policy if prefetch_policy is not None else PrefetchPolicy()
     rules = Rules.of(prefetch, reshard_after_forward=reshard, offload=offload_policy)
     mp = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
-    policy = ShardPolicy(mp=mp, rules=rules, shard_optimizer_only=shard_optimizer_only)
+    policy = ShardPolicy(
+        mp=mp, rules=rules, has_own_prefetch=prefetch_policy is not None, shard_optimizer_only=shard_optimizer_only
+    )
     inside = _inside(modules)
     tied = find_ties(modules, list(inside))
     ignored = set(map(id, ignored_params))
     post_forward_size = None if isinstance(reshard_after_forward, bool) else reshard_after_forward
-    sharded = ShardMesh.resolve(mesh, post_forward_size=post_forward_size)
-    entries = [*_described(_take(modules, ignored), group_of), *describe_ties(inside, tied)]
-    check_equal_on_all_ranks(sharded, [*(f"{one} in {type(modules[0]).__name__}" for one in entries), str(policy)])
+    taken = _take(modules, ignored)
+    holding = {*(t.value.device for t in taken), *(unit.mesh.device for unit in inside)}
+    sharded = ShardMesh.resolve(mesh, post_forward_size=post_forward_size, holding=holding)
+    refused = _refused(modules, taken, sharded, policy, inside)
+    entries = [*_described(taken, group_of), *describe_ties(inside, tied)] if refused is None else []
+    named = [f"{one} in {type(modules[0]).__name__}" for one in entries]
+    check_equal_on_all_ranks(sharded, [*named, str(policy)], refused)
     for other, its_hooks in inside.items():
         if untie(other, tied):
             its_hooks.install()
@@ -228,10 +239,29 @@ def _inside(modules: Sequence[nn.Module]) -> dict[Unit, UnitHooks]:
             raise ShardError(f"{type(root).__name__} is sharded already; call fully_shard once for each module")
     inside = {h.unit: h for root in modules for h in map(unit_hooks, root.modules()) if h is not None}
     for unit, hooks in inside.items():
+        if hooks.outer is not None and hooks.outer.unit not in inside:
+            inner, other = type(unit.modules[0]).__name__, type(hooks.outer.unit.modules[0]).__name__
+            raise ShardError(f"{inner} is in {other} too, which was sharded around it, and a unit has one root; shard a "
+                             "module around both, or give each an inner one of its own")  # fmt: skip
         if hooks.runtime is not None:
             inner, outer = type(unit.modules[0]).__name__, type(modules[0]).__name__
             raise ShardError(f"{inner} was called before {outer}, which contains it, was sharded; shard {outer} first")
     return inside
+
+
+def _refused(
+    modules: Sequence[nn.Module],
+    taken: Sequence[_Taken],
+    mesh: ShardMesh,
+    policy: ShardPolicy,
+    inside: Collection[Unit],
+) -> str | None:
+    """Why they cannot be sharded, or None."""
+    paths = {m: path for root in modules for path, m in root.named_modules()}
+    named = {paths.get(unit.modules[0]) or unit.name: unit for unit in inside}
+    of_parameters = refusals.of_parameters((t.name, t.value) for t in taken)
+    of_units = refusals.of_units(modules, mesh, policy, named)
+    return next(of_parameters, None) or next(of_units, None)
 
 
 def _described(taken: Sequence[_Taken], group_of: GroupOf) -> list[str]:
@@ -282,6 +312,8 @@ def _adopt(hooks: UnitHooks) -> Runtime:
     root = hooks.unit.modules[0]
     inside = {h.unit: h for h in map(unit_hooks, root.modules()) if h is not None}
     units = list(inside)
+    for refusal in refusals.of_root(units):
+        raise ShardError(refusal)
     index = {unit: i for i, unit in enumerate(units)}
 
     def unit_at(module: nn.Module) -> int | None:

@@ -9,7 +9,7 @@ and the rest after them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -202,54 +202,81 @@ def placement_of(layout: Layout, mesh: ShardMesh, start: int, stop: int) -> Flat
 
 
 class Reduction:
-    """One flat gradient in flight. Issued when made (inside `stream.entered()`); `finish` gives it to the optimizer."""
+    """One flat gradient in flight. Issued when made (inside `stream.entered()`); `advance` takes it to the optimizer.
+
+    On a CPU a collective can be issued only when the one before it has ended, so somebody must come back for it. The runtime
+    comes when the next unit's gradients are complete: all ranks come at the same point, so that they issue all collectives
+    in one order, and each of them has had the backward of one unit to run beside. A CUDA stream queues all of it at once.
+    """
 
     def __init__(self, target: GradientBuffer, gradient: Tensor, arrived: frozenset[int], stream: CommStream) -> None:
         self.target, self._mesh, self._stream, self._arrived = target, target.mesh, stream, arrived
-        self.unsharded = gradient  # [F * n], what was sent
+        self.unsharded: Tensor | None = gradient  # [F * n], what is sent, until it has been scattered
         self.shard = gradient  # what it has become so far: [n], or [F * n] where nothing is scattered
         self._divides_first = gradient.dtype is torch.float16
         self._rest = 1.0  # to divide by after all sums
         if self._divides_first:
             first, self._rest = _divisors(self._mesh.world_size)
             gradient.div_(first)
-        self._stages = [self._reduce_scatter, self._all_reduce, self._to_master]
-        self._handle = self._next()
-        while stream.stream is not None and self._stages:  # a CUDA stream queues all of it at once
-            self._handle = self._next()
+        self._unsent: list[Callable[[], CommHandle]] = []  # collectives to be issued yet
+        if self._mesh.shard_group is not None:
+            self._unsent.append(self._reduce_scatter)
+        if self._mesh.replicate_group is not None:
+            self._unsent.append(self._all_reduce)
+        self._handle = CommHandle(stream, None)
+        if self._unsent:
+            self._send()
+        if stream.stream is not None:
+            while self._unsent:
+                self._send()
+            self._handle = self._to_master()
 
-    def finish(self) -> None:
-        """Wait for the stage in flight, then issue each of the others and wait for it."""
-        while self._stages:
+    @property
+    def is_sent(self) -> bool:
+        """Whether no collective is to be issued any more, so that the next `advance` is the last."""
+        return not self._unsent
+
+    def advance(self) -> None:
+        """Wait for the collective in flight and issue the next one; after the last, give the shard to the optimizer."""
+        if self._unsent:
             self._handle.wait()
-            with self._stream.entered():
-                self._handle = self._next()
+            if not self.target.policy.shard_optimizer_only:
+                self.unsharded = None
+            self._send()
+            return
+        if self._stream.stream is None:
+            self._handle.wait()
+            self._handle = self._to_master()
         self._handle.wait(on_host=self.shard.device.type == "cpu")
         self.target.accumulate(self.shard, self._arrived)
 
-    def _next(self) -> CommHandle:
-        return self._stages.pop(0)()
+    def _send(self) -> None:
+        self._handle = self._unsent.pop(0)()
 
     def _reduce_scatter(self) -> CommHandle:
-        if self._mesh.shard_group is None:
-            return CommHandle(self._stream, None)
-        self.shard = self.unsharded.new_empty(self.target.layout.shard_numel)
-        return self._mean(reduce_scatter(self.shard, self.unsharded, self._mesh.shard_group), self._mesh.shard_size)
+        group, unsharded = self._mesh.shard_group, self.unsharded
+        assert group is not None and unsharded is not None
+        self.shard = unsharded.new_empty(self.target.layout.shard_numel)
+        return self._mean(reduce_scatter(self.shard, unsharded, group), self._mesh.shard_size)
 
     def _all_reduce(self) -> CommHandle:
-        if self._mesh.replicate_group is None:
-            return CommHandle(self._stream, None)
+        assert self._mesh.replicate_group is not None
         return self._mean(all_reduce(self.shard, self._mesh.replicate_group), self._mesh.replicas)
 
     def _mean(self, work: dist.Work | None, ranks: int) -> CommHandle:
         shard, ranks = self.shard, 1 if self._divides_first else ranks
-        return CommHandle(self._stream, work, keeps=(self.unsharded, shard), then=lambda: _divide(shard, ranks))
+        return CommHandle(self._stream, work, keeps=self._kept, then=lambda: _divide(shard, ranks))
+
+    @property
+    def _kept(self) -> tuple[Tensor, ...]:
+        return (self.shard,) if self.unsharded is None else (self.unsharded, self.shard)
 
     def _to_master(self) -> CommHandle:
         """In the dtype and the place of the master shard; under ZeRO-1 as a part of the whole gradient, which stays."""
-        policy, master, reduced = self.target.policy, self.target.master, self.shard
+        policy, master, reduced, kept = self.target.policy, self.target.master, self.shard, self._kept
         _divide(reduced, self._rest)
         if policy.shard_optimizer_only and reduced is not self.unsharded:
+            assert self.unsharded is not None
             start, stop = self.target.layout.shard(self._mesh.shard_rank)
             self.shard = self.unsharded[start:stop].copy_(reduced)
         dtype = self.shard.dtype if policy.mp.keep_low_precision_gradients else master.dtype
@@ -257,7 +284,7 @@ class Reduction:
             host = torch.empty(self.shard.shape, dtype=dtype, device=master.device, pin_memory=True)
             self.shard = host.copy_(self.shard, non_blocking=True)
         self.shard = self.shard.to(dtype)
-        return CommHandle(self._stream, None, keeps=(self.unsharded, reduced))
+        return CommHandle(self._stream, None, keeps=kept)
 
 
 def _divide(shard: Tensor, by: float) -> None:

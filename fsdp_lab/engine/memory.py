@@ -92,7 +92,8 @@ def _held(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterato
     for flat, t in (sent for unit in units_of(module) for sent in unit.sent):
         yield "copies_bytes", flat, t, nowhere
     for reduction in runtime_of(module).reducing:
-        yield "unsharded_gradients_bytes", reduction.target, reduction.unsharded, nowhere
+        if reduction.unsharded is not None:
+            yield "unsharded_gradients_bytes", reduction.target, reduction.unsharded, nowhere
         yield "gradients_bytes", reduction.target, reduction.shard, nowhere
     for flat in flats:
         yield from _of_optimizer(flat, optimizer)

@@ -6,15 +6,19 @@ shard group, and an all-reduce of gradient shards runs between the replicas.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_lab.engine.collectives import Group
 from fsdp_lab.engine.errors import ShardError
 
+_POST_FORWARD = "fsdp_lab post-forward"  # the description by which such a group is found again
 _BUILD = "make it with fsdp_lab.engine.build_mesh"
 
 
@@ -24,6 +28,7 @@ class ShardMesh:
 
     device: torch.device
     device_mesh: DeviceMesh
+    ranks: tuple[int, ...]  # all of them, by their number in the world
     shard_size: int  # F
     shard_rank: int  # in the shard group, 0..F-1
     replicas: int  # R
@@ -34,6 +39,12 @@ class ShardMesh:
     @property
     def world_size(self) -> int:
         return self.shard_size * self.replicas
+
+    @cached_property
+    def plain_mesh(self) -> DeviceMesh:
+        """One mesh for numbers that are equal on all ranks, whatever mesh a unit has: torch's norm of norms needs that."""
+        everybody = len(self.ranks) == dist.get_world_size()
+        return DeviceMesh.from_group(_world(), self.device.type) if everybody else self.device_mesh
 
     @classmethod
     def of(cls, mesh: DeviceMesh, *, post_forward_size: int | None = None) -> ShardMesh:
@@ -47,32 +58,101 @@ class ShardMesh:
             ShardError: the mesh has other dimensions, or cannot be divided into such groups.
         """
         shard, replicate = _dimensions(mesh)
-        post_forward = None if post_forward_size is None else _post_forward_group(mesh, shard, post_forward_size)
         device = torch.device("cpu")
         if mesh.device_type != "cpu":
             device = torch.device(mesh.device_type, torch.cuda.current_device())
-        return cls(
+        made = cls(
             device=device,
             device_mesh=mesh,
+            ranks=tuple(mesh.mesh.flatten().tolist()),
             shard_size=1 if shard is None else mesh.size(shard),
             shard_rank=0 if shard is None else mesh.get_local_rank(shard),
             replicas=1 if replicate is None else mesh.size(replicate),
             shard_group=_group(mesh, shard),
             replicate_group=_group(mesh, replicate),
-            post_forward_group=post_forward,
+        )
+        return made if post_forward_size is None else made._with_post_forward(post_forward_size, reuse=False)
+
+    @classmethod
+    def of_world(cls, device: torch.device) -> ShardMesh:
+        """All ranks share one copy, in the default group: no group is made."""
+        ranks, world = tuple(range(dist.get_world_size())), _world()
+        return cls(
+            device=device,
+            device_mesh=DeviceMesh.from_group(_world(), device.type, mesh_dim_names=("shard",)),
+            ranks=ranks,
+            shard_size=len(ranks),
+            shard_rank=dist.get_rank(),
+            replicas=1,
+            shard_group=world if len(ranks) > 1 else None,
+            replicate_group=None,
         )
 
     @classmethod
-    def resolve(cls, mesh: DeviceMesh | ShardMesh | None, *, post_forward_size: int | None) -> ShardMesh:
-        """From what `fully_shard` was given. Raises ShardError for a `ShardMesh` with groups of another size."""
+    def resolve(
+        cls, mesh: DeviceMesh | ShardMesh | None, *, post_forward_size: int | None, holding: Collection[torch.device]
+    ) -> ShardMesh:
+        """From what `fully_shard` was given; `holding`: where the parameters are.
+
+        Raises:
+            ShardError: there is no process group, or a `ShardMesh` has groups of another size.
+        """
+        if not dist.is_initialized():
+            raise ShardError("there is no process group; call torch.distributed.init_process_group before fully_shard")
+        if mesh is None:
+            current = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+            mesh = cls.of_world(choose_device(_backends(), holding, current))
+            return mesh if post_forward_size is None else mesh._with_post_forward(post_forward_size, reuse=True)
         if not isinstance(mesh, ShardMesh):
-            device_type = "cuda" if torch.cuda.is_available() else "cpu"
-            return cls.of(build_mesh(device_type) if mesh is None else mesh, post_forward_size=post_forward_size)
+            mesh = cls.of(mesh)
+            return mesh if post_forward_size is None else mesh._with_post_forward(post_forward_size, reuse=True)
         group = mesh.post_forward_group
         if post_forward_size != (None if group is None else group.size()):
             raise ShardError(f"reshard_after_forward={post_forward_size} is not the post_forward_size of the mesh; "
                              "make it with ShardMesh.of(mesh, post_forward_size=...)")  # fmt: skip
         return mesh
+
+    def _with_post_forward(self, size: int, *, reuse: bool) -> ShardMesh:
+        """With the group of `size` neighbours in the shard group; collective, unless one is there to be used again."""
+        if self.replicas > 1:
+            raise ShardError('resharding to a smaller group after the forward needs a mesh of ("shard",)')
+        if size < 1 or self.shard_size % size:
+            raise ShardError(f"{self.shard_size} shards cannot be divided into groups of {size}; "
+                             "use a divisor of the world size")  # fmt: skip
+        parts = [list(self.ranks[i : i + size]) for i in range(0, len(self.ranks), size)]
+        mine = self.shard_rank // size
+        group = _find_group(parts[mine]) if reuse else None
+        if group is None:
+            description = _POST_FORWARD if reuse else None
+            group = [dist.new_group(part, group_desc=description) for part in parts][mine]
+        return replace(self, post_forward_group=group)
+
+
+def choose_device(
+    backends: Mapping[str, str], holding: Collection[torch.device], current: torch.device | None
+) -> torch.device:
+    """Where a module is sharded that was given no mesh: on the GPU that holds parameters of it; else on the current one, if
+    the process group has a backend for GPUs apart; else on the CPU.
+
+    Args:
+        backends: of the default process group, by device type.
+        holding: devices of the parameters.
+        current: the current GPU; None: there is none.
+
+    Raises:
+        ShardError: the parameters are on several GPUs, or nothing of the process group serves where they would go.
+    """
+    gpus = {str(device): device for device in holding if device.type not in ("cpu", "meta")}
+    if len(gpus) > 1:
+        raise ShardError(f"parameters are on {' and '.join(sorted(gpus))}; a rank shards on one device, so bring the module "
+                         "to one before fully_shard")  # fmt: skip
+    device = next(iter(gpus.values()), torch.device("cpu"))
+    if not gpus and current is not None and backends.get(current.type, backends.get("cpu")) != backends.get("cpu"):
+        device = current
+    if device.type not in backends:
+        raise ShardError(f"the process group has no backend for {device.type}, where the parameters are; choose one in "
+                         "init_process_group, such as gloo for cpu and nccl for cuda")  # fmt: skip
+    return device
 
 
 def build_mesh(device_type: str, *, shard_size: int | None = None) -> DeviceMesh:
@@ -95,18 +175,22 @@ def build_mesh(device_type: str, *, shard_size: int | None = None) -> DeviceMesh
     return init_device_mesh(device_type, (world // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
 
 
-def check_equal_on_all_ranks(mesh: ShardMesh, entries: list[str]) -> None:
-    """Compare what the ranks are about to shard; collective.
+def check_equal_on_all_ranks(mesh: ShardMesh, entries: list[str], refusal: str | None) -> None:
+    """Compare what the ranks are about to shard; collective. `refusal`: why this rank cannot.
 
     Raises:
-        ShardError: on every rank, naming the first entry that differs.
+        ShardError: on every rank, with the first refusal, or naming the first entry that differs.
     """
-    by_rank = [entries]
+    answers = [(entries, refusal)]
     for group in (mesh.shard_group, mesh.replicate_group):  # always both: no rank may wait for one that raised
         if group is not None:
-            parts = [by_rank] * group.size()
-            dist.all_gather_object(parts, by_rank, group=group)
-            by_rank = [one for part in parts for one in part]
+            parts = [answers] * group.size()
+            dist.all_gather_object(parts, answers, group=group)
+            answers = [one for part in parts for one in part]
+    by_rank = [of_rank for of_rank, _ in answers]
+    refused = next((why for _, why in answers if why is not None), None)
+    if refused is not None:
+        raise ShardError(refused)
     for rank, other in enumerate(by_rank):
         if other != by_rank[0]:
             pairs = zip([*by_rank[0], "nothing more"], [*other, "nothing more"], strict=False)
@@ -130,17 +214,27 @@ def _dimensions(mesh: DeviceMesh) -> tuple[int | None, int | None]:
                      f"{mesh.ndim} dimensions; {_BUILD}")  # fmt: skip
 
 
-def _post_forward_group(mesh: DeviceMesh, shard: int | None, size: int) -> Group:
-    """Neighbouring ranks of the shard group, `size` of them; collective."""
-    if mesh.ndim != 1 or shard is None:
-        raise ShardError('resharding to a smaller group after the forward needs a mesh of ("shard",)')
-    if size < 1 or mesh.size() % size:
-        raise ShardError(
-            f"{mesh.size()} shards cannot be divided into groups of {size}; use a divisor of the world size"
-        )
-    groups = [dist.new_group(ranks) for ranks in mesh.mesh.view(-1, size).tolist()]
-    mine: Group = groups[mesh.get_local_rank() // size]
-    return mine
+def _find_group(ranks: list[int]) -> Group | None:
+    """The post-forward group of these ranks that was made for another unit, among those that torch keeps."""
+    found = (group for group in known_groups() if group.group_desc == _POST_FORWARD)
+    return next((group for group in found if dist.get_process_group_ranks(group) == ranks), None)
+
+
+def known_groups() -> list[Group]:
+    """All groups that torch has registered in this process, except the default one."""
+    return [group for group in c10d._world.pg_map if group is not dist.group.WORLD]
+
+
+def _backends() -> dict[str, str]:
+    """Of the default group: device type -> backend."""
+    pairs = [pair.partition(":") for pair in dist.get_backend_config().split(",")]
+    return {device: backend for device, _, backend in pairs}
+
+
+def _world() -> Group:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
 
 
 def _group(mesh: DeviceMesh, dimension: int | None) -> Group | None:

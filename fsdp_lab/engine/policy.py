@@ -37,6 +37,7 @@ class ShardPolicy:
 
     mp: MixedPrecisionPolicy
     rules: Rules
+    has_own_prefetch: bool  # whether prefetching was chosen for this unit; it is one for all units of a root
     shard_optimizer_only: bool  # ZeRO-1: gradients and gathered parameters keep their storage
 
     @property

@@ -77,7 +77,7 @@ class Runtime:
 
     def __init__(self, root: Unit, units: Sequence[Unit], guess: Sequence[UnitCall]) -> None:
         self.root, self.units = root, tuple(units)
-        self.rules: Rules = root.policy.rules
+        self.rules: Rules = _rules(root, units)
         self.gathers, self.reductions = CommStream(root.mesh.device), CommStream(root.mesh.device)
         self.communicate = True  # whether backwards reduce
         self.watch: Watcher | None = None
@@ -87,8 +87,7 @@ class Runtime:
         self._index = {unit: i for i, unit in enumerate(self.units)}
         self._calls = {True: tuple(guess), False: tuple(guess)}  # of the last forward, with and without gradients
         self._schedules: dict[bool, Schedule] = {}
-        self._reducing: list[Reduction] = []
-        self._reduced: Unit | None = None  # whose they are
+        self._reducing: list[tuple[Unit, list[Reduction]]] = []  # in flight, oldest first
 
     @property
     def state(self) -> TrainingState:
@@ -112,8 +111,8 @@ class Runtime:
                 f"{type(self.root.modules[0]).__name__} was called again before the backward of its last forward; call "
                 "backward first, let go of its outputs, or use torch.no_grad()"
             )
-        if self.rules.offload == OffloadPolicy.OPTIMIZER:  # which has stepped since
-            for unit in self.units:
+        for unit in self.units:
+            if unit.policy.offload == OffloadPolicy.OPTIMIZER:  # which has stepped since
                 self._copy_to_device(unit, Direction.FORWARD)
         self._active = Pass(self._schedule(with_backward), with_backward=with_backward)
         if with_backward:
@@ -145,7 +144,7 @@ class Runtime:
         while current.open.pop() != k:
             pass  # inner calls that never came to their end
         self._issue(current, Point(Direction.FORWARD, k, PointSide.AFTER))
-        departed = current.schedule is None and self.rules.reshard_after_forward
+        departed = current.schedule is None and unit.policy.rules.reshard_after_forward
         if departed and not current.is_open(self._index[unit]) and unit is not self.root:
             self._reshard(unit, Direction.FORWARD)
         if k == 0:
@@ -158,8 +157,9 @@ class Runtime:
         if current.schedule is None or calls != current.schedule.calls:  # the next one is scheduled by what was seen
             self._calls[current.with_backward] = calls
             self._schedules.pop(current.with_backward)
-            if self.rules.reshard_after_forward:
-                self._free_all(but=self.root)
+            for unit in self.units:
+                if unit.policy.rules.reshard_after_forward and unit is not self.root:
+                    unit.reshard()
             current.schedule = self._schedule(current.with_backward)
         if not current.with_backward:
             self._free_all()
@@ -214,7 +214,8 @@ class Runtime:
             self.after_backward(self.units[current.calls[k].unit], current, k)
         for unit in reversed(self.units):
             self._reduce(unit)
-        self._finish_reducing()
+        while self._reducing:
+            self._advance_reductions()
         self._free_all()
         self._active, current.state = None, TrainingState.IDLE
         for flat in (flat for unit in self.units for flat in unit.flats):
@@ -235,7 +236,7 @@ class Runtime:
 
     def _unshard(self, unit: Unit, direction: Direction) -> None:
         if unit.is_sharded:
-            if self.rules.offload == OffloadPolicy.ALL and unit.state is UnitState.SHARDED:
+            if unit.policy.offload == OffloadPolicy.ALL and unit.state is UnitState.SHARDED:
                 self._copy_to_device(unit, direction)
             with self.span(Phase.UNSHARD, unit, direction):
                 unit.unshard(self.gathers)
@@ -256,27 +257,29 @@ class Runtime:
             unit.reshard(post_forward=post_forward)
 
     def _reduce(self, unit: Unit) -> None:
-        """At most one unit's reduction in flight: its buffer is freed before the next one's is sent."""
+        """At most one unit's whole gradient in flight: it is freed before the next one's is sent."""
         if not self.communicate or not unit.has_gradient:
             return
-        self._finish_reducing()
+        self._advance_reductions()
         with self.span(Phase.REDUCE, unit, Direction.BACKWARD):
-            self._reducing = unit.reduce(self.reductions)
-        self._reduced = unit
+            self._reducing.append((unit, unit.reduce(self.reductions)))
 
-    def _finish_reducing(self) -> None:
-        """Wait for the reduction in flight; under offload its shard then is on the host."""
-        if not self._reducing or self._reduced is None:
-            return
-        unit, on_device = self._reduced, self.rules.offload == OffloadPolicy.NONE
-        with (
-            self.around(Phase.REDUCE, unit.name) if on_device else self.span(Phase.HOST_COPY, unit, Direction.BACKWARD)
-        ):
-            for reduction in self._reducing:
-                reduction.finish()
-        self._reducing = []
-        for hook in [hook for flat in unit.flats for hook in flat.reduce_hooks.values()]:
-            hook()
+    def _advance_reductions(self) -> None:
+        """Wait for the collectives in flight, the last issued first, and issue what follows them: in hybrid sharding the
+        all-reduce of a unit then runs beside the reduce-scatter and the backward of the next."""
+        for in_flight in reversed(self._reducing.copy()):
+            unit, reductions = in_flight
+            ends = all(reduction.is_sent for reduction in reductions)
+            copies = ends and unit.policy.offload != OffloadPolicy.NONE  # under offload its shard then is on the host
+            with (
+                self.span(Phase.HOST_COPY, unit, Direction.BACKWARD) if copies else self.around(Phase.REDUCE, unit.name)
+            ):
+                for reduction in reductions:
+                    reduction.advance()
+            if ends:
+                self._reducing.remove(in_flight)
+                for hook in [hook for flat in unit.flats for hook in flat.reduce_hooks.values()]:
+                    hook()
 
     # -- spans ------------------------------------------------------------------------------------------------------
 
@@ -309,7 +312,7 @@ class Runtime:
     @property
     def reducing(self) -> tuple[Reduction, ...]:
         """The gradients in flight."""
-        return tuple(self._reducing)
+        return tuple(reduction for _, reductions in self._reducing for reduction in reductions)
 
     @property
     def recomputes(self) -> bool:
@@ -325,15 +328,26 @@ class Runtime:
             unit.drop_gradient()
         self._free_all()
 
-    def _free_all(self, but: Unit | None = None) -> None:
+    def _free_all(self) -> None:
         for unit in self.units:
-            if unit is not but:
-                unit.reshard()
+            unit.reshard()
 
     def _schedule(self, with_backward: bool) -> Schedule:
         if with_backward not in self._schedules:
-            self._schedules[with_backward] = Schedule(self._calls[with_backward], self.rules, backward=with_backward)
+            own = {i: unit.policy.rules for i, unit in enumerate(self.units)}
+            self._schedules[with_backward] = Schedule(
+                self._calls[with_backward], self.rules, backward=with_backward, own_rules=own
+            )
         return self._schedules[with_backward]
+
+
+def _rules(root: Unit, units: Sequence[Unit]) -> Rules:
+    """The root's; prefetching as any unit was given it, since all that were, were given the same."""
+    given = [unit.policy for unit in units if unit.policy.has_own_prefetch]
+    prefetch = given[0].rules if given else root.policy.rules
+    return Rules.of(
+        prefetch, reshard_after_forward=root.policy.rules.reshard_after_forward, offload=root.policy.offload
+    )
 
 
 def _label(phase: Phase, unit: Unit) -> str:

@@ -1,7 +1,8 @@
 """The norm of all gradients of a sharded model, clipping by it, and `Scaler`: loss scaling for fp16.
 
-Each rank takes the norm of its shards, and the shard group sums the powers: elements, without padding, are counted once
-however they are cut. The sum goes by shards, so its last bits differ from those of a model that is cut otherwise.
+Each rank takes the norm of its shards, and the shard group of each unit sums the powers: elements, without padding, are
+counted once however they are cut, and so are replicated ones, which every rank has. The sum goes by shards, so its last bits
+differ from those of a model that is cut otherwise.
 
 Small fp16 gradients would vanish, so the loss is multiplied by `scale` and gradients are divided by it before the optimizer
 (Micikevicius et al. 2018, section 3.2). A gradient that is not finite means that the scale was too large: that step is
@@ -13,14 +14,17 @@ the squared norm over all ranks, which is not finite exactly where some gradient
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from fsdp_lab.engine.collectives import Group
 from fsdp_lab.engine.errors import ShardError
-from fsdp_lab.engine.fully_shard import flats_of, units_of
+from fsdp_lab.engine.flat import FlatBuffer
+from fsdp_lab.engine.fully_shard import flats_of
 
 _ROOM = 1e-6  # as in torch's clip_grad_norm_
 GROWTH = 2.0
@@ -37,16 +41,28 @@ def gradient_norm(module: nn.Module, norm_type: float = 2.0) -> float:
     """
     if not norm_type > 0:
         raise ShardError(f"norm_type {norm_type} is refused; give a number above 0, or math.inf")
-    gradients = _gradients(module)
-    largest = math.isinf(norm_type)
-    mesh = units_of(module)[0].mesh
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    if gradients:
-        each = _norms(gradients, norm_type).to(mesh.device)
-        total = each.max() if largest else each.pow(norm_type).sum()
-    if mesh.shard_group is not None:
-        dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=mesh.shard_group)
+    largest, totals = math.isinf(norm_type), []
+    for group, flats in _by_shard_group(module).items():
+        device = flats[0].mesh.device
+        total, gradients = torch.zeros((), dtype=torch.float64, device=device), _gradients(flats)
+        if gradients:
+            each = _norms(gradients, norm_type).to(device)
+            total = each.max() if largest else each.pow(norm_type).sum()
+        if group is not None:
+            dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        totals.append(total)
+    if not totals:
+        return 0.0
+    total = torch.stack(totals).max() if largest else torch.stack(totals).sum()
     return float(total) if largest else float(total) ** (1.0 / norm_type)
+
+
+def _by_shard_group(module: nn.Module) -> dict[Group | None, list[FlatBuffer]]:
+    """Buffers whose shards together are whole, in an order that is the same on all ranks; under None the replicated ones."""
+    groups: dict[Group | None, list[FlatBuffer]] = {}
+    for flat in flats_of(module):
+        groups.setdefault(flat.mesh.shard_group, []).append(flat)
+    return groups
 
 
 def _norms(gradients: list[Tensor], norm_type: float) -> Tensor:
@@ -68,7 +84,7 @@ def clip_gradients(module: nn.Module, max_norm: float, norm_type: float = 2.0) -
         raise ShardError(f"max_norm {max_norm} is refused; give a number above 0")
     norm = gradient_norm(module, norm_type)
     if norm > max_norm:
-        gradients = _gradients(module)
+        gradients = _gradients(flats_of(module))
         if gradients:
             torch._foreach_mul_(gradients, max_norm / (norm + _ROOM))
     return norm
@@ -80,9 +96,9 @@ def upcast_gradients(module: nn.Module) -> None:
         flat.gradients.upcast()
 
 
-def _gradients(module: nn.Module) -> list[Tensor]:
+def _gradients(flats: Iterable[FlatBuffer]) -> list[Tensor]:
     """Those of the flat shards that have one with elements."""
-    found = [flat.gradients.local() for flat in flats_of(module)]
+    found = [flat.gradients.local() for flat in flats]
     return [g for g in found if g is not None and g.numel()]
 
 
@@ -121,7 +137,7 @@ class Scaler:
         """
         if self.enabled:
             upcast_gradients(module)  # divided in fp16 they would vanish
-        gradients = _gradients(module)
+        gradients = _gradients(flats_of(module))
         if self.enabled and gradients:
             torch._foreach_mul_(gradients, 1.0 / self.scale)
         return math.isfinite(gradient_norm(module))

@@ -143,7 +143,9 @@ def _scatter(shard: ParamShard, value: Tensor | None, mesh: ShardMesh) -> None:
 
 def _check_values(shards: list[tuple[ParamShard, ShardedParameter]], values: Mapping[str, Tensor] | None) -> None:
     """Raise on every rank the error that rank 0 finds."""
-    mesh = shards[0][1].flat.mesh
+    if not shards:
+        return
+    mesh = shards[0][1].flat.mesh  # those of other units have the same ranks
     wrong: list[str | None] = [None]
     if values is not None:
         for shard, _ in shards:

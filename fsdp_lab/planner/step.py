@@ -149,8 +149,6 @@ class StepModel:
         s = self._spec.strategy
         if not self._overlaps:
             return frozenset({Phase.REDUCE, Phase.UNSHARD})
-        if self._on_cpu and s.backend == "lab" and self._replicas.size > 1:
-            return frozenset({Phase.REDUCE})  # engine/gradients.py: the all-reduce is issued at the wait
         if not self._on_cpu or s.backend not in AHEAD:
             return frozenset()
         overlaps = s.backend == "fsdp2" and (s.forward_prefetch > 0 or s.backward_prefetch > 1)

@@ -59,6 +59,7 @@ class Setting:
 
     factor: int  # F
     rank: int  # in its group of F
+    replicas: int = 1
     master: int = 4  # bytes of an element: s, g, r
     gathered: int = 4
     reduced: int = 4
@@ -79,6 +80,7 @@ class Expected:
     few: set[str] = field(default_factory=set)
     filling: set[str] = field(default_factory=set)  # gradients of the unit arrive
     reducing: str | None = None
+    crossing: str | None = None  # scattered, and on its way between replicas
     reduced: set[str] = field(default_factory=set)
     steps: int = 0
     communicates: bool = True
@@ -127,6 +129,7 @@ class Expected:
             self.filling.add(self._computing)
         self._computing = None
         self._finish()
+        self._finish()
         self.alive, self.sending, self.few = set(), set(), set()
 
     def stepped(self) -> None:
@@ -140,7 +143,13 @@ class Expected:
         self.few.discard(unit)
 
     def _finish(self) -> None:
-        if self.reducing is not None:
+        """The collectives in flight end; in hybrid sharding the all-reduce of what was scattered is sent."""
+        if self.crossing is not None:
+            self.reduced.add(self.crossing)
+        self.crossing = None
+        if self.reducing is not None and self.at.replicas > 1 and self.at.factor > 1:
+            self.crossing = self.reducing
+        elif self.reducing is not None:
             self.reduced.add(self.reducing)
         self.reducing = None
 
@@ -167,7 +176,7 @@ class Expected:
                 add("copies", own, at.gathered)
             if unit in self.filling or unit == self.reducing:
                 add("unsharded_gradients", whole, at.reduced)
-            if unit == self.reducing and at.factor > 1:
+            if unit in (self.reducing, self.crossing) and at.factor > 1:
                 add("gradients", own, at.reduced)
             if unit in self.reduced:
                 add("gradients", whole if at.is_zero1 else own, at.master)

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fsdp_lab.core.errors import SpecError
@@ -22,6 +24,7 @@ from fsdp_lab.engine import (
     ShardError,
     ShardMesh,
     TrainingState,
+    broadcast_full_state,
     build_mesh,
     clip_gradients,
     full_state,
@@ -57,12 +60,17 @@ def step(model: Any, place: Place) -> Tensor:
     return loss.detach()
 
 
-def trains_on(model: Any, place: Place) -> None:
-    """From here on the model trains as the plain one does that has its values, bit for bit."""
+def _plain_of(model: Any) -> Any:
     plain = make(type(model))
     with torch.no_grad():
         for name, t in full_state(model):
             plain.get_parameter(name).copy_(t)
+    return plain
+
+
+def trains_on(model: Any, place: Place) -> None:
+    """From here on the model trains as the plain one does that has its values, bit for bit."""
+    plain = _plain_of(model)
     ours = torch.optim.SGD(sharded_parameters(model), lr=0.1)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
     ours.zero_grad()
@@ -168,6 +176,181 @@ def nothing_is_sharded(place: Place) -> None:
 
 @everywhere(twice, child_after_parent, parent_after_a_call, nothing_is_sharded)
 def test_the_wrong_order(pool: Pool, scenario: Scenario) -> None:
+    pool.run(scenario, 2)
+
+
+# -- what cannot be sharded --------------------------------------------------------------------------------------------
+
+
+class Packed(nn.Parameter):
+    """Numbers packed into bytes, as quantized layers have them."""
+
+
+class Scaled(Tensor):
+    """Computes in a way of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _dtensor() -> nn.Parameter:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return nn.Parameter(distribute_tensor(torch.zeros(4, WIDTH), mesh, [Shard(0)]))
+
+
+def _quantized() -> nn.Parameter:
+    return nn.Parameter(torch.quantize_per_tensor(torch.ones(7), 0.1, 0, torch.qint8), requires_grad=False)
+
+
+BAD_PARAMETERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a DTensor": (
+        _dtensor,
+        "blocks.1.more is a DTensor, which is distributed already; give fully_shard plain parameters",
+    ),
+    "sparse": (
+        lambda: nn.Parameter(torch.eye(3).to_sparse()),
+        "blocks.1.more is stored as torch.sparse_coo, and only dense parameters can be cut; make it dense, or pass it in ig",
+    ),
+    "quantized": (_quantized, "blocks.1.more is quantized, and only dense parameters can be cut"),
+    "packed": (
+        lambda: Packed(torch.zeros(3, dtype=torch.uint8), requires_grad=False),
+        "blocks.1.more is a Packed, whose elements cannot be cut as numbers; make it a plain nn.Parameter, or pass it in",
+    ),
+    "a subclass": (
+        lambda: nn.Parameter(torch.zeros(3).as_subclass(Scaled)),  # type: ignore[arg-type]
+        "blocks.1.more is a Scaled, whose elements cannot be cut as numbers",
+    ),
+    "lazy": (
+        nn.UninitializedParameter,
+        "blocks.1.more has no shape yet; run one forward, or give the sizes, before fully_",
+    ),
+}
+
+
+def bad_parameter(place: Place, what: str) -> None:
+    """On every rank, though only the last one has it: nothing has been taken from the model then."""
+    made, says = BAD_PARAMETERS[what]
+    more = made()  # collective for one of them
+    for ranks in (range(place.world_size), range(place.world_size - 1, place.world_size)):
+        model = make()
+        if place.rank in ranks:
+            model.blocks[1].more = more
+        with refused(says):
+            fully_shard(model)
+        for name, p in make().named_parameters():
+            assert torch.equal(model.get_parameter(name), p)
+        if place.rank in ranks:
+            del model.blocks[1].more
+        trains_on(fully_shard(model), place)
+
+
+@pytest.mark.parametrize("what", BAD_PARAMETERS)
+def test_a_parameter_that_cannot_be_cut(pool: Pool, what: str) -> None:
+    pool.run(bad_parameter, 2, what, timeout_s=30)
+
+
+def ignored_may_be_anything(place: Place) -> None:
+    model = make()
+    model.blocks[1].more = _quantized()
+    trains_on(fully_shard(model, ignored_params=[model.blocks[1].more]), place)
+
+
+def containers(place: Place) -> None:
+    """They are not called, so nothing would gather them. A list of modules is one unit."""
+    for container in (nn.ModuleList, nn.ModuleDict, nn.ParameterList):
+        inner: Any = {"a": nn.Linear(2, 2)} if container is nn.ModuleDict else [nn.Linear(2, 2)]
+        inner = [nn.Parameter(torch.zeros(2))] if container is nn.ParameterList else inner
+        with refused(
+            rf"a {container.__name__} has no forward at which its parameters could be gathered; .* list\(modules\)"
+        ):
+            fully_shard(container(inner))
+    for nothing in ([], (), nn.ModuleList()):
+        with refused("an empty list of modules was given|a ModuleList has no forward"):
+            fully_shard(nothing)
+    for wrong in ("blocks", [make(), None]):
+        with refused("a (str|NoneType) was given to fully_shard; give it a module, or a list of modules"):
+            fully_shard(wrong)
+    model = make()
+    with refused("a ModuleList has no forward"):
+        fully_shard(model.blocks)
+    fully_shard(list(model.blocks))
+    trains_on(fully_shard(model), place)
+
+
+def inner_unit_of_two_roots(place: Place) -> None:
+    teacher, student = make(), make()
+    student.blocks[0] = fully_shard(teacher.blocks[0])
+    fully_shard(teacher)
+    for _ in range(2):  # before the first was called, and after
+        with refused(
+            "Block is in Net too, which was sharded around it, and a unit has one root; shard a module around both"
+        ):
+            fully_shard(student)
+        assert torch.equal(student.first.weight, make().first.weight)
+        trains_on(teacher, place)
+
+
+def parameter_of_two_roots(place: Place) -> None:
+    """Inside one model it is found when the root is sharded; two models never have a root in common."""
+    one, other = make(), make()
+    other.first.weight = one.first.weight
+    fully_shard(one)
+    fully_shard(other)
+    says = "first.weight belongs to another model too, which was sharded first and has its values; shard a module"
+    for _ in range(2):
+        with refused(says):
+            other(batch(0, 0))
+        with refused(says):
+            runtime_of(other)
+    trains_on(one, place)
+
+
+@everywhere(ignored_may_be_anything, containers, inner_unit_of_two_roots, parameter_of_two_roots)
+def test_modules_that_cannot_be_units(pool: Pool, scenario: Scenario) -> None:
+    pool.run(scenario, 2)
+
+
+# -- what looks odd, and is right --------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """A complex weight, one without elements, one without dimensions, and a module without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wave = nn.Parameter(torch.randn(WIDTH, 5, dtype=torch.complex64))
+        self.none, self.scale = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.ones(()))
+        self.blocks = nn.ModuleList([nn.Tanh(), nn.Linear(5, 5), nn.ReLU()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.view_as_real(x.to(self.wave.dtype) @ self.wave).sum(-1)
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale + self.none.sum()
+
+
+def odd_parameters(place: Place) -> None:
+    for strategy in (Strategy(), Strategy(sharding="no_shard"), Strategy(sharding="zero1")):
+        model = by_block(make(Odd), strategy=strategy)
+        trains_on(model, place)
+        step(model, place)
+        found = gradients(_plain_of(model), mean_square, [batch(0, rank) for rank in range(place.world_size)])
+        wanted = torch.nn.utils.get_total_norm([torch.view_as_real(g) if g.is_complex() else g for g in found.values()])
+        assert gradient_norm(model) == pytest.approx(float(wanted), rel=1e-5)
+
+
+def nothing_to_shard(place: Place) -> None:
+    model = fully_shard(nn.Sequential(nn.Tanh(), fully_shard(nn.ReLU())))
+    x = torch.ones(2, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None and sharded_parameters(model) == [] and gradient_norm(model) == 0
+    assert clip_gradients(model, 1.0) == 0 and dict(full_state(model)) == {}
+    broadcast_full_state(model, {} if place.rank == 0 else None)
+
+
+@everywhere(odd_parameters, nothing_to_shard)
+def test_odd_parameters(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)
 
 

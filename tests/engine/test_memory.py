@@ -121,6 +121,7 @@ def setting(place: Place, s: Strategy) -> Setting:
     return Setting(
         factor=factor,
         rank=place.rank % factor,
+        replicas=place.world_size // factor,
         gathered=sizes[s.dtypes.param],
         reduced=sizes[s.dtypes.reduce],
         is_zero1=s.sharding == "zero1",
@@ -163,7 +164,8 @@ class Auditor:
         assert {u.name for u in alive} == self.wanted.alive, where
         filling = [u for u in units_of(self.model) if u.has_gradient]
         assert {u.name for u in filling} == self.wanted.filling, where
-        assert len({id(r.target) for r in runtime_of(self.model).reducing}) <= 1, where  # one buffer in each unit here
+        whole = {id(r.target) for r in runtime_of(self.model).reducing if r.unsharded is not None}
+        assert len(whole) <= 1, where  # one buffer in each unit here
         self.most_units = max(self.most_units, len(alive))
         self.most_filling = max(self.most_filling, len(filling))
         self.most_gathered_bytes = max(self.most_gathered_bytes, got.unsharded_bytes)

@@ -331,7 +331,7 @@ def test_forget_gives_memory_back(pool: Pool) -> None:
 
 def _switches_groups(place: Place, plans: list[dict[str, Any]], rounds: int) -> list[tuple[int, int]]:
     """Groups and threads of this process after each round of switches, once the session is at rest."""
-    from fsdp_lab.backends.base import known_groups
+    from fsdp_lab.engine import known_groups
 
     s = session(place)
     found = []

@@ -43,6 +43,7 @@ class FlatMemory(MemoryModel):
         n = len(self.units)
         self._gathered, self._sent, self._post_forward = [False] * n, [0.0] * n, [0.0] * n
         self._reducing: int | None = None
+        self._crossing: int | None = None  # its shard is on its way between the replicas
 
     def unit_bytes(self, unit: UnitShape) -> UnitBytes:
         """Sizes of its flat buffers, one per dtype in which parameters are gathered."""
@@ -143,22 +144,35 @@ class FlatMemory(MemoryModel):
     def _reduce(self, unit: int) -> None:
         if not self.reduces or not self.fresh[unit]:
             return
-        self._finish_reducing()
+        self._advance_reductions()
         self.fresh[unit] = 0.0
         self.tracker.alloc(GRADIENTS, self._scattered_gradient(unit))
         self.tracker.alloc(COMMUNICATION, self.reduce_scratch(self.units[unit].whole))
         self._reducing = unit
 
-    def _finish_reducing(self) -> None:
-        """Waits for the reduction in flight, which leaves the gradient of the shard."""
-        if self._reducing is None:
-            return
+    def _advance_reductions(self) -> None:
+        """Waits for what is in flight. On a CPU the shard of a unit then goes between the replicas, until the next time."""
+        crossing, self._crossing = self._crossing, None
+        if crossing is not None:
+            self._keep_reduced(crossing)
         unit, self._reducing = self._reducing, None
+        if unit is None:
+            return
+        self.tracker.free(COMMUNICATION, self.reduce_scratch(self.units[unit].whole))
+        if self.factor > 1 and not self._whole_gradients:
+            self.tracker.free(GRADIENTS, self._unsharded_gradient(unit))
+        if self.factor > 1 and self.replicas > 1 and not self.on_gpu:
+            self._crossing = unit
+        else:
+            self._keep_reduced(unit)
+
+    def _keep_reduced(self, unit: int) -> None:
+        """The gradient of the shard is all that is left, in the dtype in which the optimizer takes it."""
         u, tracker = self.units[unit], self.tracker
-        unsharded, scattered = self._unsharded_gradient(unit), self._scattered_gradient(unit)
-        kept = unsharded if self.factor == 1 or self._whole_gradients else scattered
-        tracker.free(COMMUNICATION, self.reduce_scratch(u.whole))
-        tracker.free(GRADIENTS, unsharded + scattered - kept)
+        kept = scattered = self._scattered_gradient(unit)
+        if self.factor == 1 or self._whole_gradients:
+            tracker.free(GRADIENTS, scattered)
+            kept = self._unsharded_gradient(unit)
         if u.recast and not self._low:
             upcast = 0.0 if self.reduces_on_host else u.shard
             tracker.alloc(GRADIENTS, upcast)
@@ -169,7 +183,8 @@ class FlatMemory(MemoryModel):
     def end_backward(self) -> None:
         for unit in reversed(range(len(self.units))):
             self._reduce(unit)
-        self._finish_reducing()
+        while self._reducing is not None or self._crossing is not None:
+            self._advance_reductions()
         for unit in range(len(self.units)):
             self._reshard(unit, Direction.BACKWARD)
 

@@ -1,0 +1,90 @@
+"""What `fully_shard` cannot take, each as one sentence that names it and the way out. Nothing is raised or changed here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_lab.core.schedule import PrefetchPolicy
+from fsdp_lab.engine.mesh import ShardMesh
+from fsdp_lab.engine.policy import ShardPolicy
+from fsdp_lab.engine.unit import Unit
+
+
+def of_modules(modules: Sequence[object]) -> Iterator[str]:
+    """Of the first argument: what is no module, or has no forward at which its parameters could be gathered."""
+    if not modules:
+        yield "an empty list of modules was given to fully_shard; give it the modules that form one unit"
+    for module in modules:
+        kind = type(module).__name__
+        if not isinstance(module, nn.Module):
+            yield f"a {kind} was given to fully_shard; give it a module, or a list of modules"
+        elif getattr(module.forward, "__func__", None) is nn.Module.forward:
+            yield (f"a {kind} has no forward at which its parameters could be gathered; shard each module in it, or give "
+                   "them as a list, list(modules), to be one unit")  # fmt: skip
+
+
+def of_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[str]:
+    """Parameters of which a range of elements is not a meaningful part."""
+    for name, p in named:
+        if nn.parameter.is_lazy(p):
+            yield f"{name} has no shape yet; run one forward, or give the sizes, before fully_shard"
+        elif isinstance(p, DTensor):
+            yield (f"{name} is a DTensor, which is distributed already; give fully_shard plain parameters, as from "
+                   "full_tensor(), and leave parallelism to it")  # fmt: skip
+        elif p.layout is not torch.strided or p.is_quantized:
+            what = "quantized" if p.is_quantized else f"stored as {p.layout}"
+            yield f"{name} is {what}, and only dense parameters can be cut; make it dense, or pass it in ignored_params"
+        elif _has_meaning_of_its_own(p):
+            yield (f"{name} is a {type(p).__name__}, whose elements cannot be cut as numbers; make it a plain nn.Parameter, "
+                   "or pass it in ignored_params")  # fmt: skip
+
+
+def of_root(units: Iterable[Unit]) -> Iterator[str]:
+    """Parameters that another model took: within one, they were given back when the module around all uses was sharded."""
+    for flat in (flat for unit in units for flat in unit.flats):
+        for name, original, has_values in zip(flat.names, flat.originals, flat.has_values, strict=True):
+            if not has_values and not original.is_meta:
+                yield (f"{name} belongs to another model too, which was sharded first and has its values; shard a module "
+                       "around both models, or give each a parameter of its own")  # fmt: skip
+
+
+def of_units(
+    modules: Sequence[nn.Module], mesh: ShardMesh, policy: ShardPolicy, inside: Mapping[str, Unit]
+) -> Iterator[str]:
+    """What must be one for all units of a root, and is not. They may differ in dtypes, offload, and how they shard."""
+    outer = type(modules[0]).__name__
+    prefetch = {outer: policy} if policy.has_own_prefetch else {}
+    for name, unit in inside.items():
+        if unit.mesh.device != mesh.device:
+            yield (f"{name} was sharded on {unit.mesh.device}, and {outer} around it is to be on {mesh.device}; give all "
+                   "units of a model meshes of one device type")  # fmt: skip
+        if _ranks(unit.mesh) != _ranks(mesh):
+            yield (f"{name} was sharded over ranks {list(unit.mesh.ranks)}, and {outer} around it is to be over "
+                   f"{list(mesh.ranks)}; give all units of a model meshes of the same ranks")  # fmt: skip
+        if unit.policy.has_own_prefetch:
+            prefetch[name] = unit.policy
+    for (one, its), (other, others) in zip(list(prefetch.items())[:-1], list(prefetch.items())[1:], strict=True):
+        for field in fields(PrefetchPolicy):
+            a, b = getattr(its.rules, field.name), getattr(others.rules, field.name)
+            if a != b:
+                yield (f"prefetch_policy is one for all units of a model, and {one} was given {field.name}={a}, {other} "
+                       f"{field.name}={b}; give it to the outermost module only")  # fmt: skip
+
+
+def _has_meaning_of_its_own(p: nn.Parameter) -> bool:
+    """Whether it is of a class that computes in a way of its own, or packs numbers into integers."""
+    kind = type(p)
+    if kind is nn.Parameter:
+        return False
+    plain = (nn.Parameter.__torch_function__, nn.Parameter.__torch_dispatch__)
+    return (kind.__torch_function__, kind.__torch_dispatch__) != plain or not (p.is_floating_point() or p.is_complex())
+
+
+def _ranks(mesh: ShardMesh) -> tuple[int, list[int]]:
+    """The first one has the values in a broadcast; the order of the others is the mesh's own affair."""
+    return mesh.ranks[0], sorted(mesh.ranks)

@@ -1,0 +1,368 @@
+"""Units of one root that are sharded in different ways, and in groups that are made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_lab.core.schedule import Direction, Phase
+from fsdp_lab.engine import (
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    PrefetchPolicy,
+    ShardError,
+    broadcast_full_state,
+    build_mesh,
+    clip_gradients,
+    full_state,
+    fully_shard,
+    gradient_norm,
+    known_groups,
+    runtime_of,
+    sharded_parameters,
+    units_of,
+)
+from fsdp_lab.engine.mesh import choose_device
+from fsdp_lab.engine.unit import UnitState
+from tests.engine.toys import batch, by_block, gradients, make, mean_square
+from tests.pool import Place, Pool
+
+Options = dict[str, Any]
+STEPS = 4
+CLIP = 0.05
+
+
+def train_by_units(place: Place, of_blocks: list[Options], of_root: Options) -> list[float]:
+    """Train clipped beside a plain model on the batches of all ranks; the replicas stay equal. Returns the norms."""
+    model, plain = make(), make()
+    for block, options in zip(model.blocks, of_blocks, strict=True):
+        fully_shard(block, **options)
+    fully_shard(model, **of_root)
+    ours = torch.optim.AdamW(sharded_parameters(model), lr=0.01)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    norms = []
+    for step in range(STEPS):
+        batches = [batch(step, rank) for rank in range(place.world_size)]
+        mean_square(model, batches[place.rank]).backward()
+        for name, g in gradients(plain, mean_square, batches).items():
+            plain.get_parameter(name).grad = g
+        for norm_type in (float("inf"), 1.0, 3.0):
+            wanted = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()], norm_type)  # type: ignore[misc]
+            assert gradient_norm(model, norm_type) == pytest.approx(float(wanted), rel=1e-5)
+        norms.append(clip_gradients(model, CLIP))
+        wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+        assert float(wanted) > CLIP and norms[-1] == pytest.approx(float(wanted), rel=1e-5)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, t in full_state(model):
+            torch.testing.assert_close(t, plain.get_parameter(name), rtol=1e-5, atol=1e-6)
+            copies = [torch.empty_like(t) for _ in range(place.world_size)]
+            dist.all_gather(copies, t)
+            assert all(torch.equal(t, other) for other in copies), name
+    assert runtime_of(model).state.value == "idle"
+    assert all(unit.state is UnitState.SHARDED for unit in units_of(model))
+    return norms
+
+
+def replicated_root(place: Place) -> list[float]:
+    return train_by_units(place, [{}] * 3, {"mesh": build_mesh("cpu", shard_size=1)})
+
+
+def replicated_blocks(place: Place) -> list[float]:
+    return train_by_units(place, [{"mesh": build_mesh("cpu", shard_size=1)}] * 3, {})
+
+
+def hybrid_blocks(place: Place) -> list[float]:
+    hybrid = build_mesh("cpu", shard_size=2)
+    return train_by_units(place, [{"mesh": hybrid}, {}, {"mesh": hybrid}], {})
+
+
+def all_kinds(place: Place) -> list[float]:
+    """And other orders in which they are gathered and freed."""
+    hybrid, copies = build_mesh("cpu", shard_size=2), build_mesh("cpu", shard_size=1)
+    of_blocks: list[Options] = [
+        {"mesh": hybrid, "reshard_after_forward": False},
+        {"reshard_after_forward": 2},
+        {"mesh": copies, "shard_optimizer_only": False},
+    ]
+    return train_by_units(place, of_blocks, {"mesh": hybrid, "offload_policy": OffloadPolicy.ALL})
+
+
+def resharding_of_their_own(place: Place) -> list[float]:
+    return train_by_units(
+        place,
+        [{"reshard_after_forward": False}, {}, {"shard_optimizer_only": True}],
+        {"offload_policy": OffloadPolicy.OPTIMIZER, "prefetch_policy": PrefetchPolicy(forward_prefetch=1, limit=1)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("scenario", "world_size"),
+    [
+        (replicated_root, 2),
+        (replicated_root, 3),
+        (replicated_blocks, 2),
+        (hybrid_blocks, 4),
+        (all_kinds, 4),
+        (resharding_of_their_own, 2),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_units_of_different_strategies(pool: Pool, scenario: Callable[..., list[float]], world_size: int) -> None:
+    """Against a plain model on the whole batch; and every rank clips by the same number."""
+    norms = pool.run(scenario, world_size)
+    assert all(other == norms[0] for other in norms), norms
+
+
+def resharded(place: Place) -> None:
+    """Each unit is freed after its forward as it was asked for, and copied from the host if it is there."""
+    model = make()
+    fully_shard(model.blocks[0], reshard_after_forward=False)
+    fully_shard(model.blocks[1], offload_policy=OffloadPolicy.ALL)
+    fully_shard(model.blocks[2])
+    fully_shard(model, prefetch_policy=PrefetchPolicy(backward_prefetch=0, limit=1))
+    seen: list[tuple[Phase, str, Direction]] = []
+    runtime_of(model).watch = lambda *event: seen.append(event)
+    for _ in range(2):
+        loss = mean_square(model, batch(0, place.rank))
+        gathered = {unit.name for unit in units_of(model) if unit.state is UnitState.UNSHARDED}
+        assert gathered == {"", "blocks.0", "blocks.2"}  # the root's, what asked for it, and what comes first
+        loss.backward()
+    for unit in ("blocks.0", "blocks.1", "blocks.2"):
+        gathers = [e for e in seen if e[:2] == (Phase.UNSHARD, unit)]
+        assert len(gathers) == (4 if unit == "blocks.1" else 2), unit
+        copies = [e for e in seen if e[:2] == (Phase.HOST_COPY, unit)]
+        assert len(copies) == (6 if unit == "blocks.1" else 0), unit
+
+
+def test_each_unit_reshards_and_offloads_as_it_was_told(pool: Pool) -> None:
+    pool.run(resharded, 2)
+
+
+def precision_of_their_own(place: Place) -> None:
+    model, half = make(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    seen: list[torch.dtype] = []
+
+    def widen(module: Any, args: Any, out: Tensor) -> Tensor:
+        seen.append(module.up.weight.dtype)
+        return out.float()
+
+    for i, block in enumerate(model.blocks):
+        block.register_forward_hook(widen)
+        fully_shard(block, mp_policy=half if i == 1 else None)
+    fully_shard(model)
+    mean_square(model, batch(0, place.rank)).backward()
+    assert seen == [torch.float32, torch.bfloat16, torch.float32]
+    plain = gradients(make(), mean_square, [batch(0, rank) for rank in range(place.world_size)])
+    wanted = float(torch.cat([g.reshape(-1) for g in plain.values()]).norm())
+    assert gradient_norm(model) == pytest.approx(wanted, rel=0.02)
+
+
+def test_units_with_precision_of_their_own(pool: Pool) -> None:
+    pool.run(precision_of_their_own, 2)
+
+
+def state_of_units(place: Place) -> None:
+    model = make()
+    for i, block in enumerate(model.blocks):
+        fully_shard(block, mesh=build_mesh("cpu", shard_size=(1, 2, 4)[i]))
+    fully_shard(model, mesh=build_mesh("cpu", shard_size=1))
+    values = {name: torch.full_like(p, i) for i, (name, p) in enumerate(make().named_parameters())}
+    broadcast_full_state(model, values if place.rank == 0 else None)
+    assert all(torch.equal(t, values[name]) for name, t in full_state(model))
+    del values["blocks.1.up.weight"]
+    with pytest.raises(ShardError, match="there is no value for blocks.1.up.weight on rank 0"):
+        broadcast_full_state(model, values if place.rank == 0 else None)
+
+
+def test_state_of_units_with_meshes_of_their_own(pool: Pool) -> None:
+    pool.run(state_of_units, 4)
+
+
+# -- what cannot differ ------------------------------------------------------------------------------------------------
+
+
+def not_together(place: Place) -> None:
+    def refuses(says: str, of_block: Options, of_root: Options) -> None:
+        model = make()
+        fully_shard(model.blocks[1], **of_block)
+        with pytest.raises(ShardError, match=says):
+            fully_shard(model, **of_root)
+        assert torch.equal(model.first.weight, make().first.weight)
+        fully_shard(model, **of_block)
+        mean_square(model, batch(0, place.rank)).backward()
+
+    refuses(
+        r"prefetch_policy is one for all units of a model, and Net was given limit=3, blocks.1 limit=2; give it to the out",
+        {"prefetch_policy": PrefetchPolicy()},
+        {"prefetch_policy": PrefetchPolicy(limit=3)},
+    )
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half = DeviceMesh.from_group(halves[place.rank // 2], "cpu", mesh_dim_names=("shard",))
+    says = (
+        r"blocks.1 was sharded over ranks \[\d, \d\], and Net around it is to be over \[0, 1, 2, 3\]; give all units "
+    )
+    refuses(says + "of a model meshes of the same ranks", {"mesh": half}, {})
+
+
+def test_what_must_be_one_for_all_units(pool: Pool) -> None:
+    pool.run(not_together, 4)
+
+
+def prefetching_of_an_inner_unit(place: Place) -> None:
+    """It is taken for all of them where the root was given none."""
+    model = make()
+    for block in model.blocks:
+        fully_shard(block, prefetch_policy=PrefetchPolicy(forward_prefetch=2))
+    assert runtime_of(fully_shard(model)).rules.forward_prefetch == 2
+
+
+def test_prefetching_is_one_for_all(pool: Pool) -> None:
+    pool.run(prefetching_of_an_inner_unit, 2)
+
+
+# -- groups and devices ------------------------------------------------------------------------------------------------
+
+
+def groups_made(place: Place) -> list[int]:
+    counts = [len(known_groups())]
+    for _ in range(2):  # two models
+        model = by_block(make(depth=30))
+        mean_square(model, batch(0, place.rank)).backward()
+        counts.append(len(known_groups()))
+    for _ in range(2):
+        model = by_block(make(depth=30), reshard_after_forward=2)
+        mean_square(model, batch(0, place.rank)).backward()
+        counts.append(len(known_groups()))
+    hybrid = build_mesh("cpu", shard_size=2)
+    counts.append(len(known_groups()))
+    mean_square(by_block(make(), mesh=hybrid), batch(0, place.rank)).backward()
+    return [*counts, len(known_groups())]
+
+
+def test_groups_are_made_once_for_all_units(pool: Pool) -> None:
+    """None at all over all ranks, which are the default group; one for each size of an integer."""
+    for counts in pool.run(groups_made, 4):
+        none, one, other, first, second, made, used = counts
+        assert none == one == other and first == second == none + 1 and used == made
+
+
+GPU = [torch.device("cuda", i) for i in range(2)]
+CPU, META = torch.device("cpu"), torch.device("meta")
+GLOO = {"cpu": "gloo", "cuda": "gloo"}
+NCCL = {"cuda": "nccl"}
+BOTH = {"cpu": "gloo", "cuda": "nccl"}
+
+
+@pytest.mark.parametrize(
+    ("backends", "holding", "current", "wanted"),
+    [
+        (GLOO, [CPU], GPU[0], CPU),  # a GPU exists, and nobody asked for it
+        (GLOO, [META], GPU[0], CPU),
+        (GLOO, [CPU], None, CPU),
+        (GLOO, [], None, CPU),
+        (GLOO, [GPU[1], CPU], GPU[0], GPU[1]),
+        (NCCL, [CPU], GPU[1], GPU[1]),  # moved there, as FSDP2 does
+        (NCCL, [META], GPU[1], GPU[1]),
+        (NCCL, [GPU[0], META], GPU[1], GPU[0]),
+        (BOTH, [CPU], GPU[0], GPU[0]),
+        (BOTH, [CPU], None, CPU),
+    ],
+)
+def test_the_device_comes_from_the_group_and_the_parameters(
+    backends: dict[str, str], holding: list[torch.device], current: torch.device | None, wanted: torch.device
+) -> None:
+    assert choose_device(backends, holding, current) == wanted
+
+
+def test_devices_that_cannot_be() -> None:
+    with pytest.raises(ShardError, match="parameters are on cuda:0 and cuda:1; a rank shards on one device, so bring"):
+        choose_device(NCCL, GPU, GPU[0])
+    with pytest.raises(
+        ShardError, match="the process group has no backend for cpu, .* choose one in init_process_group"
+    ):
+        choose_device(NCCL, [CPU], None)
+    with pytest.raises(ShardError, match="the process group has no backend for cuda"):
+        choose_device({"cpu": "gloo"}, GPU[:1], GPU[0])
+
+
+def no_group(place: Place) -> None:
+    with pytest.raises(ShardError, match="there is no process group; call torch.distributed.init_process_group before"):
+        fully_shard(make())
+
+
+def test_without_a_process_group(pool: Pool) -> None:
+    pool.run(no_group, 1, reduction=None)
+
+
+# -- hybrid sharding's all-reduce --------------------------------------------------------------------------------------
+
+
+class Recorded(dist.Work):
+    """Passes a work on, and writes down when it is waited for."""
+
+    def __init__(self, inner: Any, what: str, log: list[str]) -> None:
+        super().__init__()
+        self._inner, self._what, self._log = inner, what, log
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._log.append(f"wait {self._what}")
+        return bool(self._inner.wait())
+
+
+def order_of_collectives(place: Place) -> list[str]:
+    """The events of one backward; `backward` is the begin of a block's."""
+    import fsdp_lab.engine.gradients as gradients_module
+
+    log: list[str] = []
+    model = by_block(make(), mesh=build_mesh("cpu", shard_size=2))
+    at = {"unit": ""}
+
+    def recording(kind: str, issue: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            log.append(f"{kind} {at['unit']}")
+            return Recorded(issue(*args), f"{kind} {at['unit']}", log)
+
+        return call
+
+    runtime = runtime_of(model)
+    around = runtime.around
+
+    def inside(phase: Phase, unit: str) -> Any:
+        at["unit"] = unit or "root"
+        return around(phase, unit)
+
+    def watch(phase: Phase, unit: str, direction: Direction) -> None:
+        if phase is Phase.COMPUTE and direction is Direction.BACKWARD:
+            log.append(f"backward {unit or 'root'}")
+
+    runtime.around, runtime.watch = inside, watch
+    before = gradients_module.reduce_scatter, gradients_module.all_reduce
+    gradients_module.reduce_scatter = recording("scatter", before[0])  # type: ignore[assignment]
+    gradients_module.all_reduce = recording("across", before[1])  # type: ignore[assignment]
+    try:
+        mean_square(model, batch(0, place.rank)).backward()
+    finally:
+        gradients_module.reduce_scatter, gradients_module.all_reduce = before
+    return log
+
+
+def test_an_all_reduce_is_under_way_while_later_units_compute(pool: Pool) -> None:
+    """On all ranks in one order, and never more than one whole gradient in flight."""
+    told = pool.run(order_of_collectives, 4)
+    assert all(log == told[0] for log in told)
+    (log, *_) = told
+    at = {event: i for i, event in enumerate(log)}
+    assert at["backward blocks.1"] < at["across blocks.2"] < at["scatter blocks.1"] < at["backward blocks.0"]
+    assert at["backward blocks.0"] < at["wait across blocks.2"]  # a whole backward later
+    assert at["across blocks.2"] < at["wait scatter blocks.1"]
+    for earlier, later in (("blocks.2", "blocks.1"), ("blocks.1", "blocks.0"), ("blocks.0", "root")):
+        assert at[f"wait scatter {earlier}"] < at[f"scatter {later}"]
+    assert log[-1] == "wait across root"
