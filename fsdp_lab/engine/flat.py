@@ -100,6 +100,7 @@ class FlatBuffer:
         self._nothing = [nothing.expand(s.shape) for s in self.layout.slots]
         self.parameters = self._replace(values)
         self._versions = [0] * len(self.parameters)
+        self._gathered_version = -1  # of the master shard, when it was gathered
         self._absent_gradients: list[tuple[nn.Parameter, AbsentGradient]] = []
         self.gradients = GradientBuffer(self.layout, mesh, policy, self.master, trainable=self.trainable)
         self.device_shard = self._make_device_shard()  # [n] in the gathered dtype: under offload, what gathers send
@@ -165,6 +166,7 @@ class FlatBuffer:
 
     def gather(self, stream: CommStream) -> CommHandle:
         """Issue the all-gather of the whole buffer. To be called inside `stream.entered()`."""
+        self._gathered_version = self.master._version
         if self.is_view_of_master:
             return CommHandle(stream, None)
         if not self.full.untyped_storage().size():
@@ -180,6 +182,11 @@ class FlatBuffer:
             self.full.data.copy_(sent)
             return CommHandle(stream, None)
         return CommHandle(stream, all_gather(self.full, sent, self.mesh.shard_group), keeps=(sent,))
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the optimizer, or somebody else, has written to the master shard since it was gathered."""
+        return not self.is_view_of_master and self._gathered_version != self.master._version
 
     def use_unsharded_views(self) -> None:
         """Point the original parameters at the gathered values. Raises ShardError for one that was changed meanwhile."""
@@ -219,6 +226,7 @@ class FlatBuffer:
         elif not self.is_view_of_master:
             self.master.copy_(now)
         self._versions = [p._version for p in self.parameters]
+        self._gathered_version = self.master._version
 
     def _check(self, i: int, p: OriginalParameter) -> None:
         """A parameter must be the one that we made, and unchanged."""
