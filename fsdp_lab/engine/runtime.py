@@ -173,6 +173,7 @@ class Runtime:
         current = self._forward
         if current is None or self._begins_anew(unit, current):
             current = self.begin(unit, scheduled=not method)
+        self._free_stale(unit)
         k = current.enter(self._index[unit])
         self._issue(current, Point(Direction.FORWARD, k, PointSide.BEFORE))
         self.make_ready(unit, Direction.FORWARD)
@@ -241,6 +242,7 @@ class Runtime:
             backward.passes.append(current)
         if k in current.backwards:
             return
+        self._free_stale(unit)
         current.backwards[k] = TrainingState.BACKWARD
         backward.at_work[unit] += 1
         self._issue(current, Point(Direction.BACKWARD, k, PointSide.BEFORE))
@@ -317,13 +319,17 @@ class Runtime:
                 self._reduce(unit)
 
     def _unshard(self, unit: Unit, direction: Direction) -> None:
-        if unit.is_stale and not self._is_at_work(unit):
-            unit.reshard()
+        self._free_stale(unit)
         if unit.is_sharded:
             if self.rules.offload == OffloadPolicy.ALL and unit.state is UnitState.SHARDED:
                 self._copy_to_device(unit, direction)
             with self.span(Phase.UNSHARD, unit, direction):
                 unit.unshard(self.gathers)
+
+    def _free_stale(self, unit: Unit) -> None:
+        """Free a unit that was gathered before the optimizer stepped, so that it is gathered again."""
+        if unit.is_stale and not self._is_at_work(unit):
+            unit.reshard()
 
     def _copy_to_device(self, unit: Unit, direction: Direction) -> None:
         with self.span(Phase.HOST_COPY, unit, direction):

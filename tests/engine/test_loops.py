@@ -6,6 +6,7 @@ are averaged over the ranks before each step, differ by roundings where a parame
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -137,9 +138,18 @@ class Plain(Ours):
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-Loop = Callable[
-    [Any, Place], Iterator[tuple[Any, Any]]
-]  # yields a model and a number, whenever they are to be compared
+Compared = Iterator[tuple[Any, Any]]  # a model and a number, whenever they are to be compared
+Loop = Callable[[Any, Place], Compared]
+
+
+@contextmanager
+def noted(*what: Any) -> Iterator[None]:
+    """What fails says of what it is."""
+    try:
+        yield
+    except BaseException as e:
+        e.add_note(str(what))
+        raise
 
 
 def alike(loop: Loop, place: Place, *, as_fsdp2: bool = True, **options: Any) -> None:
@@ -168,7 +178,7 @@ def each_strategy(loop: Loop, place: Place, *, as_fsdp2: bool = True) -> None:
 def training(make_loss: Callable[[Any, Tensor, Tensor], Tensor], kind: Any = Net, **made: Any) -> Loop:
     """An ordinary loop whose loss is of two batches."""
 
-    def loop(engine: Any, place: Place) -> Iterator[tuple[Any, Any]]:
+    def loop(engine: Any, place: Place) -> Compared:
         model = engine.shard(make(kind, **made))
         optimizer = engine.optimizer(model)
         for step in range(STEPS):
@@ -194,7 +204,7 @@ def contrastive(place: Place) -> None:
 def dpo(place: Place) -> None:
     """A policy on two batches, and a frozen reference on the same, sharded too."""
 
-    def loop(engine: Any, place: Place) -> Iterator[tuple[Any, Any]]:
+    def loop(engine: Any, place: Place) -> Compared:
         policy, reference = engine.shard(make()), engine.shard(make().requires_grad_(False))
         optimizer = engine.optimizer(policy)
         for step in range(STEPS):
@@ -219,7 +229,7 @@ class Generator(Net):
 def gan(place: Place) -> None:
     """The discriminator sees true and false, then false once more, whose gradients are thrown away."""
 
-    def loop(engine: Any, place: Place) -> Iterator[tuple[Any, Any]]:
+    def loop(engine: Any, place: Place) -> Compared:
         g, d = engine.shard(make(Generator)), engine.shard(make())
         of_g, of_d = engine.optimizer(g), engine.optimizer(d)
         for step in range(STEPS):
@@ -241,7 +251,7 @@ def backwards_in_turn(place: Place) -> None:
     """Three graphs alive; each has its own backward, first in first out and the other way round."""
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
 
-        def loop(engine: Any, place: Place, order: Any = order) -> Iterator[tuple[Any, Any]]:
+        def loop(engine: Any, place: Place, order: Any = order) -> Compared:
             model = engine.shard(make())
             optimizer = engine.optimizer(model)
             for step in range(STEPS):
@@ -259,7 +269,7 @@ def backwards_in_turn(place: Place) -> None:
 def dropped(place: Place) -> None:
     """Outputs that nobody uses. The optimizer steps after that: what is still gathered is old. (FSDP2 goes on with it.)"""
 
-    def loop(engine: Any, place: Place) -> Iterator[tuple[Any, Any]]:
+    def loop(engine: Any, place: Place) -> Compared:
         model = engine.shard(make())
         optimizer = engine.optimizer(model)
         for step in range(STEPS):
@@ -317,7 +327,7 @@ def test_several_forwards(pool: Pool, scenario: Scenario) -> None:
 def inner_units(place: Place) -> None:
     """After the root, or before it (which FSDP2 refuses later): with and without gradients."""
 
-    def loop(engine: Any, place: Place, first: bool = False) -> Iterator[tuple[Any, Any]]:
+    def loop(engine: Any, place: Place, first: bool = False) -> Compared:
         model = engine.shard(make())
         optimizer = engine.optimizer(model)
         for step in range(STEPS):
@@ -339,7 +349,7 @@ def inner_units(place: Place) -> None:
 def only_inner_units(place: Place) -> None:
     """The root is never called: a pipeline over blocks. No more than two of them are gathered at a time."""
 
-    def loop(engine: Any, place: Place) -> Iterator[tuple[Any, Any]]:
+    def loop(engine: Any, place: Place) -> Compared:
         model = engine.shard(make(depth=4))
         optimizer = engine.optimizer(model)
         for step in range(STEPS):
@@ -380,7 +390,7 @@ class SpeakingBlock(Block):
 def methods(place: Place) -> None:
     """Other methods than forward, of the root and of units inside, which call forward or not."""
 
-    def loop(engine: Any, place: Place) -> Iterator[tuple[Any, Any]]:
+    def loop(engine: Any, place: Place) -> Compared:
         model = engine.shard(make(Speaking))
         for block in model.blocks:
             engine.method(block, "look")
@@ -503,31 +513,28 @@ class OddNet(Net):
                 x = x[0] + x[1]
             if self.change == "in place":
                 x += 1
-                x.tanh_()
+                x.mul_(0.5)
         return self.last(x)
 
 
 def odd_inputs_and_outputs(place: Place) -> None:
     """FSDP2 says itself that it may be wrong where a view is changed in place."""
-    for how in ("", "unchanged", "unchanged beside", "detached", "view", "view of an input"):
-        for change in ("none", "in place", "no gradient before"):
+    hows = ("", "unchanged", "unchanged beside", "detached", "view", "view of an input")
+    for how, change in itertools.product(hows, ("none", "in place", "no gradient before")):
 
-            def loop(engine: Any, place: Place, how: str = how, change: str = change) -> Iterator[tuple[Any, Any]]:
-                model = make(OddNet, block=Odd)
-                model.blocks[1].how, model.change = how, change
-                engine.shard(model)
-                optimizer = engine.optimizer(model)
-                for step in range(STEPS):
-                    loss = mean_square(model, batch(step, place.rank))
-                    loss.backward()
-                    engine.step(optimizer)
-                    yield model, loss
+        def loop(engine: Any, place: Place, how: str = how, change: str = change) -> Compared:
+            model = make(OddNet, block=Odd)
+            model.blocks[1].how, model.change = how, change
+            engine.shard(model)
+            optimizer = engine.optimizer(model)
+            for step in range(STEPS):
+                loss = mean_square(model, batch(step, place.rank))
+                loss.backward()
+                engine.step(optimizer)
+                yield model, loss
 
-            try:
-                alike(loop, place, as_fsdp2=change != "in place")
-            except Exception as e:
-                e.add_note(f"{how=} {change=}")
-                raise
+        with noted(how, change):
+            alike(loop, place, as_fsdp2=change != "in place")
 
 
 @everywhere(without_gradients_inside, a_backward_inside_a_forward, odd_inputs_and_outputs)
@@ -584,6 +591,9 @@ class CheckpointedNet(Net):
                 x = self.blocks[2](checkpoint(self.blocks[1], self.blocks[0](x), use_reentrant=True))
             case "several, reentrant":
                 x = checkpoint(nn.Sequential(*self.blocks[:2]), x, use_reentrant=True)
+                x = checkpoint(nn.Sequential(self.blocks[2], nn.Tanh()), x, use_reentrant=True)
+            case "one twice, reentrant":
+                x = checkpoint(nn.Sequential(*self.blocks[:2]), x, use_reentrant=True)
                 x = checkpoint(nn.Sequential(self.blocks[2], self.blocks[0]), x, use_reentrant=True)
             case "several":
                 x = checkpoint(nn.Sequential(*self.blocks, nn.Tanh()), x, use_reentrant=False)
@@ -597,32 +607,29 @@ class CheckpointedNet(Net):
         return self.last(x)
 
 
-WAYS = ("each, reentrant", "some, reentrant", "several, reentrant", "several on an input", "several", "one in the other",
-        "function")  # fmt: skip
+WAYS = ("each, reentrant", "some, reentrant", "several, reentrant", "one twice, reentrant", "several on an input", "several",
+        "one in the other", "function")  # fmt: skip
 
 
 def recomputed(place: Place) -> None:
-    for how in WAYS:
-        for block in (Block, CheckpointedInside):
+    """Where a backward goes through a unit's reentrant checkpoints twice, FSDP2 loses gradients of one of them."""
+    for how, block, twice in itertools.product(WAYS, (Block, CheckpointedInside), (False, True)):
 
-            def loop(engine: Any, place: Place, how: str = how, block: Any = block) -> Iterator[tuple[Any, Any]]:
-                model = make(CheckpointedNet, block=block)
-                model.how = how
-                engine.shard(model)
-                optimizer = engine.optimizer(model)
-                for step in range(STEPS):
-                    loss = mean_square(model, batch(step, place.rank)) + mean_square(
-                        model, batch(10 + step, place.rank)
-                    )
-                    loss.backward()
-                    engine.step(optimizer)
-                    yield model, loss
+        def loop(engine: Any, place: Place, how: str = how, block: Any = block, twice: bool = twice) -> Compared:
+            model = make(CheckpointedNet, block=block)
+            model.how = how
+            engine.shard(model)
+            optimizer = engine.optimizer(model)
+            for step in range(STEPS):
+                loss = mean_square(model, batch(step, place.rank))
+                if twice:
+                    loss = loss + mean_square(model, batch(10 + step, place.rank))
+                loss.backward()
+                engine.step(optimizer)
+                yield model, loss
 
-            try:
-                each_strategy(loop, place)
-            except Exception as e:
-                e.add_note(f"{how=} {block=}")
-                raise
+        with noted(how, block, twice):
+            each_strategy(loop, place, as_fsdp2=not twice and how != "one twice, reentrant")
 
 
 def the_whole_model_recomputed(place: Place) -> None:
@@ -707,7 +714,7 @@ def every_other_micro_batch(place: Place) -> None:
     """Of five micro-batches the second, the fourth and the last communicate; a part of the model never but at the last."""
     for part in (lambda model: model, lambda model: model.blocks[1]):
 
-        def loop(engine: Any, place: Place, part: Any = part) -> Iterator[tuple[Any, Any]]:
+        def loop(engine: Any, place: Place, part: Any = part) -> Compared:
             model = engine.shard(make())
             optimizer = engine.optimizer(model)
             for step in range(STEPS):
@@ -744,7 +751,7 @@ class Trouble(torch.autograd.Function):
 def exceptions_in_a_loop(place: Place) -> None:
     """One backward of two fails, one forward of a unit by itself, one generation: the others count as ever."""
 
-    def loop(engine: Any, place: Place) -> Iterator[tuple[Any, Any]]:
+    def loop(engine: Any, place: Place) -> Compared:
         model = engine.shard(make(Speaking))
         engine.method(model, "generate")
         optimizer = engine.optimizer(model)
@@ -770,7 +777,7 @@ def exceptions_in_a_loop(place: Place) -> None:
             yield model, seen + mean_square(model, batch(step, place.rank)).detach()
             del broken
 
-    def without_the_last(engine: Any, place: Place) -> Iterator[tuple[Any, Any]]:
+    def without_the_last(engine: Any, place: Place) -> Compared:
         for model, seen in loop(engine, place):
             with torch.no_grad():
                 model(batch(0, place.rank))  # the number's own graph was dropped: this frees what it left
