@@ -62,9 +62,9 @@ def fully_shard(
     - Parameters that the module held before are emptied; make optimizers, hooks on parameters and other references to them
       after sharding. `module.zero_grad()` has no effect.
     - The module cannot be copied, pickled, moved or cast afterwards: that is refused, the latter two at the next forward.
-    - Several forwards may wait for their backwards. A unit inside may be called by itself, before the root or after it;
-      the root is the outermost module that was sharded, whichever is called first. Parameters that are no unit's own turn
-      to be called (a plain layer inside a unit) are not there outside of it.
+    - Several forwards may wait for their backwards. A unit may be called by itself, before the root or after it: the root is
+      the outermost module that was sharded, whichever is called first. A plain layer inside a unit has no parameters when it
+      is called by itself.
 
     Args:
         module: a module, or several that form one unit; on meta, or with the same values on all ranks.
