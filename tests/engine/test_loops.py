@@ -445,8 +445,9 @@ class PartlyWithout(Net):
 
     def forward(self, x: Tensor) -> Any:
         x = self.first(x)
+        doubled = x * 2
         with torch.no_grad():
-            shift = self.blocks[0](x) + self.blocks[1](x, x * 2)
+            shift = self.blocks[0](x) + self.blocks[1](x, doubled)
         return self.last(self.blocks[2](self.blocks[1](x + shift, x)))
 
 
@@ -505,7 +506,7 @@ class OddNet(Net):
 
     def forward(self, x: Tensor) -> Any:
         if self.change == "no gradient before":
-            x = self.blocks[0](x)
+            x = self.blocks[1](x)
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
@@ -524,7 +525,7 @@ def odd_inputs_and_outputs(place: Place) -> None:
 
         def loop(engine: Any, place: Place, how: str = how, change: str = change) -> Compared:
             model = make(OddNet, block=Odd)
-            model.blocks[1].how, model.change = how, change
+            model.blocks[0].how, model.change = how, change  # no schedule keeps it gathered for the backward
             engine.shard(model)
             optimizer = engine.optimizer(model)
             for step in range(STEPS):
@@ -800,7 +801,7 @@ def casts(place: Place) -> None:
     for given in (
         {"param_dtype": bf16},
         {"param_dtype": bf16, "output_dtype": torch.float32},
-        {"param_dtype": bf16, "cast_forward_inputs": False, "output_dtype": bf16},
+        {"param_dtype": bf16, "cast_forward_inputs": False, "output_dtype": torch.float32},
     ):
         seen: list[list[Any]] = []
         for engine in (
