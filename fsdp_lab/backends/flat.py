@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -26,8 +27,9 @@ class FlatBackend(Backend):
         inside = units(skeleton, spec.strategy.wrap)
         outer = prepare(skeleton, spec.strategy)
         options = {**engine_options(spec.strategy, mesh), "group_of": _decays}
+        inner = {**options, "mp_policy": dataclasses.replace(options["mp_policy"], output_dtype=None)}
         for group in inside:
-            engine.fully_shard([outer(m) for m in group], **options)
+            engine.fully_shard([outer(m) for m in group], **inner)
         engine.fully_shard(skeleton, **options)
         name_flat_units(skeleton, context_of(mesh))
         self._offload = spec.strategy.offload
@@ -77,7 +79,8 @@ class FlatBackend(Backend):
 
 
 def engine_options(strategy: Strategy, mesh: DeviceMesh) -> dict[str, Any]:
-    """A strategy as arguments of `engine.fully_shard`; collective where it reshards to a smaller group."""
+    """A strategy as arguments of `engine.fully_shard` for the root, whose outputs `precision.output` means; collective
+    where it reshards to a smaller group."""
     rules, d = strategy.schedule_rules, strategy.dtypes
     param = None if d.param == "fp32" else DTYPES[d.param]
     return {

@@ -59,6 +59,7 @@ class UnitCall:
 
     unit: int
     parent: int | None = None
+    detached: bool = False  # made without gradients in a forward that has them: it has no backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +200,8 @@ class Schedule:
     @cached_property
     def never_reshards(self) -> frozenset[int]:
         """Units whose rules keep them gathered between forward and backward."""
-        return frozenset(call.unit for call in self.calls if not self.rules_of(call.unit).reshard_after_forward)
+        with_backward = (call.unit for call in self.calls if not call.detached)
+        return frozenset(unit for unit in with_backward if not self.rules_of(unit).reshard_after_forward)
 
     @cached_property
     def stays_gathered(self) -> frozenset[int]:
@@ -238,7 +240,8 @@ class Schedule:
         stack = [0]  # a call, or ~call for its end
         while stack:
             k = stack.pop()
-            yield Point(direction, max(k, ~k), PointSide.BEFORE if k >= 0 else PointSide.AFTER)
+            if direction is Direction.FORWARD or not self.calls[max(k, ~k)].detached:
+                yield Point(direction, max(k, ~k), PointSide.BEFORE if k >= 0 else PointSide.AFTER)
             if k >= 0:
                 stack += (~k, *self.children[k][:: 1 if reverse else -1])
 
@@ -253,10 +256,11 @@ class _Builder:
         self._computed: int | None = None  # index of the last computation
         self._unshards: dict[int, int] = {}  # unit -> index of its last unshard
         self._reduces: dict[int, int] = {}  # unit -> index of its last reduce, or of the copy after it
-        self._first: dict[int, int] = {}  # the unit's first call, and its last
+        self._first: dict[int, int] = {}  # the unit's first call that has a backward, and its last call of all
         self._last = {call.unit: k for k, call in enumerate(schedule.calls)}
         for k, call in enumerate(schedule.calls):
-            self._first.setdefault(call.unit, k)
+            if not call.detached:
+                self._first.setdefault(call.unit, k)
 
     def build(self) -> list[Action]:
         for point in self._schedule.walk:

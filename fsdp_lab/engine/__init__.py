@@ -26,7 +26,8 @@ The core is 1,893 lines. Read its files in this order:
 
 Beside the core: mesh.py (replicas and shards), policy.py (dtypes), state.py (state by parameter names, checkpoints, deferred
 initialisation), scaling.py (gradient norm, clipping, loss scaling), memory.py (bytes by class), ties.py (shared
-parameters), refusals.py (what cannot be sharded), tensors.py (tensors inside nested values), errors.py.
+parameters), refusals.py (what cannot be sharded), tensors.py (tensors inside nested values), unshard_handle.py (parameters
+that a caller asked for), errors.py.
 """
 
 from fsdp_lab.core.schedule import OffloadPolicy, PrefetchPolicy
@@ -38,6 +39,8 @@ from fsdp_lab.engine.fully_shard import (
     fully_shard,
     no_sync,
     parameter_groups,
+    register_fsdp_forward_method,
+    reshard,
     runtime_of,
     sharded_parameters,
     units_of,
@@ -63,6 +66,7 @@ from fsdp_lab.engine.state import (
     split_unused,
 )
 from fsdp_lab.engine.unit import Unit, UnitState
+from fsdp_lab.engine.unshard_handle import UnshardHandle
 
 __all__ = [
     "FlatBuffer",
@@ -78,6 +82,7 @@ __all__ = [
     "TrainingState",
     "Unit",
     "UnitState",
+    "UnshardHandle",
     "broadcast_full_state",
     "build_mesh",
     "clip_gradients",
@@ -97,6 +102,8 @@ __all__ = [
     "no_sync",
     "original_parameters",
     "parameter_groups",
+    "register_fsdp_forward_method",
+    "reshard",
     "runtime_of",
     "sharded_parameters",
     "shards_of",

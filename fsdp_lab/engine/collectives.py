@@ -21,6 +21,7 @@ as torch asks of every script.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+
+from fsdp_lab.engine.errors import Unanswered
 
 Group = dist.ProcessGroup
 
@@ -84,10 +87,21 @@ class CommHandle:
     def _finish(self) -> None:
         work, self._work = self._work, None
         if work is not None:
-            work.wait()
+            _wait(work)
         then, self._then = self._then, None
         if then is not None:
             then()
+
+
+def _wait(work: dist.Work) -> None:
+    """Raises Unanswered where torch's group gives up. A group of somebody else's has errors of its own kinds: they pass."""
+    began_s = time.monotonic()
+    try:
+        work.wait()
+    except RuntimeError as e:
+        if type(e) is not RuntimeError and not isinstance(e, dist.DistError):
+            raise
+        raise Unanswered(str(e), time.monotonic() - began_s) from e
 
 
 def all_gather(full: Tensor, shard: Tensor, group: Group) -> dist.Work | None:

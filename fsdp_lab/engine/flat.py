@@ -71,6 +71,7 @@ class FlatBuffer:
         self._show(self.sharded)
         self.reduce_hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()  # called when gradients were reduced
         self._versions = [0] * len(self.parameters)
+        self._gathered_version = -1  # of the master shard, when it was gathered
         self._absent_gradients: list[tuple[nn.Parameter, AbsentGradient]] = []
         self.device_shard = self._make_device_shard()  # [n] in the gathered dtype: under offload, what gathers send
         self.post_forward_shard: Tensor | None = None  # this rank's part of what the post-forward group keeps
@@ -144,6 +145,7 @@ class FlatBuffer:
     def gather(self, stream: CommStream) -> CommHandle:
         """Issue the all-gather of the whole buffer. To be called inside `stream.entered()`."""
         self._check_sharded()
+        self._gathered_version = self.master._version
         if self.is_view_of_master:
             return CommHandle(stream, None)
         if not self.full.untyped_storage().size():
@@ -159,6 +161,11 @@ class FlatBuffer:
             self.full.data.copy_(sent)
             return CommHandle(stream, None)
         return CommHandle(stream, all_gather(self.full, sent, self.mesh.shard_group), keeps=(sent,))
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the optimizer, or somebody else, has written to the master shard since it was gathered."""
+        return not self.is_view_of_master and self._gathered_version != self.master._version
 
     def use_unsharded_views(self) -> None:
         """Let modules hold the gathered values. Raises ShardError for a parameter that was changed meanwhile."""
@@ -202,6 +209,7 @@ class FlatBuffer:
         elif not self.is_view_of_master:
             self.master.copy_(now)
         self._versions = [p._version for p in self.parameters]
+        self._gathered_version = self.master._version
 
     def _check_sharded(self) -> None:
         """Modules must hold the parameters that were made. Raises ShardError for one that was replaced."""

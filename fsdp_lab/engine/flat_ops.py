@@ -26,6 +26,15 @@ aten: Any = torch.ops.aten
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func` of arguments some of which are `FlatDTensor`s."""
+    found = _run(func, args, kwargs)
+    for argument, given in zip(func._schema.arguments, args, strict=False) if func._schema.is_mutable else ():
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written = [t._local_tensor for t in pytree.tree_leaves(given) if isinstance(t, FlatDTensor)]
+            torch.autograd.graph.increment_version(written)  # torch raises that of the wrapper alone
+    return found
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     packet = func.overloadpacket
     if packet in _SPECIAL:
         found = _SPECIAL[packet](func, args, kwargs)

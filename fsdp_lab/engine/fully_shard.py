@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from fsdp_lab.engine.runtime import Runtime, guess_calls
 from fsdp_lab.engine.state import watch_state_dict
 from fsdp_lab.engine.ties import describe_ties, find_ties, untie
 from fsdp_lab.engine.unit import Unit
+from fsdp_lab.engine.unshard_handle import UnshardHandle
 
 GroupOf = Callable[[str, nn.Parameter], Hashable]
 
@@ -62,7 +64,9 @@ def fully_shard(
     - Parameters that the module held before are emptied; make optimizers, hooks on parameters and other references to them
       after sharding. `module.zero_grad()` has no effect.
     - The module cannot be copied, pickled, moved or cast afterwards: that is refused, the latter two at the next forward.
-    - Outputs of two forwards before one backward are refused; accumulate with `backward` after each.
+    - Several forwards may wait for their backwards. A unit may be called by itself, before the root or after it: the root is
+      the outermost module that was sharded, whichever is called first. A plain layer inside a unit has no parameters when it
+      is called by itself.
 
     Args:
         module: a module, or several that form one unit; on meta, or with the same values on all ranks.
@@ -163,40 +167,65 @@ def runtime_of(module: nn.Module) -> Runtime:
     return hooks.runtime if hooks.runtime is not None else _adopt(hooks)
 
 
-@contextmanager
-def unshard(module: nn.Module) -> Iterator[nn.Module]:
-    """Within it every parameter is whole and may be read, and written under `torch.no_grad()`; collective.
+def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) -> UnshardHandle:
+    """Gather the parameters of a module, and of those inside it unless `recurse` is False; collective.
 
-    What was written is copied to the shards at the end; each rank must write the same.
+    `with unshard(module):` within it every parameter is whole and may be read, and written under `torch.no_grad()`. What was
+    written is copied to the shards at the end; each rank must write the same. Without `with` they stay whole until
+    `reshard(module)`, or until the module's own forward or the backward frees them; what is written is lost then.
+
+    Args:
+        async_op: do not wait: `wait()` of what is returned does, and so does a forward.
     """
-    runtime = runtime_of(module)
-    pinned: list[Unit] = []
-    try:
-        for unit in units_of(module):
-            if unit.policy.offload != OffloadPolicy.NONE:
-                unit.copy_to_device(runtime.gathers)
-            unit.unshard(runtime.gathers)
-            unit.wait_for_unshard()
-            unit.pins += 1
-            pinned.append(unit)
-        yield module
-    finally:
-        for unit in pinned:
-            unit.pins -= 1
-            for flat in unit.flats:
-                flat.write_back()
-            unit.reshard()
+    runtime, units = runtime_of(module), units_of(module)
+    handle = UnshardHandle(module, units if recurse else units[:1], runtime)
+    if not async_op:
+        handle.wait()
+    return handle
+
+
+def reshard(module: nn.Module, *, recurse: bool = True) -> None:
+    """Free what `unshard` gathered, without a copy to the shards."""
+    runtime_of(module)
+    units = units_of(module)
+    for unit in units if recurse else units[:1]:
+        unit.reshard()
 
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Within it backwards keep their gradients unsharded on this rank; the first backward after it reduces the sum."""
-    runtime = runtime_of(module)
-    before, runtime.communicate = runtime.communicate, False
+    """Within it backwards keep gradients of the module's units, and of those inside it, unsharded on this rank.
+
+    The first backward after it reduces the sum. It is the backward that counts, not the forward.
+    """
+    runtime_of(module)
+    before = {unit: unit.communicates for unit in units_of(module)}
     try:
+        for unit in before:
+            unit.communicates = False
         yield
     finally:
-        runtime.communicate = before
+        for unit, communicates in before.items():
+            unit.communicates = communicates
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method other than `forward`, such as `generate`, find the module's parameters gathered.
+
+    A module that is not sharded is left as it is. Raises ShardError where there is no such method.
+    """
+    if unit_hooks(module) is None:
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ShardError(f"{type(module).__name__} has no method {method_name}; name one that it has")
+
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        hooks = unit_hooks(module)
+        return method(*args, **kwargs) if hooks is None else hooks.call(method, module, args, kwargs)
+
+    setattr(module, method_name, called)
 
 
 # -- making units ----------------------------------------------------------------------------------------------------
@@ -320,7 +349,7 @@ def _adopt(hooks: UnitHooks) -> Runtime:
         found = unit_hooks(module)
         return None if found is None else index[found.unit]
 
-    runtime = Runtime(hooks.unit, units, guess_calls(root, unit_at))
+    runtime = Runtime(hooks.unit, units, lambda module: guess_calls(module, unit_at))
     names = {module: name for name, module in root.named_modules()}
     for unit, h in inside.items():
         h.runtime, unit.name = runtime, names[unit.modules[0]]

@@ -86,7 +86,7 @@ class GradientBuffer:
             gradient[end : slot.offset].zero_()
             end = max(end, slot.stop)  # one without elements may begin where another does
             if i not in arrived:
-                gradient[slot.offset : slot.stop].fill_(-0.0)
+                gradient[slot.offset : slot.stop].fill_(complex(-0.0, -0.0) if gradient.is_complex() else -0.0)
         gradient[end:].zero_()
         if arrived not in self._firsts:
             self._firsts[arrived] = self._first_elements(arrived)
@@ -116,7 +116,8 @@ class GradientBuffer:
         absent = [i for i in range(len(self.layout.slots)) if i not in arrived]
         firsts = {i: self._own(i)[0] for i in absent if self._own(i)[0] < self._own(i)[1]}
         values = shard[list(firsts.values())] if firsts else shard[:0]
-        nothings = torch.signbit(values).logical_and(values == 0).tolist()
+        parts = torch.view_as_real(values) if values.is_complex() else values.unsqueeze(-1)
+        nothings = (torch.signbit(parts) & (parts == 0)).all(dim=-1).tolist()
         return {i for i, nothing in zip(firsts, nothings, strict=True) if not nothing}
 
     # -- for the optimizer --------------------------------------------------------------------------------------------

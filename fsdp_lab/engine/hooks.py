@@ -22,12 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.core.schedule import Direction
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.parameters import UnshardedParameter
 from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.engine.runtime import Pass, Runtime
-from fsdp_lab.engine.tensors import hiding_in, map_tensors, tensors_in, view_inputs
+from fsdp_lab.engine.tensors import cast, hiding_in, move, tensors_in, view_inputs
 from fsdp_lab.engine.unit import Unit
 
 _STATE = "_fsdp_lab_hooks"  # the attribute of a sharded module that holds its `UnitHooks`
@@ -56,7 +55,7 @@ class UnitHooks:
                 module.register_forward_hook(after),
             ]
         for flat in self.unit.flats:
-            self._handles += [self._watch_gradient(p) for p in flat.parameters if p.is_floating_point()]
+            self._handles += [self._watch_gradient(p) for p in flat.parameters if _is_number(p)]
         self._handles += _cast_around_norms(self.unit)
 
     def remove(self) -> None:
@@ -67,29 +66,41 @@ class UnitHooks:
         for module in self.unit.modules:
             module.__dict__.pop(_STATE, None)
 
-    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before_forward(
+        self, module: nn.Module, args: Any, kwargs: Any, *, method: bool = False
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`method`: it is not `forward` that is called."""
         runtime = self.runtime if self.runtime is not None else self._adopt(self)
-        inputs = _cast((args, kwargs), self.unit.policy.mp.param_dtype)
-        if runtime.recomputes:
-            runtime.make_ready(self.unit, Direction.BACKWARD)
-            return inputs[0], inputs[1]
-        current, k = runtime.before_forward(self.unit)
-        if current.with_backward and self.unit is not runtime.root:
+        current, k = runtime.before_forward(self.unit, method=method)
+        mp, device = self.unit.policy.mp, self.unit.mesh.device
+        inputs = args, kwargs
+        if k == 0 and device.type != "cpu":
+            inputs = move(inputs, device)
+        if mp.cast_forward_inputs:
+            inputs = cast(inputs, mp.param_dtype)
+        if torch.is_grad_enabled() and self.unit is not runtime.root:
             inputs = self._watch_inputs(runtime, current, k, inputs)
-        return inputs[0], inputs[1]
+        return inputs
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         runtime = self.runtime
-        call = None if runtime is None or runtime.recomputes else runtime.ending(self.unit)
+        call = None if runtime is None else runtime.ending(self.unit)
         if runtime is None or call is None:
             return None
         current, k = call
-        if k == 0:
-            output = _cast(output, self.unit.policy.mp.output_dtype)
-        if current.with_backward:
+        output = cast(output, self.unit.policy.mp.output_dtype)
+        if torch.is_grad_enabled():
             self._watch_outputs(runtime, current, k, output)
         runtime.after_forward(self.unit, current, k)
         return output
+
+    def call(self, method: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A method of a module, with what goes before and after its forward."""
+        args, kwargs = self.before_forward(module, args, kwargs, method=True)
+        assert self.runtime is not None
+        with self.runtime.inside_method():
+            output = method(*args, **kwargs)
+        return self.after_forward(module, args, output)
 
     def _watch_inputs(self, runtime: Runtime, current: Pass, k: int, inputs: Any) -> Any:
         inputs, views = view_inputs(inputs)
@@ -103,9 +114,14 @@ class UnitHooks:
         return inputs
 
     def _watch_outputs(self, runtime: Runtime, current: Pass, k: int, output: Any) -> None:
+        def arrived(_: Any) -> None:
+            runtime.before_backward(self.unit, current, k)
+
         watched = [t for t in tensors_in(output) if t.requires_grad]
         for t in watched:
-            t.register_hook(lambda _: runtime.before_backward(self.unit, current, k))  # type: ignore[no-untyped-call]
+            t.register_hook(arrived)  # type: ignore[no-untyped-call]
+            if t._base is not None and t._base.grad_fn is not None:
+                t._base.grad_fn.register_prehook(arrived)
         hiding = None if watched or self.unit is runtime.root else hiding_in(output)
         if hiding is not None:
             raise ShardError(
@@ -134,6 +150,10 @@ def unit_hooks(module: nn.Module) -> UnitHooks | None:
     return found
 
 
+def _is_number(p: Tensor) -> bool:
+    return p.is_floating_point() or p.is_complex()
+
+
 def _cast_around_norms(unit: Unit) -> list[Any]:
     """Normalisation layers that compute in a dtype of their own take their inputs in it and return the unit's."""
     plain = unit.policy.gathered_dtype(torch.float32, ModuleKind.PLAIN)
@@ -141,13 +161,6 @@ def _cast_around_norms(unit: Unit) -> list[Any]:
     for module in {use[0]: None for flat in unit.flats for uses in flat.uses for use in uses}:
         own = unit.policy.gathered_dtype(torch.float32, kind_of(module))
         if own is not plain:
-            handles.append(module.register_forward_pre_hook(lambda _, args, inside=own: _cast(args, inside)))
-            handles.append(module.register_forward_hook(lambda _, __, output: _cast(output, plain)))
+            handles.append(module.register_forward_pre_hook(lambda _, args, inside=own: cast(args, inside)))
+            handles.append(module.register_forward_hook(lambda _, __, output: cast(output, plain)))
     return handles
-
-
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """Floating tensors in another dtype; None leaves them."""
-    if dtype is None:
-        return value
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, value)

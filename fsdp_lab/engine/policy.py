@@ -25,7 +25,8 @@ class MixedPrecisionPolicy:
 
     param_dtype: torch.dtype | None = None  # gathered parameters, and inputs of the module
     reduce_dtype: torch.dtype | None = None  # gradients while they are reduced; None: the master's
-    output_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None  # what each unit returns
+    cast_forward_inputs: bool = True  # False: inputs keep their dtypes
     norm_dtype: torch.dtype | None = None  # gathered parameters of normalisation layers; None: `param_dtype`
     buffer_dtype: torch.dtype | None = None
     keep_low_precision_gradients: bool = False  # gradient shards stay in `reduce_dtype`: see `upcast_gradients`

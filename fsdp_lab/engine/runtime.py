@@ -8,28 +8,42 @@ forward records the real one, by which the next step is scheduled. A forward tha
 one: each unit is gathered when its turn comes. All ranks run the same model, so they depart alike, and collectives keep one
 order on all ranks. Whatever the schedule says, a unit that computes is gathered first, and the end of a backward frees and
 reduces what is left, in one order.
+
+Note: passes. A forward begins at the outermost unit that is called, whichever it is: the root, a block by itself, a teacher
+inside. Its `Pass` waits for a backward as long as autograd's graph holds it, and any number of them may. A new one frees
+what those before it left gathered, and the optimizer may have stepped: the backward gathers again what it needs. A backward
+runs through one pass or several, whole or in part: a `Backward` is a run of autograd, and lives exactly as long as its task
+does, so that one which an exception ended is known by its absence. What is called inside a backward is recomputed for it (an
+activation checkpoint): it is a pass of its own without a schedule, gathered there and freed by its own backward, if one
+comes, else by that of the call it repeats. Nothing that is issued depends on whether a graph is still alive: ranks could
+differ in that.
 """
 
 from __future__ import annotations
 
 import enum
+import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.autograd.profiler import record_function
 
 from fsdp_lab.core.schedule import Direction, OffloadPolicy, Phase, Point, PointSide, Rules, Schedule, UnitCall
 from fsdp_lab.engine.collectives import CommStream
-from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.errors import ShardError, Unanswered
 from fsdp_lab.engine.gradients import Reduction
 from fsdp_lab.engine.unit import Unit, UnitState
 
 Watcher = Callable[[Phase, str, Direction], None]
 Around = Callable[[Phase, str], AbstractContextManager[None]]  # within it a phase of a unit is issued
+Key = tuple[Unit, bool]  # of passes that are alike: from which unit they begin, and whether with gradients
+Guess = Callable[[nn.Module], Sequence[UnitCall]]  # the calls of a forward of a module
 
 
 class TrainingState(enum.Enum):
@@ -42,11 +56,12 @@ class TrainingState(enum.Enum):
 
 
 class Pass:
-    """One forward of the root, and the backward that belongs to it."""
+    """One forward from the outermost unit called, and the backward that belongs to it."""
 
-    def __init__(self, schedule: Schedule, *, with_backward: bool) -> None:
-        self.schedule: Schedule | None = schedule  # None where the forward has departed from it
-        self.with_backward = with_backward
+    def __init__(self, schedule: Schedule | None, outermost: Unit, *, with_backward: bool) -> None:
+        self.schedule = schedule  # None where the forward has departed from it, or never had one
+        self.is_scheduled = schedule is not None
+        self.outermost, self.with_backward = outermost, with_backward
         self.state = TrainingState.FORWARD
         self.calls: list[UnitCall] = []
         self.open: list[int] = []  # calls whose forward has begun and not ended, outermost first
@@ -55,7 +70,8 @@ class Pass:
 
     def enter(self, unit: int) -> int:
         """A call begins. Returns its number."""
-        k, call = len(self.calls), UnitCall(unit, self.open[-1] if self.open else None)
+        detached = self.with_backward and not torch.is_grad_enabled()
+        k, call = len(self.calls), UnitCall(unit, self.open[-1] if self.open else None, detached)
         self.calls.append(call)
         self.open.append(k)
         if self.schedule is not None and self.schedule.calls[k : k + 1] != (call,):
@@ -66,33 +82,58 @@ class Pass:
         """Whether a call of the unit has begun and not ended."""
         return any(self.calls[k].unit == unit for k in self.open)
 
+    @property
+    def has_scheduled_backward(self) -> bool:
+        return self.schedule is not None and self.schedule.backward
+
     def in_backward(self) -> list[int]:
         """Calls whose backward has begun and not ended, in the order of the schedule."""
-        order = self.backwards if self.schedule is None else self.schedule.order[Direction.BACKWARD]
+        scheduled = () if self.schedule is None else self.schedule.order[Direction.BACKWARD]
+        order = dict.fromkeys((*scheduled, *self.backwards))
         return [k for k in order if self.backwards.get(k) is TrainingState.BACKWARD]
 
 
-class Runtime:
-    """One for each root; made at its first forward, or when something is asked of the whole model."""
+class Backward:
+    """One run of autograd, through the passes that have joined it. Only autograd's task holds it."""
 
-    def __init__(self, root: Unit, units: Sequence[Unit], guess: Sequence[UnitCall]) -> None:
+    def __init__(self) -> None:
+        self.passes: list[Pass] = []
+        self.at_work: Counter[Unit] = Counter()  # how many calls of a unit have begun and not ended
+
+
+class Runtime:
+    """One for each root; made at the first forward of any of its units, or when something is asked of the whole model."""
+
+    def __init__(self, root: Unit, units: Sequence[Unit], guess: Guess) -> None:
         self.root, self.units = root, tuple(units)
         self.rules: Rules = _rules(root, units)
         self.gathers, self.reductions = CommStream(root.mesh.device), CommStream(root.mesh.device)
-        self.communicate = True  # whether backwards reduce
         self.watch: Watcher | None = None
         self.around: Around = lambda phase, unit: nullcontext()
-        self._active: Pass | None = None  # whose forward or backward is running
+        self._guess = guess
+        self._count = 0  # passes that have begun
+        self._methods = 0  # calls of registered methods under way, one inside the other
+        self._forward: Pass | None = None  # the one under way
+        self._backward: weakref.ref[Backward] | None = None  # the one under way; dead where an exception ended it
         self._last: weakref.ref[Pass] | None = None
+        self._recomputed: dict[Unit, Pass] = {}  # inside a backward: forwards that have begun and not ended
         self._index = {unit: i for i, unit in enumerate(self.units)}
-        self._calls = {True: tuple(guess), False: tuple(guess)}  # of the last forward, with and without gradients
-        self._schedules: dict[bool, Schedule] = {}
+        self._calls: dict[Key, tuple[UnitCall, ...]] = {}  # of the last pass
+        self._schedules: dict[Key, Schedule] = {}
         self._reducing: list[tuple[Unit, list[Reduction]]] = []  # in flight, oldest first
 
     @property
     def state(self) -> TrainingState:
-        current = self._active or self.last
-        return TrainingState.IDLE if current is None else current.state
+        if self._forward is not None:
+            return TrainingState.FORWARD
+        if self.backward is not None:
+            return TrainingState.BACKWARD
+        return TrainingState.IDLE if self.last is None else self.last.state
+
+    @property
+    def backward(self) -> Backward | None:
+        """The backward under way."""
+        return None if self._backward is None else self._backward()
 
     @property
     def last(self) -> Pass | None:
@@ -101,93 +142,127 @@ class Runtime:
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
-    def begin(self) -> Pass:
-        """The root's forward begins. Raises ShardError where the backward of the last one is still to come."""
-        if self._active is not None:
+    def begin(self, unit: Unit, *, scheduled: bool = True) -> Pass:
+        """A forward begins at this unit. What earlier ones left gathered is freed, except this unit."""
+        if self._forward is not None or self._backward is not None:
             self.reset()  # an exception ended what was in progress
         with_backward = torch.is_grad_enabled()
-        if with_backward and self.state is TrainingState.PRE_BACKWARD:
-            raise ShardError(
-                f"{type(self.root.modules[0]).__name__} was called again before the backward of its last forward; call "
-                "backward first, let go of its outputs, or use torch.no_grad()"
-            )
-        for unit in self.units:
-            if unit.policy.offload == OffloadPolicy.OPTIMIZER:  # which has stepped since
-                self._copy_to_device(unit, Direction.FORWARD)
-        self._active = Pass(self._schedule(with_backward), with_backward=with_backward)
+        for other in self.units:
+            if other.policy.rules.reshard_after_forward and other is not unit and not other.asked_for:
+                other.reshard()
+            if other.policy.offload == OffloadPolicy.OPTIMIZER:  # which has stepped since
+                self._copy_to_device(other, Direction.FORWARD)
+        self._count += 1
+        schedule = self._schedule(unit, with_backward) if scheduled else None
+        self._forward = Pass(schedule, unit, with_backward=with_backward)
         if with_backward:
-            self._last = weakref.ref(self._active)
-        return self._active
+            self._last = weakref.ref(self._forward)
+        return self._forward
 
-    def before_forward(self, unit: Unit) -> tuple[Pass, int]:
-        """Gather the unit, and those ahead of it. Returns the pass and the number of the call."""
-        current = self.begin() if unit is self.root else self._in_forward()  # an exception may have left one open
-        if current is None:
-            raise ShardError(f"{unit.name} was called by itself; call {type(self.root.modules[0]).__name__}, the root")
+    def before_forward(self, unit: Unit, *, method: bool = False) -> tuple[Pass, int]:
+        """Gather the unit, and those ahead of it. Returns the pass and the number of the call.
+
+        `method`: it is not `forward` that is called. What it calls may differ from one time to the next: no schedule.
+        """
+        if self.recomputes:
+            return self._recompute(unit)
+        current = self._forward
+        if current is None or self._begins_anew(unit, current):
+            current = self.begin(unit, scheduled=not method)
+        self._free_stale(unit)
         k = current.enter(self._index[unit])
         self._issue(current, Point(Direction.FORWARD, k, PointSide.BEFORE))
         self.make_ready(unit, Direction.FORWARD)
         self._begin_computing(unit, current, Direction.FORWARD, k)
         return current, k
 
+    def _begins_anew(self, unit: Unit, current: Pass) -> bool:
+        """Whether an exception has left a pass open: its outermost unit, or the root, is called, and not by itself."""
+        return unit in (current.outermost, self.root) and not self._methods and _calls_under_way(unit) < 2
+
     def ending(self, unit: Unit) -> tuple[Pass, int] | None:
         """The pass and the number of the unit's call whose forward is about to end; None where there is none."""
-        current, index = self._in_forward(), self._index[unit]
+        if self.recomputes:
+            recomputed = self._recomputed.pop(unit, None)
+            return None if recomputed is None else (recomputed, 0)
+        current, index = self._forward, self._index[unit]
         if current is None:
             return None
         k = next((k for k in reversed(current.open) if current.calls[k].unit == index), None)
         return None if k is None else (current, k)
 
     def after_forward(self, unit: Unit, current: Pass, k: int) -> None:
-        """Free the unit, unless the schedule keeps it."""
+        """Free the unit, unless the schedule keeps it, or a backward needs it now."""
+        if current is not self._forward:
+            return
         self._end_computing(current, Direction.FORWARD, k)
         while current.open.pop() != k:
             pass  # inner calls that never came to their end
         self._issue(current, Point(Direction.FORWARD, k, PointSide.AFTER))
         departed = current.schedule is None and unit.policy.rules.reshard_after_forward
-        if departed and not current.is_open(self._index[unit]) and unit is not self.root:
+        if departed and not current.is_open(self._index[unit]) and unit is not current.outermost:
             self._reshard(unit, Direction.FORWARD)
         if k == 0:
             self._end_forward(current)
 
+    @contextmanager
+    def inside_method(self) -> Iterator[None]:
+        """Within it a unit's method other than `forward` runs, and may call the unit itself."""
+        self._methods += 1
+        try:
+            yield
+        finally:
+            self._methods -= 1
+
     def _end_forward(self, current: Pass) -> None:
-        self._active = None
+        self._forward = None
         current.state = TrainingState.PRE_BACKWARD if current.with_backward else TrainingState.IDLE
-        calls = tuple(current.calls)
-        if current.schedule is None or calls != current.schedule.calls:  # the next one is scheduled by what was seen
-            self._calls[current.with_backward] = calls
-            self._schedules.pop(current.with_backward)
+        calls, key = tuple(current.calls), (current.outermost, current.with_backward)
+        departed = current.schedule is None or calls != current.schedule.calls
+        if departed and current.is_scheduled:  # the next one is scheduled by what was seen
+            self._calls[key] = calls
+            self._schedules.pop(key, None)
             for unit in self.units:
-                if unit.policy.rules.reshard_after_forward and unit is not self.root:
+                if (
+                    unit.policy.rules.reshard_after_forward
+                    and unit is not current.outermost
+                    and not self._is_at_work(unit)
+                ):
                     unit.reshard()
-            current.schedule = self._schedule(current.with_backward)
+            current.schedule = self._schedule(*key)
         if not current.with_backward:
             self._free_all()
-
-    def _in_forward(self) -> Pass | None:
-        return self._active if self.state is TrainingState.FORWARD else None
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def before_backward(self, unit: Unit, current: Pass, k: int) -> None:
         """Gradients of a call's outputs are there: gather it, and those ahead."""
-        if current.state is TrainingState.IDLE:  # the graph was kept, and is gone through again
-            current.backwards = {}
+        backward = self._begin_backward()
+        if current not in backward.passes:  # where the graph was kept, not for the first time
+            current.backwards, current.state = {}, TrainingState.BACKWARD
+            backward.passes.append(current)
         if k in current.backwards:
             return
-        self._begin_backward(current)
+        self._free_stale(unit)
         current.backwards[k] = TrainingState.BACKWARD
+        backward.at_work[unit] += 1
         self._issue(current, Point(Direction.BACKWARD, k, PointSide.BEFORE))
         self.make_ready(unit, Direction.BACKWARD)
         self._begin_computing(unit, current, Direction.BACKWARD, k)
 
     def after_backward(self, unit: Unit, current: Pass, k: int) -> None:
         """Gradients of a call's inputs are there, hence those of its parameters: free it, and reduce them."""
-        if current.backwards.get(k) is not TrainingState.BACKWARD:
+        backward = self.backward
+        if backward is None or current not in backward.passes or current.backwards.get(k) is not TrainingState.BACKWARD:
             return
         current.backwards[k] = TrainingState.IDLE
+        backward.at_work[unit] -= 1
         self._end_computing(current, Direction.BACKWARD, k)
-        self._issue(current, Point(Direction.BACKWARD, k, PointSide.AFTER))
+        if current.has_scheduled_backward:
+            self._issue(current, Point(Direction.BACKWARD, k, PointSide.AFTER))
+        else:
+            self._reshard(unit, Direction.BACKWARD)
+            self._reduce(unit)
 
     def before_gradient(self, unit: Unit, name: str) -> None:
         """A parameter's gradient comes. Raises ShardError where the begin of the backward was missed."""
@@ -196,28 +271,39 @@ class Runtime:
                 f"the gradient of {name} came while {unit.name or 'the root'} was not gathered: its backward was not seen; "
                 "let its forward return tensors, or tuples, lists, dicts or dataclasses of them"
             )
-        if self.state is not TrainingState.BACKWARD:  # the root's output had no hook, or it was used inside `unshard`
-            last = self.last
-            if last is None or last.state is TrainingState.IDLE:
-                last = Pass(self._schedule(True), with_backward=True)
-            self._begin_backward(last)
+        self._begin_backward()  # the root's output had no hook, or it was used inside `unshard`
 
-    def _begin_backward(self, current: Pass) -> None:
-        if self._active is not current or current.state is not TrainingState.BACKWARD:
-            self._active, current.state = current, TrainingState.BACKWARD
+    def _begin_backward(self) -> Backward:
+        """The backward under way, from here on at the latest."""
+        backward = self.backward
+        if backward is None:
+            if self._backward is not None:
+                self.reset()  # an exception ended the last one
+            backward = begun = Backward()
+            self._backward = weakref.ref(begun)
             engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: self.end_backward(current))
+            engine.queue_callback(lambda: self.end_backward(begun))
+        return backward
 
-    def end_backward(self, current: Pass) -> None:
+    def _recompute(self, unit: Unit) -> tuple[Pass, int]:
+        """A forward inside a backward."""
+        self._begin_backward()
+        self.make_ready(unit, Direction.BACKWARD)
+        current = self._recomputed[unit] = Pass(None, unit, with_backward=torch.is_grad_enabled())
+        return current, current.enter(self._index[unit])
+
+    def end_backward(self, backward: Backward) -> None:
         """What is left: units whose inputs need no gradient, late gradients, reductions in flight."""
-        for k in current.in_backward():
-            self.after_backward(self.units[current.calls[k].unit], current, k)
+        for current in backward.passes:
+            for k in current.in_backward():
+                self.after_backward(self.units[current.calls[k].unit], current, k)
+            current.state = TrainingState.IDLE
         for unit in reversed(self.units):
             self._reduce(unit)
         while self._reducing:
             self._advance_reductions()
+        self._backward, self._recomputed = None, {}
         self._free_all()
-        self._active, current.state = None, TrainingState.IDLE
         for flat in (flat for unit in self.units for flat in unit.flats):
             flat.refuse_gradients()
 
@@ -235,11 +321,17 @@ class Runtime:
                 self._reduce(unit)
 
     def _unshard(self, unit: Unit, direction: Direction) -> None:
+        self._free_stale(unit)
         if unit.is_sharded:
             if unit.policy.offload == OffloadPolicy.ALL and unit.state is UnitState.SHARDED:
                 self._copy_to_device(unit, direction)
             with self.span(Phase.UNSHARD, unit, direction):
                 unit.unshard(self.gathers)
+
+    def _free_stale(self, unit: Unit) -> None:
+        """Free a unit that was gathered before the optimizer stepped, so that it is gathered again."""
+        if unit.is_stale and not self._is_at_work(unit):
+            unit.reshard()
 
     def _copy_to_device(self, unit: Unit, direction: Direction) -> None:
         with self.span(Phase.HOST_COPY, unit, direction):
@@ -247,18 +339,21 @@ class Runtime:
 
     def make_ready(self, unit: Unit, direction: Direction) -> None:
         """Gather a unit now, unless it is."""
-        self._unshard(unit, direction)
-        unit.wait_for_unshard()
+        with self._waiting(Phase.UNSHARD, unit):
+            self._unshard(unit, direction)
+            unit.wait_for_unshard()
 
     def _reshard(self, unit: Unit, direction: Direction) -> None:
-        current = self._in_forward()
+        if self._is_at_work(unit):
+            return
+        current = self._forward
         post_forward = unit.mesh.post_forward_group is not None and current is not None and current.with_backward
         with self.span(Phase.RESHARD, unit, direction):
             unit.reshard(post_forward=post_forward)
 
     def _reduce(self, unit: Unit) -> None:
         """At most one unit's whole gradient in flight: it is freed before the next one's is sent."""
-        if not self.communicate or not unit.has_gradient:
+        if not unit.communicates or not unit.has_gradient:
             return
         self._advance_reductions()
         with self.span(Phase.REDUCE, unit, Direction.BACKWARD):
@@ -272,7 +367,10 @@ class Runtime:
             ends = all(reduction.is_sent for reduction in reductions)
             copies = ends and unit.policy.offload != OffloadPolicy.NONE  # under offload its shard then is on the host
             with (
-                self.span(Phase.HOST_COPY, unit, Direction.BACKWARD) if copies else self.around(Phase.REDUCE, unit.name)
+                self.span(Phase.HOST_COPY, unit, Direction.BACKWARD)
+                if copies
+                else self.around(Phase.REDUCE, unit.name),
+                self._waiting(Phase.REDUCE, unit),
             ):
                 for reduction in reductions:
                     reduction.advance()
@@ -280,6 +378,18 @@ class Runtime:
                 self._reducing.remove(in_flight)
                 for hook in [hook for flat in unit.flats for hook in flat.reduce_hooks.values()]:
                     hook()
+
+    @contextmanager
+    def _waiting(self, phase: Phase, unit: Unit) -> Iterator[None]:
+        """Where other ranks do not come, as after their last batch, say where this one waits."""
+        try:
+            yield
+        except Unanswered as e:
+            where = f"pass {self._count} ({_label(phase, unit)})"
+            raise ShardError(
+                f"rank {dist.get_rank()} waited {e.waited_s:.1f} s for the other ranks in {where}: {e}; give every rank the "
+                "same number of batches, and let all call the same units"
+            ) from e
 
     # -- spans ------------------------------------------------------------------------------------------------------
 
@@ -317,28 +427,34 @@ class Runtime:
     @property
     def recomputes(self) -> bool:
         """Whether a forward that begins now is a checkpoint's, inside a backward."""
-        return self.state is TrainingState.BACKWARD and torch._C._current_graph_task_id() != -1
+        return torch._C._current_graph_task_id() != -1
 
     def reset(self) -> None:
         """After an exception in the middle of a step: free everything; of a backward, forget what was not reduced."""
-        in_backward = self.state is TrainingState.BACKWARD
-        self._active = self._last = None
-        self._reducing = []
-        for unit in self.units if in_backward else ():
+        for unit in self.units if self._backward is not None else ():
             unit.drop_gradient()
+        self._forward = self._backward = self._last = None
+        self._reducing, self._recomputed = [], {}
         self._free_all()
+
+    def _is_at_work(self, unit: Unit) -> bool:
+        """Whether a call of the unit is under way, in a forward or in a backward."""
+        current, backward = self._forward, self.backward
+        in_forward = current is not None and current.is_open(self._index[unit])
+        return in_forward or (backward is not None and backward.at_work[unit] > 0)
 
     def _free_all(self) -> None:
         for unit in self.units:
-            unit.reshard()
+            if not self._is_at_work(unit):
+                unit.reshard()
 
-    def _schedule(self, with_backward: bool) -> Schedule:
-        if with_backward not in self._schedules:
+    def _schedule(self, unit: Unit, with_backward: bool) -> Schedule:
+        key = (unit, with_backward)
+        if key not in self._schedules:
+            calls = self._calls[key] if key in self._calls else self._guess(unit.modules[0])
             own = {i: unit.policy.rules for i, unit in enumerate(self.units)}
-            self._schedules[with_backward] = Schedule(
-                self._calls[with_backward], self.rules, backward=with_backward, own_rules=own
-            )
-        return self._schedules[with_backward]
+            self._schedules[key] = Schedule(calls, self.rules, backward=with_backward, own_rules=own)
+        return self._schedules[key]
 
 
 def _rules(root: Unit, units: Sequence[Unit]) -> Rules:
@@ -352,6 +468,16 @@ def _rules(root: Unit, units: Sequence[Unit]) -> Rules:
 
 def _label(phase: Phase, unit: Unit) -> str:
     return f"{phase.value} {unit.name or 'root'}"
+
+
+def _calls_under_way(unit: Unit) -> int:
+    """How many calls of its modules are on this thread's stack. Slow; only to tell a call of itself from an exception."""
+    found, frame = 0, sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") in unit.modules:
+            found += 1
+    return found
 
 
 def guess_calls(root: nn.Module, unit_of: Callable[[nn.Module], int | None]) -> list[UnitCall]:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -54,6 +55,18 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
             value, {f.name: map_tensors(change, getattr(value, f.name)) for f in dataclasses.fields(value)}
         )
     return value
+
+
+def cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """Floating tensors in another dtype; None leaves them."""
+    if dtype is None:
+        return value
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, value)
+
+
+def move(value: Any, device: torch.device) -> Any:
+    """Every tensor on that device."""
+    return map_tensors(lambda t: t if t.device == device else t.to(device, non_blocking=True), value)
 
 
 def view_inputs(value: Any) -> tuple[Any, list[Tensor]]:

@@ -37,6 +37,8 @@ class Unit:
         self.name = type(modules[0]).__name__
         self.state = UnitState.SHARDED
         self.pins = 0  # `unshard` contexts that hold it gathered
+        self.asked_for = False  # gathered because a caller asked for it, and not freed since
+        self.communicates = True  # whether backwards reduce
         self._handles: list[CommHandle] = []
 
     def replace_buffers(self, flats: Sequence[FlatBuffer]) -> None:
@@ -53,6 +55,11 @@ class Unit:
     @property
     def is_sharded(self) -> bool:
         return self.state in (UnitState.SHARDED, UnitState.SHARDED_POST_FORWARD)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the shards have changed since it was gathered."""
+        return self.state is not UnitState.SHARDED and any(flat.is_stale for flat in self.flats)
 
     def unshard(self, stream: CommStream) -> None:
         """Issue the all-gathers, unless they have been."""
@@ -75,6 +82,7 @@ class Unit:
             return
         if self.state is UnitState.GATHERING:
             self._wait()
+        self.asked_for = False
         for flat in self.flats:
             if post_forward and self.state is UnitState.UNSHARDED:
                 flat.keep_post_forward_shard()

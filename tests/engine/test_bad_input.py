@@ -559,34 +559,6 @@ def test_parameters_changed_behind_our_back(pool: Pool, scenario: Scenario) -> N
 # -- calls at the wrong time -------------------------------------------------------------------------------------------
 
 
-def forward_while_a_backward_is_pending(place: Place) -> None:
-    model = by_block(make())
-    loss = mean_square(model, batch(0, place.rank))
-    for _ in range(2):
-        with refused(
-            r"Net was called again before the backward of its last forward; call backward first, let go of its"
-        ):
-            model(batch(1, place.rank))
-    with torch.no_grad():
-        model(batch(1, place.rank))
-    loss.backward()  # which is still there
-    wanted = gradients(make(), mean_square, [batch(0, rank) for rank in range(place.world_size)])
-    total = torch.cat([g.reshape(-1) for g in wanted.values()]).double().norm()
-    assert abs(gradient_norm(model) - float(total)) < 1e-5 * float(total)
-    trains_on(model, place)
-
-
-def inner_unit_by_itself(place: Place) -> None:
-    model = by_block(make())
-    for _ in range(2):  # before the root was ever called, and after
-        with refused("blocks.1 was called by itself; call Net, the root"):
-            model.blocks[1](batch(0, 0))
-        with torch.no_grad(), refused("blocks.1 was called by itself; call Net, the root"):
-            model.blocks[1](batch(0, 0))
-        step(model, place)
-    trains_on(model, place)
-
-
 def inner_module_by_itself(place: Place) -> None:
     """It has no hooks of ours, and its parameters are sharded."""
     model = by_block(make())
@@ -668,8 +640,6 @@ def outputs_left_in_attributes(place: Place) -> None:
 
 
 @everywhere(
-    forward_while_a_backward_is_pending,
-    inner_unit_by_itself,
     inner_module_by_itself,
     inner_unit_asked_first,
     outputs_in_unknown_objects,

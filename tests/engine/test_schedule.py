@@ -270,6 +270,16 @@ def test_a_unit_called_twice_is_freed_between_and_reduced_once() -> None:
     )
 
 
+def test_a_call_without_gradients_has_no_backward() -> None:
+    """It is freed after its forward, and neither gathered ahead nor reduced; its unit's other call is."""
+    calls = [UnitCall(0), UnitCall(1, 0), UnitCall(2, 0, detached=True), UnitCall(1, 0, detached=True)]
+    assert " ".join(told(Schedule(calls, Rules()))) == (
+        "u0 c0  u1 c1 f1  u2 c2 f2  u1 c1  c0  c0  c1 f1 r1  c0 f0 r0  optim".replace("  ", " ")
+    )
+    kept = Schedule(calls, Rules(reshard_after_forward=False))
+    assert kept.stays_gathered == {0, 1} and "f2" in told(kept)
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_two_hundred_units_are_scheduled_at_once(nested: bool) -> None:
     """It happens in the first forward. Twice the units take about twice the time, not four times."""

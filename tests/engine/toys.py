@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -57,11 +58,14 @@ def options_of(strategy: Strategy) -> dict[str, Any]:
 
 
 def by_block(model: Any, strategy: Strategy | None = None, **options: Any) -> Any:
-    """Each block a unit, and the rest the root's."""
-    options = {**(options_of(strategy) if strategy is not None else {}), **options}
+    """Each block a unit, and the rest the root's, which alone has the output dtype of a strategy."""
+    whole = {**(options_of(strategy) if strategy is not None else {}), **options}
+    inner = dict(whole)
+    if strategy is not None and "mp_policy" not in options:
+        inner["mp_policy"] = dataclasses.replace(whole["mp_policy"], output_dtype=None)
     for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+        fully_shard(block, **inner)
+    return fully_shard(model, **whole)
 
 
 def batch(step: int, rank: int, rows: int = 3) -> Tensor:

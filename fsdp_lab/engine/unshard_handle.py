@@ -1,0 +1,58 @@
+"""`UnshardHandle`: parameters that a caller asked for, outside of any forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from fsdp_lab.core.schedule import Direction, OffloadPolicy
+from fsdp_lab.engine.runtime import Runtime
+from fsdp_lab.engine.unit import Unit
+
+
+class UnshardHandle:
+    """See `unshard`. Issues the gathers when made; `wait` makes the values visible; as a context it keeps them, and at its
+    end copies to the shards what was written."""
+
+    def __init__(self, module: nn.Module, units: Sequence[Unit], runtime: Runtime) -> None:
+        self._module, self._units, self._runtime = module, tuple(units), runtime
+        self._pinned: list[Unit] = []
+        for unit in self._units:
+            self._issue(unit)
+
+    def wait(self) -> None:
+        """Until the parameters may be read."""
+        try:
+            for unit in self._units:
+                self._runtime.make_ready(unit, Direction.FORWARD)
+        except BaseException:
+            for unit in self._units:
+                unit.reshard()
+            raise
+
+    def __enter__(self) -> nn.Module:
+        try:
+            for unit in self._units:
+                self._issue(unit)  # it may have been freed since
+                self._runtime.make_ready(unit, Direction.FORWARD)
+                unit.pins += 1
+                self._pinned.append(unit)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self._module
+
+    def __exit__(self, *_: object) -> None:
+        pinned, self._pinned = self._pinned, []
+        for unit in pinned:
+            unit.pins -= 1
+            for flat in unit.flats:
+                flat.write_back()
+            unit.reshard()
+
+    def _issue(self, unit: Unit) -> None:
+        if unit.is_sharded and unit.policy.offload != OffloadPolicy.NONE:
+            unit.copy_to_device(self._runtime.gathers)
+        unit.unshard(self._runtime.gathers)
+        unit.asked_for = True
