@@ -66,6 +66,12 @@ class Engine:
         self.rank, self.world_size, self.folder = rank, world_size, folder
         self.log: dict[str, Tensor] = {}
 
+    @property
+    def saved(self) -> Path:
+        """Where checkpoints lie."""
+        assert self.folder is not None
+        return self.folder
+
     # -- data and what is seen of a training ---------------------------------------------------------------------------
 
     def rows(self, whole: Tensor) -> Tensor:
@@ -133,6 +139,9 @@ class Engine:
         """A handle to `wait` on."""
         return Handle()
 
+    def end_evaluation(self, model: Any) -> None:
+        """Before parameters are read or written after a forward without gradients."""
+
     def forward_method(self, module: Any, method: str) -> None:
         """Let another method than `forward` gather parameters."""
 
@@ -184,6 +193,10 @@ class FSDP2(Engine):
     def unshard_async(self, module: Any) -> Any:
         return module.unshard(async_op=True)
 
+    def end_evaluation(self, model: Any) -> None:
+        """FSDP2's root stays gathered until the next backward, and `parameters()` are not the sharded ones."""
+        model.reshard()
+
     def forward_method(self, module: Any, method: str) -> None:
         fsdp2.register_fsdp_forward_method(module, method)
 
@@ -223,6 +236,9 @@ class Scenario:
 
     script: Callable[[Engine], None]
     bits: bool = True  # whether DDP, FSDP2 and ours agree bit for bit with two ranks
+    other_order: Mapping[Kind, str] = field(
+        default_factory=dict
+    )  # engine -> why its sums have another order than FSDP2's
     bound: float = BOUND  # of any difference otherwise, relative to the larger of 1 and the values compared
     dtype: torch.dtype = torch.float64
     slow: bool = False

@@ -50,10 +50,10 @@ def _rank_left_out(e: Engine) -> AbstractContextManager[Any]:
 
 
 def _parameter_frozen(e: Engine) -> AbstractContextManager[None]:
-    """The first parameter with a gradient does not move."""
+    """The last parameter with a gradient does not move."""
 
     def freeze(optimizer: Optimizer, number: int) -> None:
-        for p in [p for p in _all(optimizer) if p.grad is not None][:1]:
+        for p in [p for p in _all(optimizer) if p.grad is not None][-1:]:
             p.grad = None
 
     return _before_steps(freeze)

@@ -400,7 +400,11 @@ SCENARIOS = (
     Scenario(script=gpt2),
     Scenario(script=gpt2_recomputed),
     Scenario(script=llama, bound=_FP32_INSIDE),
-    Scenario(script=t5, bound=_FP32_INSIDE),
+    Scenario(
+        script=t5,
+        bound=_FP32_INSIDE,
+        other_order={Kind.DDP: "autograd meets the embedding's three uses in another order"},
+    ),
     Scenario(script=bert),
     Scenario(script=peft_lora, bound=_FP32_INSIDE, needs="peft"),
 )
