@@ -115,8 +115,8 @@ class Engine:
 
     # -- what differs between engines ----------------------------------------------------------------------------------
 
-    def shard(self, model: Any, units: Iterable[nn.Module] = (), **options: Any) -> Any:
-        """Each of `units`, then the rest."""
+    def shard(self, model: Any, units: Iterable[Any] = (), **options: Any) -> Any:
+        """Each of `units`, a module or a list of modules, then the rest."""
         for unit in units:
             self.fully_shard(unit, **options)
         return self.fully_shard(model, **options)
@@ -153,7 +153,7 @@ class Engine:
 class DDP(Engine):
     kind = Kind.DDP
 
-    def shard(self, model: Any, units: Iterable[nn.Module] = (), **options: Any) -> Any:
+    def shard(self, model: Any, units: Iterable[Any] = (), **options: Any) -> Any:
         if not any(p.requires_grad for p in model.parameters()):  # which DDP refuses
             return model
         return DistributedDataParallel(

@@ -157,6 +157,35 @@ def two_backwards(e: Engine) -> None:
     e.record_model(model)
 
 
+def gradient_penalty(e: Engine) -> None:
+    """A critic whose gradient by its input is kept small: a gradient of a gradient."""
+    critic = Net(depth=2)
+    critic = e.shard(critic, critic.blocks)
+    optimizer = torch.optim.SGD(critic.parameters(), lr=1e-2)
+    for i in range(3):
+        x = e.rows(drawn(3, WIDTH, seed=i)).requires_grad_()
+        out = critic(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        loss = out.mean() + slope.square().mean()
+        e.record_loss(loss)
+        step(optimizer, loss)
+    e.record_model(critic)
+
+
+def input_gradients(e: Engine) -> None:
+    """Between the steps, the gradient by the inputs alone, as for a saliency map; parameters are given none."""
+    model = Net(depth=2)
+    model = e.shard(model, model.blocks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for i in range(3):
+        step(optimizer, model(e.rows(drawn(3, WIDTH, seed=i))).square().mean())
+        x = drawn(2, WIDTH, seed=200).requires_grad_()
+        (slope,) = torch.autograd.grad(e.inner(model)(x).square().mean(), x)
+        e.record("slope", slope)
+        e.record("no gradient", all(p.grad is None for p in model.parameters()))
+    e.record_model(model)
+
+
 # -- inner modules by themselves ---------------------------------------------------------------------------------------
 
 
@@ -423,6 +452,7 @@ def moving_average(e: Engine) -> None:
 
 
 _ONE_BACKWARD = {Kind.DDP: "its reducer takes one backward for each forward"}
+_FREED = {Kind.FSDP2: "torch raises in the second backward: a saved weight's storage was freed by the first"}
 _SUMS_FIRST = {Kind.DDP: "it adds what was reduced before to each rank's gradient, and reduces the sum again"}
 SCENARIOS = (
     Scenario(script=contrastive),
@@ -432,6 +462,8 @@ SCENARIOS = (
         script=gan_with_switches, not_under={Kind.DDP: "it waits for gradients of what was frozen after it was made"}
     ),
     Scenario(script=two_backwards, not_under=_ONE_BACKWARD),
+    Scenario(script=gradient_penalty, not_under=_ONE_BACKWARD | _FREED, may_refuse=True),
+    Scenario(script=input_gradients),
     Scenario(script=distillation),
     Scenario(script=inner_evaluation),
     Scenario(script=inner_training, not_under={Kind.DDP: "a part of the model called by itself is not reduced"}),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from tests.engine.scenarios.engines import Engine, Kind, Scenario, drawn, step, tokens
@@ -118,6 +118,50 @@ def buffers(e: Engine) -> None:
     _adam(e, e.shard(model, model.blocks))
 
 
+class Recurrent(Net):
+    """One block, called three times in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = self.blocks[0](x)
+        out: Tensor = self.last(x)
+        return out
+
+
+def recurrent_block(e: Engine) -> None:
+    """A unit is called several times in a forward, as in models that share weights between layers."""
+    model = Recurrent()
+    _adam(e, e.shard(model, model.blocks))
+
+
+def modules_as_one_unit(e: Engine) -> None:
+    """Several modules given as a list are gathered together, and nothing is resharded after the forward."""
+    model = Net()
+    _adam(
+        e,
+        e.shard(
+            model, [[model.blocks[0], model.blocks[1]], [model.blocks[2], model.last]], reshard_after_forward=False
+        ),
+    )
+
+
+class WeightNormed(Block):
+    """A layer whose weight is computed from two parameters, by torch's parametrization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = weight_norm(self.up)
+
+
+def parametrized_weights(e: Engine) -> None:
+    model = Net(depth=2, block=WeightNormed)
+    _adam(e, e.shard(model, model.blocks))
+
+
 # -- what is trained ---------------------------------------------------------------------------------------------------
 
 
@@ -177,6 +221,34 @@ def low_rank_adapters(e: Engine) -> None:
     model = e.shard(model, model.blocks)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for i in range(4):
+        loss = model(e.rows(drawn(3, WIDTH, seed=i))).square().mean()
+        e.record_loss(loss)
+        step(optimizer, loss)
+    e.record_model(model)
+
+
+class LowBase(Adapted):
+    """A layer of the base in a lower dtype than the adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        up = self.up(h.to(self.up.weight.dtype)).to(x.dtype)
+        out: Tensor = x + self.down(torch.tanh(up + h @ self.low_a.T @ self.low_b.T))
+        return out
+
+
+def adapters_over_lower_dtype(e: Engine) -> None:
+    """Parameters of two dtypes in one unit, as of a frozen base in bf16 with adapters in fp32; here fp32 and fp64."""
+    model = Net(block=LowBase)
+    for name, p in model.named_parameters():
+        p.requires_grad_("low_" in name)
+    model = e.shard(model, model.blocks)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-1)
+    for i in range(3):
         loss = model(e.rows(drawn(3, WIDTH, seed=i))).square().mean()
         e.record_loss(loss)
         step(optimizer, loss)
@@ -307,7 +379,8 @@ _LLAMA = {**_SMALL, "hidden_size": 20, "num_hidden_layers": 2, "num_attention_he
 
 
 def _of_transformers(family: str, head: str, **config: Any) -> Any:
-    transformers = importlib.import_module("transformers")
+    import transformers  # takes seconds, and the pool's ranks have it already
+
     made = transformers.AutoConfig.for_model(family, **config)
     return getattr(transformers, head).from_config(made, dtype=torch.get_default_dtype()).train()
 
@@ -364,7 +437,8 @@ def bert(e: Engine) -> None:
 
 def peft_lora(e: Engine) -> None:
     """LoRA by peft over a Llama: the base is frozen."""
-    peft = importlib.import_module("peft")
+    import peft
+
     base = _of_transformers("llama", "AutoModelForCausalLM", **_LLAMA)
     config = peft.LoraConfig(
         r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM"
@@ -385,9 +459,13 @@ SCENARIOS = (
     Scenario(script=uneven_shapes),
     Scenario(script=padding_row),
     Scenario(script=buffers),
+    Scenario(script=recurrent_block),
+    Scenario(script=modules_as_one_unit),
+    Scenario(script=parametrized_weights),
     Scenario(script=gradual_unfreezing, faults=("never unfrozen",)),
     Scenario(script=freezing_half_way),
     Scenario(script=low_rank_adapters),
+    Scenario(script=adapters_over_lower_dtype, bound=_FP32_INSIDE),
     Scenario(script=checkpointing),
     Scenario(script=reentrant_checkpointing),
     Scenario(script=checkpointing_inside_units),

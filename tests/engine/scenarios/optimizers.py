@@ -228,6 +228,25 @@ def optimizer_replaced(e: Engine) -> None:
     e.record_model(model)
 
 
+def optimizer_in_backward(e: Engine) -> None:
+    """An optimizer for each parameter, which steps as soon as its gradient is there."""
+    model = Net(depth=2)
+    model = e.shard(model, model.blocks)
+    each = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
+
+    def ready(p: torch.Tensor) -> None:
+        each[p].step()  # type: ignore[index]
+        each[p].zero_grad()  # type: ignore[index]
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(ready)
+    for i in range(3):
+        loss = model(e.rows(drawn(3, WIDTH, seed=i))).square().mean()
+        e.record_loss(loss)
+        loss.backward()
+    e.record_model(model)
+
+
 def optimizer_state_inspected(e: Engine) -> None:
     """The moments have the parameters' shapes, and are what torch would have."""
     model = Net(depth=1)
@@ -265,5 +284,6 @@ SCENARIOS = (
     Scenario(script=grad_scaler_and_clipping, dtype=torch.float32, bits=False, bound=_FP16_BOUND,
              faults=("clips nothing",)),
     Scenario(script=optimizer_replaced),
+    Scenario(script=optimizer_in_backward, not_under={Kind.DDP: "the hook comes before DDP has reduced the gradient"}),
     Scenario(script=optimizer_state_inspected),
 )  # fmt: skip

@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from fsdp_lab.engine import ShardError
+from fsdp_lab.wire import group
 from tests.engine.scenarios import checkpoints, loops, models, optimizers
 from tests.engine.scenarios.engines import (
     BOUND,
@@ -114,6 +116,25 @@ def test_a_fault_is_seen(name: str, fault: str) -> None:
     skip_without(scenario)
     sound, faulty = run(scenario, Kind.ONE), run(scenario, Kind.ONE, fault=FAULTS[fault])
     assert differences(faulty.log, sound.log, scenario.bound)
+
+
+def _losing_a_rank(place: Place, name: str, kind: Kind) -> Run:
+    """The sums of the process group have rank 0's summand alone."""
+
+    def first_alone(summands: torch.Tensor, output: torch.Tensor, op: Any, opts: Any) -> None:
+        output.view(-1).copy_(summands[0])
+
+    with patch.object(group, "_sum_in_order", first_alone):
+        return run(SCENARIOS[name], kind, rank=place.rank, world_size=place.world_size)
+
+
+@pytest.mark.parametrize("kind", [Kind.DDP, Kind.FSDP2, Kind.OURS], ids=lambda k: k.value)
+def test_a_lost_summand_is_seen(pool: Pool, runs: Runs, kind: Kind) -> None:
+    """By the parameters, though no rank fails and all ranks agree."""
+    name = "sgd_momentum"
+    found = agree(pool.run(_losing_a_rank, RANKS, name, kind, reduction="rank_ordered"))
+    differ = differences(found.log, runs(SCENARIOS[name], Kind.ONE).log, BOUND)
+    assert {key for key in found.log if key.endswith(".weight")} <= differ.keys()
 
 
 # -- four ranks: sums in the order of ranks ----------------------------------------------------------------------------
