@@ -62,9 +62,13 @@ class Engine:
 
     kind = Kind.ONE
 
-    def __init__(self, *, rank: int = 0, world_size: int = 1, folder: Path | None = None) -> None:
+    def __init__(
+        self, *, rank: int = 0, world_size: int = 1, folder: Path | None = None, keeps_values: bool = False
+    ) -> None:
+        self.keeps_values = keeps_values
         self.rank, self.world_size, self.folder = rank, world_size, folder
         self.log: dict[str, Tensor] = {}
+        self.models: list[tuple[Any, dict[str, Tensor]]] = []  # each with its values when it was sharded
 
     @property
     def saved(self) -> Path:
@@ -119,7 +123,10 @@ class Engine:
         """Each of `units`, a module or a list of modules, then the rest."""
         for unit in units:
             self.fully_shard(unit, **options)
-        return self.fully_shard(model, **options)
+        sharded = self.fully_shard(model, **options)
+        if self.keeps_values:
+            self.models.append((sharded, self.values(sharded)))
+        return sharded
 
     def fully_shard(self, module: Any, **options: Any) -> Any:
         return module
@@ -241,7 +248,6 @@ class Scenario:
     )  # engine -> why its sums have another order than FSDP2's
     bound: float = BOUND  # of any difference otherwise, relative to the larger of 1 and the values compared
     dtype: torch.dtype = torch.float64
-    slow: bool = False
     not_under: Mapping[Kind, str] = field(default_factory=dict)  # engine -> why the script is not run under it
     may_refuse: bool = False  # ours may raise ShardError, on all ranks, before a parameter has changed
     needs: str = ""  # a package that is not always there
@@ -259,7 +265,7 @@ class Run:
 
     log: dict[str, Tensor]
     peak_bytes: int | None = None  # by the meter, where there is one
-    refusal: str | None = None  # ShardError's text
+    refusal: str | None = None  # ShardError's text; no parameter had changed
 
 
 Meter = Callable[[], AbstractContextManager[Callable[[], int]]]  # inside it, the peak so far in bytes
@@ -273,10 +279,10 @@ def run(
     **where: Any,
 ) -> Run:
     """A script under an engine, on this rank, always from the same seed."""
-    before = torch.get_default_dtype()
+    usual = torch.get_default_dtype()
     torch.set_default_dtype(scenario.dtype)
     torch.manual_seed(0)
-    engine = ENGINES[kind](**where)
+    engine = ENGINES[kind](keeps_values=scenario.may_refuse, **where)
     refusal, peak = None, None
     try:
         with (
@@ -288,8 +294,10 @@ def run(
         if not scenario.may_refuse:
             raise
         refusal = str(e)
+        changed = {k for model, before in engine.models for k in differences(engine.values(model), before, None)}
+        assert not changed, f"{refusal}, but it was refused when {changed} had changed"
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(usual)
     return Run(log=engine.log, peak_bytes=None if peak is None else peak(), refusal=refusal)
 
 

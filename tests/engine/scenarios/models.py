@@ -470,7 +470,7 @@ SCENARIOS = (
     Scenario(script=reentrant_checkpointing),
     Scenario(script=checkpointing_inside_units),
     Scenario(script=compiled_blocks),
-    Scenario(script=inductor_blocks, slow=True, needs="a compiler"),
+    Scenario(script=inductor_blocks, needs="a compiler"),
     Scenario(script=meta_init),
     Scenario(script=bf16, dtype=torch.float32, bound=_BF16_BOUND, not_under=_OWN_CAST),
     Scenario(script=uncast_inputs, dtype=torch.float32, bound=_BF16_BOUND, not_under=_OWN_CAST),
