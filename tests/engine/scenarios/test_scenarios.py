@@ -41,9 +41,35 @@ SCENARIOS = {s.name: s for s in (*loops.SCENARIOS, *models.SCENARIOS, *optimizer
 RANKS = 2
 # In the quick tier: each way in which an engine can go wrong, under FSDP2 and ours. The rest, and DDP, is slow.
 QUICK = frozenset(
-    "contrastive gan two_backwards distillation generation unshard_ahead accumulation every_second early_exit moving_average "
-    "tied_weights uneven_shapes buffers recurrent_block gradual_unfreezing low_rank_adapters reentrant_checkpointing meta_init "
-    "bf16 uncast_inputs llama peft_lora groups_with_schedule clipping_by_norm grad_scaler gradient_log optimizer_in_backward".split()
+    {
+        "contrastive",
+        "gan",
+        "two_backwards",
+        "distillation",
+        "generation",
+        "unshard_ahead",
+        "accumulation",
+        "every_second",
+        "early_exit",
+        "moving_average",
+        "tied_weights",
+        "uneven_shapes",
+        "buffers",
+        "recurrent_block",
+        "gradual_unfreezing",
+        "low_rank_adapters",
+        "reentrant_checkpointing",
+        "meta_init",
+        "bf16",
+        "uncast_inputs",
+        "llama",
+        "peft_lora",
+        "groups_with_schedule",
+        "clipping_by_norm",
+        "grad_scaler",
+        "gradient_log",
+        "optimizer_in_backward",
+    }
 )
 
 
