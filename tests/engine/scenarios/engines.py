@@ -229,9 +229,8 @@ class Ours(Engine):
         return asked(module, async_op=True)
 
     def forward_method(self, module: Any, method: str) -> None:
-        register: Any = getattr(ours, "register_forward_method", None)
-        if register is not None:
-            register(module, method)
+        everything: Any = ours
+        everything.register_fsdp_forward_method(module, method)
 
 
 ENGINES = {engine.kind: engine for engine in (Engine, DDP, FSDP2, Ours)}
