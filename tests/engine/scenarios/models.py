@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -385,9 +384,7 @@ def _of_transformers(family: str, head: str, **config: Any) -> Any:
     return getattr(transformers, head).from_config(made, dtype=torch.get_default_dtype()).train()
 
 
-def _fine_tune(
-    e: Engine, model: Any, units: Any, *, lr: float = 1e-2, shift: Callable[[Tensor], Any] = lambda x: x
-) -> None:
+def _fine_tune(e: Engine, model: Any, units: Any, *, lr: float = 1e-2) -> None:
     model = e.shard(model, units)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=0.9)
     for i in range(3):
