@@ -1,0 +1,346 @@
+"""One training script, four engines: what a script is given, and how its numbers are compared.
+
+A script is a function of an `Engine`. It differs from a plain script in the names of the engine's methods only; all other
+calls (optimizers, clipping, scalers, schedules, state dicts) are torch's own, on `model.parameters()`.
+
+Data has a leading dimension of `PARTS` equal parts. One process trains on all of them; of W ranks each takes PARTS / W.
+
+Note: which numbers must agree. Between DDP, FSDP2 and ours a gradient is a sum of the ranks' gradients, divided by their
+number. With two ranks a + b = b + a, and a division by two is exact whether before or after it, so all bits agree as long as
+a script asks for nothing else that sums over elements (a norm, a factored or matrix-valued optimizer).
+
+One process sums the same products in another order. A sum of n terms computed in two orders differs by at most
+2 (n - 1) u S (Higham, Accuracy and Stability of Numerical Algorithms, 4.2), with u the unit roundoff and S the sum of their
+absolute values. Scripts compute in float64 (u = 1.1e-16) with n <= 512 and S <= 1, so gradients differ by at most
+d = 1.2e-13. Adam moves a parameter by lr g / (|g| + eps), which changes by lr d / eps at most; with lr <= 1e-2, eps >= 1e-8
+and at most 8 steps that sums to 8 * 1e-2 * 1.2e-13 / 1e-8 = 9e-7. It is the worst of all optimizers here: for plain descent
+the factor 1 / eps is 1. Hence `BOUND` = 1e-6, where one step of lr 1e-2 moves a parameter by 1e-2. A script with a larger
+u (fp32 inside a model, bf16, fp16) uses plain descent, and has a bound of its own, by the same rule without 1 / eps.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed import fsdp as fsdp2
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_lab import engine as ours
+
+PARTS = 4
+BOUND = 1e-6
+Log = Mapping[str, Tensor]
+
+
+class Kind(enum.Enum):
+    ONE = "one"
+    DDP = "ddp"
+    FSDP2 = "fsdp2"
+    OURS = "ours"
+
+
+class Handle:
+    """Of an unshard that has nothing to wait for."""
+
+    def wait(self) -> None:
+        pass
+
+
+class Engine:
+    """One process with the whole batch: nothing is sharded, nothing is sent."""
+
+    kind = Kind.ONE
+
+    def __init__(
+        self, *, rank: int = 0, world_size: int = 1, folder: Path | None = None, keeps_values: bool = False
+    ) -> None:
+        self.keeps_values = keeps_values
+        self.rank, self.world_size, self.folder = rank, world_size, folder
+        self.log: dict[str, Tensor] = {}
+        self.models: list[tuple[Any, dict[str, Tensor]]] = []  # each with its values when it was sharded
+
+    @property
+    def saved(self) -> Path:
+        """Where checkpoints lie."""
+        assert self.folder is not None
+        return self.folder
+
+    # -- data and what is seen of a training ---------------------------------------------------------------------------
+
+    def rows(self, whole: Tensor) -> Tensor:
+        """This rank's parts. whole: [PARTS, ...]"""
+        return whole.chunk(self.world_size)[self.rank]
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Over ranks; for the eyes, without gradients."""
+        return self.total(value) / self.world_size
+
+    def total(self, value: Tensor) -> Tensor:
+        """Over ranks; without gradients."""
+        summed = value.detach().clone()
+        if self.world_size > 1:
+            dist.all_reduce(summed)
+        return summed
+
+    def record(self, name: str, value: Any) -> None:
+        """A number, or a tensor, that must be the same under every engine."""
+        self.log[f"{len(self.log):03} {name}"] = self.whole(torch.as_tensor(value)).detach().clone()
+
+    def record_loss(self, loss: Tensor) -> None:
+        self.record("loss", self.mean(loss))
+
+    def record_model(self, model: nn.Module, name: str = "") -> None:
+        """All parameters and buffers, whole."""
+        for key, value in self.values(model).items():
+            self.log[f"{name}{key}"] = value
+
+    def whole(self, value: Tensor) -> Tensor:
+        """Of a sharded tensor; collective."""
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    def values(self, model: nn.Module) -> dict[str, Tensor]:
+        named = [*model.named_parameters(), *model.named_buffers()]
+        return {self.name(n): self.whole(t.detach()).detach().clone() for n, t in named}
+
+    def name(self, name: str) -> str:
+        """A parameter's own name, without what wrappers put before it."""
+        return name.removeprefix("module.")
+
+    # -- what differs between engines ----------------------------------------------------------------------------------
+
+    def shard(self, model: Any, units: Iterable[Any] = (), **options: Any) -> Any:
+        """Each of `units`, a module or a list of modules, then the rest."""
+        for unit in units:
+            self.fully_shard(unit, **options)
+        sharded = self.fully_shard(model, **options)
+        if self.keeps_values:
+            self.models.append((sharded, self.values(sharded)))
+        return sharded
+
+    def fully_shard(self, module: Any, **options: Any) -> Any:
+        return module
+
+    def mixed_precision(self, **dtypes: Any) -> dict[str, Any]:
+        """As an option of `shard`."""
+        return {}
+
+    def trainable_changed(self, model: Any) -> Any:
+        """After `requires_grad` of some parameters was changed. Returns the model to go on with."""
+        return model
+
+    def no_sync(self, model: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def unshard_async(self, module: Any) -> Any:
+        """A handle to `wait` on."""
+        return Handle()
+
+    def end_evaluation(self, model: Any) -> None:
+        """Before parameters are read or written after a forward without gradients."""
+
+    def forward_method(self, module: Any, method: str) -> None:
+        """Let another method than `forward` gather parameters."""
+
+    def inner(self, model: Any) -> Any:
+        """The model without a wrapper, to reach its attributes and methods."""
+        return model
+
+
+class DDP(Engine):
+    kind = Kind.DDP
+
+    def shard(self, model: Any, units: Iterable[Any] = (), **options: Any) -> Any:
+        if not any(p.requires_grad for p in model.parameters()):  # which DDP refuses
+            return model
+        return DistributedDataParallel(
+            model, broadcast_buffers=False, find_unused_parameters=options.get("unused", False)
+        )
+
+    def trainable_changed(self, model: Any) -> Any:
+        """DDP takes note of `requires_grad` once, when it is made."""
+        return self.shard(model.module)
+
+    def no_sync(self, model: Any) -> AbstractContextManager[None]:
+        return model.no_sync()  # type: ignore[no-any-return]
+
+    def inner(self, model: Any) -> Any:
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+class FSDP2(Engine):
+    kind = Kind.FSDP2
+
+    def __init__(self, **where: Any) -> None:
+        super().__init__(**where)
+        self.mesh = init_device_mesh("cpu", (self.world_size,), mesh_dim_names=("shard",))
+
+    def fully_shard(self, module: Any, *, unused: bool = False, **options: Any) -> Any:
+        return fsdp2.fully_shard(module, mesh=self.mesh, **options)
+
+    def mixed_precision(self, **dtypes: Any) -> dict[str, Any]:
+        return {"mp_policy": fsdp2.MixedPrecisionPolicy(**dtypes)}
+
+    @contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+    def unshard_async(self, module: Any) -> Any:
+        return module.unshard(async_op=True)
+
+    def end_evaluation(self, model: Any) -> None:
+        """FSDP2's root stays gathered until the next backward, and `parameters()` are not the sharded ones."""
+        model.reshard()
+
+    def forward_method(self, module: Any, method: str) -> None:
+        fsdp2.register_fsdp_forward_method(module, method)
+
+
+class Ours(Engine):
+    kind = Kind.OURS
+
+    def fully_shard(self, module: Any, *, unused: bool = False, **options: Any) -> Any:
+        return ours.fully_shard(module, **options)
+
+    def values(self, model: nn.Module) -> dict[str, Tensor]:
+        buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
+        return {**{n: t.detach().clone() for n, t in ours.full_state(model)}, **buffers}
+
+    def mixed_precision(self, **dtypes: Any) -> dict[str, Any]:
+        return {"mp_policy": ours.MixedPrecisionPolicy(**dtypes)}
+
+    def no_sync(self, model: Any) -> AbstractContextManager[None]:
+        return ours.no_sync(model)
+
+    def unshard_async(self, module: Any) -> Any:
+        asked: Any = ours.unshard
+        return asked(module, async_op=True)
+
+    def forward_method(self, module: Any, method: str) -> None:
+        everything: Any = ours
+        everything.register_fsdp_forward_method(module, method)
+
+
+ENGINES = {engine.kind: engine for engine in (Engine, DDP, FSDP2, Ours)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A script, and what is expected of it."""
+
+    script: Callable[[Engine], None]
+    bits: bool = True  # whether DDP, FSDP2 and ours agree bit for bit with two ranks
+    other_order: Mapping[Kind, str] = field(
+        default_factory=dict
+    )  # engine -> why its sums have another order than FSDP2's
+    bound: float = BOUND  # of any difference otherwise, relative to the larger of 1 and the values compared
+    dtype: torch.dtype = torch.float64
+    not_under: Mapping[Kind, str] = field(default_factory=dict)  # engine -> why the script is not run under it
+    may_refuse: bool = False  # ours may raise ShardError, on all ranks, before a parameter has changed
+    needs: str = ""  # a package that is not always there
+    faults: tuple[str, ...] = ()  # beside the general ones; see faults.py
+    unseen: Mapping[str, str] = field(default_factory=dict)  # general fault -> why this script cannot show it
+
+    @property
+    def name(self) -> str:
+        return self.script.__name__
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one rank saw."""
+
+    log: dict[str, Tensor]
+    peak_bytes: int | None = None  # by the meter, where there is one
+    refusal: str | None = None  # ShardError's text; no parameter had changed
+
+
+Meter = Callable[[], AbstractContextManager[Callable[[], int]]]  # inside it, the peak so far in bytes
+
+
+def run(
+    scenario: Scenario,
+    kind: Kind,
+    meter: Meter | None = None,
+    fault: Callable[[Engine], AbstractContextManager[Any]] | None = None,
+    **where: Any,
+) -> Run:
+    """A script under an engine, on this rank, always from the same seed."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(scenario.dtype)
+    torch.manual_seed(0)
+    engine = ENGINES[kind](keeps_values=scenario.may_refuse, **where)
+    refusal, peak = None, None
+    try:
+        with (
+            fault(engine) if fault is not None else nullcontext(),
+            meter() if meter is not None else nullcontext() as peak,
+        ):
+            scenario.script(engine)
+    except ours.ShardError as e:
+        if not scenario.may_refuse:
+            raise
+        refusal = str(e)
+        changed = {k for model, before in engine.models for k in differences(engine.values(model), before, None)}
+        assert not changed, f"{refusal}, but it was refused when {changed} had changed"
+    finally:
+        torch.set_default_dtype(usual)
+    return Run(log=engine.log, peak_bytes=None if peak is None else peak(), refusal=refusal)
+
+
+def differences(found: Log, wanted: Log, bound: float | None) -> dict[str, float]:
+    """Where two logs differ: by more than `bound`, or, without one, in a bit. A missing entry differs by infinity."""
+    differ = dict.fromkeys(found.keys() ^ wanted.keys(), float("inf"))
+    for name in found.keys() & wanted.keys():
+        a, b = found[name], wanted[name]
+        if a.shape != b.shape or (bound is None and a.dtype != b.dtype):
+            differ[name] = float("inf")
+        elif bound is None:
+            if not bool(((a == b) | (a.isnan() & b.isnan())).all()):
+                differ[name] = float((a.double() - b.double()).abs().max())
+        elif not torch.allclose(a.double(), b.double(), rtol=bound, atol=bound, equal_nan=True):
+            differ[name] = float((a.double() - b.double()).abs().max())
+    return dict(sorted(differ.items()))
+
+
+def frozen_copy(model: Any) -> Any:
+    """A teacher, a reference."""
+    return copy.deepcopy(model).requires_grad_(False)
+
+
+def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """Backward, step, and no gradients."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def drawn(*shape: int, seed: int, dtype: torch.dtype | None = None) -> Tensor:
+    """The same on every rank. [PARTS, *shape]"""
+    return torch.randn(PARTS, *shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def tokens(*shape: int, seed: int, vocabulary: int = 11) -> Tensor:
+    """The same on every rank. [PARTS, *shape]"""
+    return torch.randint(0, vocabulary, (PARTS, *shape), generator=torch.Generator().manual_seed(seed))
+
+
+def agree(runs: Sequence[Run]) -> Run:
+    """The first, where all ranks saw the same. Raises AssertionError otherwise."""
+    assert len({r.refusal is None for r in runs}) == 1, [r.refusal for r in runs]
+    for rank, other in enumerate(runs):
+        differ = differences(other.log, runs[0].log, None)
+        assert not differ, f"rank {rank} saw other numbers than rank 0: {differ}"
+    return runs[0]
