@@ -111,7 +111,7 @@ class Runtime:
         self.watch: Watcher | None = None
         self.around: Around = lambda phase, unit: nullcontext()
         self._guess = guess
-        self._count = 0  # passes that have begun
+        self._step, self._written = 0, -1  # of the optimizer: counted by how often it had written when a pass began
         self._methods = 0  # calls of registered methods under way, one inside the other
         self._forward: Pass | None = None  # the one under way
         self._backward: weakref.ref[Backward] | None = None  # the one under way; dead where an exception ended it
@@ -152,7 +152,8 @@ class Runtime:
                 other.reshard()
             if other.policy.offload == OffloadPolicy.OPTIMIZER:  # which has stepped since
                 self._copy_to_device(other, Direction.FORWARD)
-        self._count += 1
+        written = sum(flat.master._version for other in self.units for flat in other.flats)
+        self._step, self._written = self._step + (written != self._written), written
         schedule = self._schedule(unit, with_backward) if scheduled else None
         self._forward = Pass(schedule, unit, with_backward=with_backward)
         if with_backward:
@@ -385,10 +386,11 @@ class Runtime:
         try:
             yield
         except Unanswered as e:
-            where = f"pass {self._count} ({_label(phase, unit)})"
+            others = [rank for rank in unit.mesh.ranks if rank != dist.get_rank()]
+            who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(map(str, others))}"
             raise ShardError(
-                f"rank {dist.get_rank()} waited {e.waited_s:.1f} s for the other ranks in {where}: {e}; give every rank the "
-                "same number of batches, and let all call the same units"
+                f"rank {dist.get_rank()} waited {e.waited_s:.1f} s in step {self._step} ({_label(phase, unit)}) for {who}, "
+                f"which did not come; give every rank the same number of batches, and let all call the same units: {e}"
             ) from e
 
     # -- spans ------------------------------------------------------------------------------------------------------
