@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -81,6 +81,10 @@ class FlatDTensor(DTensor):
         mesh = placement.mesh.device_mesh
         meta = TensorMeta(torch.Size(shape), _strides(shape), local.dtype)
         spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+        return cls._made(local, spec, placement, requires_grad=requires_grad)
+
+    @classmethod
+    def _made(cls, local: Tensor, spec: DTensorSpec, placement: FlatPlacement, *, requires_grad: bool) -> Self:
         make: Any = DTensor.__new__
         made: Self = make(cls, local, spec, requires_grad=requires_grad)
         made.flat_placement = placement
@@ -88,7 +92,15 @@ class FlatDTensor(DTensor):
 
     def like(self, local: Tensor, shape: Sequence[int] | None = None) -> FlatDTensor:
         """Another one that is cut as this one is."""
+        if shape is None and local.dtype == self.dtype:  # an optimizer makes many
+            return FlatDTensor._made(local, self._spec, self.flat_placement, requires_grad=False)
         return FlatDTensor.of(local, self.shape if shape is None else shape, self.flat_placement)
+
+    def adopt(self, t: DTensor) -> None:
+        """Make one of torch's DTensors, of the same shape, a tensor that is cut as this one is; collective."""
+        cut, changed = self.like(self.range_of(t.full_tensor()).clone()), cast(Any, t)
+        changed.__class__ = FlatDTensor
+        changed._local_tensor, changed._spec, changed.flat_placement = cut._local_tensor, cut._spec, cut.flat_placement
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -26,12 +26,25 @@ aten: Any = torch.ops.aten
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func` of arguments some of which are `FlatDTensor`s."""
+    if func._schema.is_mutable:
+        _cut_what_is_written(args)
     found = _run(func, args, kwargs)
     for argument, given in zip(func._schema.arguments, args, strict=False) if func._schema.is_mutable else ():
         if argument.alias_info is not None and argument.alias_info.is_write:
             written = [t._local_tensor for t in pytree.tree_leaves(given) if isinstance(t, FlatDTensor)]
             torch.autograd.graph.increment_version(written)  # torch raises that of the wrapper alone
     return found
+
+
+def _cut_what_is_written(args: tuple[Any, ...]) -> None:
+    """torch loads a whole optimizer state as replicated DTensors; the first step beside sharded tensors cuts them."""
+    lists = [a if isinstance(a, (list, tuple)) else [a] for a in args]
+    for i, t in enumerate(lists[0]):
+        if type(t) is DTensor:
+            beside = (some[i] for some in lists[1:] if len(some) == len(lists[0]))
+            like = next((o for o in beside if isinstance(o, FlatDTensor) and o.shape == t.shape), None)
+            if like is not None:
+                like.adopt(t)
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -25,6 +25,7 @@ from tests.engine.scenarios.engines import Engine, drawn, step
 from tests.engine.toys import WIDTH, Net
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_EVERYWHERE = StateDictOptions(full_state_dict=True)
 _FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
@@ -83,10 +84,18 @@ def _load_whole(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> N
     set_optimizer_state_dict(model, optimizer, read["optimizer"], options=_FROM_RANK_0)
 
 
+def _load_whole_everywhere(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Every rank reads all of it. torch then gives the optimizer whole tensors, which the next step must cut."""
+    read = torch.load(folder / "whole.pt", weights_only=True)
+    set_model_state_dict(model, read["model"], options=_EVERYWHERE)
+    set_optimizer_state_dict(model, optimizer, read["optimizer"], options=_EVERYWHERE)
+
+
 FORMATS: Mapping[str, Format] = {
     "sharded": Format(save=_save_sharded, load=_load_sharded),
     "plain": Format(save=_save_plain, load=_load_plain),
     "whole": Format(save=_save_whole, load=_load_whole),
+    "whole everywhere": Format(save=_save_whole, load=_load_whole_everywhere),
 }
 
 
