@@ -85,12 +85,12 @@ def test_what_is_kept_is_kept_under_shard_grad_op(lab: Lab):
 
 
 def test_the_ranks_hold_what_the_frames_say(lab: Lab):
-    """Cells on the ranks look at the real parameters while these are halted: what is not gathered reads as NaN."""
+    """Cells on the ranks look at the real parameters while these are halted: what is not gathered is sharded."""
     slow = lab.slow_motion(**SMALL)
     moment = next(m for m in slow if (m.phase, m.unit) == ("compute", "transformer.h.1"))
     code = (
-        "import torch\n"
-        "seen = {n: bool(p.isnan().any()) for n, p in model.named_parameters()}\n"
+        "from torch.distributed.tensor import DTensor\n"
+        "seen = {n: isinstance(p, DTensor) for n, p in model.named_parameters()}\n"
         "seen = {n: v for n, v in seen.items() if 'mlp.c_fc.weight' in n}"
     )
     states = {p.name: p.state for p in moment.frames[0].parameters if p.name.endswith("mlp.c_fc.weight")}
