@@ -2,21 +2,24 @@
 
 It needs torch only. To install it alone, in a clone: `pip install torch && pip install --no-deps .`
 
-    from fsdp_lab.engine import fully_shard, sharded_parameters
+    from fsdp_lab.engine import fully_shard
 
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(sharded_parameters(model))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+`AdamW(sharded_parameters(model))` steps the same values as a few flat tensors, which is faster.
 
 End a script by `torch.distributed.destroy_process_group()`: over Gloo, torch may abort a process that ends while a thread of
 Gloo still holds the tensor of a collective.
 
-The core is 1,893 lines. Read its files in this order:
+The core is 2,490 lines. Read its files in this order:
 
     fully_shard.py    the entry and its contract; how units are made
     unit.py           `Unit`: the parameters of one module, gathered and freed together; its states
     flat.py           `FlatBuffer`: those parameters as one buffer, of which each rank keeps a shard
+    parameters.py     what modules hold between steps, what they hold while gathered, and flat regions
     gradients.py      what comes from autograd, its reduction, and what the optimizer is given
     collectives.py    all-gather, reduce-scatter and all-reduce on streams of their own
     runtime.py        a training step: what is gathered and reduced when
@@ -24,10 +27,84 @@ The core is 1,893 lines. Read its files in this order:
     ../core/layout.py    where each parameter lies in the buffer, and which part each rank keeps
     ../core/schedule.py  what is issued at which point of a step, as data; the planner simulates the same list
 
-Beside the core: mesh.py (replicas and shards), policy.py (dtypes), state.py (state by parameter names, checkpoints, deferred
-initialisation), scaling.py (gradient norm, clipping, loss scaling), memory.py (bytes by class), ties.py (shared
+Beside the core: dtensor.py (`FlatDTensor`, a tensor of which each rank holds a range of elements), flat_ops.py (what torch's
+operations do with it), mesh.py (replicas and shards), policy.py (dtypes), state.py (state by parameter names, checkpoints,
+deferred initialisation), scaling.py (gradient norm, clipping, loss scaling), memory.py (bytes by class), ties.py (shared
 parameters), refusals.py (what cannot be sharded), tensors.py (tensors inside nested values), unshard_handle.py (parameters
 that a caller asked for), errors.py.
+
+Coming from FSDP2
+-----------------
+
+    theirs                                      here
+    fully_shard(module, mesh=..)                the same; without a mesh over all ranks, and on two dimensions hybrid
+      reshard_after_forward=True, False, n      the same
+      mp_policy=MixedPrecisionPolicy(..)        our class of that name, with their fields and more
+      offload_policy=CPUOffloadPolicy()         offload_policy=OffloadPolicy.ALL
+      ignored_params={..}                       the same
+      shard_placement_fn, dp_mesh_dims          none: a buffer is cut where its shards end
+    AdamW(model.parameters())                   the same, or sharded_parameters(model)
+    p.full_tensor(), p.grad.full_tensor()       the same
+    p.to_local()                                a range of elements in row order, [m], where theirs is rows
+    module.unshard(async_op=..), reshard()      unshard(module, async_op=.., recurse=False), reshard(module, recurse=False)
+    set_requires_gradient_sync(False)           with no_sync(module): around the backward
+    set_is_last_backward                        none needed: each backward ends by itself
+    set_requires_all_reduce(False)              none: no_sync sends nothing at all, and keeps whole gradients
+    set_modules_to_forward_prefetch,            prefetch_policy=PrefetchPolicy(forward_prefetch=n, backward_prefetch=m),
+      set_modules_to_backward_prefetch            given to the root: how many units ahead, in the order that was seen
+    set_reshard_after_forward                   none: reshard_after_forward of fully_shard, once
+    set_reshard_after_backward,                 none: a backward gathers what it needs, and frees all of it
+      set_unshard_in_backward
+    register_fsdp_forward_method                the same
+    get_ and set_model_state_dict,              torch's own, with the same options and original names; torch's for the
+      get_ and set_optimizer_state_dict           optimizer need one over model.parameters(): see below
+    torch.distributed.checkpoint                torch's own; either engine loads what the other one wrote
+    torch.nn.utils.clip_grad_norm_, GradScaler  torch's own; clip_gradients and `Scaler` do it on flat shards
+    module.to_empty(..), reset_parameters()     the same, for a model on meta, after fully_shard
+
+What is different:
+
+- The gradient of a parameter that no rank used, or that was frozen later, is None. Over `sharded_parameters` that cannot be
+  said of part of a flat tensor: its `grad` raises, and `split_unused(model, optimizer)` before a step gives the optimizer
+  single parameters.
+- Element-wise operations, and so optimizers' steps, run on local ranges; norms are those of whole tensors. All other
+  operations gather, so every rank must call them. Muon thus gathers each matrix in its step, on every rank.
+- `placements` reads `Replicate()`, since no placement of torch's says where a flat buffer is cut.
+- A sharded tensor is not pickled: `torch.save(model.state_dict())` is done inside `with unshard(model):`, or with the
+  option full_state_dict=True. The state of an optimizer over `sharded_parameters` is saved by `full_optimizer_state`.
+- `reduce_dtype=None` reduces in the parameters' own dtype, where FSDP2 reduces in `param_dtype`.
+- `no_sync` counts at the backward, and is a context of ours in place of a switch of the module.
+
+What is refused, by a `ShardError` that says what to do:
+
+    a DTensor parameter                             give plain ones, as from full_tensor()
+    a sparse or quantized one, or of another class  make it plain and dense, or pass it in ignored_params
+    a lazy parameter                                run one forward first
+    parameters on several GPUs, or on a device      bring them to one; choose a backend for it in init_process_group
+      for which the process group has no backend
+    no process group                                call init_process_group first
+    a mesh of other dimensions, or that cannot be   build_mesh, and a divisor of the world size
+      divided; units on meshes of other ranks       give all units meshes of the same ranks and device type
+    a container without a forward                   shard each module in it, or give list(modules)
+    sharded twice; outer before inner; called       inner modules first, each once, and the root before the first call
+      before a module around it was sharded
+    a module in two roots, or a parameter that      shard a module around both, or give each its own
+      another model took
+    models or policies that differ between ranks    build the same on every rank
+    prefetch policies that differ                   give one, to the outermost module
+    an optimizer made before sharding, at its step  make it afterwards
+    module.half(), .to(another dtype or device)     mp_policy and mesh
+    deepcopy and pickle of a module                 copy it before, or take full_state(model)
+    a parameter replaced by another one             write to it, under no_grad
+    a write to a gathered one before the backward   write after the backward, or inside `unshard`
+    a view that is no range, such as a column       full_tensor(), or `unshard`
+    a plain layer inside a unit, called by itself   call the unit, or use `unshard`
+    outputs in objects where tensors are not found  return tensors, tuples, lists, dicts or dataclasses
+    a flat tensor of which a part has no gradient   split_unused, or an optimizer over model.parameters()
+    values to load that are missing or of another   give one for every parameter, in its shape
+      shape, also of an optimizer's state
+    clip_gradients with a norm that is not above 0  a number above 0, or math.inf for its norm_type
+    a rank that does not come, after the timeout    the same number of batches, and the same units, on every rank
 """
 
 from fsdp_lab.core.schedule import OffloadPolicy, PrefetchPolicy

@@ -53,20 +53,25 @@ def fully_shard(
 
     What a user may rely on:
 
-    - `module.parameters()` keeps names and shapes. Between forward and backward passes the values are not there: they read
-      as NaN. Read or write them inside `with unshard(module):`. Gradients live in the shards: after a backward any use of
-      `p.grad`, as by an optimizer over `module.parameters()`, raises ShardError.
-    - The optimizer is given `sharded_parameters(module)`, flat tensors, one for each buffer and optimizer group, or, where
-      groups need options of their own, `parameter_groups(module)`. `group_of(name, parameter)` says which group a parameter
-      is in, such as "decay" and "no decay". Weight decay, momenta and step counts are then those of the flat tensors.
-    - An unused parameter has a gradient of zero, not None, as soon as any other of its buffer has one.
-    - `module.state_dict()` raises outside `unshard`: use `full_state` or `local_state`.
-    - Parameters that the module held before are emptied; make optimizers, hooks on parameters and other references to them
-      after sharding. `module.zero_grad()` has no effect.
-    - The module cannot be copied, pickled, moved or cast afterwards: that is refused, the latter two at the next forward.
+    - Between steps `module.parameters()` are sharded tensors (`FlatDTensor`) with the names and shapes they had, of which
+      each rank holds a range of elements. `p.full_tensor()` is the whole; `with unshard(module):` shows all of them whole.
+    - They may be written to between steps, in place or by `.data`, with whole values or sharded ones, and inside `unshard`.
+      What is written to a gathered parameter between forward and backward is lost: the next forward refuses it.
+    - `p.grad` is the mean over the ranks, sharded as `p` is; None where no rank had a gradient. Setting it to None, as by
+      `module.zero_grad()`, forgets it.
+    - The optimizer is given `module.parameters()`, or, which is faster, `sharded_parameters(module)`: flat tensors, one for
+      each buffer and optimizer group. `group_of(name, parameter)` says which group a parameter is in, such as "decay" and
+      "no decay", and `parameter_groups(module)` has the flat tensors by group. Where parameters go unused, call
+      `split_unused(module, optimizer)` before a step of a flat optimizer; without it the step raises ShardError.
+    - `requires_grad` of a parameter may be changed between steps, either way; it counts from the next forward on.
+    - `module.state_dict()` has the sharded tensors (inside `unshard`, whole ones); `load_state_dict` takes either. Sharded
+      ones cannot be pickled.
+    - Parameters that the module held before are emptied: make optimizers, hooks on parameters and other references to them
+      after sharding. An optimizer made before raises ShardError when it steps.
+    - The module cannot be copied, pickled, cast or moved afterwards: that raises ShardError at once.
     - Several forwards may wait for their backwards. A unit may be called by itself, before the root or after it: the root is
-      the outermost module that was sharded, whichever is called first. A plain layer inside a unit has no parameters when it
-      is called by itself.
+      the outermost module that was sharded, whichever is called first. A plain layer inside a unit, called
+      by itself, raises ShardError.
 
     Args:
         module: a module, or several that form one unit; on meta, or with the same values on all ranks.

@@ -49,7 +49,7 @@ class MemoryBreakdown:
     gradients_bytes: int = 0
     optimizer_bytes: int = 0
     padding_bytes: int = 0  # in all of these
-    counters_bytes: int = 0  # what an optimizer keeps once for a flat tensor, as its step
+    counters_bytes: int = 0  # what an optimizer keeps once for each tensor, as its step
 
     @property
     def total_bytes(self) -> int:
@@ -57,7 +57,7 @@ class MemoryBreakdown:
 
 
 def memory_stats(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryBreakdown:
-    """Of a root, and of the optimizer over its `sharded_parameters`. Not collective."""
+    """Of a root, and of the optimizer over its parameters, flat or not. Not collective."""
     found: Counter[str] = Counter()
     seen: set[int] = set()
     for kind, owner, tensor, region in _held(module, optimizer):

@@ -2,7 +2,8 @@
 
 Each rank takes the norm of its shards, and the shard group of each unit sums the powers: elements, without padding, are
 counted once however they are cut, and so are replicated ones, which every rank has. The sum goes by shards, so its last bits
-differ from those of a model that is cut otherwise.
+differ from those of a model that is cut otherwise. torch's `clip_grad_norm_` and GradScaler do the same over
+`module.parameters()`, with a kernel for each parameter where here there is one for each buffer.
 
 Small fp16 gradients would vanish, so the loss is multiplied by `scale` and gradients are divided by it before the optimizer
 (Micikevicius et al. 2018, section 3.2). A gradient that is not finite means that the scale was too large: that step is

@@ -5,8 +5,11 @@ time (`full_state`, `full_optimizer_state`), so that no rank ever holds a whole 
 can be loaded into any other world size, strategy or backend.
 
 A model may be built on meta and sharded before it has values (arXiv 2304.11277, section 3.1). They come from
-`load_full_state`, also from a function of names, from `load_ranges` or from `broadcast_full_state`; what was never given a
-value reads as NaN. Buffers are not sharded; the caller fills them.
+`load_full_state`, also from a function of names, from `load_ranges`, from `broadcast_full_state`, or from `module.to_empty`
+and the modules' own initialisation, which writes to the sharded tensors; what was never given a value reads as NaN. Buffers
+are not sharded; the caller fills them.
+
+`module.state_dict()` has sharded tensors under their names, for torch's own functions (`watch_state_dict`).
 """
 
 from __future__ import annotations
@@ -38,9 +41,9 @@ class ParamShard:
     start: int  # range of the flattened parameter, [start, stop)
     stop: int
     local: Tensor  # [stop - start], a view of the master shard
-    param: nn.Parameter | None  # what the optimizer was given; None where it is frozen
+    param: nn.Parameter | None  # the region that an optimizer may be given; None where it is frozen
     offset: int = 0  # where the range begins in `param`, flat
-    sharded: ShardedParameter | None = None  # or this, alone
+    sharded: ShardedParameter | None = None  # what it may be given in place of the region
 
     @property
     def numel(self) -> int:

@@ -10,6 +10,17 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 ENDING = """
 assert len(whole) == 8 and all(t.isfinite().all() for t in whole.values())
+torch.manual_seed(0)  # the same numbers again, without shards: all ranks had one batch
+plain = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
+optimizer = torch.optim.AdamW(plain.parameters())
+for _ in range(3):
+    optimizer.zero_grad()
+    plain(torch.randn(8, 32)).square().mean().backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+    optimizer.step()
+assert expected > 0.05, expected  # something was clipped
+torch.testing.assert_close(norm.to_local(), expected)
+torch.testing.assert_close(whole, {name: p.detach() for name, p in plain.named_parameters()})
 """
 
 
@@ -26,14 +37,18 @@ def test_the_example_in_the_readme_runs(tmp_path: Path) -> None:
 
 
 def test_the_core_is_as_long_as_its_docstring_says() -> None:
-    """Files in the reading order of the engine's docstring."""
+    """Files in the reading order of the engine's docstring.
+
+    The limit was 1,900 when modules held NaN between steps and one forward had one backward. Parameters that torch's own
+    functions work on (parameters.py, and which gradients are there) and several passes at a time (runtime.py) took the rest.
+    """
     folder = REPO / "fsdp_lab" / "engine"
     text = (folder / "__init__.py").read_text(encoding="utf-8")
     listed = re.findall(r"^    ([\w/.]+\.py) ", text, re.M)
     assert listed[0] == "fully_shard.py" and listed[-1] == "../core/schedule.py"
     lines = sum(len((folder / name).read_text(encoding="utf-8").splitlines()) for name in listed)
     (told,) = re.findall(r"The core is ([\d,]+) lines", text)
-    assert lines == int(told.replace(",", "")) <= 1900
+    assert lines == int(told.replace(",", "")) <= 2500
     others = {p.name for p in folder.glob("*.py")} - set(listed) - {"__init__.py"}
     assert all(name in text for name in others), "the docstring says what each file is"
 
