@@ -72,7 +72,6 @@ What is different:
 - `placements` reads `Replicate()`, since no placement of torch's says where a flat buffer is cut.
 - A sharded tensor is not pickled: `torch.save(model.state_dict())` is done inside `with unshard(model):`, or with the
   option full_state_dict=True. The state of an optimizer over `sharded_parameters` is saved by `full_optimizer_state`.
-- `reduce_dtype=None` reduces in the parameters' own dtype, where FSDP2 reduces in `param_dtype`.
 - `no_sync` counts at the backward, and is a context of ours in place of a switch of the module.
 
 What is refused, by a `ShardError` that says what to do:

@@ -65,7 +65,7 @@ class FlatBuffer:
         self._views = [self.full[s.offset : s.stop].view(s.shape) for s in self.layout.slots]
         nothing = _absent(dtype, mesh.device)
         self._nothing = [nothing.expand(s.shape) for s in self.layout.slots]
-        self.gradients = GradientBuffer(self.layout, mesh, policy, self.master, self.names)
+        self.gradients = GradientBuffer(self.layout, mesh, policy, self.master, dtype, self.names)
         self.sharded = [self._shard(i, value) for i, value in enumerate(values)]
         self.parameters = [self._unshard(i) for i in range(len(values))]
         self._show(self.sharded)

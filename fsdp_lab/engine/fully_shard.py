@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab.core.schedule import OffloadPolicy, PrefetchPolicy, Rules
@@ -18,7 +19,7 @@ from fsdp_lab.engine.flat import FlatBuffer, Use
 from fsdp_lab.engine.hooks import UnitHooks, unit_hooks
 from fsdp_lab.engine.mesh import ShardMesh, check_equal_on_all_ranks
 from fsdp_lab.engine.parameters import ShardedParameter
-from fsdp_lab.engine.policy import MixedPrecisionPolicy, ModuleKind, ShardPolicy, kind_of
+from fsdp_lab.engine.policy import MixedPrecisionPolicy, ModuleKind, ShardPolicy, kind_of, offload_of
 from fsdp_lab.engine.runtime import Runtime, guess_calls
 from fsdp_lab.engine.state import watch_state_dict
 from fsdp_lab.engine.ties import describe_ties, find_ties, untie
@@ -38,8 +39,8 @@ def fully_shard(
     *,
     mesh: DeviceMesh | ShardMesh | None = None,
     reshard_after_forward: bool | int = True,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy = OffloadPolicy.NONE,
+    mp_policy: MixedPrecisionPolicy | fsdp.MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | fsdp.OffloadPolicy = OffloadPolicy.NONE,
     prefetch_policy: PrefetchPolicy | None = None,
     shard_optimizer_only: bool = False,
     ignored_params: Collection[nn.Parameter] = (),
@@ -68,7 +69,7 @@ def fully_shard(
       ones cannot be pickled.
     - Parameters that the module held before are emptied: make optimizers, hooks on parameters and other references to them
       after sharding. An optimizer made before raises ShardError when it steps.
-    - The module cannot be copied, pickled, cast or moved afterwards: that raises ShardError at once.
+    - The module cannot be copied, pickled, cast or moved afterwards: that raises ShardError, moving it at the next forward.
     - Several forwards may wait for their backwards. A unit may be called by itself, before the root or after it: the root is
       the outermost module that was sharded, whichever is called first. A plain layer inside a unit, called
       by itself, raises ShardError.
@@ -80,8 +81,8 @@ def fully_shard(
             the same ranks.
         reshard_after_forward: True: free parameters after the forward and gather them again for the backward (ZeRO-3).
             False: keep them until then (ZeRO-2). An integer: reshard to groups of so many ranks.
-        mp_policy: dtypes; None: as they are.
-        offload_policy: what is kept on the host.
+        mp_policy: dtypes, ours or torch's; None: as they are.
+        offload_policy: what is kept on the host, ours or torch's.
         prefetch_policy: what is gathered ahead, and how much of it, in the whole model: give it to the root, or the same to
             all units; None: the next unit in the backward.
         shard_optimizer_only: ZeRO-1: gradients and gathered parameters keep their full size. It implies not to reshard after
@@ -100,8 +101,8 @@ def fully_shard(
         raise ShardError(refusal)
     reshard = bool(reshard_after_forward) and not shard_optimizer_only
     prefetch = prefetch_policy if prefetch_policy is not None else PrefetchPolicy()
-    rules = Rules.of(prefetch, reshard_after_forward=reshard, offload=offload_policy)
-    mp = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
+    rules = Rules.of(prefetch, reshard_after_forward=reshard, offload=offload_of(offload_policy))
+    mp = MixedPrecisionPolicy.of(mp_policy)
     policy = ShardPolicy(
         mp=mp, rules=rules, has_own_prefetch=prefetch_policy is not None, shard_optimizer_only=shard_optimizer_only
     )

@@ -37,8 +37,16 @@ class GradientBuffer:
         regions: optimizer group -> what an optimizer may be given for its parameters.
     """
 
-    def __init__(self, layout: Layout, mesh: ShardMesh, policy: ShardPolicy, master: Tensor, names: list[str]) -> None:
-        self.names = names  # of the parameters, in messages
+    def __init__(
+        self,
+        layout: Layout,
+        mesh: ShardMesh,
+        policy: ShardPolicy,
+        master: Tensor,
+        gathered: torch.dtype,
+        names: list[str],
+    ) -> None:
+        self.gathered, self.names = gathered, names  # the dtype of gathered parameters; in messages
         self.layout, self.mesh, self.policy, self.master = layout, mesh, policy, master
         self.unsharded: Tensor | None = None
         self.reduced: Tensor | None = None
@@ -63,7 +71,7 @@ class GradientBuffer:
     def receive(self, i: int, grad: Tensor) -> None:
         """A parameter's gradient, from autograd; added where one came before."""
         if self.unsharded is None:
-            dtype = self.policy.reduced_dtype(self.master.dtype)
+            dtype = self.policy.reduced_dtype(self.gathered)
             self.unsharded = torch.empty(self.layout.numel, dtype=dtype, device=self.mesh.device)
         slot = self.layout.slots[i]
         place = self.unsharded[slot.offset : slot.stop].view(slot.shape)

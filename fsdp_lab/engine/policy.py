@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 
 from fsdp_lab.core.schedule import OffloadPolicy, Rules
+from fsdp_lab.engine.errors import ShardError
 
 
 class ModuleKind(Enum):
@@ -24,12 +26,30 @@ class MixedPrecisionPolicy:
     """As torch's, with three fields more. Master shards keep the dtype that parameters had; None keeps a dtype."""
 
     param_dtype: torch.dtype | None = None  # gathered parameters, and inputs of the module
-    reduce_dtype: torch.dtype | None = None  # gradients while they are reduced; None: the master's
+    reduce_dtype: torch.dtype | None = None  # gradients while they are reduced; None: that of gathered parameters
     output_dtype: torch.dtype | None = None  # what each unit returns
     cast_forward_inputs: bool = True  # False: inputs keep their dtypes
     norm_dtype: torch.dtype | None = None  # gathered parameters of normalisation layers; None: `param_dtype`
     buffer_dtype: torch.dtype | None = None
     keep_low_precision_gradients: bool = False  # gradient shards stay in `reduce_dtype`: see `upcast_gradients`
+
+    @classmethod
+    def of(cls, policy: MixedPrecisionPolicy | fsdp.MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+        """From what `fully_shard` was given, which may be torch's."""
+        if policy is None or isinstance(policy, cls):
+            return policy or cls()
+        if not isinstance(policy, fsdp.MixedPrecisionPolicy):
+            raise ShardError(f"mp_policy is a {type(policy).__name__}; give a MixedPrecisionPolicy")
+        return cls(**{f.name: getattr(policy, f.name) for f in fields(policy)})
+
+
+def offload_of(policy: OffloadPolicy | fsdp.OffloadPolicy) -> OffloadPolicy:
+    """From what `fully_shard` was given, which may be torch's: its `CPUOffloadPolicy` keeps parameters on the host too."""
+    if isinstance(policy, fsdp.OffloadPolicy):
+        return OffloadPolicy.ALL if isinstance(policy, fsdp.CPUOffloadPolicy) else OffloadPolicy.NONE
+    if not isinstance(policy, OffloadPolicy):
+        raise ShardError(f"offload_policy is {policy!r}; give one of {', '.join(map(str, OffloadPolicy))}")
+    return policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +71,10 @@ class ShardPolicy:
         wanted = {ModuleKind.PLAIN: self.mp.param_dtype, ModuleKind.NORM: norm, ModuleKind.BATCH_NORM: None}[kind]
         return wanted if wanted is not None and own.is_floating_point else own
 
-    def reduced_dtype(self, own: torch.dtype) -> torch.dtype:
-        """The dtype in which its gradient is reduced."""
+    def reduced_dtype(self, gathered: torch.dtype) -> torch.dtype:
+        """The dtype in which the gradient of a parameter is reduced that is gathered in `gathered`."""
         wanted = self.mp.reduce_dtype
-        return wanted if wanted is not None and own.is_floating_point else own
+        return wanted if wanted is not None and gathered.is_floating_point else gathered
 
 
 def kind_of(module: nn.Module) -> ModuleKind:
