@@ -65,7 +65,16 @@ class GradientBuffer:
     # -- from autograd ------------------------------------------------------------------------------------------------
 
     def receive(self, i: int, grad: Tensor) -> None:
-        """A parameter's gradient, from autograd; added where one came before."""
+        """A parameter's gradient, from autograd; added where one came before. Raises ShardError for one that is sparse, or
+        that has a graph, of which reduced gradients would know nothing."""
+        if grad.layout is not torch.strided:
+            raise ShardError(f"the gradient of {self.names[i]} is sparse, and only dense ones can be reduced; make its "
+                             "module with sparse=False, or pass the parameter in ignored_params")  # fmt: skip
+        if grad.requires_grad:
+            raise ShardError(
+                f"the gradient of {self.names[i]} has a graph (create_graph=True), which its reduction would cut; take "
+                "gradients of inputs by torch.autograd.grad(..., create_graph=True), and call backward without it"
+            )
         if self.unsharded is None:
             dtype = self.policy.reduced_dtype(self.master.dtype)
             self.unsharded = torch.empty(self.layout.numel, dtype=dtype, device=self.mesh.device)
@@ -103,7 +112,7 @@ class GradientBuffer:
         slots = [self.layout.slots[i] for i in arrived]
         found = {s.offset for s in slots if s.numel}
         found.update(cut for s in slots for cut in range(-(-s.offset // n) * n, s.stop, n))
-        return torch.tensor(sorted(found), device=self.mesh.device)
+        return torch.tensor(sorted(found), dtype=torch.int64, device=self.mesh.device)
 
     def accumulate(self, shard: Tensor, arrived: frozenset[int]) -> None:
         """shard: [n], reduced, in the master's dtype and place or in the reduce dtype; `arrived` on this rank."""
