@@ -143,6 +143,22 @@ class FlatDTensor(DTensor):
         local: Tensor = _Local.apply(self)  # type: ignore[no-untyped-call]
         return local
 
+    def numpy(self, *, force: bool = False) -> Any:
+        raise ShardError("numpy() of a sharded tensor would see one rank's range; call full_tensor() first")
+
+    def tolist(self) -> Any:
+        raise ShardError("tolist() of a sharded tensor would see one rank's range; call full_tensor() first")
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.dtype != self.dtype or value.shape != self.shape:
+            raise ShardError("a sharded tensor cannot be given data of another shape or dtype; make a new one")
+        self.detach().copy_(value)
+
     # -- copies -----------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: Any) -> FlatDTensor:

@@ -107,7 +107,9 @@ class FlatBuffer:
             part.fill_(_absent(value.dtype, self.master.device))  # until it is loaded
         placement = placement_of(self.layout, self.mesh, slot.offset, slot.stop)
         made = ShardedParameter.of(part, slot.shape, placement, requires_grad=value.requires_grad)
-        made.flat, made.number = self, i
+        made.flat, made.number, made.seen = self, i, []
+        if made.is_floating_point() or made.is_complex():
+            made.take_own_gradients()
         return made
 
     def _unshard(self, i: int) -> UnshardedParameter:

@@ -4,17 +4,19 @@
 2. Norms, and GradScaler's search for what is not finite, run on the local ranges and are then reduced over the ranks.
 3. All others run on the gathered tensors; what they write is cut again. Every rank must call them.
 
-Views are refused unless they are ranges of elements again, as a row is: what were written to another one would be lost.
+Views are refused unless they are ranges of elements again, as a row is: what were written to another one would be lost. A
+transposed tensor is a `Replica`, which can be read only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -29,10 +31,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func._schema.is_mutable:
         _cut_what_is_written(args)
     found = _run(func, args, kwargs)
-    for argument, given in zip(func._schema.arguments, args, strict=False) if func._schema.is_mutable else ():
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written = [t._local_tensor for t in pytree.tree_leaves(given) if isinstance(t, FlatDTensor)]
-            torch.autograd.graph.increment_version(written)  # torch raises that of the wrapper alone
+    written = [t._local_tensor for t in _written(func, args, kwargs) if isinstance(t, FlatDTensor)]
+    if written:
+        torch.autograd.graph.increment_version(written)  # torch raises that of the wrapper alone
     return found
 
 
@@ -45,6 +46,15 @@ def _cut_what_is_written(args: tuple[Any, ...]) -> None:
             like = next((o for o in beside if isinstance(o, FlatDTensor) and o.shape == t.shape), None)
             if like is not None:
                 like.adopt(t)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What `func` writes to, in place or by `out`."""
+    if not func._schema.is_mutable:
+        return []
+    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [t for name in names for t in pytree.tree_leaves(given.get(name)) if isinstance(t, Tensor)]
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -88,8 +98,10 @@ _POINTWISE = {
 def _like(func: Any, args: Any, kwargs: Any) -> FlatDTensor | None:
     """The argument as which the result is cut; None where what is written, or the result's shape, is another."""
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    like = next(t for t in tensors if isinstance(t, FlatDTensor))
-    if func._schema.is_mutable and args[0] is not like:
+    like = next(iter(_written(func, args, kwargs)), None)
+    if like is None:
+        like = next(t for t in tensors if isinstance(t, FlatDTensor))
+    elif not isinstance(like, FlatDTensor):
         return None
     try:
         shape = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
@@ -106,8 +118,7 @@ def _on_ranges(func: Any, args: Any, kwargs: Any, like: FlatDTensor) -> Any:
     found = func(*local_args, **local_kwargs)
     if not isinstance(found, Tensor):
         return found
-    written = args[0] if func._schema.is_mutable else None
-    return written if written is not None else like.like(found)
+    return like if func._schema.is_mutable else like.like(found)
 
 
 def _range(t: Tensor, like: FlatDTensor) -> Tensor:
@@ -117,7 +128,7 @@ def _range(t: Tensor, like: FlatDTensor) -> Tensor:
             return t._local_tensor
         t = t.whole()
     elif isinstance(t, DTensor):
-        t = t.full_tensor()
+        t = t._local_tensor if isinstance(t, Replica) else t.full_tensor()
     return t if t.dim() == 0 else like.range_of(t)
 
 
@@ -130,6 +141,8 @@ def _on_lists(func: Any, args: Any, kwargs: Any) -> Any:
             if isinstance(t, FlatDTensor):
                 alike.setdefault(i, t)
     lone = next(iter(alike.values()))
+    if any(not isinstance(t, FlatDTensor) and t.dim() for t in _written_beside(func, args, kwargs, alike)):
+        raise _of_ranks(func)
 
     def local(a: Any) -> Any:
         if isinstance(a, (list, tuple)) and _has_tensors(a):
@@ -140,6 +153,21 @@ def _on_lists(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(found, (list, tuple)):
         return [alike[i].like(t) if i in alike else t for i, t in enumerate(found)]
     return found
+
+
+def _written_beside(func: Any, args: Any, kwargs: Any, alike: Iterable[int]) -> list[Tensor]:
+    """Of the lists that are written to, what stands at the positions of sharded tensors."""
+    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    lists = [given[name] for name in written if isinstance(given.get(name), (list, tuple))]
+    return [some[i] for some in lists for i in alike if i < len(some)]
+
+
+def _of_ranks(func: Any) -> ShardError:
+    return ShardError(
+        f"{func._schema.name} was given a sharded tensor and a plain one, which differs between ranks; call the module "
+        "that was sharded, or its root, or use `with unshard(model):`"
+    )
 
 
 def _has_tensors(a: Sequence[Any]) -> bool:
@@ -168,10 +196,20 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _foreach_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    if not all(isinstance(t, FlatDTensor) for t in args[0]):
-        return NotImplemented
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    return _norms(args[0], float(order), args[2] if len(args) > 2 else kwargs.get("dtype"))
+    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    sharded = [t for t in args[0] if isinstance(t, FlatDTensor)]
+    found, mesh = iter(_norms(sharded, order, dtype)), sharded[0].flat_placement.mesh.plain_mesh
+
+    def beside(t: Tensor) -> Tensor:
+        norm: Tensor = torch.linalg.vector_norm(t, order, dtype=dtype)
+        return norm if isinstance(norm, DTensor) else Replica.of(norm, mesh)
+
+    return [next(found) if isinstance(t, FlatDTensor) else beside(t) for t in args[0]]
+
+
+def _foreach_max(func: Any, args: Any, kwargs: Any) -> Any:
+    return [torch.max(t) for t in args[0]]
 
 
 def _norms(tensors: Sequence[FlatDTensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
@@ -185,7 +223,7 @@ def _norms(tensors: Sequence[FlatDTensor], order: float, dtype: torch.dtype | No
         each = torch.stack([_local_norm(tensors[i]._local_tensor, order, dtype) for i in indices]).to(mesh.device)
         if group is not None:
             _reduce_norms(each, order, group)
-        found.update((i, replicated(each[j], tensors[i].flat_placement.mesh.plain_mesh)) for j, i in enumerate(indices))
+        found.update((i, Replica.of(each[j], tensors[i].flat_placement.mesh.plain_mesh)) for j, i in enumerate(indices))
     return [found[i] for i in range(len(tensors))]
 
 
@@ -232,12 +270,9 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
             f"{func._schema.name} of a sharded tensor would be a view of elements that are on other ranks; take its "
             "full_tensor(), or use `with unshard(model):`"
         )
-    writes = func._schema.is_mutable and isinstance(args[0], FlatDTensor)
-    if not writes and any(type(t) is Tensor and t.dim() for t in pytree.tree_leaves((args, kwargs))):
-        raise ShardError(
-            f"{func._schema.name} was given a sharded tensor and a plain one, which differs between ranks; call the module "
-            "that was sharded, or its root, or use `with unshard(model):`"
-        )
+    written = [t for t in _written(func, args, kwargs) if isinstance(t, FlatDTensor)]
+    if not written and _has_plain((args, kwargs)):
+        raise _of_ranks(func)
     mesh = next(
         t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, FlatDTensor)
     ).flat_placement.mesh.plain_mesh
@@ -246,16 +281,69 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     def gathered(t: Tensor) -> Tensor:
         if isinstance(t, FlatDTensor):
             return whole.setdefault(id(t), t.whole())
+        if isinstance(t, Replica):
+            return t._local_tensor
         return t.full_tensor() if isinstance(t, DTensor) else t
 
     whole_args, whole_kwargs = pytree.tree_map_only(Tensor, gathered, (args, kwargs))
     found = func(*whole_args, **whole_kwargs)
-    for argument, given in zip(func._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, FlatDTensor):
-            given._local_tensor.copy_(given.range_of(whole[id(given)]))
-            return given
-    written = [a for a, b in zip(args, whole_args, strict=True) if b is found]
-    return written[0] if written else pytree.tree_map_only(Tensor, lambda t: replicated(t, mesh), found)
+    for t in written:
+        t._local_tensor.copy_(t.range_of(whole[id(t)]))
+    same = [*written, *(a for a, b in zip(args, whole_args, strict=True) if b is found)]
+    if same:
+        return same[0]
+    is_view = packet in _COPIES
+    return pytree.tree_map_only(
+        Tensor, lambda t: Replica.of(t, mesh) if is_view or not t.dim() else replicated(t, mesh), found
+    )
+
+
+def _has_plain(given: Any) -> bool:
+    """Whether a tensor is among it that may differ between ranks."""
+    return any(type(t) is Tensor and t.dim() for t in pytree.tree_leaves(given))
+
+
+class Replica(DTensor):
+    """What has been gathered or reduced: a number, which may be combined with plain tensors; or a copy of what torch would
+    make a view, such as a transposed matrix, to be read only."""
+
+    @classmethod
+    def of(cls, whole: Tensor, mesh: DeviceMesh) -> Replica:
+        make: Any = DTensor.__new__
+        made: Replica = make(cls, whole, replicated(whole, mesh)._spec, requires_grad=False)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        written = [t for t in _written(func, args, kwargs) if isinstance(t, cls)]
+        if any(t.dim() for t in written):
+            raise ShardError(
+                f"{func._schema.name} would write to a copy of a sharded tensor, as .t() and expand() make it, where that "
+                "is lost; write to the tensor itself, or use `with unshard(model):`"
+            )
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if any(isinstance(t, cls) and t.dim() for t in tensors) and not any(
+            isinstance(t, FlatDTensor) for t in tensors
+        ):
+            if _has_plain(tensors):
+                raise _of_ranks(func)
+        elif not all(isinstance(t, DTensor) for t in tensors):  # numbers among plain tensors
+            local_args, local_kwargs = pytree.tree_map_only(cls, lambda t: t._local_tensor, (args, kwargs))
+            found = func(*local_args, **local_kwargs)
+            return written[0] if written else found
+        plain_args, plain_kwargs = pytree.tree_map_only(
+            cls, lambda t: replicated(t._local_tensor, t.device_mesh), (args, kwargs)
+        )
+        found = func(*plain_args, **plain_kwargs)
+        if written:
+            return written[0]
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        return pytree.tree_map_only(
+            DTensor,
+            lambda t: cls.of(t._local_tensor, t.device_mesh) if type(t) is DTensor and (is_view or not t.dim()) else t,
+            found,
+        )
 
 
 # -- views that are ranges again -------------------------------------------------------------------------------------
@@ -320,6 +408,7 @@ _SPECIAL: dict[Any, Special] = {
     aten.linalg_vector_norm: _norm,
     aten.norm: _norm,
     aten._foreach_norm: _foreach_norm,
+    aten._foreach_max: _foreach_max,
     aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
     aten.view: _reshaped,
     aten._unsafe_view: _reshaped,

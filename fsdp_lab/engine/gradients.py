@@ -31,6 +31,9 @@ class GradientBuffer:
     -0.0 in its place, and one where it did sends no -0.0 as the first element of what a rank will hold. Only a sum of -0.0
     alone is -0.0, so a parameter without a gradient on this rank has one if another rank sent it.
 
+    A gradient that a caller sets is kept apart, as it is: what he took from `.grad` before, and may set again, stays as it
+    was. Who asks for all gradients as one tensor gets a new one, with those that were kept apart.
+
     Attributes:
         unsharded: [F * n] while they are collected.
         reduced: [n], the gradient of the shard, where any parameter has one; zero where another has none.
@@ -50,8 +53,9 @@ class GradientBuffer:
         self.layout, self.mesh, self.policy, self.master = layout, mesh, policy, master
         self.unsharded: Tensor | None = None
         self.reduced: Tensor | None = None
-        self._present: set[int] = set()  # parameters that have a gradient in `reduced`
-        self._stale: set[int] = set()  # and those whose gradient there was forgotten
+        self._present: set[int] = set()  # parameters that have a gradient
+        self._given: dict[int, FlatDTensor] = {}  # those of them that a caller set
+        self._apart: set[int] = set()  # parameters of which `reduced` has none, or another than theirs
         self._arrived: set[int] = set()
         self._firsts: dict[frozenset[int], Tensor] = {}  # of what each rank holds, by the parameters that came
         self.regions = {group: self._region(group) for group in layout.regions}
@@ -69,7 +73,16 @@ class GradientBuffer:
     # -- from autograd ------------------------------------------------------------------------------------------------
 
     def receive(self, i: int, grad: Tensor) -> None:
-        """A parameter's gradient, from autograd; added where one came before."""
+        """A parameter's gradient, from autograd; added where one came before. Raises ShardError for one that is sparse, or
+        that has a graph, of which reduced gradients would know nothing."""
+        if grad.layout is not torch.strided:
+            raise ShardError(f"the gradient of {self.names[i]} is sparse, and only dense ones can be reduced; make its "
+                             "module with sparse=False, or pass the parameter in ignored_params")  # fmt: skip
+        if grad.requires_grad:
+            raise ShardError(
+                f"the gradient of {self.names[i]} has a graph (create_graph=True), which its reduction would cut; take "
+                "gradients of inputs by torch.autograd.grad(..., create_graph=True), and call backward without it"
+            )
         if self.unsharded is None:
             dtype = self.policy.reduced_dtype(self.gathered)
             self.unsharded = torch.empty(self.layout.numel, dtype=dtype, device=self.mesh.device)
@@ -107,17 +120,20 @@ class GradientBuffer:
         slots = [self.layout.slots[i] for i in arrived]
         found = {s.offset for s in slots if s.numel}
         found.update(cut for s in slots for cut in range(-(-s.offset // n) * n, s.stop, n))
-        return torch.tensor(sorted(found), device=self.mesh.device)
+        return torch.tensor(sorted(found), dtype=torch.int64, device=self.mesh.device)
 
     def accumulate(self, shard: Tensor, arrived: frozenset[int]) -> None:
         """shard: [n], reduced, in the master's dtype and place or in the reduce dtype; `arrived` on this rank."""
         present = arrived | self._sent_by_others(shard, arrived)
-        if not self._present:
-            self.reduced, self._present, self._stale = shard, set(present), set()
-            return
-        reduced = self.local()
-        assert reduced is not None
-        reduced.add_(shard)
+        for i in self._apart:
+            part = shard[slice(*self._own(i))]
+            if i in present:
+                self.add(i, self._view(part.clone(), i))
+            part.zero_()
+        if self.reduced is None:
+            self.reduced = shard
+        else:
+            self.reduced.add_(shard)
         self._present |= present
 
     def _sent_by_others(self, shard: Tensor, arrived: frozenset[int]) -> set[int]:
@@ -132,38 +148,54 @@ class GradientBuffer:
 
     def local(self) -> Tensor | None:
         """[n], zero in padding and where a parameter has no gradient; None where none has."""
-        if self.reduced is not None:
-            for i in self._stale:
-                self.reduced[slice(*self._own(i))].zero_()
-            self._stale = set()
+        if self._apart and self._present:
+            merged = torch.zeros_like(self.master) if self.reduced is None else self.reduced.clone()
+            for i in self._apart:
+                given = self._given.get(i)
+                merged[slice(*self._own(i))] = 0 if given is None else given.to_local()
+            self.reduced, self._given, self._apart = merged, {}, set()
         return self.reduced
 
     def has_gradient(self, i: int) -> bool:
         return i in self._present
 
     def gradient(self, i: int) -> FlatDTensor | None:
-        """The reduced gradient of a parameter, a view."""
-        if i not in self._present or self.reduced is None:
+        """The reduced gradient of a parameter: what was set, or a view."""
+        if i not in self._present:
             return None
-        slot = self.layout.slots[i]
-        placement = placement_of(self.layout, self.mesh, slot.offset, slot.stop)
-        return FlatDTensor.of(self.reduced[slice(*self._own(i))], slot.shape, placement)
+        if i in self._given:
+            return self._given[i]
+        assert self.reduced is not None
+        return self._view(self.reduced[slice(*self._own(i))], i)
 
     def set_gradient(self, i: int, value: Tensor | None) -> None:
-        """Copy a value, whole or cut as the parameter is; None: forget it."""
-        if value is not None:
-            if self.reduced is None:
-                self.reduced = torch.zeros_like(self.master)
+        """A value, whole or cut as the parameter is; None: forget it."""
+        given = None if value is None else self._cut(i, value)
+        self._given.pop(i, None)
+        self._present.discard(i)
+        self._apart.add(i)
+        if given is not None:
+            self._given[i] = given
             self._present.add(i)
-            self._stale.discard(i)
-            found = self.gradient(i)
-            assert found is not None
-            found.copy_(value)
-        elif i in self._present:
-            self._present.discard(i)
-            self._stale.add(i)
-            if not self._present:
-                self.reduced, self._stale = None, set()
+        if self._present <= self._given.keys():  # nothing of it is a gradient any more
+            self.reduced, self._apart = None, set(self._given)
+
+    def _cut(self, i: int, value: Tensor) -> FlatDTensor:
+        """The value itself, where it is cut as the parameter is."""
+        like = self._view(self.master[slice(*self._own(i))], i)
+        if value.shape != like.shape:
+            raise ShardError(
+                f"{self.names[i]} has the shape {tuple(like.shape)}, and was given a gradient of {tuple(value.shape)}; give "
+                "it one of its own shape, whole or as .grad shows it"
+            )
+        if isinstance(value, FlatDTensor) and value.flat_placement == like.flat_placement and value.dtype == like.dtype:
+            return value
+        return torch.empty_like(like).copy_(value.detach())  # type: ignore[return-value]
+
+    def _view(self, part: Tensor, i: int) -> FlatDTensor:
+        """Of this rank's part as the parameter's."""
+        slot = self.layout.slots[i]
+        return FlatDTensor.of(part, slot.shape, placement_of(self.layout, self.mesh, slot.offset, slot.stop))
 
     def add(self, i: int, value: Tensor) -> None:
         """To a parameter's gradient, what did not come through the gathered buffer."""

@@ -70,6 +70,9 @@ class UnitHooks:
         self, module: nn.Module, args: Any, kwargs: Any, *, method: bool = False
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """`method`: it is not `forward` that is called."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise ShardError("torch.func transforms, as grad or vmap, of a sharded model are not supported, since they wrap "
+                             "what is gathered; use torch.autograd.grad and its like")  # fmt: skip
         runtime = self.runtime if self.runtime is not None else self._adopt(self)
         current, k = runtime.before_forward(self.unit, method=method)
         mp, device = self.unit.policy.mp, self.unit.mesh.device

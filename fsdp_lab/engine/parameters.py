@@ -11,6 +11,7 @@ and regions show the same gradients; setting one to None forgets it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -32,33 +33,50 @@ class ShardedParameter(FlatDTensor):
     _is_param = True  # by which torch recognises an nn.Parameter
     flat: FlatBuffer
     number: int  # which of the buffer's parameters
+    seen: list[weakref.ref[Any]]  # what `.data` was, where somebody holds it
 
     @property
     def grad(self) -> Tensor | None:
         """The reduced gradient; with what autograd added to this tensor itself, as for a penalty on weights."""
-        own: Any = Tensor.grad
-        if (direct := own.__get__(self)) is not None:
-            own.__set__(self, None)
-            self.flat.gradients.add(self.number, direct)
         return self.flat.gradients.gradient(self.number)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        own: Any = Tensor.grad
-        own.__set__(self, None)
         self.flat.gradients.set_gradient(self.number, value)
+
+    def take_own_gradients(self) -> None:
+        """Let what autograd adds to this tensor itself be added to the reduced gradient."""
+
+        def take(p: Any) -> None:
+            own: Any = Tensor.grad
+            direct = own.__get__(p)
+            own.__set__(p, None)
+            p.flat.gradients.add(p.number, direct)
+
+        trained = self.requires_grad
+        watch: Any = Tensor.register_post_accumulate_grad_hook
+        watch(self.requires_grad_(), take)
+        self.requires_grad_(trained)
 
     @property
     def data(self) -> Tensor:
-        return self.detach()
+        seen = self.detach()
+        self.seen = [*(ref for ref in self.seen if ref() is not None), weakref.ref(seen)]
+        return seen
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        """A copy of other values. What `.data` was before, and a caller may set again, keeps its own."""
         if value.dtype != self.dtype or value.shape != self.shape or value.device.type != self.device.type:
             raise ShardError(
                 f"{self.fqn} is sharded, and cannot be given data of another shape, dtype or device, as by .to() or .half() "
                 "of its module; choose dtypes by the mp_policy of fully_shard, and devices by its mesh"
             )
+        value = value.clone() if any(ref() is value for ref in self.seen) else value
+        for seen in (ref() for ref in self.seen):
+            if seen is not None:
+                seen._local_tensor = seen._local_tensor.clone()
+        self.seen = []
         self.detach().copy_(value)
 
     def register_hook(self, hook: Any) -> Any:

@@ -99,6 +99,7 @@ class Backward:
     def __init__(self) -> None:
         self.passes: list[Pass] = []
         self.at_work: Counter[Unit] = Counter()  # how many calls of a unit have begun and not ended
+        self.makes_graph = torch.is_grad_enabled()  # through which another backward may go, with the same parameters
 
 
 class Runtime:
@@ -116,6 +117,7 @@ class Runtime:
         self._forward: Pass | None = None  # the one under way
         self._backward: weakref.ref[Backward] | None = None  # the one under way; dead where an exception ended it
         self._last: weakref.ref[Pass] | None = None
+        self._held: set[Unit] = set()  # gathered for the second backward of a double one
         self._recomputed: dict[Unit, Pass] = {}  # inside a backward: forwards that have begun and not ended
         self._index = {unit: i for i, unit in enumerate(self.units)}
         self._calls: dict[Key, tuple[UnitCall, ...]] = {}  # of the last pass
@@ -153,6 +155,8 @@ class Runtime:
             if other.policy.offload == OffloadPolicy.OPTIMIZER:  # which has stepped since
                 self._copy_to_device(other, Direction.FORWARD)
         written = sum(flat.master._version for other in self.units for flat in other.flats)
+        if written != self._written:
+            self._release()
         self._step, self._written = self._step + (written != self._written), written
         schedule = self._schedule(unit, with_backward) if scheduled else None
         self._forward = Pass(schedule, unit, with_backward=with_backward)
@@ -250,6 +254,9 @@ class Runtime:
         self._issue(current, Point(Direction.BACKWARD, k, PointSide.BEFORE))
         self.make_ready(unit, Direction.BACKWARD)
         self._begin_computing(unit, current, Direction.BACKWARD, k)
+        if backward.makes_graph and unit not in self._held:
+            self._held.add(unit)
+            unit.pins += 1
 
     def after_backward(self, unit: Unit, current: Pass, k: int) -> None:
         """Gradients of a call's inputs are there, hence those of its parameters: free it, and reduce them."""
@@ -304,6 +311,8 @@ class Runtime:
         while self._reducing:
             self._advance_reductions()
         self._backward, self._recomputed = None, {}
+        if not backward.makes_graph:
+            self._release()
         self._free_all()
         for flat in (flat for unit in self.units for flat in unit.flats):
             flat.refuse_gradients()
@@ -437,6 +446,7 @@ class Runtime:
             unit.drop_gradient()
         self._forward = self._backward = self._last = None
         self._reducing, self._recomputed = [], {}
+        self._release()
         self._free_all()
 
     def _is_at_work(self, unit: Unit) -> bool:
@@ -444,6 +454,13 @@ class Runtime:
         current, backward = self._forward, self.backward
         in_forward = current is not None and current.is_open(self._index[unit])
         return in_forward or (backward is not None and backward.at_work[unit] > 0)
+
+    def _release(self) -> None:
+        """What a double backward held: its second part is over, or the optimizer has stepped without one."""
+        for unit in self._held:
+            unit.pins -= 1
+            unit.reshard()
+        self._held = set()
 
     def _free_all(self) -> None:
         for unit in self.units:

@@ -544,8 +544,48 @@ def written_to_inside_unshard(place: Place) -> None:
         model(batch(0, 0))
 
 
+def written_to_where_it_is_lost(place: Place) -> None:
+    """Each would change a copy, on this rank alone."""
+    model = by_block(make())
+    weight = model.first.weight
+    trains_on(model, place)
+    plain = [torch.zeros(p.shape) for p in model.parameters()]
+    kept = {name: t.clone() for name, t in full_state(model)}
+    with torch.no_grad():
+        with refused(r"aten::add_ would write to a copy of a sharded tensor, as .t\(\) and expand\(\) make it"):
+            weight.t().add_(1)
+        with refused("aten::zero_ would write to a copy"):
+            weight.data.T[0].zero_()
+        with refused("aten::_foreach_add_ was given a sharded tensor and a plain one"):
+            torch._foreach_add_(plain, list(model.parameters()))
+        with refused("aten::mm was given a sharded tensor and a plain one"):
+            torch.nn.functional.linear(batch(0, place.rank), weight)
+        with refused("tolist.. of a sharded tensor"):
+            weight.tolist()
+        with refused("numpy.. of a sharded tensor"):
+            weight.detach().numpy()
+    with refused(r"first.weight has the shape \(6, 6\), and was given a gradient of \(5, 6\)"):
+        weight.grad = torch.zeros(5, 6)
+    assert all(torch.equal(t, kept[name]) for name, t in full_state(model))
+    assert not any(t.any() for t in plain)
+
+
+def written_to_by_out(place: Place) -> None:
+    """`out=` is no other than a write in place."""
+    model, plain = by_block(make()), make()
+    with torch.no_grad():
+        for m in (model, plain):
+            weight = m.first.weight
+            torch.where(weight > 0, weight, torch.zeros_like(weight), out=weight)
+            nn.init.eye_(m.blocks[0].up.weight)
+            torch.mul(m.last.weight, 2.0, out=m.last.weight)
+    assert_equal(model, plain)
+
+
 @everywhere(
     replaced,
+    written_to_where_it_is_lost,
+    written_to_by_out,
     written_to_while_gathered,
     written_to_between_steps,
     given_other_data_while_gathered,

@@ -714,7 +714,58 @@ def parameters_in_the_loss(place: Place) -> None:
     _has_gradients(model, {"blocks.1.up.weight": plain.blocks[1].up.weight.grad})
 
 
-@everywhere(a_second_backward, gradients_by_function, part_of_the_graph, parameters_in_the_loss)
+def parameters_in_a_loss_of_their_own(place: Place) -> None:
+    """Before the forward; an optimizer of regions sees it too."""
+    model, plain = make(), make()
+    by_block(model)
+    optimizer = torch.optim.SGD(sharded_parameters(model), lr=0.1)
+    for m in (model, plain):
+        total = sum(p.square().sum() for p in m.parameters())
+        assert isinstance(total, Tensor)
+        (0.25 * total).backward()
+    optimizer.step()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert_equal(model, plain)
+
+
+def a_graph_that_is_not_used(place: Place) -> None:
+    """What was kept gathered for it is freed at the next step, at the latest."""
+    model, plain = make(), make()
+    by_block(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for i in range(2):
+        x = batch(10 + i, place.rank).requires_grad_()
+        torch.autograd.grad(mean_square(model, x), x, create_graph=True)
+        mean_square(model, batch(i, place.rank)).backward()
+        assert kept_gathered(model) == []
+        optimizer.step()
+        optimizer.zero_grad()
+        plain_step(plain, mean_square, [batch(i, rank) for rank in range(2)], plain_optimizer)
+        assert_equal(model, plain)
+
+
+def gradients_that_cannot_be_reduced(place: Place) -> None:
+    model = by_block(make())
+    with pytest.raises(ShardError, match=r"has a graph \(create_graph=True\), which its reduction would cut"):
+        mean_square(model, batch(0, place.rank)).backward(create_graph=True)
+    with pytest.raises(ShardError, match=r"torch.func transforms, as grad or vmap, of a sharded model"):
+        torch.func.grad(lambda x: mean_square(model, x))(batch(0, place.rank))
+    mean_square(model, batch(0, place.rank)).backward()
+    sparse = fully_shard(nn.Sequential(nn.Embedding(5, WIDTH, sparse=True), nn.Linear(WIDTH, 2)))
+    with pytest.raises(ShardError, match="the gradient of 0.weight is sparse, and only dense ones can be reduced"):
+        sparse(torch.tensor([1, 2])).sum().backward()
+
+
+@everywhere(
+    a_second_backward,
+    gradients_by_function,
+    part_of_the_graph,
+    parameters_in_the_loss,
+    parameters_in_a_loss_of_their_own,
+    a_graph_that_is_not_used,
+    gradients_that_cannot_be_reduced,
+)
 def test_backwards(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)
 

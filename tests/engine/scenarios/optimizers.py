@@ -173,6 +173,73 @@ def gradients_edited(e: Engine) -> None:
     e.record_model(model)
 
 
+def gradients_kept(e: Engine) -> None:
+    """Gradients are taken, replaced, put back, exchanged, and changed after they were set; some outlive `zero_grad`."""
+    model = Net(depth=2)
+    model = e.shard(model, model.blocks)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    last = {p.shape: p for p in parameters if p.ndim == 2}.values()
+    for i in range(3):
+        model(e.rows(drawn(3, WIDTH, seed=i))).square().mean().backward()
+        before = [p.grad for p in parameters]
+        for p in parameters[::2]:
+            p.grad = None
+        model(e.rows(drawn(3, WIDTH, seed=100 + i))).square().mean().backward()
+        for p, first in zip(parameters[::2], before[::2], strict=True):
+            e.record("first", first)
+            second, p.grad = p.grad, torch.zeros_like(p)
+            p.grad = first
+            p.grad = doubled = second * 2 - p.grad
+            doubled.mul_(0.5)
+        for p in last:
+            q = next(q for q in parameters if q.shape == p.shape)
+            p.grad, q.grad = q.grad, p.grad
+        optimizer.step()
+        optimizer.zero_grad()
+    e.record_model(model)
+
+
+def weights_exchanged(e: Engine) -> None:
+    """A moving average takes the weights' place for an evaluation, by `.data`, and gives it back."""
+    model = Net(depth=2)
+    model = e.shard(model, model.blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    average = [p.detach().clone() for p in model.parameters()]
+
+    def exchange() -> None:
+        for k, p in enumerate(model.parameters()):
+            average[k], p.data = p.data, average[k]
+
+    for i in range(3):
+        step(optimizer, model(e.rows(drawn(3, WIDTH, seed=i))).square().mean())
+        torch._foreach_lerp_(average, [p.detach() for p in model.parameters()], 0.3)
+        exchange()
+        with torch.no_grad():
+            e.record_loss(model(e.rows(drawn(3, WIDTH, seed=100))).square().mean())
+        e.end_evaluation(model)
+        exchange()
+    e.record_model(model)
+
+
+def temperature(e: Engine) -> None:
+    """A parameter beside the model, in the same optimizer and under the same norm."""
+    model = Net(depth=2)
+    model = e.shard(model, model.blocks)
+    scale = torch.nn.Parameter(torch.tensor(0.5))
+    optimizer = torch.optim.AdamW([*model.parameters(), scale], lr=1e-2)
+    for i in range(3):
+        loss = (model(e.rows(drawn(3, WIDTH, seed=i))) * scale.exp()).square().mean()
+        loss.backward()
+        assert scale.grad is not None
+        scale.grad = e.mean(scale.grad)
+        e.record("norm", torch.nn.utils.clip_grad_norm_([*model.parameters(), scale], 0.01))
+        optimizer.step()
+        optimizer.zero_grad()
+    e.record_model(model)
+    e.record("scale", scale)
+
+
 def grad_scaler(e: Engine) -> None:
     """fp16 with torch's scaler; in the second step the data of one rank overflow, and all ranks skip the step."""
     model = Net()
@@ -283,6 +350,9 @@ SCENARIOS = (
     Scenario(script=clipping_by_value, faults=("clips no value",)),
     Scenario(script=gradient_log, bits=False),
     Scenario(script=gradients_edited),
+    Scenario(script=gradients_kept),
+    Scenario(script=weights_exchanged, not_under={Kind.FSDP2: "it does not see data that a parameter is given"}),
+    Scenario(script=temperature, bits=False),
     Scenario(script=grad_scaler, dtype=torch.float32, bound=_FP16_BOUND, faults=("no rank skips",)),
     Scenario(script=grad_scaler_and_clipping, dtype=torch.float32, bits=False, bound=_FP16_BOUND,
              faults=("clips nothing",)),
