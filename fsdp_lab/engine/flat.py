@@ -259,7 +259,8 @@ class FlatBuffer:
     def tensors(self) -> Iterator[Tensor]:
         """All tensors with storage of their own."""
         optional = (self.gradients.unsharded, self.gradients.reduced, self.device_shard, self.post_forward_shard)
-        yield from (self.master, self.full, *(t for t in optional if t is not None), *(t for t, _ in self.gradients.pieces))
+        yield from (self.master, self.full, *(t for t in optional if t is not None))
+        yield from (piece for piece, _ in self.gradients.pieces)
 
 
 def _bits(t: Tensor) -> Tensor:
