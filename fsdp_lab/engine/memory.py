@@ -20,6 +20,14 @@ sizes s of the master, g of gathered parameters, r of reduced gradients:
 With F = 1 and g = s nothing is gathered, and a whole gradient is the shard. What a rank holds of Psi / F is a whole
 number of elements; the sum over the F ranks is exact. Padding is a class of its own. Activations are not the
 engine's.
+
+So the peak of a step with AdamW, with units u beside the root and A the activations that are alive, is the larger of
+
+    3 s Psi / F + g (Psi(root) + 2 Psi(u)) + A                                  where the backward of the last unit begins
+    3 s Psi / F + g (Psi(root) + 2 Psi(u)) + (r + r / F) Psi(u) + A             where that of the one before it does
+
+with what has come of the root's gradients in both. Over Gloo what is in flight is there twice: g Psi(u) for a gather that
+runs ahead, r Psi(u) for a reduction. FSDP2 has the same but for these two: on a CPU it waits for each collective.
 """
 
 from __future__ import annotations
