@@ -60,6 +60,7 @@ class FlatBackend(Backend):
             optional = ((device_shard, flat.device_shard), (Role.UNSHARDED, flat.post_forward_shard),
                         (Role.GRADIENTS, flat.gradients.unsharded))  # fmt: skip
             yield from ((role, t) for role, t in optional if t is not None)
+            yield from ((Role.GRADIENTS, t) for t, _ in flat.gradients.pieces)
         for reduction in engine.runtime_of(self.module).reducing:
             yield from ((Role.GRADIENTS, t) for t in (reduction.unsharded, reduction.shard) if t is not None)
 

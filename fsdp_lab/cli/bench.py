@@ -186,6 +186,19 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     return lab_benches.plan(bases, args.rounds, say)
 
 
+def memory(args: argparse.Namespace) -> dict[str, Any]:
+    from fsdp_lab.cli import lab_benches
+    from fsdp_lab.planner.shapes import shape_for
+
+    models = args.model.split(",")
+    for model in models:
+        shape_for(model)  # an unknown one is refused before ranks start
+    ranks = [int(n) if n.strip().isdigit() else 0 for n in args.ranks.split(",")]
+    if min(ranks) < 2:
+        raise Refused(f"--ranks {args.ranks} is refused; give numbers of 2 or more, as 2,4")
+    return lab_benches.memory(models, ranks, say)
+
+
 # Name, function, description, options.
 BENCHES: tuple[tuple[str, Callable[[argparse.Namespace], dict[str, Any]], str, Options], ...] = (
     ("live", live, "latency of start, switch and stop, as a user sees it",
@@ -215,4 +228,8 @@ BENCHES: tuple[tuple[str, Callable[[argparse.Namespace], dict[str, Any]], str, O
      on_lab("gpt2-1m") | {
          "precision": {"default": "fp32", "help": f"comma-separated list, like --model {DEFAULT}"},
          "seq_len": number(128), "micro_batch": number(4), "rounds": number(3, "calibration rounds")}),
+    ("memory", memory, "peak memory of a step, compared with FSDP2's and with the planned one",
+     {"model": {"default": "gpt2-1m,llama-1m,bert-1m,t5-1m,vit-1m,resnet-1m", "metavar": "M,M",
+                "help": f"presets {DEFAULT}"},
+      "ranks": {"default": "2,4", "metavar": "N,N", "help": f"numbers of ranks {DEFAULT}"}}),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The benches that run on a lab: live, toggle, soak and plan. They report as those in bench/benches.py do.
+"""The benches that run on a lab: live, toggle, soak, plan and memory. They report as those in bench/benches.py do.
 
 Note: what is compared in `toggle`. A switch is timed from `run.apply` to the first step that every rank has reported
 under the new Spec, with parameters and optimizer state carried over; this includes the end of the chunk of steps in
@@ -36,7 +36,8 @@ from typing import Any
 import psutil
 
 from fsdp_lab.bench.benches import Report, Say, format_spread, ratios, spread
-from fsdp_lab.bench.plan import WARM_UP, WINDOW, BenchError
+from fsdp_lab.bench.plan import PRECISIONS, WARM_UP, WINDOW, BenchError
+from fsdp_lab.bench.plan import SHARDINGS as PEER_SHARDINGS
 from fsdp_lab.cli.console import open_lab, terminal
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.core.errors import FieldError
@@ -44,7 +45,9 @@ from fsdp_lab.core.formatting import Spread, Table
 from fsdp_lab.core.process import HOST_MEMORY
 from fsdp_lab.core.spec import BACKENDS, SHARDINGS, Spec
 from fsdp_lab.lab import Lab
+from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.planner.calibration import Calibration
+from fsdp_lab.planner.memory import memory as planned_memory
 from fsdp_lab.planner.plan import plan as predict
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.runs import Run
@@ -360,3 +363,76 @@ def predictions(specs: Sequence[Spec], rounds: Sequence[Calibration]) -> list[Pr
         measured = [median(here.beside_s[i]) for here in rounds]
         found.append(PredictedStepTime(spec=spec, predicted_s=predicted, measured_s=measured))
     return found
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def memory(models: Sequence[str], ranks: Sequence[int], say: Say) -> dict[str, Any]:
+    """Peak bytes of a step on CPUs by the ledger, of the rank that holds most: beside FSDP2, and beside the planner's.
+    Raises SpecError, BenchError."""
+    rows = []
+    for world_size in ranks:
+        with open_lab(terminal(), world_size, ("cpu",) * world_size, history=False) as lab:
+            for spec in compared(models, world_size):
+                peer = spec.replace(backend="fsdp2")
+                plan = planned_memory(spec, shape_for(spec.workload.model, spec.strategy.wrap), device="cpu")
+                rows.append(MemoryPeaks(spec, peak_bytes(lab, spec), peak_bytes(lab, peer), plan.peak_bytes))
+    cells = []
+    for row in rows:
+        s, mib = row.spec.strategy, (f"{n / 2**20:.2f}" for n in (row.lab_bytes, row.fsdp2_bytes, row.planned_bytes))
+        cells.append((str(row.spec.workload.model), str(s.precision), s.sharding, str(row.spec.world_size), *mib,
+                      f"{row.ratio:.4f}", f"{row.beside_plan:.4f}"))  # fmt: skip
+    columns = ("model", "precision", "sharding", "ranks", "lab MiB", "fsdp2 MiB", "plan MiB", "lab/fsdp2", "lab/plan")
+    say(repr(Table(columns=columns, rows=tuple(cells), left=frozenset(columns[:3]))))
+    worst = max(rows, key=lambda row: row.ratio)
+    within = sum(row.ratio <= 1.0 for row in rows)
+    say(f"lab/fsdp2: at most {worst.ratio:.4f} ({worst.spec.workload.model}), {within} of {len(rows)} not above 1")
+    return {"rows": [row.to_dict() for row in rows], "environment": {}}
+
+
+@dataclass(frozen=True)
+class MemoryPeaks:
+    """One Spec of the lab's engine, and the same under FSDP2."""
+
+    spec: Spec
+    lab_bytes: int
+    fsdp2_bytes: int
+    planned_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        return self.lab_bytes / self.fsdp2_bytes
+
+    @property
+    def beside_plan(self) -> float:
+        return self.lab_bytes / self.planned_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        measured = {"lab_bytes": self.lab_bytes, "fsdp2_bytes": self.fsdp2_bytes, "planned_bytes": self.planned_bytes}
+        return {"spec": self.spec.to_dict(), **measured, "lab/fsdp2": self.ratio, "lab/plan": self.beside_plan}
+
+
+def compared(models: Sequence[str], ranks: int) -> Iterator[Spec]:
+    """Of the lab's engine: every precision and sharding that FSDP2 has too."""
+    for model in models:
+        image = model in PRESETS and PRESETS[model].kind == "image"
+        base = Spec(world_size=ranks, devices=("cpu",) * ranks).replace(
+            model=model, **({"data": "images"} if image else {})
+        )
+        for precision in PRECISIONS:
+            for sharding in PEER_SHARDINGS:
+                yield base.replace(backend="lab", precision=precision, sharding=sharding)
+
+
+def peak_bytes(lab: Lab, spec: Spec) -> int:
+    """Of the rank that holds most in its ledger step."""
+    run = lab.run(spec)
+
+    def peaks() -> dict[int, int]:
+        return {e.rank: e.memory.at_peak.total_bytes for e in run.events.since()[0] if e.ledger}
+
+    _await(run, "ledger step", lambda: len(peaks()) == spec.world_size)
+    run.stop()
+    run.wait(STEP_LIMIT_S)
+    return max(peaks().values())

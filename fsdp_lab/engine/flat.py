@@ -156,12 +156,15 @@ class FlatBuffer:
             sent, self.post_forward_shard = self.post_forward_shard, None
             assert self.mesh.post_forward_group is not None
             return CommHandle(stream, all_gather(self.full, sent, self.mesh.post_forward_group), keeps=(sent,))
-        sent = self.master.detach().to(self.dtype) if self.device_shard is None else self.device_shard
+        sent = self.master.detach() if self.device_shard is None else self.device_shard
         if self.policy.offload == OffloadPolicy.ALL:
             self.device_shard = None  # `sent` keeps it as long as it is needed
         if self.mesh.shard_group is None:
             self.full.data.copy_(sent)
             return CommHandle(stream, None)
+        if sent.dtype != self.dtype:  # cast to where it belongs
+            start, stop = self.layout.shard(self.mesh.shard_rank)
+            sent = self.full.data[start:stop].copy_(sent)
         return CommHandle(stream, all_gather(self.full, sent, self.mesh.shard_group), keeps=(sent,))
 
     @property
@@ -259,6 +262,7 @@ class FlatBuffer:
         """All tensors with storage of their own."""
         optional = (self.gradients.unsharded, self.gradients.reduced, self.device_shard, self.post_forward_shard)
         yield from (self.master, self.full, *(t for t in optional if t is not None))
+        yield from (piece for piece, _ in self.gradients.pieces)
 
 
 def _bits(t: Tensor) -> Tensor:

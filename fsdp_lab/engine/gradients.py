@@ -1,7 +1,9 @@
 """Gradients of one flat buffer: collected during a backward, reduced, and given to the optimizer.
 
-`GradientBuffer` has `unsharded` [F * n] while gradients arrive from autograd. `Reduction` brings it to this rank's shard [n]
-of the mean: reduce-scatter in the shard group, division by F, all-reduce across replicas, division by R. That is the order
+Gradients stay as autograd gave them until their unit's backward is over; then `GradientBuffer` copies them into one tensor,
+`unsharded` [F * n]. A buffer from the first gradient on would be there when a unit's backward begins, which is where
+activations are at their most, and the root's through the whole backward. `Reduction` brings it to this rank's shard [n] of
+the mean: reduce-scatter in the shard group, division by F, all-reduce across replicas, division by R. That is the order
 of FSDP2's hybrid sharding, so that sums have the same bits. In fp16 a sum of large gradients would overflow, and small ones
 would vanish if all of the division came first: there, also as in FSDP2, about the square root of W divides before the sums,
 and the rest after them.
@@ -35,7 +37,7 @@ class GradientBuffer:
     was. Who asks for all gradients as one tensor gets a new one, with those that were kept apart.
 
     Attributes:
-        unsharded: [F * n] while they are collected.
+        unsharded: [F * n] from the end of a backward to its reduction; without communication it stays.
         reduced: [n], the gradient of the shard, where any parameter has one; zero where another has none.
         regions: optimizer group -> what an optimizer may be given for its parameters.
     """
@@ -53,6 +55,7 @@ class GradientBuffer:
         self.layout, self.mesh, self.policy, self.master = layout, mesh, policy, master
         self.unsharded: Tensor | None = None
         self.reduced: Tensor | None = None
+        self._pieces: dict[int, Tensor] = {}  # by parameter: what came and is not in `unsharded` yet
         self._present: set[int] = set()  # parameters that have a gradient
         self._given: dict[int, FlatDTensor] = {}  # those of them that a caller set
         self._apart: set[int] = set()  # parameters of which `reduced` has none, or another than theirs
@@ -83,20 +86,44 @@ class GradientBuffer:
                 f"the gradient of {self.names[i]} has a graph (create_graph=True), which its reduction would cut; take "
                 "gradients of inputs by torch.autograd.grad(..., create_graph=True), and call backward without it"
             )
-        if self.unsharded is None:
+        if i in self._pieces:
+            self.collect()
+        self._pieces[i] = grad.detach()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether gradients have come that were not taken yet."""
+        return self.unsharded is not None or bool(self._pieces)
+
+    @property
+    def pieces(self) -> list[tuple[Tensor, Range]]:
+        """Gradients as they came, each with its place in the buffer."""
+        return [(grad, (self.layout.slots[i].offset, self.layout.slots[i].stop)) for i, grad in self._pieces.items()]
+
+    def collect(self) -> None:
+        """Copy what came into `unsharded`, in the dtype of the reduction; added where something came before."""
+        if self._pieces and self.unsharded is None:
             dtype = self.policy.reduced_dtype(self.gathered)
             self.unsharded = torch.empty(self.layout.numel, dtype=dtype, device=self.mesh.device)
-        slot = self.layout.slots[i]
-        place = self.unsharded[slot.offset : slot.stop].view(slot.shape)
-        if i in self._arrived:
-            place.add_(grad)
-        else:
-            self._arrived.add(i)
-            place.copy_(grad)
+        pieces, self._pieces = self._pieces, {}
+        for i in list(pieces):
+            slot, grad = self.layout.slots[i], pieces.pop(i)
+            assert self.unsharded is not None
+            place = self.unsharded[slot.offset : slot.stop].view(slot.shape)
+            if i in self._arrived:
+                place.add_(grad)
+            else:
+                self._arrived.add(i)
+                place.copy_(grad)
+
+    def drop(self) -> None:
+        """Forget what came."""
+        self.unsharded, self._pieces, self._arrived = None, {}, set()
 
     def take(self) -> tuple[Tensor, frozenset[int]] | None:
         """[F * n], zero in padding and -0.0 where no gradient came, and the parameters whose gradients came. None where
         none came at all."""
+        self.collect()
         gradient, self.unsharded = self.unsharded, None
         arrived, self._arrived = frozenset(self._arrived), set()
         if gradient is None:

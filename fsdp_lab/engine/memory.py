@@ -8,17 +8,26 @@ sizes s of the master, g of gathered parameters, r of reduced gradients:
     unsharded             g * sum of Psi(u)               of the units that are gathered: limit + 1 at most, or as many as
                                                           calls are nested; ZeRO-2: all, from the forward to their backward;
                                                           ZeRO-1: all, always
-    copies                g * Psi(u) / F                  what is sent, cast from the master, while a gather is in flight;
-                                                          offload "optimizer": of all units, always
+    copies                g * Psi(u) / F                  offload: what is sent, while a gather is in flight, or, with
+                                                          "optimizer", of all units, always
                           g * Psi(u) / F'                 what F' ranks share between forward and backward
-    unsharded gradients   r * Psi(u)                      of the units whose backward is under way, one inside the other, and
-                                                          of one whose reduction is; without communication: of all
+    unsharded gradients   g * Psi(u)                      of the units whose backward is under way, one inside the other, as
+                                                          far as they have come
+                          r * Psi(u)                      of one whose reduction is; without communication: of all
     gradients             s * Psi / F                     from a unit's reduction on; ZeRO-1: r * Psi, whole
     optimizer             2 s * Psi / F                   AdamW, from its first step on
 
 With F = 1 and g = s nothing is gathered, and a whole gradient is the shard. What a rank holds of Psi / F is a whole
-number of elements; the sum over the F ranks is exact. Padding is a class of its own. Activations, and a parameter's
-gradient between autograd and the buffer, are not the engine's.
+number of elements; the sum over the F ranks is exact. Padding is a class of its own. Activations are not the
+engine's.
+
+So the peak of a step with AdamW, with units u beside the root and A the activations that are alive, is the larger of
+
+    3 s Psi / F + g (Psi(root) + 2 Psi(u)) + A                                  where the backward of the last unit begins
+    3 s Psi / F + g (Psi(root) + 2 Psi(u)) + (r + r / F) Psi(u) + A             where that of the one before it does
+
+with what has come of the root's gradients in both. Over Gloo what is in flight is there twice: g Psi(u) for a gather that
+runs ahead, r Psi(u) for a reduction. FSDP2 has the same but for these two: on a CPU it waits for each collective.
 """
 
 from __future__ import annotations
@@ -89,6 +98,7 @@ def _held(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterato
                 yield "copies_bytes", flat, t, nowhere
         if flat.gradients.unsharded is not None:
             yield "unsharded_gradients_bytes", flat, flat.gradients.unsharded, nowhere
+        yield from (("unsharded_gradients_bytes", flat, t, slot) for t, slot in flat.gradients.pieces)
     for flat, t in (sent for unit in units_of(module) for sent in unit.sent):
         yield "copies_bytes", flat, t, nowhere
     for reduction in runtime_of(module).reducing:

@@ -363,7 +363,10 @@ class Runtime:
 
     def _reduce(self, unit: Unit) -> None:
         """At most one unit's whole gradient in flight: it is freed before the next one's is sent."""
-        if not unit.communicates or not unit.has_gradient:
+        if not unit.has_gradient:
+            return
+        if not unit.communicates:
+            unit.collect_gradients()  # later ones are added in the dtype of the reduction
             return
         self._advance_reductions()
         with self.span(Phase.REDUCE, unit, Direction.BACKWARD):

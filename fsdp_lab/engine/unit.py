@@ -106,15 +106,21 @@ class Unit:
     @property
     def has_gradient(self) -> bool:
         """Whether gradients have come that were not reduced yet."""
-        return any(flat.gradients.unsharded is not None for flat in self.flats)
+        return any(flat.gradients.is_waiting for flat in self.flats)
 
     def reduce(self, stream: CommStream) -> list[Reduction]:
         """Issue the reductions of what has come."""
+        self.collect_gradients()  # on the compute stream, which made them
         with stream.entered():
             taken = [(flat.gradients, flat.gradients.take()) for flat in self.flats]
             return [Reduction(target, *found, stream) for target, found in taken if found is not None]
 
+    def collect_gradients(self) -> None:
+        """Bring what came into one tensor for each buffer."""
+        for flat in self.flats:
+            flat.gradients.collect()
+
     def drop_gradient(self) -> None:
         """Forget what came in a backward that failed."""
         for flat in self.flats:
-            flat.gradients.take()
+            flat.gradients.drop()

@@ -158,7 +158,7 @@ def _state(unit: Unit, flat: FlatBuffer) -> str:
 
 
 def _gradient(flat: FlatBuffer, number: int, reducing: set[int]) -> str:
-    if flat.gradients.unsharded is not None:
+    if flat.gradients.is_waiting:
         return "unsharded"
     if id(flat.gradients) in reducing:
         return "reducing"

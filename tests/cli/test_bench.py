@@ -56,6 +56,19 @@ def test_toggle_is_measured_beside_a_relaunch(
     assert printed[1].startswith(f"resident/relaunch: {ratio['median']:.3f}")
 
 
+@pytest.mark.slow
+def test_memory_is_compared_with_fsdp2_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "memory.json"
+    assert main(["bench", "memory", "--model", "gpt2-1m", "--ranks", "2", "--json", str(file)]) == 0
+    rows, printed = json.loads(file.read_text())["rows"], capsys.readouterr().out
+    assert len(rows) == 4 and "lab/fsdp2: at most" in printed
+    for row in rows:
+        assert row["lab/fsdp2"] == pytest.approx(row["lab_bytes"] / row["fsdp2_bytes"])
+        in_flight = 0.0 if row["spec"]["sharding"] == "shard_grad_op" else 0.02  # gathered ahead: FSDP2 waits on a CPU
+        assert row["lab/fsdp2"] <= 1.0 + in_flight and row["lab/plan"] <= 1.02
+        assert f"{row['lab/fsdp2']:.4f}" in printed
+
+
 def test_the_tour_goes_through_every_ordered_pair_once() -> None:
     places = tour(10)
     pairs = list(itertools.pairwise(places))

@@ -19,9 +19,12 @@ class Buffer:
 
     groups: tuple[str, ...]
     factor: int
+    late: int = 0  # elements of what is used before any inner unit, so that its gradients are the last to come
 
     @classmethod
-    def of(cls, parameters: Sequence[tuple[str, tuple[int, ...]]], factor: int, itemsize: int) -> Buffer:
+    def of(
+        cls, parameters: Sequence[tuple[str, tuple[int, ...]]], factor: int, itemsize: int, *, late: int = 0
+    ) -> Buffer:
         """parameters: (group, shape) each, in their order."""
         align = ALIGN_BYTES // itemsize
         marks: list[str] = []
@@ -30,7 +33,7 @@ class Buffer:
                 marks += [group] * math.prod(shape)
                 marks += [""] * (-len(marks) % align)
         marks += [""] * (-len(marks) % (factor * align))
-        return cls(tuple(marks), factor)
+        return cls(tuple(marks), factor, late)
 
     def part(self, k: int, of: int) -> tuple[str, ...]:
         """The k-th of `of` equal parts."""
@@ -85,6 +88,7 @@ class Expected:
     steps: int = 0
     communicates: bool = True
     with_backward: bool = True
+    _late_came: bool = False
     _computing: str | None = None  # its gradients have come when something else happens
 
     # -- events ---------------------------------------------------------------------------------------------------
@@ -94,6 +98,8 @@ class Expected:
         if self._computing is not None:
             self.filling.add(self._computing)
             self._computing = None
+        if not unit:
+            self._late_came = direction is Direction.BACKWARD and phase in (Phase.RESHARD, Phase.REDUCE)
         if phase is Phase.COMPUTE:
             self._landed(unit)
         if phase is Phase.REDUCE:
@@ -110,8 +116,6 @@ class Expected:
             self.alive.add(unit)
             if alone:
                 self.sending.discard(unit)
-            elif self.at.gathered != self.at.master and unit not in self.few:
-                self.sending.add(unit)
         elif phase is Phase.COMPUTE and direction is Direction.BACKWARD:
             self._computing = unit
         elif phase is Phase.RESHARD:
@@ -174,7 +178,10 @@ class Expected:
                 add("copies", buffer.part(at.few_rank, at.few), at.gathered)
             elif unit in self.sending or at.offload == "optimizer":
                 add("copies", own, at.gathered)
-            if unit in self.filling or unit == self.reducing:
+            if unit in self.filling:
+                came = covered(whole) - (0 if self._late_came else buffer.late)
+                sums["unsharded_gradients"] += came * at.gathered
+            if unit == self.reducing:
                 add("unsharded_gradients", whole, at.reduced)
             if unit in (self.reducing, self.crossing) and at.factor > 1:
                 add("gradients", own, at.reduced)

@@ -138,7 +138,8 @@ def expected(place: Place, strategy: Strategy) -> Expected:
     for unit in ["", *(f"blocks.{i}" for i in range(BLOCKS))]:
         inside = [(name, p) for name, p in plain.named_parameters() if name.startswith("blocks.") == bool(unit)]
         own = [(decays(name, p), tuple(p.shape)) for name, p in inside if name.startswith(unit)]
-        buffers[unit] = Buffer.of(own, at.factor, at.gathered)
+        late = 0 if unit else plain.embedding.weight.numel()
+        buffers[unit] = Buffer.of(own, at.factor, at.gathered, late=late)
     return Expected(buffers, at)
 
 

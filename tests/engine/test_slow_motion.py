@@ -134,8 +134,8 @@ def _is_true(model: Any, held: ParameterHolding, shard: ParamShard, whole: Tenso
         )
         assert (unit.state is UnitState.GATHERING) == (held.state == "gathering")
     reduced = shard.param is not None and shard.param.grad is not None
-    assert (held.gradient == "unsharded") == (flat.gradients.unsharded is not None)
-    assert (held.gradient == "sharded") == (reduced and flat.gradients.unsharded is None)
+    assert (held.gradient == "unsharded") == flat.gradients.is_waiting
+    assert (held.gradient == "sharded") == (reduced and not flat.gradients.is_waiting)
     if held.gradient == "sharded":
         assert shard.param is not None and shard.param.grad is not None
         assert bool(shard.param.grad.to_local().isfinite().all())

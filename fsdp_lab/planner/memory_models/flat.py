@@ -33,7 +33,7 @@ from fsdp_lab.planner.step import schedule_for
 
 
 class FlatMemory(MemoryModel):
-    """The lab's engine. `fresh` of a unit is 1.0 if it has an unreduced gradient."""
+    """The lab's engine. `fresh` of a unit: bytes of gradients as they came."""
 
     def __init__(self, spec: Spec, shape: ModelShape, tracker: MemoryTracker, *, on_gpu: bool) -> None:
         super().__init__(spec, shape, tracker, on_gpu=on_gpu)
@@ -42,6 +42,7 @@ class FlatMemory(MemoryModel):
         self._low = spec.strategy.dtypes.keep_low_precision_gradients
         n = len(self.units)
         self._gathered, self._sent, self._post_forward = [False] * n, [0.0] * n, [0.0] * n
+        self._collected = [False] * n  # what came is one tensor in the dtype of the reduction
         self._reducing: int | None = None
         self._crossing: int | None = None  # its shard is on its way between the replicas
 
@@ -97,9 +98,6 @@ class FlatMemory(MemoryModel):
             self._sent[unit] = u.cast
         if not self._whole_gradients:
             tracker.alloc(UNSHARDED, u.gathered)
-        if offload == "none" and u.mixed and not self._post_forward[unit]:
-            self._sent[unit] = u.cast
-            tracker.alloc(COMMUNICATION, u.cast)
         self.alloc_scratch(self.gather_scratch(u.gathered), ahead=ahead)
         if self.factor == 1:
             self._wait_for_unshard(unit)
@@ -127,10 +125,15 @@ class FlatMemory(MemoryModel):
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def gradient_ready(self, unit: int, index: int, size: float) -> None:
-        if not self.fresh[unit]:
-            self.fresh[unit] = 1.0
+        self.fresh[unit] += size
+
+    def _collect(self, unit: int) -> None:
+        """What came is copied into one tensor, unless an earlier micro-batch left one, to which it is added."""
+        if self.fresh[unit] and not self._collected[unit]:
+            self._collected[unit] = True
             self.tracker.alloc(GRADIENTS, self._unsharded_gradient(unit))
-        self.tracker.free(GRADIENTS, size)
+        self.tracker.free(GRADIENTS, self.fresh[unit])
+        self.fresh[unit] = 0.0
 
     def _unsharded_gradient(self, unit: int) -> float:
         u, is_final = self.units[unit], self.factor == 1 or self._whole_gradients
@@ -142,10 +145,12 @@ class FlatMemory(MemoryModel):
         return 0.0 if self.factor == 1 or on_host else u.reduced
 
     def _reduce(self, unit: int) -> None:
-        if not self.reduces or not self.fresh[unit]:
+        if not self.reduces or not (self.fresh[unit] or self._collected[unit]):
+            self._collect(unit)
             return
         self._advance_reductions()
-        self.fresh[unit] = 0.0
+        self._collect(unit)
+        self._collected[unit] = False
         self.tracker.alloc(GRADIENTS, self._scattered_gradient(unit))
         self.tracker.alloc(COMMUNICATION, self.reduce_scratch(self.units[unit].whole))
         self._reducing = unit
