@@ -27,8 +27,8 @@ The core is 2,490 lines. Read its files in this order:
     ../core/layout.py    where each parameter lies in the buffer, and which part each rank keeps
     ../core/schedule.py  what is issued at which point of a step, as data; the planner simulates the same list
 
-Beside the core: dtensor.py (`FlatDTensor`, a tensor of which each rank holds a range of elements), flat_ops.py (what torch's
-operations do with it), mesh.py (replicas and shards), policy.py (dtypes), state.py (state by parameter names, checkpoints,
+Beside the core: flat_tensor.py (`FlatDTensor`, a tensor of which each rank holds a range of elements), dtensor.py (what
+torch's operations do with it), mesh.py (replicas and shards), policy.py (dtypes), state.py (state by parameter names, checkpoints,
 deferred initialisation), scaling.py (gradient norm, clipping, loss scaling), memory.py (bytes by class), ties.py (shared
 parameters), refusals.py (what cannot be sharded), tensors.py (tensors inside nested values), unshard_handle.py (parameters
 that a caller asked for), errors.py.

@@ -1,284 +1,440 @@
-"""`FlatDTensor`: a tensor of which each rank holds a range of elements, counted in row order.
+"""`FlatDTensor`, of which each rank holds a range of elements (flat_tensor.py), and what torch's operations do with it.
 
-A flat buffer is cut wherever its shards end, also in the middle of a row, which no placement of torch's can say. So this is
-a DTensor whose local tensor is that range, [m], and whose shape is the whole tensor's. It is what `module.parameters()`
-yields between steps, and what gradients, optimizer states and a `state_dict` are made of. As with FSDP2's DTensors,
+There are three kinds.
 
-- element-wise arithmetic, and so an optimizer's step, touches the local range only (flat_ops.py);
-- norms are those of the whole tensor; other operations gather it, and return a replicated DTensor: they are collective;
-- `full_tensor()` is the whole tensor, and `to_local()` the range;
-- Distributed Checkpoint stores it under its name and shape, in boxes, and loads it from any other layout.
+1. Element-wise ones (arithmetic, copies, an optimizer's foreach and fused kernels) run on the local ranges.
+2. Norms, and GradScaler's search for what is not finite, run on the local ranges and are then reduced over the ranks.
+3. All others run on the gathered tensors; what they write is cut again. Every rank must call them.
 
-`placements` reads as `Replicate()`, the only placement of torch's by which a whole tensor may be copied into one of these.
+Views are refused unless they are ranges of elements again, as a row is: what were written to another one would be lost. A
+transposed tensor is a `Replica`, which can be read only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Self, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
-from fsdp_lab.core.layout import Range
 from fsdp_lab.engine.errors import ShardError
-from fsdp_lab.engine.mesh import ShardMesh
+from fsdp_lab.engine.flat_tensor import FlatPlacement, FlatTensor, replicated
+
+aten: Any = torch.ops.aten
 
 
-@dataclass(frozen=True, kw_only=True)
-class FlatPlacement:
-    """Which elements of the flattened tensor each rank of a shard group holds; in order, without overlaps."""
-
-    mesh: ShardMesh
-    ranges: tuple[Range, ...]  # by shard rank; (0, 0) where it is empty
-
-    @property
-    def own(self) -> Range:
-        return self.ranges[self.mesh.shard_rank]
-
-    def part(self, start: int, stop: int) -> FlatPlacement:
-        """That of elements [start, stop), counted from `start`."""
-        cut = [(max(a, start) - start, min(b, stop) - start) for a, b in self.ranges]
-        return FlatPlacement(mesh=self.mesh, ranges=tuple((a, b) if a < b else (0, 0) for a, b in cut))
-
-    def gather(self, local: Tensor, numel: int) -> Tensor:
-        """[numel], the whole tensor flattened; collective. Each rank sends its part to the others: an all-gather of equal
-        parts would hold F times the longest one."""
-        mesh = self.mesh
-        whole = torch.empty(numel, dtype=local.dtype, device=mesh.device)
-        works: list[dist.Work | None] = []
-        for rank, (start, stop) in enumerate(self.ranges):
-            if rank == mesh.shard_rank:
-                whole[start:stop].copy_(local)
-            if start < stop and mesh.shard_group is not None:
-                source = dist.get_global_rank(mesh.shard_group, rank)
-                works.append(dist.broadcast(whole[start:stop], src=source, group=mesh.shard_group, async_op=True))
-        for work in works:
-            if work is not None:
-                work.wait()
-        return whole
-
-
-class FlatDTensor(DTensor):
-    """See the module. Make it by `of`.
-
-    Attributes:
-        flat_placement: which elements each rank holds.
-    """
-
-    flat_placement: FlatPlacement
-
-    @classmethod
-    def of(cls, local: Tensor, shape: Sequence[int], placement: FlatPlacement, *, requires_grad: bool = False) -> Self:
-        """local: [m], this rank's range of a tensor of `shape`."""
-        mesh = placement.mesh.device_mesh
-        meta = TensorMeta(torch.Size(shape), _strides(shape), local.dtype)
-        spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
-        return cls._made(local, spec, placement, requires_grad=requires_grad)
-
-    @classmethod
-    def _made(cls, local: Tensor, spec: DTensorSpec, placement: FlatPlacement, *, requires_grad: bool) -> Self:
-        make: Any = DTensor.__new__
-        made: Self = make(cls, local, spec, requires_grad=requires_grad)
-        made.flat_placement = placement
-        return made
-
-    def like(self, local: Tensor, shape: Sequence[int] | None = None) -> FlatDTensor:
-        """Another one that is cut as this one is."""
-        if shape is None and local.dtype == self.dtype:  # an optimizer makes many
-            return FlatDTensor._made(local, self._spec, self.flat_placement, requires_grad=False)
-        return FlatDTensor.of(local, self.shape if shape is None else shape, self.flat_placement)
-
-    def adopt(self, t: DTensor) -> None:
-        """Make one of torch's DTensors, of the same shape, a tensor that is cut as this one is; collective."""
-        cut, changed = self.like(self.range_of(t.full_tensor()).clone()), cast(Any, t)
-        changed.__class__ = FlatDTensor
-        changed._local_tensor, changed._spec, changed.flat_placement = cut._local_tensor, cut._spec, cut.flat_placement
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        from fsdp_lab.engine.flat_ops import dispatch  # which makes FlatDTensors
-
-        return dispatch(func, args, kwargs or {})
-
-    @property
-    def __tensor_flatten__(self) -> Any:
-        """Not for torch.compile; without it `module.to()` and the like assign `.data`, and swap no objects."""
-        raise AttributeError("__tensor_flatten__")
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        start, stop = self.flat_placement.own
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, elements [{start}, {stop})={self._local_tensor})"
-
-    # -- whole and local --------------------------------------------------------------------------------------------
-
-    def whole(self) -> Tensor:
-        """The whole tensor, a copy outside of autograd; collective in the shard group."""
-        return self.flat_placement.gather(self._local_tensor.detach(), self.numel()).view(self.shape)
-
-    def range_of(self, whole: Tensor) -> Tensor:
-        """[m], this rank's range of a whole tensor, which is expanded to this shape."""
-        start, stop = self.flat_placement.own
-        return whole.expand(self.shape).reshape(-1)[start:stop]
-
-    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """The whole tensor; differentiable; collective."""
-        whole: Tensor = _Whole.apply(self)  # type: ignore[no-untyped-call]
-        return whole
-
-    def redistribute(self, device_mesh: DeviceMesh | None = None, placements: Any = None, **options: Any) -> DTensor:
-        """As one of torch's DTensors on the same mesh; collective."""
-        whole = replicated(self.full_tensor(), self.device_mesh)
-        return whole if placements is None else whole.redistribute(device_mesh, placements, **options)
-
-    def to_local(self, *, grad_placements: Any = None) -> Tensor:
-        """[m], this rank's range of elements; differentiable. `copy_` takes a whole tensor too."""
-        local: Tensor = _Local.apply(self)  # type: ignore[no-untyped-call]
-        return local
-
-    def numpy(self, *, force: bool = False) -> Any:
-        raise ShardError("numpy() of a sharded tensor would see one rank's range; call full_tensor() first")
-
-    def tolist(self) -> Any:
-        raise ShardError("tolist() of a sharded tensor would see one rank's range; call full_tensor() first")
-
-    @property
-    def data(self) -> Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        if value.dtype != self.dtype or value.shape != self.shape:
-            raise ShardError("a sharded tensor cannot be given data of another shape or dtype; make a new one")
-        self.detach().copy_(value)
-
-    # -- copies -----------------------------------------------------------------------------------------------------
-
-    def __deepcopy__(self, memo: Any) -> FlatDTensor:
-        copy = self.like(self._local_tensor.detach().clone())
-        copy.requires_grad_(self.requires_grad)
-        return copy
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ShardError("a sharded tensor cannot be pickled, since most of it is on other ranks; save its full_tensor(), "
-                         "or save with torch.distributed.checkpoint")  # fmt: skip
-
-    # -- torch.distributed.checkpoint -------------------------------------------------------------------------------
-
-    def _boxes(self) -> list[tuple[Range, ChunkStorageMetadata]]:
-        found = boxes(tuple(self.shape), *self.flat_placement.own)
-        return [(r, ChunkStorageMetadata(offsets=torch.Size(at), sizes=torch.Size(size))) for r, at, size in found]
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self._local_tensor)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for _, chunk in self._boxes()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [chunk for _, chunk in self._boxes()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        begin = self.flat_placement.own[0]
-        for (start, stop), chunk in self._boxes():
-            if chunk.offsets == index.offset:
-                return self._local_tensor.detach()[start - begin : stop - begin].view(chunk.sizes)
-        raise ShardError(f"{index.fqn}: this rank holds no part that begins at {index.offset}")
-
-
-class _LocalPart(Tensor):
-    """What `to_local` returns: torch copies whole tensors into the local tensors of replicated DTensors."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    range_of: Callable[[Tensor], Tensor]
-
-    def copy_(self, source: Tensor, non_blocking: bool = False) -> Self:
-        part = source if source.shape == self.shape else self.range_of(source)
-        super().copy_(part, non_blocking=non_blocking)
-        return self
-
-
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: FlatDTensor) -> Tensor:
-        ctx.like = t.like(t._local_tensor.detach())
-        return t.whole()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> FlatDTensor:
-        found: FlatDTensor = ctx.like.like(ctx.like.range_of(grad))
-        return found
-
-
-class _Local(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: FlatDTensor) -> Tensor:
-        ctx.like = t.like(t._local_tensor.detach())
-        local = t._local_tensor.detach().as_subclass(_LocalPart)
-        local.range_of = ctx.like.range_of
-        return local
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> FlatDTensor:
-        found: FlatDTensor = ctx.like.like(grad)
-        return found
-
-
-def replicated(whole: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A tensor that is the same on all ranks, as a DTensor."""
-    made: DTensor = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return made
-
-
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[Range, tuple[int, ...], tuple[int, ...]]]:
-    """Elements [start, stop) of a tensor of `shape` as boxes: the range of each, its offsets and its sizes.
-
-    Of a matrix: the end of one row, whole rows, and the beginning of another.
-    """
-    if start >= stop:
-        return []
-    if not shape:
-        return [((start, stop), (), ())]
-    row = 1
-    for size in shape[1:]:
-        row *= size
-    found: list[tuple[Range, tuple[int, ...], tuple[int, ...]]] = []
-    first, last = -(-start // row), stop // row  # whole rows [first, last)
-    if first > last:  # within one row
-        return _in_row(shape, last, start, stop, row)
-    if start < first * row:
-        found += _in_row(shape, first - 1, start, first * row, row)
-    if first < last:
-        rest = (0,) * (len(shape) - 1)
-        found.append(((first * row, last * row), (first, *rest), (last - first, *shape[1:])))
-    if last * row < stop:
-        found += _in_row(shape, last, last * row, stop, row)
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func` of arguments some of which are `FlatTensor`s."""
+    if func._schema.is_mutable:
+        _cut_what_is_written(args)
+    found = _run(func, args, kwargs)
+    written = [t._local_tensor for t in _written(func, args, kwargs) if isinstance(t, FlatTensor)]
+    if written:
+        torch.autograd.graph.increment_version(written)  # torch raises that of the wrapper alone
     return found
 
 
-def _in_row(
-    shape: tuple[int, ...], at: int, start: int, stop: int, row: int
-) -> list[tuple[Range, tuple[int, ...], tuple[int, ...]]]:
-    begin = at * row
-    inside = boxes(shape[1:], start - begin, stop - begin)
-    return [((a + begin, b + begin), (at, *offsets), (1, *sizes)) for (a, b), offsets, sizes in inside]
+def _cut_what_is_written(args: tuple[Any, ...]) -> None:
+    """torch loads a whole optimizer state as replicated DTensors; the first step beside sharded tensors cuts them."""
+    lists = [a if isinstance(a, (list, tuple)) else [a] for a in args]
+    for i, t in enumerate(lists[0]):
+        if type(t) is DTensor:
+            beside = (some[i] for some in lists[1:] if len(some) == len(lists[0]))
+            like = next((o for o in beside if isinstance(o, FlatTensor) and o.shape == t.shape), None)
+            if like is not None:
+                like.adopt(t)
 
 
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, numel = [], 1
-    for size in reversed(shape):
-        strides.append(numel)
-        numel *= max(1, size)
-    return tuple(reversed(strides))
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What `func` writes to, in place or by `out`."""
+    if not func._schema.is_mutable:
+        return []
+    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [t for name in names for t in pytree.tree_leaves(given.get(name)) if isinstance(t, Tensor)]
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    packet = func.overloadpacket
+    if packet in _SPECIAL:
+        found = _SPECIAL[packet](func, args, kwargs)
+        if found is not NotImplemented:
+            return found
+    name = func._schema.name.removeprefix("aten::")
+    if name.startswith(("_foreach_", "_fused_")):
+        return _on_lists(func, args, kwargs)
+    if torch.Tag.pointwise in func.tags or packet in _POINTWISE:
+        like = _like(func, args, kwargs)
+        if like is not None:
+            return _on_ranges(func, args, kwargs, like)
+    if torch.Tag.nondeterministic_seeded in func.tags and name.endswith("_") and isinstance(args[0], FlatTensor):
+        return _draw(func, args, kwargs)
+    return _on_whole(func, args, kwargs)
+
+
+# -- element-wise ----------------------------------------------------------------------------------------------------
+
+_POINTWISE = {
+    aten.copy_,
+    aten.clone,
+    aten.detach,
+    aten.alias,
+    aten._to_copy,
+    aten.zero_,
+    aten.fill_,
+    aten.zeros_like,
+    aten.ones_like,
+    aten.full_like,
+    aten.empty_like,
+    aten.lift_fresh,
+    aten.masked_fill_,
+    aten.masked_fill,
+}
+
+
+def _like(func: Any, args: Any, kwargs: Any) -> FlatTensor | None:
+    """The argument as which the result is cut; None where what is written, or the result's shape, is another."""
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    like = next(iter(_written(func, args, kwargs)), None)
+    if like is None:
+        like = next(t for t in tensors if isinstance(t, FlatTensor))
+    elif not isinstance(like, FlatTensor):
+        return None
+    try:
+        shape = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+            *(t.shape for t in tensors)
+        )
+    except RuntimeError:
+        return None
+    return like if like.shape == shape else None
+
+
+def _on_ranges(func: Any, args: Any, kwargs: Any, like: FlatTensor) -> Any:
+    local_args, local_kwargs = pytree.tree_map_only(Tensor, lambda t: _range(t, like), (args, kwargs))
+    local_kwargs.pop("memory_format", None)  # a range has one dimension
+    found = func(*local_args, **local_kwargs)
+    if not isinstance(found, Tensor):
+        return found
+    return like if func._schema.is_mutable else like.like(found)
+
+
+def _range(t: Tensor, like: FlatTensor) -> Tensor:
+    """This rank's range of an argument of an element-wise operation; of a number, the number."""
+    if isinstance(t, FlatTensor):
+        if t.flat_placement == like.flat_placement and t.shape == like.shape:
+            return t._local_tensor
+        t = t.whole()
+    elif isinstance(t, DTensor):
+        t = t._local_tensor if isinstance(t, Replica) else t.full_tensor()
+    return t if t.dim() == 0 else like.range_of(t)
+
+
+def _on_lists(func: Any, args: Any, kwargs: Any) -> Any:
+    """Foreach and fused kernels: of each position the first argument says how it is cut."""
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and _has_tensors(a)]
+    alike: dict[int, FlatTensor] = {}
+    for some in lists:
+        for i, t in enumerate(some):
+            if isinstance(t, FlatTensor):
+                alike.setdefault(i, t)
+    lone = next(iter(alike.values()))
+    if any(not isinstance(t, FlatTensor) and t.dim() for t in _written_beside(func, args, kwargs, alike)):
+        raise _of_ranks(func)
+
+    def local(a: Any) -> Any:
+        if isinstance(a, (list, tuple)) and _has_tensors(a):
+            return [_range(t, alike[i]) if i in alike else t for i, t in enumerate(a)]
+        return _range(a, lone) if isinstance(a, Tensor) else a
+
+    found = func(*map(local, args), **{k: local(v) for k, v in kwargs.items()})
+    if isinstance(found, (list, tuple)):
+        return [alike[i].like(t) if i in alike else t for i, t in enumerate(found)]
+    return found
+
+
+def _written_beside(func: Any, args: Any, kwargs: Any, alike: Iterable[int]) -> list[Tensor]:
+    """Of the lists that are written to, what stands at the positions of sharded tensors."""
+    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    lists = [given[name] for name in written if isinstance(given.get(name), (list, tuple))]
+    return [some[i] for some in lists for i in alike if i < len(some)]
+
+
+def _of_ranks(func: Any) -> ShardError:
+    return ShardError(
+        f"{func._schema.name} was given a sharded tensor and a plain one, which differs between ranks; call the module "
+        "that was sharded, or its root, or use `with unshard(model):`"
+    )
+
+
+def _has_tensors(a: Sequence[Any]) -> bool:
+    return any(isinstance(t, Tensor) for t in a)
+
+
+def _draw(func: Any, args: Any, kwargs: Any) -> Any:
+    """Random values in place: each rank draws the whole tensor, so that equal seeds give what one process draws."""
+    t: FlatTensor = args[0]
+    whole = torch.empty(t.shape, dtype=t.dtype, device=t._local_tensor.device)
+    func(whole, *args[1:], **kwargs)
+    t._local_tensor.copy_(t.range_of(whole))
+    return t
+
+
+# -- reductions over ranks -------------------------------------------------------------------------------------------
+
+
+def _norm(func: Any, args: Any, kwargs: Any) -> Any:
+    t = args[0]
+    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    order, dims = given.get("ord", given.get("p", 2)), given.get("dim")
+    if not isinstance(t, FlatTensor) or (dims and len(dims) != t.dim()) or given.get("keepdim"):
+        return NotImplemented
+    return _norms([t], 2.0 if order is None else float(order), given.get("dtype"))[0]
+
+
+def _foreach_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    sharded = [t for t in args[0] if isinstance(t, FlatTensor)]
+    found, mesh = iter(_norms(sharded, order, dtype)), sharded[0].flat_placement.mesh.plain_mesh
+
+    def beside(t: Tensor) -> Tensor:
+        norm: Tensor = torch.linalg.vector_norm(t, order, dtype=dtype)
+        return norm if isinstance(norm, DTensor) else Replica.of(norm, mesh)
+
+    return [next(found) if isinstance(t, FlatTensor) else beside(t) for t in args[0]]
+
+
+def _foreach_max(func: Any, args: Any, kwargs: Any) -> Any:
+    return [torch.max(t) for t in args[0]]
+
+
+def _norms(tensors: Sequence[FlatTensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
+    """Those of the whole tensors; one all-reduce for each shard group."""
+    by_group: dict[Any, list[int]] = {}
+    for i, t in enumerate(tensors):
+        by_group.setdefault(t.flat_placement.mesh.shard_group, []).append(i)
+    found: dict[int, Tensor] = {}
+    for group, indices in by_group.items():
+        mesh = tensors[indices[0]].flat_placement.mesh
+        each = torch.stack([_local_norm(tensors[i]._local_tensor, order, dtype) for i in indices]).to(mesh.device)
+        if group is not None:
+            _reduce_norms(each, order, group)
+        found.update((i, Replica.of(each[j], tensors[i].flat_placement.mesh.plain_mesh)) for j, i in enumerate(indices))
+    return [found[i] for i in range(len(tensors))]
+
+
+def _local_norm(local: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
+    if not local.numel():
+        nothing = float("inf") if order == float("-inf") else 0.0
+        return torch.full((), nothing, dtype=dtype or local.dtype, device=local.device)
+    norm: Tensor = torch.linalg.vector_norm(local, order, dtype=dtype)
+    return norm
+
+
+def _reduce_norms(each: Tensor, order: float, group: dist.ProcessGroup) -> None:
+    if order in (float("inf"), float("-inf")):
+        dist.all_reduce(each, op=dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN, group=group)
+    elif order == 0:
+        dist.all_reduce(each, op=dist.ReduceOp.SUM, group=group)
+    else:
+        each.pow_(order)
+        dist.all_reduce(each, op=dist.ReduceOp.SUM, group=group)
+        each.pow_(1.0 / order)
+
+
+def _unscale(func: Any, args: Any, kwargs: Any) -> None:
+    """GradScaler: where a gradient is not finite on one rank, it is so for all."""
+    gradients, found_inf, inverse = args
+    local = [t._local_tensor if isinstance(t, FlatTensor) else t for t in gradients]
+    func(local, found_inf, inverse, **kwargs)
+    meshes = [t.flat_placement.mesh for t in gradients if isinstance(t, FlatTensor)]
+    for group in dict.fromkeys(g for m in meshes for g in (m.shard_group, m.replicate_group) if g is not None):
+        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
+
+
+# -- on whole tensors ------------------------------------------------------------------------------------------------
+
+_COPIES = {aten.t, aten.transpose, aten.permute, aten.expand}  # views that are only read
+
+
+def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """Gather, run, and cut again what was written."""
+    packet = func.overloadpacket
+    aliases = [r.alias_info for r in func._schema.returns]
+    if any(a is not None and not a.is_write for a in aliases) and packet not in _COPIES:
+        raise ShardError(
+            f"{func._schema.name} of a sharded tensor would be a view of elements that are on other ranks; take its "
+            "full_tensor(), or use `with unshard(model):`"
+        )
+    written = [t for t in _written(func, args, kwargs) if isinstance(t, FlatTensor)]
+    if not written and _has_plain((args, kwargs)):
+        raise _of_ranks(func)
+    mesh = next(
+        t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, FlatTensor)
+    ).flat_placement.mesh.plain_mesh
+    whole: dict[int, Tensor] = {}
+
+    def gathered(t: Tensor) -> Tensor:
+        if isinstance(t, FlatTensor):
+            return whole.setdefault(id(t), t.whole())
+        if isinstance(t, Replica):
+            return t._local_tensor
+        return t.full_tensor() if isinstance(t, DTensor) else t
+
+    whole_args, whole_kwargs = pytree.tree_map_only(Tensor, gathered, (args, kwargs))
+    found = func(*whole_args, **whole_kwargs)
+    for t in written:
+        t._local_tensor.copy_(t.range_of(whole[id(t)]))
+    same = [*written, *(a for a, b in zip(args, whole_args, strict=True) if b is found)]
+    if same:
+        return same[0]
+    is_view = packet in _COPIES
+    return pytree.tree_map_only(
+        Tensor, lambda t: Replica.of(t, mesh) if is_view or not t.dim() else replicated(t, mesh), found
+    )
+
+
+def _has_plain(given: Any) -> bool:
+    """Whether a tensor is among it that may differ between ranks."""
+    return any(type(t) is Tensor and t.dim() for t in pytree.tree_leaves(given))
+
+
+class Replica(DTensor):
+    """What has been gathered or reduced: a number, which may be combined with plain tensors; or a copy of what torch would
+    make a view, such as a transposed matrix, to be read only."""
+
+    @classmethod
+    def of(cls, whole: Tensor, mesh: DeviceMesh) -> Replica:
+        make: Any = DTensor.__new__
+        made: Replica = make(cls, whole, replicated(whole, mesh)._spec, requires_grad=False)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        written = [t for t in _written(func, args, kwargs) if isinstance(t, cls)]
+        if any(t.dim() for t in written):
+            raise ShardError(
+                f"{func._schema.name} would write to a copy of a sharded tensor, as .t() and expand() make it, where that "
+                "is lost; write to the tensor itself, or use `with unshard(model):`"
+            )
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if any(isinstance(t, cls) and t.dim() for t in tensors) and not any(isinstance(t, FlatTensor) for t in tensors):
+            if _has_plain(tensors):
+                raise _of_ranks(func)
+        elif not all(isinstance(t, DTensor) for t in tensors):  # numbers among plain tensors
+            local_args, local_kwargs = pytree.tree_map_only(cls, lambda t: t._local_tensor, (args, kwargs))
+            found = func(*local_args, **local_kwargs)
+            return written[0] if written else found
+        plain_args, plain_kwargs = pytree.tree_map_only(
+            cls, lambda t: replicated(t._local_tensor, t.device_mesh), (args, kwargs)
+        )
+        found = func(*plain_args, **plain_kwargs)
+        if written:
+            return written[0]
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        return pytree.tree_map_only(
+            DTensor,
+            lambda t: cls.of(t._local_tensor, t.device_mesh) if type(t) is DTensor and (is_view or not t.dim()) else t,
+            found,
+        )
+
+
+# -- views that are ranges again -------------------------------------------------------------------------------------
+
+
+def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
+    """Another shape of the same elements in the same order, or of elements of another type."""
+    t = args[0]
+    if func is aten.view.dtype:
+        return t.like(t._local_tensor.view(args[1])) if args[1].itemsize == t.dtype.itemsize else NotImplemented
+    shape = func(torch.empty(t.shape, device="meta"), *args[1:], **kwargs).shape
+    return t.like(t._local_tensor.detach(), shape)
+
+
+def _as_real(func: Any, args: Any, kwargs: Any) -> FlatTensor:
+    """Complex numbers as pairs."""
+    t: FlatTensor = args[0]
+    placement = FlatPlacement(
+        mesh=t.flat_placement.mesh, ranges=tuple((2 * a, 2 * b) for a, b in t.flat_placement.ranges)
+    )
+    return t.plain().of(func(t._local_tensor.detach()).view(-1), (*t.shape, 2), placement)
+
+
+def _select(func: Any, args: Any, kwargs: Any) -> Any:
+    t, dim, index = args[0], int(args[1]), int(args[2])
+    if t.shape[:dim].numel() != 1 or dim < 0:
+        return NotImplemented
+    index, row = index % t.shape[dim], t.shape[dim + 1 :].numel()
+    return _part(t, index * row, (index + 1) * row, (*t.shape[:dim], *t.shape[dim + 1 :]))
+
+
+def _slice(func: Any, args: Any, kwargs: Any) -> Any:
+    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    t, dim = args[0], given.get("dim", 0)
+    if t.shape[:dim].numel() != 1 or dim < 0 or given.get("step", 1) != 1:
+        return NotImplemented
+    start, stop, _ = slice(given.get("start"), given.get("end")).indices(t.shape[dim])
+    row, rows = t.shape[dim + 1 :].numel(), max(0, stop - start)
+    return _part(t, start * row, (start + rows) * row, (*t.shape[:dim], rows, *t.shape[dim + 1 :]))
+
+
+def _part(t: FlatTensor, start: int, stop: int, shape: tuple[int, ...]) -> FlatTensor:
+    placement, first = t.flat_placement.part(start, stop), t.flat_placement.own[0]
+    a, b = placement.own
+    local = t._local_tensor.detach()[start + a - first : start + b - first] if a < b else t._local_tensor.detach()[:0]
+    return t.plain().of(local, shape, placement)
+
+
+def _empty(func: Any, args: Any, kwargs: Any) -> Any:
+    """`t.new_zeros(shape)` and the like: cut as `t` is where the shape is the same, replicated otherwise."""
+    t, size = args[0], torch.Size(args[1])
+    options = {"dtype": t.dtype, "device": t._local_tensor.device, **kwargs}
+    local = t._local_tensor if size == t.shape else torch.empty(size, dtype=t.dtype, device=t._local_tensor.device)
+    options.pop("memory_format", None)
+    made = func(local, local.shape, *args[2:], **options)
+    return t.like(made) if size == t.shape else replicated(made, t.flat_placement.mesh.plain_mesh)
+
+
+Special = Callable[[Any, Any, Any], Any]
+
+_SPECIAL: dict[Any, Special] = {
+    aten.linalg_vector_norm: _norm,
+    aten.norm: _norm,
+    aten._foreach_norm: _foreach_norm,
+    aten._foreach_max: _foreach_max,
+    aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
+    aten.view: _reshaped,
+    aten._unsafe_view: _reshaped,
+    aten._reshape_alias: _reshaped,
+    aten.unsqueeze: _reshaped,
+    aten.squeeze: _reshaped,
+    aten.view_as_real: _as_real,
+    aten.select: _select,
+    aten.slice: _slice,
+    aten.new_zeros: _empty,
+    aten.new_empty: _empty,
+    aten.new_ones: _empty,
+    aten.new_full: _empty,
+}
+
+
+# -- the class -------------------------------------------------------------------------------------------------------
+
+
+class FlatDTensor(FlatTensor):
+    """A tensor of which each rank holds a range of elements. Make it by `of`."""
+
+    @classmethod
+    def plain(cls) -> type[FlatTensor]:
+        return FlatDTensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return dispatch(func, args, kwargs or {})

@@ -19,8 +19,9 @@ from torch import distributed as dist
 
 from fsdp_lab.core.layout import Layout, Range
 from fsdp_lab.engine.collectives import CommHandle, CommStream, all_reduce, reduce_scatter
-from fsdp_lab.engine.dtensor import FlatDTensor, FlatPlacement
+from fsdp_lab.engine.dtensor import FlatDTensor
 from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.flat_tensor import FlatPlacement
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.parameters import Region
 from fsdp_lab.engine.policy import ShardPolicy
@@ -232,7 +233,7 @@ class GradientBuffer:
         else:
             found.add_(value)
 
-    def gradient_of_region(self, group: Hashable) -> FlatDTensor | None:
+    def gradient_of_region(self, group: Hashable) -> Tensor | None:
         """Raises ShardError where some of its parameters have a gradient and others have none."""
         some = [i for i, slot in enumerate(self.layout.slots) if slot.group == group]
         absent = [i for i in some if i not in self._present]

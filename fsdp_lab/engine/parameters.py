@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -22,23 +22,20 @@ from fsdp_lab.core.layout import Slot
 from fsdp_lab.engine.dtensor import FlatDTensor
 from fsdp_lab.engine.errors import ShardError
 
-if TYPE_CHECKING:
-    from fsdp_lab.engine.flat import FlatBuffer
-    from fsdp_lab.engine.gradients import GradientBuffer
-
 
 class ShardedParameter(FlatDTensor):
     """See the module."""
 
     _is_param = True  # by which torch recognises an nn.Parameter
-    flat: FlatBuffer
+    flat: Any  # the `FlatBuffer` that made it
     number: int  # which of the buffer's parameters
     seen: list[weakref.ref[Any]]  # what `.data` was, where somebody holds it
 
     @property
     def grad(self) -> Tensor | None:
         """The reduced gradient; with what autograd added to this tensor itself, as for a penalty on weights."""
-        return self.flat.gradients.gradient(self.number)
+        found: Tensor | None = self.flat.gradients.gradient(self.number)
+        return found
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -81,7 +78,7 @@ class ShardedParameter(FlatDTensor):
 
     def register_hook(self, hook: Any) -> Any:
         """It is called with this rank's own gradient, whole and before it is reduced, as under DDP."""
-        return self.flat.parameters[self.number].register_hook(hook)  # type: ignore[no-untyped-call]
+        return self.flat.parameters[self.number].register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
         """It is called when the gradient has been reduced."""
@@ -94,11 +91,12 @@ class ShardedParameter(FlatDTensor):
     @property
     def fqn(self) -> str:
         """Its name in the root module."""
-        return self.flat.names[self.number]
+        return str(self.flat.names[self.number])
 
     @property
     def slot(self) -> Slot:
-        return self.flat.layout.slots[self.number]
+        slot: Slot = self.flat.layout.slots[self.number]
+        return slot
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Neither pickled nor copied: most of it is on other ranks."""
@@ -132,13 +130,14 @@ class Region(FlatDTensor):
     """See the module."""
 
     _is_param = True
-    gradients: GradientBuffer
+    gradients: Any  # the `GradientBuffer` that made it
     group: Hashable
 
     @property
     def grad(self) -> Tensor | None:
         """Raises ShardError where some of the region's parameters have a gradient, and others have none."""
-        return self.gradients.gradient_of_region(self.group)
+        found: Tensor | None = self.gradients.gradient_of_region(self.group)
+        return found
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

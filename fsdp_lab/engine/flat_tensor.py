@@ -1,0 +1,283 @@
+"""`FlatTensor`, the base of `FlatDTensor`: a tensor of which each rank holds a range of elements, counted in row order.
+
+A flat buffer is cut wherever its shards end, also in the middle of a row, which no placement of torch's can say. So this is
+a DTensor whose local tensor is that range, [m], and whose shape is the whole tensor's. It is what `module.parameters()`
+yields between steps, and what gradients, optimizer states and a `state_dict` are made of. As with FSDP2's DTensors,
+
+- element-wise arithmetic, and so an optimizer's step, touches the local range only (dtensor.py);
+- norms are those of the whole tensor; other operations gather it, and return a replicated DTensor: they are collective;
+- `full_tensor()` is the whole tensor, and `to_local()` the range;
+- Distributed Checkpoint stores it under its name and shape, in boxes, and loads it from any other layout.
+
+`placements` reads as `Replicate()`, the only placement of torch's by which a whole tensor may be copied into one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from fsdp_lab.core.layout import Range
+from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.mesh import ShardMesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatPlacement:
+    """Which elements of the flattened tensor each rank of a shard group holds; in order, without overlaps."""
+
+    mesh: ShardMesh
+    ranges: tuple[Range, ...]  # by shard rank; (0, 0) where it is empty
+
+    @property
+    def own(self) -> Range:
+        return self.ranges[self.mesh.shard_rank]
+
+    def part(self, start: int, stop: int) -> FlatPlacement:
+        """That of elements [start, stop), counted from `start`."""
+        cut = [(max(a, start) - start, min(b, stop) - start) for a, b in self.ranges]
+        return FlatPlacement(mesh=self.mesh, ranges=tuple((a, b) if a < b else (0, 0) for a, b in cut))
+
+    def gather(self, local: Tensor, numel: int) -> Tensor:
+        """[numel], the whole tensor flattened; collective. Each rank sends its part to the others: an all-gather of equal
+        parts would hold F times the longest one."""
+        mesh = self.mesh
+        whole = torch.empty(numel, dtype=local.dtype, device=mesh.device)
+        works: list[dist.Work | None] = []
+        for rank, (start, stop) in enumerate(self.ranges):
+            if rank == mesh.shard_rank:
+                whole[start:stop].copy_(local)
+            if start < stop and mesh.shard_group is not None:
+                source = dist.get_global_rank(mesh.shard_group, rank)
+                works.append(dist.broadcast(whole[start:stop], src=source, group=mesh.shard_group, async_op=True))
+        for work in works:
+            if work is not None:
+                work.wait()
+        return whole
+
+
+class FlatTensor(DTensor):
+    """All of it but torch's operations.
+
+    Attributes:
+        flat_placement: which elements each rank holds.
+    """
+
+    flat_placement: FlatPlacement
+
+    @classmethod
+    def of(cls, local: Tensor, shape: Sequence[int], placement: FlatPlacement, *, requires_grad: bool = False) -> Self:
+        """local: [m], this rank's range of a tensor of `shape`."""
+        mesh = placement.mesh.device_mesh
+        meta = TensorMeta(torch.Size(shape), _strides(shape), local.dtype)
+        spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+        return cls._made(local, spec, placement, requires_grad=requires_grad)
+
+    @classmethod
+    def _made(cls, local: Tensor, spec: DTensorSpec, placement: FlatPlacement, *, requires_grad: bool) -> Self:
+        make: Any = DTensor.__new__
+        made: Self = make(cls, local, spec, requires_grad=requires_grad)
+        made.flat_placement = placement
+        return made
+
+    def like(self, local: Tensor, shape: Sequence[int] | None = None) -> FlatTensor:
+        """Another one that is cut as this one is."""
+        if shape is None and local.dtype == self.dtype:  # an optimizer makes many
+            return self.plain()._made(local, self._spec, self.flat_placement, requires_grad=False)
+        return self.plain().of(local, self.shape if shape is None else shape, self.flat_placement)
+
+    def adopt(self, t: DTensor) -> None:
+        """Make one of torch's DTensors, of the same shape, a tensor that is cut as this one is; collective."""
+        cut, changed = self.like(self.range_of(t.full_tensor()).clone()), cast(Any, t)
+        changed.__class__ = self.plain()
+        changed._local_tensor, changed._spec, changed.flat_placement = cut._local_tensor, cut._spec, cut.flat_placement
+
+    @classmethod
+    def plain(cls) -> type[FlatTensor]:
+        """The class that knows torch's operations."""
+        raise NotImplementedError
+
+    @property
+    def __tensor_flatten__(self) -> Any:
+        """Not for torch.compile; without it `module.to()` and the like assign `.data`, and swap no objects."""
+        raise AttributeError("__tensor_flatten__")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        start, stop = self.flat_placement.own
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, elements [{start}, {stop})={self._local_tensor})"
+
+    # -- whole and local --------------------------------------------------------------------------------------------
+
+    def whole(self) -> Tensor:
+        """The whole tensor, a copy outside of autograd; collective in the shard group."""
+        return self.flat_placement.gather(self._local_tensor.detach(), self.numel()).view(self.shape)
+
+    def range_of(self, whole: Tensor) -> Tensor:
+        """[m], this rank's range of a whole tensor, which is expanded to this shape."""
+        start, stop = self.flat_placement.own
+        return whole.expand(self.shape).reshape(-1)[start:stop]
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """The whole tensor; differentiable; collective."""
+        whole: Tensor = _Whole.apply(self)  # type: ignore[no-untyped-call]
+        return whole
+
+    def redistribute(self, device_mesh: DeviceMesh | None = None, placements: Any = None, **options: Any) -> DTensor:
+        """As one of torch's DTensors on the same mesh; collective."""
+        whole = replicated(self.full_tensor(), self.device_mesh)
+        return whole if placements is None else whole.redistribute(device_mesh, placements, **options)
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        """[m], this rank's range of elements; differentiable. `copy_` takes a whole tensor too."""
+        local: Tensor = _Local.apply(self)  # type: ignore[no-untyped-call]
+        return local
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise ShardError("numpy() of a sharded tensor would see one rank's range; call full_tensor() first")
+
+    def tolist(self) -> Any:
+        raise ShardError("tolist() of a sharded tensor would see one rank's range; call full_tensor() first")
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.dtype != self.dtype or value.shape != self.shape:
+            raise ShardError("a sharded tensor cannot be given data of another shape or dtype; make a new one")
+        self.detach().copy_(value)
+
+    # -- copies -----------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: Any) -> FlatTensor:
+        copy = self.like(self._local_tensor.detach().clone())
+        copy.requires_grad_(self.requires_grad)
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardError("a sharded tensor cannot be pickled, since most of it is on other ranks; save its full_tensor(), "
+                         "or save with torch.distributed.checkpoint")  # fmt: skip
+
+    # -- torch.distributed.checkpoint -------------------------------------------------------------------------------
+
+    def _boxes(self) -> list[tuple[Range, ChunkStorageMetadata]]:
+        found = boxes(tuple(self.shape), *self.flat_placement.own)
+        return [(r, ChunkStorageMetadata(offsets=torch.Size(at), sizes=torch.Size(size))) for r, at, size in found]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for _, chunk in self._boxes()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [chunk for _, chunk in self._boxes()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        begin = self.flat_placement.own[0]
+        for (start, stop), chunk in self._boxes():
+            if chunk.offsets == index.offset:
+                return self._local_tensor.detach()[start - begin : stop - begin].view(chunk.sizes)
+        raise ShardError(f"{index.fqn}: this rank holds no part that begins at {index.offset}")
+
+
+class _LocalPart(Tensor):
+    """What `to_local` returns: torch copies whole tensors into the local tensors of replicated DTensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    range_of: Callable[[Tensor], Tensor]
+
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> Self:
+        part = source if source.shape == self.shape else self.range_of(source)
+        super().copy_(part, non_blocking=non_blocking)
+        return self
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: FlatTensor) -> Tensor:
+        ctx.like = t.like(t._local_tensor.detach())
+        return t.whole()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> FlatTensor:
+        found: FlatTensor = ctx.like.like(ctx.like.range_of(grad))
+        return found
+
+
+class _Local(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: FlatTensor) -> Tensor:
+        ctx.like = t.like(t._local_tensor.detach())
+        local = t._local_tensor.detach().as_subclass(_LocalPart)
+        local.range_of = ctx.like.range_of
+        return local
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> FlatTensor:
+        found: FlatTensor = ctx.like.like(grad)
+        return found
+
+
+def replicated(whole: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A tensor that is the same on all ranks, as a DTensor."""
+    made: DTensor = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return made
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[Range, tuple[int, ...], tuple[int, ...]]]:
+    """Elements [start, stop) of a tensor of `shape` as boxes: the range of each, its offsets and its sizes.
+
+    Of a matrix: the end of one row, whole rows, and the beginning of another.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [((start, stop), (), ())]
+    row = 1
+    for size in shape[1:]:
+        row *= size
+    found: list[tuple[Range, tuple[int, ...], tuple[int, ...]]] = []
+    first, last = -(-start // row), stop // row  # whole rows [first, last)
+    if first > last:  # within one row
+        return _in_row(shape, last, start, stop, row)
+    if start < first * row:
+        found += _in_row(shape, first - 1, start, first * row, row)
+    if first < last:
+        rest = (0,) * (len(shape) - 1)
+        found.append(((first * row, last * row), (first, *rest), (last - first, *shape[1:])))
+    if last * row < stop:
+        found += _in_row(shape, last, last * row, stop, row)
+    return found
+
+
+def _in_row(
+    shape: tuple[int, ...], at: int, start: int, stop: int, row: int
+) -> list[tuple[Range, tuple[int, ...], tuple[int, ...]]]:
+    begin = at * row
+    inside = boxes(shape[1:], start - begin, stop - begin)
+    return [((a + begin, b + begin), (at, *offsets), (1, *sizes)) for (a, b), offsets, sizes in inside]
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, numel = [], 1
+    for size in reversed(shape):
+        strides.append(numel)
+        numel *= max(1, size)
+    return tuple(reversed(strides))
