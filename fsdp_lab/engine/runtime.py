@@ -99,7 +99,7 @@ class Backward:
     def __init__(self) -> None:
         self.passes: list[Pass] = []
         self.at_work: Counter[Unit] = Counter()  # how many calls of a unit have begun and not ended
-        self.makes_graph = torch.is_grad_enabled()  # through which another backward may go, with the same parameters
+        self.makes_graph = False  # through which another backward may go, with the same parameters
 
 
 class Runtime:
@@ -254,9 +254,11 @@ class Runtime:
         self._issue(current, Point(Direction.BACKWARD, k, PointSide.BEFORE))
         self.make_ready(unit, Direction.BACKWARD)
         self._begin_computing(unit, current, Direction.BACKWARD, k)
-        if backward.makes_graph and unit not in self._held:
-            self._held.add(unit)
-            unit.pins += 1
+        if torch.is_grad_enabled():
+            backward.makes_graph = True
+            if unit not in self._held:
+                self._held.add(unit)
+                unit.pins += 1
 
     def after_backward(self, unit: Unit, current: Pass, k: int) -> None:
         """Gradients of a call's inputs are there, hence those of its parameters: free it, and reduce them."""
