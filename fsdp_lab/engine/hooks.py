@@ -3,11 +3,10 @@
 Note: hooks and autograd. Four places are enough. Before a module's forward its inputs pass through views of themselves; a
 hook on such a view runs when its gradient is complete, which is when the backward of everything inside the module is over,
 and not, as a hook on the input itself would, when that of every other user of the input is. A hook on the module's outputs
-runs before its backward. A parameter's gradient is taken by a hook of autograd's accumulation node: it is copied into the
-gradient buffer while it is in cache and released, so that a unit's gradients are not held twice. Accumulation nodes run as
-soon as they can, before any hook on a view, so a unit's gradients are complete when its backward is reported as over; what
-comes later all the same (a parameter used again outside) is reduced at the end of the backward. The hooks of a pass hold
-its `Pass`; when the graph is freed without a backward they are, and the runtime sees it by its weak reference.
+runs before its backward. A parameter's gradient is taken by a hook of autograd's accumulation node. Accumulation nodes run
+as soon as they can, before any hook on a view, so a unit's gradients are complete when its backward is reported as over;
+what comes later all the same (a parameter used again outside) is reduced at the end of the backward. The hooks of a pass
+hold its `Pass`; when the graph is freed without a backward they are, and the runtime sees it by its weak reference.
 
 Under activation checkpointing a module's forward runs again inside the backward. Then it only needs its parameters.
 torch.compile is kept out of the hooks: what they do must happen at every call, so a compiled module calls them, and its
