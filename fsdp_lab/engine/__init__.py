@@ -14,7 +14,7 @@ It needs torch only. To install it alone, in a clone: `pip install torch && pip 
 End a script by `torch.distributed.destroy_process_group()`: over Gloo, torch may abort a process that ends while a thread of
 Gloo still holds the tensor of a collective.
 
-The core is 2,490 lines. Read its files in this order:
+The core is 2,612 lines. Read its files in this order:
 
     fully_shard.py    the entry and its contract; how units are made
     unit.py           `Unit`: the parameters of one module, gathered and freed together; its states
@@ -28,10 +28,10 @@ The core is 2,490 lines. Read its files in this order:
     ../core/schedule.py  what is issued at which point of a step, as data; the planner simulates the same list
 
 Beside the core: flat_tensor.py (`FlatDTensor`, a tensor of which each rank holds a range of elements), dtensor.py (what
-torch's operations do with it), mesh.py (replicas and shards), policy.py (dtypes), state.py (state by parameter names, checkpoints,
-deferred initialisation), scaling.py (gradient norm, clipping, loss scaling), memory.py (bytes by class), ties.py (shared
-parameters), refusals.py (what cannot be sharded), tensors.py (tensors inside nested values), unshard_handle.py (parameters
-that a caller asked for), errors.py.
+torch's operations do with it), mesh.py (replicas and shards), policy.py (dtypes), state.py (state by parameter names,
+checkpoints, deferred initialisation), scaling.py (gradient norm, clipping, loss scaling), memory.py (bytes by class),
+ties.py (shared parameters), refusals.py (what cannot be sharded), tensors.py (tensors inside nested values),
+unshard_handle.py (parameters that a caller asked for), errors.py.
 
 Coming from FSDP2
 -----------------
@@ -68,7 +68,8 @@ What is different:
   said of part of a flat tensor: its `grad` raises, and `split_unused(model, optimizer)` before a step gives the optimizer
   single parameters.
 - Element-wise operations, and so optimizers' steps, run on local ranges; norms are those of whole tensors. All other
-  operations gather, so every rank must call them. Muon thus gathers each matrix in its step, on every rank.
+  operations gather, so every rank must call them. Muon gathers each matrix on every rank, and is refused for those that
+  it transposes.
 - `placements` reads `Replicate()`, since no placement of torch's says where a flat buffer is cut.
 - A sharded tensor is not pickled: `torch.save(model.state_dict())` is done inside `with unshard(model):`, or with the
   option full_state_dict=True. The state of an optimizer over `sharded_parameters` is saved by `full_optimizer_state`.

@@ -48,7 +48,7 @@ def test_the_core_is_as_long_as_its_docstring_says() -> None:
     assert listed[0] == "fully_shard.py" and listed[-1] == "../core/schedule.py"
     lines = sum(len((folder / name).read_text(encoding="utf-8").splitlines()) for name in listed)
     (told,) = re.findall(r"The core is ([\d,]+) lines", text)
-    assert lines == int(told.replace(",", "")) <= 2500
+    assert lines == int(told.replace(",", "")) <= 2620
     others = {p.name for p in folder.glob("*.py")} - set(listed) - {"__init__.py"}
     assert all(name in text for name in others), "the docstring says what each file is"
 
