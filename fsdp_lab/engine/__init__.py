@@ -68,8 +68,7 @@ What is different:
   said of part of a flat tensor: its `grad` raises, and `split_unused(model, optimizer)` before a step gives the optimizer
   single parameters.
 - Element-wise operations, and so optimizers' steps, run on local ranges; norms are those of whole tensors. All other
-  operations gather, so every rank must call them. Muon gathers each matrix on every rank, and is refused for those that
-  it transposes.
+  operations gather, so every rank must call them. Muon thus gathers each matrix in its step, on every rank.
 - `placements` reads `Replicate()`, since no placement of torch's says where a flat buffer is cut.
 - A sharded tensor is not pickled: `torch.save(model.state_dict())` is done inside `with unshard(model):`, or with the
   option full_state_dict=True. The state of an optimizer over `sharded_parameters` is saved by `full_optimizer_state`.

@@ -260,7 +260,7 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
 
 # -- on whole tensors ------------------------------------------------------------------------------------------------
 
-_COPIES = {aten.t, aten.transpose, aten.permute, aten.expand}  # views that are only read
+_COPIES = {aten.t, aten.transpose, aten.permute, aten.expand}  # views of which a copy is made
 
 
 def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
@@ -294,10 +294,18 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     same = [*written, *(a for a, b in zip(args, whole_args, strict=True) if b is found)]
     if same:
         return same[0]
-    is_view = packet in _COPIES
-    return pytree.tree_map_only(
-        Tensor, lambda t: Replica.of(t, mesh) if is_view or not t.dim() else replicated(t, mesh), found
-    )
+    if packet in _COPIES:
+        copy = Replica.of(found, mesh)
+        copy.source = None if packet is aten.expand else (args[0], _order_before(packet, args))
+        return copy
+    return pytree.tree_map_only(Tensor, lambda t: replicated(t, mesh) if t.dim() else Replica.of(t, mesh), found)
+
+
+def _order_before(packet: Any, args: Any) -> list[int]:
+    """The dimensions of what was transposed, as it must be permuted to be as before."""
+    dims = list(range(args[0].dim()))
+    meta = packet(torch.empty([2 + d for d in dims], device="meta"), *args[1:])  # its sizes tell where dimensions went
+    return [list(meta.shape).index(2 + d) for d in dims]
 
 
 def _has_plain(given: Any) -> bool:
@@ -307,7 +315,10 @@ def _has_plain(given: Any) -> bool:
 
 class Replica(DTensor):
     """What has been gathered or reduced: a number, which may be combined with plain tensors; or a copy of what torch would
-    make a view, such as a transposed matrix, to be read only."""
+    make a view, such as a transposed matrix. What is written to that is written to its source too; a copy that was
+    expanded can only be read."""
+
+    source: tuple[FlatTensor, list[int]] | None = None  # of what it is a copy, and how to permute it to be as that
 
     @classmethod
     def of(cls, whole: Tensor, mesh: DeviceMesh) -> Replica:
@@ -319,9 +330,9 @@ class Replica(DTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         written = [t for t in _written(func, args, kwargs) if isinstance(t, cls)]
-        if any(t.dim() for t in written):
+        if any(t.dim() and t.source is None for t in written):
             raise ShardError(
-                f"{func._schema.name} would write to a copy of a sharded tensor, as .t() and expand() make it, where that "
+                f"{func._schema.name} would write to a copy of a sharded tensor, as expand() makes it, where that "
                 "is lost; write to the tensor itself, or use `with unshard(model):`"
             )
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -336,6 +347,10 @@ class Replica(DTensor):
             cls, lambda t: replicated(t._local_tensor, t.device_mesh), (args, kwargs)
         )
         found = func(*plain_args, **plain_kwargs)
+        for t in written:
+            if t.source is not None:
+                source, order = t.source
+                source.copy_(t._local_tensor.permute(order))
         if written:
             return written[0]
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)

@@ -41,7 +41,7 @@ Scenario = Callable[[Place], None]
 STEPS = 3
 
 
-def everywhere(*scenarios: Scenario) -> Any:
+def everywhere(*scenarios: Any) -> Any:
     return pytest.mark.parametrize("scenario", scenarios, ids=lambda s: s.__name__)
 
 
@@ -666,7 +666,7 @@ def freed_in_time(place: Place) -> None:
         assert reduced == [f"blocks.{i}" for i in range(5, -1, -1)] + [""]
 
 
-@everywhere(recomputed, the_whole_model_recomputed, freed_in_time)
+@everywhere(pytest.param(recomputed, marks=pytest.mark.slow), the_whole_model_recomputed, freed_in_time)
 def test_forwards_inside_a_backward(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)
 
