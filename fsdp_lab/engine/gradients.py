@@ -61,7 +61,7 @@ class GradientBuffer:
         self._given: dict[int, FlatDTensor] = {}  # those of them that a caller set
         self._apart: set[int] = set()  # parameters of which `reduced` has none, or another than theirs
         self._arrived: set[int] = set()
-        self._firsts: dict[frozenset[int], Tensor] = {}  # of what each rank holds, by the parameters that came
+        self._firsts: tuple[frozenset[int], Tensor] | None = None  # the parameters that came last, and their elements
         self.regions = {group: self._region(group) for group in layout.regions}
 
     def _region(self, group: Hashable) -> Region:
@@ -137,9 +137,10 @@ class GradientBuffer:
             if i not in arrived:
                 gradient[slot.offset : slot.stop].fill_(complex(-0.0, -0.0) if gradient.is_complex() else -0.0)
         gradient[end:].zero_()
-        if arrived not in self._firsts:
-            self._firsts[arrived] = self._first_elements(arrived)
-        gradient.index_add_(0, self._firsts[arrived], gradient.new_zeros(len(self._firsts[arrived])))
+        if self._firsts is None or self._firsts[0] != arrived:
+            self._firsts = arrived, self._first_elements(arrived)
+        firsts = self._firsts[1]
+        gradient.index_add_(0, firsts, gradient.new_zeros(len(firsts)))
         return gradient, arrived
 
     def _first_elements(self, arrived: frozenset[int]) -> Tensor:
