@@ -145,7 +145,7 @@ class GradientBuffer:
 
     def _first_elements(self, arrived: frozenset[int]) -> Tensor:
         """The first elements of what each rank holds of these parameters."""
-        n = self.layout.shard_numel
+        n = max(1, self.layout.shard_numel)  # 0: of parameters without elements
         slots = [self.layout.slots[i] for i in arrived]
         found = {s.offset for s in slots if s.numel}
         found.update(cut for s in slots for cut in range(-(-s.offset // n) * n, s.stop, n))

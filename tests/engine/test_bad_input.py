@@ -314,6 +314,17 @@ def test_modules_that_cannot_be_units(pool: Pool, scenario: Scenario) -> None:
 # -- what looks odd, and is right --------------------------------------------------------------------------------------
 
 
+class Empty(nn.Module):
+    """Its unit has parameters, and no element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.none.sum()
+
+
 class Odd(nn.Module):
     """A complex weight, one without elements, one without dimensions, and a module without any."""
 
@@ -321,7 +332,7 @@ class Odd(nn.Module):
         super().__init__()
         self.wave = nn.Parameter(torch.randn(WIDTH, 5, dtype=torch.complex64))
         self.none, self.scale = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.ones(()))
-        self.blocks = nn.ModuleList([nn.Tanh(), nn.Linear(5, 5), nn.ReLU()])
+        self.blocks = nn.ModuleList([nn.Tanh(), nn.Linear(5, 5), Empty(), nn.ReLU()])
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.view_as_real(x.to(self.wave.dtype) @ self.wave).sum(-1)
