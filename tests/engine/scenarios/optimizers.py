@@ -350,7 +350,7 @@ SCENARIOS = (
     Scenario(script=clipping_by_value, faults=("clips no value",)),
     Scenario(script=gradient_log, bits=False),
     Scenario(script=gradients_edited),
-    Scenario(script=gradients_kept),
+    Scenario(script=gradients_kept, other_order={Kind.DDP: "it adds what was reduced before to each rank's gradient"}),
     Scenario(script=weights_exchanged, not_under={Kind.FSDP2: "it does not see data that a parameter is given"}),
     Scenario(script=temperature, bits=False),
     Scenario(script=grad_scaler, dtype=torch.float32, bound=_FP16_BOUND, faults=("no rank skips",)),
