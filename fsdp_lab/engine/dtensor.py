@@ -7,7 +7,7 @@ There are three kinds.
 3. All others run on the gathered tensors; what they write is cut again. Every rank must call them.
 
 Views are refused unless they are ranges of elements again, as a row is: what were written to another one would be lost. A
-transposed tensor is a `Replica`, which can be read only.
+transposed tensor is a `Replica`, a copy; what is written to it is written to the sharded tensor too.
 """
 
 from __future__ import annotations
@@ -279,15 +279,9 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
         t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, FlatTensor)
     ).flat_placement.mesh.plain_mesh
     whole: dict[int, Tensor] = {}
-
-    def gathered(t: Tensor) -> Tensor:
-        if isinstance(t, FlatTensor):
-            return whole.setdefault(id(t), t.whole())
-        if isinstance(t, Replica):
-            return t._local_tensor
-        return t.full_tensor() if isinstance(t, DTensor) else t
-
-    whole_args, whole_kwargs = pytree.tree_map_only(Tensor, gathered, (args, kwargs))
+    whole_args, whole_kwargs = pytree.tree_map_only(
+        Tensor, lambda t: whole.setdefault(id(t), _gathered(t)), (args, kwargs)
+    )
     found = func(*whole_args, **whole_kwargs)
     for t in written:
         t._local_tensor.copy_(t.range_of(whole[id(t)]))
@@ -306,6 +300,14 @@ def _order_before(packet: Any, args: Any) -> list[int]:
     dims = list(range(args[0].dim()))
     meta = packet(torch.empty([2 + d for d in dims], device="meta"), *args[1:])  # its sizes tell where dimensions went
     return [list(meta.shape).index(2 + d) for d in dims]
+
+
+def _gathered(t: Tensor) -> Tensor:
+    if isinstance(t, FlatTensor):
+        return t.whole()
+    if isinstance(t, Replica):
+        return t._local_tensor
+    return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def _has_plain(given: Any) -> bool:
@@ -336,6 +338,8 @@ class Replica(DTensor):
                 "is lost; write to the tensor itself, or use `with unshard(model):`"
             )
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if any(t.dim() for t in written):
+            return cls._write(func, args, kwargs, written)
         if any(isinstance(t, cls) and t.dim() for t in tensors) and not any(isinstance(t, FlatTensor) for t in tensors):
             if _has_plain(tensors):
                 raise _of_ranks(func)
@@ -347,10 +351,6 @@ class Replica(DTensor):
             cls, lambda t: replicated(t._local_tensor, t.device_mesh), (args, kwargs)
         )
         found = func(*plain_args, **plain_kwargs)
-        for t in written:
-            if t.source is not None:
-                source, order = t.source
-                source.copy_(t._local_tensor.permute(order))
         if written:
             return written[0]
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
@@ -359,6 +359,19 @@ class Replica(DTensor):
             lambda t: cls.of(t._local_tensor, t.device_mesh) if type(t) is DTensor and (is_view or not t.dim()) else t,
             found,
         )
+
+    @classmethod
+    def _write(cls, func: Any, args: Any, kwargs: Any, written: Sequence[Replica]) -> Replica:
+        """Write to copies, and to what they are copies of."""
+        if _has_plain((args, kwargs)):
+            raise _of_ranks(func)
+        whole_args, whole_kwargs = pytree.tree_map_only(Tensor, _gathered, (args, kwargs))
+        func(*whole_args, **whole_kwargs)
+        for t in written:
+            if t.source is not None:
+                source, order = t.source
+                source.copy_(t._local_tensor.permute(order))
+        return written[0]
 
 
 # -- views that are ranges again -------------------------------------------------------------------------------------

@@ -499,6 +499,8 @@ def written_to_between_steps(place: Place) -> None:
                 m.blocks[0].up.bias.data = torch.arange(7.0)
                 m.last.weight.data = m.last.weight.data * 0.0
                 m.blocks[2].up.weight.t().mul_(3.0)
+                m.first.weight.t().add_(m.first.weight.detach() * torch.tensor(2.0))
+                m.first.weight.t().sub_(m.blocks[1].up.weight[:WIDTH].t())
                 m.blocks[2].down.weight.view(2, 3, 7).permute(2, 0, 1).add_(1.5)
         found = dict(full_state(model))
         for name in found:  # all others are as they were
