@@ -52,11 +52,19 @@ def _cut_what_is_written(args: tuple[Any, ...]) -> None:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """What `func` writes to, in place or by `out`."""
+    return [t for given in _writable(func, args, kwargs) for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
+
+
+def _writable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments, tensors or lists of them, that `func` writes to."""
     if not func._schema.is_mutable:
         return []
-    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
-    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [t for name in names for t in pytree.tree_leaves(given.get(name)) if isinstance(t, Tensor)]
+    given = _by_name(func, args, kwargs)
+    return [given.get(a.name) for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -159,9 +167,7 @@ def _on_lists(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _written_beside(func: Any, args: Any, kwargs: Any, alike: Iterable[int]) -> list[Tensor]:
     """Of the lists that are written to, what stands at the positions of sharded tensors."""
-    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
-    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    lists = [given[name] for name in written if isinstance(given.get(name), (list, tuple))]
+    lists = [some for some in _writable(func, args, kwargs) if isinstance(some, (list, tuple))]
     return [some[i] for some in lists for i in alike if i < len(some)]
 
 
@@ -190,7 +196,7 @@ def _draw(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     t = args[0]
-    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    given = _by_name(func, args, kwargs)
     order, dims = given.get("ord", given.get("p", 2)), given.get("dim")
     if not isinstance(t, FlatTensor) or (dims and len(dims) != t.dim()) or given.get("keepdim"):
         return NotImplemented
@@ -198,8 +204,8 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _foreach_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    given = _by_name(func, args, kwargs)
+    order, dtype = float(given.get("ord", 2)), given.get("dtype")
     sharded = [t for t in args[0] if isinstance(t, FlatTensor)]
     found, mesh = iter(_norms(sharded, order, dtype)), sharded[0].flat_placement.mesh.plain_mesh
 
@@ -404,7 +410,7 @@ def _select(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _slice(func: Any, args: Any, kwargs: Any) -> Any:
-    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    given = _by_name(func, args, kwargs)
     t, dim = args[0], given.get("dim", 0)
     if t.shape[:dim].numel() != 1 or dim < 0 or given.get("step", 1) != 1:
         return NotImplemented
