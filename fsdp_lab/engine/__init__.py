@@ -39,8 +39,8 @@ Coming from FSDP2
     theirs                                      here
     fully_shard(module, mesh=..)                the same; without a mesh over all ranks, and on two dimensions hybrid
       reshard_after_forward=True, False, n      the same
-      mp_policy=MixedPrecisionPolicy(..)        our class of that name, with their fields and more
-      offload_policy=CPUOffloadPolicy()         offload_policy=OffloadPolicy.ALL
+      mp_policy=MixedPrecisionPolicy(..)        the same, or our class of that name, which has more fields
+      offload_policy=CPUOffloadPolicy()         the same, or OffloadPolicy.ALL
       ignored_params={..}                       the same
       shard_placement_fn, dp_mesh_dims          none: a buffer is cut where its shards end
     AdamW(model.parameters())                   the same, or sharded_parameters(model)
@@ -72,6 +72,7 @@ What is different:
 - `placements` reads `Replicate()`, since no placement of torch's says where a flat buffer is cut.
 - A sharded tensor is not pickled: `torch.save(model.state_dict())` is done inside `with unshard(model):`, or with the
   option full_state_dict=True. The state of an optimizer over `sharded_parameters` is saved by `full_optimizer_state`.
+- Give an optimizer `model.parameters()` or `sharded_parameters(model)`, not both: it would step twice, which is not seen.
 - `no_sync` counts at the backward, and is a context of ours in place of a switch of the module.
 
 What is refused, by a `ShardError` that says what to do:
@@ -97,6 +98,9 @@ What is refused, by a `ShardError` that says what to do:
     a parameter replaced by another one             write to it, under no_grad
     a write to a gathered one before the backward   write after the backward, or inside `unshard`
     a view that is no range, such as a column       full_tensor(), or `unshard`
+    backward(create_graph=True)                     torch.autograd.grad of inputs, then a backward without it
+    a sparse gradient                               a module with sparse=False, or ignored_params
+    torch.func transforms of the model              torch.autograd.grad and its like
     a plain layer inside a unit, called by itself   call the unit, or use `unshard`
     outputs in objects where tensors are not found  return tensors, tuples, lists, dicts or dataclasses
     a flat tensor of which a part has no gradient   split_unused, or an optimizer over model.parameters()

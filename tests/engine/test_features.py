@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
@@ -21,6 +22,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from fsdp_lab.core.spec import OFFLOADS, SHARDINGS, Precision, Strategy
 from fsdp_lab.engine import (
     Scaler,
+    build_mesh,
     clip_gradients,
     full_state,
     fully_shard,
@@ -1047,6 +1049,43 @@ def rules_of_the_schedule(place: Place) -> None:
 
 def test_engine_and_planner_have_the_same_rules(pool: Pool) -> None:
     pool.run(rules_of_the_schedule, 4)
+
+
+# -- torch's own policies ---------------------------------------------------------------------------------------------
+
+
+def torchs_policies(place: Place) -> None:
+    """`fully_shard` takes them, and gives FSDP2's numbers, bit for bit; without a reduce_dtype too."""
+    half = torch.bfloat16
+    for mp in (
+        fsdp.MixedPrecisionPolicy(param_dtype=half),
+        fsdp.MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32),
+        fsdp.MixedPrecisionPolicy(param_dtype=half, cast_forward_inputs=False),
+    ):
+        for offload in (fsdp.OffloadPolicy(), fsdp.CPUOffloadPolicy(pin_memory=False)):
+            ours, theirs = make(), make()
+            options: dict[str, Any] = {"mesh": build_mesh("cpu"), "mp_policy": mp, "offload_policy": offload}
+            for model, shard in ((ours, fully_shard), (theirs, fsdp.fully_shard)):
+                for module in (*model.blocks, model):
+                    shard(module, **options)
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, theirs)]
+            for at in range(3):
+                x = batch(at, place.rank).to(half)
+                losses = [m(x).square().mean() for m in (ours, theirs)]
+                assert losses[0].dtype == losses[1].dtype and torch.equal(*losses), (mp, offload)
+                for loss, optimizer in zip(losses, optimizers, strict=True):
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+                assert torch.equal(p.full_tensor(), q.full_tensor()), (name, mp, offload)
+    for wrong in ({"mp_policy": "bf16"}, {"offload_policy": "host"}):
+        with pytest.raises(ShardError, match="policy is "):
+            fully_shard(make(), **wrong)
+
+
+def test_torchs_policies(pool: Pool) -> None:
+    pool.run(torchs_policies, 2)
 
 
 # -- offload -----------------------------------------------------------------------------------------------------------
