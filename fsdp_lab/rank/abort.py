@@ -247,7 +247,8 @@ class AbortProtocol:
     def abort_step(self, trainer: Trainer, why: BaseException) -> None:
         """End a step that raised, on all ranks. Raises `why` again, unless it was an interrupt."""
         aborted = isinstance(why, RankAborted)  # it announces too: a broken connection is noticed by one side first
-        self.monitor.announce(str(why) if aborted else self._failure(why))
+        if not (isinstance(why, RankAborted) and why.others_know):
+            self.monitor.announce(str(why) if aborted else self._failure(why))
         self._settle(trainer)
         if not (aborted and str(why).endswith(INTERRUPTED)):
             raise why

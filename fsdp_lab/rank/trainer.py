@@ -311,7 +311,8 @@ def _error(rank: int, guilty: Sequence[object], mine: str, others: str) -> Runti
     if any(guilty[rank : rank + 1]):
         return NotFinite(f"{mine}; {_HINT}")
     first = next(r for r, is_guilty in enumerate(guilty) if is_guilty)
-    return RankAborted(f"rank {first} failed: NotFinite: {others}")
+    # announced here, it could reach the rank at fault before that one knows that it is
+    return RankAborted(f"rank {first} failed: NotFinite: {others}", others_know=True)
 
 
 def _gather(world: Wire, mine: float) -> list[float]:

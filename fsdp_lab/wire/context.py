@@ -55,7 +55,15 @@ class ReductionOrder(Enum):
 
 
 class RankAborted(RuntimeError):
-    """The step in progress was given up; the message says why, and because of which rank."""
+    """The step in progress was given up; the message says why, and because of which rank.
+
+    Attributes:
+        others_know: every rank leaves the step for this reason, and the rank at fault announces it.
+    """
+
+    def __init__(self, why: str, *, others_know: bool = False) -> None:
+        super().__init__(why)
+        self.others_know = others_know
 
 
 class WireTimeout(RuntimeError):
