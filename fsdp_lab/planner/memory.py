@@ -83,7 +83,7 @@ class _Step:
         self._model = MODELS[spec.strategy.backend](spec, shape, self._tracker, on_gpu=on_gpu)
         self._samples, self._tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
         self._sizes: dict[int, tuple[Sequence[TapeChange], list[tuple[str, float, int | None, int]]]] = {}
-        self._played: dict[tuple[object, ...], tuple[MemoryTracker, tuple[float, object]]] = {}
+        self._played: dict[tuple[object, ...], tuple[MemoryTracker, object]] = {}
 
     @property
     def _batch_bytes(self) -> float:
@@ -123,21 +123,19 @@ class _Step:
             unit = calls[point.call].unit
             is_last = point.direction is Direction.BACKWARD and point.call == 0 and point.moment is PointSide.AFTER
             tracker.where = (point.direction, unit)
-            model.finish_prefetches()
             if not is_last:
                 model.at(point)
             self._change(segment.changes, unit)
             if is_last:
                 model.at(point)
                 model.end_backward()
-                model.finish_prefetches()
 
     def _change(self, changes: Sequence[TapeChange], unit: int) -> None:
         """Plays the model's own allocations; those of equal units in equal state are played once and added again."""
         if not changes:
             return
         model = self._model
-        key = (id(changes), id(self._shape.units[unit]), model.in_flight, *model.state_key(unit))
+        key = (id(changes), id(self._shape.units[unit]), *model.state_key(unit))
         played = self._played.get(key)
         if played is None:
             if any(c.unit is not None for c in changes if c.kind == ARRIVED):
@@ -146,11 +144,10 @@ class _Step:
             total, self._tracker = self._tracker, MemoryTracker()
             model.tracker = self._tracker
             self._allocate(changes, unit)
-            played = self._played[key] = (self._tracker, (model.in_flight, model.unit_state(unit)))
+            played = self._played[key] = (self._tracker, model.unit_state(unit))
             self._tracker = model.tracker = total
         self._tracker.add(played[0])
-        model.in_flight, state = played[1]
-        model.set_unit_state(unit, state)
+        model.set_unit_state(unit, played[1])
 
     def _allocate(self, changes: Sequence[TapeChange], own: int) -> None:
         tracker, model = self._tracker, self._model
@@ -161,7 +158,6 @@ class _Step:
                 tracker.free(ACTIVATIONS, size)
             elif kind == ARRIVED:
                 model.gradient_ready(own if unit is None else unit, index, size)
-                model.finish_prefetches()
             else:
                 tracker.alloc(GRADIENTS, size)
 
