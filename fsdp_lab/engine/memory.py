@@ -21,14 +21,14 @@ With F = 1 and g = s nothing is gathered, and a whole gradient is the shard. Wha
 number of elements; the sum over the F ranks is exact. Padding is a class of its own. Activations are not the
 engine's.
 
-So the peak of a step with AdamW and F > 1 is the largest of these, where A is what the model itself holds at that moment: its
-activations, and gradients of the root and of the unit at work that have come and wait for its end. u is the unit at work in
-the backward, u- the one gathered ahead for after it, u+ the one before it, and S(u) = s / F times the parameters of all units
-whose gradients are reduced by then:
+So the peak of a step with AdamW and F > 1 is the largest of these, where A is what the model itself holds at that moment:
+the batch, buffers, activations, and gradients that have come and wait for the end of their unit's backward. u is the unit at
+work in the backward, u- the one gathered ahead of its turn, u+ the one before it, and S(u) = s / F times the parameters of
+all units whose gradients have been reduced by then:
 
     3 s Psi / F + g (Psi(root) + Psi(u)) + A                                        the loss; u is the last unit
     3 s Psi / F + g (Psi(root) + Psi(u) + Psi(u-)) + (r + r / F) Psi(u+) + S(u) + A     a backward
-    3 s Psi / F + g (Psi(root) + Psi(u-)) + (g + r) Psi(u) + S(u) + A                   its end: what came is made one tensor
+    3 s Psi / F + g (Psi(root) + Psi(u-)) + r Psi(u) + S(u) + A                     its end: what came is made one tensor
 
 With ZeRO-2 all units whose backward is still to come are gathered. What is sent over the wire is there once: parts of an
 all-gather come to their places, and a reduce-scatter runs in place, with room for one part (r / F). FSDP2 has the same: a

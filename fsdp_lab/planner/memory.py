@@ -76,6 +76,55 @@ def memory(spec: Spec, shape: ModelShape, *, device: str, software: Software = U
     return _Step(spec, shape, software, on_gpu=device != "cpu").plan()
 
 
+def peak_in_theory(spec: Spec, shape: ModelShape) -> float:
+    """By the closed form in `fsdp_lab.engine.memory`, with what the plain model holds from its tape: of the lab's engine
+    with AdamW and its usual prefetching, over shards on CPUs, where each unit is called once."""
+    units = FlatMemory(spec, shape, MemoryTracker(), on_gpu=False).units
+    samples, tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
+    tape = tape_of(shape, spec)
+    order = [shape.call_tree[segment.point.call].unit for segment in tape if _begins_backward(segment)][1:]
+    keeps_all = not spec.strategy.reshards_after_forward
+    state = 3 * sum(u.shard for u in units) + units[0].gathered
+
+    def engine(place: int, *, is_over: bool) -> float:
+        """What the engine holds beside its state while the backward of a unit is under way, or afterwards."""
+        first = place + is_over
+        gathered = sum(units[u].gathered for u in (order[first:] if keeps_all else order[first : place + 2]))
+        sent, reduced = order[max(0, first - 1) : first], order[: max(0, first - 1)]
+        return gathered + sum(units[u].whole + units[u].reduced for u in sent) + sum(units[u].shard for u in reduced)
+
+    model, came = shape.buffers_bytes + batch_bytes(spec, shape), dict.fromkeys(range(len(units)), 0.0)
+    held = sum(units[u].gathered for u in (order if keeps_all else order[:1]))
+    peak = 0.0
+    for segment in tape:
+        unit, point = shape.call_tree[segment.point.call].unit, segment.point
+        if unit and point.direction is Direction.BACKWARD:
+            place, is_over = order.index(unit), point.moment is PointSide.AFTER
+            held = engine(place, is_over=is_over)
+            if is_over:
+                peak = max(peak, model + held - units[unit].reduced)  # what came is made one tensor
+                model -= came[unit]
+        peak = max(peak, model + held)
+        for change in segment.changes:
+            size = change.size.bytes_of(samples, tokens)
+            if change.kind == ARRIVED:
+                came[unit if change.unit is None else change.unit] += size
+            else:
+                model += -size if change.kind == FREED else size
+            peak = max(peak, model + held)
+    return state + peak
+
+
+def _begins_backward(segment: TapeSegment) -> bool:
+    return segment.point.direction is Direction.BACKWARD and segment.point.moment is PointSide.BEFORE
+
+
+def batch_bytes(spec: Spec, shape: ModelShape) -> float:
+    """On a CPU: ids and images are numpy's memory, which is not counted; labels are torch's copy of the ids."""
+    tokens = spec.workload.micro_batch * shape.tokens(spec.workload.seq_len)
+    return 0.0 if shape.image_tokens is not None else 8.0 * tokens
+
+
 class _Step:
     def __init__(self, spec: Spec, shape: ModelShape, software: Software, *, on_gpu: bool) -> None:
         self._software = software
@@ -87,10 +136,9 @@ class _Step:
 
     @property
     def _batch_bytes(self) -> float:
-        """On a CPU ids and images are numpy's memory, which is not counted; labels are torch's copy of the ids."""
         if self._on_gpu:
             return self._shape.batch.bytes_of(self._samples, self._tokens)
-        return 0.0 if self._shape.image_tokens is not None else 8.0 * self._samples * self._tokens
+        return batch_bytes(self._spec, self._shape)
 
     def plan(self) -> MemoryPlan:
         tracker, model = self._tracker, self._model

@@ -34,6 +34,7 @@ from tests.engine.scenarios.engines import (
     step,
 )
 from tests.engine.scenarios.faults import FAULTS, GENERAL
+from tests.engine.scenarios.meter import allocated
 from tests.engine.toys import WIDTH, Net
 from tests.pool import Place, Pool
 
@@ -101,14 +102,8 @@ class Runs:
 
 
 @pytest.fixture(scope="session")
-def meter() -> Meter | None:
-    """What measures the peak of a run's memory, in bytes; with None memory is not compared."""
-    return None
-
-
-@pytest.fixture(scope="session")
-def runs(pool: Pool, meter: Meter | None) -> Runs:
-    return Runs(pool, meter)
+def runs(pool: Pool) -> Runs:
+    return Runs(pool, allocated)
 
 
 def skip_without(scenario: Scenario) -> None:
