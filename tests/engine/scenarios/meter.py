@@ -5,6 +5,7 @@ A tensor that a thread of Gloo's releases last is freed unseen. Its bytes count 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from torch.autograd.profiler import profile
 @contextmanager
 def allocated() -> Iterator[Callable[[], int]]:
     """To be asked when it has ended."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it writes to stderr at each start
     with profile(profile_memory=True, use_kineto=True) as profiler:
         yield lambda: _peak(profiler.kineto_results.experimental_event_tree())
 
