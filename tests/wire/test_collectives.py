@@ -70,7 +70,7 @@ def _in_place(place: Place, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     summed, gathered = _values(place.rank, n * place.world_size), torch.full((n * place.world_size,), torch.nan)
     place.world.reduce_scatter_single(summed[first:last], summed, _opts(dist.ReduceScatterOptions(), "SUM")).wait()
     gathered[first:last] = _values(place.rank, n)
-    place.world.all_gather_single(gathered, gathered[first:last]).wait()
+    place.world.all_gather_single(gathered, gathered[first:last]).get_future().wait()
     return summed[first:last].clone(), gathered
 
 
