@@ -14,7 +14,7 @@ sizes s of the master, g of gathered parameters, r of reduced gradients:
     unsharded gradients   g * Psi(u)                      of the units whose backward is under way, one inside the other, as
                                                           far as they have come
                           r * Psi(u)                      of one whose reduction is; without communication: of all
-    gradients             s * Psi / F                     from a unit's reduction on; ZeRO-1: r * Psi, whole
+    gradients             s * Psi / F                     of the units whose reduction is over; ZeRO-1: r * Psi, whole
     optimizer             2 s * Psi / F                   AdamW, from its first step on
 
 With F = 1 and g = s nothing is gathered, and a whole gradient is the shard. What a rank holds of Psi / F is a whole
