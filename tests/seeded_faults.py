@@ -177,8 +177,8 @@ FAULTS = (
     Fault(
         name="order of the sum",
         what="wire: summands are added from the last rank to the first",
-        old="        flat.add_(summands[r])",
-        new="        flat.add_(summands[size + 1 - r])",
+        old="    flat, total, last = output.view(-1), summands[0]",
+        new="    summands = summands[::-1]\n    flat, total, last = output.view(-1), summands[0]",
         tests=("tests/wire", "tests/engine/test_parity.py"),
     ),
     Fault(

@@ -48,6 +48,7 @@ from fsdp_lab.lab import Lab
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.planner.calibration import Calibration
 from fsdp_lab.planner.memory import memory as planned_memory
+from fsdp_lab.planner.memory import peak_in_theory
 from fsdp_lab.planner.plan import plan as predict
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.runs import Run
@@ -369,25 +370,29 @@ def predictions(specs: Sequence[Spec], rounds: Sequence[Calibration]) -> list[Pr
 
 
 def memory(models: Sequence[str], ranks: Sequence[int], say: Say) -> dict[str, Any]:
-    """Peak bytes of a step on CPUs by the ledger, of the rank that holds most: beside FSDP2, and beside the planner's.
-    Raises SpecError, BenchError."""
+    """Peak bytes of a step on CPUs by the ledger, of the rank that holds most: beside FSDP2, the planner's, and the
+    closed form in `fsdp_lab.engine.memory`. Raises SpecError, BenchError."""
     rows = []
     for world_size in ranks:
         with open_lab(terminal(), world_size, ("cpu",) * world_size, history=False) as lab:
             for spec in compared(models, world_size):
                 peer = spec.replace(backend="fsdp2")
-                plan = planned_memory(spec, shape_for(spec.workload.model, spec.strategy.wrap), device="cpu")
-                rows.append(MemoryPeaks(spec, peak_bytes(lab, spec), peak_bytes(lab, peer), plan.peak_bytes))
+                shape = shape_for(spec.workload.model, spec.strategy.wrap)
+                plan, theory = planned_memory(spec, shape, device="cpu").peak_bytes, round(peak_in_theory(spec, shape))
+                rows.append(MemoryPeaks(spec, peak_bytes(lab, spec), peak_bytes(lab, peer), plan, theory))
     cells = []
     for row in rows:
         s, mib = row.spec.strategy, (f"{n / 2**20:.2f}" for n in (row.lab_bytes, row.fsdp2_bytes, row.planned_bytes))
         cells.append((str(row.spec.workload.model), str(s.precision), s.sharding, str(row.spec.world_size), *mib,
-                      f"{row.ratio:.4f}", f"{row.beside_plan:.4f}"))  # fmt: skip
-    columns = ("model", "precision", "sharding", "ranks", "lab MiB", "fsdp2 MiB", "plan MiB", "lab/fsdp2", "lab/plan")
+                      f"{row.ratio:.4f}", f"{row.beside_plan:.4f}", f"{row.beside_theory:.4f}"))  # fmt: skip
+    columns = ("model", "precision", "sharding", "ranks", "lab MiB", "fsdp2 MiB", "plan MiB", "lab/fsdp2", "lab/plan",
+               "lab/theory")  # fmt: skip
     say(repr(Table(columns=columns, rows=tuple(cells), left=frozenset(columns[:3]))))
     worst = max(rows, key=lambda row: row.ratio)
     within = sum(row.ratio <= 1.0 for row in rows)
     say(f"lab/fsdp2: at most {worst.ratio:.4f} ({worst.spec.workload.model}), {within} of {len(rows)} not above 1")
+    worst = max(rows, key=lambda row: row.beside_theory)
+    say(f"lab/theory: at most {worst.beside_theory:.4f} ({worst.spec.workload.model})")
     return {"rows": [row.to_dict() for row in rows], "environment": {}}
 
 
@@ -399,6 +404,7 @@ class MemoryPeaks:
     lab_bytes: int
     fsdp2_bytes: int
     planned_bytes: int
+    theory_bytes: int
 
     @property
     def ratio(self) -> float:
@@ -408,9 +414,15 @@ class MemoryPeaks:
     def beside_plan(self) -> float:
         return self.lab_bytes / self.planned_bytes
 
+    @property
+    def beside_theory(self) -> float:
+        return self.lab_bytes / self.theory_bytes
+
     def to_dict(self) -> dict[str, Any]:
-        measured = {"lab_bytes": self.lab_bytes, "fsdp2_bytes": self.fsdp2_bytes, "planned_bytes": self.planned_bytes}
-        return {"spec": self.spec.to_dict(), **measured, "lab/fsdp2": self.ratio, "lab/plan": self.beside_plan}
+        measured = {"lab_bytes": self.lab_bytes, "fsdp2_bytes": self.fsdp2_bytes, "planned_bytes": self.planned_bytes,
+                    "theory_bytes": self.theory_bytes}  # fmt: skip
+        ratios = {"lab/fsdp2": self.ratio, "lab/plan": self.beside_plan, "lab/theory": self.beside_theory}
+        return {"spec": self.spec.to_dict(), **measured, **ratios}
 
 
 def compared(models: Sequence[str], ranks: int) -> Iterator[Spec]:

@@ -7,9 +7,9 @@ A forward is a tree of calls: the root's call encloses those of its units. The b
 end. At each call there are four points: before and after its forward, before and after its backward.
 
 Note: what stays gathered. With resharding after forward (arXiv 2304.11277, section 3.2.1) every unit is freed after its
-forward and gathered again for its backward. But the units that the backward needs first (the root, the unit it begins with,
-and those prefetched beside it) would be gathered again immediately, so they stay gathered. The limiter allows as many at
-that moment anyway, so the memory peak is the same with fewer all-gathers. A unit that is called more than once stays from
+forward and gathered again for its backward. But the units that the backward needs first (the root, and the unit it begins
+with) would be gathered again immediately, so they stay gathered. No more than these: between the two passes, where the loss
+is computed, activations are at their most. A unit that is called more than once stays from
 its last call on; earlier it would add to the memory of the units in between. If nothing is freed after the forward (ZeRO-2),
 the limiter counts only the unit that computes and those gathered ahead: waiting for the others would have no effect.
 """
@@ -213,8 +213,6 @@ class Schedule:
         gathered = set(self.never_reshards)
         for k in self.order[Direction.BACKWARD]:
             gathered.add(self.calls[k].unit)
-            if self.rules.prefetch_before:
-                gathered.update(self.ahead(Point(Direction.BACKWARD, k, PointSide.BEFORE), gathered))
             if not self.children[k]:
                 break
         return frozenset(gathered)

@@ -311,7 +311,7 @@ class Reduction:
         if self._unsent:
             self._handle.wait()
             if not self.target.policy.shard_optimizer_only:
-                self.unsharded = None
+                self.shard, self.unsharded = self.shard.clone(), None
             self._send()
             return
         if self._stream.stream is None:
@@ -326,7 +326,8 @@ class Reduction:
     def _reduce_scatter(self) -> CommHandle:
         group, unsharded = self._mesh.shard_group, self.unsharded
         assert group is not None and unsharded is not None
-        self.shard = unsharded.new_empty(self.target.layout.shard_numel)
+        start, stop = self.target.layout.shard(self._mesh.shard_rank)
+        self.shard = unsharded[start:stop]  # in place, so that no more than the whole gradient is in flight
         return self._mean(reduce_scatter(self.shard, unsharded, group), self._mesh.shard_size)
 
     def _all_reduce(self) -> CommHandle:
@@ -343,17 +344,15 @@ class Reduction:
 
     def _to_master(self) -> CommHandle:
         """In the dtype and the place of the master shard; under ZeRO-1 as a part of the whole gradient, which stays."""
-        policy, master, reduced, kept = self.target.policy, self.target.master, self.shard, self._kept
-        _divide(reduced, self._rest)
-        if policy.shard_optimizer_only and reduced is not self.unsharded:
-            assert self.unsharded is not None
-            start, stop = self.target.layout.shard(self._mesh.shard_rank)
-            self.shard = self.unsharded[start:stop].copy_(reduced)
+        policy, master, kept = self.target.policy, self.target.master, self._kept
+        _divide(self.shard, self._rest)
         dtype = self.shard.dtype if policy.mp.keep_low_precision_gradients else master.dtype
         if master.device != self.shard.device:
             host = torch.empty(self.shard.shape, dtype=dtype, device=master.device, pin_memory=True)
             self.shard = host.copy_(self.shard, non_blocking=True)
-        self.shard = self.shard.to(dtype)
+        else:
+            is_part = self.unsharded is not None and self.shard is not self.unsharded
+            self.shard = self.shard.to(dtype, copy=is_part and not policy.shard_optimizer_only)
         return CommHandle(self._stream, None, keeps=kept)
 
 

@@ -14,20 +14,25 @@ sizes s of the master, g of gathered parameters, r of reduced gradients:
     unsharded gradients   g * Psi(u)                      of the units whose backward is under way, one inside the other, as
                                                           far as they have come
                           r * Psi(u)                      of one whose reduction is; without communication: of all
-    gradients             s * Psi / F                     from a unit's reduction on; ZeRO-1: r * Psi, whole
+    gradients             s * Psi / F                     of the units whose reduction is over; ZeRO-1: r * Psi, whole
     optimizer             2 s * Psi / F                   AdamW, from its first step on
 
 With F = 1 and g = s nothing is gathered, and a whole gradient is the shard. What a rank holds of Psi / F is a whole
 number of elements; the sum over the F ranks is exact. Padding is a class of its own. Activations are not the
 engine's.
 
-So the peak of a step with AdamW, with units u beside the root and A the activations that are alive, is the larger of
+So the peak of a step with AdamW and F > 1 is the largest of these, where A is what the model itself holds at that moment:
+the batch, buffers, activations, and gradients that have come and wait for the end of their unit's backward. u is the unit at
+work in the backward, u- the one gathered ahead of its turn, u+ the one before it, and S(u) = s / F times the parameters of
+all units whose gradients have been reduced by then:
 
-    3 s Psi / F + g (Psi(root) + 2 Psi(u)) + A                                  where the backward of the last unit begins
-    3 s Psi / F + g (Psi(root) + 2 Psi(u)) + (r + r / F) Psi(u) + A             where that of the one before it does
+    3 s Psi / F + g (Psi(root) + Psi(u)) + A                                        the loss; u is the last unit
+    3 s Psi / F + g (Psi(root) + Psi(u) + Psi(u-)) + (r + r / F) Psi(u+) + S(u) + A     a backward
+    3 s Psi / F + g (Psi(root) + Psi(u-)) + r Psi(u) + S(u) + A                     its end: what came is made one tensor
 
-with what has come of the root's gradients in both. Over Gloo what is in flight is there twice: g Psi(u) for a gather that
-runs ahead, r Psi(u) for a reduction. FSDP2 has the same but for these two: on a CPU it waits for each collective.
+With ZeRO-2 all units whose backward is still to come are gathered. What is sent over the lab's wire is there once: parts of
+an all-gather come to their places, and a reduce-scatter runs in place, with room for one part (r / F); torch's own groups
+over Gloo hold it twice. FSDP2 holds as much: the unit gathered ahead, and the gradient that was sent last with its sum.
 """
 
 from __future__ import annotations

@@ -76,6 +76,56 @@ def memory(spec: Spec, shape: ModelShape, *, device: str, software: Software = U
     return _Step(spec, shape, software, on_gpu=device != "cpu").plan()
 
 
+def peak_in_theory(spec: Spec, shape: ModelShape) -> float:
+    """By the closed form in `fsdp_lab.engine.memory`, with what the plain model holds from its tape: of the lab's engine
+    with AdamW and its usual prefetching, over shards on CPUs, where each unit is called once. Scratch inside kernels is
+    not on the tape: on a CPU oneDNN's copies for convolutions come on top."""
+    units = FlatMemory(spec, shape, MemoryTracker(), on_gpu=False).units
+    samples, tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
+    tape = tape_of(shape, spec)
+    order = [shape.call_tree[segment.point.call].unit for segment in tape if _begins_backward(segment)][1:]
+    keeps_all = not spec.strategy.reshards_after_forward
+    state = 3 * sum(u.shard for u in units) + units[0].gathered
+
+    def engine(place: int, *, is_over: bool) -> float:
+        """What the engine holds beside its state while the backward of a unit is under way, or afterwards."""
+        first = place + is_over
+        gathered = sum(units[u].gathered for u in (order[first:] if keeps_all else order[first : place + 2]))
+        sent, reduced = order[max(0, first - 1) : first], order[: max(0, first - 1)]
+        return gathered + sum(units[u].whole + units[u].reduced for u in sent) + sum(units[u].shard for u in reduced)
+
+    model, came = shape.buffers_bytes + batch_bytes(spec, shape), dict.fromkeys(range(len(units)), 0.0)
+    held = sum(units[u].gathered for u in (order if keeps_all else order[:1]))
+    peak = 0.0
+    for segment in tape:
+        unit, point = shape.call_tree[segment.point.call].unit, segment.point
+        if unit and point.direction is Direction.BACKWARD:
+            place, is_over = order.index(unit), point.moment is PointSide.AFTER
+            held = engine(place, is_over=is_over)
+            if is_over:
+                peak = max(peak, model + held - units[unit].reduced)  # what came is made one tensor
+                model -= came[unit]
+        peak = max(peak, model + held)
+        for change in segment.changes:
+            size = change.size.bytes_of(samples, tokens)
+            if change.kind == ARRIVED:
+                came[unit if change.unit is None else change.unit] += size
+            else:
+                model += -size if change.kind == FREED else size
+            peak = max(peak, model + held)
+    return state + peak
+
+
+def _begins_backward(segment: TapeSegment) -> bool:
+    return segment.point.direction is Direction.BACKWARD and segment.point.moment is PointSide.BEFORE
+
+
+def batch_bytes(spec: Spec, shape: ModelShape) -> float:
+    """On a CPU: ids and images are numpy's memory, which is not counted; labels are torch's copy of the ids."""
+    tokens = spec.workload.micro_batch * shape.tokens(spec.workload.seq_len)
+    return 0.0 if shape.image_tokens is not None else 8.0 * tokens
+
+
 class _Step:
     def __init__(self, spec: Spec, shape: ModelShape, software: Software, *, on_gpu: bool) -> None:
         self._software = software
@@ -83,14 +133,13 @@ class _Step:
         self._model = MODELS[spec.strategy.backend](spec, shape, self._tracker, on_gpu=on_gpu)
         self._samples, self._tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
         self._sizes: dict[int, tuple[Sequence[TapeChange], list[tuple[str, float, int | None, int]]]] = {}
-        self._played: dict[tuple[object, ...], tuple[MemoryTracker, tuple[float, object]]] = {}
+        self._played: dict[tuple[object, ...], tuple[MemoryTracker, object]] = {}
 
     @property
     def _batch_bytes(self) -> float:
-        """On a CPU ids and images are numpy's memory, which is not counted; labels are torch's copy of the ids."""
         if self._on_gpu:
             return self._shape.batch.bytes_of(self._samples, self._tokens)
-        return 0.0 if self._shape.image_tokens is not None else 8.0 * self._samples * self._tokens
+        return batch_bytes(self._spec, self._shape)
 
     def plan(self) -> MemoryPlan:
         tracker, model = self._tracker, self._model
@@ -123,21 +172,19 @@ class _Step:
             unit = calls[point.call].unit
             is_last = point.direction is Direction.BACKWARD and point.call == 0 and point.moment is PointSide.AFTER
             tracker.where = (point.direction, unit)
-            model.finish_prefetches()
             if not is_last:
                 model.at(point)
             self._change(segment.changes, unit)
             if is_last:
                 model.at(point)
                 model.end_backward()
-                model.finish_prefetches()
 
     def _change(self, changes: Sequence[TapeChange], unit: int) -> None:
         """Plays the model's own allocations; those of equal units in equal state are played once and added again."""
         if not changes:
             return
         model = self._model
-        key = (id(changes), id(self._shape.units[unit]), model.in_flight, *model.state_key(unit))
+        key = (id(changes), id(self._shape.units[unit]), *model.state_key(unit))
         played = self._played.get(key)
         if played is None:
             if any(c.unit is not None for c in changes if c.kind == ARRIVED):
@@ -146,11 +193,10 @@ class _Step:
             total, self._tracker = self._tracker, MemoryTracker()
             model.tracker = self._tracker
             self._allocate(changes, unit)
-            played = self._played[key] = (self._tracker, (model.in_flight, model.unit_state(unit)))
+            played = self._played[key] = (self._tracker, model.unit_state(unit))
             self._tracker = model.tracker = total
         self._tracker.add(played[0])
-        model.in_flight, state = played[1]
-        model.set_unit_state(unit, state)
+        model.set_unit_state(unit, played[1])
 
     def _allocate(self, changes: Sequence[TapeChange], own: int) -> None:
         tracker, model = self._tracker, self._model
@@ -161,7 +207,6 @@ class _Step:
                 tracker.free(ACTIVATIONS, size)
             elif kind == ARRIVED:
                 model.gradient_ready(own if unit is None else unit, index, size)
-                model.finish_prefetches()
             else:
                 tracker.alloc(GRADIENTS, size)
 

@@ -12,7 +12,8 @@ are defined, as one function. torch's stubs and trampolines differ in their sign
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 from fsdp_lab.wire.context import ReductionOrder, WireContext
 from fsdp_lab.wire.link import LinkDirection
 from fsdp_lab.wire.meter import link_bytes
-from fsdp_lab.wire.work import WireWork
+from fsdp_lab.wire.work import WireWork, in_order
 
 BACKEND = "fsdp_lab_wire"
 _Op = dist.ReduceOp.RedOpType
@@ -53,7 +54,7 @@ class Wire(dist.ProcessGroup):
         self.context = context
         self._rank, self._size = int(rank), int(size)
         self._name_, self._desc = str(options.group_id), ""
-        self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", options.store), rank, size, context.timeout)
+        self._gloo: Any = _open_gloo(dist.PrefixStore("gloo", options.store), self._rank, self._size, context.timeout)
         self._nccl: Any = None
         if nccl:
             os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # for WireContext.read_timing
@@ -137,7 +138,8 @@ class Wire(dist.ProcessGroup):
         return work.followed_by(scatter_back, tensors)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> WireWork:
-        """output: [n], input: [W * n]; rank r gets the reduced r-th part."""
+        """output: [n], input: [W * n]; rank r gets the reduced r-th part. In place, where the output is that part of the
+        input: what the rest of it holds afterwards is undefined."""
         op = _op(opts)
         if self._ordered("reduce_scatter", op, input):
             return self._ordered_reduce_scatter(output, input, op, opts)
@@ -168,8 +170,10 @@ class Wire(dist.ProcessGroup):
     # -- data movement --------------------------------------------------------------------------------------------
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> WireWork:
-        """output: [W * n], input: [n]."""
+        """output: [W * n], input: [n]. Gloo's own would receive into a copy of the output, and copy from there."""
         call = _call("_allgather_base", opts or c10d.AllgatherOptions())
+        if self._is_over_gloo(output):
+            call = _gather_in_place(self._rank, self._size)
         return self._send("all_gather", output.nbytes, [input], [output], call)
 
     _allgather_base = all_gather_single
@@ -248,12 +252,16 @@ class Wire(dist.ProcessGroup):
         if self._size == 1 or op not in _RANK_ORDERED_OPS or not tensor.is_floating_point():
             return False
         if self.context.reduction is ReductionOrder.AUTO:
-            over_gloo = self._nccl is None or not tensor.is_cuda
-            return kind == "reduce_scatter" and over_gloo
+            return kind == "reduce_scatter" and self._is_over_gloo(tensor)
         return self.context.reduction is ReductionOrder.RANK_ORDERED
+
+    def _is_over_gloo(self, tensor: Tensor) -> bool:
+        return self._nccl is None or not tensor.is_cuda
 
     def _ordered_reduce_scatter(self, output: Tensor, input: Tensor, op: Any, opts: Any) -> WireWork:
         input = input.contiguous()
+        if not input.is_cuda and output.data_ptr() == _part(input, self._rank, self._size).data_ptr():
+            return self._ordered_reduce_scatter_in_place(output, input, op, opts)
         summands = torch.empty_like(input)  # [W * n]: every rank's r-th part, in the order of ranks
 
         def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
@@ -262,9 +270,28 @@ class Wire(dist.ProcessGroup):
         size = self._size  # do not capture self: see the note on abort
 
         def add() -> None:
-            _sum_in_order(summands.view(size, -1), output, op, opts)
+            _sum_in_order(summands.view(size, -1).unbind(), output, op, opts)
 
         return self._send("reduce_scatter", input.nbytes, [input], [summands], call, then=add, results=[output])
+
+    def _ordered_reduce_scatter_in_place(self, output: Tensor, input: Tensor, op: Any, opts: Any) -> WireWork:
+        """The first part to come has a place of its own, each later one that of the part sent before."""
+        rank, size, summands = self._rank, self._size, dict[int, Tensor]()
+        spare = torch.empty_like(output)  # [n]
+
+        def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
+            place, rounds = outs[0].view(-1), []
+            for to, source in _partners(rank, size):
+                sent, summands[source] = _part(ins[0], to, size), place
+                rounds.append(_exchange(group, size, sent, to, place, source))
+                place = sent
+            return in_order(rounds)
+
+        def add() -> None:
+            summands[rank] = output.view(-1)
+            _sum_in_order([summands[r] for r in range(size)], output, op, opts)
+
+        return self._send("reduce_scatter", input.nbytes, [input], [spare], call, then=add, results=[output])
 
     def _ordered_all_reduce(self, tensor: Tensor, op: Any, opts: Any) -> WireWork:
         """Every rank gets all summands in one exchange and adds them itself, so that no collective is issued from a
@@ -275,10 +302,12 @@ class Wire(dist.ProcessGroup):
         size = self._size
 
         def add() -> None:
-            _sum_in_order(summands.view(size, -1), flat, op, opts)
+            _sum_in_order(summands.view(size, -1).unbind(), flat, op, opts)
             tensor.copy_(flat.view_as(tensor))
 
-        call = _call("_allgather_base", c10d.AllgatherOptions())
+        call = _gather_in_place(self._rank, size)
+        if not self._is_over_gloo(tensor):
+            call = _call("_allgather_base", c10d.AllgatherOptions())
         return self._send("all_reduce", tensor.nbytes, [flat], [summands], call, then=add, results=[tensor],
                           bytes_=tensor.nbytes * (self._size - 1))  # fmt: skip
 
@@ -375,6 +404,46 @@ def _call(name: str, opts: Any) -> _InnerCall:
     return lambda group, ins, outs: getattr(group, name)(outs[0], ins[0], opts)
 
 
+def _part(whole: Tensor, r: int, size: int) -> Tensor:
+    """Rank r's part. whole: [W * n] -> [n]"""
+    n = whole.numel() // size
+    return whole.view(-1)[r * n : (r + 1) * n]
+
+
+def _partners(rank: int, size: int) -> list[tuple[int, int]]:
+    """In W - 1 rounds, to which rank this one sends, and from which it receives."""
+    return [((rank + i) % size, (rank - i) % size) for i in range(1, size)]
+
+
+def _exchange(group: Any, size: int, sent: Tensor, to: int, received: Tensor, source: int) -> Any:
+    """One round: a part goes to a rank and another comes from one, from place to place. sent, received: [n]"""
+    outs, ins = [0] * size, [0] * size
+    outs[source] = ins[to] = sent.numel()
+    return group.alltoall_base(received, sent, outs, ins, c10d.AllToAllOptions())
+
+
+def _gather_in_place(rank: int, size: int) -> _InnerCall:
+    def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
+        shard, own = ins[0].reshape(-1), _part(outs[0], rank, size)
+        rounds = [
+            _exchange(group, size, shard, to, _part(outs[0], source, size), source)
+            for to, source in _partners(rank, size)
+        ]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        return in_order(rounds)
+
+    return call
+
+
+def _open_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """One thread, so that operations run in the order in which they are issued: see `in_order`."""
+    options: Any = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    options._timeout, options._threads = timeout, 1
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
 def _in_place(name: str, opts: Any) -> _InnerCall:
     """A collective that works on a list of tensors in place."""
     return lambda group, ins, outs: getattr(group, name)(outs, opts)
@@ -387,13 +456,14 @@ def _sum_natively(inner_opts: Any, op: Any, opts: Any, outputs: list[Tensor], si
     return lambda: _scale(outputs[0], op, opts, size)
 
 
-def _sum_in_order(summands: Tensor, output: Tensor, op: Any, opts: Any) -> None:
-    """output = summands[0] + summands[1] + ... in this order, then the scale of `op`. summands: [W, n], output: [n]."""
-    size, flat = summands.shape[0], output.view(-1)
-    torch.add(summands[0], summands[1], out=flat)
-    for r in range(2, size):
-        flat.add_(summands[r])
-    _scale(flat, op, opts, size)
+def _sum_in_order(summands: Sequence[Tensor], output: Tensor, op: Any, opts: Any) -> None:
+    """output = summands[0] + summands[1] + ... in this order, then the scale of `op`. summands: W of [n], overwritten;
+    output: [n], which may be one of them."""
+    flat, total, last = output.view(-1), summands[0], len(summands) - 1
+    for r in range(1, len(summands)):
+        becomes = flat if r == last or summands[r].data_ptr() == flat.data_ptr() else total
+        total = torch.add(total, summands[r], out=becomes)
+    _scale(flat, op, opts, len(summands))
 
 
 def _scale(output: Tensor, op: Any, opts: Any, size: int) -> None:

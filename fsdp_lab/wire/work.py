@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,30 @@ from fsdp_lab.wire.context import RankAborted, WireContext, WireTimeout
 from fsdp_lab.wire.meter import Collective
 
 _SLICE = timedelta(seconds=0.1)  # the longest wait in C++, hence how late an abort is seen
+
+
+def in_order(rounds: Sequence[Any]) -> Any:
+    """Several operations of Gloo's as one; None for none. One thread runs them in this order: all end with the last."""
+    return _Rounds(rounds) if len(rounds) > 1 else next(iter(rounds), None)
+
+
+class _Rounds(dist.Work):
+    """See `in_order`. Fails where any of them did."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return all(work.wait(timeout) for work in self._works)
+
+    def is_completed(self) -> bool:
+        return bool(self._works[-1].is_completed())
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        futures = [work.get_future() for work in self._works]
+        checked: torch.futures.Future[Any] = futures[-1].then(lambda _: [future.value() for future in futures][-1])
+        return checked
 
 
 class WireWork(dist.Work):

@@ -183,7 +183,7 @@ class Expected:
                 sums["unsharded_gradients"] += came * at.gathered
             if unit == self.reducing:
                 add("unsharded_gradients", whole, at.reduced)
-            if unit in (self.reducing, self.crossing) and at.factor > 1:
+            if unit == self.crossing and at.factor > 1:
                 add("gradients", own, at.reduced)
             if unit in self.reduced:
                 add("gradients", whole if at.is_zero1 else own, at.master)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -10,13 +11,13 @@ import pytest
 from fsdp_lab.core.events import Role, StepEvent
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.costs import Software
-from fsdp_lab.planner.memory import memory
+from fsdp_lab.planner.memory import memory, peak_in_theory
 from fsdp_lab.planner.named_models import NamedModel, shape_of
 from fsdp_lab.planner.published import peak_in_unit
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.planner.shapes.rewrapping import deepened
 from fsdp_lab.planner.validate import UNEXPLAINED, MemoryRow, mape, memory_lines, memory_rows, published
-from tests.planner.measured import USUAL, Beside, beside, measured, planned
+from tests.planner.measured import MODELS, USUAL, Beside, beside, measured, planned
 from tests.pool import Pool
 
 GB = 1e9
@@ -24,11 +25,13 @@ GB = 1e9
 # -- beside real ranks -----------------------------------------------------------------------------------------------
 
 DDP = {"backend": "ddp", "sharding": "no_shard"}
+ZERO2 = {"sharding": "shard_grad_op", "precision": "bf16"}
 FIELDS: dict[str, dict[str, Any]] = {
     "lab": {}, "lab, bf16": {"precision": "bf16"}, "lab, offload of all": {"offload": "all"},
     "lab, offload of the optimizer": {"offload": "optimizer", "precision": "bf16-pure"},
     "lab, zero1": {"sharding": "zero1"}, "lab, no shard": {"sharding": "no_shard"}, "lab, pairs": {"wrap": "every:2"},
-    "lab, whole": {"wrap": "whole"}, "fsdp2": {"backend": "fsdp2"},
+    "lab, whole": {"wrap": "whole"}, "lab, t5": {"model": "t5-1m"}, "lab, llama, zero2": {"model": "llama-1m", **ZERO2},
+    "lab, vit": {"model": "vit-1m", "data": "images"}, "fsdp2": {"backend": "fsdp2"},
     "fsdp2, bf16, zero2": {"backend": "fsdp2", "precision": "bf16", "sharding": "shard_grad_op"},
     "fsdp2, sgd": {"backend": "fsdp2", "optimizer": "sgd"}, "fsdp2, recompute": {"backend": "fsdp2", "recompute": "full"},
     "fsdp1": {"backend": "fsdp1"}, "fsdp1, bf16": {"backend": "fsdp1", "precision": "bf16-pure"}, "ddp": DDP,
@@ -57,6 +60,22 @@ def pairs(events: dict[str, StepEvent]) -> dict[str, Beside]:
 def test_the_peak_and_its_classes_are_the_ledger_s_within_2_percent(pairs: dict[str, Beside], name: str) -> None:
     assert abs(pairs[name].error) <= 0.02
     assert {role: e for role, e in pairs[name].errors() if abs(e) > 0.02} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lab", "lab, bf16", "lab, t5", "lab, llama, zero2", "lab, vit"])
+def test_the_peak_is_the_closed_form_s(events: dict[str, StepEvent], name: str) -> None:
+    theory = peak_in_theory(SPECS[name], shape_for(SPECS[name].workload.model))
+    assert 0.98 <= events[name].memory.at_peak.total_bytes / theory <= 1.02
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("model", ["gpt2-1m", *MODELS])
+def test_the_schedule_s_peak_is_the_closed_form_s(model: str, ranks: int) -> None:
+    data = {"data": "images"} if model.startswith(("vit", "resnet")) else {}
+    for precision, sharding in itertools.product(("fp32", "bf16"), ("full_shard", "shard_grad_op")):
+        spec = Spec(world_size=ranks).replace(model=model, precision=precision, sharding=sharding, **data)
+        assert planned(spec).peak_bytes == pytest.approx(peak_in_theory(spec, shape_for(model)), rel=1e-3)
 
 
 @pytest.mark.slow

@@ -64,6 +64,25 @@ def test_sums(pool: Pool, world_size: int, reduction: str) -> None:
         assert same(torch.cat(parts), _expected(world_size, n * world_size, op)), op
 
 
+def _in_place(place: Place, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a reduce-scatter and an all-gather give this rank, each into its own part of the whole."""
+    first, last = place.rank * n, (place.rank + 1) * n
+    summed, gathered = _values(place.rank, n * place.world_size), torch.full((n * place.world_size,), torch.nan)
+    place.world.reduce_scatter_single(summed[first:last], summed, _opts(dist.ReduceScatterOptions(), "SUM")).wait()
+    gathered[first:last] = _values(place.rank, n)
+    place.world.all_gather_single(gathered, gathered[first:last]).get_future().wait()
+    return summed[first:last].clone(), gathered
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_in_place(pool: Pool, world_size: int) -> None:
+    """Each part comes to where another was sent from, and none is overwritten before it was sent or added."""
+    for n in (0, 1, 70_001):
+        parts, gathered = zip(*pool.run(_in_place, world_size, n, reduction="rank_ordered"), strict=True)
+        assert torch.equal(torch.cat(parts), _expected(world_size, n * world_size, "SUM"))
+        assert all(torch.equal(got, torch.cat([_values(r, n) for r in range(world_size)])) for got in gathered)
+
+
 def _every_kind(place: Place) -> dict[str, object]:
     r, w = place.rank, place.world_size
     gathered = torch.empty(3 * w)

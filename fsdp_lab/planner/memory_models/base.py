@@ -113,7 +113,6 @@ class MemoryModel:
         self.reduces_on_host = self.offloaded and not on_gpu  # reduced gradients are host memory, which is not counted
         self.keeps_gradients = False  # between steps
         self.reduces = True  # whether this micro-batch reduces gradients
-        self.in_flight = 0.0  # scratch of prefetches that have not completed
         self._over_gloo = not on_gpu and self.factor > 1
 
     def unit_bytes(self, unit: UnitShape) -> UnitBytes:
@@ -143,28 +142,15 @@ class MemoryModel:
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
-    def gather_scratch(self, size: float) -> float:
-        """Bytes that an all-gather in flight needs in addition to its output: Gloo receives into its own buffer."""
-        return size if self._over_gloo else 0.0
-
     def reduce_scratch(self, size: float) -> float:
-        """The same for a reduce-scatter: over Gloo, ranks exchange the summands and add them in rank order."""
+        """Bytes that a reduce-scatter in flight needs beside its input and its output: over Gloo, ranks exchange summands
+        and add them in rank order. An all-gather needs none: parts come to their places."""
         return size if self._over_gloo else 0.0
 
-    def alloc_scratch(self, size: float, *, ahead: bool = False) -> None:
-        """Allocates and frees scratch. That of a prefetch is freed when the unit that computes meanwhile is about halfway:
-        at its first gradient, or at the end of its forward."""
+    def alloc_scratch(self, size: float) -> None:
+        """Allocates and frees it."""
         self.tracker.alloc(COMMUNICATION, size)
-        if ahead:
-            self.in_flight += size
-        else:
-            self.tracker.free(COMMUNICATION, size)
-
-    def finish_prefetches(self) -> None:
-        """Frees the scratch of prefetches in flight."""
-        if self.in_flight:
-            self.tracker.free(COMMUNICATION, self.in_flight)
-            self.in_flight = 0.0
+        self.tracker.free(COMMUNICATION, size)
 
     # -- in a micro-batch -------------------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ class FlatMemory(MemoryModel):
         reduced = False
         for action in self._schedule.at(point):
             if action.phase is Phase.UNSHARD:
-                self._unshard(action.unit, ahead=action.ahead)
+                self._unshard(action.unit)
             elif action.phase is Phase.RESHARD:
                 self._reshard(action.unit, point.direction)
             elif action.phase is Phase.REDUCE:
@@ -88,7 +88,7 @@ class FlatMemory(MemoryModel):
             self._unshard(unit)
             self._wait_for_unshard(unit)
 
-    def _unshard(self, unit: int, *, ahead: bool = False) -> None:
+    def _unshard(self, unit: int) -> None:
         if self._gathered[unit] or self._is_view_of_master:
             return
         self._gathered[unit] = True
@@ -98,7 +98,6 @@ class FlatMemory(MemoryModel):
             self._sent[unit] = u.cast
         if not self._whole_gradients:
             tracker.alloc(UNSHARDED, u.gathered)
-        self.alloc_scratch(self.gather_scratch(u.gathered), ahead=ahead)
         if self.factor == 1:
             self._wait_for_unshard(unit)
 
@@ -151,38 +150,33 @@ class FlatMemory(MemoryModel):
         self._advance_reductions()
         self._collect(unit)
         self._collected[unit] = False
-        self.tracker.alloc(GRADIENTS, self._scattered_gradient(unit))
-        self.tracker.alloc(COMMUNICATION, self.reduce_scratch(self.units[unit].whole))
+        self.tracker.alloc(COMMUNICATION, self.reduce_scratch(self.units[unit].reduced))
         self._reducing = unit
 
     def _advance_reductions(self) -> None:
-        """Waits for what is in flight. On a CPU the shard of a unit then goes between the replicas, until the next time."""
+        """Waits for what is in flight. On a CPU a copy of the shard then goes between the replicas, until the next time."""
         crossing, self._crossing = self._crossing, None
         if crossing is not None:
-            self._keep_reduced(crossing)
+            self._keep_reduced(crossing, self._scattered_gradient(crossing), is_part=False)
         unit, self._reducing = self._reducing, None
         if unit is None:
             return
-        self.tracker.free(COMMUNICATION, self.reduce_scratch(self.units[unit].whole))
-        if self.factor > 1 and not self._whole_gradients:
-            self.tracker.free(GRADIENTS, self._unsharded_gradient(unit))
+        self.tracker.free(COMMUNICATION, self.reduce_scratch(self.units[unit].reduced))
         if self.factor > 1 and self.replicas > 1 and not self.on_gpu:
             self._crossing = unit
+            self.tracker.alloc(GRADIENTS, self._scattered_gradient(unit))
+            self.tracker.free(GRADIENTS, self._unsharded_gradient(unit))
         else:
-            self._keep_reduced(unit)
+            is_part = self.factor > 1 and not self._whole_gradients
+            self._keep_reduced(unit, self._unsharded_gradient(unit), is_part=is_part)
 
-    def _keep_reduced(self, unit: int) -> None:
-        """The gradient of the shard is all that is left, in the dtype in which the optimizer takes it."""
-        u, tracker = self.units[unit], self.tracker
-        kept = scattered = self._scattered_gradient(unit)
-        if self.factor == 1 or self._whole_gradients:
-            tracker.free(GRADIENTS, scattered)
-            kept = self._unsharded_gradient(unit)
-        if u.recast and not self._low:
-            upcast = 0.0 if self.reduces_on_host else u.shard
-            tracker.alloc(GRADIENTS, upcast)
-            tracker.free(GRADIENTS, kept)
-            kept = upcast
+    def _keep_reduced(self, unit: int, held: float, *, is_part: bool) -> None:
+        """The gradient of the shard is all that is left of what is held, in the dtype in which the optimizer takes it."""
+        u, tracker, kept = self.units[unit], self.tracker, held
+        if (u.recast and not self._low) or is_part:
+            kept = 0.0 if self.reduces_on_host else u.reduced if self._low else u.shard
+            tracker.alloc(GRADIENTS, kept)
+            tracker.free(GRADIENTS, held)
         self.keep_gradient(unit, kept)
 
     def end_backward(self) -> None:

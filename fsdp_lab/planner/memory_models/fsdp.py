@@ -146,7 +146,6 @@ class FSDP1Memory(HookedMemory):
         copied = u.shard if self.offloaded and self.on_gpu else 0.0
         self.tracker.alloc(COMMUNICATION, cast + copied)
         self.tracker.alloc(UNSHARDED, u.gathered)
-        self.alloc_scratch(self.gather_scratch(u.gathered))
         self.tracker.free(COMMUNICATION, cast + copied)
 
     def _reshard(self, unit: int) -> None:
@@ -242,7 +241,7 @@ class FSDP2Memory(HookedMemory):
         if unit:
             place = self.order.index(unit) + 1
             for other in self.order[place : place + self.strategy.forward_prefetch]:
-                self._unshard(other, ahead=True)
+                self._unshard(other)
 
     def post_forward(self, unit: int) -> None:
         if unit and self._reshards:
@@ -255,7 +254,7 @@ class FSDP2Memory(HookedMemory):
         self._unshard(unit)
         self._copy_out(unit, keeps_buffer=False)
         for other in self._prefetched_in_backward(unit):
-            self._unshard(other, ahead=True)
+            self._unshard(other)
 
     def _prefetched_in_backward(self, unit: int) -> list[int]:
         """The units to prefetch, nearest first: before the root's backward the last unit."""
@@ -264,7 +263,7 @@ class FSDP2Memory(HookedMemory):
         place, depth = self.order.index(unit), self.strategy.backward_prefetch
         return self.order[max(0, place - depth) : place][::-1]
 
-    def _unshard(self, unit: int, *, ahead: bool = False) -> None:
+    def _unshard(self, unit: int) -> None:
         if self.gathered[unit] or self._buffer[unit] or self.spec.world_size == 1:
             return
         u, tracker, is_resharded = self.units[unit], self.tracker, bool(self._post_forward[unit])
@@ -273,7 +272,6 @@ class FSDP2Memory(HookedMemory):
         tracker.alloc(COMMUNICATION, cast)
         self._buffer[unit] = u.gathered
         tracker.alloc(COMMUNICATION, u.gathered)
-        self.alloc_scratch(self.gather_scratch(u.gathered), ahead=ahead and self._asynchronous)
         tracker.free(COMMUNICATION, cast)
 
     def _copy_out(self, unit: int, *, keeps_buffer: bool) -> None:

@@ -34,11 +34,16 @@ from tests.engine.scenarios.engines import (
     step,
 )
 from tests.engine.scenarios.faults import FAULTS, GENERAL
+from tests.engine.scenarios.meter import allocated
 from tests.engine.toys import WIDTH, Net
 from tests.pool import Place, Pool
 
 SCENARIOS = {s.name: s for s in (*loops.SCENARIOS, *models.SCENARIOS, *optimizers.SCENARIOS)}
 RANKS = 2
+# Of ours beside FSDP2's peak. Models here are of kilobytes: up to 64 parameters are padded to 16 bytes each in the master
+# shard, the gathered buffer, the gradient as it is sent and as it is reduced, and two moments; each has a placeholder of
+# three numbers; and what a thread of Gloo's frees late is seen late. `bench memory` compares byte by byte.
+MORE, MORE_BYTES = 1.05, 16 * 1024
 # In the quick tier: each way in which an engine can go wrong, under FSDP2 and ours. The rest, and DDP, is slow.
 QUICK = frozenset(
     {
@@ -101,14 +106,8 @@ class Runs:
 
 
 @pytest.fixture(scope="session")
-def meter() -> Meter | None:
-    """What measures the peak of a run's memory, in bytes; with None memory is not compared."""
-    return None
-
-
-@pytest.fixture(scope="session")
-def runs(pool: Pool, meter: Meter | None) -> Runs:
-    return Runs(pool, meter)
+def runs(pool: Pool) -> Runs:
+    return Runs(pool, allocated)
 
 
 def skip_without(scenario: Scenario) -> None:
@@ -147,7 +146,16 @@ def test_same_numbers(runs: Runs, name: str, kind: Kind) -> None:
         bits = scenario.bits and kind not in scenario.other_order
         assert differences(found.log, peer.log, None if bits else scenario.bound) == {}
         if kind is Kind.OURS and found.peak_bytes is not None and peer.peak_bytes is not None:
-            assert found.peak_bytes <= peer.peak_bytes
+            assert found.peak_bytes <= MORE * peer.peak_bytes + MORE_BYTES
+
+
+def test_the_meter_counts_what_is_alive_together() -> None:
+    with allocated() as peak:
+        first = torch.empty(1000)
+        second = torch.empty(500)
+        del first
+        third = torch.empty(700)
+    assert peak() == 4 * 1500 and len(second) + len(third) == 1200
 
 
 @pytest.mark.parametrize(("name", "fault"), cases(lambda s: [f for f in (*GENERAL, *s.faults) if f not in s.unseen]))
