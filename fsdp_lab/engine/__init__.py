@@ -72,7 +72,16 @@ What is different:
 - `placements` reads `Replicate()`, since no placement of torch's says where a flat buffer is cut.
 - A sharded tensor is not pickled: `torch.save(model.state_dict())` is done inside `with unshard(model):`, or with the
   option full_state_dict=True. The state of an optimizer over `sharded_parameters` is saved by `full_optimizer_state`.
-- Give an optimizer `model.parameters()` or `sharded_parameters(model)`, not both: it would step twice, which is not seen.
+- `torch.distributed.checkpoint.state_dict` has no names for an optimizer over `sharded_parameters`: a KeyError of torch's.
+- `torch.autograd.grad` of parameters, taken between forward and backward, gives a rank's own gradients, as under DDP and
+  for what FSDP2 keeps gathered. A unit that was freed is not in the graph, also as under FSDP2.
+- A number made of parameters, as a penalty, and `p.full_tensor()` have the mean of the ranks' gradients, so a rank may
+  multiply them by its own data; under FSDP2 each rank's shard gets that rank's own. A plain tensor beside a sharded one in
+  an element-wise operation is taken to be equal on all ranks.
+- Random values are drawn whole, so equal seeds give what one process draws; replicas take the first one's. FSDP2 draws
+  each shard by itself. What is drawn out of place, as by randn_like, and then copied needs equal seeds.
+- A transposed parameter is a copy that follows what is written to the parameter, and writes to it. A view of such a copy
+  does not follow.
 - `no_sync` counts at the backward, and is a context of ours in place of a switch of the module.
 
 What is refused, by a `ShardError` that says what to do:
@@ -93,6 +102,13 @@ What is refused, by a `ShardError` that says what to do:
     models or policies that differ between ranks    build the same on every rank
     prefetch policies that differ                   give one, to the outermost module
     an optimizer made before sharding, at its step  make it afterwards
+    parameters taken between a forward and its      take them, and make the optimizer, before or after
+      backward, for an optimizer or clipping
+    model.parameters() and sharded_parameters(..)   one of the two, since the same values would step twice
+      in one optimizer, or in two of one step
+    an optimizer made before load_state_dict(..,    make it afterwards, or load without assign=True
+      assign=True)
+    a change of shape in place, as by t_()          copy_ of the values, or `unshard`
     module.half(), .to(another dtype or device)     mp_policy and mesh
     deepcopy and pickle of a module                 copy it before, or take full_state(model)
     a parameter replaced by another one             write to it, under no_grad

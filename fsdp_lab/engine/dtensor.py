@@ -12,18 +12,20 @@ transposed tensor is a `Replica`, a copy; what is written to it is written to th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from fsdp_lab.engine.errors import ShardError
-from fsdp_lab.engine.flat_tensor import FlatPlacement, FlatTensor, replicated
+from fsdp_lab.engine.flat_tensor import FlatPlacement, FlatTensor, mean_over_ranks, replicated
 
 aten: Any = torch.ops.aten
 
@@ -138,7 +140,7 @@ def _range(t: Tensor, like: FlatTensor) -> Tensor:
             return t._local_tensor
         t = t.whole()
     elif isinstance(t, DTensor):
-        t = t._local_tensor if isinstance(t, Replica) else t.full_tensor()
+        t = t.current if isinstance(t, Replica) else t.full_tensor()
     return t if t.dim() == 0 else like.range_of(t)
 
 
@@ -183,11 +185,15 @@ def _has_tensors(a: Sequence[Any]) -> bool:
 
 
 def _draw(func: Any, args: Any, kwargs: Any) -> Any:
-    """Random values in place: each rank draws the whole tensor, so that equal seeds give what one process draws."""
+    """Random values in place: each rank draws the whole tensor, so that equal seeds give what one process draws. Replicas
+    take those of the first one, whatever their seeds."""
     t: FlatTensor = args[0]
-    whole = torch.empty(t.shape, dtype=t.dtype, device=t._local_tensor.device)
+    whole, mesh = torch.empty(t.shape, dtype=t.dtype, device=t._local_tensor.device), t.flat_placement.mesh
     func(whole, *args[1:], **kwargs)
-    t._local_tensor.copy_(t.range_of(whole))
+    part = t.range_of(whole).to(mesh.device)
+    if mesh.replicate_group is not None and part.numel():
+        dist.broadcast(part, src=dist.get_global_rank(mesh.replicate_group, 0), group=mesh.replicate_group)
+    t._local_tensor.copy_(part)
     return t
 
 
@@ -200,7 +206,8 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     order, dims = given.get("ord", given.get("p", 2)), given.get("dim")
     if not isinstance(t, FlatTensor) or (dims and len(dims) != t.dim()) or given.get("keepdim"):
         return NotImplemented
-    return _norms([t], 2.0 if order is None else float(order), given.get("dtype"))[0]
+    order = 2.0 if order is None else float(order)
+    return t.norm_beside(order, given.get("dtype")) if t.norm_beside else _norms([t], order, given.get("dtype"))[0]
 
 
 def _foreach_norm(func: Any, args: Any, kwargs: Any) -> Any:
@@ -233,6 +240,23 @@ def _norms(tensors: Sequence[FlatTensor], order: float, dtype: torch.dtype | Non
             _reduce_norms(each, order, group)
         found.update((i, Replica.of(each[j], tensors[i].flat_placement.mesh.plain_mesh)) for j, i in enumerate(indices))
     return [found[i] for i in range(len(tensors))]
+
+
+class Norms:
+    """Of the parts of a tensor, which are asked for one after the other, as by torch's `clip_grad_norm_`: the first question
+    is answered for all of them, in one all-reduce, until the tensor is written to."""
+
+    def __init__(self, whole: Tensor, parts: Callable[[], Sequence[FlatTensor]]) -> None:
+        self.whole, self._parts = weakref.ref(whole), parts
+        self._known: tuple[Any, list[Tensor]] = None, []
+
+    def norm(self, i: int, order: float, dtype: torch.dtype | None) -> Tensor:
+        whole = self.whole()
+        key = None if whole is None else (order, dtype, whole._version)
+        if key is None or self._known[0] != key:
+            self._known = key, _norms(self._parts(), order, dtype)
+        found: Any = self._known[1][i]
+        return Replica.of(found._local_tensor.clone(), found.device_mesh)  # the caller's own
 
 
 def _local_norm(local: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
@@ -290,6 +314,9 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     )
     found = func(*whole_args, **whole_kwargs)
     for t in written:
+        if whole[id(t)].shape != t.shape:
+            raise ShardError(f"{func._schema.name} would give a sharded tensor another shape; give one with the values to "
+                             "its copy_, or use `with unshard(model):`")  # fmt: skip
         t._local_tensor.copy_(t.range_of(whole[id(t)]))
     same = [*written, *(a for a, b in zip(args, whole_args, strict=True) if b is found)]
     if same:
@@ -297,6 +324,7 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     if packet in _COPIES:
         copy = Replica.of(found, mesh)
         copy.source = None if packet is aten.expand else (args[0], _order_before(packet, args))
+        copy.take_note()
         return copy
     return pytree.tree_map_only(Tensor, lambda t: replicated(t, mesh) if t.dim() else Replica.of(t, mesh), found)
 
@@ -312,7 +340,7 @@ def _gathered(t: Tensor) -> Tensor:
     if isinstance(t, FlatTensor):
         return t.whole()
     if isinstance(t, Replica):
-        return t._local_tensor
+        return t.current
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
@@ -328,11 +356,25 @@ class Replica(DTensor):
 
     source: tuple[FlatTensor, list[int]] | None = None  # of what it is a copy, and how to permute it to be as that
 
+    _version_of_source: int
+
     @classmethod
     def of(cls, whole: Tensor, mesh: DeviceMesh) -> Replica:
         make: Any = DTensor.__new__
         made: Replica = make(cls, whole, replicated(whole, mesh)._spec, requires_grad=False)
         return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A number that has a graph is a plain one beside plain tensors, which differ between ranks."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            if torch.is_grad_enabled() and not all(isinstance(t, DTensor) for t in tensors):
+                args, kwargs = pytree.tree_map_only(
+                    cls, lambda t: t.full_tensor() if t.requires_grad and not t.dim() else t, (args, kwargs)
+                )
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -350,11 +392,11 @@ class Replica(DTensor):
             if _has_plain(tensors):
                 raise _of_ranks(func)
         elif not all(isinstance(t, DTensor) for t in tensors):  # numbers among plain tensors
-            local_args, local_kwargs = pytree.tree_map_only(cls, lambda t: t._local_tensor, (args, kwargs))
+            local_args, local_kwargs = pytree.tree_map_only(cls, lambda t: t.current, (args, kwargs))
             found = func(*local_args, **local_kwargs)
             return written[0] if written else found
         plain_args, plain_kwargs = pytree.tree_map_only(
-            cls, lambda t: replicated(t._local_tensor, t.device_mesh), (args, kwargs)
+            cls, lambda t: replicated(t.current, t.device_mesh), (args, kwargs)
         )
         found = func(*plain_args, **plain_kwargs)
         if written:
@@ -377,7 +419,39 @@ class Replica(DTensor):
             if t.source is not None:
                 source, order = t.source
                 source.copy_(t._local_tensor.permute(order))
+                t.take_note()
         return written[0]
+
+    @property
+    def current(self) -> Tensor:
+        """The values, which follow what is written to the source; collective then."""
+        if self.source is not None and self._version_of_source != self.source[0]._local_tensor._version:
+            source, order = self.source
+            self._local_tensor.copy_(source.whole().permute(sorted(range(len(order)), key=order.__getitem__)))
+            self.take_note()
+        return self._local_tensor
+
+    def take_note(self) -> None:
+        """The values are those of the source."""
+        if self.source is not None:
+            self._version_of_source = self.source[0]._local_tensor._version
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """As a plain tensor; differentiable, with the mean of the ranks' gradients."""
+        plain: Tensor = _Plain.apply(self)  # type: ignore[no-untyped-call]
+        return plain
+
+
+class _Plain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Replica) -> Tensor:
+        ctx.mesh = t.device_mesh
+        return t.current.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return mean_over_ranks(grad, ctx.mesh)
 
 
 # -- views that are ranges again -------------------------------------------------------------------------------------
@@ -427,13 +501,14 @@ def _part(t: FlatTensor, start: int, stop: int, shape: tuple[int, ...]) -> FlatT
 
 
 def _empty(func: Any, args: Any, kwargs: Any) -> Any:
-    """`t.new_zeros(shape)` and the like: cut as `t` is where the shape is the same, replicated otherwise."""
+    """`t.new_zeros(shape)` and the like: cut as `t` is where it has as many elements, replicated otherwise."""
     t, size = args[0], torch.Size(args[1])
     options = {"dtype": t.dtype, "device": t._local_tensor.device, **kwargs}
-    local = t._local_tensor if size == t.shape else torch.empty(size, dtype=t.dtype, device=t._local_tensor.device)
+    alike = size.numel() == t.numel()
+    local = t._local_tensor if alike else torch.empty(size, dtype=t.dtype, device=t._local_tensor.device)
     options.pop("memory_format", None)
     made = func(local, local.shape, *args[2:], **options)
-    return t.like(made) if size == t.shape else replicated(made, t.flat_placement.mesh.plain_mesh)
+    return t.like(made, size) if alike else replicated(made, t.flat_placement.mesh.plain_mesh)
 
 
 Special = Callable[[Any, Any, Any], Any]

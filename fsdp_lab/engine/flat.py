@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from fsdp_lab.core.layout import Layout, Range
 from fsdp_lab.core.schedule import OffloadPolicy
 from fsdp_lab.engine.collectives import CommHandle, CommStream, all_gather
-from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.errors import AbsentGradient, FreedParameter, ShardError, absent_gradients
 from fsdp_lab.engine.gradients import GradientBuffer, placement_of
 from fsdp_lab.engine.mesh import ShardMesh
-from fsdp_lab.engine.parameters import AbsentGradient, ShardedParameter, UnshardedParameter, absent_gradients
+from fsdp_lab.engine.parameters import ShardedParameter, UnshardedParameter
 from fsdp_lab.engine.policy import ShardPolicy
 
 Use = tuple[nn.Module, str]  # a module and the attribute under which it holds a parameter
@@ -105,11 +105,25 @@ class FlatBuffer:
             value.data = _absent(value.dtype, value.device).expand(value.shape)  # frees its storage
         else:
             part.fill_(_absent(value.dtype, self.master.device))  # until it is loaded
+        return self._made(i, requires_grad=value.requires_grad)
+
+    def _made(self, i: int, *, requires_grad: bool) -> ShardedParameter:
+        slot = self.layout.slots[i]
         placement = placement_of(self.layout, self.mesh, slot.offset, slot.stop)
-        made = ShardedParameter.of(part, slot.shape, placement, requires_grad=value.requires_grad)
+        made = ShardedParameter.of(self.own_part(i), slot.shape, placement, requires_grad=requires_grad)
         made.flat, made.number, made.seen = self, i, []
         if made.is_floating_point() or made.is_complex():
             made.take_own_gradients()
+        return made
+
+    def replace(self, i: int) -> ShardedParameter:
+        """Let modules hold another object for a parameter, as `load_state_dict(assign=True)` does; the values stay. What the
+        caller gave to an optimizer before is refused at its step, which else would go on or do nothing."""
+        old, group = self.sharded[i], self.layout.slots[i].group
+        made = self._made(i, requires_grad=old.requires_grad)
+        self.sharded[i] = self.parameters[i].sharded = made
+        self.gradients.regions[group] = self.gradients.region(group)
+        self._show(self.sharded)
         return made
 
     def _unshard(self, i: int) -> UnshardedParameter:
@@ -175,6 +189,7 @@ class FlatBuffer:
     def use_unsharded_views(self) -> None:
         """Let modules hold the gathered values. Raises ShardError for a parameter that was changed meanwhile."""
         for i, (p, sharded) in enumerate(zip(self.parameters, self.sharded, strict=True)):
+            p.__class__ = UnshardedParameter
             self._check(i, p)
             p.data = self._views[i]
             p.grad = None  # autograd adds to what it finds there
@@ -185,12 +200,13 @@ class FlatBuffer:
         """Let modules hold the sharded parameters, and free the gathered buffer. Data that a caller gave to a gathered
         parameter stays, to be refused later."""
         self._show(self.sharded)
-        if self.is_view_of_master:
-            return
         for i, p in enumerate(self.parameters):
-            if p.data_ptr() == self._views[i].data_ptr():
+            if isinstance(p, FreedParameter):  # gathered ahead, and never seen
+                continue
+            if not self.is_view_of_master and p.data_ptr() == self._views[i].data_ptr():
                 p.data = self._nothing[i]
-        if not self.policy.shard_optimizer_only:
+            p.__class__ = FreedParameter  # type: ignore[assignment]
+        if not self.is_view_of_master and not self.policy.shard_optimizer_only:
             self._free()
 
     def keep_post_forward_shard(self) -> None:

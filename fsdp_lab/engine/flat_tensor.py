@@ -21,6 +21,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.autograd.function import once_differentiable
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
@@ -71,9 +72,11 @@ class FlatTensor(DTensor):
 
     Attributes:
         flat_placement: which elements each rank holds.
+        norm_beside: its norm, by order and dtype, found together with those of other tensors.
     """
 
     flat_placement: FlatPlacement
+    norm_beside: Callable[[float, torch.dtype | None], Tensor] | None = None
 
     @classmethod
     def of(cls, local: Tensor, shape: Sequence[int], placement: FlatPlacement, *, requires_grad: bool = False) -> Self:
@@ -128,7 +131,7 @@ class FlatTensor(DTensor):
         return whole.expand(self.shape).reshape(-1)[start:stop]
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """The whole tensor; differentiable; collective."""
+        """The whole tensor; differentiable, with the mean of the ranks' gradients; collective."""
         whole: Tensor = _Whole.apply(self)  # type: ignore[no-untyped-call]
         return whole
 
@@ -216,8 +219,10 @@ class _Whole(torch.autograd.Function):
         return t.whole()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> FlatTensor:
-        found: FlatTensor = ctx.like.like(ctx.like.range_of(grad))
+        mean = mean_over_ranks(grad, ctx.like.flat_placement.mesh.plain_mesh)
+        found: FlatTensor = ctx.like.like(ctx.like.range_of(mean))
         return found
 
 
@@ -233,6 +238,14 @@ class _Local(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> FlatTensor:
         found: FlatTensor = ctx.like.like(grad)
         return found
+
+
+def mean_over_ranks(grad: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A gradient of what all ranks have alike, to which each adds its own data's part."""
+    summed = grad.contiguous().clone()
+    for dimension in range(mesh.ndim):
+        dist.all_reduce(summed, group=mesh.get_group(dimension))
+    return summed.div_(mesh.size())
 
 
 def replicated(whole: Tensor, mesh: DeviceMesh) -> DTensor:

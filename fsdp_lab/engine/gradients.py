@@ -12,6 +12,7 @@ and the rest after them.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ from torch import distributed as dist
 
 from fsdp_lab.core.layout import Layout, Range
 from fsdp_lab.engine.collectives import CommHandle, CommStream, all_reduce, reduce_scatter
-from fsdp_lab.engine.dtensor import FlatDTensor
-from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.dtensor import FlatDTensor, Norms
+from fsdp_lab.engine.errors import ReaderRef, ShardError
 from fsdp_lab.engine.flat_tensor import FlatPlacement
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.parameters import Region
@@ -62,9 +63,11 @@ class GradientBuffer:
         self._apart: set[int] = set()  # parameters of which `reduced` has none, or another than theirs
         self._arrived: set[int] = set()
         self._firsts: tuple[frozenset[int], Tensor] | None = None  # the parameters that came last, and their elements
-        self.regions = {group: self._region(group) for group in layout.regions}
+        self._norms: Norms | None = None  # of what is reduced
+        self.readers: dict[Hashable, ReaderRef] = {}  # by group: who read these gradients for a step
+        self.regions = {group: self.region(group) for group in layout.regions}
 
-    def _region(self, group: Hashable) -> Region:
+    def region(self, group: Hashable) -> Region:
         start, stop = self.layout.region_in_shard(group, self.mesh.shard_rank)
         begin, end = self.layout.regions[group]
         placement = placement_of(self.layout, self.mesh, begin, end)
@@ -164,6 +167,7 @@ class GradientBuffer:
         else:
             self.reduced.add_(shard)
         self._present |= present
+        self.readers = {}
 
     def _sent_by_others(self, shard: Tensor, arrived: frozenset[int]) -> set[int]:
         absent = [i for i in range(len(self.layout.slots)) if i not in arrived]
@@ -195,6 +199,14 @@ class GradientBuffer:
         if i in self._given:
             return self._given[i]
         assert self.reduced is not None
+        if self._norms is None or self._norms.whole() is not self.reduced:
+            self._norms = Norms(self.reduced, lambda: list(map(self._reduced_view, range(len(self.layout.slots)))))
+        found = self._reduced_view(i)
+        found.norm_beside = partial(self._norms.norm, i)
+        return found
+
+    def _reduced_view(self, i: int) -> FlatDTensor:
+        assert self.reduced is not None
         return self._view(self.reduced[slice(*self._own(i))], i)
 
     def set_gradient(self, i: int, value: Tensor | None) -> None:
@@ -208,6 +220,7 @@ class GradientBuffer:
             self._present.add(i)
         if self._present <= self._given.keys():  # nothing of it is a gradient any more
             self.reduced, self._apart = None, set(self._given)
+            self.readers = {}
 
     def _cut(self, i: int, value: Tensor) -> FlatDTensor:
         """The value itself, where it is cut as the parameter is."""

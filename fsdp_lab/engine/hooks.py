@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_lab.engine.errors import ShardError
-from fsdp_lab.engine.parameters import UnshardedParameter
+from fsdp_lab.engine.parameters import sharded_form
 from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.engine.runtime import Pass, Runtime
 from fsdp_lab.engine.tensors import cast, hiding_in, move, tensors_in, view_inputs
@@ -139,11 +139,11 @@ class UnitHooks:
         return handle
 
     def _take_gradient(self, p: Tensor) -> None:
-        assert isinstance(p, UnshardedParameter) and p.grad is not None
-        grad, p.grad = p.grad, None
+        sharded: Any = sharded_form(p)
         if self.runtime is not None:
-            self.runtime.before_gradient(self.unit, p.sharded.fqn)
-        p.sharded.flat.gradients.receive(p.sharded.number, grad)
+            self.runtime.before_gradient(self.unit, sharded.fqn)
+        grad, p.grad = p.grad, None
+        sharded.flat.gradients.receive(sharded.number, grad)
 
 
 def unit_hooks(module: nn.Module) -> UnitHooks | None:

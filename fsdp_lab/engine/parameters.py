@@ -12,15 +12,15 @@ and regions show the same gradients; setting one to None forgets it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Hashable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_lab.core.layout import Slot
 from fsdp_lab.engine.dtensor import FlatDTensor
-from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.errors import FreedParameter, ShardError, check_reader, replaced
 
 
 class ShardedParameter(FlatDTensor):
@@ -34,6 +34,12 @@ class ShardedParameter(FlatDTensor):
     @property
     def grad(self) -> Tensor | None:
         """The reduced gradient; with what autograd added to this tensor itself, as for a penalty on weights."""
+        if self.flat.sharded[self.number] is not self:
+            raise replaced(self.fqn)
+        if (
+            self.slot.offset == self.flat.layout.regions[self.slot.group][0]
+        ):  # of each region the first one stands for all
+            check_reader(self.flat.gradients, self.slot.group, self.fqn)
         found: Tensor | None = self.flat.gradients.gradient(self.number)
         return found
 
@@ -84,7 +90,9 @@ class ShardedParameter(FlatDTensor):
         """It is called when the gradient has been reduced."""
         handle = RemovableHandle(self.flat.reduce_hooks)
         self.flat.reduce_hooks[handle.id] = lambda: (
-            hook(self) if self.flat.gradients.has_gradient(self.number) else None
+            hook(self)
+            if self.flat.gradients.has_gradient(self.number) and self.flat.sharded[self.number] is self
+            else None
         )
         return handle
 
@@ -136,6 +144,9 @@ class Region(FlatDTensor):
     @property
     def grad(self) -> Tensor | None:
         """Raises ShardError where some of the region's parameters have a gradient, and others have none."""
+        if self.gradients.regions[self.group] is not self:
+            raise replaced("a part of it")
+        check_reader(self.gradients, self.group, self.gradients.names[0])
         found: Tensor | None = self.gradients.gradient_of_region(self.group)
         return found
 
@@ -149,41 +160,6 @@ class Region(FlatDTensor):
 
 def sharded_form(p: Tensor) -> ShardedParameter | None:
     """The sharded parameter of what a module holds; None for a parameter that is not sharded."""
-    if isinstance(p, UnshardedParameter):
+    if isinstance(p, (UnshardedParameter, FreedParameter)):
         return p.sharded
     return p if isinstance(p, ShardedParameter) else None
-
-
-class AbsentGradient(Tensor):
-    """The `.grad`, after a backward, of a parameter that was sharded. Any use of it raises ShardError.
-
-    Without it an optimizer made before `fully_shard` would find None there, and silently do nothing.
-    """
-
-    name_of_parameter: str
-
-    @classmethod
-    def of(cls, parameter: Tensor, name: str) -> Self:
-        """In the parameter's shape, dtype and place, without storage."""
-        made: Self = Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        made.name_of_parameter = name
-        return made
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = next((a.name_of_parameter for a in args if isinstance(a, cls)), "a sharded parameter")
-        raise ShardError(
-            f"{name} was sharded, and this is the parameter that the model had before; make the optimizer, and other "
-            "references to parameters, after fully_shard, from model.parameters()"
-        )
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return cls.__torch_function__(func, types, args, kwargs)
-
-
-def absent_gradients(
-    originals: Sequence[nn.Parameter], names: Sequence[str]
-) -> list[tuple[nn.Parameter, AbsentGradient]]:
-    """What stands in `.grad` of the parameters that modules held before, which are trainable."""
-    return [(p, AbsentGradient.of(p, name)) for p, name in zip(originals, names, strict=True) if p.requires_grad]

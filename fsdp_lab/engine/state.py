@@ -333,7 +333,8 @@ def watch_state_dict(unit: Unit) -> None:
         unit.reshard()
         for name, p in module._parameters.items():
             if local.get("assign_to_params_buffers") and isinstance(p, ShardedParameter) and prefix + name in state:
-                p.data, state[prefix + name] = state[prefix + name], p  # assigned to itself
+                new = p.flat.replace(p.number)
+                new.data, state[prefix + name] = state[prefix + name], new  # assigned to itself
 
     for module in {use[0]: None for flat in unit.flats for uses in flat.uses for use in uses}:
         module.register_state_dict_pre_hook(saving)  # type: ignore[no-untyped-call]

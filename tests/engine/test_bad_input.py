@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -694,11 +695,34 @@ def outputs_left_in_attributes(place: Place) -> None:
         loss.backward()
 
 
+def parameters_taken_while_gathered(place: Place) -> None:
+    """Between a forward and its backward a module holds gathered parameters; their gradients would never be set."""
+    says = "was taken from the model between a forward and its backward, and is not there any more; take parameters"
+    for strategy in (Strategy(), Strategy(sharding="no_shard"), Strategy(sharding="zero1")):
+        model = by_block(make(), strategy=strategy)
+        before = dict(full_state(model))
+        loss = mean_square(model, batch(0, place.rank))
+        taken = list(model.parameters())
+        late = torch.optim.SGD(taken, lr=0.1)
+        slopes = torch.autograd.grad(loss, taken, retain_graph=True, allow_unused=True)
+        assert sum(slope is not None for slope in slopes) > 2  # this rank's own
+        loss.backward()
+        for use in (late.step, late.zero_grad, taken[0].sum, partial(torch.nn.utils.clip_grad_norm_, taken, 0.1)):
+            with refused(says):
+                use()
+        with torch.no_grad(), refused(says):
+            taken[0] -= 0.1
+        assert (taken[0].shape, taken[0].requires_grad) == ((WIDTH, WIDTH), True) and "first.weight" in repr(taken[0])
+        assert all(torch.equal(t, before[name]) for name, t in full_state(model))
+        trains_on(model, place)
+
+
 @everywhere(
     inner_module_by_itself,
     inner_unit_asked_first,
     outputs_in_unknown_objects,
     outputs_left_in_attributes,
+    parameters_taken_while_gathered,
 )
 def test_calls_at_the_wrong_time(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)
@@ -754,6 +778,65 @@ def optimizer_from_before(place: Place) -> None:
     assert not _global_optimizer_pre_hooks
 
 
+def two_views_of_the_same_values(place: Place) -> None:
+    """In one optimizer, or in two that step by the same gradients; one after the other, as when replaced, they may."""
+    says = r"would be stepped twice, in model.parameters\(\) and in sharded_parameters\(model\)"
+    groups: tuple[Callable[[Any], Any], ...] = (
+        lambda m: [*m.parameters(), *sharded_parameters(m)],
+        lambda m: [{"params": sharded_parameters(m)}, {"params": m.parameters()}],
+        lambda m: [{"params": m.parameters()}, {"params": sharded_parameters(m)}],
+    )
+    for make_groups in groups:
+        model = by_block(make())
+        both = torch.optim.AdamW(make_groups(model), lr=0.1)
+        both.zero_grad()
+        step(model, place)
+        with refused(says):
+            both.step()
+        assert_equal(model, make())
+    for order in (1, -1):
+        model = by_block(make())
+        one, other = [torch.optim.SGD(p, lr=0.1) for p in (sharded_parameters(model), model.parameters())][::order]
+        step(model, place)
+        one.step()
+        once = _plain_of(model)
+        with refused(says):
+            other.step()
+        assert_equal(model, once)
+        one.zero_grad()
+        other.zero_grad()
+        for later in (other, one):
+            step(model, place)
+            norms = [p.grad.norm() for p in (*sharded_parameters(model), *model.parameters()) if p.grad is not None]
+            assert all(norm > 0 for norm in norms)
+            later.step()
+            later.zero_grad()
+
+
+def assigned_under_an_optimizer(place: Place) -> None:
+    """Under torch the optimizer would hold tensors that nobody uses."""
+    says = r"load_state_dict\(assign=True\) has put other parameters into the model, .* make the optimizer afterwards"
+    for held in (nn.Module.parameters, sharded_parameters):
+        model = by_block(make())
+        early = torch.optim.SGD(held(model), lr=0.1)
+        state = {name: t + 1 for name, t in full_state(model)}
+        model.load_state_dict(state, assign=True)
+        step(model, place)
+        for use in (early.step, early.zero_grad):
+            with refused(says):
+                use()
+        assert all(torch.equal(t, state[name]) for name, t in full_state(model))
+        model.load_state_dict(model.state_dict())
+        trains_on(model, place)
+
+
+def given_another_shape(place: Place) -> None:
+    model = by_block(make())
+    with torch.no_grad(), refused("aten::t_ would give a sharded tensor another shape"):
+        model.last.weight.t_()
+    trains_on(model, place)
+
+
 def impossible_norms(place: Place) -> None:
     model = by_block(make())
     step(model, place)
@@ -766,7 +849,15 @@ def impossible_norms(place: Place) -> None:
     assert set(local_state(model)) == {name for name, _ in make().named_parameters()}
 
 
-@everywhere(state_inside_unshard, copies, optimizer_from_before, impossible_norms)
+@everywhere(
+    state_inside_unshard,
+    copies,
+    optimizer_from_before,
+    two_views_of_the_same_values,
+    assigned_under_an_optimizer,
+    given_another_shape,
+    impossible_norms,
+)
 def test_state_copies_and_optimizers(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed import fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
@@ -1294,6 +1295,44 @@ def optimizer_groups(place: Place) -> None:
     torch.optim.SGD(groups["vectors"], lr=0.1).step()
     changed = {name for name, t in full_state(model) if not torch.equal(t, before[name])}
     assert changed == {name for name, t in before.items() if t.dim() == 1}
+
+
+def transposed_copies(place: Place) -> None:
+    """They follow their source, whoever writes to it: torch's are views."""
+    model, plain = by_block(make()), make()
+    for m in (model, plain):
+        weight = m.first.weight.detach()
+        turned = weight.permute(1, 0)
+        weight.mul_(2)
+        turned.add_(1)
+        m.blocks[0].up.weight.data.zero_()  # of another parameter, in another buffer or in the same
+        m.first.weight.data.add_(turned.clone())
+        m.last.weight.data[:2].copy_((turned * 3)[:2])
+    assert_equal(model, plain)
+
+
+def drawn_after_sharding(place: Place) -> None:
+    """Equal seeds give what one process draws; where seeds differ, replicas draw alike all the same."""
+    for sharding in ("full_shard", "no_shard"):
+        model, plain = by_block(make(), Strategy(sharding=sharding)), make()
+        for m in (model, plain):
+            torch.manual_seed(7)
+            m.apply(lambda inner: inner.reset_parameters() if hasattr(inner, "reset_parameters") else None)
+        assert_equal(model, plain)
+    torch.manual_seed(place.rank)
+    with torch.no_grad():
+        nn.init.normal_(model.first.weight)
+        model.last.bias.uniform_()
+    for p in (model.first.weight, model.last.bias):
+        mine = p.to_local().detach()
+        parts = [torch.empty_like(mine) for _ in range(place.world_size)]
+        dist.all_gather(parts, mine)
+        assert all(torch.equal(part, mine) for part in parts)
+
+
+@everywhere(transposed_copies, drawn_after_sharding)
+def test_values_between_steps(pool: Pool, scenario: Scenario) -> None:
+    pool.run(scenario, 2)
 
 
 @everywhere(hooks_of_users, hooks_that_change_things, optimizer_groups)

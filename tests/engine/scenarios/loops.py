@@ -202,6 +202,40 @@ def input_gradients(e: Engine) -> None:
     e.record_model(model)
 
 
+def adaptive_weight(e: Engine) -> None:
+    """The second of two losses weighs as much as the first, by their gradients at the last layer, as in VQGAN.
+
+    `torch.autograd.grad` of a parameter gives a rank's own gradient, which the script averages, as it must under DDP.
+    """
+    model = Net(depth=2)
+    model = e.shard(model, model.blocks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for i in range(3):
+        out = model(e.rows(drawn(3, WIDTH, seed=i)))
+        one, two, last = out.square().mean(), out.abs().mean(), e.inner(model).last.weight
+        slopes = [e.mean(torch.autograd.grad(loss, last, retain_graph=True)[0]).norm() for loss in (one, two)]
+        weight = (slopes[0] / (slopes[1] + 1e-4)).clamp(0, 10)
+        e.record("weight", weight)
+        step(optimizer, one + weight * two)
+    e.record_model(model)
+
+
+def penalty_by_loss(e: Engine) -> None:
+    """A penalty on weights, times a number of this rank's data; and a second head with a whole weight of the model."""
+    model = Net(depth=2)
+    model = e.shard(model, model.blocks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for i in range(3):
+        penalty = e.whole(sum(p.square().sum() for p in model.parameters()))  # type: ignore[arg-type]
+        weight = e.whole(e.inner(model).first.weight)
+        x = e.rows(drawn(3, WIDTH, seed=i))
+        loss = model(x).square().mean() + F.linear(x, weight).abs().mean()
+        loss = loss + 0.1 * penalty * loss.detach()
+        e.record_loss(loss)
+        step(optimizer, loss)
+    e.record_model(model)
+
+
 # -- inner modules by themselves ---------------------------------------------------------------------------------------
 
 
@@ -481,6 +515,11 @@ SCENARIOS = (
     Scenario(script=gradient_penalty, not_under=_ONE_BACKWARD | _FREED),
     Scenario(script=penalty_on_real_data, not_under=_ONE_BACKWARD | _FREED),
     Scenario(script=input_gradients),
+    Scenario(script=adaptive_weight),
+    Scenario(
+        script=penalty_by_loss,
+        not_under={Kind.FSDP2: "each rank's shard gets that rank's own gradient of a whole tensor, not the mean"},
+    ),
     Scenario(script=distillation),
     Scenario(script=inner_evaluation),
     Scenario(script=inner_training, not_under={Kind.DDP: "a part of the model called by itself is not reduced"}),

@@ -99,6 +99,24 @@ def groups_by_layer(e: Engine) -> None:
     e.record_model(model)
 
 
+def line_search(e: Engine) -> None:
+    """L-BFGS flattens all gradients into one vector, and evaluates the loss several times in a step."""
+    model = Net(depth=2)
+    model = e.shard(model, model.blocks)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+    x = e.rows(drawn(3, WIDTH, seed=0))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return e.mean(loss)
+
+    for _ in range(2):
+        e.record("loss", optimizer.step(closure))  # type: ignore[arg-type]
+    e.record_model(model)
+
+
 def clipping_by_norm(e: Engine) -> None:
     """torch's own, of `model.parameters()`; the norm is what is logged."""
     model = Net()
@@ -345,6 +363,9 @@ SCENARIOS = (
     Scenario(script=muon, bits=False, bound=_MUON_BOUND, may_refuse=True),
     Scenario(script=groups_with_schedule, faults=("the schedule stands still",)),
     Scenario(script=groups_by_layer),
+    Scenario(script=line_search, bits=False,
+             not_under={Kind.FSDP2: "torch raises: it cannot flatten a tensor that is cut unevenly"},
+             unseen=dict.fromkeys(("a parameter is frozen", "a step is skipped"), "its closure makes the gradients anew")),
     Scenario(script=clipping_by_norm, bits=False, faults=("clips nothing",)),
     Scenario(script=clipping_by_largest, bits=False, faults=("clips nothing",)),
     Scenario(script=clipping_by_value, faults=("clips no value",)),
