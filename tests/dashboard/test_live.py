@@ -66,7 +66,7 @@ class Stage:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int = 2) -> None:
         self.frame = StepAxis()
-        self.panels = [make(self.frame, ranks) for make in PANELS[:3]]
+        self.panels = [make(self.frame, ranks) for make in PANELS]
         self.sent: list[tuple[dict[str, Any], list[bytes]]] = []
         self.pages: list[Page] = []
         monkeypatch.setattr(LiveView, "send", lambda _, content, buffers=(): self._send(content, list(buffers)))
@@ -158,7 +158,7 @@ def test_a_scene_of_the_same_shape_takes_over_in_one_tick_and_the_page_mounts_no
     former = (stage.frame, stage.panels, stage.scene)
     for count in (3, 0, 5):
         stage.frame, stage.step = StepAxis(), 0
-        stage.panels = [make(stage.frame, 2) for make in PANELS[:3]]
+        stage.panels = [make(stage.frame, 2) for make in PANELS]
         stage.scene = Scene(cards=stage.panels, shared_sources=stage.frame.sources, shared_patches=stage.frame.patches)
         stage.view.swap(stage.scene)
         if count:
