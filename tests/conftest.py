@@ -2,7 +2,8 @@
 
 A run of the whole tier uses pytest-xdist; one that names files or folders runs in one process (`-n 2` overrides that). Files
 that share a lab, a cluster or a browser form one group, and a group stays in one process. Each process has its own pool.
-A test that measures time is marked `alone`: while it runs, the other processes wait between two tests.
+A test that measures time is marked `alone`: while it runs, the other processes wait between two tests. Such tests of a file
+run one after the other and wait once for the rest.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,27 +27,52 @@ if TYPE_CHECKING:
     from tests.engine.parity import Outcomes
 
 SHARED = ("tests/browser", "tests/cluster", "tests/lab")  # folders whose files share what takes seconds to start
-LONGEST = ("tests/lab", "tests/browser", "tests/cli", "tests/export", "tests/notebooks", "tests/engine", "tests/rank")
+HALVED = "tests/browser/test_m"  # of what takes longest to run: files before this name, and from it on, are two groups
+LONGEST = ("tests/lab", "tests/browser", "tests/cli", "tests/export", "tests/notebooks", "tests/engine",
+           "tests/engine/scenarios", "tests/rank")  # fmt: skip
 
 
 def group_of(nodeid: str) -> str:
     """The tests that run in one process, one after the other: those of a folder in SHARED, or of a file."""
-    return next((folder for folder in SHARED if nodeid.startswith(folder + "/")), nodeid.partition("::")[0])
+    file = nodeid.partition("::")[0]
+    folder = next((folder for folder in SHARED if file.startswith(folder + "/")), file)
+    return f"{folder} {file >= HALVED}" if HALVED.startswith(folder) else folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest groups first: processes take groups in this order."""
+    """The longest groups first: processes take groups in this order. Within a file, tests that run alone come last."""
     folders = {folder: i for i, folder in enumerate(LONGEST)}
-    items.sort(key=lambda item: folders.get(item.nodeid.rpartition("::")[0].rpartition("/")[0], len(folders)))
+    files = {file: i for i, file in enumerate(dict.fromkeys(item.path for item in items))}
+
+    def place(item: pytest.Item) -> tuple[int, int, bool]:
+        folder = item.nodeid.partition("::")[0].rpartition("/")[0]
+        return folders.get(folder, len(folders)), files[item.path], runs_alone(item)
+
+    items.sort(key=place)
+
+
+def runs_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alone") is not None
+
+
+TURN = pytest.StashKey[ExitStack]()  # of tests that run alone, from the first to the last of them in a row
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """Around the time limit of a test: to wait for one's turn is no part of it."""
     if not hasattr(item.config, "workerinput"):
         return (yield)
-    with turn(Path(os.environ["FSDP_LAB_TEST_TURNS"]), alone=item.get_closest_marker("alone") is not None):
+    alone, stash = runs_alone(item), item.config.stash
+    if TURN not in stash:
+        stash[TURN] = ExitStack()
+        stash[TURN].enter_context(turn(Path(os.environ["FSDP_LAB_TEST_TURNS"]), alone=alone))
+    try:
         return (yield)
+    finally:
+        if not (alone and nextitem is not None and runs_alone(nextitem)):
+            stash[TURN].close()
+            del stash[TURN]
 
 
 @pytest.hookimpl(optionalhook=True)

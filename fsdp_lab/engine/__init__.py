@@ -12,7 +12,7 @@ It needs torch only. To install it alone, in a clone: `pip install torch && pip 
 `AdamW(sharded_parameters(model))` steps the same values as a few flat tensors, which is faster.
 
 End a script by `torch.distributed.destroy_process_group()`: over Gloo, torch may abort a process that ends while a thread of
-Gloo still holds the tensor of a collective.
+Gloo still holds the tensor of a collective. It ends these threads where no `DeviceMesh` of the caller's own keeps the group.
 
 The core is 2,610 lines. Read its files in this order:
 
@@ -91,7 +91,7 @@ What is refused, by a `ShardError` that says what to do:
     a lazy parameter                                run one forward first
     parameters on several GPUs, or on a device      bring them to one; choose a backend for it in init_process_group
       for which the process group has no backend
-    no process group                                call init_process_group first
+    no process group, or one that was destroyed     call init_process_group first, then shard a new model
     a mesh of other dimensions, or that cannot be   build_mesh, and a divisor of the world size
       divided; units on meshes of other ranks       give all units meshes of the same ranks and device type
     a container without a forward                   shard each module in it, or give list(modules)

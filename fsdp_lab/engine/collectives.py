@@ -16,7 +16,7 @@ own thread when the bytes arrive, and autograd would take the views that it save
 
 Note: the end of a program. Gloo's threads release the tensors of a collective a moment after `wait` returns, and need the
 interpreter for it. A script that ends right after a collective must call `torch.distributed.destroy_process_group()` first,
-as torch asks of every script.
+as torch asks of every script; mesh.py lets it end these threads.
 """
 
 from __future__ import annotations

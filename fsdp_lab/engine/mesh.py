@@ -2,13 +2,19 @@
 
 F = W shards fully, F = 1 replicates, and between them it is hybrid sharding: all-gathers and reduce-scatters stay inside a
 shard group, and an all-reduce of gradient shards runs between the replicas.
+
+Note: the end of a program. A thread of Gloo needs the interpreter to release the tensors of its last collective, and torch
+aborts a process that ends meanwhile. `destroy_process_group` joins these threads once nobody holds their group. A model may
+outlive it, and torch's cached plans of operations hold meshes, so neither may hold a group. A mesh that a caller makes does.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -22,6 +28,31 @@ _POST_FORWARD = "fsdp_lab post-forward"  # the description by which such a group
 _BUILD = "make it with fsdp_lab.engine.build_mesh"
 
 
+class GroupField:
+    """A field for a group that is used and not kept: torch keeps it until it is destroyed."""
+
+    def __init__(self, **default: None) -> None:
+        self._default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, mesh: Any, owner: type) -> Group | None:
+        """Raises ShardError where the group was destroyed."""
+        if mesh is None:  # `dataclass` asks for the default
+            if not self._default:
+                raise AttributeError(self._name)
+            return None
+        kept = vars(mesh)[self._name]
+        group: Group | None = kept and kept()
+        if kept and group is None:
+            raise ShardError("the process group of this model was destroyed; init_process_group and shard a new model")
+        return group
+
+    def __set__(self, mesh: Any, group: Group | None) -> None:
+        vars(mesh)[self._name] = group and weakref.ref(group)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardMesh:
     """This rank's place in a mesh. A group of one rank is None: nothing is sent in it."""
@@ -32,9 +63,11 @@ class ShardMesh:
     shard_size: int  # F
     shard_rank: int  # in the shard group, 0..F-1
     replicas: int  # R
-    shard_group: Group | None
-    replicate_group: Group | None  # the ranks that hold the same shard
-    post_forward_group: Group | None = None  # the smaller group to which parameters are resharded after the forward
+    shard_group: GroupField = GroupField()
+    replicate_group: GroupField = GroupField()  # the ranks that hold the same shard
+    post_forward_group: GroupField = GroupField(
+        default=None
+    )  # the smaller group to which parameters are resharded after the forward
 
     @property
     def world_size(self) -> int:
@@ -44,7 +77,7 @@ class ShardMesh:
     def plain_mesh(self) -> DeviceMesh:
         """One mesh for numbers that are equal on all ranks, whatever mesh a unit has: torch's norm of norms needs that."""
         everybody = len(self.ranks) == dist.get_world_size()
-        return DeviceMesh.from_group(_world(), self.device.type) if everybody else self.device_mesh
+        return _mesh_of_world(self.device) if everybody else self.device_mesh
 
     @classmethod
     def of(cls, mesh: DeviceMesh, *, post_forward_size: int | None = None) -> ShardMesh:
@@ -79,7 +112,7 @@ class ShardMesh:
         ranks, world = tuple(range(dist.get_world_size())), _world()
         return cls(
             device=device,
-            device_mesh=DeviceMesh.from_group(_world(), device.type, mesh_dim_names=("shard",)),
+            device_mesh=_mesh_of_world(device, "shard"),
             ranks=ranks,
             shard_size=len(ranks),
             shard_rank=dist.get_rank(),
@@ -166,13 +199,14 @@ def build_mesh(device_type: str, *, shard_size: int | None = None) -> DeviceMesh
     """
     world = dist.get_world_size()
     if shard_size is None or shard_size == world:
-        return init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
+        return _letting_go(init_device_mesh(device_type, (world,), mesh_dim_names=("shard",)))
     if world % shard_size:
         raise ShardError(f"{world} ranks cannot be divided into shard groups of {shard_size}; "
                          "use a divisor of the world size")  # fmt: skip
     if shard_size == 1:
-        return init_device_mesh(device_type, (world,), mesh_dim_names=("replicate",))
-    return init_device_mesh(device_type, (world // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
+        return _letting_go(init_device_mesh(device_type, (world,), mesh_dim_names=("replicate",)))
+    shape = (world // shard_size, shard_size)
+    return _letting_go(init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard")))
 
 
 def check_equal_on_all_ranks(mesh: ShardMesh, entries: list[str], refusal: str | None) -> None:
@@ -229,6 +263,17 @@ def _backends() -> dict[str, str]:
     """Of the default group: device type -> backend."""
     pairs = [pair.partition(":") for pair in dist.get_backend_config().split(",")]
     return {device: backend for device, _, backend in pairs}
+
+
+def _mesh_of_world(device: torch.device, *names: str) -> DeviceMesh:
+    return _letting_go(DeviceMesh.from_group(_world(), device.type, mesh_dim_names=names or None))
+
+
+def _letting_go(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh, which no longer keeps its groups: torch looks them up by name, but for torch.compile."""
+    if hasattr(mesh, "_pg_registry"):
+        mesh._pg_registry = weakref.WeakValueDictionary(mesh._pg_registry)  # type: ignore[assignment]
+    return mesh
 
 
 def _world() -> Group:

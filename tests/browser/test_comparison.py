@@ -90,6 +90,7 @@ def opened(desk: ComparisonPage, watched: Callable[[Notebook], None]) -> Compari
     return desk
 
 
+@pytest.mark.slow
 def test_pin_toggle_pin_compare_unpin(opened: ComparisonPage):
     assert not opened.card.is_visible()
     opened.pin("A")

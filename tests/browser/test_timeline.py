@@ -72,6 +72,7 @@ def opened(desk: TimelinePage, watched: Callable[[Notebook], None]) -> TimelineP
     return desk
 
 
+@pytest.mark.slow
 def test_it_follows_the_newest_traced_step_and_holds_a_pinned_one(opened: TimelinePage):
     """A person's path: watch, pin, look at others, type a number, let go."""
     opened.wait_shown("s > n", opened.shown())

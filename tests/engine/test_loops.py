@@ -34,6 +34,7 @@ from fsdp_lab.engine import (
     unshard,
 )
 from fsdp_lab.engine.tensors import move
+from tests.covering import pairwise
 from tests.engine.toys import WIDTH, Block, Net, batch, make, mean_square
 from tests.pool import Place, Pool
 
@@ -316,7 +317,12 @@ def parts_of_the_outputs(place: Place) -> None:
     each_strategy(training(lambda m, x, y: m(x)[0].square().mean(), TwoHeads), place)
 
 
-@everywhere(contrastive, dpo, gan, backwards_in_turn, dropped, retained, parts_of_the_outputs)
+OF_A_SCENARIO = [
+    pytest.param(loop, marks=pytest.mark.slow) for loop in (contrastive, gan)
+]  # the quick tier has it there
+
+
+@everywhere(*OF_A_SCENARIO, dpo, backwards_in_turn, dropped, retained, parts_of_the_outputs)
 def test_several_forwards(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)
 
@@ -614,7 +620,7 @@ WAYS = ("each, reentrant", "some, reentrant", "several, reentrant", "one twice, 
 
 def recomputed(place: Place) -> None:
     """Where a backward goes through a unit's reentrant checkpoints twice, FSDP2 loses gradients of one of them."""
-    for how, block, twice in itertools.product(WAYS, (Block, CheckpointedInside), (False, True)):
+    for how, block, twice in pairwise(WAYS, (Block, CheckpointedInside), (False, True)):
 
         def loop(engine: Any, place: Place, how: str = how, block: Any = block, twice: bool = twice) -> Compared:
             model = make(CheckpointedNet, block=block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -300,6 +301,25 @@ def no_group(place: Place) -> None:
 
 def test_without_a_process_group(pool: Pool) -> None:
     pool.run(no_group, 1, reduction=None)
+
+
+def destroyed(place: Place) -> None:
+    """A model keeps no group alive, nor the threads of it."""
+    dist.init_process_group("gloo", store=place.store, rank=place.rank, world_size=place.world_size)
+    model = by_block(make())
+    mean_square(model, batch(0, place.rank)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    group = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    assert group() is None
+    with pytest.raises(
+        ShardError, match="the process group of this model was destroyed; init_process_group and shard a"
+    ):
+        model(batch(0, place.rank))
+
+
+def test_a_group_that_was_destroyed(pool: Pool) -> None:
+    pool.run(destroyed, 2, reduction=None)
 
 
 # -- hybrid sharding's all-reduce --------------------------------------------------------------------------------------

@@ -71,6 +71,7 @@ def test_losses_are_the_labs_bit_for_bit_where_the_order_of_a_sum_matters(pool: 
     same(pool, tmp_path, {"ddp_of_three": DDP}, 3)  # whose mean is no power of two
 
 
+@pytest.mark.slow
 def test_as_a_user_runs_it(pool: Pool, tmp_path: Path) -> None:
     """By torchrun itself, with the options of the script."""
     asked = spec(seed=5)

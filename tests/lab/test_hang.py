@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 
@@ -32,9 +30,9 @@ def run(impatient_lab: Lab) -> Iterator[Run]:
     run.stop(10)
 
 
-def on_rank_1(lab: Lab, code: str) -> None:
-    """A cell on rank 1, between two chunks of steps."""
-    lab.client[[lab.cluster.engine_ids[1]]].execute(code).get(20)
+def on_rank(rank: int, lab: Lab, code: str) -> None:
+    """A cell on a rank, between two chunks of steps."""
+    lab.client[[lab.cluster.engine_ids[rank]]].execute(code).get(20)
 
 
 def in_a_block(body: str) -> str:
@@ -61,7 +59,7 @@ def test_a_rank_that_comes_before_the_limit_is_left_in_peace_and_what_the_others
     impatient_lab: Lab, run: Run
 ):
     late = "import time\ndef late(*_):\n    hook.remove()\n    time.sleep(1.6)\n"
-    on_rank_1(impatient_lab, late + "hook = model.transformer.h[1].register_forward_pre_hook(late)")
+    on_rank(1, impatient_lab, late + "hook = model.transformer.h[1].register_forward_pre_hook(late)")
     until(lambda: bool(impatient_lab.rank_status()[0].waits_for))
     zero = impatient_lab.rank_status()[0]
     assert zero.heartbeat is not None and zero.heartbeat.beat.working and zero.heartbeat.beat.peers == (0, 1)
@@ -75,9 +73,11 @@ def test_a_rank_that_comes_before_the_limit_is_left_in_peace_and_what_the_others
 
 @pytest.mark.slow
 def test_ranks_that_disagree_are_told_apart_and_none_is_ended(impatient_lab: Lab, run: Run):
-    """Rank 1 leaves the vote of one step out."""
+    """Rank 1 leaves the vote of one step out and goes on at once, also where that was the last step of a chunk."""
     pids = impatient_lab.cluster.pids
-    on_rank_1(impatient_lab, "world = session.world\ndef skip(values): del world.control\nworld.control = skip")
+    goes_on = "trainer.backend.loss(trainer.batches.batch(trainer.progress.samples, 0))"
+    skip = f"def skip(values):\n    del world.control\n    {goes_on}\n"
+    on_rank(1, impatient_lab, f"world, trainer = session.world, session.trainer\n{skip}world.control = skip")
     e = hung(run)
     assert e.ranks == (1,) and "the ranks disagree about collective" in e.sentence
     assert "rank 0 issued control" in e.sentence and "rank 1 issued all_gather of root" in e.sentence
@@ -92,7 +92,7 @@ LOOPS = "    while True:\n        pass"
 @pytest.mark.parametrize("body", tiered([SLEEPS, LOOPS], lambda body: body == LOOPS), ids=["sleeps", "loops"])
 def test_a_rank_that_does_not_come_is_named_shown_and_replaced(impatient_lab: Lab, run: Run, body: str):
     culprit = impatient_lab.cluster.pids[1]
-    on_rank_1(impatient_lab, in_a_block(body))
+    on_rank(1, impatient_lab, in_a_block(body))
     until(lambda: "has waited" in impatient_lab.waiting, 20)
     assert impatient_lab.waiting.startswith("rank 0 has waited 2 s in all_gather ")
     e = hung(run)
@@ -109,9 +109,11 @@ def test_a_rank_that_does_not_come_is_named_shown_and_replaced(impatient_lab: La
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_named_also_where_the_store_stops_with_it(impatient_lab: Lab, run: Run):
-    """Rank 0 hosts the store: a side channel through it would be stopped as well."""
+    """Rank 0 hosts the store: a side channel through it would be stopped as well. It stops inside a step: between two chunks
+    no rank would wait for it, and it would count as lost. Not in the first one: it shall answer the cell."""
     culprit = impatient_lab.cluster.pids[0]
-    os.kill(culprit, signal.SIGSTOP)
+    stop = "    import os, signal\n    if next(calls):\n        os.kill(os.getpid(), signal.SIGSTOP)"
+    on_rank(0, impatient_lab, "import itertools\ncalls = itertools.count()\n" + in_a_block(stop))
     e = hung(run)
     assert e.ranks == (0,) and e.waiting == (1,) and not e.stack
     assert "its process is stopped, so its stack cannot be read" in e.sentence
