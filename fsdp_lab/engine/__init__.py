@@ -72,7 +72,6 @@ What is different:
 - `placements` reads `Replicate()`, since no placement of torch's says where a flat buffer is cut.
 - A sharded tensor is not pickled: `torch.save(model.state_dict())` is done inside `with unshard(model):`, or with the
   option full_state_dict=True. The state of an optimizer over `sharded_parameters` is saved by `full_optimizer_state`.
-- `torch.distributed.checkpoint.state_dict` has no names for an optimizer over `sharded_parameters`: a KeyError of torch's.
 - `torch.autograd.grad` of parameters, taken between forward and backward, gives a rank's own gradients, as under DDP and
   for what FSDP2 keeps gathered. A unit that was freed is not in the graph, also as under FSDP2.
 - A number made of parameters, as a penalty, and `p.full_tensor()` have the mean of the ranks' gradients, so a rank may
@@ -122,6 +121,8 @@ What is refused, by a `ShardError` that says what to do:
     a flat tensor of which a part has no gradient   split_unused, or an optimizer over model.parameters()
     values to load that are missing or of another   give one for every parameter, in its shape
       shape, also of an optimizer's state
+    a flat optimizer's state by torch's functions   full_optimizer_state, or one over model.parameters()
+      that look for names
     clip_gradients with a norm that is not above 0  a number above 0, or math.inf for its norm_type
     a rank that does not come, after the timeout    the same number of batches, and the same units, on every rank
 """

@@ -324,7 +324,6 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     if packet in _COPIES:
         copy = Replica.of(found, mesh)
         copy.source = None if packet is aten.expand else (args[0], _order_before(packet, args))
-        copy.take_note()
         return copy
     return pytree.tree_map_only(Tensor, lambda t: replicated(t, mesh) if t.dim() else Replica.of(t, mesh), found)
 
@@ -355,8 +354,6 @@ class Replica(DTensor):
     expanded can only be read."""
 
     source: tuple[FlatTensor, list[int]] | None = None  # of what it is a copy, and how to permute it to be as that
-
-    _version_of_source: int
 
     @classmethod
     def of(cls, whole: Tensor, mesh: DeviceMesh) -> Replica:
@@ -419,22 +416,15 @@ class Replica(DTensor):
             if t.source is not None:
                 source, order = t.source
                 source.copy_(t._local_tensor.permute(order))
-                t.take_note()
         return written[0]
 
     @property
     def current(self) -> Tensor:
-        """The values, which follow what is written to the source; collective then."""
-        if self.source is not None and self._version_of_source != self.source[0]._local_tensor._version:
+        """The values. A copy follows what is written to its source, by which of its views is not known; collective then."""
+        if self.source is not None:
             source, order = self.source
             self._local_tensor.copy_(source.whole().permute(sorted(range(len(order)), key=order.__getitem__)))
-            self.take_note()
         return self._local_tensor
-
-    def take_note(self) -> None:
-        """The values are those of the source."""
-        if self.source is not None:
-            self._version_of_source = self.source[0]._local_tensor._version
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """As a plain tensor; differentiable, with the mean of the ranks' gradients."""

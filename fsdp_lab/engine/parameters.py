@@ -146,7 +146,7 @@ class Region(FlatDTensor):
         """Raises ShardError where some of the region's parameters have a gradient, and others have none."""
         if self.gradients.regions[self.group] is not self:
             raise replaced("a part of it")
-        check_reader(self.gradients, self.group, self.gradients.names[0])
+        check_reader(self.gradients, self.group, self.gradients.names[0], of_region=True)
         found: Tensor | None = self.gradients.gradient_of_region(self.group)
         return found
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
@@ -830,6 +831,24 @@ def assigned_under_an_optimizer(place: Place) -> None:
         trains_on(model, place)
 
 
+def names_of_a_flat_optimizer(place: Place) -> None:
+    """torch's functions look for the parameters of the model in the optimizer; its own state dict is left alone."""
+    says = "an optimizer over sharded_parameters.model. has no names for .*; save its state by full_optimizer_state"
+    model = by_block(make())
+    fresh, stepped = (torch.optim.AdamW(sharded_parameters(model), lr=0.1) for _ in range(2))
+    step(model, place)
+    stepped.step()
+    stepped.zero_grad()
+    for optimizer in (fresh, stepped):
+        with refused(says):
+            get_optimizer_state_dict(model, optimizer)
+    with refused(says):
+        set_optimizer_state_dict(model, fresh, {"state": {}, "param_groups": []})
+    assert fresh.param_groups[0]["lr"] == stepped.param_groups[0]["lr"] == 0.1
+    stepped.load_state_dict(stepped.state_dict())
+    trains_on(model, place)
+
+
 def given_another_shape(place: Place) -> None:
     model = by_block(make())
     with torch.no_grad(), refused("aten::t_ would give a sharded tensor another shape"):
@@ -855,6 +874,7 @@ def impossible_norms(place: Place) -> None:
     optimizer_from_before,
     two_views_of_the_same_values,
     assigned_under_an_optimizer,
+    names_of_a_flat_optimizer,
     given_another_shape,
     impossible_norms,
 )
