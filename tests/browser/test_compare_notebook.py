@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,7 +24,9 @@ def gone_through(
     server: JupyterServer, open_notebook: Callable[[], Notebook], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Notebook, Path]:
     """The notebook with all its cells run, and the folder that it wrote to."""
-    shutil.copy(REPO / "notebooks" / NAME, server.root)
+    text = (REPO / "notebooks" / NAME).read_text(encoding="utf-8")
+    assert "steps=30," in text
+    (server.root / NAME).write_text(text.replace("steps=30,", "steps=16,"), encoding="utf-8")  # enough for its claims
     notebook = open_notebook()
     notebook.open(NAME)
     notebook.run_all(timeout_ms=300_000)

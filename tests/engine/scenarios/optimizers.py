@@ -259,7 +259,8 @@ def temperature(e: Engine) -> None:
 
 
 def grad_scaler(e: Engine) -> None:
-    """fp16 with torch's scaler; in the second step the data of one rank overflow, and all ranks skip the step."""
+    """fp16 with torch's scaler; in the second step the data of one rank overflow, in the third one gradient, of which a rank
+    may hold nothing. All ranks skip both steps."""
     model = Net()
     model = e.shard(model, model.blocks)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-1)
@@ -271,6 +272,8 @@ def grad_scaler(e: Engine) -> None:
         with torch.autocast("cpu", dtype=torch.float16):
             loss = model(e.rows(x)).float().square().mean()
         scaler.scale(loss).backward()
+        if i == 2:
+            [*model.parameters()][-1].grad.mul_(float("inf"))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
