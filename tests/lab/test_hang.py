@@ -75,9 +75,9 @@ def test_a_rank_that_comes_before_the_limit_is_left_in_peace_and_what_the_others
 def test_ranks_that_disagree_are_told_apart_and_none_is_ended(impatient_lab: Lab, run: Run):
     """Rank 1 leaves the vote of one step out and goes on at once, also where that was the last step of a chunk."""
     pids = impatient_lab.cluster.pids
-    goes_on = "trainer.backend.loss(trainer.batches.batch(trainer.progress.samples, 0))"
-    skip = f"def skip(values):\n    del world.control\n    {goes_on}\n"
-    on_rank(1, impatient_lab, f"world, trainer = session.world, session.trainer\n{skip}world.control = skip")
+    arm = "def arm(world, trainer):\n    def skip(values):\n        del world.control\n"
+    goes_on = "        trainer.backend.loss(trainer.batches.batch(trainer.progress.samples, 0))\n"
+    on_rank(1, impatient_lab, arm + goes_on + "    world.control = skip\narm(session.world, session.trainer)")
     e = hung(run)
     assert e.ranks == (1,) and "the ranks disagree about collective" in e.sentence
     assert "rank 0 issued control" in e.sentence and "rank 1 issued all_gather of root" in e.sentence
