@@ -15,6 +15,7 @@ graph begins after the first and ends before the second.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -132,9 +133,10 @@ class UnitHooks:
             )
 
     def _watch_gradient(self, p: nn.Parameter) -> Any:
-        """Of a frozen one too: it may be trained later."""
-        trained = p.requires_grad
-        handle: Any = p.requires_grad_().register_post_accumulate_grad_hook(self._take_gradient)  # type: ignore[no-untyped-call]
+        """Of a frozen one too: it may be trained later. The garbage collector does not see what a hook holds: nothing."""
+        trained, take = p.requires_grad, weakref.WeakMethod(self._take_gradient)
+        watch: Any = p.requires_grad_().register_post_accumulate_grad_hook
+        handle = watch(lambda p: (method := take()) is not None and method(p))
         p.requires_grad_(trained)
         return handle
 
