@@ -35,7 +35,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func._schema.is_mutable:
         _cut_what_is_written(args)
     found = _run(func, args, kwargs)
-    written = [t._local_tensor for t in _written(func, args, kwargs) if isinstance(t, FlatTensor)]
+    written = [t.counted for t in _written(func, args, kwargs) if isinstance(t, FlatTensor)]
     if written:
         torch.autograd.graph.increment_version(written)  # torch raises that of the wrapper alone
     return found
@@ -92,8 +92,6 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 _POINTWISE = {
     aten.copy_,
     aten.clone,
-    aten.detach,
-    aten.alias,
     aten._to_copy,
     aten.zero_,
     aten.fill_,
@@ -451,9 +449,13 @@ def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
     """Another shape of the same elements in the same order, or of elements of another type."""
     t = args[0]
     if func is aten.view.dtype:
-        return t.like(t._local_tensor.view(args[1])) if args[1].itemsize == t.dtype.itemsize else NotImplemented
+        return (
+            t.counting(t.like(t._local_tensor.view(args[1])))
+            if args[1].itemsize == t.dtype.itemsize
+            else NotImplemented
+        )
     shape = func(torch.empty(t.shape, device="meta"), *args[1:], **kwargs).shape
-    return t.like(t._local_tensor.detach(), shape)
+    return t.counting(t.like(t._local_tensor.detach(), shape))
 
 
 def _as_real(func: Any, args: Any, kwargs: Any) -> FlatTensor:
@@ -462,7 +464,7 @@ def _as_real(func: Any, args: Any, kwargs: Any) -> FlatTensor:
     placement = FlatPlacement(
         mesh=t.flat_placement.mesh, ranges=tuple((2 * a, 2 * b) for a, b in t.flat_placement.ranges)
     )
-    return t.plain().of(func(t._local_tensor.detach()).view(-1), (*t.shape, 2), placement)
+    return t.counting(t.plain().of(func(t._local_tensor.detach()).view(-1), (*t.shape, 2), placement))
 
 
 def _select(func: Any, args: Any, kwargs: Any) -> Any:
@@ -487,7 +489,7 @@ def _part(t: FlatTensor, start: int, stop: int, shape: tuple[int, ...]) -> FlatT
     placement, first = t.flat_placement.part(start, stop), t.flat_placement.own[0]
     a, b = placement.own
     local = t._local_tensor.detach()[start + a - first : start + b - first] if a < b else t._local_tensor.detach()[:0]
-    return t.plain().of(local, shape, placement)
+    return t.counting(t.plain().of(local, shape, placement))
 
 
 def _empty(func: Any, args: Any, kwargs: Any) -> Any:
@@ -501,6 +503,10 @@ def _empty(func: Any, args: Any, kwargs: Any) -> Any:
     return t.like(made, size) if alike else replicated(made, t.flat_placement.mesh.plain_mesh)
 
 
+def _alias(func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0].counting(args[0].like(func(args[0]._local_tensor)))
+
+
 Special = Callable[[Any, Any, Any], Any]
 
 _SPECIAL: dict[Any, Special] = {
@@ -509,6 +515,8 @@ _SPECIAL: dict[Any, Special] = {
     aten._foreach_norm: _foreach_norm,
     aten._foreach_max: _foreach_max,
     aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
+    aten.detach: _alias,
+    aten.alias: _alias,
     aten.view: _reshaped,
     aten._unsafe_view: _reshaped,
     aten._reshape_alias: _reshaped,

@@ -73,9 +73,12 @@ class FlatTensor(DTensor):
     Attributes:
         flat_placement: which elements each rank holds.
         norm_beside: its norm, by order and dtype, found together with those of other tensors.
+        counted: the tensor whose version says that this one, or a view of it, was written to. Views that are made in a
+            dispatch mode have versions of their own.
     """
 
     flat_placement: FlatPlacement
+    counted: Tensor
     norm_beside: Callable[[float, torch.dtype | None], Tensor] | None = None
 
     @classmethod
@@ -90,7 +93,7 @@ class FlatTensor(DTensor):
     def _made(cls, local: Tensor, spec: DTensorSpec, placement: FlatPlacement, *, requires_grad: bool) -> Self:
         make: Any = DTensor.__new__
         made: Self = make(cls, local, spec, requires_grad=requires_grad)
-        made.flat_placement = placement
+        made.flat_placement, made.counted = placement, local
         return made
 
     def like(self, local: Tensor, shape: Sequence[int] | None = None) -> FlatTensor:
@@ -99,11 +102,17 @@ class FlatTensor(DTensor):
             return self.plain()._made(local, self._spec, self.flat_placement, requires_grad=False)
         return self.plain().of(local, self.shape if shape is None else shape, self.flat_placement)
 
+    def counting(self, view: FlatTensor) -> FlatTensor:
+        """A view of this one, which then counts as written to where the view is."""
+        view.counted = self.counted
+        return view
+
     def adopt(self, t: DTensor) -> None:
         """Make one of torch's DTensors, of the same shape, a tensor that is cut as this one is; collective."""
         cut, changed = self.like(self.range_of(t.full_tensor()).clone()), cast(Any, t)
         changed.__class__ = self.plain()
         changed._local_tensor, changed._spec, changed.flat_placement = cut._local_tensor, cut._spec, cut.flat_placement
+        changed.counted = cut.counted
 
     @classmethod
     def plain(cls) -> type[FlatTensor]:

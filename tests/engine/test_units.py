@@ -13,6 +13,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab.core.schedule import Direction, Phase
+from fsdp_lab.core.spec import Strategy
 from fsdp_lab.engine import (
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -320,6 +321,35 @@ def destroyed(place: Place) -> None:
 
 def test_a_group_that_was_destroyed(pool: Pool) -> None:
     pool.run(destroyed, 2, reduction=None)
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda p: p.mul_(0.5),
+    "data": lambda p: p.data.mul_(0.5),
+    "detached": lambda p: p.detach().mul_(0.5),
+    "flattened": lambda p: p.view(-1).mul_(0.5),
+    "first part": lambda p: p[:1].mul_(0.5),
+    "local": lambda p: p.to_local().mul_(0.5),
+}
+
+
+def written_while_gathered(place: Place, sharding: str, by: str) -> None:
+    """Units stay gathered after a forward whose backward does not come; parameters that were taken before are written."""
+    model, plain = by_block(make(), strategy=Strategy(sharding=sharding)), make()
+    held = list(model.parameters())
+    mean_square(model, batch(0, place.rank))
+    with torch.no_grad():
+        for p in held:
+            WRITES[by](p)
+        for q in plain.parameters():
+            WRITES["itself" if by == "local" else by](q)
+        assert torch.equal(model(batch(1, place.rank)), plain(batch(1, place.rank)))
+
+
+@pytest.mark.parametrize("by", WRITES)
+def test_what_is_written_by_any_view_is_gathered(pool: Pool, by: str) -> None:
+    for sharding in ("full_shard", "shard_grad_op", "no_shard"):
+        pool.run(written_while_gathered, 2, sharding, by)
 
 
 # -- hybrid sharding's all-reduce --------------------------------------------------------------------------------------
