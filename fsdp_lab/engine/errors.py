@@ -8,15 +8,11 @@ Those are what a caller holds and the model does not hold any more, where using 
 
 from __future__ import annotations
 
-import sys
-import weakref
-from collections.abc import Hashable, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 
 class ShardError(RuntimeError):
@@ -109,52 +105,12 @@ _FUNCTIONS = (Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, T
 _ALLOWED = frozenset([*(p.__get__ for p in _PROPERTIES), *_FUNCTIONS, Tensor.register_hook, torch.autograd.grad])
 
 
-ReaderRef = weakref.ref[Optimizer]
+BY_NAMES = "torch.distributed.checkpoint.state_dict"  # the module of torch's that looks for names
 
 
-_BY_NAMES = "torch.distributed.checkpoint.state_dict"
-
-
-def check_reader(gradients: Any, group: Hashable, name: str, *, of_region: bool = False) -> None:
-    """Who reads `.grad` of a parameter, or of the region in which it lies: one of the two, for a step of the same values.
-
-    A function that an optimizer calls has it as `self`, and nothing else tells an optimizer what another one was given.
-    """
-    frame = sys._getframe(2)
-    if of_region and frame.f_globals.get("__name__") == _BY_NAMES:
-        raise _without_names()
-    optimizer = frame.f_locals.get("self")
-    if not isinstance(optimizer, Optimizer) or frame.f_code.co_name == "zero_grad":
-        return
-    if of_region and refuse_names not in optimizer._optimizer_state_dict_pre_hooks.values():
-        optimizer.register_state_dict_pre_hook(refuse_names)
-    first = gradients.readers.setdefault(group, weakref.ref(optimizer))()
-    views = set()
-    for one in (optimizer, first):
-        for p in (p for options in one.param_groups for p in options["params"]) if one is not None else ():
-            if getattr(p, "gradients", None) is gradients and p.group == group:
-                views.add("region")
-            elif getattr(getattr(p, "flat", None), "gradients", None) is gradients and p.slot.group == group:
-                views.add("parameter")
-    if len(views) > 1:
-        raise ShardError(
-            f"{name} and others would be stepped twice, in model.parameters() and in sharded_parameters(model), which are "
-            "the same values; give optimizers one of the two"
-        )
-
-
-def refuse_names(optimizer: Optimizer) -> None:
-    """Before the state dict of an optimizer over regions is made for torch's functions that look for names in it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != _BY_NAMES:
-        frame = frame.f_back
-    if frame is not None:
-        raise _without_names()
-
-
-def _without_names() -> ShardError:
+def without_names() -> ShardError:
     return ShardError(
-        f"an optimizer over sharded_parameters(model) has no names for {_BY_NAMES}; save its state by full_optimizer_state, "
+        f"an optimizer over sharded_parameters(model) has no names for {BY_NAMES}; save its state by full_optimizer_state, "
         "or make one over model.parameters()"
     )
 

@@ -18,6 +18,7 @@ from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.flat import FlatBuffer, Use
 from fsdp_lab.engine.hooks import UnitHooks, unit_hooks
 from fsdp_lab.engine.mesh import ShardMesh, check_equal_on_all_ranks
+from fsdp_lab.engine.optimizers import watch_steps
 from fsdp_lab.engine.parameters import ShardedParameter
 from fsdp_lab.engine.policy import MixedPrecisionPolicy, ModuleKind, ShardPolicy, kind_of, offload_of
 from fsdp_lab.engine.runtime import Runtime, guess_calls
@@ -356,6 +357,7 @@ def _adopt(hooks: UnitHooks) -> Runtime:
         return None if found is None else index[found.unit]
 
     runtime = Runtime(hooks.unit, units, lambda module: guess_calls(module, unit_at))
+    watch_steps(runtime)
     names = {module: name for name, module in root.named_modules()}
     for unit, h in inside.items():
         h.runtime, unit.name = runtime, names[unit.modules[0]]

@@ -21,7 +21,7 @@ from torch import distributed as dist
 from fsdp_lab.core.layout import Layout, Range
 from fsdp_lab.engine.collectives import CommHandle, CommStream, all_reduce, reduce_scatter
 from fsdp_lab.engine.dtensor import FlatDTensor, Norms
-from fsdp_lab.engine.errors import ReaderRef, ShardError
+from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.flat_tensor import FlatPlacement
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.parameters import Region
@@ -64,7 +64,9 @@ class GradientBuffer:
         self._arrived: set[int] = set()
         self._firsts: tuple[frozenset[int], Tensor] | None = None  # the parameters that came last, and their elements
         self._norms: Norms | None = None  # of what is reduced
-        self.readers: dict[Hashable, ReaderRef] = {}  # by group: who read these gradients for a step
+        self.stepped_as: dict[
+            Hashable, type
+        ] = {}  # by group: the form in which an optimizer stepped by these gradients
         self.regions = {group: self.region(group) for group in layout.regions}
 
     def region(self, group: Hashable) -> Region:
@@ -167,7 +169,7 @@ class GradientBuffer:
         else:
             self.reduced.add_(shard)
         self._present |= present
-        self.readers = {}
+        self.stepped_as = {}
 
     def _sent_by_others(self, shard: Tensor, arrived: frozenset[int]) -> set[int]:
         absent = [i for i in range(len(self.layout.slots)) if i not in arrived]
@@ -220,7 +222,7 @@ class GradientBuffer:
             self._present.add(i)
         if self._present <= self._given.keys():  # nothing of it is a gradient any more
             self.reduced, self._apart = None, set(self._given)
-            self.readers = {}
+            self.stepped_as = {}
 
     def _cut(self, i: int, value: Tensor) -> FlatDTensor:
         """The value itself, where it is cut as the parameter is."""

