@@ -14,7 +14,7 @@ It needs torch only. To install it alone, in a clone: `pip install torch && pip 
 End a script by `torch.distributed.destroy_process_group()`: over Gloo, torch may abort a process that ends while a thread of
 Gloo still holds the tensor of a collective. It ends these threads where no `DeviceMesh` of the caller's own keeps the group.
 
-The core is 2,619 lines. Read its files in this order:
+The core is 2,620 lines. Read its files in this order:
 
     fully_shard.py    the entry and its contract; how units are made
     unit.py           `Unit`: the parameters of one module, gathered and freed together; its states
@@ -111,6 +111,8 @@ What is refused, by a `ShardError` that says what to do:
     module.half(), .to(another dtype or device)     mp_policy and mesh
     deepcopy and pickle of a module                 copy it before, or take full_state(model)
     a parameter replaced by another one             write to it, under no_grad
+    a layer that came after fully_shard, at the     shard it with the model, or ignored_params
+      step of its optimizer
     a write to a gathered one before the backward   write after the backward, or inside `unshard`
     a view that is no range, such as a column       full_tensor(), or `unshard`
     backward(create_graph=True)                     torch.autograd.grad of inputs, then a backward without it

@@ -71,9 +71,8 @@ def fully_shard(
     - Parameters that the module held before are emptied: make optimizers, hooks on parameters and other references to them
       after sharding. An optimizer made before raises ShardError when it steps.
     - The module cannot be copied, pickled, cast or moved afterwards: that raises ShardError, moving it at the next forward.
-    - Several forwards may wait for their backwards. A unit may be called by itself, before the root or after it: the root is
-      the outermost module that was sharded, whichever is called first. A plain layer inside a unit, called
-      by itself, raises ShardError.
+    - Several forwards may wait for their backwards. A unit may be called by itself, also before the root, which is the
+      outermost module that was sharded. A plain layer inside a unit, called by itself, raises ShardError.
 
     Args:
         module: a module, or several that form one unit; on meta, or with the same values on all ranks.
@@ -122,6 +121,7 @@ def fully_shard(
         if untie(other, tied):
             its_hooks.install()
     unit = Unit(modules, _flats(_take(modules, ignored), sharded, policy, group_of), sharded, policy)
+    unit.ignored = frozenset(ignored)
     _place_buffers(modules, sharded, policy)
     hooks = UnitHooks(unit, _adopt)
     for h in inside.values():

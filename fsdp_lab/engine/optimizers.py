@@ -1,4 +1,5 @@
-"""What is refused to optimizers: to step the same values twice, and to be asked for the names of flat tensors.
+"""What is refused to optimizers: to step the same values twice, or what came into a model after it was sharded, and to be
+asked for the names of flat tensors.
 
 A parameter lies in a region too, and both show the same gradients (parameters.py). Nothing tells an optimizer what another
 one, or another of its own groups, was given, so torch's hooks around any optimizer's step look at both.
@@ -9,25 +10,48 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Hashable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fsdp_lab.engine.dtensor import FlatDTensor
 from fsdp_lab.engine.errors import BY_NAMES, ShardError, without_names
-from fsdp_lab.engine.parameters import Region, ShardedParameter
+from fsdp_lab.engine.parameters import Region, ShardedParameter, sharded_form
+from fsdp_lab.engine.runtime import Runtime
 
 Place = tuple[Any, Hashable]  # the `GradientBuffer`, and a group in it
 
 
-def watch_steps(model: object) -> None:
-    """From now on, as long as `model` is alive."""
-    for handle in (register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)):
-        weakref.finalize(model, handle.remove)
+def watch_steps(runtime: Runtime) -> None:
+    """From now on, as long as it is alive."""
+    before = partial(_before_step, weakref.ref(runtime))
+    for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(_after_step)):
+        weakref.finalize(runtime, handle.remove)
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(watched: weakref.ref[Runtime], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _check_once(optimizer)
+    runtime = watched()
+    plain = {id(p) for options in optimizer.param_groups for p in options["params"] if not isinstance(p, FlatDTensor)}
+    if runtime is not None and plain:
+        _check_sharded(runtime, plain)
+
+
+def _check_sharded(runtime: Runtime, plain: set[int]) -> None:
+    """Raises ShardError where parameters with these ids are in the model: each rank would train its own."""
+    ignored = frozenset[int]().union(*(unit.ignored for unit in runtime.units))
+    for name, p in (named for module in runtime.root.modules for named in module.named_parameters()):
+        if id(p) in plain and id(p) not in ignored and sharded_form(p) is None:
+            raise ShardError(
+                f"{name} came into the model after it was sharded, so each rank would train one of its own; put it there "
+                "before fully_shard, or pass it in ignored_params and reduce its gradient"
+            )
+
+
+def _check_once(optimizer: Optimizer) -> None:
     """Raises ShardError where an optimizer would step values as parameters and as regions, or another one has stepped them
     by the same gradients."""
     forms: dict[Place, type] = {}

@@ -39,6 +39,7 @@ class Unit:
         self.pins = 0  # `unshard` contexts that hold it gathered
         self.asked_for = False  # gathered because a caller asked for it, and not freed since
         self.communicates = True  # whether backwards reduce
+        self.ignored = frozenset[int]()  # ids of parameters in the modules that the caller keeps equal on all ranks
         self._handles: list[CommHandle] = []
 
     def replace_buffers(self, flats: Sequence[FlatBuffer]) -> None:

@@ -827,6 +827,27 @@ def two_views_of_the_same_values(place: Place) -> None:
             later.zero_grad()
 
 
+def a_layer_that_came_later(place: Place) -> None:
+    """As a new head for another task: its gradient is reduced by nobody."""
+    model = by_block(make())
+    step(model, place)
+    model.last = nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = {name: t.clone() for name, t in [*full_state(model), *model.last.named_parameters()]}
+    step(model, place)
+    with refused(
+        "last.weight came into the model after it was sharded, so each rank would train one of its own; put it"
+    ):
+        optimizer.step()
+    assert all(torch.equal(t, before[name]) for name, t in [*full_state(model), *model.last.named_parameters()])
+    model = make()
+    head = list(model.last.parameters())
+    by_block(model, ignored_params=head)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, place)
+    optimizer.step()  # the caller's own
+
+
 def assigned_under_an_optimizer(place: Place) -> None:
     """Under torch the optimizer would hold tensors that nobody uses."""
     says = r"load_state_dict\(assign=True\) has put other parameters into the model, .* make the optimizer afterwards"
@@ -886,6 +907,7 @@ def impossible_norms(place: Place) -> None:
     copies,
     optimizer_from_before,
     hooks_of_optimizers_go_with_the_model,
+    a_layer_that_came_later,
     two_views_of_the_same_values,
     assigned_under_an_optimizer,
     names_of_a_flat_optimizer,
