@@ -437,11 +437,14 @@ def _gather_in_place(rank: int, size: int) -> _InnerCall:
 
 
 def _open_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """One thread, so that operations run in the order in which they are issued: see `in_order`."""
-    options: Any = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    """One thread, so that operations run in the order in which they are issued: see `in_order`. Interfaces as torch's own
+    constructor takes them, which has two threads for each."""
+    gloo: Any = dist.ProcessGroupGloo
+    options: Any = gloo._Options()
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options._devices = [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
     options._timeout, options._threads = timeout, 1
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return gloo(store, rank, size, options)
 
 
 def _in_place(name: str, opts: Any) -> _InnerCall:
