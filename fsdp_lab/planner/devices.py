@@ -258,6 +258,6 @@ class Rates:
 
 # Fitted to all usable rows of data/fsdp_measurements.csv. A test repeats the fit.
 PUBLISHED = Rates(
-    matrix=0.874, attention={"ampere": 0.3178, "hopper": 0.1714}, memory=0.9, operands=1.228, link=0.5735, network=0.7396,
-    latency_s=3e-6, jitter_s=1.957e-6, interference=0.2708, step_s=0.03017,
+    matrix=0.8741, attention={"ampere": 0.3178, "hopper": 0.1714}, memory=0.9, operands=1.227, link=0.5734, network=0.7415,
+    latency_s=3e-6, jitter_s=1.955e-6, interference=0.2702, step_s=0.03014,
 )  # fmt: skip
