@@ -70,8 +70,8 @@ What is different:
 - Element-wise operations, and so optimizers' steps, run on local ranges; norms are those of whole tensors. All other
   operations gather, so every rank must call them. Muon thus gathers each matrix in its step, on every rank.
 - `placements` reads `Replicate()`, since no placement of torch's says where a flat buffer is cut.
-- A sharded tensor is not pickled: `torch.save(model.state_dict())` is done inside `with unshard(model):`, or with the
-  option full_state_dict=True. The state of an optimizer over `sharded_parameters` is saved by `full_optimizer_state`.
+- What `torch.save` makes of a sharded tensor, a rank's own range, is read by the same rank of as many; another one is
+  refused it. Elsewhere torch's functions with the option full_state_dict=True, or `full_optimizer_state`, serve.
 - `torch.autograd.grad` of parameters, taken between forward and backward, gives a rank's own gradients, as under DDP and
   for what FSDP2 keeps gathered. A unit that was freed is not in the graph, also as under FSDP2.
 - A number made of parameters, as a penalty, and `p.full_tensor()` have the mean of the ranks' gradients, so a rank may

@@ -24,8 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from fsdp_lab.core.layout import Range
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.flat_tensor import FlatPlacement, FlatTensor, mean_over_ranks, replicated
+from fsdp_lab.engine.mesh import ShardMesh
 
 aten: Any = torch.ops.aten
 
@@ -134,7 +136,7 @@ def _on_ranges(func: Any, args: Any, kwargs: Any, like: FlatTensor) -> Any:
 def _range(t: Tensor, like: FlatTensor) -> Tensor:
     """This rank's range of an argument of an element-wise operation; of a number, the number."""
     if isinstance(t, FlatTensor):
-        if t.flat_placement == like.flat_placement and t.shape == like.shape:
+        if t.flat_placement.is_as(like.flat_placement) and t.shape == like.shape:
             return t._local_tensor
         t = t.whole()
     elif isinstance(t, DTensor):
@@ -545,3 +547,36 @@ class FlatDTensor(FlatTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return dispatch(func, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """This rank's range, which the same rank may read again."""
+        placement = self.flat_placement
+        local = (self._local_tensor.detach(), tuple(self.shape), self.requires_grad)
+        return restored, (
+            *local,
+            placement.ranges,
+            placement.mesh.device_mesh,
+            (dist.get_rank(), dist.get_world_size()),
+        )
+
+
+def restored(
+    local: Tensor, shape: Sequence[int], requires_grad: bool, ranges: tuple[Range, ...], mesh: DeviceMesh, rank: Range
+) -> FlatDTensor:
+    """What a rank had saved by `torch.save`.
+
+    Args:
+        rank: which one it was, and of how many.
+
+    Raises:
+        ShardError: this is another rank.
+    """
+    now = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+    if now != tuple(rank):
+        here = "there is no process group" if now is None else f"this is rank {now[0]} of {now[1]}"
+        raise ShardError(
+            f"a sharded tensor was saved by rank {rank[0]} of {rank[1]}, and {here}; let each rank load the file that it "
+            "saved itself, or save with torch.distributed.checkpoint, or full_state(model)"
+        )
+    placement = FlatPlacement(mesh=ShardMesh.of(mesh), ranges=ranges)
+    return FlatDTensor.of(local, shape, placement, requires_grad=requires_grad)

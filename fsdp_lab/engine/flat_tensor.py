@@ -44,6 +44,10 @@ class FlatPlacement:
     def own(self) -> Range:
         return self.ranges[self.mesh.shard_rank]
 
+    def is_as(self, other: FlatPlacement) -> bool:
+        """Whether each rank holds the same elements by both, whatever groups they communicate in."""
+        return self is other or (self.ranges == other.ranges and self.mesh.device_mesh == other.mesh.device_mesh)
+
     def part(self, start: int, stop: int) -> FlatPlacement:
         """That of elements [start, stop), counted from `start`."""
         cut = [(max(a, start) - start, min(b, stop) - start) for a, b in self.ranges]
@@ -176,10 +180,6 @@ class FlatTensor(DTensor):
         copy = self.like(self._local_tensor.detach().clone())
         copy.requires_grad_(self.requires_grad)
         return copy
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ShardError("a sharded tensor cannot be pickled, since most of it is on other ranks; save its full_tensor(), "
-                         "or save with torch.distributed.checkpoint")  # fmt: skip
 
     # -- torch.distributed.checkpoint -------------------------------------------------------------------------------
 

@@ -66,8 +66,8 @@ def fully_shard(
       "no decay", and `parameter_groups(module)` has the flat tensors by group. Where parameters go unused, call
       `split_unused(module, optimizer)` before a step of a flat optimizer; without it the step raises ShardError.
     - `requires_grad` of a parameter may be changed between steps, either way; it counts from the next forward on.
-    - `module.state_dict()` has the sharded tensors (inside `unshard`, whole ones); `load_state_dict` takes either. Sharded
-      ones cannot be pickled.
+    - `module.state_dict()` has the sharded tensors (inside `unshard`, whole ones); `load_state_dict` takes either. What
+      `torch.save` makes of sharded ones is for the same rank.
     - Parameters that the module held before are emptied: make optimizers, hooks on parameters and other references to them
       after sharding. An optimizer made before raises ShardError when it steps.
     - The module cannot be copied, pickled, cast or moved afterwards: that raises ShardError, moving it at the next forward.

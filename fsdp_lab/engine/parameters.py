@@ -153,7 +153,7 @@ class Region(FlatDTensor):
         self.gradients.set_gradient_of_region(self.group, value)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self.__reduce_ex__(None)
+        raise ShardError("a flat parameter is a part of its model, and not copied; take values from full_state(model)")
 
 
 def sharded_form(p: Tensor) -> ShardedParameter | None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from fsdp_lab.engine.dtensor import FlatDTensor
+from fsdp_lab.engine.dtensor import FlatDTensor, restored
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.flat import FlatBuffer
 from fsdp_lab.engine.mesh import ShardMesh
@@ -324,7 +324,9 @@ def _original(name: str) -> str:
 
 
 def watch_state_dict(unit: Unit) -> None:
-    """Let `state_dict` show sharded tensors (inside `unshard`, whole ones), and `load_state_dict` write to them."""
+    """Let `state_dict` show sharded tensors (inside `unshard`, whole ones), and `load_state_dict` write to them. What
+    `torch.save` makes of them may be read by `torch.load`, as of torch's own."""
+    torch.serialization.add_safe_globals([restored])
 
     def saving(module: nn.Module, *_: Any) -> None:
         unit.reshard()

@@ -744,8 +744,20 @@ def state_inside_unshard(place: Place) -> None:
         pickled = io.BytesIO()
         torch.save(model.state_dict(), pickled)
     assert all(torch.equal(t, 2 * plain.get_parameter(name)) for name, t in full_state(model))
-    with refused("a sharded tensor cannot be pickled, .*; save its full_tensor"):
-        torch.save(model.state_dict(), pickled)
+    trains_on(model, place)
+
+
+def state_of_another_rank(place: Place) -> None:
+    model = by_block(make())
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    files: list[bytes] = [b""] * place.world_size
+    dist.all_gather_object(files, file.getvalue())
+    with refused("a sharded tensor was saved by rank 1 of 2, and this is rank 0 of 2" if place.rank == 0 else
+                 "a sharded tensor was saved by rank 0 of 2, and this is rank 1 of 2; let each rank load"):  # fmt: skip
+        torch.load(io.BytesIO(files[1 - place.rank]), weights_only=True)
+    with refused("a flat parameter is a part of its model, and not copied"):
+        copy.deepcopy(sharded_parameters(model))
     trains_on(model, place)
 
 
@@ -904,6 +916,7 @@ def impossible_norms(place: Place) -> None:
 
 @everywhere(
     state_inside_unshard,
+    state_of_another_rank,
     copies,
     optimizer_from_before,
     hooks_of_optimizers_go_with_the_model,

@@ -91,11 +91,29 @@ def _load_whole_everywhere(model: Any, optimizer: torch.optim.Optimizer, folder:
     set_optimizer_state_dict(model, optimizer, read["optimizer"], options=_EVERYWHERE)
 
 
+def _save_own(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Each rank what it holds."""
+    folder.mkdir(exist_ok=True)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / f"{_rank()}.pt")
+
+
+def _load_own(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    read = torch.load(folder / f"{_rank()}.pt", weights_only=True)
+    model.load_state_dict(read["model"])
+    optimizer.load_state_dict(read["optimizer"])
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+BY_RANK = "by rank"  # the one format that is read by as many ranks, under the same engine
 FORMATS: Mapping[str, Format] = {
     "sharded": Format(save=_save_sharded, load=_load_sharded),
     "plain": Format(save=_save_plain, load=_load_plain),
     "whole": Format(save=_save_whole, load=_load_whole),
     "whole everywhere": Format(save=_save_whole, load=_load_whole_everywhere),
+    BY_RANK: Format(save=_save_own, load=_load_own),
 }
 
 

@@ -232,6 +232,11 @@ WAYS = [
 ]
 
 
+ALIKE = [(Kind.OURS, 2), (Kind.ONE, 1), (Kind.DDP, 2), (Kind.FSDP2, 2), (Kind.OURS, 4)]
+SAVED_WAYS = [
+    *itertools.product([how for how in checkpoints.FORMATS if how != checkpoints.BY_RANK], WAYS),
+    *((checkpoints.BY_RANK, (*alike, *alike)) for alike in ALIKE),
+]
 SAVED = [
     pytest.param(
         how,
@@ -239,7 +244,7 @@ SAVED = [
         marks=[pytest.mark.slow] * (i % 5 != 3),
         id="-".join([how, *(str(getattr(w, "value", w)) for w in way)]),
     )
-    for i, (how, way) in enumerate(itertools.product(checkpoints.FORMATS, WAYS))
+    for i, (how, way) in enumerate(SAVED_WAYS)
 ]
 
 
