@@ -146,14 +146,12 @@ class ShardMesh:
         return mesh
 
     def _with_post_forward(self, size: int, *, reuse: bool) -> ShardMesh:
-        """With the group of `size` neighbours in the shard group; collective, unless one is there to be used again."""
-        if self.replicas > 1:
-            raise ShardError('resharding to a smaller group after the forward needs a mesh of ("shard",)')
+        """With the group of `size` neighbours in each shard group; collective, unless one is there to be used again."""
         if size < 1 or self.shard_size % size:
             raise ShardError(f"{self.shard_size} shards cannot be divided into groups of {size}; "
-                             "use a divisor of the world size")  # fmt: skip
+                             f"use a divisor of {self.shard_size}, or True")  # fmt: skip
         parts = [list(self.ranks[i : i + size]) for i in range(0, len(self.ranks), size)]
-        mine = self.shard_rank // size
+        mine = next(i for i, part in enumerate(parts) if dist.get_rank() in part)
         group = _find_group(parts[mine]) if reuse else None
         if group is None:
             description = _POST_FORWARD if reuse else None

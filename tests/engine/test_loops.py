@@ -89,10 +89,10 @@ class Theirs(Ours):
     """FSDP2."""
 
     def shard(self, model: Any, *, inner: bool = True) -> Any:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        options = {"mesh": dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)), **self.options}
         for block in model.blocks if inner else ():
-            fsdp.fully_shard(block, mesh=mesh, **self.options)
-        return fsdp.fully_shard(model, mesh=mesh, **self.options)
+            fsdp.fully_shard(block, **options)
+        return fsdp.fully_shard(model, **options)
 
     def optimizer(self, model: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.1)
@@ -325,6 +325,17 @@ OF_A_SCENARIO = [
 @everywhere(*OF_A_SCENARIO, dpo, backwards_in_turn, dropped, retained, parts_of_the_outputs)
 def test_several_forwards(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)
+
+
+def smaller_groups(place: Place) -> None:
+    """Between forward and backward each group of `size` holds what its replica does, as under FSDP2."""
+    for shape, size in (((2, 2), 2), ((2, 2), 1), ((1, 4), 2)):
+        mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        alike(training(lambda m, x, y: (m(x) - m(y)).square().mean()), place, mesh=mesh, reshard_after_forward=size)
+
+
+def test_smaller_groups_of_replicas(pool: Pool) -> None:
+    pool.run(smaller_groups, 4, reduction="rank_ordered")
 
 
 # -- units by themselves -----------------------------------------------------------------------------------------------
