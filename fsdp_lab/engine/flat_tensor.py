@@ -158,6 +158,10 @@ class FlatTensor(DTensor):
         local: Tensor = _Local.apply(self)  # type: ignore[no-untyped-call]
         return local
 
+    def data_ptr(self) -> int:
+        """None of its own; by it torch tells wrappers from tensors with a storage."""
+        return 0
+
     def numpy(self, *, force: bool = False) -> Any:
         raise ShardError("numpy() of a sharded tensor would see one rank's range; call full_tensor() first")
 

@@ -103,17 +103,29 @@ def _load_own(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> Non
     optimizer.load_state_dict(read["optimizer"])
 
 
+def _save_meanwhile(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """By `async_save`, while the model goes on."""
+    group = dist.new_group(backend="gloo")
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    saving = dcp.async_save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder, process_group=group)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    saving.result()
+
+
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-BY_RANK = "by rank"  # the one format that is read by as many ranks, under the same engine
+BY_RANK, MEANWHILE = "by rank", "meanwhile"
 FORMATS: Mapping[str, Format] = {
     "sharded": Format(save=_save_sharded, load=_load_sharded),
     "plain": Format(save=_save_plain, load=_load_plain),
     "whole": Format(save=_save_whole, load=_load_whole),
     "whole everywhere": Format(save=_save_whole, load=_load_whole_everywhere),
     BY_RANK: Format(save=_save_own, load=_load_own),
+    MEANWHILE: Format(save=_save_meanwhile, load=_load_sharded),
 }
 
 
