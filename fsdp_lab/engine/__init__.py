@@ -14,7 +14,7 @@ It needs torch only. To install it alone, in a clone: `pip install torch && pip 
 End a script by `torch.distributed.destroy_process_group()`: over Gloo, torch may abort a process that ends while a thread of
 Gloo still holds the tensor of a collective. It ends these threads where no `DeviceMesh` of the caller's own keeps the group.
 
-The core is 2,620 lines. Read its files in this order:
+The core is 2,618 lines. Read its files in this order:
 
     fully_shard.py    the entry and its contract; how units are made
     unit.py           `Unit`: the parameters of one module, gathered and freed together; its states
@@ -119,6 +119,8 @@ What is refused, by a `ShardError` that says what to do:
     a sparse gradient                               a module with sparse=False, or ignored_params
     torch.func transforms of the model              torch.autograd.grad and its like
     a plain layer inside a unit, called by itself   call the unit, or use `unshard`
+    several backwards in one torch.autocast, with   autocast around each forward
+      a hook on a reduced gradient
     outputs in objects where tensors are not found  return tensors, tuples, lists, dicts or dataclasses
     a flat tensor of which a part has no gradient   split_unused, or an optimizer over model.parameters()
     values to load that are missing or of another   give one for every parameter, in its shape

@@ -8,6 +8,7 @@ Those are what a caller holds and the model does not hold any more, where using 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -113,6 +114,12 @@ def without_names() -> ShardError:
         f"an optimizer over sharded_parameters(model) has no names for {BY_NAMES}; save its state by full_optimizer_state, "
         "or make one over model.parameters()"
     )
+
+
+def refuse_names() -> None:
+    """Raise ShardError where a function of torch's that looks for names asked."""
+    if sys._getframe(2).f_globals.get("__name__") == BY_NAMES:
+        raise without_names()
 
 
 def replaced(name: str) -> ShardError:

@@ -27,6 +27,7 @@ from fsdp_lab.engine.gradients import GradientBuffer, placement_of
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.parameters import ShardedParameter, UnshardedParameter
 from fsdp_lab.engine.policy import ShardPolicy
+from fsdp_lab.engine.tensors import take_gradient
 
 Use = tuple[nn.Module, str]  # a module and the attribute under which it holds a parameter
 
@@ -67,6 +68,7 @@ class FlatBuffer:
         self._nothing = [nothing.expand(s.shape) for s in self.layout.slots]
         self.gradients = GradientBuffer(self.layout, mesh, policy, self.master, dtype, self.names)
         self.sharded = [self._shard(i, value) for i, value in enumerate(values)]
+        self._made_version = self.master._version
         self.parameters = [self._unshard(i) for i in range(len(values))]
         self._show(self.sharded)
         self.reduce_hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()  # called when gradients were reduced
@@ -148,6 +150,10 @@ class FlatBuffer:
             dtype=self.dtype,
         )
 
+    def is_unwritten(self, i: int) -> bool:
+        """Whether a parameter was built on meta, and nothing was written to the buffer since."""
+        return self.originals[i].is_meta and self.master._version == self._made_version
+
     # -- gather and free --------------------------------------------------------------------------------------------
 
     def copy_to_device(self) -> None:
@@ -192,7 +198,7 @@ class FlatBuffer:
             p.__class__ = UnshardedParameter
             self._check(i, p)
             p.data = self._views[i]
-            p.grad = None  # autograd adds to what it finds there
+            take_gradient(p)
             p.requires_grad_(sharded.requires_grad)
         self._show(self.parameters)
 

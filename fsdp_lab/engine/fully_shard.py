@@ -20,7 +20,7 @@ from fsdp_lab.engine.hooks import UnitHooks, unit_hooks
 from fsdp_lab.engine.mesh import ShardMesh, check_equal_on_all_ranks
 from fsdp_lab.engine.optimizers import watch_steps
 from fsdp_lab.engine.parameters import ShardedParameter
-from fsdp_lab.engine.policy import MixedPrecisionPolicy, ModuleKind, ShardPolicy, kind_of, offload_of
+from fsdp_lab.engine.policy import MixedPrecisionPolicy, ModuleKind, ShardPolicy, kind_of, offload_of, place_buffers
 from fsdp_lab.engine.runtime import Runtime, guess_calls
 from fsdp_lab.engine.state import watch_state_dict
 from fsdp_lab.engine.ties import describe_ties, find_ties, untie
@@ -113,7 +113,7 @@ def fully_shard(
     taken = _take(modules, ignored)
     holding = {*(t.value.device for t in taken), *(unit.mesh.device for unit in inside)}
     sharded = ShardMesh.resolve(mesh, post_forward_size=post_forward_size, holding=holding)
-    refused = _refused(modules, taken, sharded, policy, inside)
+    refused = refusals.of_call(modules, [(t.name, t.value) for t in taken], sharded, policy, inside)
     entries = [*_described(taken, group_of), *describe_ties(inside, tied)] if refused is None else []
     named = [f"{one} in {type(modules[0]).__name__}" for one in entries]
     check_equal_on_all_ranks(sharded, [*named, str(policy)], refused)
@@ -122,7 +122,7 @@ def fully_shard(
             its_hooks.install()
     unit = Unit(modules, _flats(_take(modules, ignored), sharded, policy, group_of), sharded, policy)
     unit.ignored = frozenset(ignored)
-    _place_buffers(modules, sharded, policy)
+    place_buffers(modules, sharded.device, policy)
     hooks = UnitHooks(unit, _adopt)
     for h in inside.values():
         h.outer = h.outer if h.outer is not None else hooks
@@ -285,21 +285,6 @@ def _inside(modules: Sequence[nn.Module]) -> dict[Unit, UnitHooks]:
     return inside
 
 
-def _refused(
-    modules: Sequence[nn.Module],
-    taken: Sequence[_Taken],
-    mesh: ShardMesh,
-    policy: ShardPolicy,
-    inside: Collection[Unit],
-) -> str | None:
-    """Why they cannot be sharded, or None."""
-    paths = {m: path for root in modules for path, m in root.named_modules()}
-    named = {paths.get(unit.modules[0]) or unit.name: unit for unit in inside}
-    of_parameters = refusals.of_parameters((t.name, t.value) for t in taken)
-    of_units = refusals.of_units(modules, mesh, policy, named)
-    return next(of_parameters, None) or next(of_units, None)
-
-
 def _described(taken: Sequence[_Taken], group_of: GroupOf) -> list[str]:
     """What must be the same on all ranks. Groups are numbered: their names may differ from process to process."""
     groups = [group_of(t.name, t.value) for t in taken]
@@ -327,15 +312,6 @@ def _flats(taken: Sequence[_Taken], mesh: ShardMesh, policy: ShardPolicy, group_
         )
         for (_, dtype, _), some in alike.items()
     ]
-
-
-def _place_buffers(modules: Sequence[nn.Module], mesh: ShardMesh, policy: ShardPolicy) -> None:
-    """Buffers stay whole on every rank, on its device."""
-    for module in {m: None for root in modules for m in root.modules()}:
-        dtype = None if kind_of(module) is ModuleKind.BATCH_NORM else policy.mp.buffer_dtype
-        for b in module.buffers(recurse=False):
-            if not b.is_meta:
-                b.data = b.data.to(device=mesh.device, dtype=dtype if b.is_floating_point() else None)
 
 
 # -- the root --------------------------------------------------------------------------------------------------------

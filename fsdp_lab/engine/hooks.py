@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.parameters import sharded_form
-from fsdp_lab.engine.policy import ModuleKind, kind_of
+from fsdp_lab.engine.policy import cast_around_norms
 from fsdp_lab.engine.runtime import Pass, Runtime
-from fsdp_lab.engine.tensors import cast, hiding_in, move, tensors_in, view_inputs
+from fsdp_lab.engine.tensors import cast, hiding_in, move, take_gradient, tensors_in, view_inputs
 from fsdp_lab.engine.unit import Unit
 
 _STATE = "_fsdp_lab_hooks"  # the attribute of a sharded module that holds its `UnitHooks`
@@ -56,7 +56,8 @@ class UnitHooks:
             ]
         for flat in self.unit.flats:
             self._handles += [self._watch_gradient(p) for p in flat.parameters if _is_number(p)]
-        self._handles += _cast_around_norms(self.unit)
+        holders = {use[0]: None for flat in self.unit.flats for uses in flat.uses for use in uses}
+        self._handles += cast_around_norms(holders, self.unit.policy)
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -144,8 +145,7 @@ class UnitHooks:
         sharded: Any = sharded_form(p)
         if self.runtime is not None:
             self.runtime.before_gradient(self.unit, sharded.fqn)
-        grad, p.grad = p.grad, None
-        sharded.flat.gradients.receive(sharded.number, grad)
+        sharded.flat.gradients.receive(sharded.number, take_gradient(p))
 
 
 def unit_hooks(module: nn.Module) -> UnitHooks | None:
@@ -156,15 +156,3 @@ def unit_hooks(module: nn.Module) -> UnitHooks | None:
 
 def _is_number(p: Tensor) -> bool:
     return p.is_floating_point() or p.is_complex()
-
-
-def _cast_around_norms(unit: Unit) -> list[Any]:
-    """Normalisation layers that compute in a dtype of their own take their inputs in it and return the unit's."""
-    plain = unit.policy.gathered_dtype(torch.float32, ModuleKind.PLAIN)
-    handles: list[Any] = []
-    for module in {use[0]: None for flat in unit.flats for uses in flat.uses for use in uses}:
-        own = unit.policy.gathered_dtype(torch.float32, kind_of(module))
-        if own is not plain:
-            handles.append(module.register_forward_pre_hook(lambda _, args, inside=own: cast(args, inside)))
-            handles.append(module.register_forward_hook(lambda _, __, output: cast(output, plain)))
-    return handles

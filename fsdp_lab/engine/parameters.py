@@ -11,17 +11,18 @@ and regions show the same gradients; setting one to None forgets it.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_lab.core.layout import Slot
 from fsdp_lab.engine.dtensor import FlatDTensor
-from fsdp_lab.engine.errors import BY_NAMES, FreedParameter, ShardError, replaced, without_names
+from fsdp_lab.engine.errors import FreedParameter, ShardError, refuse_names, replaced
+from fsdp_lab.engine.tensors import take_gradient
 
 
 class ShardedParameter(FlatDTensor):
@@ -44,14 +45,20 @@ class ShardedParameter(FlatDTensor):
     def grad(self, value: Tensor | None) -> None:
         self.flat.gradients.set_gradient(self.number, value)
 
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """meta, until the values of what was built there are written."""
+        return torch.device("meta") if self.flat.is_unwritten(self.number) else self._local_tensor.device
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return self.device.type == "meta"
+
     def take_own_gradients(self) -> None:
         """Let what autograd adds to this tensor itself be added to the reduced gradient."""
 
         def take(p: Any) -> None:
-            own: Any = Tensor.grad
-            direct = own.__get__(p)
-            own.__set__(p, None)
-            p.flat.gradients.add(p.number, direct)
+            p.flat.gradients.add(p.number, take_gradient(p))
 
         trained = self.requires_grad
         watch: Any = Tensor.register_post_accumulate_grad_hook
@@ -67,7 +74,7 @@ class ShardedParameter(FlatDTensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         """A copy of other values. What `.data` was before, and a caller may set again, keeps its own."""
-        if value.dtype != self.dtype or value.shape != self.shape or value.device.type != self.device.type:
+        if (value.dtype, value.shape, value.device.type) != (self.dtype, self.shape, self._local_tensor.device.type):
             raise ShardError(
                 f"{self.fqn} is sharded, and cannot be given data of another shape, dtype or device, as by .to() or .half() "
                 "of its module; choose dtypes by the mp_policy of fully_shard, and devices by its mesh"
@@ -124,6 +131,15 @@ class UnshardedParameter(nn.Parameter):
         made.sharded = sharded
         return made
 
+    @property
+    def grad(self) -> Tensor | None:
+        """The reduced gradient, as of the sharded parameter: what autograd leaves here is taken at once."""
+        return self.sharded.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.sharded.grad = value
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.sharded.__reduce_ex__(protocol)
 
@@ -143,14 +159,17 @@ class Region(FlatDTensor):
         """Raises ShardError where some of the region's parameters have a gradient, and others have none."""
         if self.gradients.regions[self.group] is not self:
             raise replaced("a part of it")
-        if sys._getframe(1).f_globals.get("__name__") == BY_NAMES:
-            raise without_names()
+        refuse_names()
         found: Tensor | None = self.gradients.gradient_of_region(self.group)
         return found
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         self.gradients.set_gradient_of_region(self.group, value)
+
+    def __hash__(self) -> int:
+        refuse_names()
+        return object.__hash__(self)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise ShardError("a flat parameter is a part of its model, and not copied; take values from full_state(model)")

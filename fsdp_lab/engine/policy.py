@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 
 import torch
 from torch import nn
 from torch.distributed import fsdp
+from torch.utils.hooks import RemovableHandle
 
 from fsdp_lab.core.schedule import OffloadPolicy, Rules
 from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.tensors import cast
 
 
 class ModuleKind(Enum):
@@ -82,3 +85,24 @@ def kind_of(module: nn.Module) -> ModuleKind:
     if "Norm" not in type(module).__name__ or next(module.children(), None) is not None:
         return ModuleKind.PLAIN
     return ModuleKind.NORM if getattr(module, "running_mean", None) is None else ModuleKind.BATCH_NORM
+
+
+def cast_around_norms(modules: Iterable[nn.Module], policy: ShardPolicy) -> list[RemovableHandle]:
+    """Normalisation layers that compute in a dtype of their own take their inputs in it and return the unit's."""
+    plain = policy.gathered_dtype(torch.float32, ModuleKind.PLAIN)
+    handles: list[RemovableHandle] = []
+    for module in modules:
+        own = policy.gathered_dtype(torch.float32, kind_of(module))
+        if own is not plain:
+            handles.append(module.register_forward_pre_hook(lambda _, args, inside=own: cast(args, inside)))
+            handles.append(module.register_forward_hook(lambda _, __, output: cast(output, plain)))
+    return handles
+
+
+def place_buffers(modules: Sequence[nn.Module], device: torch.device, policy: ShardPolicy) -> None:
+    """Buffers stay whole on every rank, on `device`."""
+    for module in {m: None for root in modules for m in root.modules()}:
+        dtype = None if kind_of(module) is ModuleKind.BATCH_NORM else policy.mp.buffer_dtype
+        for b in module.buffers(recurse=False):
+            if not b.is_meta:
+                b.data = b.data.to(device=device, dtype=dtype if b.is_floating_point() else None)

@@ -28,6 +28,19 @@ def of_modules(modules: Sequence[object]) -> Iterator[str]:
                    "them as a list, list(modules), to be one unit")  # fmt: skip
 
 
+def of_call(
+    modules: Sequence[nn.Module],
+    taken: Iterable[tuple[str, nn.Parameter]],
+    mesh: ShardMesh,
+    policy: ShardPolicy,
+    inside: Iterable[Unit],
+) -> str | None:
+    """The first one, of parameters that are taken and of units that are inside; None: they can be sharded."""
+    paths = {m: path for root in modules for path, m in root.named_modules()}
+    named = {paths.get(unit.modules[0]) or unit.name: unit for unit in inside}
+    return next(of_parameters(taken), None) or next(of_units(modules, mesh, policy, named), None)
+
+
 def of_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[str]:
     """Parameters of which a range of elements is not a meaningful part."""
     for name, p in named:

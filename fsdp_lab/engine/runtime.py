@@ -275,13 +275,22 @@ class Runtime:
             self._reduce(unit)
 
     def before_gradient(self, unit: Unit, name: str) -> None:
-        """A parameter's gradient comes. Raises ShardError where the begin of the backward was missed."""
-        if unit.state is not UnitState.UNSHARDED:
+        """A parameter's gradient comes; late by what torch.autocast keeps of a forward for the next one. Raises ShardError
+        where the begin of the backward was missed."""
+        if unit.state is not UnitState.UNSHARDED and not self._may_be_late(unit):
             raise ShardError(
                 f"the gradient of {name} came while {unit.name or 'the root'} was not gathered: its backward was not seen; "
-                "let its forward return tensors, or tuples, lists, dicts or dataclasses of them"
+                "let its forward return tensors, or tuples, lists, dicts or dataclasses of them, and put torch.autocast "
+                "around one forward"
             )
         self._begin_backward()  # the root's output had no hook, or it was used inside `unshard`
+
+    def _may_be_late(self, unit: Unit) -> bool:
+        """Whether a call of the unit has ended in this backward, and nobody was shown its gradients as all there are."""
+        seen = self.backward is not None and any(
+            current.calls[k].unit == self._index[unit] for current in self.backward.passes for k in current.backwards
+        )
+        return seen and not any(flat.reduce_hooks for flat in unit.flats)
 
     def _begin_backward(self) -> Backward:
         """The backward under way, from here on at the latest."""

@@ -99,3 +99,12 @@ def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
     for name, v in fields.items():
         object.__setattr__(changed, name, v)  # frozen ones too
     return changed
+
+
+def take_gradient(p: Tensor) -> Any:
+    """What autograd left in a leaf's own `.grad`, whatever its class shows; autograd adds to what it finds there."""
+    own: Any = Tensor.grad
+    with torch._C.DisableTorchFunctionSubclass():
+        found = own.__get__(p)
+        own.__set__(p, None)
+    return found

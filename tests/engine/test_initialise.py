@@ -92,6 +92,7 @@ def forgotten(place: Place) -> None:
     with torch.device("meta"):
         model = Net()
     by_block(model)
+    assert all(p.is_meta and p.device.type == "meta" for p in model.parameters())
     assert all(bool(t.isnan().all()) for _, t in full_state(model))
     loss = mean_square(model, batch(0, place.rank))
     assert bool(loss.isnan())
@@ -106,6 +107,7 @@ def trained(place: Place) -> None:
     by_block(model)
     load_full_state(model, {name: p.detach() for name, p in plain.named_parameters()})
     eager = by_block(make())
+    assert all(p.device.type == "cpu" for p in model.parameters())
     for m in (model, eager):
         mean_square(m, batch(0, place.rank)).backward()
         torch.optim.AdamW(sharded_parameters(m)).step()

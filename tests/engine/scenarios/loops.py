@@ -122,6 +122,29 @@ def gan(e: Engine) -> None:
     e.record_model(d, "d ")
 
 
+def gan_of_modules(e: Engine) -> None:
+    """Both are cleared by themselves, the generator when its graph is there already."""
+    g, d = Net(depth=2), Net(depth=2)
+    g.last, d.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+    g, d = e.shard(g, g.blocks), e.shard(d, d.blocks)
+    of_g, of_d = (torch.optim.SGD(m.parameters(), lr=1e-2) for m in (g, d))
+    for i in range(3):
+        made = g(e.rows(drawn(3, WIDTH, seed=100 + i)))
+        d.zero_grad()
+        loss_d = F.softplus(-d(e.rows(drawn(3, WIDTH, seed=i)))).mean() + F.softplus(d(made.detach())).mean()
+        loss_d.backward()
+        of_d.step()
+        loss_g = F.softplus(-d(made)).mean()
+        g.zero_grad()
+        d.zero_grad(set_to_none=False)
+        loss_g.backward()
+        of_g.step()
+        e.record_loss(loss_d)
+        e.record_loss(loss_g)
+    e.record_model(g, "g ")
+    e.record_model(d, "d ")
+
+
 def gan_with_switches(e: Engine) -> None:
     """The same with `requires_grad` of the discriminator off while the generator learns."""
     g, d = Net(depth=1), Net(depth=1)
@@ -508,6 +531,10 @@ SCENARIOS = (
     Scenario(script=contrastive),
     Scenario(script=dpo),
     Scenario(script=gan),
+    Scenario(
+        script=gan_of_modules,
+        not_under={Kind.FSDP2: "between forward and backward the root shows no gradients, so they are not cleared"},
+    ),
     Scenario(
         script=gan_with_switches, not_under={Kind.DDP: "it waits for gradients of what was frozen after it was made"}
     ),

@@ -50,6 +50,8 @@ QUICK = frozenset(
     {
         "contrastive",
         "gan",
+        "gan_of_modules",
+        "autocast_around_a_step",
         "two_backwards",
         "distillation",
         "generation",
@@ -234,8 +236,11 @@ WAYS = [
 
 ALIKE = [(Kind.OURS, 2), (Kind.ONE, 1), (Kind.DDP, 2), (Kind.FSDP2, 2), (Kind.OURS, 4)]
 SAVED_WAYS = [
-    *itertools.product([how for how in checkpoints.FORMATS if how != checkpoints.BY_RANK], WAYS),
+    *itertools.product(
+        [how for how in checkpoints.FORMATS if how not in (checkpoints.BY_RANK, checkpoints.MEANWHILE)], WAYS
+    ),
     *((checkpoints.BY_RANK, (*alike, *alike)) for alike in ALIKE),
+    *((checkpoints.MEANWHILE, way) for way in WAYS[4:6]),
 ]
 SAVED = [
     pytest.param(
