@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import DTensor
 
 from fsdp_lab.wire.context import ReductionOrder, WireContext
 from fsdp_lab.wire.link import LinkDirection
@@ -249,6 +250,7 @@ class Wire(dist.ProcessGroup):
     # -- sums in rank order ---------------------------------------------------------------------------------------
 
     def _ordered(self, kind: str, op: Any, tensor: Tensor) -> bool:
+        _check_plain([tensor])
         if self._size == 1 or op not in _RANK_ORDERED_OPS or not tensor.is_floating_point():
             return False
         if self.context.reduction is ReductionOrder.AUTO:
@@ -328,6 +330,7 @@ class Wire(dist.ProcessGroup):
     ) -> WireWork:
         """Number, meter and issue one collective. `then` runs when its outputs have arrived. A `direction` other than BOTH
         is of a transfer between two ranks."""
+        _check_plain([*inputs, *outputs])
         whole_group = direction is LinkDirection.BOTH
         if self.context.link is not None:
             self._wait_for_device([*inputs, *outputs])
@@ -434,6 +437,14 @@ def _gather_in_place(rank: int, size: int) -> _InnerCall:
         return in_order(rounds)
 
     return call
+
+
+def _check_plain(tensors: Sequence[Tensor]) -> None:
+    """A DTensor has no memory of its own, and what a rank holds of it differs from rank to rank."""
+    if any(isinstance(t, DTensor) for t in tensors):
+        raise TypeError("a collective was given a DTensor, such as a sharded parameter or its gradient, and takes plain "
+                        "tensors; gradients are the mean over the ranks already, and else give it to_local() or "
+                        "full_tensor()")  # fmt: skip
 
 
 def _open_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
