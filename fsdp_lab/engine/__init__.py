@@ -14,7 +14,7 @@ It needs torch only. To install it alone, in a clone: `pip install torch && pip 
 End a script by `torch.distributed.destroy_process_group()`: over Gloo, torch may abort a process that ends while a thread of
 Gloo still holds the tensor of a collective. It ends these threads where no `DeviceMesh` of the caller's own keeps the group.
 
-The core is 2,618 lines. Read its files in this order:
+The core is 2,611 lines. Read its files in this order:
 
     fully_shard.py    the entry and its contract; how units are made
     unit.py           `Unit`: the parameters of one module, gathered and freed together; its states
@@ -101,8 +101,10 @@ What is refused, by a `ShardError` that says what to do:
     models or policies that differ between ranks    build the same on every rank
     prefetch policies that differ                   give one, to the outermost module
     an optimizer made before sharding, at its step  make it afterwards
-    parameters taken between a forward and its      take them, and make the optimizer, before or after
-      backward, for an optimizer or clipping
+    later, the values of a parameter that was       take it before or after, or use `unshard`; an optimizer
+      taken between a forward and its backward        of such ones, and clipping them, is right
+    a collective of yours over a sharded tensor     to_local() or full_tensor(); gradients are means already
+    numpy() and tolist() of one                     full_tensor() first
     model.parameters() and sharded_parameters(..)   one of the two, since the same values would step twice
       in one optimizer, or in two of one step
     an optimizer made before load_state_dict(..,    make it afterwards, or load without assign=True

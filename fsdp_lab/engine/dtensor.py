@@ -12,6 +12,7 @@ transposed tensor is a `Replica`, a copy; what is written to it is written to th
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -30,10 +31,16 @@ from fsdp_lab.engine.flat_tensor import FlatPlacement, FlatTensor, mean_over_ran
 from fsdp_lab.engine.mesh import ShardMesh
 
 aten: Any = torch.ops.aten
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # libraries of operations
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func` of arguments some of which are `FlatTensor`s."""
+    if func.namespace in _COLLECTIVES:
+        raise ShardError(
+            f"{func._schema.name} was given a sharded tensor, of which each rank holds other elements; gradients are the "
+            "mean over the ranks already, and else give it to_local() or full_tensor()"
+        )
     if func._schema.is_mutable:
         _cut_what_is_written(args)
     found = _run(func, args, kwargs)
@@ -471,7 +478,7 @@ def _as_real(func: Any, args: Any, kwargs: Any) -> FlatTensor:
 
 def _select(func: Any, args: Any, kwargs: Any) -> Any:
     t, dim, index = args[0], int(args[1]), int(args[2])
-    if t.shape[:dim].numel() != 1 or dim < 0:
+    if not _is_outermost(t, dim):
         return NotImplemented
     index, row = index % t.shape[dim], t.shape[dim + 1 :].numel()
     return _part(t, index * row, (index + 1) * row, (*t.shape[:dim], *t.shape[dim + 1 :]))
@@ -480,11 +487,38 @@ def _select(func: Any, args: Any, kwargs: Any) -> Any:
 def _slice(func: Any, args: Any, kwargs: Any) -> Any:
     given = _by_name(func, args, kwargs)
     t, dim = args[0], given.get("dim", 0)
-    if t.shape[:dim].numel() != 1 or dim < 0 or given.get("step", 1) != 1:
+    if not _is_outermost(t, dim) or given.get("step", 1) != 1:
         return NotImplemented
     start, stop, _ = slice(given.get("start"), given.get("end")).indices(t.shape[dim])
-    row, rows = t.shape[dim + 1 :].numel(), max(0, stop - start)
-    return _part(t, start * row, (start + rows) * row, (*t.shape[:dim], rows, *t.shape[dim + 1 :]))
+    return _rows(t, dim, start, max(start, stop))
+
+
+def _split(func: Any, args: Any, kwargs: Any) -> Any:
+    given = _by_name(func, args, kwargs)
+    t, dim, sizes = args[0], given.get("dim", 0), args[1]
+    if not _is_outermost(t, dim):
+        return NotImplemented
+    if isinstance(sizes, int):
+        sizes = [min(sizes, t.shape[dim] - start) for start in range(0, t.shape[dim], sizes)]
+    ends = list(itertools.accumulate(sizes))
+    return [_rows(t, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _unbind(func: Any, args: Any, kwargs: Any) -> Any:
+    t, dim = args[0], _by_name(func, args, kwargs).get("dim", 0)
+    if not _is_outermost(t, dim):
+        return NotImplemented
+    return [_select(aten.select.int, (t, dim, i), {}) for i in range(t.shape[dim])]
+
+
+def _is_outermost(t: FlatTensor, dim: int) -> bool:
+    """Whether what has one index there is a range of elements."""
+    return dim >= 0 and t.shape[:dim].numel() == 1
+
+
+def _rows(t: FlatTensor, dim: int, start: int, stop: int) -> FlatTensor:
+    row = t.shape[dim + 1 :].numel()
+    return _part(t, start * row, stop * row, (*t.shape[:dim], stop - start, *t.shape[dim + 1 :]))
 
 
 def _part(t: FlatTensor, start: int, stop: int, shape: tuple[int, ...]) -> FlatTensor:
@@ -527,6 +561,9 @@ _SPECIAL: dict[Any, Special] = {
     aten.view_as_real: _as_real,
     aten.select: _select,
     aten.slice: _slice,
+    aten.split: _split,
+    aten.split_with_sizes: _split,
+    aten.unbind: _unbind,
     aten.new_zeros: _empty,
     aten.new_empty: _empty,
     aten.new_ones: _empty,

@@ -15,6 +15,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from fsdp_lab.engine.tensors import LeafOfSharded
+
 
 class ShardError(RuntimeError):
     """`str()` is a sentence that names the parameter or module, and says what to do.
@@ -66,15 +68,13 @@ def absent_gradients(
     return [(p, AbsentGradient.of(p, name)) for p, name in zip(originals, names, strict=True) if p.requires_grad]
 
 
-class FreedParameter(nn.Parameter):
+class FreedParameter(LeafOfSharded):
     """What a gathered parameter becomes when it is freed, and until it is gathered again: the same object.
 
-    An optimizer made between a forward and its backward has these, and so has a list of parameters that was taken there:
-    their gradients are never set, so that it would silently do nothing. What describes a tensor may be asked,
+    A list of parameters that was taken between a forward and its backward has these. They have gradients, and an optimizer
+    steps the sharded ones in their place (optimizers.py), but no values. What describes a tensor may be asked,
     and gradients by it of a graph that is still alive; a hook may be put on it.
     """
-
-    sharded: Any
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self.sharded.fqn})"
@@ -86,8 +86,8 @@ class FreedParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         name = next((a.sharded.fqn for a in args if isinstance(a, cls)), "a parameter")
         raise ShardError(
-            f"{name} was taken from the model between a forward and its backward, and is not there any more; take "
-            "parameters, also for an optimizer, before the forward or after the backward, or use `with unshard(model):`"
+            f"{name} was taken from the model between a forward and its backward, and its values are not there any more; "
+            "take parameters before the forward or after the backward, or use `with unshard(model):`"
         )
 
 

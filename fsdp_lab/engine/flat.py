@@ -57,6 +57,7 @@ class FlatBuffer:
         own = values[0].dtype
         self.mesh, self.policy, self.names, self.uses = mesh, policy, list(names), tuple(map(tuple, uses))
         self.originals = tuple(values)  # what the modules held before
+        self._built_on_meta = [v.is_meta for v in values]
         self.has_values = [not v.is_meta and not is_absent(v) for v in values]
         self.dtype = dtype
         self.layout = Layout.of([tuple(v.shape) for v in values], groups, mesh.shard_size, dtype.itemsize)
@@ -152,7 +153,7 @@ class FlatBuffer:
 
     def is_unwritten(self, i: int) -> bool:
         """Whether a parameter was built on meta, and nothing was written to the buffer since."""
-        return self.originals[i].is_meta and self.master._version == self._made_version
+        return self._built_on_meta[i] and self.master._version == self._made_version
 
     # -- gather and free --------------------------------------------------------------------------------------------
 
@@ -255,7 +256,7 @@ class FlatBuffer:
             what = "was written to"
         if what:
             raise ShardError(f"{self.names[i]} {what} between forward and backward, where that is lost; write to it after "
-                             "the backward, or inside `with unshard(model):`")  # fmt: skip
+                             "the backward, or a forward under no_grad, or inside `with unshard(model):`")  # fmt: skip
 
     def _free(self) -> None:
         self.full.untyped_storage().resize_(0)

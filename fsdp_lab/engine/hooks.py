@@ -96,6 +96,8 @@ class UnitHooks:
         if torch.is_grad_enabled():
             self._watch_outputs(runtime, current, k, output)
         runtime.after_forward(self.unit, current, k)
+        if k == 0 and current.with_backward and not any(t.requires_grad for t in tensors_in(output)):
+            runtime.end_without_graph()
         return output
 
     def call(self, method: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:

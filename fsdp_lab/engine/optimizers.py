@@ -1,5 +1,5 @@
-"""What is refused to optimizers: to step the same values twice, or what came into a model after it was sharded, and to be
-asked for the names of flat tensors.
+"""What optimizers step in place of parameters that were gathered, and what is refused to them: to step the same values
+twice, or what came into a model after it was sharded, and to be asked for the names of flat tensors.
 
 A parameter lies in a region too, and both show the same gradients (parameters.py). Nothing tells an optimizer what another
 one, or another of its own groups, was given, so torch's hooks around any optimizer's step look at both.
@@ -21,6 +21,7 @@ from fsdp_lab.engine.dtensor import FlatDTensor
 from fsdp_lab.engine.errors import BY_NAMES, ShardError, without_names
 from fsdp_lab.engine.parameters import Region, ShardedParameter, sharded_form
 from fsdp_lab.engine.runtime import Runtime
+from fsdp_lab.engine.tensors import LeafOfSharded
 
 Place = tuple[Any, Hashable]  # the `GradientBuffer`, and a group in it
 
@@ -33,11 +34,23 @@ def watch_steps(runtime: Runtime) -> None:
 
 
 def _before_step(watched: weakref.ref[Runtime], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _give_sharded(optimizer)
     _check_once(optimizer)
     runtime = watched()
     plain = {id(p) for options in optimizer.param_groups for p in options["params"] if not isinstance(p, FlatDTensor)}
     if runtime is not None and plain:
         _check_sharded(runtime, plain)
+
+
+def _give_sharded(optimizer: Optimizer) -> None:
+    """In place of what modules held when it was made, between a forward and its backward."""
+    for options in optimizer.param_groups:
+        taken = options["params"]
+        for i, p in enumerate(taken):
+            if isinstance(p, LeafOfSharded):
+                taken[i] = p.sharded
+                if p in optimizer.state:
+                    optimizer.state[p.sharded] = optimizer.state.pop(p)
 
 
 def _check_sharded(runtime: Runtime, plain: set[int]) -> None:

@@ -16,13 +16,13 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_lab.core.layout import Slot
 from fsdp_lab.engine.dtensor import FlatDTensor
-from fsdp_lab.engine.errors import FreedParameter, ShardError, refuse_names, replaced
-from fsdp_lab.engine.tensors import take_gradient
+from fsdp_lab.engine.errors import ShardError, refuse_names, replaced
+from fsdp_lab.engine.tensors import LeafOfSharded, take_gradient
 
 
 class ShardedParameter(FlatDTensor):
@@ -119,7 +119,7 @@ class ShardedParameter(FlatDTensor):
         return self.__reduce_ex__(None)
 
 
-class UnshardedParameter(nn.Parameter):
+class UnshardedParameter(LeafOfSharded):
     """See the module. While the buffer is not gathered it reads as NaN (its data is one NaN, expanded), so that an absent
     value cannot be taken for a real one."""
 
@@ -130,21 +130,6 @@ class UnshardedParameter(nn.Parameter):
         made = cls(data, requires_grad=sharded.requires_grad)
         made.sharded = sharded
         return made
-
-    @property
-    def grad(self) -> Tensor | None:
-        """The reduced gradient, as of the sharded parameter: what autograd leaves here is taken at once."""
-        return self.sharded.grad
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        self.sharded.grad = value
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.sharded.__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self.sharded.__deepcopy__(memo)
 
 
 class Region(FlatDTensor):
@@ -177,6 +162,6 @@ class Region(FlatDTensor):
 
 def sharded_form(p: Tensor) -> ShardedParameter | None:
     """The sharded parameter of what a module holds; None for a parameter that is not sharded."""
-    if isinstance(p, (UnshardedParameter, FreedParameter)):
-        return p.sharded
+    if isinstance(p, LeafOfSharded):
+        return p.sharded  # type: ignore[no-any-return]
     return p if isinstance(p, ShardedParameter) else None

@@ -238,6 +238,11 @@ class Runtime:
         if not current.with_backward:
             self._free_all()
 
+    def end_without_graph(self) -> None:
+        """After a forward whose outputs have no graph: no backward of a frozen model is to come."""
+        if not any(p.requires_grad for unit in self.units for flat in unit.flats for p in flat.sharded):
+            self._free_all()
+
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def before_backward(self, unit: Unit, current: Pass, k: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -99,6 +99,45 @@ def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
     for name, v in fields.items():
         object.__setattr__(changed, name, v)  # frozen ones too
     return changed
+
+
+# -- leaves of autograd ------------------------------------------------------------------------------------------------
+
+
+class LeafOfSharded(nn.Parameter):
+    """What stands for a sharded parameter while it is gathered, or did. Its gradient is that one's: what autograd leaves
+    here is taken at once. Writes to its `.data` count as writes to it."""
+
+    sharded: Any
+
+    @property
+    def grad(self) -> Tensor | None:
+        found: Tensor | None = self.sharded.grad
+        return found
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.sharded.grad = value
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        own: Any = Tensor.data
+        own.__set__(self, value)
+
+    def set_(self, source: Any = None, *where: Any) -> Any:
+        """torch's parametrizations set a parameter to itself, which is no write."""
+        set_other: Any = super().set_
+        return self if source is self and not where else set_other(source, *where)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.sharded.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.sharded.__deepcopy__(memo)
 
 
 def take_gradient(p: Tensor) -> Any:

@@ -8,7 +8,6 @@ import io
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -699,25 +698,60 @@ def outputs_left_in_attributes(place: Place) -> None:
 
 
 def parameters_taken_while_gathered(place: Place) -> None:
-    """Between a forward and its backward a module holds gathered parameters; their gradients would never be set."""
-    says = "was taken from the model between a forward and its backward, and is not there any more; take parameters"
+    """Between a forward and its backward a module holds gathered parameters. Afterwards they have gradients, by which an
+    optimizer steps, but no values."""
+    says = (
+        "was taken from the model between a forward and its backward, and its values are not there any more; take param"
+    )
     for strategy in (Strategy(), Strategy(sharding="no_shard"), Strategy(sharding="zero1")):
-        model = by_block(make(), strategy=strategy)
-        before = dict(full_state(model))
-        loss = mean_square(model, batch(0, place.rank))
+        model, other = (by_block(make(), strategy=strategy) for _ in range(2))
+        losses = [mean_square(m, batch(0, place.rank)) for m in (model, other)]
         taken = list(model.parameters())
-        late = torch.optim.SGD(taken, lr=0.1)
-        slopes = torch.autograd.grad(loss, taken, retain_graph=True, allow_unused=True)
+        late = torch.optim.SGD(taken, lr=0.1, momentum=0.9)
+        slopes = torch.autograd.grad(losses[0], taken, retain_graph=True, allow_unused=True)
         assert sum(slope is not None for slope in slopes) > 2  # this rank's own
-        loss.backward()
-        for use in (late.step, late.zero_grad, taken[0].sum, partial(torch.nn.utils.clip_grad_norm_, taken, 0.1)):
-            with refused(says):
-                use()
+        for loss in losses:
+            loss.backward()
+        usual = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+        for parameters, optimizer in ((taken, late), (list(other.parameters()), usual)):
+            torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(full_state(model), full_state(other), strict=True))
+        with refused(says):
+            taken[0].sum()
         with torch.no_grad(), refused(says):
             taken[0] -= 0.1
         assert (taken[0].shape, taken[0].requires_grad) == ((WIDTH, WIDTH), True) and "first.weight" in repr(taken[0])
-        assert all(torch.equal(t, before[name]) for name, t in full_state(model))
+        for m, optimizer in ((model, late), (other, usual)):  # and goes on
+            mean_square(m, batch(1, place.rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(full_state(model), full_state(other), strict=True))
         trains_on(model, place)
+
+
+def data_written_while_gathered(place: Place) -> None:
+    """A write to `.data` of what is gathered would be lost, as any other is; a frozen model without a graph is not."""
+    model = by_block(make())
+    loss = mean_square(model, batch(0, place.rank))
+    with torch.no_grad():
+        for p in (model.first.weight, model.blocks[-1].up.weight):
+            p.set_(p)  # as torch's parametrizations do in a forward; it is no write
+    loss.backward()
+    model.zero_grad()
+    mean_square(model, batch(0, place.rank))
+    for p in model.parameters():
+        p.data += 1.0
+    with refused("was written to between forward and backward, where that is lost"):
+        mean_square(model, batch(0, place.rank))
+    frozen, plain = by_block(make().requires_grad_(False)), make()
+    for m in (frozen, plain):
+        mean_square(m, batch(0, place.rank))
+        for p in m.parameters():
+            p.data += 1.0
+    with torch.no_grad():
+        assert torch.equal(mean_square(frozen, batch(0, place.rank)), mean_square(plain, batch(0, place.rank)))
 
 
 @everywhere(
@@ -726,9 +760,41 @@ def parameters_taken_while_gathered(place: Place) -> None:
     outputs_in_unknown_objects,
     outputs_left_in_attributes,
     parameters_taken_while_gathered,
+    data_written_while_gathered,
 )
 def test_calls_at_the_wrong_time(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)
+
+
+def collectives_of_a_caller(place: Place, over_wire: bool) -> None:
+    """They would see ranges of other elements, and what they write would be lost."""
+    says = (
+        "such as a sharded parameter" if over_wire else "was given a sharded tensor, of which each rank holds other ele"
+    )
+    if not over_wire:
+        dist.init_process_group("gloo", store=place.store, rank=place.rank, world_size=place.world_size)
+    model = by_block(make())
+    mean_square(model, batch(0, place.rank)).backward()
+    p = model.first.weight
+    for use in (
+        lambda: dist.all_reduce(p.grad),
+        lambda: dist.broadcast(p.data, 0),
+        lambda: dist.all_gather([torch.zeros(p.shape) for _ in range(place.world_size)], p.detach()),
+    ):
+        with refused(says, TypeError if over_wire else ShardError):
+            use()
+    norm = p.grad.norm().full_tensor()
+    dist.all_reduce(norm)
+    assert norm == place.world_size * p.grad.norm()
+    model.zero_grad()
+    trains_on(model, place)
+    if not over_wire:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("over_wire", [False, True])
+def test_collectives_of_a_caller(pool: Pool, over_wire: bool) -> None:
+    pool.run(collectives_of_a_caller, 2, over_wire, reduction="auto" if over_wire else None)
 
 
 # -- state, copies, optimizers -----------------------------------------------------------------------------------------

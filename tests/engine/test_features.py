@@ -1224,6 +1224,24 @@ def compiled(place: Place, backend: str, when: str) -> None:
     assert sum(counters["graph_break"].values()) <= 4, counters["graph_break"]
 
 
+def compiled_step(place: Place) -> None:
+    torch._dynamo.reset()
+    model, plain = by_block(make(depth=1)), by_block(make(depth=1))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, plain)]
+    steps = [torch.compile(optimizers[0].step, backend="eager"), optimizers[1].step]
+    for i in range(2):
+        for m, optimizer, step in zip((model, plain), optimizers, steps, strict=True):
+            mean_square(m, batch(i, place.rank)).backward()
+            step()
+            optimizer.zero_grad()
+    for (name, a), (_, b) in zip(full_state(model), full_state(plain), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6), name
+
+
+def test_a_compiled_step_of_an_optimizer(pool: Pool) -> None:
+    pool.run(compiled_step, 2, timeout_s=200)
+
+
 @pytest.mark.parametrize("when", ["before", "after", "whole"])
 def test_compile(pool: Pool, when: str) -> None:
     """Traced and differentiated ahead of time, but run by torch's own kernels: needs no compiler."""

@@ -329,6 +329,9 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "detached": lambda p: p.detach().mul_(0.5),
     "flattened": lambda p: p.view(-1).mul_(0.5),
     "first part": lambda p: p[:1].mul_(0.5),
+    "parts": lambda p: [part.mul_(0.5) for part in p.chunk(2)],
+    "unequal parts": lambda p: [part.mul_(0.5) for part in p.split([1, len(p) - 1])],
+    "rows": lambda p: [row.mul_(0.5) for row in p],
     "local": lambda p: p.to_local().mul_(0.5),
 }
 
