@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from fsdp_lab.core.layout import Range
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.flat_tensor import FlatPlacement, FlatTensor, mean_over_ranks, replicated
-from fsdp_lab.engine.mesh import ShardMesh
+from fsdp_lab.engine.mesh import ShardMesh, letting_go
 
 aten: Any = torch.ops.aten
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # libraries of operations
@@ -615,5 +615,5 @@ def restored(
             f"a sharded tensor was saved by rank {rank[0]} of {rank[1]}, and {here}; let each rank load the file that it "
             "saved itself, or save with torch.distributed.checkpoint, or full_state(model)"
         )
-    placement = FlatPlacement(mesh=ShardMesh.of(mesh), ranges=ranges)
+    placement = FlatPlacement(mesh=ShardMesh.of(letting_go(mesh)), ranges=ranges)
     return FlatDTensor.of(local, shape, placement, requires_grad=requires_grad)

@@ -197,14 +197,14 @@ def build_mesh(device_type: str, *, shard_size: int | None = None) -> DeviceMesh
     """
     world = dist.get_world_size()
     if shard_size is None or shard_size == world:
-        return _letting_go(init_device_mesh(device_type, (world,), mesh_dim_names=("shard",)))
+        return letting_go(init_device_mesh(device_type, (world,), mesh_dim_names=("shard",)))
     if world % shard_size:
         raise ShardError(f"{world} ranks cannot be divided into shard groups of {shard_size}; "
                          "use a divisor of the world size")  # fmt: skip
     if shard_size == 1:
-        return _letting_go(init_device_mesh(device_type, (world,), mesh_dim_names=("replicate",)))
+        return letting_go(init_device_mesh(device_type, (world,), mesh_dim_names=("replicate",)))
     shape = (world // shard_size, shard_size)
-    return _letting_go(init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard")))
+    return letting_go(init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard")))
 
 
 def check_equal_on_all_ranks(mesh: ShardMesh, entries: list[str], refusal: str | None) -> None:
@@ -264,10 +264,10 @@ def _backends() -> dict[str, str]:
 
 
 def _mesh_of_world(device: torch.device, *names: str) -> DeviceMesh:
-    return _letting_go(DeviceMesh.from_group(_world(), device.type, mesh_dim_names=names or None))
+    return letting_go(DeviceMesh.from_group(_world(), device.type, mesh_dim_names=names or None))
 
 
-def _letting_go(mesh: DeviceMesh) -> DeviceMesh:
+def letting_go(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh, which no longer keeps its groups: torch looks them up by name, but for torch.compile."""
     if hasattr(mesh, "_pg_registry"):
         mesh._pg_registry = weakref.WeakValueDictionary(mesh._pg_registry)  # type: ignore[assignment]
