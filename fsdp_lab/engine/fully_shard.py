@@ -123,6 +123,7 @@ def fully_shard(
     unit = Unit(modules, _flats(_take(modules, ignored), sharded, policy, group_of), sharded, policy)
     unit.ignored = frozenset(ignored)
     place_buffers(modules, sharded.device, policy)
+    _mark(modules)
     hooks = UnitHooks(unit, _adopt)
     for h in inside.values():
         h.outer = h.outer if h.outer is not None else hooks
@@ -266,6 +267,13 @@ def _take(modules: Sequence[nn.Module], ignored: set[int]) -> list[_Taken]:
                     raise ShardError(f"{name} was sharded already, with {outer}; shard inner modules first")
                 found.setdefault(id(p), _Taken(name, p)).uses.append((module, attribute))
     return list(found.values())
+
+
+def _mark(modules: Sequence[nn.Module]) -> None:
+    """By these attributes of torch's FSDP libraries know that all ranks must call a module equally often: transformers then
+    lets `generate` go on until the last rank is ready, and calls a layer that was dropped. torch.compile reads them too."""
+    for module in {inner for root in modules for inner in root.modules()}:
+        module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
 
 
 def _inside(modules: Sequence[nn.Module]) -> dict[Unit, UnitHooks]:

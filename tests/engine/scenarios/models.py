@@ -432,6 +432,23 @@ def llama(e: Engine) -> None:
     _fine_tune(e, model, model.model.layers)
 
 
+def unequal_lengths(e: Engine) -> None:
+    """A `generate` that others wrote, and of which each rank wants another length: it calls the model until all are done."""
+    model = _of_transformers("llama", "AutoModelForCausalLM", **_LLAMA, tie_word_embeddings=False)
+    model = e.shard(model, model.model.layers)
+    e.forward_method(e.inner(model), "generate")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for i in range(2):
+        ids = e.rows(tokens(2, 8, seed=i, vocabulary=31)).flatten(0, 1)
+        loss = model(input_ids=ids, labels=ids).loss
+        e.record_loss(loss)
+        step(optimizer, loss)
+        prompt = tokens(1, 3, seed=300, vocabulary=31)[0]
+        grown = e.inner(model).generate(prompt, max_new_tokens=2 + 2 * e.rank, do_sample=False, eos_token_id=None)
+        e.record("what all have", grown[:, :5])
+    e.record_model(model)
+
+
 def t5(e: Engine) -> None:
     """Encoder and decoder, whose blocks share the position biases of the first."""
     model = _of_transformers("t5", "AutoModelForSeq2SeqLM", vocab_size=31, d_model=18, num_layers=2, num_decoder_layers=2,
@@ -501,6 +518,7 @@ SCENARIOS = (
     Scenario(script=gpt2),
     Scenario(script=gpt2_recomputed),
     Scenario(script=llama, bound=_FP32_INSIDE),
+    Scenario(script=unequal_lengths, bound=_FP32_INSIDE),
     Scenario(
         script=t5,
         bound=_FP32_INSIDE,
