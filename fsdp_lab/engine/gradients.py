@@ -11,15 +11,15 @@ and the rest after them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from fsdp_lab.core.layout import Layout, Range
-from fsdp_lab.engine.collectives import CommHandle, CommStream, all_reduce, reduce_scatter
+from fsdp_lab.engine.collectives import CommHandle, CommStream, Group, all_reduce, reduce_scatter
 from fsdp_lab.engine.dtensor import FlatDTensor, Norms
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.flat_tensor import FlatPlacement
@@ -33,7 +33,8 @@ class GradientBuffer:
 
     A gradient that did not come is told from one that is zero, on every rank alike: a rank where a parameter got none sends
     -0.0 in its place, and one where it did sends no -0.0 as the first element of what a rank will hold. Only a sum of -0.0
-    alone is -0.0, so a parameter without a gradient on this rank has one if another rank sent it.
+    alone is -0.0, so a parameter without a gradient on this rank has one if another rank sent it. Who holds no element of a
+    parameter cannot see that, and is told by those who do at the end of the backward: see `tell_each_other`.
 
     A gradient that a caller sets is kept apart, as it is: what he took from `.grad` before, and may set again, stays as it
     was. Who asks for all gradients as one tensor gets a new one, with those that were kept apart.
@@ -171,6 +172,25 @@ class GradientBuffer:
         self._present |= present
         self.stepped_as = {}
 
+    @cached_property
+    def held_by_some(self) -> list[int]:
+        """Parameters of which some ranks of the shard group hold no element."""
+        shards = [self.layout.shard(rank) for rank in range(self.layout.factor)]
+        return [
+            i
+            for i, slot in enumerate(self.layout.slots)
+            if slot.numel and any(slot.stop <= start or stop <= slot.offset for start, stop in shards)
+        ]
+
+    def has_come(self, i: int) -> None:
+        """Another rank holds a gradient of a parameter of which this one holds no element."""
+        if i not in self._present:
+            self._present.add(i)
+            if self.reduced is None:
+                self._apart.add(i)
+            if i in self._apart:
+                self._given[i] = self._view(self.master.new_empty(0), i)
+
     def _sent_by_others(self, shard: Tensor, arrived: frozenset[int]) -> set[int]:
         absent = [i for i in range(len(self.layout.slots)) if i not in arrived]
         firsts = {i: self._own(i)[0] for i in absent if self._own(i)[0] < self._own(i)[1]}
@@ -279,6 +299,25 @@ class GradientBuffer:
 
     def _own(self, i: int) -> Range:
         return self.layout.in_shard(self.layout.slots[i], self.mesh.shard_rank)
+
+
+def tell_each_other(buffers: Sequence[GradientBuffer]) -> None:
+    """Let ranks that hold no element of a parameter know that it has a gradient; one all-reduce in each shard group. Else
+    it would be None on some ranks alone, and their norms and optimizer states would leave it out."""
+    by_group: dict[Group, list[tuple[GradientBuffer, int]]] = {}
+    for buffer in buffers:
+        if buffer.mesh.shard_group is not None:
+            by_group.setdefault(buffer.mesh.shard_group, []).extend((buffer, i) for i in buffer.held_by_some)
+    for group, asked in by_group.items():
+        if not asked:
+            continue
+        here = [buffer.has_gradient(i) for buffer, i in asked]
+        found = torch.tensor(here, dtype=torch.uint8, device=asked[0][0].mesh.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        if not all(here):
+            for (buffer, i), has_come in zip(asked, found.tolist(), strict=True):
+                if has_come:
+                    buffer.has_come(i)
 
 
 def placement_of(layout: Layout, mesh: ShardMesh, start: int, stop: int) -> FlatPlacement:

@@ -37,7 +37,7 @@ from torch.autograd.profiler import record_function
 from fsdp_lab.core.schedule import Direction, OffloadPolicy, Phase, Point, PointSide, Rules, Schedule, UnitCall
 from fsdp_lab.engine.collectives import CommStream
 from fsdp_lab.engine.errors import ShardError, Unanswered
-from fsdp_lab.engine.gradients import Reduction
+from fsdp_lab.engine.gradients import Reduction, tell_each_other
 from fsdp_lab.engine.unit import Unit, UnitState
 
 Watcher = Callable[[Phase, str, Direction], None]
@@ -99,6 +99,7 @@ class Backward:
     def __init__(self) -> None:
         self.passes: list[Pass] = []
         self.at_work: Counter[Unit] = Counter()  # how many calls of a unit have begun and not ended
+        self.reduced: dict[Unit, None] = {}  # of which gradients were sent
         self.makes_graph = False  # through which another backward may go, with the same parameters
 
 
@@ -326,6 +327,8 @@ class Runtime:
             self._reduce(unit)
         while self._reducing:
             self._advance_reductions()
+        with self.around(Phase.REDUCE, self.root.name), self._waiting(Phase.REDUCE, self.root):
+            tell_each_other([flat.gradients for unit in backward.reduced for flat in unit.flats])
         self._backward, self._recomputed = None, {}
         if not backward.makes_graph:
             self._release()
@@ -384,6 +387,8 @@ class Runtime:
         if not unit.communicates:
             unit.collect_gradients()  # later ones are added in the dtype of the reduction
             return
+        if self.backward is not None:
+            self.backward.reduced[unit] = None
         self._advance_reductions()
         with self.span(Phase.REDUCE, unit, Direction.BACKWARD):
             self._reducing.append((unit, unit.reduce(self.reductions)))
