@@ -21,7 +21,6 @@ as torch asks of every script; mesh.py lets it end these threads.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from fsdp_lab.engine.errors import Unanswered
+from fsdp_lab.engine.errors import giving_up
 
 Group = dist.ProcessGroup
 
@@ -87,21 +86,11 @@ class CommHandle:
     def _finish(self) -> None:
         work, self._work = self._work, None
         if work is not None:
-            _wait(work)
+            with giving_up():
+                work.wait()
         then, self._then = self._then, None
         if then is not None:
             then()
-
-
-def _wait(work: dist.Work) -> None:
-    """Raises Unanswered where torch's group gives up. A group of somebody else's has errors of its own kinds: they pass."""
-    began_s = time.monotonic()
-    try:
-        work.wait()
-    except RuntimeError as e:
-        if type(e) is not RuntimeError and not isinstance(e, dist.DistError):
-            raise
-        raise Unanswered(str(e), time.monotonic() - began_s) from e
 
 
 def all_gather(full: Tensor, shard: Tensor, group: Group) -> dist.Work | None:
@@ -123,6 +112,20 @@ def all_reduce(tensor: Tensor, group: Group) -> dist.Work | None:
     """tensor: [n], summed in place."""
     work: dist.Work | None = dist.all_reduce(_real(tensor), op=dist.ReduceOp.SUM, group=group, async_op=True)
     return work
+
+
+def gather_texts(text: str, group: Group, device: torch.device) -> list[str]:
+    """Those of all ranks of a group, in their order. torch's functions for objects need NumPy, and the engine torch only."""
+    own = torch.frombuffer(bytearray(text.encode()) + b"\0", dtype=torch.uint8).to(device)  # never empty
+    sizes = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    sizes[group.rank()] = own.numel()
+    dist.all_reduce(sizes, group=group)
+    longest = int(sizes.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: own.numel()] = own
+    parts = [torch.empty_like(padded) for _ in range(group.size())]
+    dist.all_gather(parts, padded, group=group)
+    return [bytes(part[: size - 1].tolist()).decode() for part, size in zip(parts, sizes.tolist(), strict=True)]
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -9,11 +9,14 @@ Those are what a caller holds and the model does not hold any more, where using 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from fsdp_lab.engine.tensors import LeafOfSharded
 
@@ -31,6 +34,63 @@ class Unanswered(ShardError):
     def __init__(self, said: str, waited_s: float) -> None:
         super().__init__(said)
         self.waited_s = waited_s
+
+
+class Step:
+    """Where this process is, for errors: the step of the model whose forward began last."""
+
+    number = 0
+
+
+@contextmanager
+def waiting(ranks: Sequence[int], what: str) -> Iterator[None]:
+    """Where other ranks do not come, as after their last batch, say where this one waits."""
+    try:
+        yield
+    except Unanswered as e:
+        others = [rank for rank in ranks if rank != dist.get_rank()]
+        who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(map(str, others))}"
+        raise ShardError(
+            f"rank {dist.get_rank()} waited {e.waited_s:.1f} s in step {Step.number} ({what}) for {who}, which did not "
+            f"come; give every rank the same number of batches, and let all make the same calls: {e}"
+        ) from e
+
+
+@contextmanager
+def answered(ranks: Sequence[int], what: str) -> Iterator[None]:
+    """The same around collectives that are waited for at once. Within it there should be nothing else."""
+    with waiting(ranks, what), giving_up():
+        yield
+
+
+@contextmanager
+def giving_up() -> Iterator[None]:
+    """Raises Unanswered where torch's group gives up. A group of somebody else's has errors of its own kinds: they pass."""
+    began_s = time.monotonic()
+    try:
+        yield
+    except RuntimeError as e:
+        if type(e) is not RuntimeError and not isinstance(e, dist.DistError):
+            raise
+        raise Unanswered(str(e), time.monotonic() - began_s) from e
+
+
+def check_module(given: object) -> None:
+    """Raises ShardError for what is no module, such as a list of parameters."""
+    if not isinstance(given, nn.Module):
+        raise ShardError(
+            f"a {type(given).__name__} was given where a module is needed; give the module that was sharded"
+        )
+
+
+def check_optimizer(given: object) -> None:
+    """Raises ShardError for what is none; something around one will do."""
+    if not hasattr(given, "param_groups") or not hasattr(given, "state"):
+        raise ShardError(f"a {type(given).__name__} was given where an optimizer is needed; give the one of the model")
+
+
+def not_sharded(module: nn.Module) -> ShardError:
+    return ShardError(f"{type(module).__name__} is not sharded; call fully_shard(module) first")
 
 
 class AbsentGradient(Tensor):

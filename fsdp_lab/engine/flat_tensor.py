@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp_lab.core.layout import Range
-from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.errors import ShardError, answered
 from fsdp_lab.engine.mesh import ShardMesh
 
 
@@ -58,16 +58,16 @@ class FlatPlacement:
         parts would hold F times the longest one."""
         mesh = self.mesh
         whole = torch.empty(numel, dtype=local.dtype, device=mesh.device)
+        whole[slice(*self.own)].copy_(local)
         works: list[dist.Work | None] = []
-        for rank, (start, stop) in enumerate(self.ranges):
-            if rank == mesh.shard_rank:
-                whole[start:stop].copy_(local)
-            if start < stop and mesh.shard_group is not None:
-                source = dist.get_global_rank(mesh.shard_group, rank)
-                works.append(dist.broadcast(whole[start:stop], src=source, group=mesh.shard_group, async_op=True))
-        for work in works:
-            if work is not None:
-                work.wait()
+        with answered(mesh.ranks, "a whole tensor"):
+            for rank, (start, stop) in enumerate(self.ranges):
+                if start < stop and mesh.shard_group is not None:
+                    source = dist.get_global_rank(mesh.shard_group, rank)
+                    works.append(dist.broadcast(whole[start:stop], src=source, group=mesh.shard_group, async_op=True))
+            for work in works:
+                if work is not None:
+                    work.wait()
         return whole
 
 
@@ -256,8 +256,9 @@ class _Local(torch.autograd.Function):
 def mean_over_ranks(grad: Tensor, mesh: DeviceMesh) -> Tensor:
     """A gradient of what all ranks have alike, to which each adds its own data's part."""
     summed = grad.contiguous().clone()
-    for dimension in range(mesh.ndim):
-        dist.all_reduce(summed, group=mesh.get_group(dimension))
+    with answered(mesh.mesh.flatten().tolist(), "the gradient of a whole tensor"):
+        for dimension in range(mesh.ndim):
+            dist.all_reduce(summed, group=mesh.get_group(dimension))
     return summed.div_(mesh.size())
 
 

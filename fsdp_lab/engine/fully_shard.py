@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab.core.schedule import OffloadPolicy, PrefetchPolicy, Rules
 from fsdp_lab.engine import refusals
-from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.errors import ShardError, not_sharded
 from fsdp_lab.engine.flat import FlatBuffer, Use
 from fsdp_lab.engine.hooks import UnitHooks, unit_hooks
 from fsdp_lab.engine.mesh import ShardMesh, check_equal_on_all_ranks
@@ -39,12 +39,12 @@ def fully_shard(
     module: nn.Module | Sequence[nn.Module],
     *,
     mesh: DeviceMesh | ShardMesh | None = None,
-    reshard_after_forward: bool | int = True,
+    reshard_after_forward: bool | int | None = True,
     mp_policy: MixedPrecisionPolicy | fsdp.MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | fsdp.OffloadPolicy = OffloadPolicy.NONE,
+    offload_policy: OffloadPolicy | fsdp.OffloadPolicy | None = OffloadPolicy.NONE,
     prefetch_policy: PrefetchPolicy | None = None,
     shard_optimizer_only: bool = False,
-    ignored_params: Collection[nn.Parameter] = (),
+    ignored_params: Collection[nn.Parameter] | None = (),
     group_of: GroupOf = one_group,
 ) -> Any:
     """Make a module a unit of Fully Sharded Data Parallel (arXiv 2304.11277, section 3); collective over the mesh.
@@ -80,7 +80,7 @@ def fully_shard(
             parameters are, or that the default process group is for. Units of one model may have meshes of their own over
             the same ranks.
         reshard_after_forward: True: free parameters after the forward and gather them again for the backward (ZeRO-3).
-            False: keep them until then (ZeRO-2). An integer: reshard to groups of so many ranks.
+            False: keep them until then (ZeRO-2). An integer: reshard to groups of so many ranks. None: True.
         mp_policy: dtypes, ours or torch's; None: as they are.
         offload_policy: what is kept on the host, ours or torch's.
         prefetch_policy: what is gathered ahead, and how much of it, in the whole model: give it to the root, or the same to
@@ -97,7 +97,10 @@ def fully_shard(
         ShardError: it is sharded already, or a module around it is; or the ranks' models differ; or the mesh does not fit.
     """
     modules = list(module) if isinstance(module, Sequence) else [module]
-    for refusal in refusals.of_modules(modules):
+    left = _listed(ignored_params)
+    reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
+    arguments = refusals.of_arguments(reshard_after_forward, prefetch_policy, left, group_of)
+    for refusal in (*refusals.of_modules(modules), *arguments):
         raise ShardError(refusal)
     reshard = bool(reshard_after_forward) and not shard_optimizer_only
     prefetch = prefetch_policy if prefetch_policy is not None else PrefetchPolicy()
@@ -108,7 +111,7 @@ def fully_shard(
     )
     inside = _inside(modules)
     tied = find_ties(modules, list(inside))
-    ignored = set(map(id, ignored_params))
+    ignored = set(map(id, left))
     post_forward_size = None if isinstance(reshard_after_forward, bool) else reshard_after_forward
     taken = _take(modules, ignored)
     holding = {*(t.value.device for t in taken), *(unit.mesh.device for unit in inside)}
@@ -162,6 +165,8 @@ def parameter_groups(module: nn.Module) -> dict[Hashable, list[nn.Parameter]]:
 
 
 def _regions(module: nn.Module) -> Iterator[tuple[Hashable, Any]]:
+    if not units_of(module):
+        raise not_sharded(module)
     for flat in flats_of(module):
         trainable = {p.slot.group for p in flat.sharded if p.requires_grad}
         yield from ((group, region) for group, region in flat.gradients.regions.items() if group in trainable)
@@ -171,7 +176,7 @@ def runtime_of(module: nn.Module) -> Runtime:
     """The runtime of a root. Raises ShardError for a module that is none."""
     hooks = unit_hooks(module)
     if hooks is None:
-        raise ShardError(f"{type(module).__name__} is not sharded; call fully_shard(module) first")
+        raise not_sharded(module)
     return hooks.runtime if hooks.runtime is not None else _adopt(hooks)
 
 
@@ -224,8 +229,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     if unit_hooks(module) is None:
         return
-    method = getattr(module, method_name, None)
-    if not callable(method):
+    method = getattr(module, str(method_name), None)
+    if not callable(method) or isinstance(method, nn.Module):
         raise ShardError(f"{type(module).__name__} has no method {method_name}; name one that it has")
 
     @functools.wraps(method)
@@ -237,6 +242,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 # -- making units ----------------------------------------------------------------------------------------------------
+
+
+def _listed(given: Iterable[Any] | None) -> list[Any]:
+    """What is not iterable as one entry, and a parameter too, not its rows."""
+    if given is None:
+        return []
+    return [given] if isinstance(given, Tensor) or not isinstance(given, Iterable) else list(given)
 
 
 class _Taken:
@@ -296,6 +308,11 @@ def _inside(modules: Sequence[nn.Module]) -> dict[Unit, UnitHooks]:
 def _described(taken: Sequence[_Taken], group_of: GroupOf) -> list[str]:
     """What must be the same on all ranks. Groups are numbered: their names may differ from process to process."""
     groups = [group_of(t.name, t.value) for t in taken]
+    for t, group in zip(taken, groups, strict=True):
+        if not isinstance(group, Hashable):
+            raise ShardError(
+                f"group_of gave a {type(group).__name__} for {t.name}; give a name, or another key of a dict"
+            )
     numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
     of = [(t.name, t.value, numbers[group]) for t, group in zip(taken, groups, strict=True)]
     return [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad} group={n}" for name, p, n in of]

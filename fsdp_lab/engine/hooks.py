@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.errors import ShardError, check_module
 from fsdp_lab.engine.parameters import sharded_form
 from fsdp_lab.engine.policy import cast_around_norms
 from fsdp_lab.engine.runtime import Pass, Runtime
@@ -152,6 +152,7 @@ class UnitHooks:
 
 def unit_hooks(module: nn.Module) -> UnitHooks | None:
     """The hooks of the unit that a module was sharded as, or None. Wrappers forward attributes, so only its own count."""
+    check_module(module)
     found: UnitHooks | None = module.__dict__.get(_STATE)
     return found
 

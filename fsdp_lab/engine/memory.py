@@ -46,6 +46,7 @@ from torch import Tensor, nn
 
 from fsdp_lab.core.layout import Range
 from fsdp_lab.engine.dtensor import FlatDTensor
+from fsdp_lab.engine.errors import check_module, check_optimizer
 from fsdp_lab.engine.flat import FlatBuffer
 from fsdp_lab.engine.fully_shard import flats_of, runtime_of, units_of
 from fsdp_lab.engine.gradients import GradientBuffer
@@ -72,6 +73,8 @@ class MemoryBreakdown:
 
 def memory_stats(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryBreakdown:
     """Of a root, and of the optimizer over its parameters, flat or not. Not collective."""
+    if optimizer is not None:
+        check_optimizer(optimizer)
     found: Counter[str] = Counter()
     seen: set[int] = set()
     for kind, owner, tensor, region in _held(module, optimizer):
@@ -143,6 +146,7 @@ def free(module: nn.Module, *, busy: Collection[int] = ()) -> None:
 
     `busy`: addresses of storage that a collective may still use, as after an abort; it is freed with its last reference.
     """
+    check_module(module)
     hooks = {h.unit: h for h in map(unit_hooks, module.modules()) if h is not None}
     for unit, h in hooks.items():
         h.remove()

@@ -10,6 +10,7 @@ outlive it, and torch's cached plans of operations hold meshes, so neither may h
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -21,8 +22,8 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_lab.engine.collectives import Group
-from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.collectives import Group, gather_texts
+from fsdp_lab.engine.errors import ShardError, answered
 
 _POST_FORWARD = "fsdp_lab post-forward"  # the description by which such a group is found again
 _BUILD = "make it with fsdp_lab.engine.build_mesh"
@@ -90,7 +91,14 @@ class ShardMesh:
         Raises:
             ShardError: the mesh has other dimensions, or cannot be divided into such groups.
         """
+        if not isinstance(mesh, DeviceMesh):
+            raise ShardError(f"a {type(mesh).__name__} was given as a mesh; {_BUILD}")
         shard, replicate = _dimensions(mesh)
+        if mesh.get_coordinate() is None:
+            raise ShardError(f"rank {dist.get_rank()} is not in the mesh, which has ranks {mesh.mesh.flatten().tolist()}; "
+                             "call fully_shard on these only")  # fmt: skip
+        if mesh.device_type not in ("cpu", "cuda") or (mesh.device_type == "cuda" and not torch.cuda.is_available()):
+            raise ShardError(f"the mesh is for {mesh.device_type}, and there is no such device here; {_BUILD}")
         device = torch.device("cpu")
         if mesh.device_type != "cpu":
             device = torch.device(mesh.device_type, torch.cuda.current_device())
@@ -130,8 +138,7 @@ class ShardMesh:
         Raises:
             ShardError: there is no process group, or a `ShardMesh` has groups of another size.
         """
-        if not dist.is_initialized():
-            raise ShardError("there is no process group; call torch.distributed.init_process_group before fully_shard")
+        _check_initialised()
         if mesh is None:
             current = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
             mesh = cls.of_world(choose_device(_backends(), holding, current))
@@ -147,15 +154,16 @@ class ShardMesh:
 
     def _with_post_forward(self, size: int, *, reuse: bool) -> ShardMesh:
         """With the group of `size` neighbours in each shard group; collective, unless one is there to be used again."""
-        if size < 1 or self.shard_size % size:
-            raise ShardError(f"{self.shard_size} shards cannot be divided into groups of {size}; "
+        if not isinstance(size, int) or size < 1 or self.shard_size % size:
+            raise ShardError(f"{self.shard_size} shards cannot be divided into groups of {size!r}; "
                              f"use a divisor of {self.shard_size}, or True")  # fmt: skip
         parts = [list(self.ranks[i : i + size]) for i in range(0, len(self.ranks), size)]
         mine = next(i for i, part in enumerate(parts) if dist.get_rank() in part)
         group = _find_group(parts[mine]) if reuse else None
         if group is None:
             description = _POST_FORWARD if reuse else None
-            group = [dist.new_group(part, group_desc=description) for part in parts][mine]
+            with answered(self.ranks, f"fully_shard, groups of {size}"):
+                group = [dist.new_group(part, group_desc=description) for part in parts][mine]
         return replace(self, post_forward_group=group)
 
 
@@ -193,18 +201,28 @@ def build_mesh(device_type: str, *, shard_size: int | None = None) -> DeviceMesh
         shard_size: ranks that share one copy of the parameters (F); None: all of them. 1 replicates.
 
     Raises:
-        ShardError: the world size is not a multiple of `shard_size`.
+        ShardError: the world size is not a multiple of `shard_size`, or there is no such device.
     """
+    _check_initialised()
     world = dist.get_world_size()
+    if device_type != "cpu" and not (device_type == "cuda" and torch.cuda.is_available()):
+        raise ShardError(
+            f'the mesh is to be for {device_type!r}, and there is no such device here; give "cpu" or "cuda"'
+        )
+    if shard_size is not None and (not isinstance(shard_size, int) or shard_size < 1 or world % shard_size):
+        raise ShardError(f"{world} ranks cannot be divided into shard groups of {shard_size!r}; "
+                         "use a divisor of the world size")  # fmt: skip
     if shard_size is None or shard_size == world:
         return letting_go(init_device_mesh(device_type, (world,), mesh_dim_names=("shard",)))
-    if world % shard_size:
-        raise ShardError(f"{world} ranks cannot be divided into shard groups of {shard_size}; "
-                         "use a divisor of the world size")  # fmt: skip
     if shard_size == 1:
         return letting_go(init_device_mesh(device_type, (world,), mesh_dim_names=("replicate",)))
     shape = (world // shard_size, shard_size)
     return letting_go(init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard")))
+
+
+def _check_initialised() -> None:
+    if not dist.is_initialized():
+        raise ShardError("there is no process group; call torch.distributed.init_process_group before fully_shard")
 
 
 def check_equal_on_all_ranks(mesh: ShardMesh, entries: list[str], refusal: str | None) -> None:
@@ -213,12 +231,12 @@ def check_equal_on_all_ranks(mesh: ShardMesh, entries: list[str], refusal: str |
     Raises:
         ShardError: on every rank, with the first refusal, or naming the first entry that differs.
     """
-    answers = [(entries, refusal)]
-    for group in (mesh.shard_group, mesh.replicate_group):  # always both: no rank may wait for one that raised
-        if group is not None:
-            parts = [answers] * group.size()
-            dist.all_gather_object(parts, answers, group=group)
-            answers = [one for part in parts for one in part]
+    answers: list[tuple[list[str], str | None]] = [(entries, refusal)]
+    with answered(mesh.ranks, "fully_shard"):
+        for group in (mesh.shard_group, mesh.replicate_group):  # always both: no rank may wait for one that raised
+            if group is not None:
+                parts = gather_texts(json.dumps(answers), group, mesh.device)
+                answers = [one for part in parts for one in json.loads(part)]
     by_rank = [of_rank for of_rank, _ in answers]
     refused = next((why for _, why in answers if why is not None), None)
     if refused is not None:

@@ -39,16 +39,23 @@ class MixedPrecisionPolicy:
     @classmethod
     def of(cls, policy: MixedPrecisionPolicy | fsdp.MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
         """From what `fully_shard` was given, which may be torch's."""
-        if policy is None or isinstance(policy, cls):
-            return policy or cls()
-        if not isinstance(policy, fsdp.MixedPrecisionPolicy):
+        if policy is None:
+            return cls()
+        if not isinstance(policy, (cls, fsdp.MixedPrecisionPolicy)):
             raise ShardError(f"mp_policy is a {type(policy).__name__}; give a MixedPrecisionPolicy")
+        for f in fields(policy):
+            given = getattr(policy, f.name)
+            is_floating = isinstance(given, torch.dtype) and given.is_floating_point
+            if f.name.endswith("_dtype") and given is not None and not is_floating:
+                raise ShardError(
+                    f"mp_policy has {f.name}={given!r}; give a floating dtype, such as torch.bfloat16, or None"
+                )
         return cls(**{f.name: getattr(policy, f.name) for f in fields(policy)})
 
 
-def offload_of(policy: OffloadPolicy | fsdp.OffloadPolicy) -> OffloadPolicy:
+def offload_of(policy: OffloadPolicy | fsdp.OffloadPolicy | None) -> OffloadPolicy:
     """From what `fully_shard` was given, which may be torch's: its `CPUOffloadPolicy` keeps parameters on the host too."""
-    if isinstance(policy, fsdp.OffloadPolicy):
+    if policy is None or isinstance(policy, fsdp.OffloadPolicy):
         return OffloadPolicy.ALL if isinstance(policy, fsdp.CPUOffloadPolicy) else OffloadPolicy.NONE
     if not isinstance(policy, OffloadPolicy):
         raise ShardError(f"offload_policy is {policy!r}; give one of {', '.join(map(str, OffloadPolicy))}")

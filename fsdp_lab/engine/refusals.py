@@ -28,6 +28,25 @@ def of_modules(modules: Sequence[object]) -> Iterator[str]:
                    "them as a list, list(modules), to be one unit")  # fmt: skip
 
 
+def of_arguments(
+    reshard_after_forward: object, prefetch: object, ignored: Iterable[object], group_of: object
+) -> Iterator[str]:
+    """Of the others, except those that say themselves what they are made of."""
+    if not isinstance(reshard_after_forward, int):
+        yield f"reshard_after_forward is {reshard_after_forward!r}; give True, False, or a number of ranks"
+    if prefetch is not None and not isinstance(prefetch, PrefetchPolicy):
+        yield f"prefetch_policy is {prefetch!r}; give a PrefetchPolicy"
+    for field in fields(PrefetchPolicy) if isinstance(prefetch, PrefetchPolicy) else ():
+        value = getattr(prefetch, field.name)
+        if not isinstance(value, int) or value < 0:
+            yield f"prefetch_policy has {field.name}={value!r}; give a number of units, 0 or more"
+    for p in ignored:
+        if not isinstance(p, nn.Parameter):
+            yield f"ignored_params has a {type(p).__name__}; give parameters, as of module.parameters()"
+    if not callable(group_of):
+        yield f"group_of is a {type(group_of).__name__}; give a function of a name and a parameter"
+
+
 def of_call(
     modules: Sequence[nn.Module],
     taken: Iterable[tuple[str, nn.Parameter]],

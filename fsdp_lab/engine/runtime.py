@@ -30,13 +30,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch.autograd.profiler import record_function
 
 from fsdp_lab.core.schedule import Direction, OffloadPolicy, Phase, Point, PointSide, Rules, Schedule, UnitCall
 from fsdp_lab.engine.collectives import CommStream
-from fsdp_lab.engine.errors import ShardError, Unanswered
+from fsdp_lab.engine.errors import ShardError, Step, waiting
 from fsdp_lab.engine.gradients import Reduction, tell_each_other
 from fsdp_lab.engine.unit import Unit, UnitState
 
@@ -159,6 +158,7 @@ class Runtime:
         if written != self._written:
             self._release()
         self._step, self._written = self._step + (written != self._written), written
+        Step.number = self._step
         schedule = self._schedule(unit, with_backward) if scheduled else None
         self._forward = Pass(schedule, unit, with_backward=with_backward)
         if with_backward:
@@ -368,7 +368,7 @@ class Runtime:
 
     def make_ready(self, unit: Unit, direction: Direction) -> None:
         """Gather a unit now, unless it is."""
-        with self._waiting(Phase.UNSHARD, unit):
+        with waiting(unit.mesh.ranks, _label(Phase.UNSHARD, unit)):
             self._unshard(unit, direction)
             unit.wait_for_unshard()
 
@@ -404,7 +404,7 @@ class Runtime:
                 self.span(Phase.HOST_COPY, unit, Direction.BACKWARD)
                 if copies
                 else self.around(Phase.REDUCE, unit.name),
-                self._waiting(Phase.REDUCE, unit),
+                waiting(unit.mesh.ranks, _label(Phase.REDUCE, unit)),
             ):
                 for reduction in reductions:
                     reduction.advance()
@@ -412,19 +412,6 @@ class Runtime:
                 self._reducing.remove(in_flight)
                 for hook in [hook for flat in unit.flats for hook in flat.reduce_hooks.values()]:
                     hook()
-
-    @contextmanager
-    def _waiting(self, phase: Phase, unit: Unit) -> Iterator[None]:
-        """Where other ranks do not come, as after their last batch, say where this one waits."""
-        try:
-            yield
-        except Unanswered as e:
-            others = [rank for rank in unit.mesh.ranks if rank != dist.get_rank()]
-            who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(map(str, others))}"
-            raise ShardError(
-                f"rank {dist.get_rank()} waited {e.waited_s:.1f} s in step {self._step} ({_label(phase, unit)}) for {who}, "
-                f"which did not come; give every rank the same number of batches, and let all call the same units: {e}"
-            ) from e
 
     # -- spans ------------------------------------------------------------------------------------------------------
 

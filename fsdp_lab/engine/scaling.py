@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from fsdp_lab.engine.collectives import Group
-from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.errors import ShardError, answered, not_sharded
 from fsdp_lab.engine.flat import FlatBuffer
-from fsdp_lab.engine.fully_shard import flats_of
+from fsdp_lab.engine.fully_shard import flats_of, units_of
 
 _ROOM = 1e-6  # as in torch's clip_grad_norm_
 GROWTH = 2.0
@@ -40,8 +40,7 @@ def gradient_norm(module: nn.Module, norm_type: float = 2.0) -> float:
     Raises:
         ShardError: a norm type of 0 or less.
     """
-    if not norm_type > 0:
-        raise ShardError(f"norm_type {norm_type} is refused; give a number above 0, or math.inf")
+    norm_type = _above_zero("norm_type", norm_type)
     largest, totals = math.isinf(norm_type), []
     for group, flats in _by_shard_group(module).items():
         device = flats[0].mesh.device
@@ -50,7 +49,8 @@ def gradient_norm(module: nn.Module, norm_type: float = 2.0) -> float:
             each = _norms(gradients, norm_type).to(device)
             total = each.max() if largest else each.pow(norm_type).sum()
         if group is not None:
-            dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+            with answered(flats[0].mesh.ranks, "gradient_norm"):
+                dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
         totals.append(total)
     if not totals:
         return 0.0
@@ -61,7 +61,7 @@ def gradient_norm(module: nn.Module, norm_type: float = 2.0) -> float:
 def _by_shard_group(module: nn.Module) -> dict[Group | None, list[FlatBuffer]]:
     """Buffers whose shards together are whole, in an order that is the same on all ranks; under None the replicated ones."""
     groups: dict[Group | None, list[FlatBuffer]] = {}
-    for flat in flats_of(module):
+    for flat in _flats(module):
         groups.setdefault(flat.mesh.shard_group, []).append(flat)
     return groups
 
@@ -81,11 +81,10 @@ def clip_gradients(module: nn.Module, max_norm: float, norm_type: float = 2.0) -
     Raises:
         ShardError: a norm type of 0 or less, or a `max_norm` that is not above 0.
     """
-    if not max_norm > 0:
-        raise ShardError(f"max_norm {max_norm} is refused; give a number above 0")
+    max_norm = _above_zero("max_norm", max_norm)
     norm = gradient_norm(module, norm_type)
     if norm > max_norm:
-        gradients = _gradients(flats_of(module))
+        gradients = _gradients(_flats(module))
         if gradients:
             torch._foreach_mul_(gradients, max_norm / (norm + _ROOM))
     return norm
@@ -93,8 +92,26 @@ def clip_gradients(module: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 def upcast_gradients(module: nn.Module) -> None:
     """With `keep_low_precision_gradients`: bring gradients to the masters' dtype, for an optimizer that needs them so."""
-    for flat in flats_of(module):
+    for flat in _flats(module):
         flat.gradients.upcast()
+
+
+def _above_zero(name: str, given: object) -> float:
+    """As torch does, from a number or its text."""
+    try:
+        value = float(given)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        value = math.nan
+    if not value > 0:
+        raise ShardError(f"{name} {given} is refused; give a number above 0, or math.inf")
+    return value
+
+
+def _flats(module: nn.Module) -> list[FlatBuffer]:
+    """Of a module without units there is nothing to say, and to say 0 would hide a mistake."""
+    if not units_of(module):
+        raise not_sharded(module)
+    return flats_of(module)
 
 
 def _gradients(flats: Iterable[FlatBuffer]) -> list[Tensor]:
@@ -112,6 +129,7 @@ class Scaler:
     good_steps: int = 0
 
     def __post_init__(self) -> None:
+        self.scale = _above_zero("scale", self.scale)
         if self.enabled and self.scale == 1.0:
             self.scale = 2.0**16
 
@@ -138,7 +156,7 @@ class Scaler:
         """
         if self.enabled:
             upcast_gradients(module)  # divided in fp16 they would vanish
-        gradients = _gradients(flats_of(module))
+        gradients = _gradients(_flats(module))
         if self.enabled and gradients:
             torch._foreach_mul_(gradients, 1.0 / self.scale)
         return math.isfinite(gradient_norm(module))

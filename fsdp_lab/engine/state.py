@@ -21,10 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 
+from fsdp_lab.engine.collectives import gather_texts
 from fsdp_lab.engine.dtensor import FlatDTensor, restored
-from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.errors import ShardError, answered, check_module, check_optimizer, not_sharded
 from fsdp_lab.engine.flat import FlatBuffer
+from fsdp_lab.engine.hooks import unit_hooks
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.parameters import Region, ShardedParameter, sharded_form
 from fsdp_lab.engine.unit import Unit
@@ -87,9 +90,13 @@ def load_full_state(module: nn.Module, values: Mapping[str, Tensor] | Callable[[
     shards = [shard for shard, _ in _shards(module)]
     if isinstance(values, Mapping):
         for shard in shards:
-            if shard.name not in values:
-                raise ShardError(f"there is no value for {shard.name}; give one for every parameter of the model")
-            _check_shape(shard, values[shard.name])
+            wrong = _wrong_value(shard, values)
+            if wrong:
+                raise ShardError(wrong)
+    elif not callable(values):
+        raise ShardError(
+            f"a {type(values).__name__} was given where values are needed; give a dict, or a function of names"
+        )
     for shard in shards:
         _fill(shard, values[shard.name] if isinstance(values, Mapping) else values(shard.name))
 
@@ -105,20 +112,23 @@ def load_ranges(module: nn.Module, read: Callable[[str, int, int], Tensor]) -> N
     Raises:
         ShardError: the reader gave another number of elements.
     """
+    if not callable(read):
+        raise ShardError(f"a {type(read).__name__} was given to read from; give a function of a name and a range")
     for shard, _ in _shards(module):
         if shard.stop == shard.start:
             continue
-        part = read(shard.name, shard.start, shard.stop).reshape(-1)
-        if part.numel() != shard.local.numel():
-            raise ShardError(f"{shard.name}: {shard.local.numel()} elements were asked for and {part.numel()} came")
-        shard.local.copy_(part)
+        part: Any = read(shard.name, shard.start, shard.stop)
+        came = part.numel() if isinstance(part, Tensor) and not part.is_meta else 0
+        if came != shard.local.numel():
+            raise ShardError(f"{shard.name}: {shard.local.numel()} elements were asked for and {came} came")
+        shard.local.copy_(part.reshape(-1))
 
 
 def broadcast_full_state(module: nn.Module, values: Mapping[str, Tensor] | None) -> None:
     """Set every parameter from the whole tensors that rank 0 of the mesh has; collective, one parameter at a time.
 
     Args:
-        values: on rank 0, by name; None elsewhere.
+        values: on rank 0, by name; elsewhere they are not looked at.
 
     Raises:
         ShardError: on every rank, where rank 0 lacks a value or has one of another shape.
@@ -128,10 +138,10 @@ def broadcast_full_state(module: nn.Module, values: Mapping[str, Tensor] | None)
     for shard, p in shards:
         mesh = p.flat.mesh
         if mesh.replicate_group is None or dist.get_rank(mesh.replicate_group) == 0:
-            _scatter(shard, None if values is None else values[shard.name], mesh)
+            _scatter(shard, values[shard.name] if values is not None and mesh.shard_rank == 0 else None, mesh)
         part = shard.local.to(mesh.device)
         if part.numel():
-            _broadcast(part, mesh.replicate_group)
+            _broadcast(part, mesh.replicate_group, mesh)
             shard.local.copy_(part)
 
 
@@ -140,7 +150,7 @@ def _scatter(shard: ParamShard, value: Tensor | None, mesh: ShardMesh) -> None:
     whole = torch.empty(shard.shape, dtype=shard.local.dtype, device=mesh.device)
     if value is not None:
         whole.copy_(value)
-    _broadcast(whole, mesh.shard_group)
+    _broadcast(whole, mesh.shard_group, mesh)
     shard.local.copy_(whole.reshape(-1)[shard.start : shard.stop])
 
 
@@ -149,26 +159,19 @@ def _check_values(shards: list[tuple[ParamShard, ShardedParameter]], values: Map
     if not shards:
         return
     mesh = shards[0][1].flat.mesh  # those of other units have the same ranks
-    wrong: list[str | None] = [None]
-    if values is not None:
-        for shard, _ in shards:
-            if shard.name not in values:
-                wrong = [f"there is no value for {shard.name} on rank 0; give one for every parameter of the model"]
-                break
-            if values[shard.name].shape != shard.shape:
-                given = tuple(values[shard.name].shape)
-                wrong = [f"{shard.name} has the shape {tuple(shard.shape)}, and rank 0's value {given}"]
-                break
-    for group in (mesh.shard_group, mesh.replicate_group):
-        if group is not None:
-            dist.broadcast_object_list(wrong, src=dist.get_global_rank(group, 0), group=group)
-    if wrong[0] is not None:
-        raise ShardError(wrong[0])
+    wrong = next((w for w in (_wrong_value(shard, values, " on rank 0") for shard, _ in shards) if w), "")
+    with answered(mesh.ranks, "broadcast_full_state"):
+        for group in (mesh.shard_group, mesh.replicate_group):
+            if group is not None:
+                wrong = gather_texts(wrong, group, mesh.device)[0]
+    if wrong:
+        raise ShardError(wrong)
 
 
-def _broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+def _broadcast(tensor: Tensor, group: dist.ProcessGroup | None, mesh: ShardMesh) -> None:
     if group is not None:
-        dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
+        with answered(mesh.ranks, "broadcast_full_state"):
+            dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
 
 
 # -- the optimizer's -------------------------------------------------------------------------------------------------
@@ -176,11 +179,13 @@ def _broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
 
 def local_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """name -> slot -> this rank's part of it, [stop - start]; what is no flat tensor (AdamW's "step") as it is."""
+    check_optimizer(optimizer)
     return {s.name: {slot: part_of(s, v) for slot, v in s.slots(optimizer).items()} for s in shards_of(module)}
 
 
 def full_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, slot -> the whole tensor in the parameter's shape), one parameter at a time; collective."""
+    check_optimizer(optimizer)
     for shard, p in _shards(module):
         yield shard.name, {slot: _whole_slot(shard, p, v) for slot, v in shard.slots(optimizer).items()}
 
@@ -194,14 +199,15 @@ def load_full_optimizer_state(
         ShardError: a trainable parameter has no state where others have one, or a slot of another shape; nothing has been
             changed then.
     """
+    check_optimizer(optimizer)
     pairs = [(shard, p) for shard, p in _shards(module) if shard.param is not None]
     shards = [shard for shard, _ in pairs]
     for shard in shards:
-        if shard.name not in state:
+        if not isinstance(state, Mapping) or not isinstance(state.get(shard.name), Mapping):
             raise ShardError(f"there is no optimizer state for {shard.name}; give one for every trainable parameter")
         for value in state[shard.name].values():
-            if isinstance(value, Tensor) and value.dim():
-                _check_shape(shard, value)
+            if isinstance(value, Tensor) and value.dim() and _wrong_tensor(shard, value):
+                raise ShardError(_wrong_tensor(shard, value))
     like_steps = _like_steps(shards, state)
     names = {p: shard.name for shard, p in pairs}
     _split(module, optimizer, lambda p: str({k: v for k, v in state[names[p]].items() if k in like_steps}))
@@ -227,6 +233,7 @@ def split_unused(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def _split(module: nn.Module, optimizer: torch.optim.Optimizer, kind: Callable[[ShardedParameter], str]) -> None:
     """Split the regions whose parameters are not of one kind."""
+    check_optimizer(optimizer)
     inside: dict[Region, list[ParamShard]] = {}
     for shard, p in _shards(module):
         inside.setdefault(p.flat.gradients.regions[p.slot.group], []).append(shard)
@@ -267,8 +274,12 @@ def _like_steps(shards: Sequence[ParamShard], state: Mapping[str, Mapping[str, A
 
 
 def _shards(module: nn.Module) -> list[tuple[ParamShard, ShardedParameter]]:
+    check_module(module)
     parameters = [(_original(name), sharded_form(p)) for name, p in module.named_parameters()]
-    return [(shard_of(name, p), p) for name, p in parameters if p is not None]
+    found = [(shard_of(name, p), p) for name, p in parameters if p is not None]
+    if parameters and not found and unit_hooks(module) is None:
+        raise not_sharded(module)
+    return found
 
 
 def shard_of(name: str, p: ShardedParameter) -> ParamShard:
@@ -305,13 +316,30 @@ def _whole_slot(shard: ParamShard, p: ShardedParameter, value: Any) -> Any:
 
 def _fill(shard: ParamShard, whole: Tensor) -> None:
     """A function, so that one whole parameter is freed before the next one is made."""
-    _check_shape(shard, whole)
+    wrong = _wrong_tensor(shard, whole)
+    if wrong:
+        raise ShardError(wrong)
     shard.local.copy_(whole.reshape(-1)[shard.start : shard.stop])
 
 
-def _check_shape(shard: ParamShard, value: Tensor) -> None:
+def _wrong_value(shard: ParamShard, values: Mapping[str, Any] | None, where: str = "") -> str:
+    """Why a parameter cannot be set from these; "": it can."""
+    if not isinstance(values, Mapping) or shard.name not in values:
+        return f"there is no value for {shard.name}{where}; give one for every parameter of the model"
+    return _wrong_tensor(shard, values[shard.name], where)
+
+
+def _wrong_tensor(shard: ParamShard, value: Any, where: str = "") -> str:
+    if not isinstance(value, Tensor):
+        return (
+            f"{shard.name} was given a {type(value).__name__}{where}; give a tensor of the shape {tuple(shard.shape)}"
+        )
     if value.shape != shard.shape:
-        raise ShardError(f"{shard.name} has the shape {tuple(shard.shape)}, and the value {tuple(value.shape)}")
+        return f"{shard.name} has the shape {tuple(shard.shape)}, and the value{where} {tuple(value.shape)}"
+    if value.is_meta or isinstance(value, DTensor):
+        what = "is on meta, without values" if value.is_meta else "is a DTensor"
+        return f"what was given for {shard.name}{where} {what}; give a plain tensor, as from full_tensor()"
+    return ""
 
 
 def _original(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from torch import nn
 
@@ -28,7 +29,8 @@ class UnshardHandle:
                 self._runtime.make_ready(unit, Direction.FORWARD)
         except BaseException:
             for unit in self._units:
-                unit.reshard()
+                with suppress(RuntimeError):  # other gathers fail alike, and the first one is told
+                    unit.reshard()
             raise
 
     def __enter__(self) -> nn.Module:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -23,15 +23,19 @@ from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Precision, Strategy
 from fsdp_lab.engine import (
     MixedPrecisionPolicy,
+    PrefetchPolicy,
     ShardError,
     ShardMesh,
     TrainingState,
     broadcast_full_state,
     build_mesh,
     clip_gradients,
+    full_optimizer_state,
     full_state,
     fully_shard,
     gradient_norm,
+    load_full_optimizer_state,
+    load_full_state,
     local_state,
     no_sync,
     runtime_of,
@@ -137,6 +141,57 @@ def test_a_mesh_that_does_not_fit(pool: Pool) -> None:
 def test_an_unknown_dtype(given: Any) -> None:
     with pytest.raises(SpecError, match=r"strategy.precision(\.\w+)?: .* is refused; give one of"):
         Strategy(precision=Precision(**given) if isinstance(given, dict) else given)
+
+
+WRONG_ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "mesh": ("cpu", "a str was given as a mesh; make it with"),
+    "reshard_after_forward": (1.5, "reshard_after_forward is 1.5; give True, False, or a number of ranks"),
+    "mp_policy": (
+        MixedPrecisionPolicy(param_dtype=torch.int32),
+        "mp_policy has param_dtype=torch.int32; give a floating dtype",
+    ),
+    "offload_policy": ("cpu", "offload_policy is 'cpu'; give one of none, optimizer, all"),
+    "prefetch_policy": (
+        PrefetchPolicy(backward_prefetch=-1),
+        "prefetch_policy has backward_prefetch=-1; give a number of units, 0 or more",
+    ),
+    "ignored_params": (["last.weight"], "ignored_params has a str; give parameters"),
+    "group_of": (lambda name, p: [name], "group_of gave a list for first.weight; give a name"),
+}
+
+
+def wrong_arguments(place: Place) -> None:
+    """Each is refused before a parameter is taken from the model."""
+    model = make()
+    for name, (given, says) in WRONG_ARGUMENTS.items():
+        with refused(says):
+            fully_shard(model, **{name: given})
+    for shard_size in (0, -1, 1.5):
+        with refused("2 ranks cannot be divided into shard groups of"):
+            build_mesh("cpu", shard_size=shard_size)  # type: ignore[arg-type]
+    with refused("the mesh is to be for 'tpu', and there is no such device here"):
+        build_mesh("tpu")
+    one = DeviceMesh("cpu", [0])
+    if place.rank:
+        with refused(r"rank 1 is not in the mesh, which has ranks \[0\]"):
+            fully_shard(model, mesh=one)
+    trains_on(fully_shard(model), place)
+
+
+def none_is_the_default(place: Place) -> None:
+    """As FSDP2's own arguments may be None: units are freed after their forward, and nothing is on the host."""
+    model = make()
+    none: Any = dict.fromkeys(("reshard_after_forward", "mp_policy", "offload_policy", "ignored_params"))
+    for block in model.blocks:
+        fully_shard(block, **none)
+    fully_shard(model, **none)
+    assert all(unit.policy == units_of(fully_shard(make()))[0].policy for unit in units_of(model))
+    trains_on(model, place)
+
+
+@everywhere(wrong_arguments, none_is_the_default)
+def test_arguments(pool: Pool, scenario: Scenario) -> None:
+    pool.run(scenario, 2)
 
 
 # -- sharding twice, or in the wrong order -----------------------------------------------------------------------------
@@ -980,7 +1035,44 @@ def impossible_norms(place: Place) -> None:
     assert set(local_state(model)) == {name for name, _ in make().named_parameters()}
 
 
+def values_that_are_none(place: Place) -> None:
+    """Whole values that are missing or of another kind; nothing has changed then."""
+    model = by_block(make())
+    whole = {name: t.clone() for name, t in full_state(model)}
+    for values, says in (
+        (None, "there is no value for first.weight"),
+        ({**whole, "blocks.0.up.weight": None}, "blocks.0.up.weight was given a NoneType"),
+        ({**whole, "last.weight": whole["last.weight"].to("meta")}, "what was given for last.weight.* is on meta"),
+    ):
+        with refused(says):  # no rank may have uninitialised memory instead
+            broadcast_full_state(model, values if place.rank == 0 else None)
+        with refused(says if values else "a NoneType was given where values are needed"):
+            load_full_state(model, values)  # type: ignore[arg-type]
+    broadcast_full_state(model, whole if place.rank == 0 else {})  # only those of rank 0 are looked at
+    trains_on(model, place)
+
+
+def no_module_and_no_optimizer(place: Place) -> None:
+    """Of a model that is not sharded nothing is clipped, saved or loaded in silence."""
+    model, plain = by_block(make()), make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for ask in (gradient_norm, lambda m: clip_gradients(m, 1.0), sharded_parameters, local_state):
+        with refused("Net is not sharded; call fully_shard"):
+            ask(plain)
+        with refused("a list was given where a module is needed"):
+            ask(list(model.parameters()))  # type: ignore[arg-type]
+    with refused("a NoneType was given where an optimizer is needed"):
+        dict(full_optimizer_state(model, None))  # type: ignore[arg-type]
+    with refused("Net is not sharded"):
+        dict(full_state(plain))
+    with refused("there is no optimizer state for first.weight"):
+        load_full_optimizer_state(model, optimizer, {})
+    trains_on(model, place)
+
+
 @everywhere(
+    values_that_are_none,
+    no_module_and_no_optimizer,
     state_inside_unshard,
     state_of_another_rank,
     copies,

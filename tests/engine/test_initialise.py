@@ -235,5 +235,5 @@ def test_wrong_values_are_refused_on_every_rank(pool: Pool, world_size: int) -> 
     missing, missing_here, bent, bent_here = told[0][:4]
     assert missing.startswith("there is no value for blocks.1.up.bias on rank 0; give one for every parameter")
     assert missing_here.startswith("there is no value for blocks.1.up.bias; give one for every parameter")
-    assert bent == "blocks.0.up.weight has the shape (7, 6), and rank 0's value (6, 7)"
+    assert bent == "blocks.0.up.weight has the shape (7, 6), and the value on rank 0 (6, 7)"
     assert bent_here == "blocks.0.up.weight has the shape (7, 6), and the value (6, 7)"

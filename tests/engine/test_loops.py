@@ -26,6 +26,7 @@ from fsdp_lab.engine import (
     UnitState,
     full_state,
     fully_shard,
+    gradient_norm,
     no_sync,
     register_fsdp_forward_method,
     reshard,
@@ -870,7 +871,7 @@ def test_inputs_are_moved_to_the_device() -> None:
 # -- unequal numbers of batches ----------------------------------------------------------------------------------------
 
 
-def unequal(place: Place) -> str:
+def unequal(place: Place, where: str) -> str:
     """Rank 1 has a batch less, and waits for rank 0 elsewhere. Plain groups of torch's, with a short timeout."""
     from datetime import timedelta
 
@@ -880,10 +881,12 @@ def unequal(place: Place) -> str:
     model = Ours().shard(make())
     optimizer = Ours().optimizer(model)
     try:
-        for step in range(3 - place.rank):
+        for step in range(2):
             mean_square(model, batch(step, place.rank)).backward()
             optimizer.step()
             optimizer.zero_grad()
+        if place.rank == 0:
+            WHERE[where](model)
         place.store.wait(["over"])
     except ShardError as e:
         place.store.set("over", "")
@@ -893,9 +896,18 @@ def unequal(place: Place) -> str:
     return ""
 
 
-def test_unequal_numbers_of_batches(pool: Pool) -> None:
-    said, other = pool.run(unequal, 2, reduction=None)
-    assert (
-        re.match(r"rank 0 waited 3\.\d s in step 3 \(unshard root\) for rank 1, which did not come; ", said)
-        and other == ""
-    )
+WHERE: dict[str, Callable[[Any], Any]] = {
+    "3 (unshard root)": lambda model: mean_square(model, batch(2, 0)),
+    "2 (unshard root)": lambda model: unshard(model).wait(),
+    "2 (a norm)": lambda model: torch.nn.utils.get_total_norm(list(model.parameters())),
+    "2 (gradient_norm)": gradient_norm,
+    "2 (a whole tensor)": lambda model: model.last.weight.full_tensor(),
+    "2 (fully_shard)": lambda model: fully_shard(make()),
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_unequal_numbers_of_batches(pool: Pool, where: str) -> None:
+    said, other = pool.run(unequal, 2, where, reduction=None)
+    told = r"rank 0 waited [34]\.\d s in step " + re.escape(where) + " for rank 1, which did not come; "
+    assert re.match(told, said) and other == "", said
