@@ -35,7 +35,7 @@ from torch.autograd.profiler import record_function
 
 from fsdp_lab.core.schedule import Direction, OffloadPolicy, Phase, Point, PointSide, Rules, Schedule, UnitCall
 from fsdp_lab.engine.collectives import CommStream
-from fsdp_lab.engine.errors import ShardError, Step, waiting
+from fsdp_lab.engine.errors import ShardError, Step, answered, waiting
 from fsdp_lab.engine.gradients import Reduction, tell_each_other
 from fsdp_lab.engine.unit import Unit, UnitState
 
@@ -327,7 +327,7 @@ class Runtime:
             self._reduce(unit)
         while self._reducing:
             self._advance_reductions()
-        with self.around(Phase.REDUCE, self.root.name), self._waiting(Phase.REDUCE, self.root):
+        with self.around(Phase.REDUCE, self.root.name), answered(self.root.mesh.ranks, "end of the backward"):
             tell_each_other([flat.gradients for unit in backward.reduced for flat in unit.flats])
         self._backward, self._recomputed = None, {}
         if not backward.makes_graph:
