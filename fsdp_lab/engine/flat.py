@@ -289,8 +289,8 @@ class FlatBuffer:
 
 
 def _bits(t: Tensor) -> Tensor:
-    """As integers: -0.0 is not 0.0, and a NaN equals itself. For dtypes of 2 or 4 bytes, to which a policy casts."""
-    return t.view(torch.int16 if t.dtype.itemsize == 2 else torch.int32)
+    """As integers: -0.0 is not 0.0, and a NaN equals itself. Of real numbers, to whose dtypes a policy casts."""
+    return t.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.dtype.itemsize])
 
 
 _MARK = 2  # an absent value is the last element of a storage of three, by which it is recognised

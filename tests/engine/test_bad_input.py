@@ -615,6 +615,16 @@ def written_to_inside_unshard(place: Place) -> None:
         model(batch(0, 0))
 
 
+def written_to_in_double(place: Place) -> None:
+    """Gathered in more bytes than the master has."""
+    model = fully_shard(make(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64))
+    before = {name: t.clone() for name, t in full_state(model)}
+    with unshard(model), torch.no_grad():
+        model.last.weight.mul_(2)
+    expected = {**before, "last.weight": before["last.weight"] * 2}
+    assert all(torch.equal(t, expected[name]) for name, t in full_state(model))
+
+
 def written_to_where_it_is_lost(place: Place) -> None:
     """Each would change a copy, on this rank alone."""
     model = by_block(make())
@@ -661,6 +671,7 @@ def written_to_by_out(place: Place) -> None:
     written_to_between_steps,
     given_other_data_while_gathered,
     moved_or_cast,
+    written_to_in_double,
     written_to_inside_unshard,
 )
 def test_parameters_changed_behind_our_back(pool: Pool, scenario: Scenario) -> None:
