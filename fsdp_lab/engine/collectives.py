@@ -1,12 +1,4 @@
-"""Collectives of flat buffers, and the streams on which they run beside the computation.
-
-Note: streams and lifetimes. On a GPU each kind of communication has a CUDA stream of its own, a `CommStream`. It first waits
-for what the compute stream has been given so far, so whatever it reads is written and whatever memory it allocates is free.
-A buffer that a communication stream allocates is freed from the compute stream; its memory goes back to the pool of the
-communication stream, whose next use of it waits for the compute stream as always. So nothing needs `record_stream`, and a
-gather cannot run further ahead than the points at which the schedule issues it. In the other direction the compute stream
-waits for the event that a `CommHandle` records, not for the whole stream. A buffer that the compute stream allocated and a
-communication stream reads (an unsharded gradient) is referenced by the handle until it has been waited for.
+"""Collectives of flat buffers, and `CommHandle`, which waits for them. See "Note: streams and lifetimes" in streams.py.
 
 On a CPU there are no streams: Gloo's threads move the bytes while Python goes on, and `wait` blocks until they have arrived.
 What remains to be done then (`then`) runs in the thread that waits; on a GPU it is queued on the stream at once.
@@ -21,8 +13,7 @@ as torch asks of every script; mesh.py lets it end these threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,27 +21,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from fsdp_lab.engine.errors import giving_up
+from fsdp_lab.engine.streams import CommStream
 
 Group = dist.ProcessGroup
-
-
-class CommStream:
-    """One queue of communication: a CUDA stream, or nothing on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream: Any = None
-        if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Within it, work is queued behind what the compute stream has been given so far."""
-        if self.stream is None:
-            yield
-            return
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with torch.cuda.stream(self.stream):
-            yield
 
 
 class CommHandle:
@@ -66,22 +39,25 @@ class CommHandle:
         keeps: tuple[Tensor, ...] = (),
         then: Callable[[], None] | None = None,
     ) -> None:
-        self._work, self._then, self.keeps, self._event = work, then, keeps, None
-        self._device: torch.device | None = None
+        self._work, self._then, self.keeps, self._streams = work, then, keeps, stream.streams
+        self._event: Any = None
         if stream.stream is not None:
             self._finish()
             self._event = stream.stream.record_event()
-            self._device = stream.stream.device
 
     def wait(self, *, on_host: bool = False) -> None:
         """`on_host`: the host reads the result next, so Python waits for it too."""
-        if self._event is not None and on_host:
-            self._event.synchronize()
-        elif self._event is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
-        else:
-            self._finish()
+        self.order(on_host=on_host)
         self.keeps = ()
+
+    def order(self, *, on_host: bool = False) -> None:
+        """Queue what the current stream is given from now on behind it; the tensors stay."""
+        if self._streams is None:
+            self._finish()
+        elif on_host:
+            self._event.synchronize()
+        else:
+            self._streams.current().wait_event(self._event)
 
     def _finish(self) -> None:
         work, self._work = self._work, None

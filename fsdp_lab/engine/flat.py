@@ -21,12 +21,13 @@ from torch import Tensor, nn
 
 from fsdp_lab.core.layout import Layout, Range
 from fsdp_lab.core.schedule import OffloadPolicy
-from fsdp_lab.engine.collectives import CommHandle, CommStream, all_gather
+from fsdp_lab.engine.collectives import CommHandle, all_gather
 from fsdp_lab.engine.errors import AbsentGradient, FreedParameter, ShardError, absent_gradients
 from fsdp_lab.engine.gradients import GradientBuffer, placement_of
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.parameters import ShardedParameter, UnshardedParameter
 from fsdp_lab.engine.policy import ShardPolicy
+from fsdp_lab.engine.streams import CommStream
 from fsdp_lab.engine.tensors import take_gradient
 
 Use = tuple[nn.Module, str]  # a module and the attribute under which it holds a parameter
@@ -62,7 +63,7 @@ class FlatBuffer:
         self.dtype = dtype
         self.layout = Layout.of([tuple(v.shape) for v in values], groups, mesh.shard_size, dtype.itemsize)
         self.master = self._make_master(own)
-        self.is_view_of_master = mesh.shard_size == 1 and dtype == own and self.master.device == mesh.device
+        self.is_view_of_master = mesh.shard_size == 1 and dtype == own and not policy.is_on_host(mesh)
         self.full = self._make_full()
         self._views = [self.full[s.offset : s.stop].view(s.shape) for s in self.layout.slots]
         nothing = _absent(dtype, mesh.device)
@@ -84,10 +85,10 @@ class FlatBuffer:
     # -- construction -----------------------------------------------------------------------------------------------
 
     def _make_master(self, own: torch.dtype) -> Tensor:
-        on_host = self.policy.offload != OffloadPolicy.NONE
-        pinned = on_host and self.mesh.device.type == "cuda"
-        device = torch.device("cpu") if on_host else self.mesh.device
-        return torch.zeros(self.layout.shard_numel, dtype=own, device=device, pin_memory=pinned)
+        if self.policy.is_on_host(self.mesh):
+            assert self.mesh.streams is not None
+            return self.mesh.streams.host_memory(self.layout.shard_numel, own).zero_()
+        return torch.zeros(self.layout.shard_numel, dtype=own, device=self.mesh.device)
 
     def _make_full(self) -> Tensor:
         if self.is_view_of_master:
@@ -182,7 +183,7 @@ class FlatBuffer:
             self.device_shard = None  # `sent` keeps it as long as it is needed
         if self.mesh.shard_group is None:
             self.full.data.copy_(sent)
-            return CommHandle(stream, None)
+            return CommHandle(stream, None, keeps=(sent,))
         if sent.dtype != self.dtype:  # cast to where it belongs
             start, stop = self.layout.shard(self.mesh.shard_rank)
             sent = self.full.data[start:stop].copy_(sent)

@@ -11,7 +11,7 @@ and the rest after them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property, partial
 
 import torch
@@ -19,13 +19,14 @@ from torch import Tensor
 from torch import distributed as dist
 
 from fsdp_lab.core.layout import Layout, Range
-from fsdp_lab.engine.collectives import CommHandle, CommStream, Group, all_reduce, reduce_scatter
+from fsdp_lab.engine.collectives import CommHandle, Group, all_reduce, reduce_scatter
 from fsdp_lab.engine.dtensor import FlatDTensor, Norms
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.flat_tensor import FlatPlacement
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.parameters import Region
 from fsdp_lab.engine.policy import ShardPolicy
+from fsdp_lab.engine.streams import CommStreams
 
 
 class GradientBuffer:
@@ -194,7 +195,9 @@ class GradientBuffer:
     def _sent_by_others(self, shard: Tensor, arrived: frozenset[int]) -> set[int]:
         absent = [i for i in range(len(self.layout.slots)) if i not in arrived]
         firsts = {i: self._own(i)[0] for i in absent if self._own(i)[0] < self._own(i)[1]}
-        values = shard[list(firsts.values())] if firsts else shard[:0]
+        if not firsts:  # so that a device is not waited for
+            return set()
+        values = shard[list(firsts.values())]
         parts = torch.view_as_real(values) if values.is_complex() else values.unsqueeze(-1)
         nothings = (torch.signbit(parts) & (parts == 0)).all(dim=-1).tolist()
         return {i for i, nothing in zip(firsts, nothings, strict=True) if not nothing}
@@ -312,12 +315,20 @@ def tell_each_other(buffers: Sequence[GradientBuffer]) -> None:
         if not asked:
             continue
         here = [buffer.has_gradient(i) for buffer, i in asked]
-        found = torch.tensor(here, dtype=torch.uint8, device=asked[0][0].mesh.device)
+        found = _on_device(here, asked[0][0].mesh)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
         if not all(here):
             for (buffer, i), has_come in zip(asked, found.tolist(), strict=True):
                 if has_come:
                     buffer.has_come(i)
+
+
+def _on_device(flags: Sequence[bool], mesh: ShardMesh) -> Tensor:
+    """As bytes, and without waiting for the device."""
+    on_host = torch.tensor(flags, dtype=torch.uint8)
+    if mesh.streams is None:
+        return on_host
+    return mesh.streams.host_memory(len(flags), torch.uint8).copy_(on_host).to(mesh.device, non_blocking=True)
 
 
 def placement_of(layout: Layout, mesh: ShardMesh, start: int, stop: int) -> FlatPlacement:
@@ -326,93 +337,115 @@ def placement_of(layout: Layout, mesh: ShardMesh, start: int, stop: int) -> Flat
 
 
 class Reduction:
-    """One flat gradient in flight. Issued when made (inside `stream.entered()`); `advance` takes it to the optimizer.
+    """One flat gradient in flight. Issued when made; `advance` takes it to the optimizer.
 
     On a CPU a collective can be issued only when the one before it has ended, so somebody must come back for it. The runtime
     comes when the next unit's gradients are complete: all ranks come at the same point, so that they issue all collectives
-    in one order, and each of them has had the backward of one unit to run beside. A CUDA stream queues all of it at once.
+    in one order, and each of them has had the backward of one unit to run beside.
+
+    On a device all of it is queued at once. The whole gradient is freed when the next unit's is complete. What follows the
+    reduce-scatter (all-reduce, copy to the host) is waited for at the end of the backward, since the optimizer is the first
+    to read it; earlier, where it is added to the gradient of an earlier backward, or where a hook reads it.
     """
 
-    def __init__(self, target: GradientBuffer, gradient: Tensor, arrived: frozenset[int], stream: CommStream) -> None:
-        self.target, self._mesh, self._stream, self._arrived = target, target.mesh, stream, arrived
+    def __init__(
+        self, target: GradientBuffer, gradient: Tensor, arrived: frozenset[int], streams: CommStreams, *, stays: bool
+    ) -> None:
+        """stays: whether it may be in flight until the end of the backward."""
+        self.target, self._mesh, self._streams, self._arrived = target, target.mesh, streams, arrived
         self.unsharded: Tensor | None = gradient  # [F * n], what is sent, until it has been scattered
         self.shard = gradient  # what it has become so far: [n], or [F * n] where nothing is scattered
+        self._final_dtype = gradient.dtype if target.policy.mp.keep_low_precision_gradients else target.master.dtype
         self._divides_first = gradient.dtype is torch.float16
         self._rest = 1.0  # to divide by after all sums
         if self._divides_first:
             first, self._rest = _divisors(self._mesh.world_size)
             gradient.div_(first)
-        self._unsent: list[Callable[[], CommHandle]] = []  # collectives to be issued yet
-        if self._mesh.shard_group is not None:
-            self._unsent.append(self._reduce_scatter)
-        if self._mesh.replicate_group is not None:
-            self._unsent.append(self._all_reduce)
-        self._handle = CommHandle(stream, None)
-        if self._unsent:
+        self._is_on_host = target.policy.is_on_host(self._mesh)
+        is_queued = self._mesh.streams is not None
+        self._handle: CommHandle | None = None  # the last that was issued
+        self._unsent = [*self._stages()]
+        self._send()
+        self._scattered = self._handle if self._mesh.shard_group is not None else None
+        while is_queued and self._unsent:
             self._send()
-        if stream.stream is not None:
-            while self._unsent:
-                self._send()
-            self._handle = self._to_master()
+        self._stays = stays and is_queued and (self._is_on_host or self._mesh.replicate_group is not None)
 
-    @property
-    def is_sent(self) -> bool:
-        """Whether no collective is to be issued any more, so that the next `advance` is the last."""
-        return not self._unsent
+    def ends(self, *, last: bool) -> bool:
+        """Whether the next `advance` gives the gradient to the optimizer; `last`: at the end of the backward."""
+        return not self._unsent and (last or not self._stays)
 
-    def advance(self) -> None:
-        """Wait for the collective in flight and issue the next one; after the last, give the shard to the optimizer."""
-        if self._unsent:
-            self._handle.wait()
-            if not self.target.policy.shard_optimizer_only:
-                self.shard, self.unsharded = self.shard.clone(), None
-            self._send()
+    def advance(self, *, ends: bool) -> None:
+        """Wait for what is in flight. `ends`: give the shard to the optimizer; otherwise free the whole gradient, and issue
+        the next collective."""
+        if ends:
+            assert self._handle is not None
+            self._handle.wait(on_host=self._is_on_host)
+            self.target.accumulate(self.shard, self._arrived)
             return
-        if self._stream.stream is None:
-            self._handle.wait()
-            self._handle = self._to_master()
-        self._handle.wait(on_host=self.shard.device.type == "cpu")
-        self.target.accumulate(self.shard, self._arrived)
+        if self._scattered is not None:
+            self._scattered.wait()
+            self._scattered = None
+            if not self.target.policy.shard_optimizer_only:
+                self.unsharded = None
+        if self._unsent:
+            self._send()
+
+    def _stages(self) -> Iterator[Callable[[], CommHandle]]:
+        if self._mesh.shard_group is not None:
+            yield self._reduce_scatter
+        if self._mesh.replicate_group is not None:
+            yield self._all_reduce
+        if self._is_on_host or self._mesh.world_size == 1:
+            yield self._deliver
 
     def _send(self) -> None:
         self._handle = self._unsent.pop(0)()
 
     def _reduce_scatter(self) -> CommHandle:
-        group, unsharded = self._mesh.shard_group, self.unsharded
+        group, unsharded, is_last = self._mesh.shard_group, self.unsharded, self._mesh.replicate_group is None
         assert group is not None and unsharded is not None
         start, stop = self.target.layout.shard(self._mesh.shard_rank)
-        self.shard = unsharded[start:stop]  # in place, so that no more than the whole gradient is in flight
-        return self._mean(reduce_scatter(self.shard, unsharded, group), self._mesh.shard_size)
+        part = self.shard = unsharded[start:stop]  # in place, so that no more than the whole gradient is in flight
+
+        def landed() -> None:
+            self._to_mean(part, self._mesh.shard_size, is_last=is_last)
+            copies = not self.target.policy.shard_optimizer_only  # under ZeRO-1 it is a part of the whole gradient
+            self.shard = part.to(self._final_dtype if is_last else part.dtype, copy=copies)
+
+        with self._streams.reduce.entered():
+            work = reduce_scatter(part, unsharded, group)
+            return CommHandle(self._streams.reduce, work, then=landed)
 
     def _all_reduce(self) -> CommHandle:
-        assert self._mesh.replicate_group is not None
-        return self._mean(all_reduce(self.shard, self._mesh.replicate_group), self._mesh.replicas)
+        group, shard = self._mesh.replicate_group, self.shard
+        assert group is not None
 
-    def _mean(self, work: dist.Work | None, ranks: int) -> CommHandle:
-        shard, ranks = self.shard, 1 if self._divides_first else ranks
-        return CommHandle(self._stream, work, keeps=self._kept, then=lambda: _divide(shard, ranks))
+        def landed() -> None:
+            self._to_mean(shard, self._mesh.replicas, is_last=True)
+            self.shard = shard.to(self._final_dtype)
 
-    @property
-    def _kept(self) -> tuple[Tensor, ...]:
-        return (self.shard,) if self.unsharded is None else (self.unsharded, self.shard)
+        with self._streams.all_reduce.entered():
+            if self._handle is not None:
+                self._handle.order()
+            return CommHandle(self._streams.all_reduce, all_reduce(shard, group), keeps=(shard,), then=landed)
 
-    def _to_master(self) -> CommHandle:
-        """In the dtype and the place of the master shard; under ZeRO-1 as a part of the whole gradient, which stays."""
-        policy, master, kept = self.target.policy, self.target.master, self._kept
-        _divide(self.shard, self._rest)
-        dtype = self.shard.dtype if policy.mp.keep_low_precision_gradients else master.dtype
-        if master.device != self.shard.device:
-            host = torch.empty(self.shard.shape, dtype=dtype, device=master.device, pin_memory=True)
-            self.shard = host.copy_(self.shard, non_blocking=True)
-        else:
-            is_part = self.unsharded is not None and self.shard is not self.unsharded
-            self.shard = self.shard.to(dtype, copy=is_part and not policy.shard_optimizer_only)
-        return CommHandle(self._stream, None, keeps=kept)
+    def _deliver(self) -> CommHandle:
+        """To the host, where the master shard is there."""
+        with self._streams.to_host.entered():
+            if self._handle is not None:
+                self._handle.order()
+            reduced, cast = self.shard, self.shard.to(self._final_dtype)
+            self.shard = cast
+            if self._is_on_host:
+                assert self._mesh.streams is not None
+                self.shard = self._mesh.streams.host_memory(cast.numel(), cast.dtype).copy_(cast, non_blocking=True)
+            return CommHandle(self._streams.to_host, None, keeps=(reduced, cast))
 
-
-def _divide(shard: Tensor, by: float) -> None:
-    if by != 1:
-        shard.div_(by)
+    def _to_mean(self, summed: Tensor, ranks: int, *, is_last: bool) -> None:
+        for by in (1 if self._divides_first else ranks, self._rest if is_last else 1):
+            if by != 1:
+                summed.div_(by)
 
 
 def _divisors(ranks: int) -> tuple[int, float]:

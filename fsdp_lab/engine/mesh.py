@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_lab.engine.collectives import Group, gather_texts
 from fsdp_lab.engine.errors import ShardError, answered
+from fsdp_lab.engine.streams import Streams, streams_of
 
 _POST_FORWARD = "fsdp_lab post-forward"  # the description by which such a group is found again
 _BUILD = "make it with fsdp_lab.engine.build_mesh"
@@ -73,6 +74,11 @@ class ShardMesh:
     @property
     def world_size(self) -> int:
         return self.shard_size * self.replicas
+
+    @cached_property
+    def streams(self) -> Streams | None:
+        """Of the device; None on a CPU."""
+        return streams_of(self.device)
 
     @cached_property
     def plain_mesh(self) -> DeviceMesh:

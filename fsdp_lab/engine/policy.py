@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_lab.core.schedule import OffloadPolicy, Rules
 from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.tensors import cast
 
 
@@ -74,6 +75,10 @@ class ShardPolicy:
     @property
     def offload(self) -> OffloadPolicy:
         return self.rules.offload
+
+    def is_on_host(self, mesh: ShardMesh) -> bool:
+        """Whether master shards lie elsewhere than where they are gathered."""
+        return self.offload != OffloadPolicy.NONE and mesh.streams is not None
 
     def gathered_dtype(self, own: torch.dtype, kind: ModuleKind) -> torch.dtype:
         """The dtype in which a parameter of dtype `own`, in a module of that kind, is gathered."""

@@ -34,9 +34,9 @@ from torch import nn
 from torch.autograd.profiler import record_function
 
 from fsdp_lab.core.schedule import Direction, OffloadPolicy, Phase, Point, PointSide, Rules, Schedule, UnitCall
-from fsdp_lab.engine.collectives import CommStream
 from fsdp_lab.engine.errors import ShardError, Step, answered, waiting
 from fsdp_lab.engine.gradients import Reduction, tell_each_other
+from fsdp_lab.engine.streams import CommStreams
 from fsdp_lab.engine.unit import Unit, UnitState
 
 Watcher = Callable[[Phase, str, Direction], None]
@@ -108,7 +108,7 @@ class Runtime:
     def __init__(self, root: Unit, units: Sequence[Unit], guess: Guess) -> None:
         self.root, self.units = root, tuple(units)
         self.rules: Rules = _rules(root, units)
-        self.gathers, self.reductions = CommStream(root.mesh.device), CommStream(root.mesh.device)
+        self.streams = CommStreams.of(root.mesh.streams)
         self.watch: Watcher | None = None
         self.around: Around = lambda phase, unit: nullcontext()
         self._guess = guess
@@ -326,7 +326,7 @@ class Runtime:
         for unit in reversed(self.units):
             self._reduce(unit)
         while self._reducing:
-            self._advance_reductions()
+            self._advance_reductions(last=True)
         with self.around(Phase.REDUCE, self.root.name), answered(self.root.mesh.ranks, "end of the backward"):
             tell_each_other([flat.gradients for unit in backward.reduced for flat in unit.flats])
         self._backward, self._recomputed = None, {}
@@ -355,7 +355,7 @@ class Runtime:
             if unit.policy.offload == OffloadPolicy.ALL and unit.state is UnitState.SHARDED:
                 self._copy_to_device(unit, direction)
             with self.span(Phase.UNSHARD, unit, direction):
-                unit.unshard(self.gathers)
+                unit.unshard(self.streams)
 
     def _free_stale(self, unit: Unit) -> None:
         """Free a unit that was gathered before the optimizer stepped, so that it is gathered again."""
@@ -364,7 +364,7 @@ class Runtime:
 
     def _copy_to_device(self, unit: Unit, direction: Direction) -> None:
         with self.span(Phase.HOST_COPY, unit, direction):
-            unit.copy_to_device(self.gathers)
+            unit.copy_to_device(self.streams)
 
     def make_ready(self, unit: Unit, direction: Direction) -> None:
         """Gather a unit now, unless it is."""
@@ -391,14 +391,14 @@ class Runtime:
             self.backward.reduced[unit] = None
         self._advance_reductions()
         with self.span(Phase.REDUCE, unit, Direction.BACKWARD):
-            self._reducing.append((unit, unit.reduce(self.reductions)))
+            self._reducing.append((unit, unit.reduce(self.streams)))
 
-    def _advance_reductions(self) -> None:
+    def _advance_reductions(self, *, last: bool = False) -> None:
         """Wait for the collectives in flight, the last issued first, and issue what follows them: in hybrid sharding the
-        all-reduce of a unit then runs beside the reduce-scatter and the backward of the next."""
+        all-reduce of a unit then runs beside the reduce-scatter and the backward of the next. `last`: for all of them."""
         for in_flight in reversed(self._reducing.copy()):
             unit, reductions = in_flight
-            ends = all(reduction.is_sent for reduction in reductions)
+            ends = all(reduction.ends(last=last) for reduction in reductions)
             copies = ends and unit.policy.offload != OffloadPolicy.NONE  # under offload its shard then is on the host
             with (
                 self.span(Phase.HOST_COPY, unit, Direction.BACKWARD)
@@ -407,7 +407,7 @@ class Runtime:
                 waiting(unit.mesh.ranks, _label(Phase.REDUCE, unit)),
             ):
                 for reduction in reductions:
-                    reduction.advance()
+                    reduction.advance(ends=ends)
             if ends:
                 self._reducing.remove(in_flight)
                 for hook in [hook for flat in unit.flats for hook in flat.reduce_hooks.values()]:
@@ -474,6 +474,8 @@ class Runtime:
         self._held = set()
 
     def _free_all(self) -> None:
+        if any(unit.policy.offload != OffloadPolicy.NONE for unit in self.units):
+            self.streams.to_device.synchronize()  # the optimizer may write next to what was copied from the host
         for unit in self.units:
             if not self._is_at_work(unit):
                 unit.reshard()

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from fsdp_lab.engine.collectives import CommHandle, CommStream
+from fsdp_lab.core.schedule import OffloadPolicy
+from fsdp_lab.engine.collectives import CommHandle
 from fsdp_lab.engine.flat import FlatBuffer
 from fsdp_lab.engine.gradients import Reduction
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.policy import ShardPolicy
+from fsdp_lab.engine.streams import CommStreams
 
 
 class UnitState(enum.Enum):
@@ -41,17 +43,21 @@ class Unit:
         self.communicates = True  # whether backwards reduce
         self.ignored = frozenset[int]()  # ids of parameters in the modules that the caller keeps equal on all ranks
         self._handles: list[CommHandle] = []
+        self._copied: CommHandle | None = None  # the copies from the host that its next all-gathers send
 
     def replace_buffers(self, flats: Sequence[FlatBuffer]) -> None:
         self.flats, self.state, self._handles = tuple(flats), UnitState.SHARDED, []
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
-    def copy_to_device(self, stream: CommStream) -> None:
+    def copy_to_device(self, streams: CommStreams) -> None:
         """Under offload: issue the copies from the host with which a gather begins."""
-        with stream.entered():
+        with streams.to_device.entered():
+            if self.policy.offload == OffloadPolicy.OPTIMIZER:  # copied to the same place each time
+                streams.to_device.wait_for(streams.gather)
             for flat in self.flats:
                 flat.copy_to_device()
+            self._copied = CommHandle(streams.to_device, None)
 
     @property
     def is_sharded(self) -> bool:
@@ -62,11 +68,13 @@ class Unit:
         """Whether the shards have changed since it was gathered."""
         return self.state is not UnitState.SHARDED and any(flat.is_stale for flat in self.flats)
 
-    def unshard(self, stream: CommStream) -> None:
+    def unshard(self, streams: CommStreams) -> None:
         """Issue the all-gathers, unless they have been."""
         if self.is_sharded:
-            with stream.entered():
-                self._handles = [flat.gather(stream) for flat in self.flats]
+            with streams.gather.entered():
+                if self._copied is not None:
+                    self._copied.wait()
+                self._handles = [flat.gather(streams.gather) for flat in self.flats]
             self.state = UnitState.GATHERING
 
     def wait_for_unshard(self) -> None:
@@ -109,12 +117,12 @@ class Unit:
         """Whether gradients have come that were not reduced yet."""
         return any(flat.gradients.is_waiting for flat in self.flats)
 
-    def reduce(self, stream: CommStream) -> list[Reduction]:
+    def reduce(self, streams: CommStreams) -> list[Reduction]:
         """Issue the reductions of what has come."""
-        self.collect_gradients()  # on the compute stream, which made them
-        with stream.entered():
-            taken = [(flat.gradients, flat.gradients.take()) for flat in self.flats]
-            return [Reduction(target, *found, stream) for target, found in taken if found is not None]
+        adds = any(flat.gradients.reduced is not None for flat in self.flats)
+        stays = not any(flat.reduce_hooks for flat in self.flats) and (self.policy.is_on_host(self.mesh) or not adds)
+        taken = [(flat.gradients, flat.gradients.take()) for flat in self.flats]
+        return [Reduction(target, *found, streams, stays=stays) for target, found in taken if found is not None]
 
     def collect_gradients(self) -> None:
         """Bring what came into one tensor for each buffer."""

@@ -55,6 +55,6 @@ class UnshardHandle:
 
     def _issue(self, unit: Unit) -> None:
         if unit.is_sharded and unit.policy.offload != OffloadPolicy.NONE:
-            unit.copy_to_device(self._runtime.gathers)
-        unit.unshard(self._runtime.gathers)
+            unit.copy_to_device(self._runtime.streams)
+        unit.unshard(self._runtime.streams)
         unit.asked_for = True

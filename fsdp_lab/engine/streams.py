@@ -1,0 +1,106 @@
+"""Streams of a device, behind one small interface: `Streams`. A test puts a simulated device in the place of a GPU's.
+
+Note: streams and lifetimes. On a GPU each kind of communication has a CUDA stream of its own, a `CommStream`. It first waits
+for what the compute stream has been given so far, so whatever it reads is written and whatever memory it allocates is free.
+A buffer that a communication stream allocates is freed from the compute stream; its memory goes back to the pool of the
+communication stream, whose next use of it waits for the compute stream as always. So nothing needs `record_stream`, and a
+gather cannot run further ahead than the points at which the schedule issues it. In the other direction the compute stream
+waits for the event that a `CommHandle` records, not for the whole stream. A buffer that one stream allocated and another
+reads (an unsharded gradient, a copy from the host) is referenced by the handle until the compute stream has waited for it.
+
+What does not depend on each other has streams of its own, so that no transfer waits behind another kind: all-gathers,
+reduce-scatters, all-reduces between replicas (on several hosts another link), copies to the device and copies to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Streams(Protocol):
+    """Of one device that computes while Python goes on."""
+
+    def new(self, name: str) -> Any:
+        """A stream, with `wait_stream`, `wait_event`, `record_event` and `synchronize` as a torch.cuda.Stream has them."""
+
+    def current(self) -> Any:
+        """The stream to which work is given now."""
+
+    def entered(self, stream: Any) -> AbstractContextManager[Any]:
+        """Within it that stream is current."""
+
+    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel], uninitialised, on the host, from and to which copies are queued."""
+
+
+class CudaStreams:
+    """`Streams` of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def new(self, name: str) -> Any:
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def current(self) -> Any:
+        return torch.cuda.current_stream(self._device)
+
+    def entered(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, pin_memory=True)
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """None for a CPU, which has none."""
+    return CudaStreams(device) if device.type == "cuda" else None
+
+
+class CommStream:
+    """One queue of communication: a stream of a device, or nothing on a CPU."""
+
+    def __init__(self, name: str, streams: Streams | None) -> None:
+        self.streams = streams
+        self.stream: Any = None if streams is None else streams.new(name)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Within it, work is queued behind what the compute stream has been given so far."""
+        if self.streams is None:
+            yield
+            return
+        self.stream.wait_stream(self.streams.current())
+        with self.streams.entered(self.stream):
+            yield
+
+    def wait_for(self, other: CommStream) -> None:
+        """Queue what follows behind what the other one has been given so far."""
+        if self.stream is not None:
+            self.stream.wait_stream(other.stream)
+
+    def synchronize(self) -> None:
+        """Let the host wait for what it has been given so far."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommStreams:
+    """Those of one root."""
+
+    gather: CommStream
+    reduce: CommStream
+    all_reduce: CommStream
+    to_device: CommStream
+    to_host: CommStream
+
+    @classmethod
+    def of(cls, streams: Streams | None) -> CommStreams:
+        return cls(**{name: CommStream(name, streams) for name in cls.__dataclass_fields__})

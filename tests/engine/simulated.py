@@ -1,0 +1,403 @@
+"""A simulated device: streams, events and memory of a GPU, on tensors of the CPU, so that a missing wait is found here.
+
+Operations are seen by a dispatch mode. Those inside `CommStream.entered` belong to that stream, all others to the compute
+stream, or to the host where all their memory is the host's. Collectives run on a stream of their group's own, as NCCL's do.
+
+Note: two ways to run.
+EAGER runs every operation at once, so values are right whatever is waited for, and finds by vector clocks (Fidge 1988) what
+a GPU could do in another order. Each stream has a clock, and so has the host; a wait joins two of them, and what the host
+gives to a stream follows what it did before. Two accesses of one memory, of which one writes, must be ordered; so must all
+accesses of memory that was freed, and the next allocation from the same pool. This covers every order at once.
+LATE runs what is given to a stream only when something waits for it, as late as its waits allow. What has not landed, and
+what was just allocated, is NaN. So it shows by values, without clocks, that nothing is read too early.
+
+A wait can be left out (`without`): then one of the two must notice.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from fsdp_lab import engine
+from fsdp_lab.engine import flat, gradients, mesh
+
+aten: Any = torch.ops.aten
+Clock = Counter[str]  # by stream: how many of its operations are known to have ended
+ENGINE = Path(inspect.getfile(engine)).parent
+
+
+class Mode(enum.Enum):
+    EAGER = "eager"
+    LATE = "late"
+
+
+class RaceError(AssertionError):
+    """Two accesses of one memory could happen in either order."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Who waits for whom, and where in the engine."""
+
+    waiting: str
+    waited_for: str
+    at: str
+
+
+@dataclass
+class Access:
+    stream: str
+    time: int
+    what: str
+
+    def precedes(self, clock: Clock) -> bool:
+        return clock[self.stream] >= self.time
+
+
+@dataclass
+class Memory:
+    """One storage: from whose pool it is, and who accessed it last."""
+
+    storage: StorageWeakRef
+    pool: str = ""  # "": it was there before
+    is_host: bool = False
+    write: Access | None = None
+    reads: dict[str, Access] = field(default_factory=dict)  # since that write, by stream
+
+    @property
+    def accesses(self) -> list[Access]:
+        return [*([] if self.write is None else [self.write]), *self.reads.values()]
+
+
+class Event:
+    def __init__(self, device: SimulatedDevice, stream: Stream) -> None:
+        self._device, self.stream = device, stream
+        self.clock, self.position = Clock(stream.clock), stream.given
+
+    def synchronize(self) -> None:
+        self._device.wait(self._device.host, self)
+
+
+class Stream:
+    """Of the device, or the host, which is one too."""
+
+    def __init__(self, device: SimulatedDevice, name: str) -> None:
+        self._device, self.name = device, name
+        self.clock = Clock()
+        self.queue: deque[Callable[[], object]] = deque()  # LATE: what has not run yet
+        self.given = 0  # how many operations it was given, of which those in `queue` have not run
+
+    def record_event(self) -> Event:
+        self._device.counts["events"] += 1
+        return Event(self._device, self)
+
+    def wait_event(self, event: Event) -> None:
+        self._device.wait(self, event)
+
+    def wait_stream(self, other: Stream) -> None:
+        self._device.wait(self, Event(self._device, other))
+
+    def synchronize(self) -> None:
+        Event(self._device, self).synchronize()
+
+    def run(self, position: int) -> None:
+        """What it was given up to there."""
+        with _disable_current_modes():
+            while self.given - len(self.queue) < position:
+                self.queue.popleft()()
+
+
+class Work:
+    """Of a collective. To wait for it lets the current stream wait, not the host."""
+
+    def __init__(self, device: SimulatedDevice, event: Event) -> None:
+        self._device, self._event = device, event
+
+    def wait(self) -> bool:
+        self._device.wait(self._device.current_stream, self._event)
+        return True
+
+
+class SimulatedDevice(TorchDispatchMode):
+    """`Streams` (engine/streams.py), and a mode within which all that is given to them is seen.
+
+    Args:
+        without: a wait that is left out.
+
+    Attributes:
+        waits: how often each wait was made.
+        counts: of streams, events, copies between host and device, collectives, and synchronisations of the host.
+    """
+
+    def __init__(self, mode: Mode = Mode.EAGER, *, without: Wait | None = None) -> None:
+        super().__init__()
+        self._mode, self._without = mode, without
+        self.streams: dict[str, Stream] = {}
+        self.host, self.compute = self._stream("host"), self._stream("compute")
+        self.current_stream = self.compute
+        self.waits: Counter[Wait] = Counter()
+        self.counts: Counter[str] = Counter()
+        self._memory: dict[int, Memory] = {}
+        self._freed: list[tuple[str, Access]] = []  # what was accessed and is free now, with its pool
+
+    # -- `Streams` -----------------------------------------------------------------------------------------------------
+
+    def new(self, name: str) -> Stream:
+        self.counts["streams"] += 1
+        return self._stream(name)
+
+    def current(self) -> Stream:
+        return self.current_stream
+
+    @contextmanager
+    def entered(self, stream: Stream) -> Iterator[None]:
+        before, self.current_stream = self.current_stream, stream
+        try:
+            yield
+        finally:
+            self.current_stream = before
+
+    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with _disable_current_modes():
+            made = torch.empty(numel, dtype=dtype)
+        self._of(made, new=True).is_host = True
+        return made
+
+    # -- installed -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def installed(self) -> Iterator[SimulatedDevice]:
+        """Within it models are sharded on this device, and all operations are seen."""
+        resize = torch.UntypedStorage.resize_
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(mesh, "streams_of", lambda device: self))
+            for module, name in ((flat, "all_gather"), (gradients, "reduce_scatter"), (gradients, "all_reduce")):
+                stack.enter_context(patch.object(module, name, self._collective(name, getattr(module, name))))
+            stack.enter_context(
+                patch.object(torch.UntypedStorage, "resize_", lambda storage, size: self._resize(resize, storage, size))
+            )
+            stack.enter_context(self)
+            yield self
+            self.finish()
+
+    def finish(self) -> None:
+        for stream in self.streams.values():
+            stream.run(stream.given)
+
+    # -- waits ---------------------------------------------------------------------------------------------------------
+
+    def wait(self, waiting: Stream, event: Event) -> None:
+        wait = Wait(waiting.name, event.stream.name, _place())
+        self.waits[wait] += 1
+        if waiting is self.host:
+            self.counts["synchronisations"] += 1
+        if wait == self._without:
+            return
+        waiting.clock |= event.clock
+        if waiting in (self.host, self.compute):
+            event.stream.run(event.position)
+        else:
+            self._give(waiting, lambda: event.stream.run(event.position))
+
+    def _give(self, stream: Stream, operation: Callable[[], object]) -> None:
+        stream.given += 1
+        stream.queue.append(operation)
+        if self._mode is Mode.EAGER:
+            stream.run(stream.given)
+
+    # -- operations ----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # what it does comes here again, on plain tensors
+        returns = [r.alias_info for r in func._schema.returns]
+        if any(r is not None and not r.is_write for r in returns):
+            return func(*args, **kwargs)  # a view
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        is_written = {a.name: a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments}
+        read = [t for name, v in given.items() if not is_written[name] for t in _tensors(v)]
+        written = [t for name, v in given.items() if is_written[name] for t in _tensors(v)]
+        stream = self.current_stream if kwargs.get("device") is not None else self._whose([*read, *written])
+        queued = stream not in (self.host, self.compute)
+        if not queued:
+            found = func(*args, **kwargs)
+        elif written:
+            if func.overloadpacket is aten.copy_:
+                _poison(*written)
+            found = args[0]
+            self._give(stream, lambda: func(*args, **kwargs))
+        else:
+            found = func(*args, **kwargs)
+            if self._mode is Mode.LATE:
+                _poison(*_tensors(found))
+                self._give(stream, lambda: _copy(found, func(*args, **kwargs)))
+        made = [] if any(returns) else _tensors(found)
+        is_host = stream is self.host
+        for t in made:
+            self._of(t, new=True).is_host = is_host
+        if not func._schema.name.startswith("aten::empty") and func.overloadpacket is not aten.new_empty:
+            self._access(
+                stream, func._schema.name, [*read, *(t for t in written if _reads_too(func))], [*written, *made]
+            )
+        self._count(func, given, [*read, *written])
+        return found
+
+    def _whose(self, tensors: list[Tensor]) -> Stream:
+        """The host's, where all memory that is known is; else that of the stream."""
+        known = [m for m in map(self._of, tensors) if m.pool or m.is_host]
+        return self.host if known and all(m.is_host for m in known) else self.current_stream
+
+    def _count(self, func: Any, given: dict[str, Any], tensors: list[Tensor]) -> None:
+        """What the host waits for, and copies between host and device."""
+        both = {self._of(t).is_host for t in tensors if self._of(t).pool or self._of(t).is_host} == {True, False}
+        if both and func.overloadpacket in (aten.copy_, aten._to_copy):
+            self.counts["copies"] += 1
+        asks = func.overloadpacket is aten._local_scalar_dense and not self._of(tensors[0]).is_host
+        if asks or (both and not given.get("non_blocking")):
+            self.wait(self.host, Event(self, self.current_stream))
+
+    def _collective(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def issue(*tensors_and_group: Any) -> Any:
+            *tensors, group = tensors_and_group
+            self.counts[name] += 1
+            own = self._stream(f"{name} of {group.size()}")
+            own.clock |= self.current_stream.clock  # it begins behind what the stream was given
+            issued = Event(self, self.current_stream)
+            output = tensors[0]
+            inputs = [t for t in tensors[1:] if t.untyped_storage()._cdata != output.untyped_storage()._cdata]
+            if name == "all_gather" and inputs:
+                _poison(output)
+            self._access(own, name, inputs, [output])
+            plain = [t.detach() for t in tensors]
+
+            def run() -> None:
+                issued.stream.run(issued.position)
+                with _disable_current_modes():
+                    work = call(*plain, group)
+                    if work is not None:
+                        work.wait()
+
+            self._give(own, run)
+            return Work(self, Event(self, own))
+
+        return issue
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def _of(self, t: Tensor, *, new: bool = False) -> Memory:
+        storage = t.untyped_storage()
+        known = self._memory.get(storage._cdata)
+        if known is None:
+            known = self._memory[storage._cdata] = Memory(StorageWeakRef(storage))
+            if new:
+                self._allocate(known)
+        return known
+
+    def _allocate(self, memory: Memory) -> None:
+        """From the pool of the current stream: whatever is free there may be given again."""
+        stream = self.current_stream
+        memory.pool = stream.name
+        for key, other in [(k, m) for k, m in self._memory.items() if m.storage.expired()]:
+            self._free(other)
+            del self._memory[key]
+        self._host_gives(stream)
+        stays = []
+        for pool, access in self._freed:
+            if pool != stream.name:
+                stays.append((pool, access))
+            elif not access.precedes(stream.clock):
+                raise RaceError(f"{access.what} on {access.stream} accesses memory that was freed, and that {stream.name} "
+                                "may allocate again meanwhile")  # fmt: skip
+        self._freed = stays
+
+    def _free(self, memory: Memory) -> None:
+        if not memory.is_host:
+            self._freed += [(memory.pool, access) for access in memory.accesses]
+        memory.write, memory.reads = None, {}
+
+    def _resize(self, resize: Any, storage: Any, size: int) -> Any:
+        memory = self._memory.get(storage._cdata)
+        if memory is not None and not size:
+            self._free(memory)
+        was_empty = not storage.size()
+        found = resize(storage, size)
+        if memory is not None and size and was_empty:
+            self._allocate(memory)
+            if self._mode is Mode.LATE:
+                storage.fill_(255)  # NaN in every floating dtype
+        return found
+
+    def _host_gives(self, stream: Stream) -> None:
+        """What the host gives to a stream follows what the host has done or waited for."""
+        stream.clock |= self.host.clock
+
+    def _access(self, stream: Stream, what: str, read: list[Tensor], written: list[Tensor]) -> None:
+        self._host_gives(stream)
+        stream.clock[stream.name] += 1
+        access = Access(stream.name, stream.clock[stream.name], what)
+        for memory in map(self._of, read):
+            self._check(memory.write, access, stream)
+            memory.reads[stream.name] = access
+        for memory in map(self._of, written):
+            for before in memory.accesses:
+                self._check(before, access, stream)
+            memory.write, memory.reads = access, {}
+
+    def _check(self, before: Access | None, access: Access, stream: Stream) -> None:
+        if before is not None and not before.precedes(stream.clock):
+            raise RaceError(
+                f"{access.what} on {access.stream} ({_place()}) does not wait for {before.what} on {before.stream}"
+            )
+
+    def _stream(self, name: str) -> Stream:
+        return self.streams.setdefault(name, Stream(self, name))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and not t.is_meta]
+
+
+def _reads_too(func: Any) -> bool:
+    """Whether what it writes to is read before; then another stream's write must precede either way."""
+    return func.overloadpacket not in (aten.copy_, aten.zero_, aten.fill_)
+
+
+def _poison(*tensors: Tensor) -> None:
+    for t in tensors:
+        if t.is_floating_point() or t.is_complex():
+            with _disable_current_modes():
+                t.detach().fill_(float("nan"))
+
+
+def _copy(into: Any, values: Any) -> None:
+    with _disable_current_modes():
+        for t, value in zip(_tensors(into), _tensors(values), strict=True):
+            t.copy_(value)
+
+
+def _place() -> str:
+    """Where in the engine this was asked for: its innermost method that is not one of streams or handles."""
+    frame, found = inspect.currentframe(), ""
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if file.parent == ENGINE and file.name not in ("streams.py", "collectives.py"):
+            found = f"{file.stem}.{frame.f_code.co_name}"
+            break
+        frame = frame.f_back
+    return found
