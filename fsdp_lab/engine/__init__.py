@@ -20,8 +20,10 @@ The core is 2,611 lines. Read its files in this order:
     unit.py           `Unit`: the parameters of one module, gathered and freed together; its states
     flat.py           `FlatBuffer`: those parameters as one buffer, of which each rank keeps a shard
     parameters.py     what modules hold between steps, what they hold while gathered, and flat regions
-    gradients.py      what comes from autograd, its reduction, and what the optimizer is given
-    collectives.py    all-gather, reduce-scatter and all-reduce on streams of their own
+    gradients.py      what comes from autograd, and what the optimizer is given
+    reduction.py      from the one to the other: reduce-scatter, all-reduce, copy to the host
+    collectives.py    what is in flight, and how to wait for it
+    streams.py        a device's streams: which kinds of work have one of their own, and how long memory lives
     runtime.py        a training step: what is gathered and reduced when
     hooks.py          how autograd and modules report where they are
     ../core/layout.py    where each parameter lies in the buffer, and which part each rank keeps

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from fsdp_lab.core.layout import Range
-from fsdp_lab.engine.errors import ShardError, answered
+from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.flat_tensor import FlatPlacement, FlatTensor, mean_over_ranks, replicated
 from fsdp_lab.engine.mesh import ShardMesh, letting_go
 
@@ -199,7 +199,7 @@ def _draw(func: Any, args: Any, kwargs: Any) -> Any:
     func(whole, *args[1:], **kwargs)
     part = t.range_of(whole).to(mesh.device)
     if mesh.replicate_group is not None and part.numel():
-        with answered(mesh.ranks, "random values"):
+        with mesh.answered("random values"):
             dist.broadcast(part, src=dist.get_global_rank(mesh.replicate_group, 0), group=mesh.replicate_group)
     t._local_tensor.copy_(part)
     return t
@@ -245,7 +245,7 @@ def _norms(tensors: Sequence[FlatTensor], order: float, dtype: torch.dtype | Non
         mesh = tensors[indices[0]].flat_placement.mesh
         each = torch.stack([_local_norm(tensors[i]._local_tensor, order, dtype) for i in indices]).to(mesh.device)
         if group is not None:
-            with answered(mesh.ranks, "a norm"):
+            with mesh.answered("a norm"):
                 _reduce_norms(each, order, group)
         found.update((i, Replica.of(each[j], tensors[i].flat_placement.mesh.plain_mesh)) for j, i in enumerate(indices))
     return [found[i] for i in range(len(tensors))]
@@ -293,7 +293,7 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
     local = [t._local_tensor if isinstance(t, FlatTensor) else t for t in gradients]
     func(local, found_inf, inverse, **kwargs)
     meshes = [t.flat_placement.mesh for t in gradients if isinstance(t, FlatTensor)]
-    with answered(meshes[0].ranks, "GradScaler"):
+    with meshes[0].answered("GradScaler"):
         for group in dict.fromkeys(g for m in meshes for g in (m.shard_group, m.replicate_group) if g is not None):
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
 

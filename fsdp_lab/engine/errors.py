@@ -36,22 +36,16 @@ class Unanswered(ShardError):
         self.waited_s = waited_s
 
 
-class Step:
-    """Where this process is, for errors: the step of the model whose forward began last."""
-
-    number = 0
-
-
 @contextmanager
 def waiting(ranks: Sequence[int], what: str) -> Iterator[None]:
-    """Where other ranks do not come, as after their last batch, say where this one waits."""
+    """Where other ranks do not come, as after their last batch, say where this one waits: `what`, among `ranks`."""
     try:
         yield
     except Unanswered as e:
         others = [rank for rank in ranks if rank != dist.get_rank()]
         who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(map(str, others))}"
         raise ShardError(
-            f"rank {dist.get_rank()} waited {e.waited_s:.1f} s in step {Step.number} ({what}) for {who}, which did not "
+            f"rank {dist.get_rank()} waited {e.waited_s:.1f} s {what} for {who}, which did not "
             f"come; give every rank the same number of batches, and let all make the same calls: {e}"
         ) from e
 

@@ -60,7 +60,7 @@ class FlatPlacement:
         whole = torch.empty(numel, dtype=local.dtype, device=mesh.device)
         whole[slice(*self.own)].copy_(local)
         works: list[dist.Work | None] = []
-        with answered(mesh.ranks, "a whole tensor"):
+        with mesh.answered("a whole tensor"):
             for rank, (start, stop) in enumerate(self.ranges):
                 if start < stop and mesh.shard_group is not None:
                     source = dist.get_global_rank(mesh.shard_group, rank)
@@ -256,7 +256,7 @@ class _Local(torch.autograd.Function):
 def mean_over_ranks(grad: Tensor, mesh: DeviceMesh) -> Tensor:
     """A gradient of what all ranks have alike, to which each adds its own data's part."""
     summed = grad.contiguous().clone()
-    with answered(mesh.mesh.flatten().tolist(), "the gradient of a whole tensor"):
+    with answered(mesh.mesh.flatten().tolist(), "(the gradient of a whole tensor)"):
         for dimension in range(mesh.ndim):
             dist.all_reduce(summed, group=mesh.get_group(dimension))
     return summed.div_(mesh.size())

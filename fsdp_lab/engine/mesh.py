@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_lab.engine.collectives import Group, gather_texts
-from fsdp_lab.engine.errors import ShardError, answered
+from fsdp_lab.engine.errors import ShardError, answered, waiting
 from fsdp_lab.engine.streams import Streams, streams_of
 
 _POST_FORWARD = "fsdp_lab post-forward"  # the description by which such a group is found again
@@ -55,6 +56,13 @@ class GroupField:
         vars(mesh)[self._name] = group and weakref.ref(group)
 
 
+@dataclass
+class Progress:
+    """Of the training of a model, for errors."""
+
+    step: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardMesh:
     """This rank's place in a mesh. A group of one rank is None: nothing is sent in it."""
@@ -70,10 +78,19 @@ class ShardMesh:
     post_forward_group: GroupField = GroupField(
         default=None
     )  # the smaller group to which parameters are resharded after the forward
+    progress: Progress = field(default_factory=Progress, compare=False)
 
     @property
     def world_size(self) -> int:
         return self.shard_size * self.replicas
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Within it an error says what this rank waits for, and in which step."""
+        return waiting(self.ranks, f"in step {self.progress.step} ({what})")
+
+    def answered(self, what: str) -> AbstractContextManager[None]:
+        """The same around collectives that are waited for at once. Within it there should be nothing else."""
+        return answered(self.ranks, f"in step {self.progress.step} ({what})")
 
     @cached_property
     def streams(self) -> Streams | None:
@@ -168,7 +185,7 @@ class ShardMesh:
         group = _find_group(parts[mine]) if reuse else None
         if group is None:
             description = _POST_FORWARD if reuse else None
-            with answered(self.ranks, f"fully_shard, groups of {size}"):
+            with self.answered(f"fully_shard, groups of {size}"):
                 group = [dist.new_group(part, group_desc=description) for part in parts][mine]
         return replace(self, post_forward_group=group)
 
@@ -238,7 +255,7 @@ def check_equal_on_all_ranks(mesh: ShardMesh, entries: list[str], refusal: str |
         ShardError: on every rank, with the first refusal, or naming the first entry that differs.
     """
     answers: list[tuple[list[str], str | None]] = [(entries, refusal)]
-    with answered(mesh.ranks, "fully_shard"):
+    with mesh.answered("fully_shard"):
         for group in (mesh.shard_group, mesh.replicate_group):  # always both: no rank may wait for one that raised
             if group is not None:
                 parts = gather_texts(json.dumps(answers), group, mesh.device)

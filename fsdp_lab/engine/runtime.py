@@ -34,8 +34,9 @@ from torch import nn
 from torch.autograd.profiler import record_function
 
 from fsdp_lab.core.schedule import Direction, OffloadPolicy, Phase, Point, PointSide, Rules, Schedule, UnitCall
-from fsdp_lab.engine.errors import ShardError, Step, answered, waiting
-from fsdp_lab.engine.gradients import Reduction, tell_each_other
+from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.gradients import tell_each_other
+from fsdp_lab.engine.reduction import Reduction
 from fsdp_lab.engine.streams import CommStreams
 from fsdp_lab.engine.unit import Unit, UnitState
 
@@ -158,7 +159,8 @@ class Runtime:
         if written != self._written:
             self._release()
         self._step, self._written = self._step + (written != self._written), written
-        Step.number = self._step
+        for other in self.units:
+            other.mesh.progress.step = self._step
         schedule = self._schedule(unit, with_backward) if scheduled else None
         self._forward = Pass(schedule, unit, with_backward=with_backward)
         if with_backward:
@@ -327,7 +329,7 @@ class Runtime:
             self._reduce(unit)
         while self._reducing:
             self._advance_reductions(last=True)
-        with self.around(Phase.REDUCE, self.root.name), answered(self.root.mesh.ranks, "end of the backward"):
+        with self.around(Phase.REDUCE, self.root.name), self.root.mesh.answered("end of the backward"):
             tell_each_other([flat.gradients for unit in backward.reduced for flat in unit.flats])
         self._backward, self._recomputed = None, {}
         if not backward.makes_graph:
@@ -368,7 +370,7 @@ class Runtime:
 
     def make_ready(self, unit: Unit, direction: Direction) -> None:
         """Gather a unit now, unless it is."""
-        with waiting(unit.mesh.ranks, _label(Phase.UNSHARD, unit)):
+        with unit.mesh.waiting(_label(Phase.UNSHARD, unit)):
             self._unshard(unit, direction)
             unit.wait_for_unshard()
 
@@ -404,7 +406,7 @@ class Runtime:
                 self.span(Phase.HOST_COPY, unit, Direction.BACKWARD)
                 if copies
                 else self.around(Phase.REDUCE, unit.name),
-                waiting(unit.mesh.ranks, _label(Phase.REDUCE, unit)),
+                unit.mesh.waiting(_label(Phase.REDUCE, unit)),
             ):
                 for reduction in reductions:
                     reduction.advance(ends=ends)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from fsdp_lab.engine.collectives import Group
-from fsdp_lab.engine.errors import ShardError, answered, not_sharded
+from fsdp_lab.engine.errors import ShardError, not_sharded
 from fsdp_lab.engine.flat import FlatBuffer
 from fsdp_lab.engine.fully_shard import flats_of, units_of
 
@@ -49,7 +49,7 @@ def gradient_norm(module: nn.Module, norm_type: float = 2.0) -> float:
             each = _norms(gradients, norm_type).to(device)
             total = each.max() if largest else each.pow(norm_type).sum()
         if group is not None:
-            with answered(flats[0].mesh.ranks, "gradient_norm"):
+            with flats[0].mesh.answered("gradient_norm"):
                 dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
         totals.append(total)
     if not totals:

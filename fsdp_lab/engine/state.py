@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_lab.engine.collectives import gather_texts
 from fsdp_lab.engine.dtensor import FlatDTensor, restored
-from fsdp_lab.engine.errors import ShardError, answered, check_module, check_optimizer, not_sharded
+from fsdp_lab.engine.errors import ShardError, check_module, check_optimizer, not_sharded
 from fsdp_lab.engine.flat import FlatBuffer
 from fsdp_lab.engine.hooks import unit_hooks
 from fsdp_lab.engine.mesh import ShardMesh
@@ -160,7 +160,7 @@ def _check_values(shards: list[tuple[ParamShard, ShardedParameter]], values: Map
         return
     mesh = shards[0][1].flat.mesh  # those of other units have the same ranks
     wrong = next((w for w in (_wrong_value(shard, values, " on rank 0") for shard, _ in shards) if w), "")
-    with answered(mesh.ranks, "broadcast_full_state"):
+    with mesh.answered("broadcast_full_state"):
         for group in (mesh.shard_group, mesh.replicate_group):
             if group is not None:
                 wrong = gather_texts(wrong, group, mesh.device)[0]
@@ -170,7 +170,7 @@ def _check_values(shards: list[tuple[ParamShard, ShardedParameter]], values: Map
 
 def _broadcast(tensor: Tensor, group: dist.ProcessGroup | None, mesh: ShardMesh) -> None:
     if group is not None:
-        with answered(mesh.ranks, "broadcast_full_state"):
+        with mesh.answered("broadcast_full_state"):
             dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
 
 

@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fsdp_lab import engine
-from fsdp_lab.engine import flat, gradients, mesh
+from fsdp_lab.engine import flat, mesh, reduction
 
 aten: Any = torch.ops.aten
 Clock = Counter[str]  # by stream: how many of its operations are known to have ended
@@ -186,7 +186,7 @@ class SimulatedDevice(TorchDispatchMode):
         resize = torch.UntypedStorage.resize_
         with ExitStack() as stack:
             stack.enter_context(patch.object(mesh, "streams_of", lambda device: self))
-            for module, name in ((flat, "all_gather"), (gradients, "reduce_scatter"), (gradients, "all_reduce")):
+            for module, name in ((flat, "all_gather"), (reduction, "reduce_scatter"), (reduction, "all_reduce")):
                 stack.enter_context(patch.object(module, name, self._collective(name, getattr(module, name))))
             stack.enter_context(
                 patch.object(torch.UntypedStorage, "resize_", lambda storage, size: self._resize(resize, storage, size))
