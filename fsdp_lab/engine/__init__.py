@@ -131,6 +131,8 @@ What is refused, by a `ShardError` that says what to do:
       shape, also of an optimizer's state
     a flat optimizer's state by torch's functions   full_optimizer_state, or one over model.parameters()
       that look for names
+    shards in safetensors, as save_distributed of   whole tensors from rank 0, or FileSystemWriter
+      HuggingFaceStorageWriter writes them
     clip_gradients with a norm that is not above 0  a number above 0, or math.inf for its norm_type
     a rank that does not come, after the timeout    the same number of batches, and the same units, on every rank
 """

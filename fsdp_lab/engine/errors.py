@@ -12,11 +12,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from fsdp_lab.engine.tensors import LeafOfSharded
 
@@ -174,6 +176,19 @@ def refuse_names() -> None:
     """Raise ShardError where a function of torch's that looks for names asked."""
     if sys._getframe(2).f_globals.get("__name__") == BY_NAMES:
         raise without_names()
+
+
+def refuse_parts(name: str) -> None:
+    """Raise ShardError where torch's writer of safetensors asks: of several parts of a tensor it would keep the last."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        writer = frame.f_locals.get("storage_writer")
+        if getattr(writer, "serialization_format", None) is SerializationFormat.SAFETENSORS:
+            raise ShardError(
+                f"{name} is in several parts on a rank, of which {type(writer).__name__} keeps one; give it whole tensors "
+                "on rank 0, as from get_model_state_dict with full_state_dict=True, or use FileSystemWriter"
+            )
+        frame = frame.f_back
 
 
 def replaced(name: str) -> ShardError:

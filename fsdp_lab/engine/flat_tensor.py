@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp_lab.core.layout import Range
-from fsdp_lab.engine.errors import ShardError, answered
+from fsdp_lab.engine.errors import ShardError, answered, refuse_parts
 from fsdp_lab.engine.mesh import ShardMesh
 
 
@@ -193,13 +193,16 @@ class FlatTensor(DTensor):
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self._local_tensor)
+        found = self._boxes()
+        if len(found) > 1:
+            refuse_parts(fqn)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
             )
-            for _, chunk in self._boxes()
+            for _, chunk in found
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

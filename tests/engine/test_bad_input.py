@@ -8,12 +8,16 @@ import io
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -890,6 +894,29 @@ def state_of_another_rank(place: Place) -> None:
     with refused("a flat parameter is a part of its model, and not copied"):
         copy.deepcopy(sharded_parameters(model))
     trains_on(model, place)
+
+
+def shards_in_safetensors(place: Place, folder: Path) -> None:
+    """torch's writer names what is in a file by the tensor, so of a range in several boxes it would keep the last one. Whole
+    tensors are right, and are read into any shards."""
+    # of a matrix of 5 x 5, rank 0 has 2 rows and 3 elements
+    model = fully_shard(make(nn.Linear, in_features=5, out_features=5, bias=False))
+    says = "weight is in several parts on a rank, of which HuggingFaceStorageWriter keeps one; give it whole tensors"
+    with pytest.raises(CheckpointException, match=says):
+        dcp.save(model.state_dict(), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    whole = {name: t.clone() for name, t in full_state(model)}
+    if place.rank == 0:
+        dcp.save(whole, storage_writer=HuggingFaceStorageWriter(str(folder / "whole")), no_dist=True)
+    dist.barrier()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    dcp.load(model.state_dict(), storage_reader=HuggingFaceStorageReader(str(folder / "whole")))
+    assert all(torch.equal(t, whole[name]) for name, t in full_state(model))
+
+
+def test_shards_in_safetensors(pool: Pool, tmp_path: Path) -> None:
+    pool.run(shards_in_safetensors, 2, tmp_path)
 
 
 def copies(place: Place) -> None:
