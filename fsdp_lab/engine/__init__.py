@@ -113,7 +113,8 @@ What is refused, by a `ShardError` that says what to do:
       assign=True)
     a change of shape in place, as by t_()          copy_ of the values, or `unshard`
     module.half(), .to(another dtype or device)     mp_policy and mesh
-    deepcopy and pickle of a module                 copy it before, or take full_state(model)
+    deepcopy and pickle of a module, not of         copy it before, or take full_state(model)
+      parameters
     a parameter replaced by another one             write to it, under no_grad
     a layer that came after fully_shard, at the     shard it with the model, or ignored_params
       step of its optimizer

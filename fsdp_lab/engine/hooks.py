@@ -67,6 +67,14 @@ class UnitHooks:
         for module in self.unit.modules:
             module.__dict__.pop(_STATE, None)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Who copies or pickles a module comes here. Raises ShardError: most of it is on other ranks."""
+        name = self.unit.name or type(self.unit.modules[0]).__name__
+        raise ShardError(
+            f"{name} is sharded, and cannot be copied or pickled; copy it before fully_shard, or take the values from "
+            "full_state(model)"
+        )
+
     def before_forward(
         self, module: nn.Module, args: Any, kwargs: Any, *, method: bool = False
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp_lab.core.layout import Slot
 from fsdp_lab.engine.dtensor import FlatDTensor
 from fsdp_lab.engine.errors import ShardError, refuse_names, replaced
+from fsdp_lab.engine.flat_tensor import FlatTensor
 from fsdp_lab.engine.tensors import LeafOfSharded, take_gradient
 
 
@@ -110,13 +111,11 @@ class ShardedParameter(FlatDTensor):
         slot: Slot = self.flat.layout.slots[self.number]
         return slot
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Neither pickled nor copied: most of it is on other ranks."""
-        raise ShardError(f"{self.fqn} is sharded, so its module cannot be copied or pickled; copy it before fully_shard, "
-                         "or take the values from full_state(model)")  # fmt: skip
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self.__reduce_ex__(None)
+    def __deepcopy__(self, memo: Any) -> FlatTensor:
+        """A parameter of nobody's, with the values of now, such as an anchor to stay close to."""
+        copy: Any = super().__deepcopy__(memo)
+        copy._is_param = True
+        return cast(FlatTensor, copy)
 
 
 class UnshardedParameter(LeafOfSharded):

@@ -1,9 +1,9 @@
 """`Reduction`: one flat gradient on its way to the optimizer.
 
 Reduce-scatter in the shard group, division by F, all-reduce across replicas, division by R. That is the order of FSDP2's
-hybrid sharding, so that sums have the same bits. In fp16 a sum of large gradients would overflow, and small ones would vanish
-if all of the division came first: there, also as in FSDP2, about the square root of W divides before the sums, and the rest
-after them.
+hybrid sharding, so that sums have the same bits. In fp16 a sum of large gradients would overflow, and small ones would
+vanish if all of the division came first: there, also as in FSDP2, about the square root of W divides before the sums, and
+the rest after them.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -524,6 +527,27 @@ def moving_average(e: Engine) -> None:
     e.record_model(model)
 
 
+def anchored(e: Engine) -> None:
+    """Weights are drawn to a deep copy of those that training began with, which is saved and read again (EWC, L2-SP)."""
+    model = Net(depth=2)
+    model = e.shard(model, model.blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    file = io.BytesIO()
+    torch.save(copy.deepcopy(dict(model.named_parameters())), file)
+    file.seek(0)
+    anchor = torch.load(file, weights_only=False)
+    for i in range(4):
+        loss = model(e.rows(drawn(3, WIDTH, seed=i))).square().mean()
+        e.record_loss(loss)
+        loss.backward()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.grad.add_(p - anchor[name], alpha=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    e.record_model(model)
+
+
 _ONE_BACKWARD = {Kind.DDP: "its reducer takes one backward for each forward"}
 _FREED = {Kind.FSDP2: "torch raises in the second backward: a saved weight's storage was freed by the first"}
 _SUMS_FIRST = {Kind.DDP: "it adds what was reduced before to each rank's gradient, and reduces the sum again"}
@@ -560,4 +584,5 @@ SCENARIOS = (
     Scenario(script=early_exit, faults=("zero where there is no gradient",)),
     Scenario(script=autograd_function),
     Scenario(script=moving_average),
+    Scenario(script=anchored),
 )
