@@ -117,7 +117,7 @@ def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) 
         param_init_fn=base.materialiser(device),
         device_id=device,
         use_orig_params=True,
-        forward_prefetch=s.forward_prefetch > 0,
+        forward_prefetch=s.forward_depth > 0,
         backward_prefetch=_PREFETCH[s.backward_prefetch_point] if s.backward_prefetch else None,
         limit_all_gathers=s.limit_all_gathers > 0,
     )

@@ -150,11 +150,11 @@ def _order_prefetch(wrapped: list[nn.Module], root: nn.Module, strategy: Strateg
     asynchronous."""
     for i, module in enumerate(wrapped):
         assert isinstance(module, FSDPModule)
-        if strategy.forward_prefetch:
-            module.set_modules_to_forward_prefetch(_fsdp(wrapped[i + 1 : i + 1 + strategy.forward_prefetch]))
+        if strategy.forward_depth:
+            module.set_modules_to_forward_prefetch(_fsdp(wrapped[i + 1 : i + 1 + strategy.forward_depth]))
         if strategy.backward_prefetch > 1:
             module.set_modules_to_backward_prefetch(_fsdp(wrapped[max(0, i - strategy.backward_prefetch) : i][::-1]))
-    if strategy.forward_prefetch or strategy.backward_prefetch > 1:
+    if strategy.forward_depth or strategy.backward_prefetch > 1:
         assert isinstance(root, FSDPModule)
         for module in [*wrapped, root]:
             assert isinstance(module, FSDPModule)

@@ -35,7 +35,7 @@ class Form:
     peer: str
     group: str = "wire"  # the process group: our Wire, or "raw", torch's own Gloo or NCCL group
     reduction: str = "auto"  # of the Wire
-    forward_prefetch: int = 0
+    forward_prefetch: int | None = None  # None: what a user gets who sets nothing
     keep_last: int = 0  # blocks at the end of the model that are not resharded between forward and backward
     metered: bool = False  # each step is measured and reported as a lab's rank does
 
@@ -52,12 +52,12 @@ class Form:
 
 # In the order in which they take turns. The control is far from the form that it repeats.
 _STEP_FORMS = (
-    Form(name=LAB, peer="lab", forward_prefetch=1),
+    Form(name=LAB, peer="lab"),
     Form(name=REFERENCE, peer="fsdp2", group="raw"),
     Form(name="ddp-raw", peer="ddp", group="raw"),
     Form(name="fsdp2-wire-native", peer="fsdp2", reduction="native"),
     Form(name="fsdp2-wire", peer="fsdp2"),
-    Form(name=CONTROL, peer="lab", forward_prefetch=1),
+    Form(name=CONTROL, peer="lab"),
     Form(name="fsdp2-raw-prefetch", peer="fsdp2", group="raw", forward_prefetch=1),
     Form(name="ddp-wire", peer="ddp"),
     Form(name="fsdp2-wire-prefetch", peer="fsdp2", forward_prefetch=1),

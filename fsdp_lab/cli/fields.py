@@ -12,6 +12,7 @@ from typing import Any
 from fsdp_lab.cli.console import Refused
 from fsdp_lab.core import link
 from fsdp_lab.core import spec as spec_module
+from fsdp_lab.core.describe import NONE_IS_OFF
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.spec import PARTS, Spec, part_of
 
@@ -33,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(f"{part} (a value, or a comma-separated list)")
         for field in dataclasses.fields(kind):
             tokens = ", ".join(TOKENS.get(field.name, ()))
-            help_text = f"{tokens + '; ' if tokens else ''}default: {format_value(field.default)}"
+            help_text = f"{tokens + '; ' if tokens else ''}default: {format_value(field.name, field.default)}"
             group.add_argument(option(field.name), metavar="V,V", help=help_text)
     parser.add_argument(
         "--link", metavar="V,V", help=f"{LINK}; none: the real wire. A value, or a comma-separated list"
@@ -44,9 +45,11 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def format_value(value: Any) -> str:
+def format_value(name: str, value: Any) -> str:
     """A value as written on the command line."""
-    return value if isinstance(value, str) else json.dumps(value).replace("null", "none")
+    if value is None:
+        return "none" if name in NONE_IS_OFF else "auto"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def parse_lists(args: argparse.Namespace) -> dict[str, list[Any]]:
@@ -82,7 +85,7 @@ def parse_value(field: dataclasses.Field[Any], word: str) -> Any:
         return int(word)
     if word and "str" in kind:
         return word
-    if word.lower() in ("none", "null") and "None" in kind:
+    if "None" in kind and word.lower() in ("null", "none", format_value(field.name, None)):
         return None
     try:
         value = json.loads(word.lower())

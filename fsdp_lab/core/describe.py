@@ -53,10 +53,10 @@ def describe_value(name: str, value: Any) -> str:
 
 
 def describe_field(name: str, value: Any) -> str:
-    """`full_shard`, `offload all`, `seq len 128`, `no compile`, `real link`."""
+    """`full_shard`, `offload all`, `seq len 128`, `forward prefetch auto`, `no compile`, `real link`."""
     if value is None and name == "link":
         return "real link"
-    if value is None or value is False:
+    if value is False or (value is None and name in NONE_IS_OFF):
         return f"no {field_title(name)}"
     if value is True:
         return field_title(name)
@@ -66,7 +66,7 @@ def describe_field(name: str, value: Any) -> str:
 
 def describe_fields(flat: Mapping[str, Any], names: Sequence[str]) -> str:
     """Those of the named fields that are set; all of them if none is."""
-    used = [name for name in names if flat[name] not in (None, False, "none")]
+    used = [name for name in names if flat[name] not in (None, "none") and flat[name] is not False]  # 0 is a value
     return " ".join(describe_field(name, flat[name]) for name in used or names)
 
 

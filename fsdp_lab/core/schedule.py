@@ -85,7 +85,7 @@ class OffloadPolicy(enum.StrEnum):
 class PrefetchPolicy:
     """How many units are gathered ahead of time."""
 
-    forward_prefetch: int = 0  # units ahead of the one that computes
+    forward_prefetch: int = 1  # units ahead of the one that computes
     backward_prefetch: int = 1
     prefetch_before: bool = True  # issue backward prefetches before the unit's backward, or after it
     limit: int = 2  # gathered units beside the one that computes; 0: no limit

@@ -19,7 +19,7 @@ from typing import Any
 
 from fsdp_lab.core.errors import SpecError, is_number, is_whole
 from fsdp_lab.core.link import LinkError, LinkSpec
-from fsdp_lab.core.schedule import OffloadPolicy, Rules
+from fsdp_lab.core.schedule import OffloadPolicy, PrefetchPolicy, Rules
 
 BACKENDS = ("lab", "fsdp2", "fsdp1", "ddp")
 SHARDINGS = ("full_shard", "shard_grad_op", "zero1", "hybrid_shard", "hybrid_shard_zero2", "no_shard")
@@ -153,7 +153,8 @@ class Strategy:
     precision: str | Precision = field(default="fp32", metadata=_PRECISION)
     offload: str = field(default="none", metadata=_one_of(OFFLOADS))
     wrap: str = field(default="block", metadata=_WRAP)
-    forward_prefetch: int = field(default=0, metadata=_whole(0))  # units gathered ahead of the one that computes
+    # Units gathered ahead of the one that computes; None: the backend's own, see `forward_depth`.
+    forward_prefetch: int | None = field(default=None, metadata=_whole(0))
     backward_prefetch: int = field(default=1, metadata=_whole(0))
     # Issued before the backward of the unit that computes, or after it.
     backward_prefetch_point: str = field(default="before", metadata=_one_of(PREFETCH_POINTS))
@@ -202,11 +203,19 @@ class Strategy:
         return world_size
 
     @property
+    def forward_depth(self) -> int:
+        """`forward_prefetch`, with None resolved: the engine's default under lab; 0 under torch's backends, which are then
+        left as they come."""
+        if self.forward_prefetch is not None:
+            return self.forward_prefetch
+        return PrefetchPolicy().forward_prefetch if self.backend == "lab" else 0
+
+    @property
     def schedule_rules(self) -> Rules:
         """The rules of the engine's and the planner's `Schedule`."""
         return Rules(
             reshard_after_forward=self.reshards_after_forward,
-            forward_prefetch=self.forward_prefetch,
+            forward_prefetch=self.forward_depth,
             backward_prefetch=self.backward_prefetch,
             prefetch_before=self.backward_prefetch_point == "before",
             limit=self.limit_all_gathers,
@@ -277,6 +286,8 @@ class Spec:
         d = self.to_dict()
         if not self.workload.held_out:
             del d["workload"]["held_out"]  # ids from before this field existed, in stored events, stay valid
+        if self.strategy.forward_prefetch is None:
+            del d["strategy"]["forward_prefetch"]  # was a number always; a Spec with one keeps its id
         text = json.dumps(d, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
@@ -476,10 +487,10 @@ def _rule_overlap(spec: Spec) -> None:
     if backend != "fsdp1" and s.backward_prefetch_point != "before":
         raise _invalid("backward_prefetch_point", f"{backend} has no choice of it", "use before, or backend lab",
                        backward_prefetch_point="before")  # fmt: skip
-    if backend == "ddp" and s.forward_prefetch:
+    if backend == "ddp" and s.forward_depth:
         raise _invalid("forward_prefetch", "DDP gathers no parameters", "use 0", forward_prefetch=0)
-    for name in ("forward_prefetch", "backward_prefetch"):
-        if backend == "fsdp1" and getattr(s, name) > 1:
+    for name, depth in (("forward_prefetch", s.forward_depth), ("backward_prefetch", s.backward_prefetch)):
+        if backend == "fsdp1" and depth > 1:
             raise _invalid(name, "FSDP1 prefetches one unit ahead at most", "use 0 or 1", **{name: 1})
     if backend == "fsdp2" and s.backward_prefetch < 1:
         raise _invalid(

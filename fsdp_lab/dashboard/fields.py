@@ -12,7 +12,7 @@ import ipywidgets as widgets
 
 from fsdp_lab.core.describe import describe_value, field_title
 from fsdp_lab.core.link import OFFERED
-from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS
+from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Strategy
 from fsdp_lab.dashboard.choices import Choices, ChoiceState, Chosen
 from fsdp_lab.dashboard.forms import put, styled
 from fsdp_lab.models.presets import PRESETS
@@ -32,7 +32,7 @@ class ControlSpec:
         tokens: the values offered, in order, given what is chosen now; another value that code has set is added to them.
             None: a whole number between `least` and `most`, or text.
         typed: an example of another value that may be typed instead of a token; empty: none may.
-        none: the word for None.
+        none: the word for None. automatic: what None stands for, given what is chosen now, where it is worth saying.
         read, write: from text to a value, and back. `read` returns text that it cannot read as it is.
     """
 
@@ -44,6 +44,7 @@ class ControlSpec:
     most: int = 4096
     typed: str = ""
     none: str = AUTO
+    automatic: Callable[[Chosen], str] | None = None
     read: Callable[[str], Any] = str.strip
     write: Callable[[Any], str] = str
 
@@ -56,6 +57,11 @@ def fixed(*tokens: Any) -> Callable[[Chosen], Sequence[Any]]:
 def _shard_sizes(chosen: Chosen) -> Sequence[Any]:
     ranks = chosen.flat()["world_size"]
     return (None, *(f for f in range(1, ranks + 1) if ranks % f == 0))
+
+
+def _forward_prefetch(chosen: Chosen) -> str:
+    backend = chosen.flat()["backend"]
+    return str(Strategy(backend=backend).forward_depth) if backend == "lab" else "torch's own"
 
 
 def _whole_number(text: str) -> Any:
@@ -83,7 +89,8 @@ GROUPS: tuple[tuple[str, tuple[ControlSpec, ...]], ...] = (
               tokens=fixed("block", "every:2", "every:4", "min_params:100000", "whole")),
     )),
     ("Schedule", (
-        ControlSpec(name="forward_prefetch", label="forward prefetch", help="Units gathered ahead", least=0, most=16),
+        ControlSpec(name="forward_prefetch", label="forward prefetch", help="Units gathered ahead",
+              tokens=fixed(None, 0, 1, 2, 3), typed="4", automatic=_forward_prefetch, read=_whole_number),
         ControlSpec(name="backward_prefetch", label="backward prefetch", help="Units gathered ahead", least=0, most=16),
         ControlSpec(name="recompute", label="recompute", help="Activations computed again in the backward",
               tokens=fixed("none", "every:2", "full")),
@@ -134,8 +141,12 @@ class Control:
         tokens = [*self.field.tokens(now)]
         if value not in tokens:
             tokens.append(value)
-        named = [(self.field.none if t is None else _label(self.field.name, t), _key(t)) for t in tokens]
+        named = [(self._none(now) if t is None else _label(self.field.name, t), _key(t)) for t in tokens]
         return [*named, (OTHER, OTHER)] if self.field.typed else named
+
+    def _none(self, now: Chosen) -> str:
+        f = self.field
+        return f.none if f.automatic is None else f"{f.none} ({f.automatic(now)})"
 
     def _make_typed(self) -> widgets.Text:
         """For a value that is not among the tokens; hidden until `other…` is chosen."""

@@ -53,7 +53,8 @@ Coming from FSDP2
     set_is_last_backward                        none needed: each backward ends by itself
     set_requires_all_reduce(False)              none: no_sync sends nothing at all, and keeps whole gradients
     set_modules_to_forward_prefetch,            prefetch_policy=PrefetchPolicy(forward_prefetch=n, backward_prefetch=m),
-      set_modules_to_backward_prefetch            given to the root: how many units ahead, in the order that was seen
+      set_modules_to_backward_prefetch            given to the root: how many units ahead, in the order that was seen;
+                                                  without it one, in the forward and in the backward
     set_reshard_after_forward                   none: reshard_after_forward of fully_shard, once
     set_reshard_after_backward,                 none: a backward gathers what it needs, and frees all of it
       set_unshard_in_backward

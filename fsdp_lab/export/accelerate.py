@@ -46,7 +46,7 @@ def _fsdp2(spec: Spec) -> Values:
     s = spec.strategy
     if s.reshard_size is not None:
         raise refuse("reshard_size", "Accelerate reshards to all ranks or to none", "leave it empty", reshard_size=None)
-    if s.forward_prefetch:
+    if s.forward_depth:
         raise refuse("forward_prefetch", "Accelerate sets none for FSDP2", "use 0", forward_prefetch=0)
     if s.backward_prefetch > 1:
         raise refuse("backward_prefetch", "Accelerate leaves FSDP2's own, one unit ahead", "use 1", backward_prefetch=1)
@@ -83,7 +83,7 @@ def _fsdp1(spec: Spec) -> Values:
         "fsdp_sharding_strategy": s.sharding.upper(),
         "fsdp_offload_params": s.offload == "all",
         "fsdp_backward_prefetch": prefetch,
-        "fsdp_forward_prefetch": s.forward_prefetch > 0,
+        "fsdp_forward_prefetch": s.forward_depth > 0,
         "fsdp_use_orig_params": True,
         "fsdp_sync_module_states": True,
         "fsdp_cpu_ram_efficient_loading": False,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from html import escape
 
@@ -87,7 +87,7 @@ def candidates(spec: Spec, per_host: int, offloads: Sequence[str] = ("none",)) -
     rank_samples = spec.workload.micro_batch * spec.workload.accumulate
     micro_batches = [m for m in _powers(rank_samples) if rank_samples % m == 0]
     for (sharding, factor), recompute, micro_batch, prefetch, offload in itertools.product(
-        _shardings(spec.world_size, per_host), RECOMPUTES, micro_batches, (0, 1), offloads
+        _shardings(spec.world_size, per_host), RECOMPUTES, micro_batches, _prefetches(spec), offloads
     ):
         changes = {
             "sharding": sharding, "shard_size": factor, "recompute": recompute, "micro_batch": micro_batch,
@@ -155,6 +155,12 @@ def _shardings(ranks: int, per_host: int) -> list[tuple[str, int | None]]:
     return [*whole, *((sharding, factor) for sharding in hybrids for factor in factors)]
 
 
+def _prefetches(spec: Spec) -> tuple[int | None, ...]:
+    """No unit ahead in the forward, and one; None for what the backend does by itself."""
+    own = replace(spec.strategy, forward_prefetch=None).forward_depth
+    return tuple(None if depth == own else depth for depth in (0, 1))
+
+
 def _leanest(spec: Spec, per_host: int) -> list[Spec]:
     """Candidates with the least memory: fully sharded, recomputed, one sample at a time, the Spec's offload."""
 
@@ -165,7 +171,7 @@ def _leanest(spec: Spec, per_host: int) -> list[Spec]:
             (s.is_replicated or is_sharded_fully)
             and s.recompute == "full"
             and c.workload.micro_batch == 1
-            and s.forward_prefetch == 0
+            and s.forward_depth == 0
         )
 
     return [c for c in candidates(spec, per_host, (spec.strategy.offload,)) if is_lean(c)]

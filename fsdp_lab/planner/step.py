@@ -151,7 +151,7 @@ class StepModel:
             return frozenset({Phase.REDUCE, Phase.UNSHARD})
         if not self._on_cpu or s.backend not in AHEAD:
             return frozenset()
-        overlaps = s.backend == "fsdp2" and (s.forward_prefetch > 0 or s.backward_prefetch > 1)
+        overlaps = s.backend == "fsdp2" and (s.forward_depth > 0 or s.backward_prefetch > 1)
         return frozenset({Phase.REDUCE}) if overlaps else frozenset({Phase.REDUCE, Phase.UNSHARD})
 
     def _bucket_elements(self) -> dict[int, int]:

@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from fsdp_lab.cli import compare, fields
-from fsdp_lab.cli.console import Results, say_unread_weights
+from fsdp_lab.cli.console import Refused, Results, say_unread_weights
 from fsdp_lab.cli.main import main, parser
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Spec
@@ -56,6 +56,15 @@ def test_values_are_read_as_their_fields_types():
     assert made["strategy"]["compile"] is True
     assert made["strategy"]["shard_size"] is None
     assert made["strategy"]["offload"] == "none"
+
+
+def test_what_a_backend_chooses_is_auto_or_null():
+    for text in ("auto", "AUTO", "null", "none"):
+        assert dicts("--forward-prefetch", text, "--shard-size", text) == dicts()
+    made = dicts("--forward-prefetch", "auto,0,2", "--backend", "fsdp2")
+    assert [d["strategy"]["forward_prefetch"] for d in made] == [None, 0, 2]
+    with pytest.raises(Refused, match="--clip-norm 'auto' is refused"):
+        dicts("--clip-norm", "auto")
 
 
 def test_what_is_a_word_or_a_number_is_read_as_either():

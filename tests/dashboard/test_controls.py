@@ -289,6 +289,27 @@ def test_a_link_is_chosen_or_written(desk):
     assert desk.controls.choices.wanted.link is None and desk.validate(1) == "" and link.input.label == "off"
 
 
+def test_what_is_gathered_ahead_is_automatic_and_holds_no_backend_back(desk):
+    prefetch = desk.controls._controls["forward_prefetch"]
+    assert prefetch.input.label == "auto (1)"
+    desk.controls.start()
+    for backend, sharding in (("fsdp2", "full_shard"), ("fsdp1", "full_shard"), ("ddp", "no_shard")):
+        desk.choose("sharding", sharding)
+        desk.choose("backend", backend)
+        assert desk.controls.choices.wanted.strategy.backend == backend and desk.validate() == desk.validate(1) == ""
+        assert prefetch.input.label == "auto (torch's own)"
+    desk.choose("backend", "lab")
+    assert prefetch.input.label == "auto (1)"
+    desk.choose("forward_prefetch", "other…")
+    prefetch.typed.value = "5"
+    assert desk.controls.choices.wanted.strategy.forward_prefetch == 5 and prefetch.input.label == "5"
+    desk.choose("backend", "ddp")
+    assert "DDP gathers no parameters" in desk.validate(1) + desk.validate()
+    desk.choose("forward_prefetch", "auto")
+    wanted = desk.controls.choices.wanted.strategy
+    assert (wanted.backend, wanted.forward_prefetch) == ("ddp", None) and desk.validate() == desk.validate(1) == ""
+
+
 def test_sync_is_a_word_or_a_number(desk):
     sync = desk.controls._controls["sync"]
     assert [label for label, _ in sync.input.options] == ["every", "every 2", "every 4", "every 8", "last", "other…"]

@@ -107,7 +107,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {  # world size, strategy
     "bf16, offload of all": (2, {"offload": "all", "precision": "bf16"}),
     "prefetch": (2, {"forward_prefetch": 2, "backward_prefetch": 2}),
     "prefetch after": (2, {"backward_prefetch_point": "after"}),
-    "no prefetch": (2, {"backward_prefetch": 0}),
+    "no prefetch": (2, {"forward_prefetch": 0, "backward_prefetch": 0}),
     "limit 1": (2, {"limit_all_gathers": 1, "forward_prefetch": 3, "backward_prefetch": 3}),
     "limit 3": (2, {"limit_all_gathers": 3, "forward_prefetch": 3, "backward_prefetch": 3}),
 }

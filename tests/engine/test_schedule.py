@@ -199,7 +199,7 @@ def test_offload_copies_around_gathers_and_reductions(schedule: Schedule) -> Non
 
 
 def test_rules_say_what_a_strategy_says() -> None:
-    assert Strategy().schedule_rules == Rules()
+    assert Strategy().schedule_rules == Rules() == Strategy(forward_prefetch=1).schedule_rules
     assert not Strategy(sharding="shard_grad_op").schedule_rules.reshard_after_forward
     assert not Strategy(sharding="hybrid_shard_zero2").schedule_rules.reshard_after_forward
     assert Strategy(sharding="hybrid_shard").schedule_rules.reshard_after_forward
@@ -226,14 +226,30 @@ def test_four_blocks_with_the_defaults() -> None:
     """Block 4 stays: the backward begins with it. Never more than the root and two blocks."""
     schedule = Schedule(BLOCKS, Rules())
     assert " ".join(told(schedule)) == (
-        "u0 c0  u1 c1 f1  u2 c2 f2  u3 c3 f3  u4 c4  c0  "  # forward
+        "u0 U1 c0  U2 c1 f1  U3 c2 f2  U4 c3 f3  c4  c0  "  # forward
         "c0  U3 c4 f4 r4  U2 c3 f3 r3  U1 c2 f2 r2  c1 f1 r1  c0 f0 r0  optim"
     ).replace("  ", " ")
     assert schedule.stays_gathered == {0, 4}
     assert peak(schedule) == 3
-    by_index = {f"{i}": word for i, word in enumerate(told(schedule))}
-    prefetch = schedule.actions[told(schedule).index("U2")]
-    assert [by_index[f"{i}"] for i in prefetch.waits_for] == ["c4"]  # beside block 3's backward, not before block 4's
+    words = told(schedule)
+    forward, backward = (a for a, word in zip(schedule.actions, words, strict=True) if word == "U2")
+    assert [words[i] for i in forward.waits_for] == ["c0"]  # beside block 1's forward
+    assert [words[i] for i in backward.waits_for] == ["c4"]  # beside block 3's backward, not before block 4's
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_default_in_the_forward_costs_no_memory(keeps: bool) -> None:
+    """Whatever the number of blocks, the most is in the backward anyway; and where the loss is computed, which is when
+    activations are at their most, nothing has been gathered for later."""
+    for n in range(1, 9):
+        calls = [UnitCall(0), *(UnitCall(i, 0) for i in range(1, n + 1))]
+        ahead, without = (Schedule(calls, Rules(reshard_after_forward=not keeps, **given)) for given in
+                          ({}, {"forward_prefetch": 0}))  # fmt: skip
+        assert peak(ahead) == peak(without) and gathers(ahead) == gathers(without)
+        end = Point(Direction.FORWARD, 0, PointSide.AFTER)
+        (at_loss,) = [m.before for m in replay(ahead) if m.action.point == end and m.action.phase is Phase.COMPUTE]
+        assert at_loss == ahead.stays_gathered
+        assert all(a.ahead for a in ahead.actions if a.phase is Phase.UNSHARD and a.unit)
 
 
 def test_four_blocks_with_forward_prefetch_and_the_limit() -> None:
@@ -255,7 +271,7 @@ def test_what_stays_anyway_does_not_hold_prefetching_back() -> None:
 
 
 def test_four_blocks_with_prefetch_after() -> None:
-    schedule = Schedule(BLOCKS, Rules(prefetch_before=False))
+    schedule = Schedule(BLOCKS, Rules(forward_prefetch=0, prefetch_before=False))
     assert " ".join(told(schedule)) == (
         "u0 c0  u1 c1 f1  u2 c2 f2  u3 c3 f3  u4 c4  c0  "
         "c0  c4 f4 U3 r4  c3 f3 U2 r3  c2 f2 U1 r2  c1 f1 r1  c0 f0 r0  optim"
@@ -264,7 +280,8 @@ def test_four_blocks_with_prefetch_after() -> None:
 
 
 def test_a_unit_called_twice_is_freed_between_and_reduced_once() -> None:
-    schedule = Schedule([UnitCall(0), UnitCall(1, 0), UnitCall(2, 0), UnitCall(1, 0)], Rules(backward_prefetch=0))
+    calls = [UnitCall(0), UnitCall(1, 0), UnitCall(2, 0), UnitCall(1, 0)]
+    schedule = Schedule(calls, Rules(forward_prefetch=0, backward_prefetch=0))
     assert (
         " ".join(told(schedule)) == "u0 c0 u1 c1 f1 u2 c2 f2 u1 c1 c0 c0 c1 f1 u2 c2 f2 r2 u1 c1 f1 r1 c0 f0 r0 optim"
     )
@@ -273,7 +290,7 @@ def test_a_unit_called_twice_is_freed_between_and_reduced_once() -> None:
 def test_a_call_without_gradients_has_no_backward() -> None:
     """It is freed after its forward, and neither gathered ahead nor reduced; its unit's other call is."""
     calls = [UnitCall(0), UnitCall(1, 0), UnitCall(2, 0, detached=True), UnitCall(1, 0, detached=True)]
-    assert " ".join(told(Schedule(calls, Rules()))) == (
+    assert " ".join(told(Schedule(calls, Rules(forward_prefetch=0)))) == (
         "u0 c0  u1 c1 f1  u2 c2 f2  u1 c1  c0  c0  c1 f1 r1  c0 f0 r0  optim".replace("  ", " ")
     )
     kept = Schedule(calls, Rules(reshard_after_forward=False))

@@ -76,7 +76,9 @@ def test_noise_is_called_noise():
     assert "saved 50% memory; within noise in time (" in same
     nothing = [turned("a", 0, 0.1, 100, {}), turned("b", 1, 0.1, 100, {"forward_prefetch": 1})]
     assert "bought nothing: within noise in time" in recommend(nothing).toggles[0].sentence
-    faster = [turned("a", 0, 0.1, 100, {}), turned("b", 1, 0.08, 100, {"forward_prefetch": 1})]
+    faster = [
+        turned(label, i, s, 100, {"forward_prefetch": i}) for i, (label, s) in enumerate((("a", 0.1), ("b", 0.08)))
+    ]
     said = recommend(faster).toggles[0].sentence
     assert said.startswith("forward prefetch 1 instead of forward prefetch 0 saved 20% time, the same memory")
 

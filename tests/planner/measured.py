@@ -23,7 +23,7 @@ USUAL = {"seq_len": 128, "micro_batch": 4}  # activations decide
 TOGGLES: Mapping[str, dict[str, Any]] = {
     "recompute": {"recompute": "full"}, "half recomputed": {"recompute": "every:2"},
     "prefetch": {"forward_prefetch": 1}, "deep prefetch": {"forward_prefetch": 2, "backward_prefetch": 2},
-    "backward prefetch": {"backward_prefetch": 2}, "no prefetch": {"backward_prefetch": 0},
+    "backward prefetch": {"backward_prefetch": 2}, "no prefetch": {"forward_prefetch": 0, "backward_prefetch": 0},
     "prefetch after": {"backward_prefetch_point": "after"}, "no limit": {"backward_prefetch": 3, "limit_all_gathers": 0},
     "limit 1": {"backward_prefetch": 2, "limit_all_gathers": 1}, "whole": {"wrap": "whole"}, "pairs": {"wrap": "every:2"},
     "fine": {"wrap": "min_params:20000"}, "accumulate": {"accumulate": 2},

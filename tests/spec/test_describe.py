@@ -27,6 +27,8 @@ from fsdp_lab.core.spec import Precision, Spec
         ("compile", False, "no compile"),
         ("clip_norm", None, "no clip norm"),
         ("link", None, "real link"),
+        ("forward_prefetch", None, "forward prefetch auto"),
+        ("forward_prefetch", 0, "forward prefetch 0"),
         ("precision", {"param": "bf16", "reduce": "fp32"}, "bf16/fp32"),
         ("model", {"model_type": "gpt2"}, "gpt2"),
         ("devices", ["cuda:0", "cuda:1"], "devices cuda:0, cuda:1"),
@@ -40,6 +42,9 @@ def test_fields_that_are_off_are_left_out_unless_all_are():
     flat = Spec().replace(offload="all").flat()
     assert describe_fields(flat, ("compile", "offload", "clip_norm")) == "offload all"
     assert describe_fields(flat, ("compile", "clip_norm")) == "no compile no clip norm"
+    assert describe_fields({**flat, "forward_prefetch": 0}, ("offload", "forward_prefetch")) == (
+        "offload all forward prefetch 0"
+    )
 
 
 def test_changes_as_text():

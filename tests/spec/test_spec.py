@@ -36,7 +36,7 @@ strategies = st.builds(
     precision=precisions,
     offload=st.sampled_from(vocabulary.OFFLOADS),
     wrap=st.sampled_from(["block", "whole", "every:2", "min_params:1000", "class:Block"]),
-    forward_prefetch=st.integers(0, 3),
+    forward_prefetch=st.none() | st.integers(0, 3),
     backward_prefetch=st.integers(0, 3),
     backward_prefetch_point=st.sampled_from(vocabulary.PREFETCH_POINTS),
     limit_all_gathers=st.integers(0, 3),
@@ -222,17 +222,51 @@ def test_a_share_that_cannot_be_held_out_is_refused(share: Any) -> None:
 
 def test_a_spec_of_before_anything_was_held_out_is_read_and_keeps_its_id() -> None:
     """Events that were kept then go by it."""
-    before = Spec().to_dict()
+    now = Spec().replace(forward_prefetch=0)
+    before = now.to_dict()
     del before["workload"]["held_out"]
-    assert Spec.from_dict(before) == Spec()
+    assert Spec.from_dict(before) == now
     then = hashlib.blake2b(json.dumps(before, sort_keys=True).encode(), digest_size=4).hexdigest()
-    assert Spec().replace(held_out=0).id == then != Spec().id
+    assert now.replace(held_out=0).id == then != now.id
 
 
 def test_ids_of_before_sync_could_be_a_number_stay() -> None:
-    specs = [Spec(), Spec().replace(sync="last", accumulate=4)]
+    before = Spec().replace(forward_prefetch=0)
+    specs = [before, before.replace(sync="last", accumulate=4)]
     assert [spec.id for spec in specs] == ["8643ba8a", "e14c3bf9"]
     assert len({spec.id for spec in (*specs, specs[1].replace(sync=1), specs[1].replace(sync=2))}) == 4
+
+
+def test_a_spec_with_a_number_of_units_ahead_keeps_its_meaning_and_its_id() -> None:
+    """None came later, when 0 was the default; events of before go by the id."""
+    stored = Spec().replace(forward_prefetch=0).to_dict()
+    assert Spec.from_dict(stored).id == "8643ba8a" != Spec().id
+    assert Spec.from_dict(stored).strategy.forward_depth == 0
+    assert Spec().strategy.forward_prefetch is None and "forward_prefetch" in Spec().to_dict()["strategy"]
+    assert len({Spec().replace(forward_prefetch=depth).id for depth in (None, 0, 1, 2)}) == 4
+    left_out = Spec().to_dict()
+    del left_out["strategy"]["forward_prefetch"]
+    digest = hashlib.blake2b(json.dumps(left_out, sort_keys=True).encode(), digest_size=4).hexdigest()
+    assert Spec.from_dict(left_out).id == Spec().id == digest
+
+
+def test_the_default_gathers_one_ahead_under_lab_and_changes_nothing_of_torchs() -> None:
+    for backend in vocabulary.BACKENDS:
+        sharding = "no_shard" if backend == "ddp" else "full_shard"
+        own = Spec().replace(backend=backend, sharding=sharding).strategy
+        assert own.forward_depth == own.schedule_rules.forward_prefetch == (1 if backend == "lab" else 0)
+        given = Strategy(backend=backend, sharding=sharding, forward_prefetch=0)
+        assert given.forward_depth == given.schedule_rules.forward_prefetch == 0
+
+
+def test_a_backend_can_be_changed_with_the_default_and_is_refused_with_a_number_that_it_has_not() -> None:
+    lab = Spec()
+    for backend, sharding, refused in (("fsdp2", "full_shard", ()), ("fsdp1", "full_shard", (2, 3)),
+                                       ("ddp", "no_shard", (1, 2, 3))):  # fmt: skip
+        other = lab.replace(backend=backend, sharding=sharding)
+        assert other.replace(backend="lab", sharding="full_shard") == lab
+        wrong = [n for n in (None, 0, 1, 2, 3) if other.validate(forward_prefetch=n) is not None]
+        assert wrong == [*refused]
 
 
 def test_facts_about_each_sharding():

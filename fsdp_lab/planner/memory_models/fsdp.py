@@ -108,7 +108,7 @@ class FSDP1Memory(HookedMemory):
 
     def pre_forward(self, unit: int) -> None:
         self._unshard(unit)
-        self._prefetch(unit, +1, self.strategy.forward_prefetch)
+        self._prefetch(unit, +1, self.strategy.forward_depth)
 
     def post_forward(self, unit: int) -> None:
         if (unit and self._reshards) or not self._shards:
@@ -122,7 +122,7 @@ class FSDP1Memory(HookedMemory):
     def post_backward(self, unit: int) -> None:
         """With forward prefetching, a unit's views are made before the operators of the previous unit, so autograd
         concatenates its gradients after the backward of that one."""
-        if not self.strategy.forward_prefetch:
+        if not self.strategy.forward_depth:
             self._finish_gradients(unit)
             return
         if self._late is not None:
@@ -216,7 +216,7 @@ class FSDP2Memory(HookedMemory):
         super().__init__(spec, shape, tracker, on_gpu=on_gpu)
         s, n = spec.strategy, len(self.units)
         self._reshards = s.reshards_after_forward
-        self._asynchronous = s.forward_prefetch > 0 or s.backward_prefetch > 1
+        self._asynchronous = s.forward_depth > 0 or s.backward_prefetch > 1
         self._buffer = [0.0] * n  # gathered and not copied yet
         self._post_forward = [0.0] * n
         self._last_buffer = 0.0  # of the forward, after its copy
@@ -240,7 +240,7 @@ class FSDP2Memory(HookedMemory):
         self._copy_out(unit, keeps_buffer=not self._asynchronous)
         if unit:
             place = self.order.index(unit) + 1
-            for other in self.order[place : place + self.strategy.forward_prefetch]:
+            for other in self.order[place : place + self.strategy.forward_depth]:
                 self._unshard(other)
 
     def post_forward(self, unit: int) -> None:
