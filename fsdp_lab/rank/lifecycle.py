@@ -110,6 +110,7 @@ class Lifecycle:
     def _replace_backend(self, old: Trainer, p: PreparedTraining) -> Backend:
         backend = build(p.skeleton, p.spec, self._info.device)
         transfer_state(old.backend, backend)
+        self._context.complete()  # before the old values are released
         old.backend.release(self._context.busy_addresses())
         gc.collect()
         return_memory(self._info.device)
