@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from fsdp_lab.core.checkpoint_format import begin, finish
+from fsdp_lab.core.errors import ArgumentError, SpecError
 from fsdp_lab.rank import Session
 from fsdp_lab.rank.trainer import checksum
 from tests.covering import tiered
@@ -195,3 +196,24 @@ def test_without_nccl_s_abort_no_survivor_of_a_kill_would_be_freed(pool: Pool, t
     with pytest.raises(RankError, match="did not answer"):
         pool.run(simulated_deaf, 3, _killed, NO_SHARD, str(partial), reduction=None, timeout_s=15)
     assert not list(tmp_path.glob("told*"))
+
+
+def _slowed(place: Place) -> list[Any]:
+    s = session(place)
+    s.apply("run", spec().to_dict())
+    said: list[str] = []
+    with pytest.raises(SpecError) as e:
+        s.apply("run", spec(link="1 MB/s").to_dict())
+    said.append(str(e.value))
+    with pytest.raises(ArgumentError) as refused:
+        s.arm({"kind": "slow", "ranks": [1], "factor": 2})
+    said.append(str(refused.value))
+    steps = [event["step"] for event in s.train(1)["events"]]
+    s.close()
+    return [said, steps]
+
+
+def test_an_emulated_link_is_refused(pool: Pool) -> None:
+    for (link, slow), steps in pool.run(simulated, 2, _slowed, reduction=None):
+        assert link.startswith("link: ") and "NCCL" in link and "leave it out" in link
+        assert slow.startswith("fault.kind: ") and "NCCL" in slow and steps == [0]
