@@ -150,8 +150,13 @@ class WireContext:
             group.abort()
         return group
 
-    def close_nccl(self, group: NcclGroup) -> None:
-        group.close(aborted=self.aborted is not None)
+    def close_nccl(self, group: NcclGroup, name: str) -> None:
+        """`name`: of the group whose collectives go over it."""
+
+        def busy() -> bool:
+            return any(r.issued.group == name and isinstance(r.inner, NcclOutcome) for r in self._in_flight())
+
+        group.close(aborted=self.aborted is not None, busy=busy)
         with self._lock:
             self._nccl_groups.discard(group)
 

@@ -109,7 +109,7 @@ class Wire(dist.ProcessGroup):
         nccl, inner = self._nccl, [self._gloo, self._nccl]
         self._gloo = self._nccl = None
         if nccl is not None:
-            self.context.close_nccl(nccl)
+            self.context.close_nccl(nccl, self._name_)
         if self.context.aborted is not None:
             self.context.destroy_async(inner)
 

@@ -22,7 +22,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -123,14 +124,19 @@ class NcclGroup:
             if self._aborting is None:
                 self._aborting = self._in_thread(self.inner.abort)
 
-    def close(self, *, aborted: bool) -> None:
-        """Release it, if need be by an abort. The caller drops the last reference: see `WireContext.destroy_async`."""
-        if not aborted and not self._ends(self._in_thread(self.inner.shutdown)):
-            aborted = True  # a rank left without a word
-        if aborted:
+    def close(self, *, aborted: bool, busy: Callable[[], bool]) -> None:
+        """Release it. After an abort, or if it stays `busy` since a rank left without a word, by an abort: torch's shutdown
+        waits for the kernels, and meanwhile an abort waits for it. The caller drops the last reference (see
+        `WireContext.destroy_async`)."""
+        end_s = time.monotonic() + _CLOSE_S
+        while not aborted and busy() and time.monotonic() < end_s:
+            time.sleep(0.01)
+        if aborted or busy():
             self.abort()
             assert self._aborting is not None
-            self._ends(self._aborting)
+            self._aborting.join(_CLOSE_S)
+        else:
+            self._in_thread(self.inner.shutdown).join(_CLOSE_S)
 
     def _in_thread(self, call: Any) -> threading.Thread:
         def run() -> None:
@@ -140,10 +146,6 @@ class NcclGroup:
         thread = threading.Thread(target=run, name="fsdp-lab-nccl", daemon=True)
         thread.start()
         return thread
-
-    def _ends(self, thread: threading.Thread) -> bool:
-        thread.join(_CLOSE_S)
-        return not thread.is_alive()
 
 
 @contextmanager

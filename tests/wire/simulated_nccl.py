@@ -6,6 +6,8 @@ C, where no exception and no signal handler reaches it, until the collective has
 then is garbage. In this simulation every operator waits for its stream, as if the queue of the device were always full: a
 dispatch mode sees to that. A work holds its tensors, and its failure is reported late, as torch's watchdog does.
 
+`.tolist()` of a tensor on a CPU is no operator and waits for nothing; `.clone().tolist()` does.
+
 Floats of 32 bits and fewer are "on the device"; other tensors, such as the lab's votes, are the host's and go over Gloo.
 
 `simulated(place, function, ...)` is for `pool.run`: it calls the function in a rank whose NCCL is simulated.
@@ -122,6 +124,7 @@ class SimulatedGroup:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._aborted = threading.Event()
         self._lock = threading.Lock()  # held while outputs are written
+        self._communicator = threading.Lock()  # held while it is shut down or aborted
         self._in_flight: list[SimulatedWork] = []
         self.issued = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -146,10 +149,10 @@ class SimulatedGroup:
         return None  # as NCCL does for a synchronous collective
 
     def abort(self) -> None:
-        """End all kernels: they have written garbage, and whoever waits for them continues."""
+        """End all kernels: they have written garbage, and whoever waits for them continues. It waits for a shutdown."""
         if self._device.deaf:
             return
-        with self._lock:
+        with self._communicator, self._lock:
             self._aborted.set()
             ended, self._in_flight = self._in_flight, []
         for work in ended:
@@ -158,8 +161,9 @@ class SimulatedGroup:
 
     def shutdown(self) -> None:
         """Waits for the kernels."""
-        self._queue.put(None)
-        self._thread.join()
+        with self._communicator:
+            self._queue.put(None)
+            self._thread.join()
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
