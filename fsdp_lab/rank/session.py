@@ -222,12 +222,13 @@ class Session:
 
     def resume(self, run: str) -> dict[str, Any]:
         """Continue the suspended training of this run; collective. The live one is dropped. Returns {"step"}: None if
-        no such training is suspended, as on new ranks."""
-        training = self._lifecycle.suspended.pop(run, None)
+        no such training is suspended, as on new ranks. If it is aborted, the training is still suspended."""
+        training = self._lifecycle.suspended.get(run)
         if training is None:
             return {"step": None}
         with self._exclusive():
             self._lifecycle.resume(run, training)
+        self._lifecycle.discard([run])
         return {"step": training.progress.step}
 
     def discard(self, runs: Collection[str]) -> dict[str, Any]:
