@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from fsdp_lab.backends import Backend
 from fsdp_lab.core.checkpoint_format import begin, finish
 from fsdp_lab.core.errors import ArgumentError, SpecError
-from fsdp_lab.rank import Session
+from fsdp_lab.rank import Session, lifecycle
 from fsdp_lab.rank.trainer import checksum
+from fsdp_lab.wire import RankAborted
 from tests.covering import tiered
 from tests.pool import Place, Pool, RankError
 from tests.rank.test_hang import LIMIT_S, _hangs
@@ -169,6 +174,31 @@ def test_what_nccl_s_watchdog_finds_late_ends_the_step(
     for said, seconds, losses in pool.run(simulated, 2, _nccl_fails, timeout_s, how, reduction=None):
         assert re.match(f"RankAborted: {words}", said), said
         assert seconds < 6 and losses == undisturbed()[:5]
+
+
+def _switched(place: Place) -> list[float]:
+    """A transfer of a switch never ends, and is aborted: the old model must still be there."""
+    s = session(place, reduction="rank_ordered")
+    s.apply("run", spec().to_dict())
+    losses = [e["mean_loss"] for e in s.train(2)["events"]]
+    transfer_state = lifecycle.transfer_state
+
+    def transfer(old: Backend, new: Backend) -> None:
+        transfer_state(old, new)
+        if place.rank == 0:
+            s.world.all_gather_single(torch.empty(16), torch.ones(8)).wait()
+            threading.Timer(0.5, s._protocol.monitor.announce, ("stopped",)).start()
+
+    with mock.patch.object(lifecycle, "transfer_state", transfer), pytest.raises(RankAborted):
+        s.apply("run", spec(sharding="shard_grad_op").to_dict())
+    losses += [e["mean_loss"] for e in s.train(3)["events"]]
+    s.close()
+    return losses
+
+
+def test_a_switch_that_is_aborted_keeps_the_old_model(pool: Pool, undisturbed: Callable[..., list[float]]) -> None:
+    """The host has issued all transfers long before the device has made them."""
+    assert pool.run(simulated, 2, _switched, reduction=None) == [undisturbed()[:5]] * 2
 
 
 @pytest.mark.slow
