@@ -2,9 +2,10 @@
 
 Note: aborting a step. A rank is stopped by SIGINT, or reads in the store that another rank aborted. Both must
 work while the main thread is blocked in C++, where no Python signal handler runs. But the interpreter's C handler
-writes a byte to the wakeup descriptor at once, and the monitor's thread reads it. It aborts the wire (see the note in
-wire/context.py) and writes the reason to the store, where the monitors of the other ranks find it. The exception is
-raised by the wire at the next collective, so that no code of ours is interrupted in the middle.
+writes a byte to the wakeup descriptor at once, and the monitor's thread reads it. It aborts the wire (see the notes in
+wire/context.py and wire/nccl.py: the main thread may be waiting for its GPU) and writes the reason to the store, where the
+monitors of the other ranks find it. The exception is raised by the wire at the next collective, so that no code of ours is
+interrupted in the middle.
 
 Note: after an abort. First the ranks agree on the last committed step (`settle`): a rank that was waiting for a vote's
 result when a peer already had it takes the result from the peer's record and commits too; all others discard the step.
@@ -198,6 +199,8 @@ class AbortMonitor:
                 self._aborted_s = time.monotonic()  # ends up at the last round, the one that finds an abort
                 if interrupted:
                     self.announce(f"rank {self._rank} {INTERRUPTED}")
+                elif (why := self._context.failure()) is not None:
+                    self.announce(f"rank {self._rank}: {why}")
                 elif (why := self.announced(epoch)) is not None:
                     self._abort_in(epoch, why)
             except RuntimeError as e:

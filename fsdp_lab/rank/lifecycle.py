@@ -110,6 +110,8 @@ class Lifecycle:
     def _replace_backend(self, old: Trainer, p: PreparedTraining) -> Backend:
         backend = build(p.skeleton, p.spec, self._info.device)
         transfer_state(old.backend, backend)
+        self._context.complete()
+        self._groups.world.barrier().wait()  # if one rank could not take its values over, all continue from the old ones
         old.backend.release(self._context.busy_addresses())
         gc.collect()
         return_memory(self._info.device)

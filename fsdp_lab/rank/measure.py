@@ -75,8 +75,8 @@ class StepMeter:
         self._context.meter.take_copies()
         self._trace = StepTrace(self._backend.unit_modules(), self._device) if traced else None
         self._curve = ()
+        self._context.start_timing()
         if self._on_gpu:
-            self._context.start_timing()
             torch.cuda.reset_peak_memory_stats(self._device)
         self._start_s = time.perf_counter()
         with self._ledger_step() if ledger else nullcontext(), self._trace or nullcontext():
@@ -116,7 +116,7 @@ class StepMeter:
         """The measurements of the step that has ended."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
-            self._context.read_timing()
+        self._context.read_timing()
         seconds = time.perf_counter() - self._start_s
         collectives, copies = self._context.meter.take(), self._context.meter.take_copies()
         trace = self._trace

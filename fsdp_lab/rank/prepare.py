@@ -142,9 +142,12 @@ class LinkEmulation:
 
     def of(self, spec: Spec, peak_flops_per_s: float | None, world: Wire) -> EmulatedLink:
         """The emulated link of a Spec; collective. Raises SpecError on every rank for a link that is faster than the wire,
-        or cannot be scaled here. `peak_flops_per_s`: of this rank in the Spec's compute dtype, None if unknown."""
+        or cannot be scaled here, and over NCCL. `peak_flops_per_s`: of this rank in the Spec's compute dtype, None if
+        unknown."""
         if spec.link is None:
             return EmulatedLink()
+        if world.context.nccl is not None:
+            raise _over_nccl()
         wanted, dtype = LinkSpec.parse(spec.link), spec.strategy.dtypes.param
         compute, wire = self._minimum(peak_flops_per_s or 0.0, self.measure(world))
         try:
@@ -187,6 +190,12 @@ def measured_speed(world: Wire, device: torch.device) -> float:
             torch.cuda.synchronize(device)
         rates.append((whole.nbytes - part.nbytes) / (time.perf_counter() - start_s))
     return statistics.median(rates[1:])  # the first opens connections
+
+
+def _over_nccl() -> SpecError:
+    reason = ("these collectives go over NCCL, on the GPUs' own streams: a link that the host emulates would hold the "
+              "host up, and what overlaps without it would not")  # fmt: skip
+    return SpecError("link", reason, "leave it out, or start ranks that share a GPU or are on a CPU", {"link": None})
 
 
 def _too_fast(wanted: LinkSpec, bytes_per_s: float, wire: float) -> SpecError:

@@ -13,7 +13,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp_lab.wire import Wire, WireContext, register
+from fsdp_lab.wire import Nccl, Wire, WireContext, register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +51,16 @@ def find_store(host: str, port: int, *, timeout_s: float = 60.0) -> dist.TCPStor
         ) from None
 
 
+def nccl_of(info: RankInfo) -> Nccl | None:
+    """NCCL for this rank's device, or None: then all tensors go over Gloo. Tests replace it by a simulation."""
+    return Nccl(info.device) if info.device.type == "cuda" and not info.shares_gpu else None
+
+
 def open_groups(info: RankInfo, store: dist.Store, context: WireContext, epoch: int) -> Wire:
     """Make the default process group a `Wire`; collective. `epoch`: the same on all ranks, another one each time."""
-    nccl = info.device.type == "cuda" and not info.shares_gpu
     if info.device.type == "cuda":
         torch.cuda.set_device(info.device)
-    backend = register(context, nccl=nccl)
+    backend = register(context, nccl=nccl_of(info))
     # a separate connection: waiting here must not block threads that use the other one
     own = dist.PrefixStore(f"epoch{epoch}", store.clone())  # type: ignore[attr-defined]
     if not dist.is_initialized():

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import torch
 
+from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.events import PhaseSnapshot
 from fsdp_lab.core.faults import Fault, FaultKind
 from fsdp_lab.core.hang import limit
@@ -196,6 +197,9 @@ class Session:
         wanted, link = Fault.from_dict(fault), None
         wanted.check(self.info.world_size, self.trainer.progress.step if self.trainer else 0)
         if wanted.kind is FaultKind.SLOW:
+            if self.context.nccl is not None:
+                raise ArgumentError("fault.kind", "a slow link is emulated by the host, which is refused over NCCL",
+                                    "use another kind, such as cut or stall")  # fmt: skip
             with self._protocol.collective_call():
                 self._reopen()
                 now = self._lifecycle.emulated.link
@@ -218,12 +222,13 @@ class Session:
 
     def resume(self, run: str) -> dict[str, Any]:
         """Continue the suspended training of this run; collective. The live one is dropped. Returns {"step"}: None if
-        no such training is suspended, as on new ranks."""
-        training = self._lifecycle.suspended.pop(run, None)
+        no such training is suspended, as on new ranks. If it is aborted, the training is still suspended."""
+        training = self._lifecycle.suspended.get(run)
         if training is None:
             return {"step": None}
         with self._exclusive():
             self._lifecycle.resume(run, training)
+        self._lifecycle.discard([run])
         return {"step": training.progress.step}
 
     def discard(self, runs: Collection[str]) -> dict[str, Any]:

@@ -1,18 +1,20 @@
 """The wire: one instrumented process group that all bytes between ranks cross.
 
-Read context.py, work.py, group.py, in this order; link.py is independent.
+Read context.py, work.py, group.py, in this order; link.py and nccl.py are independent.
 """
 
 from fsdp_lab.wire.context import RankAborted, ReductionOrder, WireContext, WireTimeout
 from fsdp_lab.wire.group import Wire, register
 from fsdp_lab.wire.link import Alarm, Link, LinkDirection
 from fsdp_lab.wire.meter import Collective, link_bytes, spans, traffic, waits
+from fsdp_lab.wire.nccl import Nccl
 
 __all__ = [
     "Alarm",
     "Collective",
     "Link",
     "LinkDirection",
+    "Nccl",
     "RankAborted",
     "ReductionOrder",
     "Wire",

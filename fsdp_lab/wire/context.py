@@ -14,6 +14,8 @@ from a queue. So their storage must not be freed by force (`busy_addresses`), an
 afterwards (`Cancellable.cancel`). Callbacks in Gloo's threads must not hold a group: if theirs were the last reference,
 a thread of the group would destroy the group and join itself.
 
+Over NCCL the main thread is not blocked in a wait of ours but in the device, until NCCL is aborted: see nccl.py.
+
 Note: a profiler and an abort. torch's profiler records a Gloo operation from its issue to its end, and the end is
 written by Gloo's thread into memory that the profiler frees when it stops. In a step that is given up an operation may
 end later than that, and the write corrupts the heap: the process dies at some later allocation. So a profiler that is
@@ -21,7 +23,6 @@ stopped while operations may still be running must not record them (`hide_from_p
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import weakref
@@ -38,8 +39,10 @@ from torch import distributed as dist
 
 from fsdp_lab.wire.link import Alarm, DroppedWork, Link, LinkDirection, pause_until
 from fsdp_lab.wire.meter import Collective, Meter
+from fsdp_lab.wire.nccl import Nccl, NcclGroup, NcclOutcome
 
 _RECENT = 64  # collectives remembered for a diagnosis: more than ranks run ahead of each other
+_MANY = 4096  # in flight: then it is time to look which have ended
 
 
 class ReductionOrder(Enum):
@@ -79,11 +82,20 @@ class Cancellable(Protocol):
 
 @dataclass(frozen=True)
 class Running:
-    """A Gloo operation in flight."""
+    """An operation in flight."""
 
     issued: Collective
-    storages: tuple[torch.UntypedStorage, ...]
-    inner: Any  # its `Work`
+    storages: tuple[torch.UntypedStorage, ...]  # that Gloo uses
+    inner: Any  # Gloo's `Work`, or the `NcclOutcome` of NCCL's
+
+
+@dataclass(eq=False)
+class Timed:
+    """A collective over NCCL, with the events of its issue and of its end."""
+
+    issued: Collective
+    begin: Any
+    end: Any = None
 
 
 class WireContext:
@@ -95,6 +107,7 @@ class WireContext:
         self.timeout_s = timeout_s
         self.last: Collective | None = None
         self.on_issue: Callable[[Sequence[torch.Tensor]], None] | None = None  # given the tensors of each collective
+        self.nccl: Nccl | None = None  # where CUDA tensors go over NCCL
         self.hide_from_profiler = False  # Gloo's operations: see the note on a profiler and an abort
         self._unit = ""  # on whose behalf collectives are issued
         self.link: Link | None = None  # emulated; None: the real one
@@ -107,11 +120,13 @@ class WireContext:
         self._cancelled_before = 0  # sequence number: nothing issued earlier is waited for
         self._why: str | None = None
         self._lock = threading.Lock()
-        self._timed: list[tuple[Collective, Any, Any]] = []  # with NCCL's work and the event of its end
+        self._timed: list[Timed] = []
         self._step_begin: tuple[Any, float] | None = None  # an event at the beginning of the step, and its time
         self._running: dict[int, Running] = {}  # by sequence number
         self._cancellable: weakref.WeakSet[Cancellable] = weakref.WeakSet()  # C++ may be waiting for their futures
+        self._failed: str | None = None  # what NCCL's watchdog found
         self._groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+        self._nccl_groups: set[NcclGroup] = set()
         self._members: dict[str, tuple[int, ...]] = {}  # ranks by group
 
     @property
@@ -123,6 +138,27 @@ class WireContext:
     def add_group(self, group: dist.ProcessGroup, name: str, ranks: Sequence[int]) -> None:
         self._groups.add(group)
         self._members[name] = tuple(ranks)
+
+    def open_nccl(self, store: dist.Store, rank: int, size: int) -> NcclGroup | None:
+        """A group of NCCL's that `abort` aborts too, or None without NCCL."""
+        if self.nccl is None:
+            return None
+        group = NcclGroup(self.nccl.open(store, rank, size, self.timeout))
+        with self._lock:
+            self._nccl_groups.add(group)
+        if self._why is not None:  # meanwhile
+            group.abort()
+        return group
+
+    def close_nccl(self, group: NcclGroup, name: str) -> None:
+        """`name`: of the group whose collectives go over it."""
+
+        def busy() -> bool:
+            return any(r.issued.group == name and isinstance(r.inner, NcclOutcome) for r in self._in_flight())
+
+        group.close(aborted=self.aborted is not None, busy=busy)
+        with self._lock:
+            self._nccl_groups.discard(group)
 
     def remove_group(self, name: str) -> None:
         self._members.pop(name, None)
@@ -174,16 +210,31 @@ class WireContext:
         """Remember an operation that Gloo has started on these tensors."""
         self._running[issued.sequence] = Running(issued, tuple(t.untyped_storage() for t in tensors), inner)
 
+    def track_nccl(self, issued: Collective, work: Any) -> None:
+        """Remember a collective that NCCL was given, but not its work, which holds its outputs."""
+        if len(self._running) > _MANY:
+            self._in_flight()
+        self._running[issued.sequence] = Running(issued, (), NcclOutcome(work))
+
     def untrack(self, issued: Collective) -> None:
         """Forget an operation that has completed or failed, or was forgotten before."""
         self._running.pop(issued.sequence, None)
 
+    def _in_flight(self) -> list[Running]:
+        """What is in flight, oldest first; what has ended is forgotten."""
+        found = []
+        for sequence, running in sorted(self._running.copy().items()):  # Gloo's threads remove entries too
+            if not running.inner.is_completed():
+                found.append(running)
+                continue
+            if isinstance(running.inner, NcclOutcome) and (why := running.inner.failure()) is not None:
+                self._failed = self._failed or f"{running.issued.described} {why}"
+            self._running.pop(sequence, None)
+        return found
+
     def busy_addresses(self) -> set[int]:
         """Addresses of the storage that Gloo operations may still read or write."""
-        for sequence, running in list(self._running.items()):
-            if running.inner.is_completed():
-                self._running.pop(sequence, None)  # Gloo's threads remove entries too
-        return {storage.data_ptr() for running in list(self._running.values()) for storage in running.storages}
+        return {storage.data_ptr() for running in self._in_flight() for storage in running.storages}
 
     def add_cancellable(self, work: Cancellable) -> None:
         """Remember a work whose future was handed out, so that an abort can complete it."""
@@ -193,31 +244,48 @@ class WireContext:
             work.cancel()
 
     def start_timing(self) -> None:
-        """Count device times from here: on a GPU, at the beginning of a step, with the device synchronised."""
+        """Count device times from here, if there is NCCL: at the beginning of a step, with the device synchronised."""
         self._timed = []
-        self._step_begin = (_cuda_event(), time.perf_counter())
+        self._step_begin = None if self.nccl is None else (self.nccl.record(), time.perf_counter())
 
-    def time_nccl(self, issued: Collective, work: Any) -> None:
-        """Record an event on the current stream, which has just been ordered behind an NCCL work."""
-        if self._step_begin is not None:
-            self._timed.append((issued, work, _cuda_event()))
+    def time_nccl(self, issued: Collective) -> Timed | None:
+        """Called before a collective is given to NCCL, on the stream behind which it begins. The caller adds the event of
+        its end, on the stream that has been ordered behind it."""
+        if self.nccl is None or self._step_begin is None:
+            return None
+        timed = Timed(issued, self.nccl.record())
+        self._timed.append(timed)
+        return timed
 
     def read_timing(self) -> None:
-        """Read the times of NCCL's works, at the end of a step, with the device synchronised: the end from the event on
-        the waiting stream, the duration from NCCL."""
+        """Read the times of NCCL's collectives, at the end of a step. Waits for the device.
+
+        Those of one group run one after the other, so one begins when its inputs are ready and the one before has ended.
+        The end is where the stream that waits continues."""
         timed, begin, self._timed, self._step_begin = self._timed, self._step_begin, [], None
-        for issued, work, event in timed:
-            assert begin is not None
-            issued.end_s = issued.start_s = begin[1] + begin[0].elapsed_time(event) / 1e3
-            with contextlib.suppress(RuntimeError):  # timing is disabled in this build
-                issued.start_s = issued.end_s - work._get_duration() / 1e3
-            issued.end_s = max(issued.end_s, issued.link_end_s or 0.0)
+        if self.nccl is None or begin is None:
+            return
+        self.nccl.synchronize()
+        event, at_s = begin
+        free_s: dict[str, float] = {}  # by group
+        for t in timed:
+            if t.end is not None:  # otherwise nothing waits for it
+                issued, ready_s = t.issued, at_s + event.elapsed_time(t.begin) / 1e3
+                issued.start_s = max(ready_s, free_s.get(issued.group, ready_s))
+                issued.end_s = max(issued.start_s, at_s + event.elapsed_time(t.end) / 1e3)
+                free_s[issued.group] = issued.end_s
+
+    def complete(self) -> None:
+        """Wait for the device's collectives, before what they wrote is relied on. Raises RankAborted: it is invalid."""
+        if self.nccl is not None:
+            self.nccl.synchronize()
+        self.check()
 
     # -- the emulated link: see link.py ---------------------------------------------------------------------------
 
     @contextmanager
     def emulating(self, link: Link | None) -> Iterator[None]:
-        """Collectives issued inside take this link, which starts empty."""
+        """Collectives issued inside take this link, which starts empty. Not over NCCL: see rank/prepare.py."""
         if link is not None:
             link.reset()
         self.link = link
@@ -259,12 +327,14 @@ class WireContext:
         """The oldest collective that has not finished; None after an abort, when no thread waits any more."""
         if self._why is not None:
             return None
-        of_gloo = [(r.issued, r.inner) for r in list(self._running.values())]
-        of_nccl = [(issued, work) for issued, work, _ in list(self._timed)]
-        for issued, work in sorted(of_gloo + of_nccl, key=lambda pair: pair[0].sequence):
-            if issued.sequence >= self._cancelled_before and not work.is_completed():
-                return issued
-        return None
+        waiting = (r.issued for r in self._in_flight() if r.issued.sequence >= self._cancelled_before)
+        return next(waiting, None)
+
+    def failure(self) -> str | None:
+        """What NCCL's watchdog found: a collective that failed or timed out. None without NCCL."""
+        if self.nccl is not None:
+            self._in_flight()
+        return self._failed
 
     def members(self, group: str) -> tuple[int, ...]:
         """The ranks of a group."""
@@ -295,7 +365,9 @@ class WireContext:
         with self._lock:
             if self._why is None:
                 self._why = why
-            waiting = list(self._cancellable)
+            waiting, groups = list(self._cancellable), list(self._nccl_groups)
+        for group in groups:
+            group.abort()
         self._abort_event.set()
         self.alarm.clear()
         for work in waiting:
@@ -304,11 +376,11 @@ class WireContext:
     def reset(self) -> None:
         """Allow collectives again after an abort, when its groups are shut down."""
         with self._lock:
-            self._why = None
+            self._why = self._failed = None
             self._abort_event.clear()
             self._cancellable = weakref.WeakSet()
         for running in list(self._running.values()):
-            if isinstance(running.inner, DroppedWork):
+            if isinstance(running.inner, (DroppedWork, NcclOutcome)):
                 self.untrack(running.issued)
         if self._reset_restores_link:
             self.restore_link()
@@ -321,9 +393,3 @@ class WireContext:
         """Drop the last references to groups, which may still run an operation, by emptying a list in a separate thread:
         that waits for the operation, and no thread of a group may drop it last (see the note on abort)."""
         threading.Thread(target=groups.clear, daemon=True).start()
-
-
-def _cuda_event() -> Any:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event

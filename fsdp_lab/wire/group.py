@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_lab.wire.context import ReductionOrder, WireContext
 from fsdp_lab.wire.link import LinkDirection
 from fsdp_lab.wire.meter import link_bytes
+from fsdp_lab.wire.nccl import Nccl, NcclGroup
 from fsdp_lab.wire.work import WireWork, in_order
 
 BACKEND = "fsdp_lab_wire"
@@ -33,14 +34,16 @@ _InnerCall = Callable[[Any, list[Tensor], list[Tensor]], Any]  # of an inner gro
 _RANK_ORDERED_OPS = (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM)
 
 
-def register(context: WireContext, *, nccl: bool = False) -> str:
+def register(context: WireContext, *, nccl: Nccl | None = None) -> str:
     """Register `Wire` as a backend that reports to `context`; returns its name for `init_process_group`.
 
     With `nccl`, CUDA tensors go over NCCL; otherwise they are staged through host memory and Gloo, so that ranks can
     share one GPU."""
 
+    context.nccl = nccl
+
     def create(options: Any, _: Any) -> Wire:
-        return Wire(options, context, nccl=nccl)
+        return Wire(options, context)
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
     return f"cpu:{BACKEND},cuda:{BACKEND}" if torch.cuda.is_available() else f"cpu:{BACKEND}"
@@ -49,18 +52,15 @@ def register(context: WireContext, *, nccl: bool = False) -> str:
 class Wire(dist.ProcessGroup):
     """See above. `options` is torch's `_DistributedBackendOptions`: store, rank, size, group."""
 
-    def __init__(self, options: Any, context: WireContext, *, nccl: bool) -> None:
+    def __init__(self, options: Any, context: WireContext) -> None:
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stub names a store; the trampoline takes none
         self.context = context
         self._rank, self._size = int(rank), int(size)
         self._name_, self._desc = str(options.group_id), ""
         self._gloo: Any = _open_gloo(dist.PrefixStore("gloo", options.store), self._rank, self._size, context.timeout)
-        self._nccl: Any = None
-        if nccl:
-            os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # for WireContext.read_timing
-            store = dist.PrefixStore("nccl", options.store)
-            self._nccl = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+        store = dist.PrefixStore("nccl", options.store)
+        self._nccl: NcclGroup | None = context.open_nccl(store, self._rank, self._size)
         ranks = options.global_ranks_in_group or range(self._size)  # torch passes none for the world
         context.add_group(self, self._name_, ranks)
 
@@ -101,19 +101,17 @@ class Wire(dist.ProcessGroup):
     def abort(self) -> None:
         """Abort this rank's collectives, in all its groups."""
         self.context.abort(f"the group {self._name_} was aborted")
-        if self._nccl is not None:
-            self._nccl.abort()
 
     def shutdown(self) -> None:
         """Release the inner groups, with their threads and connections: torch's caches may keep this object forever. After
         an abort they are destroyed in a thread, since an operation may still be running."""
         self.context.remove_group(self._name_)
-        inner = [self._gloo, self._nccl]
+        nccl, inner = self._nccl, [self._gloo, self._nccl]
         self._gloo = self._nccl = None
+        if nccl is not None:
+            self.context.close_nccl(nccl, self._name_)
         if self.context.aborted is not None:
             self.context.destroy_async(inner)
-        elif inner[1] is not None:
-            inner[1].shutdown()
 
     # -- reductions -----------------------------------------------------------------------------------------------
 
@@ -191,7 +189,7 @@ class Wire(dist.ProcessGroup):
         payload = sum(p.nbytes for p in parts)
 
         def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
-            return group.allgather([outs], ins, opts or c10d.AllgatherOptions())
+            return group.allgather([outs], ins, _asynchronous(opts or c10d.AllgatherOptions()))
 
         return self._send("all_gather", payload, [input], parts, call)
 
@@ -199,7 +197,8 @@ class Wire(dist.ProcessGroup):
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> WireWork:
         def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
-            return group.alltoall_base(outs[0], ins[0], output_splits, input_splits, opts or c10d.AllToAllOptions())
+            options = _asynchronous(opts or c10d.AllToAllOptions())
+            return group.alltoall_base(outs[0], ins[0], output_splits, input_splits, options)
 
         sent = None  # the default, for equal parts
         if rows := sum(input_splits):
@@ -213,14 +212,14 @@ class Wire(dist.ProcessGroup):
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> WireWork:
         def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
-            return group.scatter(outs, [ins] if ins else [], opts)
+            return group.scatter(outs, [ins] if ins else [], _asynchronous(opts))
 
         flat = inputs[0] if inputs else []
         return self._send("other", outputs[0].nbytes * self._size, flat, outputs, call)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> WireWork:
         def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
-            return group.gather([outs] if outs else [], ins, opts)
+            return group.gather([outs] if outs else [], ins, _asynchronous(opts))
 
         return self._send("other", inputs[0].nbytes * self._size, inputs, outputs[0] if outputs else [], call)
 
@@ -258,11 +257,20 @@ class Wire(dist.ProcessGroup):
         return self.context.reduction is ReductionOrder.RANK_ORDERED
 
     def _is_over_gloo(self, tensor: Tensor) -> bool:
-        return self._nccl is None or not tensor.is_cuda
+        return self._carrier([tensor]) is None
+
+    def _carrier(self, tensors: Sequence[Tensor]) -> NcclGroup | None:
+        """The group of NCCL's that these tensors go over, or None: Gloo."""
+        nccl = self.context.nccl
+        return self._nccl if nccl is not None and any(map(nccl.carries, tensors)) else None
 
     def _ordered_reduce_scatter(self, output: Tensor, input: Tensor, op: Any, opts: Any) -> WireWork:
         input = input.contiguous()
-        if not input.is_cuda and output.data_ptr() == _part(input, self._rank, self._size).data_ptr():
+        if (
+            not input.is_cuda
+            and self._is_over_gloo(input)
+            and output.data_ptr() == _part(input, self._rank, self._size).data_ptr()
+        ):
             return self._ordered_reduce_scatter_in_place(output, input, op, opts)
         summands = torch.empty_like(input)  # [W * n]: every rank's r-th part, in the order of ranks
 
@@ -332,8 +340,7 @@ class Wire(dist.ProcessGroup):
         is of a transfer between two ranks."""
         _check_plain([*inputs, *outputs])
         whole_group = direction is LinkDirection.BOTH
-        if self.context.link is not None:
-            self._wait_for_device([*inputs, *outputs])
+        self._meet(whole_group, [*inputs, *outputs])
         if bytes_ is None:
             bytes_ = link_bytes(kind, payload_bytes, self._size)
         tensor = next(iter([*inputs, *outputs]), None)
@@ -344,11 +351,14 @@ class Wire(dist.ProcessGroup):
         if self.context.on_issue is not None:
             self.context.on_issue([*inputs, *outputs, *(results or ())])
         group, ins, outs, unstage = self._route(inputs, outputs)
+        over_nccl = group is not self._gloo
         dropped = self.context.dropped_work(self._size)
-        blocking = dropped is not None or group is self._gloo
+        timed = self.context.time_nccl(issued) if over_nccl else None
         inner: Any = dropped or self._issue(call, group, ins, outs)
-        if blocking and inner is not None:
-            self.context.track(issued, [*ins, *outs], inner)
+        if dropped is not None or not over_nccl:
+            self.context.track(issued, [*ins, *outs], inner) if inner is not None else None
+        elif inner is not None:
+            self.context.track_nccl(issued, inner)
 
         def finish() -> None:
             if unstage is not None:
@@ -356,12 +366,23 @@ class Wire(dist.ProcessGroup):
             if then is not None:
                 then()
 
-        return WireWork(self.context, issued, inner, results or outputs, finish=finish, blocking=blocking,
-                        sliced=whole_group)  # fmt: skip
+        results = results or outputs
+        return WireWork(self.context, issued, inner, results, finish=finish, blocking=dropped is not None or not over_nccl,
+                        sliced=whole_group, timed=timed, uses=[*ins, *outs, *results] if over_nccl else ())  # fmt: skip
+
+    def _meet(self, whole_group: bool, tensors: list[Tensor]) -> None:
+        """Before the first collective over NCCL, which makes the communicator: all ranks come to a barrier over Gloo.
+        Making it waits for all ranks, and cannot be aborted."""
+        nccl = self._carrier(tensors)
+        if nccl is not None and not nccl.met and whole_group and self._size > 1:
+            nccl.met = True
+            self.barrier().wait()
 
     def _issue(self, call: _InnerCall, group: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
         """Issue an operation of an inner group, out of a profiler's sight where the context says so."""
-        if not self.context.hide_from_profiler or group is not self._gloo:
+        if group is not self._gloo:
+            return self._issue_nccl(call, group, inputs, outputs)
+        if not self.context.hide_from_profiler:
             return call(group, inputs, outputs)
         torch._C._autograd._enable_record_function(False)  # in this thread, and where the operation runs
         try:
@@ -369,22 +390,21 @@ class Wire(dist.ProcessGroup):
         finally:
             torch._C._autograd._enable_record_function(True)
 
-    def _wait_for_device(self, tensors: list[Tensor]) -> None:
-        """Wait for the device before NCCL is used on an emulated link: the host runs ahead of the device, so a collective
-        would begin later than it was issued."""
-        device = next((t.device for t in tensors if t.is_cuda), None)
-        if device is not None and self._nccl is not None:
-            torch.cuda.current_stream(device).synchronize()
+    def _issue_nccl(self, call: _InnerCall, group: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
+        try:
+            return call(group, inputs, outputs)
+        except RuntimeError:  # it may have been aborted just now
+            self.context.check()
+            raise
 
     def _route(
         self, inputs: list[Tensor], outputs: list[Tensor]
     ) -> tuple[Any, list[Tensor], list[Tensor], Callable[[], None] | None]:
         """The inner group for these tensors, the tensors to pass to it, and a copy-back of its outputs, if any."""
-        on_gpu = any(t.is_cuda for t in [*inputs, *outputs])
-        if not on_gpu:
+        if (nccl := self._carrier([*inputs, *outputs])) is not None:
+            return nccl.inner, inputs, outputs, None
+        if not any(t.is_cuda for t in [*inputs, *outputs]):
             return self._gloo, inputs, outputs, None
-        if self._nccl is not None:
-            return self._nccl, inputs, outputs, None
         hosts = {id(t): t.detach().cpu() for t in [*inputs, *outputs]}
         ins, outs = [hosts[id(t)] for t in inputs], [hosts[id(t)] for t in outputs]
 
@@ -402,9 +422,16 @@ def _op(opts: Any) -> Any:
     return _Op.SUM if opts is None else opts.reduceOp.op
 
 
+def _asynchronous(opts: Any) -> Any:
+    """For a synchronous collective NCCL returns no work, so that nobody could time it or see that it hangs."""
+    if opts is not None:
+        opts.asyncOp = True
+    return opts
+
+
 def _call(name: str, opts: Any) -> _InnerCall:
     """A collective of one output and one input."""
-    return lambda group, ins, outs: getattr(group, name)(outs[0], ins[0], opts)
+    return lambda group, ins, outs: getattr(group, name)(outs[0], ins[0], _asynchronous(opts))
 
 
 def _part(whole: Tensor, r: int, size: int) -> Tensor:
@@ -460,7 +487,7 @@ def _open_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 def _in_place(name: str, opts: Any) -> _InnerCall:
     """A collective that works on a list of tensors in place."""
-    return lambda group, ins, outs: getattr(group, name)(outs, opts)
+    return lambda group, ins, outs: getattr(group, name)(outs, _asynchronous(opts))
 
 
 def _sum_natively(inner_opts: Any, op: Any, opts: Any, outputs: list[Tensor], size: int) -> Callable[[], None] | None:

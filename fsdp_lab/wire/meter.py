@@ -52,6 +52,11 @@ class Collective:
     by_future: bool = False  # waited for in C++, where the wait is not visible: DDP's reducer
 
     @property
+    def described(self) -> str:
+        unit = f" of {self.unit}" if self.unit else ""
+        return f"collective {self.sequence} ({self.kind}{unit} in group {self.group} of {self.size})"
+
+    @property
     def began_s(self) -> float:
         """The start if known, otherwise the issue."""
         return self.issue_s if self.start_s is None else self.start_s

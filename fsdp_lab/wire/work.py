@@ -13,7 +13,7 @@ import torch
 from torch import distributed as dist
 from torch.autograd.profiler import record_function
 
-from fsdp_lab.wire.context import RankAborted, WireContext, WireTimeout
+from fsdp_lab.wire.context import RankAborted, Timed, WireContext, WireTimeout
 from fsdp_lab.wire.meter import Collective
 
 _SLICE = timedelta(seconds=0.1)  # the longest wait in C++, hence how late an abort is seen
@@ -62,10 +62,14 @@ class WireWork(dist.Work):
         finish: Callable[[], None] | None = None,
         blocking: bool = True,
         sliced: bool = True,
+        timed: Timed | None = None,
+        uses: Sequence[torch.Tensor] = (),
     ) -> None:
+        """`timed` and `uses`, all tensors of the collective: of NCCL's."""
         super().__init__()
         self._context, self._issued, self._inner, self._results = context, issued, inner, results
         self._finish, self._blocking, self._sliced = finish, blocking, sliced
+        self._timed, self._uses = timed, uses
         self._once = threading.Lock()
         self._finished = self._completed = self._settled = False  # outputs written; link done too; future done too
         self._future: torch.futures.Future[Any] | None = None
@@ -82,8 +86,10 @@ class WireWork(dist.Work):
             self._finish_up()
             self._context.wait_link(self._issued)
             self._complete()
-            if self._blocking or self._issued.link_end_s is not None:  # otherwise a stream waits, not this thread
+            if self._blocking:  # otherwise a stream waits, not this thread
                 self._issued.waits.append((start_s, time.perf_counter()))
+        elif self._future is not None and not self._blocking:
+            self._future.wait()  # completed on the side stream: orders the current one behind it
         self._context.check()
         return True
 
@@ -105,7 +111,8 @@ class WireWork(dist.Work):
         if self._future is None:
             devices: list[int | str | torch.device] = [t.device for t in self._results[:1] if t.is_cuda]
             self._future = torch.futures.Future(devices=devices)
-            self._stream = torch.cuda.current_stream(self._results[0].device) if devices else None
+            if devices and self._blocking:
+                self._stream = torch.cuda.current_stream(self._results[0].device)
             self._issued.by_future = True
             self._context.add_cancellable(self)
             if self._inner is None:
@@ -113,8 +120,7 @@ class WireWork(dist.Work):
             elif self._blocking:
                 self._land_when_inner_completes()
             else:
-                self._wait_stream()
-                self._land()
+                self._land_beside()
         return self._future
 
     def followed_by(self, then: Callable[[], object], results: list[torch.Tensor]) -> WireWork:
@@ -157,6 +163,14 @@ class WireWork(dist.Work):
         except RuntimeError:  # no future: wait for it in a thread
             threading.Thread(target=self._land_in_thread, daemon=True).start()
 
+    def _land_beside(self) -> None:
+        """NCCL: complete the future on a side stream, so that the stream that computes does not wait for the collective."""
+        nccl = self._context.nccl
+        assert nccl is not None
+        with nccl.beside(self._uses):
+            self._wait_stream()
+            self._land()
+
     def _land_in_callback(self, done: torch.futures.Future[Any]) -> None:
         """Called in Gloo's thread when the inner future is complete. Its work may not be yet: only the future is used."""
         if self._settled:
@@ -165,7 +179,7 @@ class WireWork(dist.Work):
             done.value()
             self._land()
         except RuntimeError as e:
-            self._context.abort(f"{self._name()} failed: {_first_line(e)}")
+            self._context.abort(f"{self._issued.described} failed: {_first_line(e)}")
 
     def _land_in_thread(self) -> None:
         try:
@@ -192,20 +206,27 @@ class WireWork(dist.Work):
                     self._raise_failure()
                     return
             if time.perf_counter() - self._issued.issue_s > limit_s:
-                raise WireTimeout(f"{self._name()} did not complete in {limit_s:.0f} s: a rank did not join it")
+                raise WireTimeout(
+                    f"{self._issued.described} did not complete in {limit_s:.0f} s: a rank did not join it"
+                )
 
     def _wait_stream(self) -> None:
         """NCCL: orders the current stream behind the work, without blocking."""
-        assert self._inner is not None
-        self._inner.wait()
-        self._context.time_nccl(self._issued, self._inner)
+        assert self._inner is not None and self._context.nccl is not None
+        try:
+            self._inner.wait()
+        except RuntimeError as e:
+            self._context.check()  # it was aborted
+            raise RankAborted(f"{self._issued.described} failed: {_first_line(e)}") from None
+        if self._timed is not None:
+            self._timed.end = self._context.nccl.record()
 
     def _raise_failure(self) -> None:
         assert self._inner is not None
         try:
             self._inner.wait()  # completed: returns at once, or raises Gloo's error
         except RuntimeError as e:
-            raise RankAborted(f"{self._name()} failed: {_first_line(e)}") from None
+            raise RankAborted(f"{self._issued.described} failed: {_first_line(e)}") from None
 
     def _land(self) -> None:
         """The bytes have arrived: complete the future when the emulated link has carried them, too."""
@@ -218,7 +239,8 @@ class WireWork(dist.Work):
 
     def _finish_up(self) -> None:
         """Run `finish` on the bytes that have arrived, once."""
-        self._context.untrack(self._issued)
+        if self._blocking:
+            self._context.untrack(self._issued)
         with self._once:
             if not self._finished:
                 finish, self._finish = self._finish, None
@@ -226,6 +248,8 @@ class WireWork(dist.Work):
                     with record_function("wire"):  # part of the collective: its operators are not the model's
                         finish()
                 self._finished = True
+                if not self._blocking:
+                    self._inner, self._uses = None, ()  # NCCL's work holds its outputs
 
     def _complete(self) -> None:
         with self._once:
@@ -239,20 +263,18 @@ class WireWork(dist.Work):
         try:
             self._complete()
         except RuntimeError as e:
-            self._context.abort(f"{self._name()} failed: {_first_line(e)}")
+            self._context.abort(f"{self._issued.described} failed: {_first_line(e)}")
 
     def _settle(self) -> None:
         with self._once:
             if self._future is None or self._settled:
                 return
             self._settled = True
+        if not self._blocking and self._context.nccl is not None:
+            self._context.nccl.complete(self._future, self._results)
+            return
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self._future.set_result(self._results)
-
-    def _name(self) -> str:
-        i = self._issued
-        unit = f" of {i.unit}" if i.unit else ""
-        return f"collective {i.sequence} ({i.kind}{unit} in group {i.group} of {i.size})"
 
 
 def _first_line(e: Exception) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from fsdp_lab.rank import lifecycle
 from tests.pool import Place, Pool
-from tests.rank.test_session import DDP, session, spec
+from tests.rank.test_session import DDP, follow, session, spec
 
 KINDS: list[dict[str, Any]] = [
     {},
@@ -84,3 +87,25 @@ def test_what_a_ledger_step_found_is_kept_and_what_is_dropped_is_gone(pool: Pool
         assert after == {"step": 4} and dropped == {"discarded": 1} and gone == {"step": None}
         assert not any(e["ledger"] for e in events)
         assert all(e["memory"]["peak_bytes"] > 0 for e in events)  # as before it was suspended
+
+
+def _aborted(place: Place, given: dict[str, Any]) -> Any:
+    """Rank 1 fails while the training is resumed; then it is resumed again."""
+    s = session(place)
+    s.apply("run", given)
+    losses = [e["mean_loss"] for e in s.train(2)["events"]]
+    s.suspend()
+    failing = mock.patch.object(lifecycle, "build", side_effect=ZeroDivisionError) if place.rank == 1 else nullcontext()
+    with failing, pytest.raises((ZeroDivisionError, RuntimeError)):
+        s.resume("run")
+    step = s.resume("run")["step"]
+    losses += [e["mean_loss"] for e in s.train(2)["events"]]
+    again = s.resume("run")["step"]
+    s.close()
+    return step, again, losses
+
+
+def test_an_abort_while_it_is_resumed_does_not_lose_it(pool: Pool) -> None:
+    (steady, _), _ = follow(pool, [(spec(), 4)])
+    for step, again, losses in pool.run(_aborted, 2, spec().to_dict(), reduction=None):
+        assert (step, again) == (2, None) and losses == [e.mean_loss for e in steady]

@@ -1,0 +1,166 @@
+"""`Nccl`: opens NCCL's groups of one rank, and has the streams and events of its GPU. `NcclGroup`: one of the groups.
+
+Note: waiting for a GPU. A collective over NCCL is a kernel, and `wait` of its work only orders the current stream behind
+it. The host waits where it reads a result: in `.item()`, `.tolist()`, `synchronize`. It waits in C, where no Python
+exception reaches it, and for ever if a rank does not join. Only an abort of NCCL's communicator from another thread ends
+the kernels, and with them the wait. What was read is invalid then. So `WireContext.abort` sets its reason before it aborts
+NCCL, and whoever has waited for the device calls `WireContext.check` before the values are used.
+
+Note: NCCL's own error handling. torch's watchdog ends the process by default when a collective fails or times out: one
+lost rank would end all. It can also abort the communicators by itself, but then the host would go on with invalid values
+without knowing. So for our groups it is switched off (`_SETTINGS`). The watchdog still finds timeouts and errors and says
+so in `Work.get_future_result`, some tenths of a second late; the abort monitor reads that (`WireContext.failure`). torch
+reads the settings when a group is opened. They are set for that moment only, so that groups of others keep the user's.
+
+Note: memory. NCCL's work holds its outputs, so nothing that outlives a collective may hold its work. The meter keeps two
+events, and an observer the `NcclOutcome`. A future is completed on a side stream, so that the stream that computes does not
+wait. torch's allocator must know that this stream uses the tensors too (`record_stream`): otherwise it would give their
+memory to the stream that computes while the side stream still reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+_CLOSE_S = 10.0  # the longest wait for a group to be aborted or shut down, before others are opened
+_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # report only
+    "TORCH_NCCL_BLOCKING_WAIT": "0",  # with it there is no watchdog, and `wait` cannot be aborted
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # it would end the process when the watchdog itself is blocked for long
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # after a failure the watchdog sleeps four times that, and closing waits
+    "TORCH_NCCL_DESYNC_DEBUG": "0",  # it switches the error handling on again
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
+_FAILURES = {1: "did not complete in time: a rank did not join it"}  # by torch's `WorkResult`; 0 is success
+
+
+class Nccl:
+    """See above. Tests replace it by a simulation on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side: Any = None  # the stream on which futures are completed
+
+    def carries(self, tensor: Tensor) -> bool:
+        """Whether a tensor goes over NCCL; others go over Gloo."""
+        return tensor.is_cuda
+
+    def open(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        """A group; its communicator is made by its first collective."""
+        nccl: Any = dist.ProcessGroupNCCL  # not in a build for a CPU
+        options = nccl.Options()
+        options._timeout = timeout
+        with _own_settings():
+            return nccl(store, rank, size, options)
+
+    def record(self) -> Any:
+        """An event on the current stream, whose time can be read."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    @contextmanager
+    def beside(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, the current stream is a side stream, behind what the stream outside has been given so far. `tensors`: all
+        that are used inside."""
+        if self._side is None:
+            self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            yield
+        for tensor in tensors:
+            tensor.record_stream(self._side)
+
+    def complete(self, future: torch.futures.Future[Any], result: Any) -> None:
+        """Complete a future of CUDA tensors: a stream that waits for it waits for the current one."""
+        future.set_result(result)
+
+    def synchronize(self) -> None:
+        """Wait for the device. After an abort it returns early: see the note on waiting."""
+        torch.cuda.synchronize(self._device)
+
+
+class NcclOutcome:
+    """Whether and how a collective has ended. It holds no tensor, and asks the driver nothing, which can block."""
+
+    def __init__(self, work: Any) -> None:
+        self._result = work.get_future_result()  # an int, completed by torch's watchdog
+
+    def is_completed(self) -> bool:
+        return bool(self._result.done())
+
+    def failure(self) -> str | None:
+        """Why it failed, or None."""
+        value = int(self._result.value()) if self._result.done() else 0
+        return _FAILURES.get(value, f"failed in NCCL (torch's WorkResult {value})") if value else None
+
+
+class NcclGroup:
+    """One group of NCCL's, `inner`, that can be aborted from any thread and is closed in bounded time."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.met = False  # whether all ranks have come to their first collective in it: see `Wire._send`
+        self._lock = threading.Lock()
+        self._aborting: threading.Thread | None = None
+
+    def abort(self) -> None:
+        """End its collectives on this rank. Returns at once, and can be repeated.
+
+        Each group is aborted in a thread of its own: the abort of a communicator may wait for its kernels, and those may
+        wait on the device for another communicator's."""
+        with self._lock:
+            if self._aborting is None:
+                self._aborting = self._in_thread(self.inner.abort)
+
+    def close(self, *, aborted: bool, busy: Callable[[], bool]) -> None:
+        """Release it. After an abort, or if it stays `busy` since a rank left without a word, by an abort: torch's shutdown
+        waits for the kernels, and meanwhile an abort waits for it. The caller drops the last reference (see
+        `WireContext.destroy_async`)."""
+        end_s = time.monotonic() + _CLOSE_S
+        while not aborted and busy() and time.monotonic() < end_s:
+            time.sleep(0.01)
+        if aborted or busy():
+            self.abort()
+            assert self._aborting is not None
+            self._aborting.join(_CLOSE_S)
+        else:
+            self._in_thread(self.inner.shutdown).join(_CLOSE_S)
+
+    def _in_thread(self, call: Any) -> threading.Thread:
+        def run() -> None:
+            with contextlib.suppress(RuntimeError):  # it took longer than the group's timeout
+                call()
+
+        thread = threading.Thread(target=run, name="fsdp-lab-nccl", daemon=True)
+        thread.start()
+        return thread
+
+
+@contextmanager
+def _own_settings() -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in _SETTINGS}
+    level = dist.get_debug_level()
+    os.environ.update(_SETTINGS)
+    if level == dist.DebugLevel.DETAIL:  # it switches the error handling on again
+        dist.set_debug_level(dist.DebugLevel.INFO)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(level)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
