@@ -9,9 +9,9 @@ when the backend is built, so each computes its share without communication, als
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,19 @@ Range = tuple[int, int]
 Layout = Mapping[str, Range]  # of one rank: parameter -> its range of the flat parameter, possibly empty
 
 
-def fill(backend: Backend, values: Callable[[str], Tensor]) -> None:
-    """Set every parameter from `values`: name -> the whole tensor, fp32, on any device. Not collective."""
+class Values(Protocol):
+    """Values by name, such as a model's `Initializer`."""
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a flattened parameter, on any device."""
+
+
+def fill(backend: Backend, values: Values) -> None:
+    """Set every parameter; each rank reads its own ranges only. Not collective."""
     backend.allocate()
     for shard in backend.param_shards():
         if shard.numel:
-            shard.local.copy_(values(shard.name).reshape(-1)[shard.start : shard.stop])
+            shard.local.copy_(values.read(shard.name, shard.start, shard.stop))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,8 +105,9 @@ class Lifecycle:
         return old is not None
 
     def _start(self, run: str, p: PreparedTraining) -> None:
-        """Train from initial values. The old model is dropped first, so that two need not fit."""
-        initial = Initializer(p.skeleton, p.spec.workload.seed)
+        """Train from initial values. The old model is dropped first, so that two need not fit. An abort ends the drawing
+        of values between two pieces."""
+        initial = Initializer(p.skeleton, p.spec.workload.seed, self._context.check)
         self.unload()
         backend = build(p.skeleton, p.spec, self._info.device)
         fill(backend, initial)

@@ -17,8 +17,10 @@ import pytest
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.spec import Spec
+from fsdp_lab.models import build
 from fsdp_lab.models.flops import Peak
 from fsdp_lab.rank import Session, prepare
+from fsdp_lab.wire import RankAborted
 from tests.covering import tiered
 from tests.pool import Place, Pool
 
@@ -279,6 +281,33 @@ def test_sigint_frees_ranks_that_wait_and_loses_nothing(
         assert stopped and step == 2
         assert losses == never_interrupted[name]
         assert seconds < 5
+
+
+def _interrupted_while_drawing(place: Place) -> Any:
+    """Initial values that take a quarter of a minute are interrupted; then the same Spec is applied again."""
+    s = session(place)
+    slow = build.Draw.run_on
+
+    def sleepy(self: build.Draw, *arguments: Any) -> None:
+        time.sleep(0.1)
+        slow(self, *arguments)
+
+    if place.rank == 0:
+        threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    start_s = time.perf_counter()
+    with mock.patch.object(build, "_PIECE", 300), mock.patch.object(build.Draw, "run_on", sleepy):
+        with pytest.raises(RankAborted, match="interrupted"):
+            s.apply("run", spec().to_dict())
+        seconds = time.perf_counter() - start_s - 1.5
+    s.apply("run", spec().to_dict())
+    steps = [e["step"] for e in s.train(1)["events"]]
+    s.close()
+    return seconds, steps
+
+
+def test_sigint_ends_the_drawing_of_initial_values(pool: Pool) -> None:
+    for seconds, steps in pool.run(_interrupted_while_drawing, 2, reduction=None):
+        assert seconds < 2 and steps == [0]
 
 
 def _fails(place: Place) -> Any:
