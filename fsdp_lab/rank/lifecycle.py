@@ -162,8 +162,11 @@ class Lifecycle:
             self._finish_replacement(mine, source)
         else:
             self._source = mine.transfer.settle(min(completed for _, completed in come))
-            self._source.free_rest(self._context.busy_addresses())
             self._replacement = None
+            self._source.free_rest(self._context.busy_addresses())
+            for backend in (*source.backends, mine.transfer.new):
+                if backend not in self._source.backends:
+                    backend.release(self._context.busy_addresses())
 
     def _train_with(self, run: str, p: PreparedTraining, backend: Backend, progress: TrainingProgress, scaler: Scaler,
                     ledger: LedgerResult | None = None) -> None:  # fmt: skip
