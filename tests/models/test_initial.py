@@ -75,7 +75,7 @@ def test_ranges_have_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch, name
     (torch.nn.init.normal_, {"mean": 0.5, "std": 2.0}), (torch.nn.init.uniform_, {"a": -1.0}),
     (torch.nn.init.trunc_normal_, {"std": 0.02}), (torch.nn.init.ones_, {}), (torch.nn.init.xavier_uniform_, {}),
 ], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
-@pytest.mark.parametrize("n", [15, 16, 31, 2048, 2063, 2064, 5001])
+@pytest.mark.parametrize("n", [5, 343, 685, 1024, 2063])  # 3 n in pieces: of 1,029 and 2,055 a few are left
 def test_any_function_draws_the_same_in_pieces(
     monkeypatch: pytest.MonkeyPatch, function: Any, arguments: dict[str, Any], n: int
 ) -> None:
