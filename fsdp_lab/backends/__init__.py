@@ -5,18 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_lab.backends.base import Backend
+from fsdp_lab.backends.base import Backend, destroy
 from fsdp_lab.backends.ddp import DDP
 from fsdp_lab.backends.flat import FlatBackend
 from fsdp_lab.backends.fsdp1 import FSDP1
 from fsdp_lab.backends.fsdp2 import FSDP2
-from fsdp_lab.backends.state import fill, transfer_state
+from fsdp_lab.backends.state import fill
+from fsdp_lab.backends.transfer import transfer_state
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.engine import ParamShard, build_mesh, known_groups
@@ -44,7 +46,8 @@ def check(skeleton: nn.Module, spec: Spec, device: torch.device) -> None:
 
 
 def build(skeleton: nn.Module, spec: Spec, device: torch.device, *, mesh: DeviceMesh | None = None) -> Backend:
-    """Wrap a skeleton; collective. Its values are not set: use `fill` or `transfer_state`.
+    """Wrap a skeleton; collective. It holds no parameters yet: use `fill` or `transfer_state`. If it fails, the process
+    groups made for it are destroyed.
 
     `mesh`: by default of the default group, the Wire. Benchmarks pass one of a plain torch group.
     """
@@ -52,7 +55,15 @@ def build(skeleton: nn.Module, spec: Spec, device: torch.device, *, mesh: Device
         raise ValueError("a backend is built from a skeleton: fsdp_lab.models.build_skeleton")
     check(skeleton, spec, device)
     before = known_groups()
-    mesh = mesh or build_mesh(device.type, shard_size=spec.shard_factor)
-    backend = _BACKENDS[spec.strategy.backend](skeleton, spec, mesh, device)
-    backend.groups = [group for group in known_groups() if group not in before]
+    try:
+        mesh = mesh or build_mesh(device.type, shard_size=spec.shard_factor)
+        backend = _BACKENDS[spec.strategy.backend](skeleton, spec, mesh, device)
+    except BaseException:
+        destroy(_groups_since(before))
+        raise
+    backend.groups = _groups_since(before)
     return backend
+
+
+def _groups_since(before: Collection[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    return [group for group in known_groups() if group not in before]

@@ -3,12 +3,14 @@
 A backend is made from a skeleton (parameters on meta, buffers real) and filled through its `param_shards`: each
 parameter by its original name, with the flat range of it that this rank holds as fp32 master. They locate values for
 everything else: initial values, the transfer from one backend to another, gradient norms, byte counts. They refer to
-torch's master shard, which exists in every state of a module, so that an aborted step loses nothing."""
+torch's master shard, which exists in every state of a module, so that an aborted step loses nothing.
+
+A new backend holds no parameters yet: their storage is allocated when it is filled (storage.py)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_lab.backends.storage import DeferredStorage, free, storage_id
 from fsdp_lab.core.events import Role
 from fsdp_lab.core.spec import Precision, Spec, Workload
 from fsdp_lab.engine import ParamShard
@@ -37,10 +40,11 @@ class Backend(ABC):
         groups: process groups created for this backend, which `release` destroys.
     """
 
-    def __init__(
-        self, module: nn.Module, shards: list[ParamShard], spec: Spec, mesh: DeviceMesh, device: torch.device
-    ) -> None:
+    def __init__(self, module: nn.Module, shards: list[ParamShard], deferred: DeferredStorage, spec: Spec,
+                 mesh: DeviceMesh, device: torch.device) -> None:  # fmt: skip
+        """`deferred`: the storage of `shards`, until values come."""
         self.module, self.mesh, self.device = module, mesh, device
+        self._deferred = deferred
         self.replicas = spec.world_size // spec.shard_factor
         self.optimizer = make_optimizer(shards, spec.workload)
         self.groups: list[dist.ProcessGroup] = []
@@ -49,6 +53,13 @@ class Backend(ABC):
     def param_shards(self) -> list[ParamShard]:
         """In the order of the model's parameters; the same names on every rank."""
         return self._param_shards
+
+    def allocate(self, shards: Iterable[ParamShard] | None = None) -> None:
+        """Allocate the parameters in the storage of these shards, of all by default; not what is allocated already."""
+        if shards is None:
+            self._deferred.allocate_all()
+        else:
+            self._deferred.allocate(shard.local for shard in shards)
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Forward; a scalar with a graph."""
@@ -106,6 +117,14 @@ class Backend(ABC):
         """The modules that are units, by original name, with the backend's own hooks around them; under DDP those that
         `Strategy.wrap` selects. Without the root."""
 
+    def retire(self, busy: Collection[int] = ()) -> None:
+        """Free all that is no state: gradients, and what is there to compute with. It cannot train afterwards; its state
+        can be transferred. `busy`: as of `release`."""
+        state = {storage_id(t) for role, t in self.persistent_tensors() if role is not Role.GRADIENTS}
+        held = [*self._gradients(), *(t for _, t in self.transient_tensors())]
+        self.optimizer.zero_grad(set_to_none=True)
+        free([t for t in held if storage_id(t) not in state], busy)
+
     def release(self, busy: Collection[int] = ()) -> None:
         """Free all storage and destroy the groups now; torch's wrappers may outlive their last reference (see `free`).
 
@@ -122,9 +141,7 @@ class Backend(ABC):
         self.optimizer.state.clear()
         self.optimizer.param_groups.clear()
         free(held, busy)
-        for group in self.groups:
-            if group in c10d._world.pg_map:  # otherwise an abort has destroyed it already
-                dist.destroy_process_group(group)
+        destroy(self.groups)
 
     def _gradients(self) -> Iterator[Tensor]:
         """The gradients that the optimizer's parameters hold."""
@@ -184,17 +201,28 @@ def steps_taken(optimizer: torch.optim.Optimizer) -> int:
     return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
 
 
-def seed_state(optimizer: torch.optim.Optimizer, slots: tuple[str, ...], steps: int) -> None:
-    """Create the optimizer's state as after `steps`, with zeros to be overwritten."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            state: dict[str, Any] = {"step": torch.tensor(float(steps))}
-            state.update({slot: torch.zeros_like(p, memory_format=torch.preserve_format) for slot in slots})
-            optimizer.state[p] = state
+def seed_state(
+    optimizer: torch.optim.Optimizer, slots: Collection[str], steps: int, shards: Iterable[ParamShard]
+) -> None:
+    """Create the optimizer's state of these shards as after `steps`, with zeros to be overwritten, where there is none."""
+    params = dict.fromkeys(s.param for s in shards if s.param is not None and s.param not in optimizer.state)
+    for p in params if slots else ():
+        state: dict[str, Any] = {"step": torch.tensor(float(steps))}
+        state.update({slot: torch.zeros_like(p, memory_format=torch.preserve_format) for slot in slots})
+        optimizer.state[p] = state
 
 
-def materialiser(device: torch.device) -> Callable[[nn.Module], None]:
-    """Returns a function that gives a module's own parameters uninitialised storage on `device`.
+def destroy(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Destroy process groups that an abort has not destroyed already."""
+    for group in groups:
+        if group in c10d._world.pg_map:
+            dist.destroy_process_group(group)
+
+
+def materialiser(
+    device: torch.device, then: Callable[[nn.Parameter], None] = lambda p: None
+) -> Callable[[nn.Module], None]:
+    """Returns a function that gives a module's own parameters uninitialised storage on `device`, and calls `then` with each.
 
     Buffers keep their values, and ties stay tied, which `nn.Module.to_empty` does not guarantee.
     """
@@ -205,6 +233,7 @@ def materialiser(device: torch.device) -> Callable[[nn.Module], None]:
             if p is not None and p.is_meta:
                 if id(p) not in made:
                     made[id(p)] = nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
+                    then(made[id(p)])
                 module._parameters[name] = made[id(p)]
 
     return make
@@ -217,17 +246,6 @@ def place_buffers(model: nn.Module, device: torch.device, precision: Precision) 
         dtype = None if kind_of(module) is ModuleKind.BATCH_NORM else buffer_dtype
         for b in module.buffers(recurse=False):
             b.data = b.data.to(device=device, dtype=dtype if b.is_floating_point() else None)
-
-
-def free(tensors: list[Tensor], busy: Collection[int]) -> None:
-    """Return storage to the allocator now, even if it is still referenced, unless its address is in `busy`.
-
-    Dropping a wrapped model does not free it: FSDP1 leaks about 18 MiB for each build of a 3.3M-parameter GPT-2.
-    """
-    for t in tensors:
-        inner = getattr(t, "_local_tensor", t)
-        if not inner.is_meta and inner.untyped_storage().size() and inner.untyped_storage().data_ptr() not in busy:
-            inner.untyped_storage().resize_(0)
 
 
 def original_name(name: str) -> str:

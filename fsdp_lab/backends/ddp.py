@@ -8,7 +8,7 @@ own reduction is used."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Backend
+from fsdp_lab.backends.storage import DeferredStorage
 from fsdp_lab.backends.wrapping import prepare
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.spec import Spec
@@ -35,7 +36,8 @@ class DDP(Backend):
         dtypes = spec.strategy.dtypes
         self._autocast = None if dtypes.param == "fp32" else DTYPES[dtypes.param]
         prepare(skeleton, spec.strategy)
-        skeleton.apply(base.materialiser(device))
+        deferred = DeferredStorage()
+        skeleton.apply(base.materialiser(device, deferred.defer))
         base.place_buffers(skeleton, device, dtypes)
         shards = [_whole(base.original_name(n), p) for n, p in skeleton.named_parameters()]
         group = mesh.get_group()
@@ -52,7 +54,7 @@ class DDP(Backend):
             # a lambda, since DDP compares a hook's annotations with types, and ours are strings
             module.register_comm_hook((group, reduce), lambda state, bucket: _sum_then_divide(state, bucket))
         self._wrap = spec.strategy.wrap
-        super().__init__(module, shards, spec, mesh, device)
+        super().__init__(module, shards, deferred, spec, mesh, device)
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         with torch.autocast(self.device.type, dtype=self._autocast, enabled=self._autocast is not None):
@@ -70,6 +72,12 @@ class DDP(Backend):
     def resident_bytes(self) -> int:
         """The buckets."""
         return sum(p.local.nbytes for p in self.param_shards())
+
+    def retire(self, busy: Collection[int] = ()) -> None:
+        """Also drops torch's reducer, which owns the buckets; an operation that still uses one keeps it."""
+        super().retire(busy)
+        self.module.__dict__.pop("logger", None)  # it refers to the reducer
+        self.module.__dict__.pop("reducer", None)
 
     def micro_batch(self, *, communicate: bool) -> AbstractContextManager[None]:
         assert isinstance(self.module, DistributedDataParallel)

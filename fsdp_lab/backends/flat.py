@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab import engine
-from fsdp_lab.backends.base import DTYPES, Backend, RoleTensor, local_tensor
+from fsdp_lab.backends.base import DTYPES, Backend, RoleTensor, local_tensor, original_name
+from fsdp_lab.backends.storage import DeferredStorage
 from fsdp_lab.backends.wrapping import context_of, name_flat_units, prepare
 from fsdp_lab.core.events import Role
 from fsdp_lab.core.spec import Spec, Strategy
 from fsdp_lab.engine.flat import FlatBuffer
+from fsdp_lab.engine.parameters import sharded_form
+from fsdp_lab.engine.state import shard_of
 from fsdp_lab.models.wrapping import units
 
 
@@ -26,14 +29,17 @@ class FlatBackend(Backend):
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         inside = units(skeleton, spec.strategy.wrap)
         outer = prepare(skeleton, spec.strategy)
+        deferred, found = DeferredStorage(), _Shards()
         options = {**engine_options(spec.strategy, mesh), "group_of": _decays}
         inner = {**options, "mp_policy": dataclasses.replace(options["mp_policy"], output_dtype=None)}
         for group in inside:
             engine.fully_shard([outer(m) for m in group], **inner)
+            found.defer(skeleton, deferred)
         engine.fully_shard(skeleton, **options)
+        found.defer(skeleton, deferred)
         name_flat_units(skeleton, context_of(mesh))
         self._offload = spec.strategy.offload
-        super().__init__(skeleton, engine.shards_of(skeleton), spec, mesh, device)
+        super().__init__(skeleton, found.of(skeleton), deferred, spec, mesh, device)
         self.optimizer.register_step_pre_hook(lambda optimizer, *_: engine.split_unused(skeleton, optimizer))
         if spec.strategy.dtypes.keep_low_precision_gradients:  # torch's optimizers need the dtype of the shards
             self.optimizer.register_step_pre_hook(lambda *_: engine.upcast_gradients(skeleton))
@@ -77,6 +83,25 @@ class FlatBackend(Backend):
     def release(self, busy: Collection[int] = ()) -> None:
         super().release(busy)
         engine.free(self.module, busy=busy)
+
+
+class _Shards:
+    """The shards of a model that is sharded unit by unit, each taken before its storage is freed."""
+
+    def __init__(self) -> None:
+        self._found: dict[FlatBuffer, list[engine.ParamShard]] = {}
+
+    def defer(self, skeleton: nn.Module, deferred: DeferredStorage) -> None:
+        """Take those of the units that are new, and defer their storage."""
+        for flat in engine.flats_of(skeleton):
+            if flat not in self._found:
+                self._found[flat] = [shard_of("", p) for p in flat.sharded]
+                deferred.defer(flat.master, *(t for t in (flat.device_shard,) if t is not None))
+
+    def of(self, root: nn.Module) -> list[engine.ParamShard]:
+        """By the parameters' names in the root, in its order."""
+        named = ((original_name(name), sharded_form(p)) for name, p in root.named_parameters())
+        return [dataclasses.replace(self._found[p.flat][p.number], name=name) for name, p in named if p is not None]
 
 
 def engine_options(strategy: Strategy, mesh: DeviceMesh) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Backend, RoleTensor
+from fsdp_lab.backends.storage import DeferredStorage, free
 from fsdp_lab.backends.wrapping import context_of, name_fsdp1_unit, prepare
 from fsdp_lab.core.events import ROOT, Role
 from fsdp_lab.core.spec import Spec
@@ -52,8 +53,8 @@ class FSDP1(Backend):
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         shapes = {n: p.shape for n, p in skeleton.named_parameters()}
-        module = _wrap(skeleton, spec, mesh, device)
-        super().__init__(module, _param_shards(module, shapes), spec, mesh, device)
+        module, found = _wrap(skeleton, spec, mesh, device)
+        super().__init__(module, found.of(module, shapes), found.deferred, spec, mesh, device)
 
     def transient_tensors(self) -> Iterator[RoleTensor]:
         for flat in (handle.flat_param for handle in _handles(self.module)):
@@ -92,10 +93,37 @@ class FSDP1(Backend):
             held = [getattr(p, n, None) for n in ("_full_param_padded", "_local_shard", "_mp_shard", "_cpu_grad")]
             flat += [t for t in held if isinstance(t, Tensor)]
         super().release(busy)
-        base.free(flat, busy)
+        free(flat, busy)
 
 
-def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+class _Shards:
+    """The shards of a model that is wrapped unit by unit, each taken before its storage is freed.
+
+    torch flattens a unit by a copy of all its parameters, and then takes this rank's part: two whole units for a moment.
+    """
+
+    def __init__(self) -> None:
+        self.deferred = DeferredStorage()
+        self._found: dict[
+            int, tuple[nn.Parameter, Any, Tensor]
+        ] = {}  # by the parameter's id: also where it is, its part
+
+    def defer(self, root: nn.Module) -> None:
+        """Take those of the units that are new, and defer their storage."""
+        for flat in (handle.flat_param for handle in _handles(root)):
+            if id(flat._params[0]) not in self._found:
+                held = getattr(flat, "_local_shard", flat).detach()
+                for p, info in zip(flat._params, flat._shard_param_infos, strict=True):
+                    self._found[id(p)] = (p, info, _part(info, held))
+                self.deferred.defer(held)
+
+    def of(self, root: nn.Module, shapes: Mapping[str, torch.Size]) -> list[ParamShard]:
+        """In the order of the skeleton's parameters."""
+        names = {base.original_name(n): id(p) for n, p in root.named_parameters()}
+        return [_param_shard(n, shape, *self._found[names[n]]) for n, shape in shapes.items() if n in names]
+
+
+def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> tuple[nn.Module, _Shards]:
     s, dtypes = spec.strategy, spec.strategy.dtypes
     inside = units(model, s.wrap)
     outer = prepare(model, s)
@@ -107,14 +135,22 @@ def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) 
             reduce_dtype=DTYPES[dtypes.reduce],
             buffer_dtype=None if dtypes.buffer is None else DTYPES[dtypes.buffer],
         )
+    found, materialise, offloads = _Shards(), base.materialiser(device), s.offload == "all"
+
+    def make(module: nn.Module) -> None:
+        """Called for each module of a unit, with the unit's own first."""
+        if not offloads and (module is model or id(module) in chosen):  # with offload a pinned copy is made below
+            found.defer(model)
+        materialise(module)
+
     wrapped = FullyShardedDataParallel(
         model,
         device_mesh=mesh,
         sharding_strategy=_SHARDING[s.sharding],
         auto_wrap_policy=CustomPolicy(lambda m: id(m) in chosen),
         mixed_precision=precision,
-        cpu_offload=CPUOffload(offload_params=True) if s.offload == "all" else None,
-        param_init_fn=base.materialiser(device),
+        cpu_offload=CPUOffload(offload_params=True) if offloads else None,
+        param_init_fn=make,
         device_id=device,
         use_orig_params=True,
         forward_prefetch=s.forward_depth > 0,
@@ -122,11 +158,14 @@ def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) 
         limit_all_gathers=s.limit_all_gathers > 0,
     )
     _divide_after_the_sum(wrapped, spec.world_size)
+    if not offloads:
+        found.defer(wrapped)
     _lazy_init(wrapped, wrapped)  # now, not in the first forward, since it creates the local shards
+    found.defer(wrapped)
     for name, module in wrapped.named_modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
             name_fsdp1_unit(base.original_name(name) or ROOT, module._handle, context_of(mesh))
-    return wrapped
+    return wrapped, found
 
 
 def _divide_after_the_sum(root: FullyShardedDataParallel, world_size: int) -> None:
@@ -144,21 +183,14 @@ def _handles(root: nn.Module) -> list[Any]:
     return [m._handle for m in FullyShardedDataParallel.fsdp_modules(root) if m._handle is not None]
 
 
-def _param_shards(root: nn.Module, shapes: Mapping[str, torch.Size]) -> list[ParamShard]:
-    """The shards in the order of the skeleton's parameters."""
-    names = {id(p): base.original_name(n) for n, p in root.named_parameters()}
-    found: dict[str, ParamShard] = {}
-    for handle in _handles(root):
-        flat: Any = handle.flat_param
-        for p, info in zip(flat._params, flat._shard_param_infos, strict=True):
-            name = names[id(p)]
-            found[name] = _param_shard(name, shapes[name], p, info, flat._local_shard)
-    return [found[name] for name in shapes if name in found]
-
-
-def _param_shard(name: str, shape: torch.Size, param: nn.Parameter, info: Any, shard: Tensor) -> ParamShard:
+def _part(info: Any, held: Tensor) -> Tensor:
+    """This rank's part of one parameter."""
     if not info.in_shard:
-        return ParamShard(name=name, shape=shape, start=0, stop=0, local=shard.detach()[:0], param=param)
-    start, stop = info.intra_param_start_idx, info.intra_param_end_idx + 1
-    local = shard.detach()[info.offset_in_shard : info.offset_in_shard + stop - start]
-    return ParamShard(name=name, shape=shape, start=start, stop=stop, local=local, param=param)
+        return held[:0]
+    begin = info.offset_in_shard
+    return held[begin : begin + info.intra_param_end_idx + 1 - info.intra_param_start_idx]
+
+
+def _param_shard(name: str, shape: torch.Size, param: nn.Parameter, info: Any, local: Tensor) -> ParamShard:
+    start = info.intra_param_start_idx if info.in_shard else 0
+    return ParamShard(name=name, shape=shape, start=start, stop=start + local.numel(), local=local, param=param)

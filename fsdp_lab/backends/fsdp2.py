@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Backend, RoleTensor
+from fsdp_lab.backends.storage import DeferredStorage
 from fsdp_lab.backends.wrapping import context_of, name_fsdp2_unit, named_units, prepare
 from fsdp_lab.core.events import ROOT, Role
 from fsdp_lab.core.spec import Precision, Spec, Strategy
@@ -27,10 +28,14 @@ class FSDP2(Backend):
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         module = _shard(skeleton, spec.strategy, mesh)
-        _materialise(module, torch.device("cpu") if spec.strategy.offload == "all" else device)
+        deferred = DeferredStorage()
+        for group in _param_groups(module):
+            for p in group.fsdp_params:
+                _materialise(p, torch.device("cpu") if spec.strategy.offload == "all" else device)
+                deferred.defer(p.sharded_param)
         base.place_buffers(module, device, spec.strategy.dtypes)
         shards = [_param_shard(base.original_name(n), p, mesh["shard"]) for n, p in module.named_parameters()]
-        super().__init__(module, shards, spec, mesh, device)
+        super().__init__(module, shards, deferred, spec, mesh, device)
 
     def transient_tensors(self) -> Iterator[RoleTensor]:
         for group in _param_groups(self.module):
@@ -137,12 +142,12 @@ def _precision(dtypes: Precision) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=DTYPES[dtypes.reduce])
 
 
-def _materialise(model: nn.Module, device: torch.device) -> None:
-    """By `to_empty`, the only place where FSDP2 registers new parameters; buffers keep their values."""
-    values = {name: b.clone() for name, b in model.named_buffers()}
-    model.to_empty(device=device)
-    for name, b in model.named_buffers():
-        b.data = values[name]
+def _materialise(p: Any, device: torch.device) -> None:
+    """Give one of torch's private parameters uninitialised storage, as `to_empty` does for a whole model; it pads it."""
+    empty = torch.empty_like(p.sharded_param, device=device)
+    p._setattr_on_modules(nn.Parameter(empty, requires_grad=p.sharded_param.requires_grad))
+    with torch.no_grad():
+        p.reset_sharded_param()
 
 
 def _order_prefetch(wrapped: list[nn.Module], root: nn.Module, strategy: Strategy) -> None:

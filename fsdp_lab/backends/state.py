@@ -1,11 +1,6 @@
 """The state of a backend (parameters, optimizer state, persistent buffers), to and from other places: initial values
-(`fill`), the next backend (`transfer_state`), host memory (`suspend_state`, `resume_state`), and the flat chunks of a
-checkpoint (`snapshot`, `targets`). Values are copied bit for bit.
-
-Note: transfers. Every rank has all ranges, before and after, so all compute the same plan without communication. A rank
-takes what it already holds from itself, and the rest from the next rank (cyclically) that holds it, so that replicas
-share the sending. A few parameters are transferred at a time, and nothing is sent that its target does not need, so
-that no rank ever holds the whole model.
+(`fill`), host memory (`suspend_state`, `resume_state`), and the flat chunks of a
+checkpoint (`snapshot`, `targets`). To the next backend: transfer.py. Values are copied bit for bit.
 
 Note: shares of a checkpoint. Ranks that hold the same range of a parameter divide it evenly, so that nothing is written
 twice and replicas share the writing: with DDP on four ranks each writes a quarter. Every rank has all layouts, gathered
@@ -14,10 +9,9 @@ when the backend is built, so each computes its share without communication, als
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,38 +21,26 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_lab.backends.base import Backend, original_name, seed_state, state_slots, steps_taken
 from fsdp_lab.engine import ParamShard
 
-_BATCH_ELEMENTS = 4 << 20  # of parameters transferred at once: 16 MiB of fp32
 PARAM = "param"
 
 T = TypeVar("T")
 Range = tuple[int, int]
 Layout = Mapping[str, Range]  # of one rank: parameter -> its range of the flat parameter, possibly empty
-Parts = Mapping[str, tuple[Tensor, int]]  # parameter -> this rank's part of it, flat, and where the part begins
 
 
-def fill(backend: Backend, values: Callable[[str], Tensor]) -> None:
-    """Set every parameter from `values`: name -> the whole tensor, fp32, on any device. Not collective."""
+class Values(Protocol):
+    """Values by name, such as a model's `Initializer`."""
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a flattened parameter, on any device."""
+
+
+def fill(backend: Backend, values: Values) -> None:
+    """Set every parameter; each rank reads its own ranges only. Not collective."""
+    backend.allocate()
     for shard in backend.param_shards():
         if shard.numel:
-            shard.local.copy_(values(shard.name).reshape(-1)[shard.start : shard.stop])
-
-
-def transfer_state(old: Backend, new: Backend) -> None:
-    """Copy parameters, optimizer state and buffers; collective over all ranks. `old` is left unchanged."""
-    slots, steps = _optimizer_slots(old)
-    if slots:
-        seed_state(new.optimizer, slots, steps)
-    sources, targets = old.param_shards(), {s.name: s for s in new.param_shards()}
-    layouts = gather_objects((layout_of(sources), layout_of(targets.values())))
-    held, wanted = [have for have, _ in layouts], [want for _, want in layouts]
-    for batch in _batches(sources):
-        plan = plan_transfers([s.name for s in batch], held, wanted)
-        for slot in (PARAM, *slots):
-            given = {s.name: (slot_values(old, s, slot), s.start) for s in batch}
-            into = {s.name: (slot_target(new, s, slot), s.start) for s in (targets[s.name] for s in batch) if s.numel}
-            _exchange(plan, given, into)
-    for (_, source), (_, target) in zip(persistent_buffers(old.module), persistent_buffers(new.module), strict=True):
-        target.copy_(source)
+            shard.local.copy_(values.read(shard.name, shard.start, shard.stop))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +59,7 @@ class SuspendedState:
 
 def suspend_state(backend: Backend) -> SuspendedState:
     """Copy parameters, optimizer state and buffers to the host; collective. The backend may be released afterwards."""
-    slots, steps = _optimizer_slots(backend)
+    slots, steps = optimizer_slots([backend])
     values = {(s.name, slot): slot_values(backend, s, slot) for s in backend.param_shards() for slot in (PARAM, *slots)}
     return SuspendedState(
         values={key: _on_cpu(value) for key, value in values.items()},
@@ -89,8 +71,8 @@ def suspend_state(backend: Backend) -> SuspendedState:
 
 def resume_state(state: SuspendedState, backend: Backend) -> None:
     """Copy back into a new backend of the same Spec. Not collective."""
-    if state.slots:
-        seed_state(backend.optimizer, state.slots, state.steps)
+    backend.allocate()
+    seed_state(backend.optimizer, state.slots, state.steps, backend.param_shards())
     for shard in backend.param_shards():
         for slot in (PARAM, *state.slots):
             value = state.values[shard.name, slot]
@@ -140,98 +122,17 @@ def gather_objects(mine: T) -> list[T]:
     return gathered
 
 
-def _optimizer_slots(backend: Backend) -> tuple[tuple[str, ...], int]:
-    """The optimizer's slots and number of steps, the same on every rank, even if a rank's first shard is empty."""
-    by_rank = gather_objects((_own_slots(backend), steps_taken(backend.optimizer)))
+def optimizer_slots(backends: Sequence[Backend]) -> tuple[tuple[str, ...], int]:
+    """The slots and number of steps of the optimizers, the same on every rank, even if a rank's first shard is empty."""
+    mine: set[str] = set().union(*(_own_slots(b) for b in backends))
+    by_rank = gather_objects((mine, max(steps_taken(b.optimizer) for b in backends)))
     return tuple(sorted(set().union(*(slots for slots, _ in by_rank)))), max(steps for _, steps in by_rank)
 
 
 def _own_slots(backend: Backend) -> set[str]:
-    return {slot for shard in backend.param_shards() for slot in state_slots(backend.optimizer, shard)}
-
-
-def _batches(shards: list[ParamShard]) -> Iterator[list[ParamShard]]:
-    batch: list[ParamShard] = []
-    for shard in shards:
-        batch.append(shard)
-        if sum(s.shape.numel() for s in batch) >= _BATCH_ELEMENTS:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-# -- the plan: which rank sends which range to which ------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Transfer:
-    """`name[start:stop]`, flat, from rank to rank; both may be the same."""
-
-    name: str
-    start: int
-    stop: int
-    source: int
-    target: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-
-def plan_transfers(names: Collection[str], held: Sequence[Layout], wanted: Sequence[Layout]) -> list[Transfer]:
-    """The transfers of all ranks, in the same order on each. `held` and `wanted` are by rank. Raises ValueError if no rank
-    holds what one wants."""
-    return [t for name in names for t in _plan_one(name, [at[name] for at in held], [at[name] for at in wanted])]
-
-
-def _plan_one(name: str, held: Sequence[Range], wanted: Sequence[Range]) -> Iterator[Transfer]:
-    segments = list(_segments(held))
-    for target, (start, stop) in enumerate(wanted):
-        at = start
-        for left, right, holders in segments:
-            if at < stop and left <= at < right:
-                source = min(holders, key=lambda rank: (rank - target) % len(held))
-                yield Transfer(name=name, start=at, stop=min(right, stop), source=source, target=target)
-                at = min(right, stop)
-        if at < stop:
-            raise ValueError(f"no rank holds {name}[{at}:{stop}]")
-
-
-def _segments(held: Sequence[Range]) -> Iterator[tuple[int, int, list[int]]]:
-    """The intervals between the ends of all ranges, in order, each with the ranks that hold it."""
-    edges = sorted({edge for bounds in held for edge in bounds})
-    for left, right in pairwise(edges):
-        if holders := [rank for rank, (start, stop) in enumerate(held) if start <= left and right <= stop]:
-            yield left, right, holders
-
-
-def _part(t: Transfer, parts: Parts) -> Tensor:
-    value, begin = parts[t.name]
-    return value[t.start - begin : t.stop - begin]
-
-
-def _exchange(plan: Sequence[Transfer], given: Parts, into: Parts) -> None:
-    """One all-to-all; none if every rank has what it needs."""
-    rank, ranks = dist.get_rank(), range(dist.get_world_size())
-    for t in plan:
-        if t.source == t.target == rank:
-            _part(t, into).copy_(_part(t, given))
-    if all(t.source == t.target for t in plan):
-        return
-    sent = sorted((t for t in plan if t.source == rank != t.target), key=lambda t: t.target)
-    received = sorted((t for t in plan if t.target == rank != t.source), key=lambda t: t.source)
-    like, _ = next(iter(given.values()))
-    outgoing = torch.cat([like[:0], *(_part(t, given) for t in sent)])
-    incoming = like.new_empty(sum(t.numel for t in received))
-    dist.all_to_all_single(
-        incoming,
-        outgoing,
-        output_split_sizes=[sum(t.numel for t in received if t.source == other) for other in ranks],
-        input_split_sizes=[sum(t.numel for t in sent if t.target == other) for other in ranks],
-    )
-    for t, values in zip(received, torch.split(incoming, [t.numel for t in received]), strict=True):
-        _part(t, into).copy_(values)
+    """Also of parameters whose storage is freed, of which there are no parts."""
+    states = (shard.slots(backend.optimizer) for shard in backend.param_shards())
+    return {slot for state in states for slot, t in state.items() if isinstance(t, Tensor) and t.dim()}
 
 
 # -- the chunks of a checkpoint ----------------------------------------------------------------------------------------
@@ -277,10 +178,11 @@ def snapshot(backend: Backend, layouts: Sequence[Layout], rank: int, writers: Co
 
 
 def targets(backend: Backend, slots: Sequence[str], steps: int, buffers_of: int) -> list[Chunk]:
-    """The tensors of a new backend to be filled from a checkpoint; creates its optimizer state. Not collective.
+    """The tensors of a new backend to be filled from a checkpoint; allocates its parameters and optimizer state. Not
+    collective.
     `buffers_of`: the rank whose saved buffers this one takes."""
-    if slots:
-        seed_state(backend.optimizer, tuple(slots), steps)
+    backend.allocate()
+    seed_state(backend.optimizer, slots, steps, backend.param_shards())
     wanted = [
         Chunk(name=key(p.name, slot), start=p.start, values=slot_target(backend, p, slot))
         for p in backend.param_shards()

@@ -62,10 +62,16 @@ class FlatBuffer:
         self.has_values = [not v.is_meta and not is_absent(v) for v in values]
         self.dtype = dtype
         self.layout = Layout.of([tuple(v.shape) for v in values], groups, mesh.shard_size, dtype.itemsize)
-        self.master = self._make_master(own)
         self.is_view_of_master = mesh.shard_size == 1 and dtype == own and not policy.is_on_host(mesh)
-        self.full = self._make_full()
+        if self.is_view_of_master:
+            self.master = self._make_master(own)
+            self.full = self.master.detach()
+        else:
+            self.full = torch.empty(self.layout.numel, dtype=dtype, device=mesh.device)
         self._views = [self.full[s.offset : s.stop].view(s.shape) for s in self.layout.slots]
+        if not self.is_view_of_master:
+            self._free()  # before the shard is made: no more than the larger one exists
+            self.master = self._make_master(own)
         nothing = _absent(dtype, mesh.device)
         self._nothing = [nothing.expand(s.shape) for s in self.layout.slots]
         self.gradients = GradientBuffer(self.layout, mesh, policy, self.master, dtype, self.names)
@@ -79,8 +85,6 @@ class FlatBuffer:
         self._absent_gradients: list[tuple[nn.Parameter, AbsentGradient]] = []
         self.device_shard = self._make_device_shard()  # [n] in the gathered dtype: under offload, what gathers send
         self.post_forward_shard: Tensor | None = None  # this rank's part of what the post-forward group keeps
-        if not self.is_view_of_master:
-            self._free()
 
     # -- construction -----------------------------------------------------------------------------------------------
 
@@ -89,11 +93,6 @@ class FlatBuffer:
             assert self.mesh.streams is not None
             return self.mesh.streams.host_memory(self.layout.shard_numel, own).zero_()
         return torch.zeros(self.layout.shard_numel, dtype=own, device=self.mesh.device)
-
-    def _make_full(self) -> Tensor:
-        if self.is_view_of_master:
-            return self.master.detach()
-        return torch.empty(self.layout.numel, dtype=self.dtype, device=self.mesh.device)
 
     def _make_device_shard(self) -> Tensor | None:
         if self.policy.offload != OffloadPolicy.OPTIMIZER or self.is_view_of_master:

@@ -4,6 +4,11 @@ Note: initial values depend on (seed, parameter name) alone, so that all backend
 them depend on the order of construction and on the device; here every parameter has its own generator. transformers'
 `_init_weights` defines the distributions: it runs once with every initialisation function replaced by one that records the
 call, and the calls are replayed on real memory, parameter by parameter.
+
+Note: pieces. A rank needs a range of each parameter, and a random generator cannot jump. So values are drawn in pieces up to
+the end of the range, and only the range is kept; what lies behind it is not drawn. Functions that fill element after element
+give the same bits in pieces as at once, if torch's way of drawing normal values is kept in mind: sixteen together, and the
+last sixteen of a tensor anew. Other functions, as those that need the shape, draw the whole parameter.
 """
 
 from __future__ import annotations
@@ -93,6 +98,10 @@ def build_skeleton(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 _DEFAULT_STD = 0.02
+_PIECE = 4 << 20  # elements drawn at once: some 50 ms
+_LAST = 16  # the least that a last piece of a larger tensor may have
+_CONSTANT = (nn.init.zeros_, nn.init.ones_, nn.init.constant_)
+_ELEMENTWISE = (*_CONSTANT, nn.init.normal_, nn.init.uniform_, nn.init.trunc_normal_)
 
 
 @dataclass(frozen=True)
@@ -105,9 +114,20 @@ class Draw:
 
     def run(self, values: Tensor, generator: torch.Generator) -> None:
         """Calls the function on a parameter's values, in place."""
-        target = values if self.part is None else values.as_strided(*self.part)
+        self.run_on(values if self.part is None else values.as_strided(*self.part), generator)
+
+    def run_on(self, target: Tensor, generator: torch.Generator) -> None:
+        """Calls the function on what it sets, or on a piece of that."""
         draws = "generator" in inspect.signature(self.function).parameters
         self.function(target, **self.arguments, **({"generator": generator} if draws else {}))
+
+    def range(self, numel: int) -> tuple[int, int] | None:
+        """Which elements of a parameter of `numel` it sets, if one after the other, whatever the shape; None otherwise."""
+        if self.part is None:
+            return (0, numel) if self.function in _ELEMENTWISE else None
+        size, stride, offset = self.part
+        one_piece = torch.empty_strided(size, stride, device="meta").is_contiguous()
+        return (offset, offset + size.numel()) if one_piece and self.function in _CONSTANT else None
 
     def __str__(self) -> str:
         given = ", ".join(f"{k}={f'{v:.4g}' if isinstance(v, float) else v}" for k, v in self.arguments.items())
@@ -118,12 +138,13 @@ class Initializer:
     """`Initializer(model, seed)(name)` is the full initial value of one parameter, in fp32 on the CPU.
 
     `name` is that of `model.named_parameters()` of the unwrapped model, so a tied parameter has one name, its first. The
-    model is only read and may be a skeleton. Values are equal in every process and for every world size on one kind of CPU
-    (the normal distribution's last bit can differ between vector units).
+    model is only read and may be a skeleton. `read` returns a range of the values. They are equal in every process and for
+    every world size on one kind of CPU (the normal distribution's last bit can differ between vector units).
     """
 
-    def __init__(self, model: nn.Module, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, model: nn.Module, seed: int, check: Callable[[], object] = lambda: None) -> None:
+        """`check` is called before each piece that is drawn; what it raises ends the drawing."""
+        self.seed, self._check = seed, check
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
         self._draws = _recorded_draws(model)
 
@@ -135,6 +156,37 @@ class Initializer:
             for draw in self._draws[name]:
                 draw.run(values, generator)
         return values
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """[stop - start], elements [start, stop) of the flattened values. It takes the memory of this range and of a piece,
+        or of the whole parameter where that cannot be drawn in pieces. Raises KeyError, too."""
+        values = torch.empty(stop - start, dtype=torch.float32, device="cpu")
+        for at, piece in self._pieces(name, stop):
+            first, last = max(start, at), min(stop, at + piece.numel())
+            if first < last:
+                values[first - start : last - start] = piece[first - at : last - at]
+        return values
+
+    def _pieces(self, name: str, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """(where it begins, values) of the pieces of a parameter up to `stop`."""
+        numel, draws = self._shapes[name].numel(), self._draws[name]
+        ranges = [draw.range(numel) for draw in draws]
+        if any(r is None for r in ranges) or ranges[0] != (0, numel) or any(d.part is None for d in draws[1:]):
+            self._check()
+            yield 0, self(name).reshape(-1)
+            return
+        generator = torch.Generator().manual_seed(_seed_of(self.seed, name))
+        at = 0
+        while at < stop:
+            self._check()
+            end = at + _PIECE if numel - at - _PIECE >= _LAST else numel
+            piece = torch.empty(end - at, dtype=torch.float32, device="cpu")
+            for draw, (first, last) in zip(draws, (r for r in ranges if r is not None), strict=True):
+                if max(first, at) < min(last, end):
+                    with torch.no_grad():
+                        draw.run_on(piece[max(first, at) - at : min(last, end) - at], generator)
+            yield at, piece
+            at = end
 
     def draws(self, name: str) -> tuple[Draw, ...]:
         """The calls that make one parameter's values, in order; all use the same generator."""

@@ -152,7 +152,8 @@ class Checkpointer:
         self._closed.set()
 
     def _take(self, trainer: Savable, writers: Collection[int]) -> tuple[list[Chunk], dict[str, Any]]:
-        assert trainer.backend is self._backend
+        if trainer.backend is not self._backend:
+            raise LookupError("a switch was interrupted, and the state is in two layouts; nothing was saved")
         rank = self._info.rank
         chunks = snapshot(trainer.backend, self._layouts, rank, writers) + self._random_states()
         state = {

@@ -1,7 +1,13 @@
 """`Lifecycle`: builds, switches, rebuilds, suspends, resumes, restores and drops the training of a rank.
 
-At most one backend is live. A switch of strategy transfers its values into a new backend and releases the old one
-(backends/state.py). Every method is called inside `AbortProtocol.collective_call`, and most are collective.
+At most one backend is live. A switch of strategy builds a new backend without storage and moves the state into it, unit
+by unit, so that two models need not fit (backends/transfer.py). Every method is called inside
+`AbortProtocol.collective_call`, and most are collective.
+
+Note: a switch that fails. Until every rank has all of the new backend, the training is the old one: nothing of its state
+is freed that is not on all ranks in the new one. After an abort the ranks compare how far each has come (`_settle`) and
+rebuild the old Spec from where its state is. If some rank had finished, all had received everything, and the others
+finish too. Meanwhile no checkpoint can be taken, since no layout has all of the state.
 """
 
 from __future__ import annotations
@@ -10,9 +16,10 @@ import gc
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from fsdp_lab.backends import Backend, build, fill, transfer_state
+from fsdp_lab.backends import Backend, build, fill
 from fsdp_lab.backends.base import update_hyperparameters
-from fsdp_lab.backends.state import SuspendedState, resume_state, suspend_state
+from fsdp_lab.backends.state import SuspendedState, gather_objects, resume_state, suspend_state
+from fsdp_lab.backends.transfer import StateSource, StateTransfer
 from fsdp_lab.core.spec import LINEAGE, Spec
 from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.models import Batches, Initializer, build_skeleton, resolve
@@ -44,6 +51,17 @@ class SuspendedTraining:
     state: SuspendedState
 
 
+@dataclass(frozen=True, kw_only=True)
+class Replacement:
+    """A backend that takes the place of the live one, and the training that continues in it."""
+
+    run: str
+    prepared: PreparedTraining
+    progress: TrainingProgress
+    scaler: Scaler
+    transfer: StateTransfer
+
+
 class Lifecycle:
     """The live training of one rank, and its suspended ones. `notes` are on every training of this rank."""
 
@@ -56,6 +74,9 @@ class Lifecycle:
         self.suspended: dict[str, SuspendedTraining] = {}  # by run
         self._notes = notes
         self._clock = ClockOffset()
+        self._source: StateSource | None = None  # None: the trainer's backend has the state
+        self._replacement: Replacement | None = None  # in progress
+        self._replaced = 0  # how many are complete
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -84,8 +105,9 @@ class Lifecycle:
         return old is not None
 
     def _start(self, run: str, p: PreparedTraining) -> None:
-        """Train from initial values. The old model is dropped first, so that two need not fit."""
-        initial = Initializer(p.skeleton, p.spec.workload.seed)
+        """Train from initial values. The old model is dropped first, so that two need not fit. An abort ends the drawing
+        of values between two pieces."""
+        initial = Initializer(p.skeleton, p.spec.workload.seed, self._context.check)
         self.unload()
         backend = build(p.skeleton, p.spec, self._info.device)
         fill(backend, initial)
@@ -94,33 +116,66 @@ class Lifecycle:
     def _switch(self, run: str, p: PreparedTraining, old: Trainer) -> None:
         """Continue the live training under another Spec."""
         if set(old.spec.difference(p.spec)) <= _NO_REBUILD:
-            backend = old.backend
-            update_hyperparameters(backend.optimizer, p.spec.workload)
+            update_hyperparameters(old.backend.optimizer, p.spec.workload)
+            self._train_with(run, p, old.backend, old.progress, _scaler_for(p.spec, old.scaler))
         else:
-            backend = self._replace_backend(old, p)
-        self._train_with(run, p, backend, old.progress, _scaler_for(p.spec, old.scaler))
+            self._replace_backend(run, old, p)
 
     def rebuild(self) -> None:
         """Rebuild the live training on new process groups, after an abort."""
         self.emulation = LinkEmulation(self._info)  # some ranks may have measured the link before, and others not
+        self._settle()
         if (old := self.trainer) is not None:
-            p = _prepared(old.spec, old.batches, old.cost)
-            self._train_with(old.run, p, self._replace_backend(old, p), old.progress, old.scaler)
+            self._replace_backend(old.run, old, _prepared(old.spec, old.batches, old.cost))
 
-    def _replace_backend(self, old: Trainer, p: PreparedTraining) -> Backend:
-        backend = build(p.skeleton, p.spec, self._info.device)
-        transfer_state(old.backend, backend)
-        self._context.complete()
-        self._groups.world.barrier().wait()  # if one rank could not take its values over, all continue from the old ones
-        old.backend.release(self._context.busy_addresses())
-        gc.collect()
-        return_memory(self._info.device)
-        return backend
+    def _replace_backend(self, run: str, old: Trainer, p: PreparedTraining) -> None:
+        """Continue in a new backend: see the note."""
+        self._checkpointer.unregister()
+        source = self._source or StateSource.of(old.backend)
+        self._source = source
+        for backend in source.backends:
+            backend.retire(self._context.busy_addresses())
+        self._return_memory()
+        scaler = _scaler_for(p.spec, old.scaler)
+        transfer = StateTransfer(source, build(p.skeleton, p.spec, self._info.device))
+        self._replacement = Replacement(run=run, prepared=p, progress=old.progress, scaler=scaler, transfer=transfer)
+        transfer.run(self._context.busy_addresses, self._context.complete)
+        self._checkpointer.register(transfer.new)
+        self._finish_replacement(self._replacement, source)
+
+    def _finish_replacement(self, done: Replacement, source: StateSource) -> None:
+        """When every rank has received everything."""
+        self.trainer = self._trainer(done.run, done.prepared, done.transfer.new, done.progress, done.scaler)
+        self._source = self._replacement = None
+        self._replaced += 1
+        for backend in source.backends:
+            backend.release(self._context.busy_addresses())
+        self._return_memory()
+
+    def _settle(self) -> None:
+        """After an abort: agree with the other ranks on where the state is."""
+        mine, source = self._replacement, self._source
+        come = gather_objects((self._replaced, mine.transfer.completed if mine is not None else 0))
+        if mine is None or source is None:
+            return
+        if max(replaced for replaced, _ in come) > self._replaced:
+            self._finish_replacement(mine, source)
+        else:
+            self._source = mine.transfer.settle(min(completed for _, completed in come))
+            self._replacement = None
+            self._source.free_rest(self._context.busy_addresses())
+            for backend in (*source.backends, mine.transfer.new):
+                if backend not in self._source.backends:
+                    backend.release(self._context.busy_addresses())
 
     def _train_with(self, run: str, p: PreparedTraining, backend: Backend, progress: TrainingProgress, scaler: Scaler,
                     ledger: LedgerResult | None = None) -> None:  # fmt: skip
         self._checkpointer.register(backend)
-        self.trainer = Trainer(
+        self.trainer = self._trainer(run, p, backend, progress, scaler, ledger)
+
+    def _trainer(self, run: str, p: PreparedTraining, backend: Backend, progress: TrainingProgress, scaler: Scaler,
+                 ledger: LedgerResult | None = None) -> Trainer:  # fmt: skip
+        return Trainer(
             run=run,
             spec=p.spec,
             info=self._info,
@@ -185,10 +240,15 @@ class Lifecycle:
         return max(0, before - held_bytes(self._info.device))
 
     def release(self) -> None:
-        if self.trainer is not None:
-            self.trainer.backend.release(self._context.busy_addresses())
-            self.trainer = None
+        backends = [self.trainer.backend] if self.trainer is not None else []
+        backends += [self._replacement.transfer.new] if self._replacement is not None else []
+        for backend in dict.fromkeys([*backends, *(self._source.backends if self._source is not None else ())]):
+            backend.release(self._context.busy_addresses())
+        self.trainer = self._source = self._replacement = None
         self._checkpointer.unregister()
+        self._return_memory()
+
+    def _return_memory(self) -> None:
         gc.collect()
         return_memory(self._info.device)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_lab.models import Initializer, build_skeleton, resolve
+from fsdp_lab.models import Initializer, build, build_skeleton, resolve
 from tests.models.small import SMALL, filled
 
 NAMES = [n for n, _ in build_skeleton(resolve(SMALL["llama tied"])).named_parameters()]
@@ -56,6 +58,47 @@ def test_values_are_distributed_as_the_model_itself_draws_them(name: str) -> Non
             waver = 6 / (2 * theirs.numel()) ** 0.5
             assert ours.std().item() == pytest.approx(theirs.std().item(), rel=waver + 0.01), path
             assert abs(ours.mean().item()) < 6 * theirs.std().item() / theirs.numel() ** 0.5, path
+
+
+@pytest.mark.parametrize("name", [*SMALL, "bert-1m", "vit-1m"])
+def test_ranges_have_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    initial = Initializer(build_skeleton(resolve(SMALL.get(name, name))), 7)
+    monkeypatch.setattr(build, "_PIECE", 1024)
+    for path in initial._shapes:
+        whole = initial(path).reshape(-1)
+        n = whole.numel()
+        for start, stop in ((0, n), (n // 2, n), (n // 3, n // 2), (n - 1, n)):
+            assert torch.equal(initial.read(path, start, stop), whole[start:stop]), path
+
+
+@pytest.mark.parametrize(("function", "arguments"), [
+    (torch.nn.init.normal_, {"mean": 0.5, "std": 2.0}), (torch.nn.init.uniform_, {"a": -1.0}),
+    (torch.nn.init.trunc_normal_, {"std": 0.02}), (torch.nn.init.ones_, {}), (torch.nn.init.xavier_uniform_, {}),
+], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
+@pytest.mark.parametrize("n", [5, 343, 685, 1024, 2063])  # 3 n in pieces: of 1,029 and 2,055 a few are left
+def test_any_function_draws_the_same_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, function: Any, arguments: dict[str, Any], n: int
+) -> None:
+    initial = Initializer(torch.nn.Linear(n, 3, bias=False), 1)
+    row = build.Draw(torch.nn.init.zeros_, {}, (torch.Size([n]), (1,), n))
+    initial._draws = {"weight": [build.Draw(function, arguments), row]}
+    monkeypatch.setattr(build, "_PIECE", 1024)
+    assert torch.equal(initial.read("weight", 1, 3 * n), initial("weight").reshape(-1)[1:])
+
+
+def test_what_lies_behind_a_range_is_not_drawn_and_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    initial = Initializer(build_skeleton(resolve("bert-1m")), 0, lambda: sizes.append(0))
+    inner = build.Draw.run_on
+
+    def seen(self: build.Draw, target: torch.Tensor, generator: torch.Generator) -> None:
+        sizes[-1] += target.numel()
+        inner(self, target, generator)
+
+    monkeypatch.setattr(build, "_PIECE", 1024)
+    monkeypatch.setattr(build.Draw, "run_on", seen)
+    initial.read("bert.embeddings.word_embeddings.weight", 2000, 3000)
+    assert sizes == [1024 + 128, 1024, 1024]  # its first row is made zero
 
 
 def test_a_part_that_is_drawn_apart_is_kept() -> None:

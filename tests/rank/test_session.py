@@ -17,8 +17,10 @@ import pytest
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.spec import Spec
+from fsdp_lab.models import build
 from fsdp_lab.models.flops import Peak
 from fsdp_lab.rank import Session, prepare
+from fsdp_lab.wire import RankAborted
 from tests.covering import tiered
 from tests.pool import Place, Pool
 
@@ -279,6 +281,38 @@ def test_sigint_frees_ranks_that_wait_and_loses_nothing(
         assert stopped and step == 2
         assert losses == never_interrupted[name]
         assert seconds < 5
+
+
+def _interrupted_while_drawing(place: Place) -> Any:
+    """Rank 0 is interrupted in its fifth draw, of more than a hundred; then the same Spec is applied again."""
+    s = session(place)
+    slow = build.Draw.run_on
+    draws: list[float] = []
+
+    def sleepy(self: build.Draw, *arguments: Any) -> None:
+        draws.append(time.time())
+        time.sleep(0.1)
+        slow(self, *arguments)
+        if len(draws) == 5 and place.rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with (
+        mock.patch.object(build, "_PIECE", 300),
+        mock.patch.object(build.Draw, "run_on", sleepy),
+        pytest.raises(RankAborted, match="interrupted"),
+    ):
+        s.apply("run", spec().to_dict())
+    ended, count = time.time(), len(draws)
+    s.apply("run", spec().to_dict())
+    steps = [e["step"] for e in s.train(1)["events"]]
+    s.close()
+    return draws[4], ended, count, steps
+
+
+def test_sigint_ends_the_drawing_of_initial_values(pool: Pool) -> None:
+    (at, *_), _ = found = pool.run(_interrupted_while_drawing, 2, reduction=None)
+    for _, ended, draws, steps in found:
+        assert ended - at < 3 and draws < 40 and steps == [0]
 
 
 def _fails(place: Place) -> Any:

@@ -1,0 +1,69 @@
+"""`DeferredStorage`: what a new backend will hold, not yet allocated; and `free`, which returns storage to the allocator.
+
+A backend is built unit by unit, and the storage of each unit is freed as soon as the unit exists (`defer`). So building
+one takes the memory of one unit, also beside a live one. It is allocated again, at its size and with zeros, when values
+come: all of it (`fill`), or a few parameters at a time (transfer.py).
+
+Note: freed storage. A tensor whose storage is freed keeps its shape, and what views it later sees the new allocation.
+But torch makes no new slice of it, so slices are made before; and reading it reads address 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import Tensor
+
+
+class DeferredStorage:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._owed: dict[
+            int, list[tuple[torch.UntypedStorage, int]]
+        ] = {}  # by the identity of the first storage: sizes
+
+    def defer(self, tensor: Tensor, *others: Tensor) -> None:
+        """Free a tensor's storage until it is allocated; that of `others` together with it."""
+        storages = [_storage(t) for t in (tensor, *others)]
+        owed = [(s, s.nbytes()) for s in storages if s.nbytes() and s.resizable()]  # torch's pinned memory is not
+        if owed:
+            self._owed.setdefault(storages[0]._cdata, []).extend(owed)
+        for storage, _ in owed:
+            storage.resize_(0)
+
+    def allocate(self, tensors: Iterable[Tensor]) -> None:
+        """Allocate the storage of these, where it is deferred."""
+        for t in tensors:
+            self._allocate(_storage(t)._cdata)
+
+    def allocate_all(self) -> None:
+        for key in list(self._owed):
+            self._allocate(key)
+
+    def _allocate(self, key: int) -> None:
+        for storage, nbytes in self._owed.pop(key, ()):
+            storage.resize_(nbytes)
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()  # padding must be zero
+
+
+def free(tensors: Iterable[Tensor], busy: Collection[int] = ()) -> None:
+    """Return storage to the allocator now, even if it is still referenced, unless its address is in `busy`.
+
+    Dropping a wrapped model does not free it: FSDP1 leaks about 18 MiB for each build of a 3.3M-parameter GPT-2.
+    """
+    for t in tensors:
+        storage = _storage(t)
+        if storage.nbytes() and storage.resizable() and storage.data_ptr() not in busy:
+            storage.resize_(0)
+
+
+def storage_id(t: Tensor) -> int:
+    """Equal for tensors that share storage, also for what is freed."""
+    return int(_storage(t)._cdata)
+
+
+def _storage(t: Tensor) -> torch.UntypedStorage:
+    inner: Tensor = getattr(t, "_local_tensor", t)
+    return inner.untyped_storage()

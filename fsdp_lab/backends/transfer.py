@@ -1,0 +1,290 @@
+"""`StateTransfer`: the parameters, optimizer state and buffers of a training, on their way from one backend to another.
+
+Note: the plan. Every rank has all ranges, before and after, so all compute the same plan without communication. A rank
+takes what it already holds from itself, and the rest from the next rank (cyclically) that holds it, so that replicas
+share the sending. Nothing is sent that its target does not need, and no exchange is larger than a bounded number of
+elements on any rank.
+
+Note: memory. The new backend has no storage yet (storage.py). Parameters move in batches; what shares storage, such as
+the flat buffer of a unit, in consecutive ones. A batch first allocates what it fills. A storage of the old backend,
+with its optimizer state, is freed once all of its parameters have arrived on every rank. So the peak is the larger one
+of both layouts and what is in both at once: about one unit and its optimizer state, where the units are the same.
+
+Note: an abort. A rank leaves a transfer wherever it is, perhaps one batch behind another rank. The old values are freed
+only after a barrier behind their batch, so a batch that one rank lacks is on all ranks in the old backend. Afterwards
+the ranks compare how many batches each has completed; those that all have are in the new backend, the rest in the old
+one (`settle`), and the next transfer takes the state from both. Storage that an aborted operation may still use is left
+to its last reference. Exchanges use buffers of their own, so an operation that ends late writes to no backend."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from fsdp_lab.backends.base import Backend, seed_state
+from fsdp_lab.backends.state import (
+    PARAM,
+    Layout,
+    Range,
+    gather_objects,
+    layout_of,
+    optimizer_slots,
+    persistent_buffers,
+    slot_target,
+    slot_values,
+)
+from fsdp_lab.backends.storage import free, storage_id
+from fsdp_lab.engine import ParamShard
+
+_BATCH_ELEMENTS = 1 << 16, 4 << 20  # of parameters moved at once, at least and at most: 16 MiB of fp32
+_BATCHES = 64  # of a model, between these bounds
+
+Parts = Mapping[str, tuple[Tensor, int]]  # parameter -> this rank's part of it, flat, and where the part begins
+Busy = Callable[[], Collection[int]]  # addresses of storage that an aborted operation may still use
+
+
+def transfer_state(old: Backend, new: Backend) -> None:
+    """Move parameters, optimizer state and buffers into a new backend, bit for bit; collective over all ranks. `old` has
+    no parameters afterwards, and is to be released."""
+    StateTransfer(StateSource.of(old), new).run()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSource:
+    """The backends that hold the state of a training: one, or several after an interrupted transfer; alike on all ranks."""
+
+    holders: Mapping[str, Backend]  # by parameter
+    buffers: Backend
+
+    @classmethod
+    def of(cls, backend: Backend) -> StateSource:
+        return cls(holders={s.name: backend for s in backend.param_shards()}, buffers=backend)
+
+    @property
+    def backends(self) -> list[Backend]:
+        return list(dict.fromkeys((self.buffers, *self.holders.values())))
+
+    def shards(self) -> list[ParamShard]:
+        """Of all parameters, where they are."""
+        by_backend = {b: {s.name: s for s in b.param_shards()} for b in self.backends}
+        return [by_backend[backend][name] for name, backend in self.holders.items()]
+
+    def free_rest(self, busy: Collection[int]) -> None:
+        """Free the storage of parameters, in all backends, that holds none of these."""
+        held = {storage_id(s.local) for s in self.shards()}
+        for backend in self.backends:
+            _free_shards(backend, [s for s in backend.param_shards() if storage_id(s.local) not in held], busy)
+
+
+class StateTransfer:
+    """See the module. Collective; all ranks make it and `run` it. `completed`: how many batches this rank has received."""
+
+    def __init__(self, source: StateSource, new: Backend) -> None:
+        self._source, self.new = source, new
+        sources = source.shards()
+        self._from = {s.name: s for s in sources}
+        self._to = {s.name: s for s in new.param_shards()}
+        self._slots, self._steps = optimizer_slots(source.backends)
+        layouts = gather_objects((layout_of(sources), layout_of(self._to.values())))
+        self._held, self._wanted = [have for have, _ in layouts], [want for _, want in layouts]
+        least, most = _BATCH_ELEMENTS
+        self._most = min(most, max(least, sum(s.shape.numel() for s in sources) // _BATCHES))
+        self._batches = self._batched()
+        self.completed = 0
+
+    def run(self, busy: Busy = frozenset, complete: Callable[[], None] = lambda: None) -> None:
+        """Move everything. After an error: `settle`.
+
+        Args:
+            complete: waits for the device's collectives. Raises where they were aborted: what they wrote is invalid then,
+                and the batch does not count.
+        """
+        left = Counter(storage_id(s.local) for s in self._from.values())
+        for names in self._batches:
+            self._receive(names)
+            complete()
+            self.completed += 1
+            left.subtract(storage_id(self._from[name].local) for name in names)
+            done = [s for s in self._from.values() if left.get(storage_id(s.local)) == 0]
+            if done:
+                self._await_all()
+                for backend in self._source.backends:
+                    _free_shards(backend, [s for s in done if self._source.holders[s.name] is backend], busy())
+                for s in done:
+                    left.pop(storage_id(s.local), None)
+        pairs = zip(persistent_buffers(self._source.buffers.module), persistent_buffers(self.new.module), strict=True)
+        for (_, source), (_, target) in pairs:
+            target.copy_(source)
+
+    def settle(self, completed: int) -> StateSource:
+        """Where the state is after an error, when every rank has completed so many batches, and some rank no more."""
+        moved = {name for names in self._batches[:completed] for name in names}
+        holders = {n: self.new if n in moved else b for n, b in self._source.holders.items()}
+        return StateSource(holders=holders, buffers=self._source.buffers)
+
+    def _batched(self) -> list[list[str]]:
+        """Parameters that share storage, before or after, one after the other, in batches of a bounded size. None has
+        the end of one unit and the beginning of another."""
+        batches: list[list[str]] = [[]]
+        size = 0
+        for names in _together(self._from, self._to):
+            numels = [self._from[name].shape.numel() for name in names]
+            begins = size + sum(numels) > self._most
+            for name, numel in zip(names, numels, strict=True):
+                if begins or size + numel > self._most:
+                    batches.append([])
+                    size, begins = 0, False
+                batches[-1].append(name)
+                size += numel
+        return [batch for batch in batches if batch]
+
+    def _receive(self, names: Sequence[str]) -> None:
+        targets = [self._to[name] for name in names]
+        self.new.allocate(targets)
+        seed_state(self.new.optimizer, self._slots, self._steps, targets)
+        plan = plan_transfers(names, self._held, self._wanted)
+        for slot in (PARAM, *self._slots):
+            given = {
+                name: (slot_values(self._source.holders[name], self._from[name], slot), self._from[name].start)
+                for name in names
+            }
+            into = {s.name: (slot_target(self.new, s, slot), s.start) for s in targets if s.numel}
+            _copy_own(plan, given, into)
+            for part in exchanges(plan, self._most):
+                _exchange(part, given, into)
+
+    def _await_all(self) -> None:
+        """Wait until every rank has received all batches up to here."""
+        if self.new.device.type == "cuda":
+            torch.cuda.current_stream(self.new.device).synchronize()
+        world = dist.group.WORLD
+        if world is not None and world.size() > 1:
+            world.barrier().wait()
+
+
+def _free_shards(backend: Backend, shards: Iterable[ParamShard], busy: Collection[int]) -> None:
+    """Free the storage of parameters with their optimizer state; its counters of steps stay."""
+    for s in shards:
+        slots = [t for t in s.slots(backend.optimizer).values() if isinstance(t, Tensor) and t.dim()]
+        free([s.local, *slots], busy)
+
+
+def _together(*layouts: Mapping[str, ParamShard]) -> Iterator[list[str]]:
+    """The names of the parameters, those together that are connected by shared storage; otherwise in order."""
+    group = {name: [name] for name in layouts[0]}
+    for shards in layouts:
+        first: dict[int, str] = {}
+        for name, shard in shards.items():
+            one, other = group[first.setdefault(storage_id(shard.local), name)], group[name]
+            if one is not other:
+                one += other
+                group.update(dict.fromkeys(other, one))
+    order = {name: i for i, name in enumerate(layouts[0])}
+    seen: set[int] = set()
+    for names in group.values():
+        if id(names) not in seen:
+            seen.add(id(names))
+            yield sorted(names, key=order.__getitem__)
+
+
+# -- the plan: which rank sends which range to which ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transfer:
+    """`name[start:stop]`, flat, from rank to rank; both may be the same."""
+
+    name: str
+    start: int
+    stop: int
+    source: int
+    target: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+def plan_transfers(names: Collection[str], held: Sequence[Layout], wanted: Sequence[Layout]) -> list[Transfer]:
+    """The transfers of all ranks, in the same order on each. `held` and `wanted` are by rank. Raises ValueError if no rank
+    holds what one wants."""
+    return [t for name in names for t in _plan_one(name, [at[name] for at in held], [at[name] for at in wanted])]
+
+
+def _plan_one(name: str, held: Sequence[Range], wanted: Sequence[Range]) -> Iterator[Transfer]:
+    segments = list(_segments(held))
+    for target, (start, stop) in enumerate(wanted):
+        at = start
+        for left, right, holders in segments:
+            if at < stop and left <= at < right:
+                source = min(holders, key=lambda rank: (rank - target) % len(held))
+                yield Transfer(name=name, start=at, stop=min(right, stop), source=source, target=target)
+                at = min(right, stop)
+        if at < stop:
+            raise ValueError(f"no rank holds {name}[{at}:{stop}]")
+
+
+def _segments(held: Sequence[Range]) -> Iterator[tuple[int, int, list[int]]]:
+    """The intervals between the ends of all ranges, in order, each with the ranks that hold it."""
+    edges = sorted({edge for bounds in held for edge in bounds})
+    for left, right in pairwise(edges):
+        if holders := [rank for rank, (start, stop) in enumerate(held) if start <= left and right <= stop]:
+            yield left, right, holders
+
+
+def _part(t: Transfer, parts: Parts) -> Tensor:
+    value, begin = parts[t.name]
+    return value[t.start - begin : t.stop - begin]
+
+
+def exchanges(plan: Sequence[Transfer], most: int) -> Iterator[list[Transfer]]:
+    """What goes between ranks, in parts of which no rank sends or receives more than `most` elements."""
+    part: list[Transfer] = []
+    sent: Counter[int] = Counter()
+    received: Counter[int] = Counter()
+    for t in (piece for whole in plan if whole.source != whole.target for piece in _pieces(whole, most)):
+        if max(sent[t.source], received[t.target]) + t.numel > most:
+            yield part
+            part, sent, received = [], Counter(), Counter()
+        part.append(t)
+        sent[t.source] += t.numel
+        received[t.target] += t.numel
+    if part:
+        yield part
+
+
+def _pieces(t: Transfer, most: int) -> Iterator[Transfer]:
+    for start in range(t.start, t.stop, most):
+        yield replace(t, start=start, stop=min(start + most, t.stop))
+
+
+def _copy_own(plan: Sequence[Transfer], given: Parts, into: Parts) -> None:
+    """What this rank has already."""
+    rank = dist.get_rank()
+    for t in plan:
+        if t.source == t.target == rank:
+            _part(t, into).copy_(_part(t, given))
+
+
+def _exchange(plan: Sequence[Transfer], given: Parts, into: Parts) -> None:
+    """One all-to-all."""
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    sent = sorted((t for t in plan if t.source == rank), key=lambda t: t.target)
+    received = sorted((t for t in plan if t.target == rank), key=lambda t: t.source)
+    like, _ = next(iter(given.values()))
+    outgoing = torch.cat([like[:0], *(_part(t, given) for t in sent)])
+    incoming = like.new_empty(sum(t.numel for t in received))
+    dist.all_to_all_single(
+        incoming,
+        outgoing,
+        output_split_sizes=[sum(t.numel for t in received if t.source == other) for other in ranks],
+        input_split_sizes=[sum(t.numel for t in sent if t.target == other) for other in ranks],
+    )
+    for t, values in zip(received, torch.split(incoming, [t.numel for t in received]), strict=True):
+        _part(t, into).copy_(values)

@@ -1,0 +1,137 @@
+"""A switch that fails anywhere, on one rank or by an abort, loses nothing: training continues in the old Spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import distributed as dist
+
+from fsdp_lab import backends
+from fsdp_lab.backends import transfer
+from fsdp_lab.backends.transfer import StateTransfer
+from fsdp_lab.engine import known_groups
+from fsdp_lab.models import build_skeleton, resolve
+from fsdp_lab.rank import lifecycle
+from fsdp_lab.rank.checkpointing import Checkpointer
+from tests.covering import tiered
+from tests.pool import Place, Pool
+from tests.rank.test_session import DDP, SMALL, follow, session, spec
+
+FSDP1, FSDP2 = {"backend": "fsdp1"}, {"backend": "fsdp2"}
+PLACES = {  # the function that fails on rank 1: whether before it, or behind it
+    "when it is built": (lifecycle, "build", "after"),
+    "before a batch": (StateTransfer, "_receive", "before"),
+    "behind a batch": (StateTransfer, "_receive", "after"),
+    "when others free": (StateTransfer, "_await_all", "after"),
+    "at the end": (Checkpointer, "register", "before"),
+}
+
+
+@contextmanager
+def failing(place: str, calls: int, rank: int) -> Iterator[None]:
+    """On rank 1 the so many-th call of a function fails."""
+    owner, name, when = PLACES[place]
+    whole, left = getattr(owner, name), calls
+
+    def called(*args: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= rank == 1
+        if left == 0 and when == "before":
+            raise ZeroDivisionError(place)
+        found = whole(*args, **options)
+        if left == 0:
+            raise ZeroDivisionError(place)
+        return found
+
+    with mock.patch.object(owner, name, called):
+        yield
+
+
+def _failed(place: Place, one: dict[str, Any], other: dict[str, Any], failures: list[tuple[str, int]]) -> Any:
+    """Two steps, a switch that fails, perhaps its recovery too, two steps, and a switch that succeeds, with its step."""
+    with mock.patch.object(transfer, "_BATCH_ELEMENTS", (3000, 3000)):
+        s = session(place, reduction="rank_ordered")
+        s.apply("run", one)
+        losses = [e["mean_loss"] for e in s.train(2)["events"]]
+        said = []
+        for where, calls in failures:
+            with failing(where, calls, place.rank):
+                try:
+                    s.apply("run", other)
+                    said.append("nothing")
+                except Exception as e:
+                    said.append(type(e).__name__)
+        losses += [e["mean_loss"] for e in s.train(2)["events"]]
+        assert s.trainer is not None
+        left_in = s.trainer.spec.to_dict()
+        s.apply("run", other)
+        losses += [e["mean_loss"] for e in s.train(1)["events"]]
+        s.close()
+    return said, left_in == one, losses
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "failures"),
+    tiered(
+        [
+            ({}, FSDP2, [("when it is built", 1)]),
+            ({}, FSDP2, [("before a batch", 3)]),
+            ({}, DDP, [("behind a batch", 4)]),
+            (DDP, FSDP1, [("when others free", 2)]),
+            (FSDP1, {"wrap": "whole"}, [("at the end", 1)]),
+            (FSDP2, DDP, [("behind a batch", 5), ("before a batch", 3)]),
+            (FSDP2, {}, [("before a batch", 5), ("behind a batch", 7), ("when it is built", 1)]),
+        ],
+        lambda one, other, failures: (
+            failures in ([("behind a batch", 4)], [("behind a batch", 5), ("before a batch", 3)])
+        ),
+    ),
+)
+def test_nothing_is_lost(pool: Pool, one: Any, other: Any, failures: list[tuple[str, int]]) -> None:
+    by_rank = pool.run(_failed, 2, spec(**one).to_dict(), spec(**other).to_dict(), failures, reduction=None)
+    (steady, _), _ = follow(pool, [(spec(**one), 4), (spec(**other), 1)])
+    for rank, (said, in_old, losses) in enumerate(by_rank):
+        assert said == [["RankAborted", "ZeroDivisionError"][rank]] * len(failures)
+        assert in_old
+        assert losses == [e.mean_loss for e in steady]
+
+
+def _busy(place: Place) -> tuple[list[int], list[int]]:
+    """After a switch: how large the old storage is that an operation may use, and the rest."""
+    s = session(place)
+    s.apply("run", spec().to_dict())
+    s.train(1)
+    assert s.trainer is not None
+    storages = {
+        s.local.untyped_storage().data_ptr(): s.local.untyped_storage() for s in s.trainer.backend.param_shards()
+    }
+    used, *rest = storages
+    with mock.patch.object(s.context, "busy_addresses", lambda: {used}):
+        s.apply("run", spec(backend="ddp", sharding="no_shard").to_dict())
+    s.train(1)
+    found = [storages[used].nbytes()], [storages[at].nbytes() for at in rest]
+    s.close()
+    return found
+
+
+def test_storage_that_an_aborted_operation_may_use_is_left(pool: Pool) -> None:
+    for used, rest in pool.run(_busy, 2, reduction=None):
+        assert min(used) > 0 and len(rest) > 1 and max(rest) == 0
+
+
+def _build_fails(place: Place) -> int:
+    def fails(*_: Any) -> Any:
+        dist.new_group()
+        raise MemoryError
+
+    with mock.patch.dict(backends._BACKENDS, lab=fails), pytest.raises(MemoryError):  # type: ignore[arg-type]
+        backends.build(build_skeleton(resolve(SMALL)), spec(), place.info.device)
+    return len(known_groups())
+
+
+def test_groups_of_a_backend_that_cannot_be_built_are_destroyed(pool: Pool) -> None:
+    assert pool.run(_build_fails, 2) == [0, 0]

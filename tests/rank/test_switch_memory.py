@@ -1,0 +1,133 @@
+"""A live switch never holds two models, moves every bit, and is undone where it fails."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from fsdp_lab.backends.storage import storage_id
+from fsdp_lab.core.events import Role
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.models import build_skeleton, resolve
+from fsdp_lab.models.wrapping import units
+from fsdp_lab.rank import Session
+from fsdp_lab.rank.trainer import checksum
+from tests.engine.scenarios.meter import growths
+from tests.pool import Place, Pool
+from tests.rank.test_session import session
+
+DEEP = {"model_type": "gpt2", "n_layer": 5, "n_embd": 192, "n_head": 4, "vocab_size": 512, "n_positions": 64}
+BACKENDS: dict[str, dict[str, Any]] = {
+    "lab": {"backend": "lab"},
+    "fsdp2": {"backend": "fsdp2"},
+    "fsdp1": {"backend": "fsdp1"},
+    "ddp": {"backend": "ddp", "sharding": "no_shard"},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "lab zero1": {"backend": "lab", "sharding": "zero1"},
+    "lab replicas": {"backend": "lab", "sharding": "no_shard"},
+    "lab offload": {"backend": "lab", "sharding": "shard_grad_op", "offload": "optimizer"},
+    "lab bf16": {"backend": "lab", "offload": "all", "precision": "bf16"},
+    "fsdp2 offload": {"backend": "fsdp2", "sharding": "shard_grad_op", "offload": "all"},
+    "fsdp1 replicas": {"backend": "fsdp1", "sharding": "no_shard"},
+    "fsdp1 bf16": {"backend": "fsdp1", "sharding": "shard_grad_op", "precision": "bf16"},
+}
+
+
+def spec(**changes: Any) -> Spec:
+    return Spec(world_size=2).replace(model=DEEP, seq_len=16, micro_batch=1, lr=0.01).replace(**changes)
+
+
+def every_pair(names: list[str]) -> list[str]:
+    """A way over the names in which each one follows each one once, itself too."""
+    way, left = [names[0]], {name: [*names] for name in names}
+    while left[way[-1]]:
+        way.append(left[way[-1]].pop())
+    assert len(way) == len(names) ** 2 + 1
+    return way
+
+
+def test_every_pair_is_on_the_way() -> None:
+    way = every_pair([*BACKENDS])
+    assert len(set(pairwise(way))) == len(way) - 1
+
+
+# -- in a rank -------------------------------------------------------------------------------------------------------
+
+
+def held(s: Session) -> int:
+    """Bytes of parameters and optimizer state between steps, and of what the backend keeps beside them."""
+    assert s.trainer is not None
+    backend = s.trainer.backend
+    sizes = {storage_id(t): t.untyped_storage().nbytes() for t in (getattr(t, "_local_tensor", t)
+             for role, t in backend.persistent_tensors() if role is not Role.GRADIENTS)}  # fmt: skip
+    return sum(sizes.values()) + backend.resident_bytes()
+
+
+def walk(place: Place, way: list[dict[str, Any]]) -> list[Any]:
+    """For each switch: the bytes held before and after, how far its peak is above those before, and both checksums."""
+    found = []
+    with growths() as (mark, grown):
+        s = session(place, reduction="rank_ordered")
+        s.apply("run", way[0])
+        for given in way[1:]:
+            s.train(1)
+            assert s.trainer is not None
+            old, before, first = s.trainer.backend, held(s), checksum(s.trainer.backend)
+            mark()
+            if Spec.from_dict(given) == s.trainer.spec:
+                s._lifecycle.rebuild()
+            else:
+                s.apply("run", given)
+            mark()
+            assert s.trainer.backend is not old
+            found.append((before, held(s), first, checksum(s.trainer.backend)))
+        s.close()
+    return [(*one, grew) for one, grew in zip(found, grown(), strict=True)]
+
+
+# -- what a switch takes ---------------------------------------------------------------------------------------------
+
+
+def unit_bytes() -> int:
+    """Of the parameters of the largest unit, in fp32."""
+    skeleton = build_skeleton(resolve(DEEP))
+    inside = [sum(p.numel() for m in group for p in m.parameters()) for group in units(skeleton, "block")]
+    root = sum(p.numel() for p in skeleton.parameters()) - sum(inside)
+    return 4 * max(root, *inside)
+
+
+def assert_bounded(pool: Pool, names: list[str], layouts: dict[str, dict[str, Any]], optimizer: str) -> None:
+    way = [spec(**layouts[name], optimizer=optimizer) for name in names]
+    unit, slots = unit_bytes(), {"adamw": 2, "sgd": 0}[optimizer]
+    by_rank = pool.run(walk, 2, [s.to_dict() for s in way], reduction=None, timeout_s=600)
+    for i, (one, other) in enumerate(pairwise(names)):
+        sums = []
+        for before, after, first, last, grown in (rank[i] for rank in by_rank):
+            building = 2.5 * unit if layouts[other]["backend"] == "fsdp1" else 0.0  # torch flattens a unit by a copy
+            bound = max(before, after) + max(unit * (1 + slots), building)
+            print(f"{optimizer} {one} -> {other}: {before + grown:,} of {bound:,.0f}; {before + after:,} for both")
+            assert before + grown <= bound * 1.01, f"{one} -> {other}"
+            sums.append((first, last))
+        for n, s in enumerate(way[i : i + 2]):
+            sums.append(sum(pair[n] for pair in sums[: s.shard_factor]) % (1 << 64))
+        assert sums[-1] == sums[-2], f"{one} -> {other}"
+
+
+def test_a_switch_never_holds_two_models(pool: Pool) -> None:
+    assert_bounded(pool, ["lab", "ddp", "fsdp2", "fsdp1", "lab", "lab"], BACKENDS, "adamw")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_nor_any_other_one(pool: Pool, optimizer: str) -> None:
+    assert_bounded(pool, every_pair([*BACKENDS]), BACKENDS, optimizer)
+
+
+@pytest.mark.slow
+def test_nor_between_other_layouts(pool: Pool) -> None:
+    """There and back, by way of each."""
+    names = ["lab", *OTHERS, "ddp", *reversed(OTHERS), "fsdp2", *[*OTHERS][::2], "fsdp1", *[*OTHERS][1::2]]
+    assert_bounded(pool, names, {**BACKENDS, **OTHERS}, "adamw")
