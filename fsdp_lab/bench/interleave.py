@@ -208,7 +208,9 @@ class Metered:
 
     def publish(self) -> None:
         """Adds the event of a finished step, and sends all unsent ones every `PUBLISH_EVERY_S`."""
-        measured = self.measure.read()
+        ended = self.measure.end()
+        self.measure.pause()
+        measured = self.measure.read(ended)
         self._unsent.append(
             StepEvent(
                 run="bench",

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-from fsdp_lab.core.events import PhaseSnapshot
+from fsdp_lab.core.events import PhaseSnapshot, StepEvent
 from fsdp_lab.core.faults import Fault, FaultKind
 from fsdp_lab.core.hang import limit
 from fsdp_lab.core.spec import Spec
@@ -159,22 +159,29 @@ class Session:
                     for i in range(steps):
                         at = trainer.progress.step
                         with self._faults.during(trainer):
-                            event = trainer.step(ledger=at in ledgers, traced=i == steps - 1)
+                            ended = trainer.advance(ledger=at in ledgers, traced=i == steps - 1)
+                        if at in checks or at in evaluations or i == steps - 1:
+                            ended += trainer.finish()
                         if at in checks:
-                            event = trainer.checked(event)
+                            ended[-1] = trainer.checked(ended[-1])
                         try:
                             if at in evaluations:
-                                event = trainer.evaluated(event, evaluations[at])
+                                ended[-1] = trainer.evaluated(ended[-1], evaluations[at])
                         finally:  # the step is committed, even if its evaluation failed
-                            events.append(event.to_dict())
-                            self._on_event(events[-1])
+                            self._publish(ended, events)
             except BaseException as e:
+                self._publish(trainer.finish(wait=False), events)
                 self._protocol.abort_step(trainer, e)
                 stopped = True
             else:
                 self._protocol.record(trainer, settled=False)
         saves = self._checkpointer.ended()
         return {"events": events, "stopped": stopped, "step": trainer.progress.step, "saves": saves}
+
+    def _publish(self, ended: Sequence[StepEvent], events: list[dict[str, Any]]) -> None:
+        for event in ended:
+            events.append(event.to_dict())
+            self._on_event(events[-1])
 
     def calibrate(self, specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str], passes: int) -> dict[str, Any]:
         """Measure this machine, and steps of each Spec, besides the live training; collective, about ten seconds.
