@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from fsdp_lab.backends import Backend, build, fill, transfer_state
 from fsdp_lab.backends.base import update_hyperparameters
 from fsdp_lab.backends.state import SuspendedState, resume_state, suspend_state
+from fsdp_lab.core.hang import LongWork
 from fsdp_lab.core.spec import LINEAGE, Spec
 from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.models import Batches, Initializer, build_skeleton, resolve
 from fsdp_lab.rank.abort import AbortProtocol
 from fsdp_lab.rank.checkpointing import Checkpointer
+from fsdp_lab.rank.heartbeat import LongWorkLog
 from fsdp_lab.rank.ledger import LedgerResult
 from fsdp_lab.rank.measure import held_bytes, return_memory
 from fsdp_lab.rank.prepare import EmulatedLink, LinkEmulation, Preparation, PreparedTraining
@@ -48,10 +50,11 @@ class Lifecycle:
     """The live training of one rank, and its suspended ones. `notes` are on every training of this rank."""
 
     def __init__(self, info: RankInfo, context: WireContext, groups: AbortProtocol, checkpointer: Checkpointer,
-                 notes: tuple[str, ...]) -> None:  # fmt: skip
+                 notes: tuple[str, ...], work: LongWorkLog) -> None:  # fmt: skip
         self._info, self._context, self._groups, self._checkpointer = info, context, groups, checkpointer
+        self._work = work
         self.trainer: Trainer | None = None
-        self.preparation = Preparation(info)
+        self.preparation = Preparation(info, work)
         self.emulation, self.emulated = LinkEmulation(info), EmulatedLink()
         self.suspended: dict[str, SuspendedTraining] = {}  # by run
         self._notes = notes
@@ -87,8 +90,9 @@ class Lifecycle:
         """Train from initial values. The old model is dropped first, so that two need not fit."""
         initial = Initializer(p.skeleton, p.spec.workload.seed)
         self.unload()
-        backend = build(p.skeleton, p.spec, self._info.device)
-        fill(backend, initial)
+        backend = self._build(p)
+        with self._work.during(LongWork.DRAW):
+            fill(backend, initial)
         self._train_with(run, p, backend, TrainingProgress(), _scaler_for(p.spec))
 
     def _switch(self, run: str, p: PreparedTraining, old: Trainer) -> None:
@@ -108,12 +112,16 @@ class Lifecycle:
             self._train_with(old.run, p, self._replace_backend(old, p), old.progress, old.scaler)
 
     def _replace_backend(self, old: Trainer, p: PreparedTraining) -> Backend:
-        backend = build(p.skeleton, p.spec, self._info.device)
+        backend = self._build(p)
         transfer_state(old.backend, backend)
         old.backend.release(self._context.busy_addresses())
         gc.collect()
         return_memory(self._info.device)
         return backend
+
+    def _build(self, p: PreparedTraining) -> Backend:
+        with self._work.during(LongWork.BUILD):
+            return build(p.skeleton, p.spec, self._info.device)
 
     def _train_with(self, run: str, p: PreparedTraining, backend: Backend, progress: TrainingProgress, scaler: Scaler,
                     ledger: LedgerResult | None = None) -> None:  # fmt: skip
@@ -152,8 +160,9 @@ class Lifecycle:
         self._clock = compare_clocks(self._groups.world)
         p = _prepared(training.spec, training.batches, training.cost)
         self._emulate(p)
-        backend = build(p.skeleton, p.spec, self._info.device)
-        resume_state(training.state, backend)
+        backend = self._build(p)
+        with self._work.during(LongWork.LOAD):
+            resume_state(training.state, backend)
         self._train_with(run, p, backend, training.progress, training.scaler, training.ledger)
         self._groups.world.barrier().wait()
 
@@ -168,8 +177,9 @@ class Lifecycle:
         prepared = self.preparation.prepare(wanted, None)
         self._emulate(prepared)
         self.unload()
-        backend = build(prepared.skeleton, prepared.spec, self._info.device)
-        progress, scaler, notes = self._checkpointer.load(saved, backend)
+        backend = self._build(prepared)
+        with self._work.during(LongWork.LOAD):
+            progress, scaler, notes = self._checkpointer.load(saved, backend)
         self._train_with(run, prepared, backend, progress, _scaler_for(wanted, scaler))
         self._groups.world.barrier().wait()
         return notes

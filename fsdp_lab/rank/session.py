@@ -18,13 +18,13 @@ import torch
 
 from fsdp_lab.core.events import PhaseSnapshot, StepEvent
 from fsdp_lab.core.faults import Fault, FaultKind
-from fsdp_lab.core.hang import limit
+from fsdp_lab.core.hang import LONGEST_WORK_S, LongWork, limit
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.rank.abort import AbortProtocol, own_connection
 from fsdp_lab.rank.calibration import HardwareProbe, calibration_trainers
 from fsdp_lab.rank.checkpointing import Checkpointer
 from fsdp_lab.rank.faults import FaultInjector, slower
-from fsdp_lab.rank.heartbeat import HangWatchdog, HeartbeatThread, RankActivity
+from fsdp_lab.rank.heartbeat import HangWatchdog, HeartbeatThread, LongWorkLog, RankActivity
 from fsdp_lab.rank.lifecycle import Lifecycle
 from fsdp_lab.rank.measure import device_name, fidelity_notes, software
 from fsdp_lab.rank.rendezvous import RankInfo, find_store
@@ -84,7 +84,10 @@ class Session:
         self._protocol = AbortProtocol(self.info, self.context, store)
         self._checkpointer = Checkpointer(self.info, own_connection(store))
         self._notes = fidelity_notes(self.info, shared_gpu_ranks)
-        self._lifecycle = Lifecycle(self.info, self.context, self._protocol, self._checkpointer, self._notes)
+        self._work = LongWorkLog()
+        self._lifecycle = Lifecycle(
+            self.info, self.context, self._protocol, self._checkpointer, self._notes, self._work
+        )
         self._slow: SlowMotionStep | None = None
         self._faults = FaultInjector(self.info, self.context)
         announce = self._protocol.monitor.announce
@@ -158,7 +161,7 @@ class Session:
                 with self.context.emulating(self._faults.link or self._lifecycle.emulated.link):
                     for i in range(steps):
                         at = trainer.progress.step
-                        with self._faults.during(trainer):
+                        with self._faults.during(trainer), self._patient_step(trainer):
                             ended = trainer.advance(ledger=at in ledgers, traced=i == steps - 1)
                         if at in checks or at in evaluations or i == steps - 1:
                             ended += trainer.finish()
@@ -177,6 +180,18 @@ class Session:
                 self._protocol.record(trainer, settled=False)
         saves = self._checkpointer.ended()
         return {"events": events, "stopped": stopped, "step": trainer.progress.step, "saves": saves}
+
+    @contextmanager
+    def _patient_step(self, trainer: Trainer) -> Iterator[None]:
+        """The context of a step that may take a rank long, if it is one."""
+        compiles = trainer.spec.strategy.compile
+        with contextlib.ExitStack() as stack:
+            if compiles or trainer.is_first:
+                stack.enter_context(self.context.patience(LONGEST_WORK_S))
+            if trainer.is_first:
+                stack.enter_context(self._work.during(LongWork.FIRST_STEP))
+            stack.enter_context(self._work.compiling(compiles))
+            yield
 
     def _publish(self, ended: Sequence[StepEvent], events: list[dict[str, Any]]) -> None:
         for event in ended:
@@ -386,12 +401,14 @@ class Session:
         self._leave_slow_motion()
         with self._protocol.collective_call():
             self._reopen()
-            yield
+            with self.context.patience(LONGEST_WORK_S):
+                yield
 
     def _reopen(self) -> None:
         """After an abort, open new process groups and rebuild the backend on them."""
         if self._protocol.reopen():
-            self._lifecycle.rebuild()
+            with self.context.patience(LONGEST_WORK_S):
+                self._lifecycle.rebuild()
 
     def _applied(self, start_s: float, *, carried: bool, notes: Sequence[str] = ()) -> dict[str, Any]:
         trainer = self._lifecycle.require()
@@ -406,4 +423,10 @@ class Session:
     def _activity(self) -> RankActivity:
         """Called in the thread of the heartbeats."""
         trainer = self.trainer
-        return RankActivity(working=self._protocol.monitor.working, step=trainer.progress.step if trainer else None)
+        work, since_work_s = self._work.read()
+        return RankActivity(
+            working=self._protocol.monitor.working,
+            step=trainer.progress.step if trainer else None,
+            work=work,
+            since_work_s=since_work_s,
+        )

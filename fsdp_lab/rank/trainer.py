@@ -168,6 +168,11 @@ class Trainer:
             self._complete()
         return self._taken()
 
+    @property
+    def is_first(self) -> bool:
+        """Whether no step was made with this backend."""
+        return self._steps_here == 0
+
     def finish(self, *, wait: bool = True) -> list[StepEvent]:
         """The events that are not returned yet, for which it waits for the device; without `wait`, as after an abort, it
         takes the times that are known now."""

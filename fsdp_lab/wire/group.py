@@ -98,6 +98,10 @@ class Wire(dist.ProcessGroup):
     def group_desc(self) -> str:
         return self._desc
 
+    def _set_timeout(self, timeout: timedelta) -> None:
+        if self._gloo is not None:
+            self._gloo._set_default_timeout(timeout)
+
     def abort(self) -> None:
         """Abort this rank's collectives, in all its groups."""
         self.context.abort(f"the group {self._name_} was aborted")
