@@ -259,13 +259,15 @@ class Session:
         continues; a previous one that is still being written is waited for. The newest `last` of the run are kept.
 
         Returns {"step", "seconds": how long training stopped, "waited_s": for the previous one, "bytes" of this rank}.
-        Raises ArgumentError if nothing can be written to `root`.
+        Raises ArgumentError if nothing can be written to `root`, or a rank is still writing the previous one after some
+        minutes; training goes on.
         """
         start_s = time.perf_counter()
         with self._exclusive():
             trainer = self._lifecycle.require()
-            while not self._checkpointer.wait(0.05):
-                self.context.check()
+            with self._work.during(LongWork.EARLIER_CHECKPOINT):
+                written = self._checkpointer.wait_for_earlier(self.context.check)
+            self._checkpointer.require_all(written)
             waited_s = time.perf_counter() - start_s
             partial = self._checkpointer.begin(root, trainer.progress.step)
             nbytes = self._checkpointer.save(trainer, partial, kind=kind, last=last)
