@@ -90,6 +90,12 @@ class Backend(ABC):
             return None
         return _range(shard, local_tensor(shard.param.grad))
 
+    def gradients(self) -> list[Tensor]:
+        """This rank's reduced gradients, as the optimizer will see them, in as few tensors as the backend has them in;
+        any padding is zero."""
+        shards = map(self.gradient, self.param_shards())
+        return [g for g in shards if g is not None and g.numel()]
+
     def resident_bytes(self) -> int:
         """Bytes on the device between steps besides shards and optimizer state: DDP's buckets, ZeRO-1's gathered
         parameters."""

@@ -50,6 +50,11 @@ class FlatBackend(Backend):
             engine.upcast_gradients(self.module)  # they would underflow when clipped or unscaled in a lower precision
         return None if p is None or p.grad is None else local_tensor(p.grad)
 
+    def gradients(self) -> list[Tensor]:
+        """One for each flat buffer."""
+        engine.upcast_gradients(self.module)
+        return [t for t in self._gradients() if t.numel()]
+
     def _gradients(self) -> Iterator[Tensor]:
         reduced = (flat.gradients.local() for flat in engine.flats_of(self.module))
         return (t for t in reduced if t is not None)

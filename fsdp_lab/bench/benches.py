@@ -6,6 +6,12 @@ ratio of equals), each with median, p10, p90 and n; what else was measured; in "
 Note: several launches in `metering`. The memory layout of a form's tensors is random, and constant within a launch: one
 form can be 1 to 2% faster than its equal for as long as the processes live. So the processes are started several times,
 with the forms built in another order each time, and the error is computed from the differences between launches.
+
+Note: parts in `metering`. Each rank times what it does beyond a plain step by its clock. The vote counts as long as on the
+rank that comes last to it, as the others wait for the slowest one with a vote or without. On a GPU the norm's time contains
+the one wait for the device. What is left of the difference to the bare form is the rest: the wire, and what differs
+between two builds of one form. The only ledger step is a form's third step, as in a lab; it is not among the counted steps,
+and its additional time is spread over `LEDGER_STEPS` steps.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +31,7 @@ from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.formatting import Spread, Table
 
 Say = Callable[[str], None]
+LEDGER_STEPS = 1000  # between two switches of strategy, each of which makes a ledger step
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}  # of losses and gradient norms, relative
 
 # -- reports ---------------------------------------------------------------------------------------------------------
@@ -78,6 +85,10 @@ class BenchResult:
     losses: Mapping[str, Sequence[float]]  # of the last step, by rank
     gradient_norms: Mapping[str, float]  # of the first step, over all ranks
     peak_bytes: Mapping[str, int]  # of the rank that allocated most; 0 on CPUs
+    parts: Mapping[str, Mapping[str, Sequence[float]]] = field(
+        default_factory=dict
+    )  # of metered forms: seconds by part
+    ledger_s: Mapping[str, float] = field(default_factory=dict)  # of metered forms: their ledger step
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[Mapping[str, Any]]) -> BenchResult:
@@ -88,6 +99,8 @@ class BenchResult:
             losses={f: [r[f]["loss"] for r in ranks] for f in forms},
             peak_bytes={f: max(r[f]["peak_bytes"] for r in ranks) for f in forms},
             gradient_norms={f: math.sqrt(sum(r[f]["squared_norm"] for r in ranks)) for f in forms},
+            parts={f: parts_of([r[f]["parts"] for r in ranks]) for f in forms if "parts" in ranks[0][f]},
+            ledger_s={f: max(max(r[f]["ledger_s"]) for r in ranks) for f in forms if ranks[0][f].get("ledger_s")},
         )
 
     def step_time(self, form: str) -> Spread:
@@ -155,6 +168,14 @@ class BenchResult:
             )
 
 
+def parts_of(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """Seconds of each part of the metering, one per round: of the slowest rank; of the vote, of the one that waits least."""
+    of = {"vote": min}
+    return {
+        name: [of.get(name, max)(each) for each in zip(*(r[name] for r in ranks), strict=True)] for name in ranks[0]
+    }
+
+
 def pooled(launches: Sequence[Sequence[float]]) -> Spread:
     """The spread over all rounds of all launches."""
     return spread([ratio for rounds in launches for ratio in rounds])
@@ -219,7 +240,7 @@ def step_figures(result: BenchResult, environment: Mapping[str, Any], say: Say) 
 
 
 def metering(plan: BenchPlan, peer: str, launches: int, say: Say) -> dict[str, Any]:
-    """The overhead of the wire, of measuring and of live publishing in a step of `peer`. Raises BenchError."""
+    """The overhead in a step of `peer` of all that a lab does beyond a plain step. Raises BenchError."""
     say(f"{peer}: {launches} launches of {rounds_of(plan)}, on {' '.join(plan.devices)}")
     results, spans = list[BenchResult](), list[int]()  # spans: their number in each published event
 
@@ -241,11 +262,35 @@ def metering(plan: BenchPlan, peer: str, launches: int, say: Say) -> dict[str, A
         report.figures[section][name] = summary = summarize_launches(found)
         error = f"mean of launches {summary['mean']:.4f}, standard error {summary['standard_error']:.4f}"
         say(f"{'control ' * (section == 'control')}{name}: {error}; all rounds: {format_spread(pooled(found))}")
+    parts = overheads(results, peer)
+    bare_s = times[METERING[peer][0]].median
+    for name, seconds in parts.items():
+        say(f"  {name}: {1e3 * seconds:.3f} ms, {seconds / bare_s:.2%} of a bare step")
     difference, form = max(result.difference() for result in results)
     say(f"largest difference of losses and gradient norms between forms: {difference:.1e} ({form})")
     traced = [count for count in spans if count]
     say(f"{len(spans)} events published, {len(traced)} of them with spans, {max(traced, default=0)} at most")
-    return report.figures | {"step_time_s": {name: asdict(time) for name, time in times.items()}}
+    step_time_s = {name: asdict(time) for name, time in times.items()}
+    return report.figures | {"step_time_s": step_time_s, "parts_s": parts, "parts/bare": {
+        name: seconds / bare_s for name, seconds in parts.items()}}  # fmt: skip
+
+
+def overheads(results: Sequence[BenchResult], peer: str) -> dict[str, float]:
+    """Seconds per step of each part of the overhead: the median over all rounds, and the rest up to the difference of the
+    forms' medians; last the ledger's share, which comes in addition."""
+    bare, metered, again = METERING[peer]
+    rounds = {name: [s for r in results for s in r.parts[metered][name]] for name in results[0].parts[metered]}
+    found = {name: statistics.median(seconds) for name, seconds in rounds.items()}
+    extra = [
+        m - (a + b) / 2
+        for r in results
+        for m, a, b in zip(*(r.seconds[f] for f in (metered, bare, again)), strict=True)
+    ]
+    found["rest"] = statistics.median(extra) - sum(found.values())
+    ledgers = [r.ledger_s[metered] - statistics.median(r.seconds[metered]) for r in results if metered in r.ledger_s]
+    if ledgers:
+        found[f"ledger, over {LEDGER_STEPS} steps"] = statistics.median(ledgers) / LEDGER_STEPS
+    return found
 
 
 # -- checkpoint ------------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,15 @@ from fsdp_lab.backends import Backend, build, fill
 from fsdp_lab.backends.base import state_slots
 from fsdp_lab.bench.plan import FORMS, BenchPlan, Form
 from fsdp_lab.core.events import StepEvent
-from fsdp_lab.models import Initializer, build_skeleton, resolve
+from fsdp_lab.engine.scaling import Scaler
+from fsdp_lab.models import Batches, BestPeak, Initializer, build_skeleton, resolve
+from fsdp_lab.models.flops import Peak
 from fsdp_lab.models.wrapping import blocks
-from fsdp_lab.rank.measure import StepMeter
+from fsdp_lab.rank.ledger import LedgerResult
+from fsdp_lab.rank.measure import StepMeter, UnreadStep
 from fsdp_lab.rank.rendezvous import RankInfo
+from fsdp_lab.rank.tracing import ClockOffset
+from fsdp_lab.rank.trainer import StepCost, Trainer, TrainingProgress
 from fsdp_lab.wire import ReductionOrder, Wire
 
 Batch = Mapping[str, Tensor]
@@ -48,8 +53,9 @@ class BuiltForm:
     metered: Metered | None = None
 
     def result(self) -> dict[str, Any]:
-        loss = float(self.loss)
-        return {"seconds": self.seconds, "loss": loss, "squared_norm": self.squared_norm, "peak_bytes": self.peak_bytes}
+        found = {"seconds": self.seconds, "loss": float(self.loss), "squared_norm": self.squared_norm,
+                 "peak_bytes": self.peak_bytes}  # fmt: skip
+        return found if self.metered is None else found | self.metered.result()
 
 
 def interleave(
@@ -73,6 +79,8 @@ def interleave(
             gc.freeze()  # many models exist now: a collection would be timed as part of some form's step
         for built in forms if i % 2 else forms[::-1]:  # in alternating order: no form always follows the same one
             seconds = step(built, batch, info.device, world, first=i == 0)
+            if built.metered is not None:
+                built.metered.end_round(seconds, counted=i >= plan.warmup)
             if i >= plan.warmup:
                 built.seconds.append(seconds)
                 built.peak_bytes = max(built.peak_bytes, _peak(built.backend, info.device))
@@ -104,7 +112,7 @@ def build_forms(
         backend = build(skeleton, plan.spec(form), info.device, mesh=raw if form.group == "raw" else None)
         fill(backend, initial)
         _keep_last(backend.module, form.keep_last)
-        metered = Metered(plan, info, world, backend, on_events) if form.metered else None
+        metered = Metered(plan, form, info, world, backend, on_events) if form.metered else None
         yield BuiltForm(form=form, backend=backend, metered=metered)
 
 
@@ -126,34 +134,32 @@ def _keep_last(model: nn.Module, count: int) -> None:
 
 def step(built: BuiltForm, batch: Batch, device: torch.device, world: Wire, *, first: bool) -> float:
     """Trains one step and returns its seconds on this rank. The first, which is not counted, computes the gradient norm."""
-    backend, metered = built.backend, built.metered
+    backend = built.backend
     world.context.reduction = ReductionOrder(built.form.reduction)
     world.control(torch.zeros(1, dtype=torch.float64))  # a barrier
     _synchronize(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     begun_s = time.perf_counter()
-    with metered.step() if metered else nullcontext():
-        with backend.micro_batch(communicate=True):
-            loss = backend.loss(batch)
-            if metered:
-                metered.measure.part("backward")
-            torch.autograd.backward(loss)
-        if first:
-            built.squared_norm = _squared_norm(backend)
-        if metered:
-            metered.measure.before_update()
-            metered.measure.part("optimizer")
-        backend.optimizer.step()
-        if metered:
-            metered.measure.after_update()
-        backend.optimizer.zero_grad(set_to_none=True)
+    if built.metered is not None:
+        built.loss = built.metered.step(batch, on_gradients=lambda: _note_norm(built, first=first))
+        _synchronize(device)
+        return time.perf_counter() - begun_s
+    with backend.micro_batch(communicate=True):
+        loss = backend.loss(batch)
+        torch.autograd.backward(loss)
+    _note_norm(built, first=first)
+    backend.optimizer.step()
+    backend.optimizer.zero_grad(set_to_none=True)
     _synchronize(device)
-    if metered:
-        metered.publish()
     seconds = time.perf_counter() - begun_s
     built.loss = loss.detach()
     return seconds
+
+
+def _note_norm(built: BuiltForm, *, first: bool) -> None:
+    if first:
+        built.squared_norm = _squared_norm(built.backend)
 
 
 def _peak(backend: Backend, device: torch.device) -> int:
@@ -184,55 +190,150 @@ def _squared_norm(backend: Backend) -> float:
 
 
 class Metered:
-    """Measures and publishes every step of a form as a lab's rank does: `step` around it, then `publish`; both are timed.
+    """Trains, measures and publishes every step of a form as a lab's rank does, by its `Trainer`; all of it is timed.
 
-    Only the transport differs: a rank publishes its events over ZMQ; here they go as JSON through the pipe to the launcher.
-    Other work of the trainer (the vote that ends a step, the gradient norm) is not included, because training without a lab
-    may need it as well.
+    Only two things differ: batches are given; and events go as JSON through the pipe to the launcher, where a rank of a lab
+    publishes them over ZMQ.
     """
 
-    def __init__(self, plan: BenchPlan, info: RankInfo, world: Wire, backend: Backend, send: Publish) -> None:
-        self._plan, self._seat, self._send = plan, info, send
-        self.measure = StepMeter(backend, world.context, info, offload="none")
+    def __init__(
+        self, plan: BenchPlan, form: Form, info: RankInfo, world: Wire, backend: Backend, send: Publish
+    ) -> None:
+        self._send = send
+        self._batches = _GivenBatch()
+        self._times = PartTimes()
+        self._trainer = TimedTrainer(
+            run="bench",
+            spec=plan.spec(form),
+            info=info,
+            backend=backend,
+            batches=cast(Batches, self._batches),
+            world=world,
+            cost=StepCost(flops=0, recompute_flops=0, tokens=plan.micro_batch * plan.seq_len, peak=BestPeak(_NO_PEAK)),
+            progress=TrainingProgress(),
+            scaler=Scaler(enabled=False),
+            notes=(),
+            clock=ClockOffset(),
+        )
+        self._trainer.times = self._times
         self._unsent: list[dict[str, Any]] = []
-        self._steps = 0
         self._published_s = self._traced_s = float("-inf")
+        self._ledger = False  # whether the newest step was a ledger step
+        self._ledger_s: list[float] = []
 
-    def step(self) -> AbstractContextManager[None]:
-        """Around forward, backward and update."""
+    def step(self, batch: Batch, *, on_gradients: Callable[[], None]) -> Tensor:
+        """A step and its event. `on_gradients` is called before the update. Returns the loss."""
+        self._batches.given = batch
         now_s = time.perf_counter()
         traced = now_s - self._traced_s >= TRACE_EVERY_S
         if traced:
             self._traced_s = now_s
-        return self.measure.step(traced=traced)
+        handle = self._trainer.backend.optimizer.register_step_pre_hook(lambda *_: on_gradients())
+        event = self._trainer.step(traced=traced)
+        handle.remove()
+        self._ledger = event.ledger
+        with self._times.of("events"):
+            self._publish(event)
+        return torch.tensor(event.loss)
 
-    def publish(self) -> None:
-        """Adds the event of a finished step, and sends all unsent ones every `PUBLISH_EVERY_S`."""
-        measured = self.measure.read()
-        self._unsent.append(
-            StepEvent(
-                run="bench",
-                spec_id="bench",
-                rank=self._seat.rank,
-                world_size=self._seat.world_size,
-                step=self._steps,
-                samples=self._steps * self._plan.micro_batch * self._plan.ranks,
-                end_unix_s=measured.end_unix_s,
-                step_time_s=measured.step_time_s,
-                tokens=self._plan.micro_batch * self._plan.seq_len,
-                loss=0.0,  # reading it would synchronise with the device
-                mean_loss=0.0,
-                grad_norm=0.0,
-                flops=0,
-                memory=measured.memory,
-                comm=measured.comm,
-                begin_s=measured.begin_s,
-                spans=measured.spans,
-            ).to_dict()
-        )
-        self._steps += 1
+    def _publish(self, event: StepEvent) -> None:
+        """Send all unsent events every `PUBLISH_EVERY_S`."""
+        self._unsent.append(event.to_dict())
         now_s = time.perf_counter()
         if now_s - self._published_s >= PUBLISH_EVERY_S:
             unsent, self._unsent = self._unsent, []
             self._send(unsent)
             self._published_s = now_s
+
+    def end_round(self, seconds: float, *, counted: bool) -> None:
+        """Keep the parts of the newest step; of a ledger step, its time."""
+        self._times.end_step(keep=counted)
+        if self._ledger:
+            self._ledger_s.append(seconds)
+
+    def result(self) -> dict[str, Any]:
+        return {"parts": self._times.kept, "ledger_s": self._ledger_s}
+
+
+PARTS = ("norm", "vote", "measuring", "events")
+_NO_PEAK = Peak(None, "not measured")
+
+
+class PartTimes:
+    """Host seconds of each of `PARTS`, step by step."""
+
+    def __init__(self) -> None:
+        self._now = dict.fromkeys(PARTS, 0.0)
+        self.kept: dict[str, list[float]] = {name: [] for name in PARTS}
+
+    @contextmanager
+    def of(self, part: str) -> Iterator[None]:
+        begun_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._now[part] += time.perf_counter() - begun_s
+
+    def end_step(self, *, keep: bool) -> None:
+        for name, seconds in self._now.items():
+            if keep:
+                self.kept[name].append(seconds)
+        self._now = dict.fromkeys(PARTS, 0.0)
+
+
+class TimedTrainer(Trainer):
+    """A trainer that times what it does beyond a plain loop."""
+
+    times: PartTimes
+
+    def __post_init__(self, ledger: LedgerResult | None) -> None:
+        super().__post_init__(ledger)
+        self.meter = TimedMeter(self)
+
+    def _loss_and_norm(self, total: Tensor) -> tuple[float, float]:
+        with self.times.of("norm"):
+            return super()._loss_and_norm(total)
+
+    def _cast(self, loss: float, squared: float) -> list[float]:
+        with self.times.of("vote"):
+            return super()._cast(loss, squared)
+
+    def _complete(self) -> None:
+        with self.times.of("measuring"):
+            super()._complete()
+
+
+class TimedMeter(StepMeter):
+    """Times its own work at the ends of a step, and around the update."""
+
+    def __init__(self, trainer: TimedTrainer) -> None:
+        super().__init__(trainer.backend, trainer.world.context, trainer.info, offload="none")
+        self._trainer = trainer
+
+    @contextmanager
+    def step(self, *, ledger: bool = False, traced: bool = False) -> Iterator[None]:
+        with ExitStack() as stack:
+            with self._trainer.times.of("measuring"):
+                stack.enter_context(super().step(ledger=ledger, traced=traced))
+            yield
+            with self._trainer.times.of("measuring"):
+                stack.close()
+
+    def before_update(self) -> None:
+        with self._trainer.times.of("measuring"):
+            super().before_update()
+
+    def after_update(self) -> None:
+        with self._trainer.times.of("measuring"):
+            super().after_update()
+
+    def end(self) -> UnreadStep:
+        with self._trainer.times.of("measuring"):
+            return super().end()
+
+
+class _GivenBatch:
+    given: Batch
+
+    def batch(self, samples: int, micro: int) -> Batch:
+        return self.given

@@ -220,7 +220,8 @@ BENCHES: tuple[tuple[str, Callable[[argparse.Namespace], dict[str, Any]], str, O
      "save and load time, compared with plain Distributed Checkpoint, and the cost of a save to training",
      OWN_RANKS | {"rounds": number(15, "number of saves and loads"),
                   "folder": {"type": Path, "help": "folder on the disk to measure (default: a temporary one)"}}),
-    ("metering", metering, "overhead of measuring and publishing, compared with torch's own process group",
+    ("metering", metering,
+     "overhead of all that a lab does in a step (vote, norm, measuring, events), compared with plain training",
      OWN_RANKS | {
          "steps": number(100, "counted steps of each form"), "launches": number(4, "number of fresh launches"),
          "backend": {"choices": METERED_PEERS, "default": "fsdp2", "help": f"backend {DEFAULT}"}} | PRECISION),

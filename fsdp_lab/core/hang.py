@@ -2,11 +2,17 @@
 
 A heartbeat crosses processes as a dict of plain values. Heartbeats serve only status and hang detection; plots and history
 come from step events. `diagnose` runs in the kernel or, without one (torchrun), on a rank that has waited for too long.
+
+Note: long work. Ranks wait for one that compiles or draws initial values, and it is not hung. Such work is named in its
+heartbeats (`LongWork`), and what others wait for it meanwhile does not count: a wait is measured from the last moment at
+which a rank of the group was at long work. Each kind has a limit of its own, after which it counts like any other time.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +21,30 @@ from fsdp_lab.core.errors import ArgumentError, is_number
 
 WORKING_S, IDLE_S = 1.0, 2.0  # the longest interval between two heartbeats
 _GRACE_S = 1.5  # on a busy machine
+
+
+class LongWork(enum.Enum):
+    """What a rank does by itself and what may take longer than others wait for it: a sentence about the rank, and the
+    seconds after which it counts as a hang."""
+
+    READ = "reads its data", 900.0
+    BUILD = "builds the model", 900.0
+    DRAW = "draws initial values", 900.0
+    LOAD = "loads values", 900.0
+    COMPILE = "compiles", 900.0
+    FIRST_STEP = "makes its first step, in which libraries load and memory is first used", 60.0
+    EARLIER_CHECKPOINT = "waits for an earlier checkpoint to be written", 600.0
+
+    @property
+    def text(self) -> str:
+        return self.value[0]
+
+    @property
+    def limit_s(self) -> float:
+        return self.value[1]
+
+
+LONGEST_WORK_S = max(work.limit_s for work in LongWork)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +86,8 @@ class Heartbeat:
     counts: Mapping[str, int] = field(default_factory=dict)  # issued so far, by group
     recent: tuple[Issued, ...] = ()  # the last ones, oldest first
     stack: str = ""  # of the rank's main thread, newest call last
+    work: str = ""  # the text of the `LongWork` that it does
+    since_work_s: float | None = None  # since it last did long work within its limit; None: never
 
     @property
     def next_s(self) -> float:
@@ -64,8 +96,9 @@ class Heartbeat:
 
     @property
     def silent_s(self) -> float:
-        """Seconds without another one after which its rank counts as silent: it is stopped, or native code holds the GIL."""
-        return self.next_s + _GRACE_S
+        """Seconds without another one after which its rank counts as silent: it is stopped, or native code holds the GIL,
+        which some long work does."""
+        return LONGEST_WORK_S if self.work else self.next_s + _GRACE_S
 
     def to_dict(self) -> dict[str, Any]:
         d = dataclasses.asdict(self)
@@ -128,11 +161,18 @@ def diagnose(heartbeats: Heartbeats, limit_s: float, silent: Mapping[int, str] |
     """
     silent = silent or {}
     waiting = {rank: h for rank, h in heartbeats.items() if h.pending is not None and rank not in silent}
-    late = [h for h in waiting.values() if h.pending_s > limit_s]
+    late = [h for h in waiting.values() if _counted_s(h, heartbeats, silent) > limit_s]
     if not late:
         return None
     longest = max(late, key=lambda h: h.pending_s)
     return _mismatch(longest, heartbeats, waiting) or _absence(longest, heartbeats, waiting, silent)
+
+
+def _counted_s(wait: Heartbeat, heartbeats: Heartbeats, silent: Mapping[int, str]) -> float:
+    """Seconds for which it has waited while no rank of the group was at long work."""
+    peers = (heartbeats[rank] for rank in wait.peers if rank in heartbeats and rank not in silent)
+    idle_s = (peer.since_work_s for peer in peers if peer.since_work_s is not None)
+    return min(wait.pending_s, *idle_s, math.inf)
 
 
 # -- a rank is missing -----------------------------------------------------------------------------------------------
@@ -205,7 +245,7 @@ def _last_seen(rank: int, heartbeat: Heartbeat | None, silence: str | None) -> s
     name = heartbeat.last.name if heartbeat.last else "no collective"
     if silence:
         return f"the last heartbeat of rank {rank} was after {name}; {silence}, so its stack cannot be read"
-    last = f"the last collective of rank {rank} is {name}"
+    last = f"the last collective of rank {rank} is {name}" + (f", and it {heartbeat.work}" if heartbeat.work else "")
     return last if heartbeat.working else f"{last}, and it is not in the step: it has not begun, or is busy with a cell"
 
 

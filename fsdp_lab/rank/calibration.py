@@ -141,7 +141,7 @@ class HardwareProbe:
             optimizer = make(parts, lr=1e-9, foreach=True)
 
             def update(parts: Sequence[Tensor] = parts, optimizer: Any = optimizer) -> None:
-                squared_norm([p.grad for p in parts if p.grad is not None])
+                squared_norm([p.grad for p in parts if p.grad is not None], self._device)
                 optimizer.step()
 
             yield [float(size), self._seconds(update)]

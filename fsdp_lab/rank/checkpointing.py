@@ -17,7 +17,7 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +55,8 @@ from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.trainer import TrainingProgress
 
 POLL_S = 0.02
+PART_S = 300.0  # for the other ranks to report their files, from when rank 0 has written its own
+EARLIER_S = 2 * PART_S  # for an earlier checkpoint to be written, before another one is begun
 CLOSE_S = 1.0  # for a file to be finished when its rank closes
 
 
@@ -69,13 +71,17 @@ class Savable(Protocol):
 
 
 class Checkpointer:
-    """One per rank. `store`: a separate connection to rank 0's store."""
+    """One per rank. `store`: a separate connection to rank 0's store. `part_s`, `earlier_s`: see `PART_S`, `EARLIER_S`."""
 
-    def __init__(self, info: RankInfo, store: dist.Store) -> None:
+    def __init__(
+        self, info: RankInfo, store: dist.Store, *, part_s: float = PART_S, earlier_s: float = EARLIER_S
+    ) -> None:
         self._info, self._store = info, store
+        self._part_s, self._earlier_s = part_s, earlier_s
         self._backend: Backend | None = None
         self._layouts: Sequence[Layout] = ()  # by rank
         self._writing: threading.Thread | None = None
+        self._own_written = True  # this rank's file; rank 0 then waits for the others' reports
         self._ended: list[dict[str, Any]] = []
         self._closed = threading.Event()
 
@@ -114,12 +120,14 @@ class Checkpointer:
 
         def write() -> None:
             part = _written(partial, self._info.rank, chunks, state)
+            self._own_written = True
             with contextlib.suppress(RuntimeError):  # rank 0 and its store are gone: the checkpoint stays incomplete
                 self._store.set(_key(partial, self._info.rank), json.dumps(part))
-                if self._info.rank == 0:
-                    result = {"kind": kind, "step": step, **self._commit(partial, kind, last)}
-                    self._ended.append({**result, "seconds": time.perf_counter() - begin_s})
+            if self._info.rank == 0:
+                result = {"kind": kind, "step": step, **self._commit(partial, kind, last)}
+                self._ended.append({**result, "seconds": time.perf_counter() - begin_s})
 
+        self._own_written = False
         self._writing = threading.Thread(target=write, name="fsdp-lab-checkpoint", daemon=True)
         self._writing.start()
         return sum(c.values.nbytes for c in chunks)
@@ -140,6 +148,22 @@ class Checkpointer:
             if not self._writing.is_alive():
                 self._writing = None
         return self._writing is None
+
+    def wait_for_earlier(self, check: Callable[[], None]) -> bool:
+        """Waits for the checkpoint before, at most `earlier_s`, calling `check` meanwhile. Returns whether it is written."""
+        deadline_s = time.monotonic() + self._earlier_s
+        while not self.wait(0.05) and time.monotonic() < deadline_s:
+            check()
+        return self._writing is None
+
+    def require_all(self, written: bool) -> None:
+        """Raises ArgumentError on every rank unless `written` on all; collective."""
+        by_rank = gather_objects((written, self._own_written))
+        if not all(done for done, _ in by_rank):
+            busy = [str(rank) for rank, (_, own) in enumerate(by_rank) if not own] or ["0"]
+            ranks = f"rank{'s' * (len(busy) > 1)} {', '.join(busy)}"
+            raise ArgumentError("save", f"{ranks} did not finish writing the checkpoint before this one in "
+                                f"{self._earlier_s:g} s", "look whether its disk answers, or save less often")  # fmt: skip
 
     def ended(self) -> list[dict[str, Any]]:
         """On rank 0, what has been written since the last call: {"kind", "step", "path" or None, "bytes", "seconds",
@@ -178,14 +202,11 @@ class Checkpointer:
 
     def _commit(self, partial: Path, kind: str, last: int) -> dict[str, Any]:
         """On rank 0: commit the checkpoint when all ranks have written their files, or discard it."""
-        parts = []
-        for rank in range(self._info.world_size):
-            while not self._store.check([_key(partial, rank)]):
-                if self._closed.wait(POLL_S):
-                    discard(partial)
-                    return {"path": None, "bytes": 0, "error": "the ranks were closed before it was written"}
-            parts.append(json.loads(self._store.get(_key(partial, rank))))
-            self._store.delete_key(_key(partial, rank))
+        try:
+            parts = self._parts(partial)
+        except (TimeoutError, RuntimeError) as e:
+            discard(partial)
+            return {"path": None, "bytes": 0, "error": _message(e)}
         errors = [f"rank {rank}: {part['error']}" for rank, part in enumerate(parts) if "error" in part]
         try:
             if not errors:
@@ -196,6 +217,20 @@ class Checkpointer:
             errors = [f"rank 0: {_message(e)}"]
         discard(partial)
         return {"path": None, "bytes": 0, "error": "; ".join(errors)}
+
+    def _parts(self, partial: Path) -> list[dict[str, Any]]:
+        """What each rank reports about its file. Raises TimeoutError, or RuntimeError if the store fails, or is closed."""
+        parts, deadline_s = [], time.monotonic() + self._part_s
+        for rank in range(self._info.world_size):
+            while not self._store.check([_key(partial, rank)]):
+                if self._closed.wait(POLL_S):
+                    raise RuntimeError("the ranks were closed before it was written")
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(f"rank {rank} did not report its file within {self._part_s:g} s after rank 0 had "
+                                       "written its own, so the checkpoint was given up")  # fmt: skip
+            parts.append(json.loads(self._store.get(_key(partial, rank))))
+            self._store.delete_key(_key(partial, rank))
+        return parts
 
     # -- loading --------------------------------------------------------------------------------------------------
 

@@ -14,14 +14,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 from torch import distributed as dist
 
-from fsdp_lab.core.hang import IDLE_S, WORKING_S, Heartbeat, Issued, diagnose
+from fsdp_lab.core.hang import IDLE_S, WORKING_S, Heartbeat, Issued, LongWork, diagnose
 from fsdp_lab.rank.abort import BoundedStore
 from fsdp_lab.wire import Collective, WireContext
 
@@ -40,6 +41,63 @@ class RankActivity:
 
     working: bool
     step: int | None
+    work: str = ""  # see `Heartbeat`
+    since_work_s: float | None = None
+
+
+class LongWorkLog:
+    """Whether a rank is at long work (`fsdp_lab.core.hang.LongWork`), and since when not. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: list[tuple[LongWork, float]] = []  # and when it began, outermost first; without time for inner ones
+        self._ended_s: float | None = None
+
+    @contextmanager
+    def during(self, work: LongWork) -> Iterator[None]:
+        self.begin(work)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self, work: LongWork) -> None:
+        with self._lock:
+            self._open.append((work, time.monotonic()))
+
+    def end(self) -> None:
+        """End the work that began last."""
+        with self._lock:
+            work, begin_s = self._open.pop()
+            self._ended_s = min(time.monotonic(), begin_s + work.limit_s)
+            if self._open:
+                outer, outer_s = self._open[-1]
+                self._open[-1] = (outer, outer_s + time.monotonic() - begin_s)
+
+    def read(self) -> tuple[str, float | None]:
+        """The text of the work in progress, or ""; and seconds since the last moment of work within its limit, or None."""
+        now_s = time.monotonic()
+        with self._lock:
+            if self._open:
+                work, begin_s = self._open[-1]
+                return work.text, max(0.0, now_s - begin_s - work.limit_s)
+            return "", None if self._ended_s is None else now_s - self._ended_s
+
+    @contextmanager
+    def compiling(self, compiles: bool) -> Iterator[None]:
+        """The context of steps in which torch.compile may be at work, if the Spec `compiles`."""
+        if not compiles:
+            yield
+            return
+        from torch._dynamo.callback import callback_handler
+
+        begun = callback_handler.register_start_callback(lambda _: self.begin(LongWork.COMPILE))
+        ended = callback_handler.register_end_callback(lambda _: self.end())
+        try:
+            yield
+        finally:
+            callback_handler.remove_start_callback(begun)
+            callback_handler.remove_end_callback(ended)
 
 
 class HeartbeatThread:
@@ -84,6 +142,8 @@ class HeartbeatThread:
             number=number,
             working=activity.working,
             step=activity.step,
+            work=activity.work,
+            since_work_s=activity.since_work_s,
             last=_issued(last) if last else None,
             pending=_issued(pending) if pending else None,
             pending_s=time.perf_counter() - pending.issue_s if pending else 0.0,

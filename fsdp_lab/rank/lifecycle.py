@@ -20,11 +20,13 @@ from fsdp_lab.backends import Backend, build, fill
 from fsdp_lab.backends.base import update_hyperparameters
 from fsdp_lab.backends.state import SuspendedState, gather_objects, resume_state, suspend_state
 from fsdp_lab.backends.transfer import StateSource, StateTransfer
+from fsdp_lab.core.hang import LongWork
 from fsdp_lab.core.spec import LINEAGE, Spec
 from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.models import Batches, Initializer, build_skeleton, resolve
 from fsdp_lab.rank.abort import AbortProtocol
 from fsdp_lab.rank.checkpointing import Checkpointer
+from fsdp_lab.rank.heartbeat import LongWorkLog
 from fsdp_lab.rank.ledger import LedgerResult
 from fsdp_lab.rank.measure import held_bytes, return_memory
 from fsdp_lab.rank.prepare import EmulatedLink, LinkEmulation, Preparation, PreparedTraining
@@ -66,10 +68,11 @@ class Lifecycle:
     """The live training of one rank, and its suspended ones. `notes` are on every training of this rank."""
 
     def __init__(self, info: RankInfo, context: WireContext, groups: AbortProtocol, checkpointer: Checkpointer,
-                 notes: tuple[str, ...]) -> None:  # fmt: skip
+                 notes: tuple[str, ...], work: LongWorkLog) -> None:  # fmt: skip
         self._info, self._context, self._groups, self._checkpointer = info, context, groups, checkpointer
+        self._work = work
         self.trainer: Trainer | None = None
-        self.preparation = Preparation(info)
+        self.preparation = Preparation(info, work)
         self.emulation, self.emulated = LinkEmulation(info), EmulatedLink()
         self.suspended: dict[str, SuspendedTraining] = {}  # by run
         self._notes = notes
@@ -109,8 +112,9 @@ class Lifecycle:
         of values between two pieces."""
         initial = Initializer(p.skeleton, p.spec.workload.seed, self._context.check)
         self.unload()
-        backend = build(p.skeleton, p.spec, self._info.device)
-        fill(backend, initial)
+        backend = self._build(p)
+        with self._work.during(LongWork.DRAW):
+            fill(backend, initial)
         self._train_with(run, p, backend, TrainingProgress(), _scaler_for(p.spec))
 
     def _switch(self, run: str, p: PreparedTraining, old: Trainer) -> None:
@@ -137,7 +141,7 @@ class Lifecycle:
             backend.retire(self._context.busy_addresses())
         self._return_memory()
         scaler = _scaler_for(p.spec, old.scaler)
-        transfer = StateTransfer(source, build(p.skeleton, p.spec, self._info.device))
+        transfer = StateTransfer(source, self._build(p))
         self._replacement = Replacement(run=run, prepared=p, progress=old.progress, scaler=scaler, transfer=transfer)
         transfer.run(self._context.busy_addresses, self._context.complete)
         self._checkpointer.register(transfer.new)
@@ -167,6 +171,10 @@ class Lifecycle:
             for backend in (*source.backends, mine.transfer.new):
                 if backend not in self._source.backends:
                     backend.release(self._context.busy_addresses())
+
+    def _build(self, p: PreparedTraining) -> Backend:
+        with self._work.during(LongWork.BUILD):
+            return build(p.skeleton, p.spec, self._info.device)
 
     def _train_with(self, run: str, p: PreparedTraining, backend: Backend, progress: TrainingProgress, scaler: Scaler,
                     ledger: LedgerResult | None = None) -> None:  # fmt: skip
@@ -209,8 +217,9 @@ class Lifecycle:
         self._clock = compare_clocks(self._groups.world)
         p = _prepared(training.spec, training.batches, training.cost)
         self._emulate(p)
-        backend = build(p.skeleton, p.spec, self._info.device)
-        resume_state(training.state, backend)
+        backend = self._build(p)
+        with self._work.during(LongWork.LOAD):
+            resume_state(training.state, backend)
         self._train_with(run, p, backend, training.progress, training.scaler, training.ledger)
         self._groups.world.barrier().wait()
 
@@ -225,8 +234,9 @@ class Lifecycle:
         prepared = self.preparation.prepare(wanted, None)
         self._emulate(prepared)
         self.unload()
-        backend = build(prepared.skeleton, prepared.spec, self._info.device)
-        progress, scaler, notes = self._checkpointer.load(saved, backend)
+        backend = self._build(prepared)
+        with self._work.during(LongWork.LOAD):
+            progress, scaler, notes = self._checkpointer.load(saved, backend)
         self._train_with(run, prepared, backend, progress, _scaler_for(wanted, scaler))
         self._groups.world.barrier().wait()
         return notes

@@ -1,9 +1,11 @@
 """`StepMeter`: time, memory, traffic and spans of a step, for the trainer and for the metering benchmark. Below it, the
 software, device and memory of this process.
 
-Note: when a GPU is read. The timings on the device's streams are read when the step has ended, with the device
-synchronised. The vote (trainer.py) has waited for the device already, so this waits for little more than the optimizer,
-and every step's event is complete, including the last one's.
+Note: when a GPU is read. Nothing here waits for the device in a step. The trainer does so once, at the vote (trainer.py),
+and says it (`synchronised`): all marks on the device's stream up to there can be read then, and a mark made there is known
+on both clocks. So the marks of a step, whose update comes after its vote, are read at the next step's vote, or when
+`pause` waits, at the end of a chunk of steps. A step's time is that of the device, from its first mark to its last
+one. Bytes are known to the host when the step is issued, and are read then.
 
 Note: memory. Sizes do not change between two switches, so most of them are found once and repeated: bytes of shards,
 gradients and optimizer state when they first exist, and the peak and its composition in a ledger step (ledger.py). An
@@ -21,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -49,15 +52,57 @@ class StepMetrics:
     spans: tuple[Span, ...]
 
 
+class DeviceClock:
+    """Marks on the current stream of a GPU, and when it reached them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, since: Any, to: Any) -> float:
+        """Between two marks that the device has reached."""
+        return float(since.elapsed_time(to)) / 1e3
+
+    def has_reached(self, mark: Any) -> bool:
+        return bool(mark.query())
+
+    def synchronise(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnreadStep:
+    """A step that has ended on the host. `begin` and `end` are marks of the device's clock, None on a CPU."""
+
+    begin_s: float
+    end_s: float
+    end_unix_s: float
+    begin: Any
+    end: Any
+    anchor: tuple[Any, float] | None  # a mark that the device had reached at a known time
+    collectives: Sequence[Collective]
+    copies: Sequence[tuple[str, float, float]]
+    trace: StepTrace | None
+    memory: Memory
+    memory_curve: tuple[MemorySample, ...]
+
+
 class StepMeter:
     """Meters the steps of one backend: `step` is the context of a step, and `part`, `before_update` and `after_update` are
-    called inside; then `read` returns its metrics. `ledger` is the result of the last ledger step."""
+    called inside; then `end`, and `read` when the device has ended the step too. `ledger` is the result of the last ledger
+    step."""
 
     def __init__(self, backend: Backend, context: WireContext, info: RankInfo, *, offload: str,
-                 ledger: LedgerResult | None = None) -> None:  # fmt: skip
-        """`ledger`: the result of an earlier ledger step of the same Spec, before it was suspended."""
+                 ledger: LedgerResult | None = None, clock: DeviceClock | None = None) -> None:  # fmt: skip
+        """`ledger`: the result of an earlier ledger step of the same Spec, before it was suspended. `clock`: of the device;
+        by default a GPU's, and none on a CPU."""
         self._backend, self._context, self._info, self._offload = backend, context, info, offload
         self._device, self._on_gpu = info.device, info.device.type == "cuda"
+        self._clock = DeviceClock(info.device) if clock is None and self._on_gpu else clock
         self._process = psutil.Process()
         self._parameters = sum(s.local.nbytes for s in backend.param_shards())
         self._gradients = self._optimizer = 0  # bytes, when they first exist
@@ -67,6 +112,13 @@ class StepMeter:
         self._curve: tuple[MemorySample, ...] = ()  # of the step in progress, if it is a ledger step
         self._trace: StepTrace | None = None  # of the step in progress, or the last one
         self._start_s = 0.0
+        self._start: Any = None
+        self._anchor: tuple[Any, float] | None = None
+
+    @property
+    def runs_behind(self) -> bool:
+        """Whether the device may still be at a step that has ended on the host."""
+        return self._clock is not None
 
     @contextmanager
     def step(self, *, ledger: bool = False, traced: bool = False) -> Iterator[None]:
@@ -75,12 +127,34 @@ class StepMeter:
         self._context.meter.take_copies()
         self._trace = StepTrace(self._backend.unit_modules(), self._device) if traced else None
         self._curve = ()
-        self._context.start_timing()
+        if self._clock is None:
+            self._context.start_timing()
+        else:
+            if self._anchor is None:  # the first of a chunk of steps
+                self._clock.synchronise()
+                self.synchronised()
+            self._start = self._clock.mark()
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
         self._start_s = time.perf_counter()
         with self._ledger_step() if ledger else nullcontext(), self._trace or nullcontext():
             yield
+
+    def synchronised(self) -> None:
+        """Call it when the host has just waited for the device's current stream."""
+        if self._clock is not None:
+            self._context.read_timing()
+            self._context.start_timing()
+            self._anchor = (self._clock.mark(), time.perf_counter())
+
+    def pause(self, *, wait: bool = True) -> None:
+        """Call it after the last of some steps; waits for the device, so that everything can be read. The next step begins
+        with a mark of its own, as times of far apart marks are not exact."""
+        if self._clock is not None:
+            self._anchor = None
+            if wait:
+                self._clock.synchronise()
+                self._context.read_timing()
 
     @contextmanager
     def _ledger_step(self) -> Iterator[None]:
@@ -112,22 +186,44 @@ class StepMeter:
             slots = [state_slots(self._backend.optimizer, s) for s in self._backend.param_shards()]
             self._optimizer = sum(t.nbytes for s in slots for t in s.values())
 
-    def read(self) -> StepMetrics:
-        """The measurements of the step that has ended."""
-        if self._on_gpu:
-            torch.cuda.synchronize(self._device)
-        self._context.read_timing()
-        seconds = time.perf_counter() - self._start_s
-        collectives, copies = self._context.meter.take(), self._context.meter.take_copies()
-        trace = self._trace
-        return StepMetrics(
-            begin_s=trace.begin_s if trace else self._start_s,
+    def end(self) -> UnreadStep:
+        """Call it after the context of a step; does not wait for the device."""
+        if self._clock is None:
+            self._context.read_timing()
+        return UnreadStep(
+            begin_s=self._start_s,
+            end_s=time.perf_counter(),
             end_unix_s=time.time(),
-            step_time_s=seconds,
+            begin=self._start,
+            end=None if self._clock is None else self._clock.mark(),
+            anchor=self._anchor,
+            collectives=self._context.meter.take(),
+            copies=self._context.meter.take_copies(),
+            trace=self._trace,
             memory=self._memory(),
             memory_curve=self._curve,
-            comm=self._traffic(collectives),
-            spans=trace.spans(collectives, copies) if trace else (),
+        )
+
+    def read(self, step: UnreadStep) -> StepMetrics:
+        """The measurements of a step, after `synchronised` or `pause`. Where the device has not ended it, its time is the
+        host's, and it has no spans."""
+        begin_s, seconds, trace = step.begin_s, step.end_s - step.begin_s, step.trace
+        if self._clock is not None:
+            if step.anchor is not None and self._clock.has_reached(step.end):
+                begin_s = step.anchor[1] - self._clock.seconds(step.begin, step.anchor[0])
+                seconds = self._clock.seconds(step.begin, step.end)
+            else:
+                trace = None
+        elif trace is not None:
+            begin_s = trace.begin_s
+        return StepMetrics(
+            begin_s=begin_s,
+            end_unix_s=step.end_unix_s,
+            step_time_s=seconds,
+            memory=step.memory,
+            memory_curve=step.memory_curve,
+            comm=self._traffic(step.collectives),
+            spans=trace.spans(step.collectives, step.copies, begin_s) if trace else (),
         )
 
     def _traffic(self, collectives: Sequence[Collective]) -> dict[str, Traffic]:

@@ -22,11 +22,13 @@ from fsdp_lab.backends.base import DTYPES
 from fsdp_lab.backends.state import gather_objects
 from fsdp_lab.backends.wrapping import recomputed
 from fsdp_lab.core.errors import FieldError, SpecError
+from fsdp_lab.core.hang import LongWork
 from fsdp_lab.core.link import LinkError, LinkSpec, format_latency, format_rate
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.models import Batches, BestPeak, Flops, build_skeleton, count_flops, device_peak, resolve
 from fsdp_lab.models.flops import Peak
 from fsdp_lab.models.presets import facts_of
+from fsdp_lab.rank.heartbeat import LongWorkLog
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.trainer import StepCost
 from fsdp_lab.wire import Link, Wire
@@ -45,8 +47,8 @@ class PreparedTraining:
 class Preparation:
     """Prepares Specs, and caches what is slow to find: the device's peaks, and the FLOPs of a sample."""
 
-    def __init__(self, info: RankInfo) -> None:
-        self._info = info
+    def __init__(self, info: RankInfo, work: LongWorkLog) -> None:
+        self._info, self._work = info, work
         self._peaks: dict[torch.dtype, BestPeak] = {}
         self._flops: dict[str, Flops] = {}
 
@@ -59,9 +61,10 @@ class Preparation:
         error, prepared, mine = None, None, None
         dtype = DTYPES[spec.strategy.dtypes.param]
         try:
-            mine = self._peaks.get(dtype) or BestPeak(device_peak(self._info.device, dtype))
-            prepared = self._prepare_local(spec, before, mine)
-            prepared.batches.check_held_out(evaluated)
+            with self._work.during(LongWork.READ):
+                mine = self._peaks.get(dtype) or BestPeak(device_peak(self._info.device, dtype))
+                prepared = self._prepare_local(spec, before, mine)
+                prepared.batches.check_held_out(evaluated)
         except FieldError as e:
             error = e
         fingerprint = prepared.batches.source.fingerprint if prepared else ""

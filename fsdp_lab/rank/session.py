@@ -17,15 +17,15 @@ import psutil
 import torch
 
 from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.events import PhaseSnapshot
+from fsdp_lab.core.events import PhaseSnapshot, StepEvent
 from fsdp_lab.core.faults import Fault, FaultKind
-from fsdp_lab.core.hang import limit
+from fsdp_lab.core.hang import LONGEST_WORK_S, LongWork, limit
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.rank.abort import AbortProtocol, own_connection
 from fsdp_lab.rank.calibration import HardwareProbe, calibration_trainers
 from fsdp_lab.rank.checkpointing import Checkpointer
 from fsdp_lab.rank.faults import FaultInjector, slower
-from fsdp_lab.rank.heartbeat import HangWatchdog, HeartbeatThread, RankActivity
+from fsdp_lab.rank.heartbeat import HangWatchdog, HeartbeatThread, LongWorkLog, RankActivity
 from fsdp_lab.rank.lifecycle import Lifecycle
 from fsdp_lab.rank.measure import device_name, fidelity_notes, software
 from fsdp_lab.rank.rendezvous import RankInfo, find_store
@@ -85,7 +85,10 @@ class Session:
         self._protocol = AbortProtocol(self.info, self.context, store)
         self._checkpointer = Checkpointer(self.info, own_connection(store))
         self._notes = fidelity_notes(self.info, shared_gpu_ranks)
-        self._lifecycle = Lifecycle(self.info, self.context, self._protocol, self._checkpointer, self._notes)
+        self._work = LongWorkLog()
+        self._lifecycle = Lifecycle(
+            self.info, self.context, self._protocol, self._checkpointer, self._notes, self._work
+        )
         self._slow: SlowMotionStep | None = None
         self._faults = FaultInjector(self.info, self.context)
         announce = self._protocol.monitor.announce
@@ -159,23 +162,42 @@ class Session:
                 with self.context.emulating(self._faults.link or self._lifecycle.emulated.link):
                     for i in range(steps):
                         at = trainer.progress.step
-                        with self._faults.during(trainer):
-                            event = trainer.step(ledger=at in ledgers, traced=i == steps - 1)
+                        with self._faults.during(trainer), self._patient_step(trainer):
+                            ended = trainer.advance(ledger=at in ledgers, traced=i == steps - 1)
+                        if at in checks or at in evaluations or i == steps - 1:
+                            ended += trainer.finish()
                         if at in checks:
-                            event = trainer.checked(event)
+                            ended[-1] = trainer.checked(ended[-1])
                         try:
                             if at in evaluations:
-                                event = trainer.evaluated(event, evaluations[at])
+                                ended[-1] = trainer.evaluated(ended[-1], evaluations[at])
                         finally:  # the step is committed, even if its evaluation failed
-                            events.append(event.to_dict())
-                            self._on_event(events[-1])
+                            self._publish(ended, events)
             except BaseException as e:
+                self._publish(trainer.finish(wait=False), events)
                 self._protocol.abort_step(trainer, e)
                 stopped = True
             else:
                 self._protocol.record(trainer, settled=False)
         saves = self._checkpointer.ended()
         return {"events": events, "stopped": stopped, "step": trainer.progress.step, "saves": saves}
+
+    @contextmanager
+    def _patient_step(self, trainer: Trainer) -> Iterator[None]:
+        """The context of a step that may take a rank long, if it is one."""
+        compiles = trainer.spec.strategy.compile
+        with contextlib.ExitStack() as stack:
+            if compiles or trainer.is_first:
+                stack.enter_context(self.context.patience(LONGEST_WORK_S))
+            if trainer.is_first:
+                stack.enter_context(self._work.during(LongWork.FIRST_STEP))
+            stack.enter_context(self._work.compiling(compiles))
+            yield
+
+    def _publish(self, ended: Sequence[StepEvent], events: list[dict[str, Any]]) -> None:
+        for event in ended:
+            events.append(event.to_dict())
+            self._on_event(events[-1])
 
     def calibrate(self, specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str], passes: int) -> dict[str, Any]:
         """Measure this machine, and steps of each Spec, besides the live training; collective, about ten seconds.
@@ -242,13 +264,15 @@ class Session:
         continues; a previous one that is still being written is waited for. The newest `last` of the run are kept.
 
         Returns {"step", "seconds": how long training stopped, "waited_s": for the previous one, "bytes" of this rank}.
-        Raises ArgumentError if nothing can be written to `root`.
+        Raises ArgumentError if nothing can be written to `root`, or a rank is still writing the previous one after some
+        minutes; training goes on.
         """
         start_s = time.perf_counter()
         with self._exclusive():
             trainer = self._lifecycle.require()
-            while not self._checkpointer.wait(0.05):
-                self.context.check()
+            with self._work.during(LongWork.EARLIER_CHECKPOINT):
+                written = self._checkpointer.wait_for_earlier(self.context.check)
+            self._checkpointer.require_all(written)
             waited_s = time.perf_counter() - start_s
             partial = self._checkpointer.begin(root, trainer.progress.step)
             nbytes = self._checkpointer.save(trainer, partial, kind=kind, last=last)
@@ -384,12 +408,14 @@ class Session:
         self._leave_slow_motion()
         with self._protocol.collective_call():
             self._reopen()
-            yield
+            with self.context.patience(LONGEST_WORK_S):
+                yield
 
     def _reopen(self) -> None:
         """After an abort, open new process groups and rebuild the backend on them."""
         if self._protocol.reopen():
-            self._lifecycle.rebuild()
+            with self.context.patience(LONGEST_WORK_S):
+                self._lifecycle.rebuild()
 
     def _applied(self, start_s: float, *, carried: bool, notes: Sequence[str] = ()) -> dict[str, Any]:
         trainer = self._lifecycle.require()
@@ -404,4 +430,10 @@ class Session:
     def _activity(self) -> RankActivity:
         """Called in the thread of the heartbeats."""
         trainer = self.trainer
-        return RankActivity(working=self._protocol.monitor.working, step=trainer.progress.step if trainer else None)
+        work, since_work_s = self._work.read()
+        return RankActivity(
+            working=self._protocol.monitor.working,
+            step=trainer.progress.step if trainer else None,
+            work=work,
+            since_work_s=since_work_s,
+        )

@@ -114,15 +114,17 @@ class StepTrace:
 
     # -- result -------------------------------------------------------------------------------------------------------
 
-    def spans(self, collectives: Sequence[Collective], copies: Sequence[tuple[str, float, float]]) -> tuple[Span, ...]:
-        """The spans of the step, when it is over and the device synchronised: computing without waits, waits,
-        communication and host copies."""
-        stalls = [(start - self.begin_s, end - self.begin_s) for start, end, _ in waits(collectives)]
-        copied = [(start - self.begin_s, end - self.begin_s) for _, start, end in copies]
+    def spans(
+        self, collectives: Sequence[Collective], copies: Sequence[tuple[str, float, float]], begin_s: float
+    ) -> tuple[Span, ...]:
+        """The spans of the step, when it is over on the device too: computing without waits, waits, communication and host
+        copies. `begin_s`: when the first mark was reached."""
+        stalls = [(start - begin_s, end - begin_s) for start, end, _ in waits(collectives)]
+        copied = [(start - begin_s, end - begin_s) for _, start, end in copies]
         found = self._computing([*stalls, *copied])
         for (unit, _, _), interval in zip(copies, copied, strict=True):
             found += [_span(Track.HOST_COPY, "host_copy", unit, part) for part in _without(interval, stalls)]
-        return tuple(sorted([*found, *spans(collectives, self.begin_s)], key=lambda s: (s.start_s, s.track)))
+        return tuple(sorted([*found, *spans(collectives, begin_s)], key=lambda s: (s.start_s, s.track)))
 
     def _computing(self, others: Sequence[Interval]) -> list[Span]:
         changes = [m for i, m in enumerate(self._marks) if not i or m[1:] != self._marks[i - 1][1:]]

@@ -7,6 +7,15 @@ every rank has all its gradients. If a step is aborted before the vote, all rank
 waits for the result, the others decide: a rank that has the result has committed, and passes it on (abort.py). No rank
 applies a result that is not finite, unless fp16's loss scale can still be lowered.
 
+Note: one synchronisation a step. Loss and norm are read from the device together (`_read`), right before the vote: the
+only point of a step at which the host waits for a GPU. What the device does afterwards, the update, is timed by marks on
+its stream that are read at the next step's vote, so the event of a step is complete one step later (`advance`), or when
+`finish` waits for the device. On a CPU it is complete at once.
+
+Note: bits of the norm. Squares are summed in float64, where a square of an fp32 number is exact, and the norm is rounded
+to fp32's precision. So it does not depend on how backends cut gradients into tensors and shards (but for a sum that lies
+within 1e-15 of the middle between two fp32 numbers), and neither do clipped gradients.
+
 Note: where a NaN began (`not_finite`). A loss belongs to one rank. A gradient shard does not: it is a sum over ranks,
 so that a NaN of one rank is in all shards. So if the losses are finite, the step, which no rank has applied, is
 computed again, and each rank checks its own summands."""
@@ -16,9 +25,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,12 +41,14 @@ from fsdp_lab.core.spec import Spec
 from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.models import Batches, BestPeak
 from fsdp_lab.rank.ledger import LedgerResult
-from fsdp_lab.rank.measure import StepMeter
+from fsdp_lab.rank.measure import StepMeter, UnreadStep
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset
 from fsdp_lab.wire import RankAborted, Wire, WireContext
 
-_NORM_ELEMENTS = 1 << 15
+_NORM_ELEMENTS = 1 << 15  # whose float64 copy fits a cache
+_NORM_BITS = 24  # of a norm: fp32's
+_LARGEST_SQUARE = torch.finfo(torch.float32).max  # beyond it optimizers, which square gradients in fp32, do nothing
 _LEDGER_STEP = 2  # the third: the first creates optimizer state, in the second DDP rebuilds its buckets
 
 
@@ -81,6 +93,14 @@ class TrainingProgress:
     vote: tuple[float, ...] = ()  # the result of the last committed step's vote
 
 
+@dataclass(frozen=True, kw_only=True)
+class EndedStep:
+    """A committed step without its event: the device may still be at its update."""
+
+    unread: UnreadStep
+    fields: Mapping[str, Any]  # of its event: what the host knows
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class Trainer:
     """Trains under one Spec. The trainer of the next Spec is given `progress` and `scaler`."""
@@ -102,11 +122,19 @@ class Trainer:
         offload = self.spec.strategy.offload
         self.meter = StepMeter(self.backend, self.world.context, self.info, offload=offload, ledger=ledger)
         self.state = StepState.IDLE
+        self._ended: EndedStep | None = None
+        self._complete_events: list[StepEvent] = []  # that were not returned
         self._steps_here = 0
         self._ledger_due = ledger is None
 
     def step(self, *, slow: bool = False, ledger: bool = False, traced: bool = False) -> StepEvent:
-        """Forward, backward, vote, update. `slow`: it is stopped between phases; `traced`: its event gets spans.
+        """One step, and its event, for which it waits for the device. Arguments and errors as of `advance`."""
+        events = self.advance(slow=slow, ledger=ledger, traced=traced)
+        return [*events, *self.finish()][-1]
+
+    def advance(self, *, slow: bool = False, ledger: bool = False, traced: bool = False) -> list[StepEvent]:
+        """Forward, backward, vote, update. `slow`: it is stopped between phases; `traced`: its event gets spans. Returns
+        the events that are complete now: on a CPU this step's, on a GPU that of the step before, if it was not returned.
 
         `ledger`: make it a ledger step. The third step after a switch always is one; an earlier request is postponed
         until then.
@@ -118,37 +146,68 @@ class Trainer:
         ledger = self._ledger_due and self._steps_here >= _LEDGER_STEP and not busy
         with self.meter.step(ledger=ledger, traced=traced and not slow):
             self._enter(StepState.COMPUTING)
-            loss = self._accumulate()
-            mean_loss, norm, skipped = self._vote_and_update(loss)
-        metrics = self.meter.read()
-        metrics = dataclasses.replace(metrics, begin_s=metrics.begin_s + self.clock.offset_s)
-        peak = self.cost.peak.reach((self.cost.flops + self.cost.recompute_flops) / metrics.step_time_s)
-        first = self._steps_here == 0
+            total = self._accumulate()
+            loss, (mean_loss, norm, skipped) = self._vote_and_update(total)
+        self._ended = EndedStep(
+            unread=self.meter.end(),
+            fields={
+                "step": self.progress.step - 1,
+                "samples": self.progress.samples,
+                "loss": loss,
+                "mean_loss": mean_loss,
+                "grad_norm": norm,
+                "skipped": skipped,
+                "first_after_switch": self._steps_here == 0,
+                "ledger": ledger,
+                "slow": slow,
+            },
+        )
         self._steps_here += 1
         self._ledger_due = self._ledger_due and not ledger
-        return StepEvent(
+        if not self.meter.runs_behind:
+            self._complete()
+        return self._taken()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no step was made with this backend."""
+        return self._steps_here == 0
+
+    def finish(self, *, wait: bool = True) -> list[StepEvent]:
+        """The events that are not returned yet, for which it waits for the device; without `wait`, as after an abort, it
+        takes the times that are known now."""
+        self.meter.pause(wait=wait)
+        self._complete()
+        return self._taken()
+
+    def _taken(self) -> list[StepEvent]:
+        taken, self._complete_events = self._complete_events, []
+        return taken
+
+    def _complete(self) -> None:
+        """Make the event of the step that has ended, if that was not done."""
+        ended, self._ended = self._ended, None
+        if ended is None:
+            return
+        metrics = self.meter.read(ended.unread)
+        metrics = dataclasses.replace(metrics, begin_s=metrics.begin_s + self.clock.offset_s)
+        peak = self.cost.peak.reach((self.cost.flops + self.cost.recompute_flops) / metrics.step_time_s)
+        event = StepEvent(
             run=self.run,
             spec_id=self.spec.id,
             rank=self.info.rank,
             world_size=self.info.world_size,
-            step=self.progress.step - 1,
-            samples=self.progress.samples,
-            loss=loss,
-            mean_loss=mean_loss,
-            grad_norm=norm,
             flops=self.cost.flops,
             recompute_flops=self.cost.recompute_flops,
             tokens=self.cost.tokens,
             peak_flops_per_s=peak.flops_per_s,
             peak_source=peak.source,
-            first_after_switch=first,
-            ledger=ledger,
-            slow=slow,
-            skipped=skipped,
             clock_error_s=self.clock.error_s,
             notes=self.notes,
+            **ended.fields,
             **vars(metrics),
         )
+        self._complete_events.append(event)
 
     def checked(self, event: StepEvent) -> StepEvent:
         """The event of the step that has just ended, with a checksum of the parameters."""
@@ -171,13 +230,13 @@ class Trainer:
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
-    def _accumulate(self) -> float:
-        """Forward and backward of every micro-batch. Returns this rank's mean loss."""
+    def _accumulate(self) -> Tensor:
+        """Forward and backward of every micro-batch. Returns the sum of this rank's losses, on its device."""
         count = self.spec.workload.accumulate
         total = torch.zeros((), dtype=torch.float32, device=self.info.device)
         for micro in range(count):
             self.meter.part("forward")
-            batch = self.batches.batch(self.progress.samples, micro)
+            batch = _pinned(self.batches.batch(self.progress.samples, micro), self.info.device)
             with self.backend.micro_batch(communicate=self.spec.communicates(micro)):
                 loss = self.backend.loss(batch).float()
                 self.meter.part("backward")
@@ -185,20 +244,34 @@ class Trainer:
             self.world.context.meter.end_backward()
             self.world.context.set_unit("")
             total += loss.detach()
-        return float(total) / count
+        return total
 
-    def _vote_and_update(self, loss: float) -> tuple[float, float, bool]:
-        """Returns the mean loss over ranks, the gradient norm, and whether fp16 overflow skipped the update."""
+    def _vote_and_update(self, total: Tensor) -> tuple[float, tuple[float, float, bool]]:
+        """Returns this rank's mean loss; and the mean loss over ranks, the gradient norm, and whether fp16 overflow
+        skipped the update."""
         self.meter.part("optimizer")
-        gradients = self._gradients()
-        vote = torch.tensor([loss, squared_norm(gradients)], dtype=torch.float64)
+        loss, squared = self._loss_and_norm(total)
+        self.meter.synchronised()
+        self._complete()
         self.world.context.check()
         self._enter(StepState.VOTING)
-        self.world.control(vote)
-        if not self._usable(vote.tolist()):
+        vote = self._cast(loss, squared)
+        if not self._usable(vote):
             step = self.progress.step
             raise not_finite(step=step, loss=loss, backend=self.backend, world=self.world, repeat=self._repeat)
-        return self.commit(vote.tolist())
+        return loss, self.commit(vote)
+
+    def _loss_and_norm(self, total: Tensor) -> tuple[float, float]:
+        """This rank's mean loss and squared gradient norm. Waits for the device."""
+        loss, squared = _read(total, squared_norm(self.backend.gradients(), total.device))
+        return loss / self.spec.workload.accumulate, squared if squared <= _LARGEST_SQUARE else math.inf
+
+    def _cast(self, loss: float, squared: float) -> list[float]:
+        """The sums over ranks; collective."""
+        vote = torch.tensor([loss, squared], dtype=torch.float64)
+        self.world.control(vote)
+        sums: list[float] = vote.tolist()
+        return sums
 
     def _usable(self, vote: Sequence[float]) -> bool:
         """Whether all values are finite, or fp16's scale may be the cause, and can be lowered."""
@@ -214,7 +287,7 @@ class Trainer:
         aborted. If it raises, it can be called again (abort.py): gradients are not scaled twice."""
         mean_loss = vote[0] / self.info.world_size
         finite = math.isfinite(vote[1])
-        norm = math.sqrt(max(0.0, vote[1] / self.backend.replicas)) / self.scaler.scale if finite else math.inf
+        norm = _rounded(math.sqrt(vote[1] / self.backend.replicas)) / self.scaler.scale if finite else math.inf
         skipped = not (math.isfinite(norm) and math.isfinite(mean_loss))  # fp16 overflow: see `_usable`
         self.meter.before_update()
         if not skipped:
@@ -249,20 +322,35 @@ class Trainer:
         if clip is not None and norm > clip:
             factor *= clip / (norm + 1e-6)
         if factor != 1.0:
-            torch._foreach_mul_(self._gradients(), factor)
-
-    def _gradients(self) -> list[Tensor]:
-        shards = (self.backend.gradient(p) for p in self.backend.param_shards())
-        return [g for g in shards if g is not None and g.numel()]
+            torch._foreach_mul_(self.backend.gradients(), factor)
 
 
-def squared_norm(tensors: list[Tensor]) -> float:
-    """The squared norm of all tensors together. Norms are computed in a tensor's dtype, their squares summed in
-    float64. On a CPU a norm is a running fp32 sum, whose error grows with its length, so it is taken in parts."""
+def squared_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """The squared norm of all tensors together, in float64; a scalar on their device, or on `device` if there are none.
+    On a CPU it is taken in parts, of which torch makes float64 copies."""
     if not tensors:
-        return 0.0
+        return torch.zeros((), dtype=torch.float64, device=device)
     parts = [part for t in tensors for part in _slices(t)] if tensors[0].is_cpu else tensors
-    return float(torch.stack(torch._foreach_norm(parts, 2)).double().square().sum())
+    return torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float64)).square().sum()
+
+
+def _rounded(norm: float) -> float:
+    """To `_NORM_BITS` binary digits."""
+    mantissa, exponent = math.frexp(norm)
+    return math.ldexp(round(math.ldexp(mantissa, _NORM_BITS)), exponent - _NORM_BITS)
+
+
+def _read(*scalars: Tensor) -> list[float]:
+    """Read them together, with one synchronisation with the device of the first one."""
+    device = scalars[0].device
+    together = [s.to(device=device, dtype=torch.float64, non_blocking=True) for s in scalars]
+    values: list[float] = torch.stack(together).tolist()
+    return values
+
+
+def _pinned(batch: Mapping[str, Tensor], device: torch.device) -> Mapping[str, Tensor]:
+    """A copy of pageable memory to a GPU may wait for the device."""
+    return {name: t.pin_memory() for name, t in batch.items()} if device.type == "cuda" else batch
 
 
 def _slices(t: Tensor) -> Sequence[Tensor]:

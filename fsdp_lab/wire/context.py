@@ -104,7 +104,8 @@ class WireContext:
     def __init__(self, *, reduction: ReductionOrder = ReductionOrder.AUTO, timeout_s: float = 120.0) -> None:
         self.meter = Meter()
         self.reduction = reduction
-        self.timeout_s = timeout_s
+        self.timeout_s = timeout_s  # of a collective
+        self.timeout = timedelta(seconds=timeout_s)  # for groups to be opened
         self.last: Collective | None = None
         self.on_issue: Callable[[Sequence[torch.Tensor]], None] | None = None  # given the tensors of each collective
         self.nccl: Nccl | None = None  # where CUDA tensors go over NCCL
@@ -129,9 +130,20 @@ class WireContext:
         self._nccl_groups: set[NcclGroup] = set()
         self._members: dict[str, tuple[int, ...]] = {}  # ranks by group
 
-    @property
-    def timeout(self) -> timedelta:
-        return timedelta(seconds=self.timeout_s)
+    @contextmanager
+    def patience(self, seconds: float) -> Iterator[None]:
+        """Collectives issued inside may take so long: another rank may be at work that others have to wait for."""
+        before = self.timeout_s
+        self._set_timeout(max(before, seconds))
+        try:
+            yield
+        finally:
+            self._set_timeout(before)
+
+    def _set_timeout(self, seconds: float) -> None:
+        self.timeout_s = seconds
+        for group in self.groups():
+            group._set_timeout(timedelta(seconds=seconds))  # type: ignore[attr-defined]
 
     # -- groups ---------------------------------------------------------------------------------------------------
 

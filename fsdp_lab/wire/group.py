@@ -98,6 +98,11 @@ class Wire(dist.ProcessGroup):
     def group_desc(self) -> str:
         return self._desc
 
+    def _set_timeout(self, timeout: timedelta) -> None:
+        for inner in (self._gloo, self._nccl and self._nccl.inner):
+            if inner is not None:
+                inner._set_default_timeout(timeout)
+
     def abort(self) -> None:
         """Abort this rank's collectives, in all its groups."""
         self.context.abort(f"the group {self._name_} was aborted")
@@ -405,17 +410,32 @@ class Wire(dist.ProcessGroup):
             return nccl.inner, inputs, outputs, None
         if not any(t.is_cuda for t in [*inputs, *outputs]):
             return self._gloo, inputs, outputs, None
-        hosts = {id(t): t.detach().cpu() for t in [*inputs, *outputs]}
-        ins, outs = [hosts[id(t)] for t in inputs], [hosts[id(t)] for t in outputs]
-
-        def unstage() -> None:
-            for t, host in zip(outputs, outs, strict=True):
-                t.copy_(host)
-
-        return self._gloo, ins, outs, unstage
+        return self._gloo, *stage(inputs, outputs)
 
 
 # -- small helpers ---------------------------------------------------------------------------------------------------
+
+
+def stage(inputs: list[Tensor], outputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor], Callable[[], None]]:
+    """GPU tensors on the host, for Gloo, and what copies outputs back. A tensor that is both stays one tensor; an output
+    that is no input gets memory and no copy. Memory is pinned, so that a copy is one transfer.
+
+    Both copies wait: Gloo's threads read inputs at once, and outputs are copied back in a thread whose stream the caller's
+    stream does not wait for.
+    """
+    hosts = {id(t): _host_memory(t) for t in [*inputs, *outputs]}
+    for t in {id(t): t for t in inputs}.values():
+        hosts[id(t)].copy_(t.detach())
+
+    def unstage() -> None:
+        for t in outputs:
+            t.copy_(hosts[id(t)])
+
+    return [hosts[id(t)] for t in inputs], [hosts[id(t)] for t in outputs], unstage
+
+
+def _host_memory(t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=t.is_cuda)
 
 
 def _op(opts: Any) -> Any:

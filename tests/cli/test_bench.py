@@ -10,11 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from fsdp_lab.bench.benches import BenchResult, measure, spread, step_figures
+from fsdp_lab.bench.benches import BenchResult, measure, overheads, spread, step_figures
 from fsdp_lab.bench.launch import place
 from fsdp_lab.bench.plan import METERED_PEERS, METERING, STEP, BenchError, BenchPlan, PlanError, forms_named
 from fsdp_lab.cli import lab_benches
@@ -179,6 +180,26 @@ def test_a_step_is_as_long_as_its_slowest_rank() -> None:
     assert found.gradient_norms == {"lab": 5.0} and found.peak_bytes == {"lab": 4}
 
 
+def test_the_parts_of_an_overhead_add_up_to_it() -> None:
+    """But for the ledger's share. The vote is as long as on the rank that waits least for the other."""
+    ranks = [
+        {
+            "parts": {"norm": [0.1, 0.1, 0.3], "vote": vote, "measuring": [0.2] * 3, "events": [0.0] * 3},
+            "ledger_s": [ledger_s],
+        }
+        for vote, ledger_s in (([0.9, 0.1, 0.2], 60.0), ([0.1, 0.1, 0.4], 9.0))
+    ]
+    forms: list[dict[str, dict[str, Any]]] = [{}, {}]
+    plain = {"loss": 5.0, "squared_norm": 1.0, "peak_bytes": 0}
+    for rank, of in zip(ranks, forms, strict=True):
+        of["ddp-bare"] = of["ddp-bare-again"] = {"seconds": [1.0, 2.0, 3.0], **plain}
+        of["ddp-metered"] = {"seconds": [2.0, 3.0, 4.0], **plain, **rank}
+    parts = overheads([BenchResult.of_ranks(forms)], "ddp")
+    ledger = parts.pop("ledger, over 1000 steps")
+    assert parts == pytest.approx({"norm": 0.1, "vote": 0.1, "measuring": 0.2, "events": 0.0, "rest": 0.6})
+    assert sum(parts.values()) == pytest.approx(1.0) and ledger == pytest.approx(57e-3)
+
+
 def test_ratios_are_of_the_same_round_and_against_the_fastest_form() -> None:
     found = measured(
         lab=[1.0, 10.0, 4.0],
@@ -281,6 +302,10 @@ def test_metering_is_measured_beside_nothing_of_ours(tmp_path: Path, capsys: pyt
     came = int(printed.split(" events published")[0].rsplit("\n", 1)[1])
     assert came > 20, "of two ranks, in 13 rounds of each launch, but for those of the last moment"
     assert ", 0 of them with spans" not in printed
+    parts = written["parts_s"]
+    assert list(parts) == ["norm", "vote", "measuring", "events", "rest", "ledger, over 1000 steps"]
+    assert all(parts[name] > 0 for name in parts if name != "rest")
+    assert all(f"  {name}: {1e3 * seconds:.3f} ms" in printed for name, seconds in parts.items())
 
 
 @pytest.mark.slow

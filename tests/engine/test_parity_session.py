@@ -18,7 +18,6 @@ from tests.covering import tiered
 from tests.engine.parity import digest, spec
 from tests.pool import Place, Pool
 
-ROUNDING = 2.0**-24  # half a unit in the last place of fp32, relative
 NO_SHARD = {"backend": "lab", "sharding": "no_shard"}
 
 
@@ -33,13 +32,11 @@ class Run:
     skipped: list[bool]
     scale: float  # at the end
     parameters: dict[str, Tensor]
-    pieces: int  # elements of the largest piece of a parameter on any rank
 
     def same(self, other: Run) -> bool:
-        """Everything to the bit; but gradient norms, which go by shards."""
-        said = all(
-            getattr(self, n) == getattr(other, n) for n in ("losses", "mean_losses", "samples", "skipped", "scale")
-        )
+        """Everything to the bit."""
+        names = ("losses", "mean_losses", "norms", "samples", "skipped", "scale")
+        said = all(getattr(self, n) == getattr(other, n) for n in names)
         return said and all(torch.equal(t, other.parameters[name]) for name, t in self.parameters.items())
 
 
@@ -72,9 +69,8 @@ def _joined(answers: list[Any]) -> Run:
         norms=[e["grad_norm"] for e in events],
         samples=[e["samples"] for e in events],
         skipped=[e["skipped"] for e in events],
-        scale=answers[0][3],
-        parameters=answers[0][4],
-        pieces=max(answer[2] for answer in answers),
+        scale=answers[0][2],
+        parameters=answers[0][3],
     )
 
 
@@ -100,80 +96,54 @@ def _follow(place: Place, plan: list[tuple[dict[str, Any], int]], scale: float |
             s.trainer.scaler.scale = scale
         events += s.train(steps)["events"]
     assert s.trainer is not None
-    pieces, scaler = s.trainer.backend.param_shards(), s.trainer.scaler
+    scaler = s.trainer.scaler
     parameters = whole(s.trainer.backend)
     s.close()
-    return [events, digest(parameters.items()), max(p.numel for p in pieces), scaler.scale,
-            parameters if place.rank == 0 else None]  # fmt: skip
+    return [events, digest(parameters.items()), scaler.scale, parameters if place.rank == 0 else None]
 
 
 # -- gradient norms and clipping -------------------------------------------------------------------------------------
 
 
-def norm_tolerance(*runs: Run) -> float:
-    """How far two gradient norms of the same gradients may lie apart, relative to the norm.
-
-    Each rank takes the norm of every piece of a parameter that it holds in fp32; squares and sums of pieces are in fp64. Of
-    n elements each square is rounded once and enters n - 1 sums, in whatever order, all of them of positive numbers: their
-    sum is wrong by n roundings at most, its root by half as many and one of its own. So each norm is, and their difference
-    by twice that. What fp64 rounds is less than one more.
-    """
-    n = max(run.pieces for run in runs)
-    return 2 * (n / 2 + 1 + 1) * ROUNDING
-
-
 @pytest.mark.parametrize("model", tiered(["gpt2", "t5"], lambda model: model == "gpt2"))
 def test_gradient_norms(runs: RunList, model: str) -> None:
-    """Without clipping gradients have equal bits in every step, so that norms differ by the order of sums alone."""
+    """Whatever the gradients are cut into: their squares are summed in fp64, and the norm is rounded."""
     fsdp2 = runs.follow((spec(model, 3), 2))
     for strategy in ({}, {"sharding": "zero1"}, {"sharding": "no_shard"}, {"offload": "optimizer", "wrap": "every:2"}):
-        ours = runs.follow((spec(model, 3, backend="lab", **strategy), 2))
-        assert ours.same(fsdp2)
-        assert ours.norms == pytest.approx(fsdp2.norms, rel=norm_tolerance(ours, fsdp2), abs=0)
+        assert runs.follow((spec(model, 3, backend="lab", **strategy), 2)).same(fsdp2)
 
 
 CLIP = {"clip_norm": 0.05, "optimizer": "sgd", "lr": 0.5}
 
 
-@pytest.mark.slow
-def test_clipping_by_the_same_pieces_has_the_same_bits(runs: RunList) -> None:
-    """Replicas of ours and DDP's hold whole parameters, so that norms, factors and steps are equal, and switches too."""
-    ddp = runs.follow((spec("gpt2", 3, backend="ddp", **CLIP), 5))
-    ours = runs.follow((spec("gpt2", 3, **NO_SHARD, **CLIP), 5))
-    assert all(norm > CLIP["clip_norm"] for norm in ddp.norms)
-    assert ours.same(ddp) and ours.norms == ddp.norms
-    around = [(spec("gpt2", 3, **NO_SHARD, **CLIP), 2), (spec("gpt2", 3, backend="ddp", **CLIP), 1),
-              (spec("gpt2", 3, **NO_SHARD, **CLIP, offload="optimizer", recompute="full"), 2)]  # fmt: skip
-    switched = runs.follow(*around)
-    assert switched.same(ddp) and switched.norms == ddp.norms
-
-
 @pytest.mark.parametrize(
     "strategy",
-    tiered([{"offload": "all", "wrap": "every:2"}, {}, {"sharding": "zero1"}], lambda strategy: len(strategy) == 2),
+    tiered(
+        [
+            {"offload": "all", "wrap": "every:2"},
+            {"sharding": "zero1"},
+            {"sharding": "no_shard"},
+            {},
+            {"backend": "fsdp1"},
+        ],
+        lambda strategy: len(strategy) == 2,
+    ),
     ids=str,
 )
-def test_one_clipped_step(runs: RunList, strategy: dict[str, Any]) -> None:
-    """Against FSDP2, whose pieces are others. By bound, since from the norm on nothing has equal bits.
+def test_clipped_steps_have_the_same_bits(runs: RunList, strategy: dict[str, Any]) -> None:
+    """Since the norm has."""
+    fsdp2 = runs.follow((spec("gpt2", 3, **CLIP), 3))
+    assert all(norm > CLIP["clip_norm"] for norm in fsdp2.norms)
+    assert runs.follow((spec("gpt2", 3, **{"backend": "lab", **CLIP, **strategy}), 3)).same(fsdp2)
 
-    The factor differs by the norm's tolerance, d. It is rounded to fp32 and multiplied, by both: 4 roundings. SGD adds the
-    weight decay (1 rounding, by both) and subtracts lr times that (2, by both). So of a parameter p, changed by s - lr wd p
-    where s = lr times the clipped gradient, |difference| <= |s| (d + 4u) + |s - lr wd p| (2 + 4) u + |p| 2u.
-    """
-    before = runs.follow((spec("gpt2", 3, **CLIP), 0))
-    fsdp2 = runs.follow((spec("gpt2", 3, **CLIP), 1))
-    ours = runs.follow((spec("gpt2", 3, backend="lab", **CLIP, **strategy), 1))
-    d, u = norm_tolerance(ours, fsdp2), ROUNDING
-    assert ours.mean_losses == fsdp2.mean_losses
-    assert ours.norms == pytest.approx(fsdp2.norms, rel=d, abs=0)
-    decay = CLIP["lr"] * 0.1
-    for name, p in before.parameters.items():
-        changed = (fsdp2.parameters[name].double() - p.double()).abs()
-        step = changed + (decay * p.double().abs() if p.dim() >= 2 else 0)
-        bound = step * (d + 4 * u) + changed * 6 * u + p.double().abs() * 2 * u
-        differ = (ours.parameters[name].double() - fsdp2.parameters[name].double()).abs()
-        assert (differ <= bound * (1 + 1e-3)).all(), name
-        assert changed.max() > 100 * differ.max()  # the bound is of a step that was taken
+
+@pytest.mark.slow
+def test_clipping_goes_on_alike_through_switches(runs: RunList) -> None:
+    ddp = runs.follow((spec("gpt2", 3, backend="ddp", **CLIP), 5))
+    around = [(spec("gpt2", 3, **NO_SHARD, **CLIP), 2), (spec("gpt2", 3, backend="ddp", **CLIP), 1),
+              (spec("gpt2", 3, backend="lab", **CLIP, offload="optimizer", recompute="full"), 2)]  # fmt: skip
+    assert runs.follow(*around).same(ddp)
+    assert runs.follow((spec("gpt2", 3, **NO_SHARD, **CLIP), 5)).same(ddp)
 
 
 # -- fp16's scaler ---------------------------------------------------------------------------------------------------
@@ -215,7 +185,6 @@ def test_low_gradients_are_unscaled_in_fp32(runs: RunList) -> None:
     high = runs.follow((spec("gpt2", 2, backend="lab", **FP16), 3))
     kept = runs.follow((spec("gpt2", 2, backend="lab", **{**FP16, "precision": low}), 3))
     assert kept.same(high)
-    assert kept.norms == high.norms
 
 
 # -- a whole training moves ------------------------------------------------------------------------------------------

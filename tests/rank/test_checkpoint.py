@@ -8,10 +8,12 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -398,3 +400,64 @@ def test_survivors_hold_all_of_it_or_say_that_they_do_not(
         assert sum(shares) == sum(share[0] for share in whole)
     else:
         assert shares == [None] * len(alive)
+
+
+def _lost_part(place: Place, root: str) -> tuple[list[int], dict[str, Any], dict[str, Any]]:
+    """Rank 1 writes its file, and rank 0 never hears of it; the next save is whole."""
+    s = session(place)
+    s.apply("run", spec().to_dict())
+    s._checkpointer._part_s = 0.5
+    store = s._checkpointer._store
+    if place.rank == 1:
+        s._checkpointer._store = mock.Mock()
+    s.save(root)
+    chunk = s.train(2)
+    lost = _ended(s, chunk["saves"])
+    s._checkpointer._store = store
+    s.save(root)
+    whole = _ended(s)
+    s.close()
+    return [e["step"] for e in chunk["events"]], lost, whole
+
+
+def test_a_part_that_never_comes_ends_the_writer_in_its_time(pool: Pool, tmp_path: Path) -> None:
+    (steps, lost, whole), (others, *_) = pool.run(_lost_part, 2, str(tmp_path), reduction=None)
+    assert steps == others == [0, 1], "training went on"
+    assert lost["path"] is None and 0.5 < lost["seconds"] < 15
+    assert lost["error"].startswith("rank 1 did not report its file within 0.5 s")
+    assert whole["error"] == "" and [c.step for c in checkpoints(tmp_path)] == [2]
+    assert not incomplete_checkpoints(tmp_path)
+
+
+def _busy_disk(place: Place, root: str) -> tuple[str, list[int], str]:
+    """Rank 1 is still at its file when another checkpoint is due."""
+    s, goes_on, write = session(place), threading.Event(), checkpointing._written
+    s.apply("run", spec().to_dict())
+    s._checkpointer._earlier_s = 0.5
+
+    def written(*args: Any) -> Any:
+        if place.rank == 1:
+            goes_on.wait(60)
+        return write(*args)
+
+    with mock.patch.object(checkpointing, "_written", written):
+        s.save(root)
+        try:
+            s.save(root)
+            said = ""
+        except ArgumentError as e:
+            said = str(e)
+        chunk = s.train(2)
+        goes_on.set()
+        first = _ended(s, chunk["saves"])
+        s.save(root)
+        second = _ended(s)
+    s.close()
+    return said, [e["step"] for e in chunk["events"]], f"{first.get('error')}{second.get('error')}"
+
+
+def test_a_save_does_not_wait_for_ever_for_the_one_before(pool: Pool, tmp_path: Path) -> None:
+    (said, steps, errors), (too, others, _) = pool.run(_busy_disk, 2, str(tmp_path), reduction=None)
+    assert said == too and "save: rank 1 did not finish writing the checkpoint before this one in 0.5 s" in said
+    assert steps == others == [0, 1] and errors == ""
+    assert [c.step for c in checkpoints(tmp_path)] == [0, 2]

@@ -6,12 +6,15 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch._dynamo.callback import CallbackTrigger, callback_handler
 
-from fsdp_lab.core.hang import Heartbeat
-from fsdp_lab.rank import Session
-from fsdp_lab.rank.heartbeat import PERIOD_S, STILL_S
+from fsdp_lab.core.hang import Heartbeat, LongWork
+from fsdp_lab.rank import Session, lifecycle
+from fsdp_lab.rank.heartbeat import PERIOD_S, STILL_S, LongWorkLog
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, session, spec
 
@@ -82,6 +85,54 @@ def test_a_rank_that_is_only_slow_is_left_in_peace(pool: Pool) -> None:
     assert pool.run(_is_slow, 2, reduction=None) == [[0, 1, 2]] * 2
 
 
+WIRE_S = 2 * LIMIT_S  # the timeout of the wire
+LONG_S = 1.6 * WIRE_S
+
+
+def _works_long(place: Place, compiles: bool) -> tuple[list[int], set[str]]:
+    """Rank 1 draws initial values, or compiles in its fourth step, for longer than the hang limit and the wire's timeout.
+    The steps that were made, and what beats named."""
+    beats: list[dict[str, Any]] = []
+    s = Session(
+        rank=place.rank, world_size=2, device="cpu", store=place.store, threads=1, timeout_s=WIRE_S, hang_s=LIMIT_S
+    )
+    read = s._heartbeat._read
+    s._heartbeat._read = lambda *a, **k: (h := read(*a, **k), beats.append(h.to_dict()))[0]  # type: ignore[method-assign]
+    fill, slow = lifecycle.fill, place.rank == 1 and not compiles
+
+    def drawn(*args: Any) -> None:
+        threading.Event().wait(LONG_S if slow else 0.0)
+        fill(*args)
+
+    with mock.patch.object(lifecycle, "fill", drawn), mock.patch.object(torch.nn.Module, "compile", lambda self: None):
+        s.apply("run", spec(compile=compiles).to_dict())
+    steps = [e["step"] for e in s.train(3)["events"]]
+    trainer = s.trainer
+    assert trainer is not None
+    inner = trainer.batches.batch
+
+    def compiling(*args: Any) -> Any:
+        with callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "0"):
+            threading.Event().wait(LONG_S)
+        trainer.batches.batch = inner  # type: ignore[method-assign]
+        return inner(*args)
+
+    if compiles and place.rank == 1:
+        trainer.batches.batch = compiling  # type: ignore[method-assign]
+    steps += [e["step"] for e in s.train(2)["events"]]
+    s.close()
+    return steps, {beat["work"] for beat in beats}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiles", [False, True], ids=["draws", "compiles"])
+def test_a_rank_at_long_work_is_waited_for(pool: Pool, compiles: bool) -> None:
+    text = (LongWork.COMPILE if compiles else LongWork.DRAW).text
+    for rank, (steps, works) in enumerate(pool.run(_works_long, 2, compiles, reduction=None)):
+        assert steps == [0, 1, 2, 3, 4]
+        assert (text in works) == (rank == 1), "its beats name it"
+
+
 def _beats(place: Place) -> list[dict[str, Any]]:
     """Rank 1 stalls in its third step until it has said so a few times; then both go on to the end."""
     told: list[dict[str, Any]] = []
@@ -114,6 +165,23 @@ def _comes(true: Callable[[], bool]) -> bool:
     while not true() and time.monotonic() < end:
         threading.Event().wait(0.02)
     return true()
+
+
+def test_the_time_of_inner_work_is_not_the_outer_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    log, longest = LongWorkLog(), LongWork.FIRST_STEP.limit_s
+    assert log.read() == ("", None)
+    with log.during(LongWork.FIRST_STEP):
+        now_s[0] += 0.9 * longest
+        with log.during(LongWork.COMPILE):
+            now_s[0] += 0.9 * LongWork.COMPILE.limit_s
+            assert log.read() == ("compiles", 0.0)
+        assert log.read() == (LongWork.FIRST_STEP.text, 0.0)
+        now_s[0] += 0.3 * longest
+        assert log.read() == (LongWork.FIRST_STEP.text, pytest.approx(0.2 * longest))
+    now_s[0] += 1.0
+    assert log.read() == ("", pytest.approx(0.2 * longest + 1.0)), "what it worked beyond its limit is not excused"
 
 
 @pytest.mark.slow

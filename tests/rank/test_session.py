@@ -411,9 +411,9 @@ def _gone_before_the_other_comes(place: Place, given: dict[str, Any]) -> tuple[s
     s = session(place)
     s.apply("run", given)
     s.train(1)
-    trainer, whole = s._lifecycle.require(), s._lifecycle.require().step
+    trainer, whole = s._lifecycle.require(), s._lifecycle.require().advance
     if place.rank == 1:
-        trainer.step = lambda **_: 1 / 0  # type: ignore[method-assign]
+        trainer.advance = lambda **_: 1 / 0  # type: ignore[method-assign]
     else:
         while s._protocol.monitor.announced(0) is None:
             time.sleep(0.01)
@@ -422,7 +422,7 @@ def _gone_before_the_other_comes(place: Place, given: dict[str, Any]) -> tuple[s
         said = ""
     except (RuntimeError, ZeroDivisionError) as e:
         said = str(e)
-    trainer.step = whole  # type: ignore[method-assign]
+    trainer.advance = whole  # type: ignore[method-assign]
     events = s.train(2)["events"]
     s.close()
     return said, events

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.hang import Hang, Heartbeat, Issued, diagnose, limit
+from fsdp_lab.core.hang import Hang, Heartbeat, Issued, LongWork, diagnose, limit
 
 
 def issued(ordinal: int, kind: str = "all_gather", unit: str = "h.3", group: str = "world", **more: Any) -> Issued:
@@ -113,6 +113,32 @@ def test_ranks_that_issued_something_else_are_told_from_the_first_difference_on(
         "disagree about collective 15 of group world: ranks 0 and 2 issued all_gather of h.3 and rank 1"
         in hang.sentence
     )
+
+
+def test_what_is_waited_for_a_rank_at_long_work_does_not_count():
+    """Nor on the way out of it: the last beat of who waits may be older than that of the rank that it waits for."""
+    waits = beat(0, issued(16), 100.0)
+    for since_s, found in ((0.0, False), (4.9, False), (5.1, True), (None, True)):
+        worked = beat(1, work=LongWork.COMPILE.text if since_s == 0.0 else "", since_work_s=since_s)
+        joined = beat(1, issued(16), 0.1, since_work_s=since_s)
+        for other in (worked, joined):
+            assert (diagnose({0: waits, 1: other}, 5.0) is not None) == found
+    assert diagnose({0: waits, 1: beat(1), 2: beat(2, work="compiles", since_work_s=0.0)}, 5.0) is None
+
+
+def test_long_work_excuses_no_rank_of_another_group_and_none_that_is_stopped():
+    waits, works = beat(0, issued(16), 9.0, peers=(0, 1)), {"work": LongWork.DRAW.text, "since_work_s": 0.0}
+    assert diagnose({0: waits, 1: beat(1), 2: beat(2, **works)}, 5.0) is not None
+    hang = diagnosed(waits, beat(1, **works), silent={1: "its process is stopped"})
+    assert hang.absent == (1,)
+
+
+def test_a_rank_that_works_longer_than_that_work_may_take_is_named_with_it():
+    hang = diagnosed(
+        beat(0, issued(16), 1000.0, peers=(0, 1)), beat(1, work=LongWork.DRAW.text, since_work_s=5.1), limit_s=5.0
+    )
+    assert hang.absent == (1,) and "is all_gather 15 of h.3, and it draws initial values" in hang.sentence
+    assert beat(1, work="compiles").silent_s > 100 * beat(1).silent_s, "native code may hold the interpreter meanwhile"
 
 
 def test_payloads_may_differ_where_they_may():

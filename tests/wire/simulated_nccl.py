@@ -130,6 +130,9 @@ class SimulatedGroup:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
     def __getattr__(self, name: str) -> Callable[..., SimulatedWork | None]:
         """A collective: its first argument is its outputs."""
         call = getattr(self._gloo, name)
