@@ -57,7 +57,7 @@ class GroupField:
 
 
 @dataclass
-class Progress:
+class StepCounter:
     """Of the training of a model, for errors."""
 
     step: int = 0
@@ -78,7 +78,7 @@ class ShardMesh:
     post_forward_group: GroupField = GroupField(
         default=None
     )  # the smaller group to which parameters are resharded after the forward
-    progress: Progress = field(default_factory=Progress, compare=False)
+    counter: StepCounter = field(default_factory=StepCounter, compare=False)
 
     @property
     def world_size(self) -> int:
@@ -86,11 +86,11 @@ class ShardMesh:
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """Within it an error says what this rank waits for, and in which step."""
-        return waiting(self.ranks, f"in step {self.progress.step} ({what})")
+        return waiting(self.ranks, f"in step {self.counter.step} ({what})")
 
     def answered(self, what: str) -> AbstractContextManager[None]:
         """The same around collectives that are waited for at once. Within it there should be nothing else."""
-        return answered(self.ranks, f"in step {self.progress.step} ({what})")
+        return answered(self.ranks, f"in step {self.counter.step} ({what})")
 
     @cached_property
     def streams(self) -> Streams | None:

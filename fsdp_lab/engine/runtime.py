@@ -160,7 +160,7 @@ class Runtime:
             self._release()
         self._step, self._written = self._step + (written != self._written), written
         for other in self.units:
-            other.mesh.progress.step = self._step
+            other.mesh.counter.step = self._step
         schedule = self._schedule(unit, with_backward) if scheduled else None
         self._forward = Pass(schedule, unit, with_backward=with_backward)
         if with_backward:

@@ -99,7 +99,7 @@ class Wire(dist.ProcessGroup):
         return self._desc
 
     def _set_timeout(self, timeout: timedelta) -> None:
-        for inner in (self._gloo, self._nccl and self._nccl.inner):
+        for inner in (self._gloo, None if self._nccl is None else self._nccl.inner):
             if inner is not None:
                 inner._set_default_timeout(timeout)
 

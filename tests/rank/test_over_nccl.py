@@ -7,7 +7,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,10 +15,10 @@ from unittest import mock
 import pytest
 import torch
 
-from fsdp_lab.backends import Backend
+from fsdp_lab.backends.transfer import StateTransfer
 from fsdp_lab.core.checkpoint_format import begin, finish
 from fsdp_lab.core.errors import ArgumentError, SpecError
-from fsdp_lab.rank import Session, lifecycle
+from fsdp_lab.rank import Session
 from fsdp_lab.rank.trainer import checksum
 from fsdp_lab.wire import RankAborted
 from tests.covering import tiered
@@ -177,19 +177,19 @@ def test_what_nccl_s_watchdog_finds_late_ends_the_step(
 
 
 def _switched(place: Place) -> list[float]:
-    """A transfer of a switch never ends, and is aborted: the old model must still be there."""
+    """A transfer of a switch never ends, and is aborted: what it has not moved must still be in the old model."""
     s = session(place, reduction="rank_ordered")
     s.apply("run", spec().to_dict())
     losses = [e["mean_loss"] for e in s.train(2)["events"]]
-    transfer_state = lifecycle.transfer_state
+    receive = StateTransfer._receive
 
-    def transfer(old: Backend, new: Backend) -> None:
-        transfer_state(old, new)
+    def receives(transfer: StateTransfer, names: Sequence[str]) -> None:
+        receive(transfer, names)
         if place.rank == 0:
             s.world.all_gather_single(torch.empty(16), torch.ones(8)).wait()
             threading.Timer(0.5, s._protocol.monitor.announce, ("stopped",)).start()
 
-    with mock.patch.object(lifecycle, "transfer_state", transfer), pytest.raises(RankAborted):
+    with mock.patch.object(StateTransfer, "_receive", receives), pytest.raises(RankAborted):
         s.apply("run", spec(sharding="shard_grad_op").to_dict())
     losses += [e["mean_loss"] for e in s.train(3)["events"]]
     s.close()
