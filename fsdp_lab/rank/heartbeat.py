@@ -46,9 +46,15 @@ class RankActivity:
 
 
 class LongWorkLog:
-    """Whether a rank is at long work (`fsdp_lab.core.hang.LongWork`), and since when not. Thread-safe."""
+    """Whether a rank is at long work (`fsdp_lab.core.hang.LongWork`), and since when not. Thread-safe.
+
+    Attributes:
+        changed: set when work begins or ends, so that a heartbeat says it at once: of a rank at long work, others accept
+            that it is silent.
+    """
 
     def __init__(self) -> None:
+        self.changed = threading.Event()
         self._lock = threading.Lock()
         self._open: list[tuple[LongWork, float]] = []  # and when it began, outermost first; without time for inner ones
         self._ended_s: float | None = None
@@ -64,6 +70,7 @@ class LongWorkLog:
     def begin(self, work: LongWork) -> None:
         with self._lock:
             self._open.append((work, time.monotonic()))
+        self.changed.set()
 
     def end(self) -> None:
         """End the work that began last."""
@@ -73,6 +80,7 @@ class LongWorkLog:
             if self._open:
                 outer, outer_s = self._open[-1]
                 self._open[-1] = (outer, outer_s + time.monotonic() - begin_s)
+        self.changed.set()
 
     def read(self) -> tuple[str, float | None]:
         """The text of the work in progress, or ""; and seconds since the last moment of work within its limit, or None."""
@@ -101,7 +109,8 @@ class LongWorkLog:
 
 
 class HeartbeatThread:
-    """Calls `activity`, and `send` with a heartbeat as a dict, in a thread until `close`. What `send` raises is ignored."""
+    """Calls `activity`, and `send` with a heartbeat as a dict, in a thread until `close`; at once when `changed` is set.
+    What `send` raises is ignored."""
 
     def __init__(
         self,
@@ -109,24 +118,30 @@ class HeartbeatThread:
         rank: int,
         activity: Callable[[], RankActivity],
         send: Callable[[dict[str, Any]], None],
+        changed: threading.Event,
     ) -> None:
         self._context, self._rank, self._activity, self._send = context, rank, activity, send
-        self._closed = threading.Event()
+        self._changed, self._closed = changed, threading.Event()
         self._thread = threading.Thread(target=self._run, name="fsdp-lab-heartbeat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self._closed.set()
+        self._changed.set()
         self._thread.join(2)
 
     def _run(self) -> None:
         state, number, progress_s, sent_s = (-1, False), 0, 0.0, 0.0
-        while not self._closed.wait(PERIOD_S):
+        while not self._closed.is_set():
+            at_once = self._changed.wait(PERIOD_S)
+            self._changed.clear()
+            if self._closed.is_set():
+                return
             activity, last, now = self._activity(), self._context.last, time.monotonic()
             before, state = state, (last.sequence if last else -1, activity.working)
             if progress := state != before:
                 progress_s = now
-            if now - sent_s < _interval_s(activity.working, progress=progress) - 0.1:
+            if not at_once and now - sent_s < _interval_s(activity.working, progress=progress) - 0.1:
                 continue
             still = now - progress_s > STILL_S or not activity.working
             heartbeat = self._read(number, activity, progress=progress, still=still)

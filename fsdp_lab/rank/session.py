@@ -93,7 +93,7 @@ class Session:
         self._faults = FaultInjector(self.info, self.context)
         announce = self._protocol.monitor.announce
         send = on_heartbeat or HangWatchdog(own_connection(store), world_size, hang_s, announce).receive
-        self._heartbeat = HeartbeatThread(self.context, rank, self._activity, send)
+        self._heartbeat = HeartbeatThread(self.context, rank, self._activity, send, self._work.changed)
         self._joined_unix_s = time.time()
 
     def begin_call(self, number: int) -> None:
