@@ -48,15 +48,15 @@ FAULTS = (
     Fault(
         name="missing division",
         what="engine: gradients are summed over ranks and not divided",
-        old="    if by != 1:\n        shard.div_(by)",
-        new="    if by != by:\n        shard.div_(by)",
+        old="            if by != 1:\n                summed.div_(by)",
+        new="            if by != by:\n                summed.div_(by)",
         tests=("tests/engine/test_parity.py",),
     ),
     Fault(
         name="missing all-reduce",
         what="engine: hybrid sharding does not reduce across replicas",
-        old="        if self._mesh.replicate_group is not None:\n            self._unsent.append",
-        new="        if False:\n            self._unsent.append",
+        old="        if self._mesh.replicate_group is not None:\n            yield self._all_reduce",
+        new="        if self._mesh.shard_group is None:\n            yield self._all_reduce",
         tests=("tests/engine/test_parity.py",),
     ),
     Fault(
@@ -93,8 +93,8 @@ FAULTS = (
     Fault(
         name="norm of one rank",
         what="engine: the gradient norm is not summed over the shard group",
-        old="        if group is not None:\n            dist.all_reduce(total",
-        new="        if group is not None and largest:\n            dist.all_reduce(total",
+        old="        if group is not None:\n            with flats[0].mesh.answered(\"gradient_norm\")",
+        new="        if group is not None and largest:\n            with flats[0].mesh.answered(\"gradient_norm\")",
         tests=("tests/engine/test_features.py", "tests/engine/test_properties.py"),
     ),
     Fault(
@@ -107,8 +107,8 @@ FAULTS = (
     Fault(
         name="torch's norm of one rank",
         what="engine: the norm of a sharded tensor is that of this rank's range",
-        old="        if group is not None:\n            _reduce_norms(",
-        new="        if False:\n            _reduce_norms(",
+        old="        if group is not None:\n            with mesh.answered(\"a norm\")",
+        new="        if False:\n            with mesh.answered(\"a norm\")",
         tests=("tests/engine/scenarios",),
     ),
     Fault(
@@ -142,7 +142,7 @@ FAULTS = (
     Fault(
         name="stale optimizer state",
         what="backends: a switch carries the parameters and not the optimizer's moments",
-        old="        for slot in (PARAM, *slots):\n            given",
+        old="        for slot in (PARAM, *self._slots):\n            given",
         new="        for slot in (PARAM,):\n            given",
         tests=("tests/backends", "tests/engine/test_parity_switch.py"),
     ),

@@ -459,8 +459,9 @@ class Runtime:
             unit.drop_gradient()
         self._forward = self._backward = self._last = None
         self._reducing, self._recomputed = [], {}
-        self._release()
-        self._free_all()
+        with self.root.mesh.waiting("what an exception left in flight"):
+            self._release()
+            self._free_all()
 
     def _is_at_work(self, unit: Unit) -> bool:
         """Whether a call of the unit is under way, in a forward or in a backward."""

@@ -902,7 +902,7 @@ WHERE: dict[str, Callable[[Any], Any]] = {
     "2 (a norm)": lambda model: torch.nn.utils.get_total_norm(list(model.parameters())),
     "2 (gradient_norm)": gradient_norm,
     "2 (a whole tensor)": lambda model: model.last.weight.full_tensor(),
-    "2 (fully_shard)": lambda model: fully_shard(make()),
+    "0 (fully_shard)": lambda model: fully_shard(make()),
 }
 
 

@@ -372,7 +372,7 @@ class Recorded(dist.Work):
 
 def order_of_collectives(place: Place) -> list[str]:
     """The events of one backward; `backward` is the begin of a block's."""
-    import fsdp_lab.engine.gradients as gradients_module
+    import fsdp_lab.engine.reduction as reduction_module
 
     log: list[str] = []
     model = by_block(make(), mesh=build_mesh("cpu", shard_size=2))
@@ -397,13 +397,13 @@ def order_of_collectives(place: Place) -> list[str]:
             log.append(f"backward {unit or 'root'}")
 
     runtime.around, runtime.watch = inside, watch
-    before = gradients_module.reduce_scatter, gradients_module.all_reduce
-    gradients_module.reduce_scatter = recording("scatter", before[0])  # type: ignore[assignment]
-    gradients_module.all_reduce = recording("across", before[1])  # type: ignore[assignment]
+    before = reduction_module.reduce_scatter, reduction_module.all_reduce
+    reduction_module.reduce_scatter = recording("scatter", before[0])  # type: ignore[assignment]
+    reduction_module.all_reduce = recording("across", before[1])  # type: ignore[assignment]
     try:
         mean_square(model, batch(0, place.rank)).backward()
     finally:
-        gradients_module.reduce_scatter, gradients_module.all_reduce = before
+        reduction_module.reduce_scatter, reduction_module.all_reduce = before
     return log
 
 
