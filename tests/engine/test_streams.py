@@ -66,7 +66,7 @@ CASES = {
 }
 
 
-QUICK = ("full_shard", "hybrid_shard", "offload all")
+QUICK = ("full_shard", "offload all")
 Values = dict[str, torch.Tensor]
 
 

@@ -196,6 +196,7 @@ def _switched(place: Place) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_a_switch_that_is_aborted_keeps_the_old_model(pool: Pool, undisturbed: Callable[..., list[float]]) -> None:
     """The host has issued all transfers long before the device has made them."""
     assert pool.run(simulated, 2, _switched, reduction=None) == [undisturbed()[:5]] * 2

@@ -116,6 +116,7 @@ def assert_bounded(pool: Pool, names: list[str], layouts: dict[str, dict[str, An
         assert sums[-1] == sums[-2], f"{one} -> {other}"
 
 
+@pytest.mark.slow
 def test_a_switch_never_holds_two_models(pool: Pool) -> None:
     assert_bounded(pool, ["lab", "ddp", "fsdp2", "fsdp1", "lab", "lab"], BACKENDS, "adamw")
 
