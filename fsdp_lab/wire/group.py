@@ -358,10 +358,11 @@ class Wire(dist.ProcessGroup):
         group, ins, outs, unstage = self._route(inputs, outputs)
         over_nccl = group is not self._gloo
         dropped = self.context.dropped_work(self._size)
+        blocking = dropped is not None or not over_nccl
         timed = self.context.time_nccl(issued) if over_nccl else None
         inner: Any = dropped or self._issue(call, group, ins, outs)
-        if dropped is not None or not over_nccl:
-            self.context.track(issued, [*ins, *outs], inner) if inner is not None else None
+        if inner is not None and blocking:
+            self.context.track(issued, [*ins, *outs], inner)
         elif inner is not None:
             self.context.track_nccl(issued, inner)
 
@@ -372,8 +373,8 @@ class Wire(dist.ProcessGroup):
                 then()
 
         results = results or outputs
-        return WireWork(self.context, issued, inner, results, finish=finish, blocking=dropped is not None or not over_nccl,
-                        sliced=whole_group, timed=timed, uses=[*ins, *outs, *results] if over_nccl else ())  # fmt: skip
+        return WireWork(self.context, issued, inner, results, finish=finish, blocking=blocking, sliced=whole_group,
+                        timed=timed, uses=[*ins, *outs, *results] if over_nccl else ())  # fmt: skip
 
     def _meet(self, whole_group: bool, tensors: list[Tensor]) -> None:
         """Before the first collective over NCCL, which makes the communicator: all ranks come to a barrier over Gloo.
