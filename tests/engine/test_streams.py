@@ -182,7 +182,7 @@ def _without_each(place: Place, which: Case) -> dict[Wait, str]:
     return {wait: one if isinstance(one, str) else "" for wait, one in found.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.skip("a rank that stops at a race may abort in Gloo's thread, which still has a collective: issue 17")
 def test_a_wait_that_is_left_out_is_found(pool: Pool) -> None:
     """Each wait that the engine makes in a step, wherever it makes it."""
     needed: dict[Wait, bool] = {}
