@@ -198,7 +198,7 @@ def test_beats_tell_what_a_blocked_rank_waits_for_and_where_the_other_is(pool: P
     assert "in wait" in blocked.stack, "where it waits"
     away = [b for b in one if b.working and b.stack][-1]
     assert away.pending is None and away.counts[world] == pending.ordinal, "one behind"
-    assert "in _stall_for_beats" in away.stack and away.recent == blocked.recent[:-1][-len(away.recent) :]
+    assert "in _stall_for_beats" in away.stack and away.recent == blocked.recent[:-2][-len(away.recent) :]
 
 
 @pytest.mark.slow
