@@ -14,7 +14,7 @@ Note: an abort. A rank leaves a transfer wherever it is, perhaps one batch behin
 only after a barrier behind their batch, so a batch that one rank lacks is on all ranks in the old backend. Afterwards
 the ranks compare how many batches each has completed; those that all have are in the new backend, the rest in the old
 one (`settle`), and the next transfer takes the state from both. Storage that an aborted operation may still use is left
-to its last reference. Exchanges use buffers of their own, so an operation that ends late writes to no backend."""
+to its last reference. Exchanges use buffers of the transfer's, so an operation that ends late writes to no backend."""
 
 from __future__ import annotations
 
@@ -96,6 +96,7 @@ class StateTransfer:
         least, most = _BATCH_ELEMENTS
         self._most = min(most, max(least, sum(s.shape.numel() for s in sources) // _BATCHES))
         self._batches = self._batched()
+        self._exchanged: dict[torch.dtype, tuple[Tensor, Tensor]] = {}  # [most] each: what goes out, and what comes in
         self.completed = 0
 
     def run(self, busy: Busy = frozenset, complete: Callable[[], None] = lambda: None) -> None:
@@ -157,7 +158,27 @@ class StateTransfer:
             into = {s.name: (slot_target(self.new, s, slot), s.start) for s in targets if s.numel}
             _copy_own(plan, given, into)
             for part in exchanges(plan, self._most):
-                _exchange(part, given, into)
+                self._exchange(part, given, into)
+
+    def _exchange(self, plan: Sequence[Transfer], given: Parts, into: Parts) -> None:
+        """One all-to-all. Its buffers are the same for all parts: Gloo's thread may hold them for a while after it."""
+        rank, ranks = dist.get_rank(), range(dist.get_world_size())
+        sent = sorted((t for t in plan if t.source == rank), key=lambda t: t.target)
+        received = sorted((t for t in plan if t.target == rank), key=lambda t: t.source)
+        like, _ = next(iter(given.values()))
+        if like.dtype not in self._exchanged:
+            self._exchanged[like.dtype] = like.new_empty(self._most), like.new_empty(self._most)
+        outgoing, incoming = self._exchanged[like.dtype]
+        outgoing = _packed([_part(t, given) for t in sent], outgoing)
+        incoming = incoming[: sum(t.numel for t in received)]
+        dist.all_to_all_single(
+            incoming,
+            outgoing,
+            output_split_sizes=[sum(t.numel for t in received if t.source == other) for other in ranks],
+            input_split_sizes=[sum(t.numel for t in sent if t.target == other) for other in ranks],
+        )
+        for t, values in zip(received, torch.split(incoming, [t.numel for t in received]), strict=True):
+            _part(t, into).copy_(values)
 
     def _await_all(self) -> None:
         """Wait until every rank has received all batches up to here."""
@@ -272,19 +293,9 @@ def _copy_own(plan: Sequence[Transfer], given: Parts, into: Parts) -> None:
             _part(t, into).copy_(_part(t, given))
 
 
-def _exchange(plan: Sequence[Transfer], given: Parts, into: Parts) -> None:
-    """One all-to-all."""
-    rank, ranks = dist.get_rank(), range(dist.get_world_size())
-    sent = sorted((t for t in plan if t.source == rank), key=lambda t: t.target)
-    received = sorted((t for t in plan if t.target == rank), key=lambda t: t.source)
-    like, _ = next(iter(given.values()))
-    outgoing = torch.cat([like[:0], *(_part(t, given) for t in sent)])
-    incoming = like.new_empty(sum(t.numel for t in received))
-    dist.all_to_all_single(
-        incoming,
-        outgoing,
-        output_split_sizes=[sum(t.numel for t in received if t.source == other) for other in ranks],
-        input_split_sizes=[sum(t.numel for t in sent if t.target == other) for other in ranks],
-    )
-    for t, values in zip(received, torch.split(incoming, [t.numel for t in received]), strict=True):
-        _part(t, into).copy_(values)
+def _packed(parts: Sequence[Tensor], into: Tensor) -> Tensor:
+    """One after the other at the beginning of `into`."""
+    out = into[: sum(part.numel() for part in parts)]
+    for part, place in zip(parts, torch.split(out, [part.numel() for part in parts]), strict=True):
+        place.copy_(part)
+    return out

@@ -38,6 +38,7 @@ NAMES = ("events", "step", "p50_s", "p95_s", "tick_cores", "rss_bytes", "state")
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(SECONDS + 240)
 def test_the_kernel_keeps_up_with_64_ranks_and_nothing_grows(server: JupyterServer, open_notebook, watched) -> None:
     page = DashboardPage(open_notebook())

@@ -28,6 +28,7 @@ def desk(server: JupyterServer, open_notebook: Callable[[], Notebook]) -> Dashbo
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_rank_to_pixel_and_the_cost_of_a_tick(desk: DashboardPage, watched, ranks, record_property):
     """Ranks that publish at 10 Hz. Targets, on a machine with nothing else to do: 250 ms at the 95th percentile for 4
