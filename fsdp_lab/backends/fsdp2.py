@@ -16,6 +16,7 @@ from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Backend, RoleTensor
 from fsdp_lab.backends.storage import DeferredStorage
 from fsdp_lab.backends.wrapping import context_of, name_fsdp2_unit, named_units, prepare
+from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.events import ROOT, Role
 from fsdp_lab.core.spec import Precision, Spec, Strategy
 from fsdp_lab.engine import ParamShard
@@ -132,7 +133,7 @@ def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
     whole = {**options, "reshard_after_forward": False, "mp_policy": dataclasses.replace(policy, output_dtype=output)}
     fully_shard(model, **whole)  # type: ignore[call-overload]
     name_fsdp2_unit(ROOT, _own_groups(model), context)
-    _order_prefetch([g[0] for g in groups.values()], model, strategy)
+    _order_communication([g[0] for g in groups.values()], model, strategy)
     return model
 
 
@@ -150,17 +151,22 @@ def _materialise(p: Any, device: torch.device) -> None:
         p.reset_sharded_param()
 
 
-def _order_prefetch(wrapped: list[nn.Module], root: nn.Module, strategy: Strategy) -> None:
-    """Prefetch depths other than torch's default; on a CPU a prefetch runs ahead only if the unshard is
-    asynchronous."""
+def _order_communication(wrapped: list[nn.Module], root: nn.Module, strategy: Strategy) -> None:
+    """Prefetch depths and a limit of reductions other than torch's defaults; on a CPU a prefetch runs ahead only if the
+    unshard is asynchronous. Raises SpecError for a limit that this torch does not have."""
     for i, module in enumerate(wrapped):
         assert isinstance(module, FSDPModule)
         if strategy.forward_depth:
             module.set_modules_to_forward_prefetch(_fsdp(wrapped[i + 1 : i + 1 + strategy.forward_depth]))
         if strategy.backward_prefetch > 1:
             module.set_modules_to_backward_prefetch(_fsdp(wrapped[max(0, i - strategy.backward_prefetch) : i][::-1]))
+    assert isinstance(root, FSDPModule)
+    if strategy.limit_reductions > 1:
+        if not hasattr(root, "set_reduce_scatter_max_input_buffers"):
+            raise SpecError("strategy.limit_reductions", f"FSDP2 has no limit to set in torch {torch.__version__}, but from "
+                            "2.13 on", "use 1, or backend lab", {"limit_reductions": 1})  # fmt: skip
+        root.set_reduce_scatter_max_input_buffers(strategy.limit_reductions)
     if strategy.forward_depth or strategy.backward_prefetch > 1:
-        assert isinstance(root, FSDPModule)
         for module in [*wrapped, root]:
             assert isinstance(module, FSDPModule)
             module._set_unshard_async_op(True)

@@ -83,12 +83,13 @@ class OffloadPolicy(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchPolicy:
-    """How many units are gathered ahead of time."""
+    """How many units are gathered ahead of time, and how many reductions may lag behind."""
 
     forward_prefetch: int = 1  # units ahead of the one that computes
     backward_prefetch: int = 1
     prefetch_before: bool = True  # issue backward prefetches before the unit's backward, or after it
     limit: int = 2  # gathered units beside the one that computes; 0: no limit
+    limit_reductions: int = 1  # units whose whole gradients are in flight, 1 or more
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -159,6 +159,8 @@ class Strategy:
     # Issued before the backward of the unit that computes, or after it.
     backward_prefetch_point: str = field(default="before", metadata=_one_of(PREFETCH_POINTS))
     limit_all_gathers: int = field(default=2, metadata=_whole(0))  # in flight (section 3.4); 0: no limit
+    # Units whose whole gradients are in flight; the backward waits before it sends one more.
+    limit_reductions: int = field(default=1, metadata=_whole(1))
     recompute: str = field(default="none", metadata=_RECOMPUTE)  # activations: saved, or recomputed in the backward
     # The micro-batches that communicate; n: every n-th one of a step. The last always does.
     sync: str | int = field(default="every", metadata=_SYNC)
@@ -219,6 +221,7 @@ class Strategy:
             backward_prefetch=self.backward_prefetch,
             prefetch_before=self.backward_prefetch_point == "before",
             limit=self.limit_all_gathers,
+            limit_reductions=self.limit_reductions,
             offload=OffloadPolicy(self.offload),
         )
 
@@ -288,6 +291,8 @@ class Spec:
             del d["workload"]["held_out"]  # ids from before this field existed, in stored events, stay valid
         if self.strategy.forward_prefetch is None:
             del d["strategy"]["forward_prefetch"]  # was a number always; a Spec with one keeps its id
+        if self.strategy.limit_reductions == 1:
+            del d["strategy"]["limit_reductions"]  # did not exist
         text = json.dumps(d, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
@@ -503,6 +508,9 @@ def _rule_overlap(spec: Spec) -> None:
     }[backend]
     if s.limit_all_gathers not in limits:
         raise _invalid("limit_all_gathers", why, f"use {' or '.join(map(str, limits))}", limit_all_gathers=2)
+    if backend in ("fsdp1", "ddp") and s.limit_reductions != 1:
+        raise _invalid("limit_reductions", f"{backend} has no limit to set", "use 1, or backend lab",
+                       limit_reductions=1)  # fmt: skip
 
 
 _RULES: tuple[Callable[[Spec], None], ...] = (

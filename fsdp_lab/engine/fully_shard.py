@@ -83,8 +83,8 @@ def fully_shard(
             False: keep them until then (ZeRO-2). An integer: reshard to groups of so many ranks. None: True.
         mp_policy: dtypes, ours or torch's; None: as they are.
         offload_policy: what is kept on the host, ours or torch's.
-        prefetch_policy: what is gathered ahead, and how much of it, in the whole model: give it to the root, or the same to
-            all units; None: the next unit, in the forward and in the backward.
+        prefetch_policy: what is gathered ahead, how much of it, and how many reductions are in flight, in the whole model:
+            give it to the root, or the same to all units; None: the next unit in both directions, and one reduction.
         shard_optimizer_only: ZeRO-1: gradients and gathered parameters keep their full size. It implies not to reshard after
             the forward.
         ignored_params: parameters to leave alone; the caller keeps them equal on all ranks.

@@ -37,9 +37,9 @@ def of_arguments(
     if prefetch is not None and not isinstance(prefetch, PrefetchPolicy):
         yield f"prefetch_policy is {prefetch!r}; give a PrefetchPolicy"
     for field in fields(PrefetchPolicy) if isinstance(prefetch, PrefetchPolicy) else ():
-        value = getattr(prefetch, field.name)
-        if not isinstance(value, int) or value < 0:
-            yield f"prefetch_policy has {field.name}={value!r}; give a number of units, 0 or more"
+        value, least = getattr(prefetch, field.name), int(field.name == "limit_reductions")
+        if not isinstance(value, int) or value < least:
+            yield f"prefetch_policy has {field.name}={value!r}; give a number of units, {least} or more"
     for p in ignored:
         if not isinstance(p, nn.Parameter):
             yield f"ignored_params has a {type(p).__name__}; give parameters, as of module.parameters()"

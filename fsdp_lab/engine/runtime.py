@@ -383,7 +383,7 @@ class Runtime:
             unit.reshard(post_forward=post_forward)
 
     def _reduce(self, unit: Unit) -> None:
-        """At most one unit's whole gradient in flight: it is freed before the next one's is sent."""
+        """The oldest whole gradient in flight is freed before the next one is sent, where their limit is reached."""
         if not unit.has_gradient:
             return
         if not unit.communicates:
@@ -391,14 +391,15 @@ class Runtime:
             return
         if self.backward is not None:
             self.backward.reduced[unit] = None
-        self._advance_reductions()
+        self._advance_reductions(but=self.rules.limit_reductions - 1)
         with self.span(Phase.REDUCE, unit, Direction.BACKWARD):
             self._reducing.append((unit, unit.reduce(self.streams)))
 
-    def _advance_reductions(self, *, last: bool = False) -> None:
+    def _advance_reductions(self, *, but: int = 0, last: bool = False) -> None:
         """Wait for the collectives in flight, the last issued first, and issue what follows them: in hybrid sharding the
-        all-reduce of a unit then runs beside the reduce-scatter and the backward of the next. `last`: for all of them."""
-        for in_flight in reversed(self._reducing.copy()):
+        all-reduce of a unit then runs beside the reduce-scatter and the backward of the next. `but`: so many units, the last
+        ones, are left in flight. `last`: it is the end of the backward."""
+        for in_flight in self._reducing[: max(0, len(self._reducing) - but)][::-1]:
             unit, reductions = in_flight
             ends = all(reduction.ends(last=last) for reduction in reductions)
             copies = ends and unit.policy.offload != OffloadPolicy.NONE  # under offload its shard then is on the host

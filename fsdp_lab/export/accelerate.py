@@ -50,6 +50,8 @@ def _fsdp2(spec: Spec) -> Values:
         raise refuse("forward_prefetch", "Accelerate sets none for FSDP2", "use 0", forward_prefetch=0)
     if s.backward_prefetch > 1:
         raise refuse("backward_prefetch", "Accelerate leaves FSDP2's own, one unit ahead", "use 1", backward_prefetch=1)
+    if s.limit_reductions > 1:
+        raise refuse("limit_reductions", "Accelerate leaves FSDP2's own, one at a time", "use 1", limit_reductions=1)
     sharding = {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": s.reshards_after_forward,

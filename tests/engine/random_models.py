@@ -103,6 +103,7 @@ def strategies(draw: st.DrawFn, world_size: int, precision: str = "fp32") -> Str
         backward_prefetch=draw(st.integers(0, 2)),
         backward_prefetch_point=draw(st.sampled_from(["before", "after"])),
         limit_all_gathers=draw(st.integers(0, 3)),
+        limit_reductions=draw(st.integers(1, 3)),
     )
 
 

@@ -70,6 +70,7 @@ class Setting:
     offload: str = "none"
     few: int = 0  # ranks that share what stays between forward and backward
     few_rank: int = 0
+    most_reducing: int = 1  # whole gradients in flight
 
 
 @dataclass
@@ -82,7 +83,7 @@ class Expected:
     sending: set[str] = field(default_factory=set)  # a cast or fetched shard is on its way
     few: set[str] = field(default_factory=set)
     filling: set[str] = field(default_factory=set)  # gradients of the unit arrive
-    reducing: str | None = None
+    reducing: list[str] = field(default_factory=list)  # oldest first
     crossing: str | None = None  # scattered, and on its way between replicas
     reduced: set[str] = field(default_factory=set)
     steps: int = 0
@@ -103,12 +104,12 @@ class Expected:
         if phase is Phase.COMPUTE:
             self._landed(unit)
         if phase is Phase.REDUCE:
-            self._finish()
+            self._finish(but=self.at.most_reducing - 1)
 
     def after(self, phase: Phase, unit: str, direction: Direction) -> None:
         """What it has done once it was issued."""
         alone = self.at.factor == 1
-        if phase is Phase.HOST_COPY and unit == self.reducing:
+        if phase is Phase.HOST_COPY and unit in self.reducing:
             self._finish()
         elif phase is Phase.HOST_COPY and self.at.offload == "all":
             self.sending.add(unit)
@@ -125,15 +126,15 @@ class Expected:
                 self.few.add(unit)
         elif phase is Phase.REDUCE:
             self.filling.discard(unit)
-            self.reducing = unit
+            self.reducing.append(unit)
 
     def ended(self) -> None:
         """A forward without gradients, or a backward, is over."""
         if self._computing is not None:
             self.filling.add(self._computing)
         self._computing = None
-        self._finish()
-        self._finish()
+        while self.reducing or self.crossing is not None:
+            self._finish()
         self.alive, self.sending, self.few = set(), set(), set()
 
     def stepped(self) -> None:
@@ -146,16 +147,17 @@ class Expected:
         self.sending.discard(unit)
         self.few.discard(unit)
 
-    def _finish(self) -> None:
-        """The collectives in flight end; in hybrid sharding the all-reduce of what was scattered is sent."""
+    def _finish(self, *, but: int = 0) -> None:
+        """The oldest collectives in flight end; in hybrid sharding the all-reduce of what was scattered is sent."""
         if self.crossing is not None:
             self.reduced.add(self.crossing)
         self.crossing = None
-        if self.reducing is not None and self.at.replicas > 1 and self.at.factor > 1:
-            self.crossing = self.reducing
-        elif self.reducing is not None:
-            self.reduced.add(self.reducing)
-        self.reducing = None
+        if len(self.reducing) <= but:
+            return
+        if self.at.replicas > 1 and self.at.factor > 1:
+            self.crossing = self.reducing.pop(0)
+        else:
+            self.reduced.add(self.reducing.pop(0))
 
     # -- the formulas ---------------------------------------------------------------------------------------------
 
@@ -181,7 +183,7 @@ class Expected:
             if unit in self.filling:
                 came = covered(whole) - (0 if self._late_came else buffer.late)
                 sums["unsharded_gradients"] += came * at.gathered
-            if unit == self.reducing:
+            if unit in self.reducing:
                 add("unsharded_gradients", whole, at.reduced)
             if unit == self.crossing and at.factor > 1:
                 add("gradients", own, at.reduced)

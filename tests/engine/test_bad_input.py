@@ -159,6 +159,10 @@ WRONG_ARGUMENTS: dict[str, tuple[Any, str]] = {
         PrefetchPolicy(backward_prefetch=-1),
         "prefetch_policy has backward_prefetch=-1; give a number of units, 0 or more",
     ),
+    "prefetch_policy, limit": (
+        PrefetchPolicy(limit_reductions=0),
+        "prefetch_policy has limit_reductions=0; give a number of units, 1 or more",
+    ),
     "ignored_params": (["last.weight"], "ignored_params has a str; give parameters"),
     "group_of": (lambda name, p: [name], "group_of gave a list for first.weight; give a name"),
 }
@@ -169,7 +173,7 @@ def wrong_arguments(place: Place) -> None:
     model = make()
     for name, (given, says) in WRONG_ARGUMENTS.items():
         with refused(says):
-            fully_shard(model, **{name: given})
+            fully_shard(model, **{name.partition(",")[0]: given})
     for shard_size in (0, -1, 1.5):
         with refused("2 ranks cannot be divided into shard groups of"):
             build_mesh("cpu", shard_size=shard_size)  # type: ignore[arg-type]

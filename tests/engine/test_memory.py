@@ -109,6 +109,11 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {  # world size, strategy
     "prefetch after": (2, {"backward_prefetch_point": "after"}),
     "no prefetch": (2, {"forward_prefetch": 0, "backward_prefetch": 0}),
     "limit 1": (2, {"limit_all_gathers": 1, "forward_prefetch": 3, "backward_prefetch": 3}),
+    "two reductions": (2, {"limit_reductions": 2}),
+    "bf16, hybrid_shard, three reductions": (
+        4,
+        {"precision": "bf16", "sharding": "hybrid_shard", "shard_size": 2, "limit_reductions": 3},
+    ),
     "limit 3": (2, {"limit_all_gathers": 3, "forward_prefetch": 3, "backward_prefetch": 3}),
 }
 
@@ -128,6 +133,7 @@ def setting(place: Place, s: Strategy) -> Setting:
         offload=s.offload,
         few=few,
         few_rank=place.rank % few if few else 0,
+        most_reducing=s.limit_reductions,
     )
 
 
@@ -149,7 +155,7 @@ class Auditor:
     def __init__(self, model: Model, optimizer: torch.optim.Optimizer, wanted: Expected) -> None:
         self.model, self.optimizer, self.wanted = model, optimizer, wanted
         self.phases = 0
-        self.most_units = self.most_filling = self.most_gathered_bytes = 0
+        self.most_units = self.most_filling = self.most_reducing = self.most_gathered_bytes = 0
         runtime_of(model).watch = self.see
 
     def see(self, phase: Phase, unit: str, direction: Direction) -> None:
@@ -166,7 +172,8 @@ class Auditor:
         filling = [u for u in units_of(self.model) if u.has_gradient]
         assert {u.name for u in filling} == self.wanted.filling, where
         whole = {id(r.target) for r in runtime_of(self.model).reducing if r.unsharded is not None}
-        assert len(whole) <= 1, where  # one buffer in each unit here
+        assert len(whole) <= self.wanted.at.most_reducing, where  # one buffer in each unit here
+        self.most_reducing = max(self.most_reducing, len(whole))
         self.most_units = max(self.most_units, len(alive))
         self.most_filling = max(self.most_filling, len(filling))
         self.most_gathered_bytes = max(self.most_gathered_bytes, got.unsharded_bytes)
@@ -205,6 +212,7 @@ def audited(place: Place, name: str) -> tuple[int, int, int, int]:
     wanted.with_backward = True
     learn("the second step")
     update()
+    assert auditor.most_reducing == strategy.limit_reductions
     return auditor.phases, auditor.most_units, auditor.most_filling, auditor.most_gathered_bytes
 
 

@@ -156,6 +156,7 @@ def test_where_and_how_does_not_change_the_result(outcomes: Outcomes, changes: d
 def prefetches() -> list[dict[str, Any]]:
     """Depths 0 to 3 both ways, limits 0 to 3 and both points, every pair of values at least once; fewer than 128."""
     return [{"forward_prefetch": f, "backward_prefetch": b, "limit_all_gathers": (f + b) % 4,
+             "limit_reductions": 1 + (f + 2 * b) % 3,
              "backward_prefetch_point": ("before", "after")[(f // 2 + b) % 2]}
             for f, b in itertools.product(range(4), range(4))]  # fmt: skip
 

@@ -43,6 +43,9 @@ def case(ranks: int = 2, *, micro_batches: int = 1, keeps: bool = False, flat: b
 CASES = {
     "full_shard": case(),
     "prefetch": case(forward_prefetch=2, backward_prefetch=2, limit_all_gathers=0),
+    "two reductions": case(limit_reductions=2),
+    "two reductions, hybrid": case(ranks=4, sharding="hybrid_shard", shard_size=2, limit_reductions=2),
+    "two reductions, offload": case(offload="all", micro_batches=2, limit_reductions=2),
     "no prefetch": case(forward_prefetch=0, backward_prefetch=0),
     "shard_grad_op": case(sharding="shard_grad_op", flat=True),
     "zero1": case(sharding="zero1"),
@@ -129,6 +132,8 @@ def test_every_wait_is_there(pool: Pool, name: str, mode: Mode) -> None:
 ASKED = {
     #                            gather reduce all-reduce  copies  events  compute waits  host waits
     "full_shard": (6, 4, 0, 0, 10, 10, 0),
+    "two reductions": (6, 4, 0, 0, 10, 10, 0),
+    "two reductions, hybrid": (6, 4, 4, 0, 14, 12, 0),
     "shard_grad_op": (4, 4, 0, 0, 8, 8, 0),
     "zero1": (4, 4, 0, 0, 8, 8, 0),
     "no_shard": (0, 0, 4, 0, 8, 8, 0),

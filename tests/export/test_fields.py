@@ -55,6 +55,7 @@ SCRIPT: list[Case] = [
     ({**FSDP1, "forward_prefetch": 1}, "forward_prefetch", "forward_prefetch=True"),
     ({"backward_prefetch": 3}, "backward_prefetch", "sharded[max(0, i - 3) : i][::-1]"),
     ({**FSDP1, "backward_prefetch": 0}, "backward_prefetch", "backward_prefetch=None"),
+    ({"limit_reductions": 2}, "limit_reductions", "model.set_reduce_scatter_max_input_buffers(2)"),
     ({**DDP, "backward_prefetch": 4}, "backward_prefetch", "4 has no effect under DDP"),
     ({**FSDP1, "backward_prefetch_point": "after"}, "backward_prefetch_point", "BackwardPrefetch.BACKWARD_POST"),
     ({**FSDP1, "limit_all_gathers": 0}, "limit_all_gathers", "limit_all_gathers=False"),
@@ -128,6 +129,7 @@ ONLY_IN_THE_LAB: list[Refusal] = [
     ({"backward_prefetch_point": "after"}, "strategy.backward_prefetch_point"),
     ({"limit_all_gathers": 0}, "strategy.limit_all_gathers"),
     ({"forward_prefetch": 1, "sharding": "no_shard"}, "strategy.forward_prefetch"),
+    ({"limit_reductions": 2, "sharding": "no_shard"}, "strategy.limit_reductions"),
     ({"wrap": "every:2", "sharding": "no_shard"}, "strategy.wrap"),
     ({"devices": ("cuda:0", "cuda:0")}, "devices"),
 ]  # fmt: skip
@@ -135,6 +137,7 @@ NOT_IN_ACCELERATE: list[Refusal] = [
     ({"world_size": 4, "reshard_size": 2}, "strategy.reshard_size"),
     ({"forward_prefetch": 1}, "strategy.forward_prefetch"),
     ({"backward_prefetch": 2}, "strategy.backward_prefetch"),
+    ({"limit_reductions": 2}, "strategy.limit_reductions"),
     ({"precision": "bf16"}, "strategy.precision"),
     ({"precision": Precision(param="bf16", reduce="bf16", output="fp32")}, "strategy.precision.output"),
     ({**DDP, "precision": "bf16-pure"}, "strategy.precision"),

@@ -28,7 +28,7 @@ TOGGLES: Mapping[str, dict[str, Any]] = {
     "limit 1": {"backward_prefetch": 2, "limit_all_gathers": 1}, "whole": {"wrap": "whole"}, "pairs": {"wrap": "every:2"},
     "fine": {"wrap": "min_params:20000"}, "accumulate": {"accumulate": 2},
     "accumulate, last": {"accumulate": 3, "sync": "last"}, "accumulate, second": {"accumulate": 4, "sync": 2},
-    "sgd": {"optimizer": "sgd"}, "to two": {"reshard_size": 2},
+    "two reductions": {"limit_reductions": 2}, "sgd": {"optimizer": "sgd"}, "to two": {"reshard_size": 2},
 }  # fmt: skip
 MODELS = ("llama-1m", "bert-1m", "t5-1m", "vit-1m", "resnet-1m")
 

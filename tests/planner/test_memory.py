@@ -33,6 +33,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "lab, whole": {"wrap": "whole"}, "lab, t5": {"model": "t5-1m"}, "lab, llama, zero2": {"model": "llama-1m", **ZERO2},
     "lab, vit": {"model": "vit-1m", "data": "images"}, "fsdp2": {"backend": "fsdp2"},
     "fsdp2, bf16, zero2": {"backend": "fsdp2", "precision": "bf16", "sharding": "shard_grad_op"},
+    "lab, two reductions": {"limit_reductions": 2},
     "fsdp2, sgd": {"backend": "fsdp2", "optimizer": "sgd"}, "fsdp2, recompute": {"backend": "fsdp2", "recompute": "full"},
     "fsdp1": {"backend": "fsdp1"}, "fsdp1, bf16": {"backend": "fsdp1", "precision": "bf16-pure"}, "ddp": DDP,
     "ddp, bf16, accumulate": {**DDP, "precision": "bf16", "accumulate": 2, "sync": "last"},

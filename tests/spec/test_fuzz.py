@@ -23,6 +23,7 @@ GOOD: dict[str, list[Any]] = {
     "backend": [*BACKENDS], "sharding": [*SHARDINGS], "precision": [*PRECISIONS], "offload": [*OFFLOADS],
     "wrap": ["block", "every:2", "min_params:100", "class:GPT2Block", "whole"], "shard_size": [None, 1, 2, 4],
     "forward_prefetch": [None, 0, 1], "backward_prefetch": [0, 1, 2], "limit_all_gathers": [0, 1, 2],
+    "limit_reductions": [1, 2],
     "recompute": ["none", "full", "every:2"], "sync": ["every", "last", 2], "world_size": [1, 2, 3, 4],
     "optimizer": ["adamw", "sgd"], "accumulate": [1, 2, 3], "micro_batch": [1, 2], "clip_norm": [None, 1.0],
 }  # fmt: skip

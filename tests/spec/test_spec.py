@@ -40,6 +40,7 @@ strategies = st.builds(
     backward_prefetch=st.integers(0, 3),
     backward_prefetch_point=st.sampled_from(vocabulary.PREFETCH_POINTS),
     limit_all_gathers=st.integers(0, 3),
+    limit_reductions=st.integers(1, 3),
     recompute=st.sampled_from(["none", "full", "every:2"]),
     sync=st.sampled_from(vocabulary.SYNCS) | st.integers(1, 5),
     compile=st.booleans(),
@@ -126,6 +127,9 @@ def test_hybrid_sharding_on_too_few_ranks_names_enough(ranks: int, enough: int) 
     ({"backward_prefetch_point": "during"}, "strategy.backward_prefetch_point"),
     ({"backend": "fsdp2", "backward_prefetch_point": "after"}, "strategy.backward_prefetch_point"),
     ({"backend": "fsdp2", "limit_all_gathers": 3}, "strategy.limit_all_gathers"),
+    ({"limit_reductions": 0}, "strategy.limit_reductions"),
+    ({"backend": "fsdp1", "limit_reductions": 2}, "strategy.limit_reductions"),
+    ({"backend": "ddp", "sharding": "no_shard", "limit_reductions": 2}, "strategy.limit_reductions"),
     ({"recompute": "some"}, "strategy.recompute"),
     ({"sync": "never"}, "strategy.sync"),
     ({"sync": "2"}, "strategy.sync"),
@@ -224,7 +228,7 @@ def test_a_spec_of_before_anything_was_held_out_is_read_and_keeps_its_id() -> No
     """Events that were kept then go by it."""
     now = Spec().replace(forward_prefetch=0)
     before = now.to_dict()
-    del before["workload"]["held_out"]
+    del before["workload"]["held_out"], before["strategy"]["limit_reductions"]
     assert Spec.from_dict(before) == now
     then = hashlib.blake2b(json.dumps(before, sort_keys=True).encode(), digest_size=4).hexdigest()
     assert now.replace(held_out=0).id == then != now.id
@@ -245,9 +249,9 @@ def test_a_spec_with_a_number_of_units_ahead_keeps_its_meaning_and_its_id() -> N
     assert Spec().strategy.forward_prefetch is None and "forward_prefetch" in Spec().to_dict()["strategy"]
     assert len({Spec().replace(forward_prefetch=depth).id for depth in (None, 0, 1, 2)}) == 4
     left_out = Spec().to_dict()
-    del left_out["strategy"]["forward_prefetch"]
+    del left_out["strategy"]["forward_prefetch"], left_out["strategy"]["limit_reductions"]
     digest = hashlib.blake2b(json.dumps(left_out, sort_keys=True).encode(), digest_size=4).hexdigest()
-    assert Spec.from_dict(left_out).id == Spec().id == digest
+    assert Spec.from_dict(left_out).id == Spec().id == digest != Spec().replace(limit_reductions=2).id
 
 
 def test_the_default_gathers_one_ahead_under_lab_and_changes_nothing_of_torchs() -> None:

@@ -71,6 +71,7 @@ FORM: tuple[tuple[str, tuple[ControlSpec, ...]], ...] = (
         ControlSpec(name="backward_prefetch_point", label="prefetch point", help="Before or after the backward of a unit",
               tokens=fixed(*PREFETCH_POINTS)),
         ControlSpec(name="limit_all_gathers", label="gathers in flight", help="0: no limit", least=0, most=64),
+        ControlSpec(name="limit_reductions", label="reductions in flight", help="Whole gradients", least=1, most=64),
         ControlSpec(name="compile", label="compile", help="torch.compile of each block", tokens=fixed(False, True)),
     )),
 )  # fmt: skip

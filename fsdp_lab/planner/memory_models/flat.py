@@ -43,7 +43,7 @@ class FlatMemory(MemoryModel):
         n = len(self.units)
         self._gathered, self._sent, self._post_forward = [False] * n, [0.0] * n, [0.0] * n
         self._collected = [False] * n  # what came is one tensor in the dtype of the reduction
-        self._reducing: int | None = None
+        self._reducing: list[int] = []  # whole gradients in flight, oldest first
         self._crossing: int | None = None  # its shard is on its way between the replicas
 
     def unit_bytes(self, unit: UnitShape) -> UnitBytes:
@@ -147,20 +147,20 @@ class FlatMemory(MemoryModel):
         if not self.reduces or not (self.fresh[unit] or self._collected[unit]):
             self._collect(unit)
             return
-        self._advance_reductions()
+        self._advance_reductions(but=self.strategy.limit_reductions - 1)
         self._collect(unit)
         self._collected[unit] = False
         self.tracker.alloc(COMMUNICATION, self.reduce_scratch(self.units[unit].reduced))
-        self._reducing = unit
+        self._reducing.append(unit)
 
-    def _advance_reductions(self) -> None:
+    def _advance_reductions(self, *, but: int = 0) -> None:
         """Waits for what is in flight. On a CPU a copy of the shard then goes between the replicas, until the next time."""
         crossing, self._crossing = self._crossing, None
         if crossing is not None:
             self._keep_reduced(crossing, self._scattered_gradient(crossing), is_part=False)
-        unit, self._reducing = self._reducing, None
-        if unit is None:
+        if len(self._reducing) <= but:
             return
+        unit = self._reducing.pop(0)
         self.tracker.free(COMMUNICATION, self.reduce_scratch(self.units[unit].reduced))
         if self.factor > 1 and self.replicas > 1 and not self.on_gpu:
             self._crossing = unit
@@ -182,7 +182,7 @@ class FlatMemory(MemoryModel):
     def end_backward(self) -> None:
         for unit in reversed(range(len(self.units))):
             self._reduce(unit)
-        while self._reducing is not None or self._crossing is not None:
+        while self._reducing or self._crossing is not None:
             self._advance_reductions()
         for unit in range(len(self.units)):
             self._reshard(unit, Direction.BACKWARD)

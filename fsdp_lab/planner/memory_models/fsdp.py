@@ -222,7 +222,7 @@ class FSDP2Memory(HookedMemory):
         self._last_buffer = 0.0  # of the forward, after its copy
         self._unreduced = [0.0] * n  # gradients of finished backwards
         self._upcast = [False] * n  # they are in the dtype of the reduction
-        self._reduce_input = 0.0
+        self._reduce_inputs: list[float] = []  # oldest first
         self._all_reduced = 0.0  # inputs of all-reduces over replicas, where they are not the shards themselves
 
     def unit_bytes(self, unit: UnitShape) -> UnitBytes:
@@ -320,11 +320,12 @@ class FSDP2Memory(HookedMemory):
         if not self.reduces:
             self._upcast_unreduced(unit)
             return
-        tracker.free(COMMUNICATION, self._reduce_input)
-        self._reduce_input = u.whole if self._unreduced[unit] else 0.0
+        if len(self._reduce_inputs) == self.strategy.limit_reductions:
+            tracker.free(COMMUNICATION, self._reduce_inputs.pop(0))
         if not self._unreduced[unit]:
             return
-        tracker.alloc(COMMUNICATION, self._reduce_input)
+        self._reduce_inputs.append(u.whole)
+        tracker.alloc(COMMUNICATION, u.whole)
         tracker.free(GRADIENTS, self._unreduced[unit])
         self._unreduced[unit], self._upcast[unit] = 0.0, False
         self._reduce(unit)
@@ -360,8 +361,8 @@ class FSDP2Memory(HookedMemory):
         for unit in range(len(self.units)):
             if self.gathered[unit] or self.fresh[unit]:
                 self.post_backward(unit)
-        self.tracker.free(COMMUNICATION, self._reduce_input + self._all_reduced + sum(self._buffer))
-        self._reduce_input = self._all_reduced = 0.0
+        self.tracker.free(COMMUNICATION, sum(self._reduce_inputs) + self._all_reduced + sum(self._buffer))
+        self._reduce_inputs, self._all_reduced = [], 0.0
         self._buffer = [0.0] * len(self.units)
 
     def state_key(self, unit: int) -> tuple[object, ...]:
