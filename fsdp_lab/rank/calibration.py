@@ -285,7 +285,7 @@ def calibration_trainers(
 
 def _trainer(spec: Spec, info: RankInfo, world: Wire, preparation: Preparation, former: Trainer | None) -> Trainer:
     p = preparation.prepare(spec, None if former is None else (former.spec, former.batches))
-    initial = Initializer(p.skeleton, spec.workload.seed)
+    initial = Initializer(p.skeleton, spec.workload.seed, world.context.check)
     backend = build(p.skeleton, spec, info.device)
     fill(backend, initial)
     return Trainer(run="calibration", spec=spec, info=info, backend=backend, batches=p.batches, world=world, cost=p.cost,

@@ -91,7 +91,7 @@ def test_the_limit_holds_but_for_what_calls_enclose(schedule: Schedule) -> None:
 
 
 class _KeepsNothing(Schedule):
-    kept = frozenset()  # type: ignore[assignment]
+    stays_gathered = frozenset()  # type: ignore[assignment]
 
 
 @given(call_trees(), rules())
