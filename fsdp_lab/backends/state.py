@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.backends.base import Backend, original_name, seed_state, state_slots, steps_taken
 from fsdp_lab.engine import ParamShard
+from fsdp_lab.engine.streams import streams_of
 
 PARAM = "param"
 
@@ -61,12 +62,15 @@ def suspend_state(backend: Backend) -> SuspendedState:
     """Copy parameters, optimizer state and buffers to the host; collective. The backend may be released afterwards."""
     slots, steps = optimizer_slots([backend])
     values = {(s.name, slot): slot_values(backend, s, slot) for s in backend.param_shards() for slot in (PARAM, *slots)}
-    return SuspendedState(
-        values={key: _on_cpu(value) for key, value in values.items()},
+    copies = HostCopies(backend.device)
+    suspended = SuspendedState(
+        values={key: copies.queue(value) for key, value in values.items()},
         slots=slots,
         steps=steps,
-        buffers=tuple(_on_cpu(b) for _, b in persistent_buffers(backend.module)),
+        buffers=tuple(copies.queue(b) for _, b in persistent_buffers(backend.module)),
     )
+    copies.wait()
+    return suspended
 
 
 def resume_state(state: SuspendedState, backend: Backend) -> None:
@@ -163,6 +167,7 @@ def slots_of(backend: Backend) -> dict[str, object]:
 def snapshot(backend: Backend, layouts: Sequence[Layout], rank: int, writers: Collection[int]) -> list[Chunk]:
     """A CPU copy of the share that this rank writes, when the ranks `writers` write together. Not collective. Raises
     LookupError, on each writer, if they do not hold all of the model."""
+    copies = HostCopies(backend.device)
     ranges = dict(_shares(layouts, rank, sorted(writers), shapes_of(backend)))
     slots = (PARAM, *sorted(_own_slots(backend)))
     chunks = []
@@ -171,9 +176,10 @@ def snapshot(backend: Backend, layouts: Sequence[Layout], rank: int, writers: Co
         if start < stop:
             for slot in slots:
                 values = slot_values(backend, shard, slot)[start - shard.start : stop - shard.start]
-                chunks.append(Chunk(name=key(shard.name, slot), start=start, values=_on_cpu(values)))
+                chunks.append(Chunk(name=key(shard.name, slot), start=start, values=copies.queue(values)))
     for path, buffer in persistent_buffers(backend.module):
-        chunks.append(Chunk(name=buffer_key(rank, path), start=0, values=_on_cpu(buffer.reshape(-1))))
+        chunks.append(Chunk(name=buffer_key(rank, path), start=0, values=copies.queue(buffer.reshape(-1))))
+    copies.wait()
     return chunks
 
 
@@ -204,8 +210,23 @@ def buffer_key(rank: int, path: str) -> str:
     return f"buffer.{rank}.{path}"
 
 
-def _on_cpu(values: Tensor) -> Tensor:
-    return values.detach().to("cpu", copy=True)
+class HostCopies:
+    """Copies on the host. Those of a GPU's tensors are queued, to pinned memory, and waited for together."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._streams = device, streams_of(device)
+
+    def queue(self, values: Tensor) -> Tensor:
+        """A copy, to be read after `wait`."""
+        values = values.detach()
+        if self._streams is None or values.device.type != self._device.type:  # offloaded
+            return values.to("cpu", copy=True)
+        copy = self._streams.host_memory(values.numel(), values.dtype).view(values.shape)
+        return copy.copy_(values, non_blocking=True)
+
+    def wait(self) -> None:
+        if self._streams is not None:
+            self._streams.current().synchronize()
 
 
 def _shares(
