@@ -104,6 +104,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         os.environ["FSDP_LAB_TEST_TURNS"] = folder  # of all processes of this run
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    # torch's TCPStore asks the name server who each client is; where none answers that would cost 5 s now and then
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     settings.register_profile("patient", deadline=None)  # a busy machine is no fault
     settings.load_profile("patient")
 

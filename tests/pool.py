@@ -70,12 +70,12 @@ def _serve(pipe: Any, stacks: Path) -> None:
         task = pickle.loads(pipe.recv())
         if task is None:
             os._exit(0)
-        function, rank, world_size, port, run, reduction, args = task
+        function, rank, world_size, place, reduction, args = task
         joined = reduction is not None
         try:
             context = WireContext(reduction=ReductionOrder(reduction or "auto"), timeout_s=15)
             info = RankInfo(rank=rank, world_size=world_size, device=torch.device("cpu"))
-            store = torch.distributed.PrefixStore(f"run{run}", find_store("127.0.0.1", port))
+            store = find_store(place)
             world = open_groups(info, store, context, 0) if joined else None
             try:
                 answer = ("ok", function(Place(info, context, world, store), *args))
@@ -121,11 +121,6 @@ class Worker:
 
 class Pool:
     def __init__(self, size: int) -> None:
-        from fsdp_lab.rank.rendezvous import host_store
-
-        # torch's store asks the name server who each client is; where one does not answer that would cost 5 s now and then
-        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-        self._store = host_store()
         self._runs = 0
         self._folder = tempfile.TemporaryDirectory(prefix="fsdp_lab_pool_")
         self._context = multiprocessing.get_context("forkserver")
@@ -156,8 +151,12 @@ class Pool:
         """With `reduction` None no process group is opened: the function does that."""
         self._runs += 1
         chosen = self._workers[:world_size]
+        store = (
+            Path(self._folder.name) / f"store{self._runs}"
+        )  # not in memory, which would cost a descriptor in each run
+        store.touch(mode=0o600)
         for rank, worker in enumerate(chosen):
-            worker.give((function, rank, world_size, self._store.port, self._runs, reduction, args))
+            worker.give((function, rank, world_size, f"file:{store}", reduction, args))
         end = time.monotonic() + timeout_s
         late = [rank for rank, worker in enumerate(chosen) if not worker.pipe.poll(max(0.0, end - time.monotonic()))]
         if late:

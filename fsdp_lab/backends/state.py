@@ -9,9 +9,10 @@ when the backend is built, so each computes its share without communication, als
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.backends.base import Backend, original_name, seed_state, state_slots, steps_taken
 from fsdp_lab.engine import ParamShard
+from fsdp_lab.engine.collectives import gather_texts
 from fsdp_lab.engine.streams import streams_of
 
 PARAM = "param"
 
-T = TypeVar("T")
-Range = tuple[int, int]
+Range = Sequence[int]  # start, stop
 Layout = Mapping[str, Range]  # of one rank: parameter -> its range of the flat parameter, possibly empty
 
 
@@ -118,18 +119,24 @@ def slot_target(backend: Backend, shard: ParamShard, slot: str) -> Tensor:
     return shard.local if slot == PARAM else state_slots(backend.optimizer, shard)[slot]
 
 
-def gather_objects(mine: T) -> list[T]:
-    """The objects of all ranks, by rank; collective."""
-    gathered: list[T] = [mine] * dist.get_world_size()
-    if dist.get_world_size() > 1:
-        dist.all_gather_object(gathered, mine)
-    return gathered
+def gather_json(mine: Any) -> list[Any]:
+    """A value of each rank, by rank, as JSON gives it back: tuples become lists; collective. torch's functions for objects
+    would unpickle, and so execute, whatever arrives."""
+    text = json.dumps(mine)
+    texts = [text] if dist.get_world_size() == 1 else gather_texts(text, _world(), torch.device("cpu"))
+    return [json.loads(text) for text in texts]
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
 
 
 def optimizer_slots(backends: Sequence[Backend]) -> tuple[tuple[str, ...], int]:
     """The slots and number of steps of the optimizers, the same on every rank, even if a rank's first shard is empty."""
     mine: set[str] = set().union(*(_own_slots(b) for b in backends))
-    by_rank = gather_objects((mine, max(steps_taken(b.optimizer) for b in backends)))
+    by_rank = gather_json((sorted(mine), max(steps_taken(b.optimizer) for b in backends)))
     return tuple(sorted(set().union(*(slots for slots, _ in by_rank)))), max(steps for _, steps in by_rank)
 
 

@@ -32,7 +32,7 @@ from fsdp_lab.backends.state import (
     PARAM,
     Layout,
     Range,
-    gather_objects,
+    gather_json,
     layout_of,
     optimizer_slots,
     persistent_buffers,
@@ -91,7 +91,7 @@ class StateTransfer:
         self._from = {s.name: s for s in sources}
         self._to = {s.name: s for s in new.param_shards()}
         self._slots, self._steps = optimizer_slots(source.backends)
-        layouts = gather_objects((layout_of(sources), layout_of(self._to.values())))
+        layouts = gather_json((layout_of(sources), layout_of(self._to.values())))
         self._held, self._wanted = [have for have, _ in layouts], [want for _, want in layouts]
         least, most = _BATCH_ELEMENTS
         self._most = min(most, max(least, sum(s.shape.numel() for s in sources) // _BATCHES))

@@ -71,7 +71,7 @@ def launch(
         results: dict[int, Any] = {}
         while len(results) < plan.ranks:
             rank, kind, value = _next(messages)
-            if kind == "port":
+            if kind == "place":
                 for other in ranks[1:]:
                     other.give(value)
             elif kind == "round":
@@ -203,11 +203,9 @@ def _measure(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> N
     from fsdp_lab.wire import WireContext
 
     plan, rank = BenchPlan.from_dict(job["plan"]), int(job["rank"])
-    if rank == 0:
-        store = host_store()
-        send("port", store.port)
-    else:
-        store = find_store("127.0.0.1", json.loads(received.get()))
+    if hosted := host_store() if rank == 0 else None:
+        send("place", hosted.place)
+    store = hosted or find_store(json.loads(received.get()))
     torch.set_num_threads(1)
     context = WireContext()
     device = torch.device(plan.devices[rank])

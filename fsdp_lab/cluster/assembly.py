@@ -214,16 +214,15 @@ class Assembly:
         self._report("importing torch", 0, n)
         self._dispatcher.call("load", module=module, timeout_s=2 * timeout_s)
         self._report("joining ranks", 0, n)
-        address, toward = store_address(reports)
-        opened = self._dispatcher.send("host", {0: {"module": module, "address": address, "toward": toward}})
-        address, port = opened.results(timeout_s)[0]
-        if address != "127.0.0.1":
-            self._dispatcher.call("reach", address=address, port=port, timeout_s=10)
+        toward = another_machine(reports)
+        place = self._dispatcher.send("host", {0: {"module": module, "toward": toward}}).results(timeout_s)[0]
+        if toward is not None:
+            self._dispatcher.call("reach", place=place, timeout_s=10)
         headers = self._monitor.open_channels(self._engines.client, range(n))
-        common = {"module": module, "world_size": n, "host": address, "port": port, "timeout_s": timeout_s,
+        common = {"module": module, "world_size": n, "place": place, "timeout_s": timeout_s,
                   "reduction": self._config.reduction}  # fmt: skip
         seats = self._membership.placement.seats
-        each = {seat.rank: {**asdict(seat), **common, "beats": headers[seat.rank]} for seat in seats}
+        each = {seat.rank: {**seat.arguments, **common, "beats": headers[seat.rank]} for seat in seats}
         self._dispatcher.send("join", each).results(timeout_s + 10)
         self._report("ready", n, n)
 
@@ -284,11 +283,8 @@ def rank_order(reports: Mapping[int, Mapping[str, Any]]) -> list[int]:
     return sorted(reports, key=lambda engine: (first[reports[engine]["host"]], engine))
 
 
-def store_address(reports: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """(address, toward) for rank 0's store, from the reports of the ranks, in rank order.
-
-    The address is loopback if all ranks are on one machine, so nothing listens on the network. Otherwise it is "": rank 0
-    chooses the address of its route toward the first rank on another machine.
-    """
-    elsewhere = [r for r in reports if r["host"] != reports[0]["host"]]
-    return ("127.0.0.1", "") if not elsewhere else ("", str(elsewhere[0]["address"]))
+def another_machine(reports: Sequence[Mapping[str, Any]]) -> str | None:
+    """The address of the first rank that is on another machine than rank 0, from the reports of the ranks, in rank order;
+    None if there is none, so that nothing needs to listen."""
+    elsewhere = (str(r["address"]) for r in reports if r["host"] != reports[0]["host"])
+    return next(elsewhere, None)

@@ -13,7 +13,7 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,11 @@ class Seat:
     threads: int
     memory_cap: float | None = None  # fraction of the GPU's memory; None: all of it
     shared_gpu_ranks: int = 1  # ranks on the fullest GPU of all: above 1, all ranks talk over Gloo
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of the rank's `Session`."""
+        return {name: value for name, value in asdict(self).items() if name != "host"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -238,7 +238,7 @@ def claim(owner: str) -> None:
 
 
 def rank_code(module: str | None) -> Any:
-    """The module with `Session` and `host_store`, which returns a store with a `port`. Only engines import it: it imports
+    """The module with `Session` and `host_store`, which returns a store with its `place`. Only engines import it: it imports
     torch."""
     if module is not None:
         return pkgutil.resolve_name(module)
@@ -260,18 +260,19 @@ def load(module: str | None) -> None:
     gc.freeze()
 
 
-def host(module: str | None, address: str, toward: str) -> tuple[str, int]:
-    """On rank 0: opens the store where all ranks meet. Returns its address and port."""
+def host(module: str | None, toward: str | None) -> str:
+    """On rank 0: opens the store where all ranks meet, of this machine alone, or on the address `toward` others. Returns its
+    place."""
     own = resident()
-    address = address or own_address(toward)
-    own.store = rank_code(module).host_store(address)
-    return address, int(own.store.port)
+    own.store = rank_code(module).host_store(None if toward is None else own_address(toward))
+    return str(own.store.place)
 
 
-def reach(address: str, port: int) -> None:
-    """Raises ConnectionError if the store cannot be reached from here."""
+def reach(place: str) -> None:
+    """Raises ConnectionError if a store of several machines cannot be reached from here."""
+    address, _, port = place.removeprefix("tcp://").rpartition(":")
     try:
-        socket.create_connection((address, port), timeout=5).close()
+        socket.create_connection((address, int(port)), timeout=5).close()
     except OSError as e:
         raise ConnectionError(
             f"{socket.gethostname()} cannot reach rank 0 at {address}:{port} ({e}): a firewall is between them, or the "

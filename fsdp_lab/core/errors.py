@@ -30,6 +30,14 @@ class FieldError(ValueError):
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self.field, self.reason, self.hint, self.fix))
 
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": type(self).__name__, "arguments": [self.field, self.reason, self.hint, self.fix]}
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> FieldError:
+        kind = next((kind for kind in cls.__subclasses__() if kind.__name__ == d["kind"]), cls)
+        return kind(*d["arguments"])
+
 
 class SpecError(FieldError):
     """An invalid field of a Spec, such as "strategy.sharding", or an invalid combination of fields."""

@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import distributed as dist
 
 from fsdp_lab.core.errors import FieldError, SpecError
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.rank import Session, host_store
+from fsdp_lab.rank import Session
 from fsdp_lab.rank.rendezvous import end_process, find_store
 
 
@@ -52,8 +53,8 @@ def _join(spec: Spec, hang_s: float | None) -> Session:
                         f"give torchrun --nproc-per-node {spec.world_size}")  # fmt: skip
     local, on_gpu = int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.is_available()
     device = spec.devices[rank] if spec.devices else f"cuda:{local}" if on_gpu else "cpu"
-    # several ranks meet at torchrun's own store
-    store = host_store() if world_size == 1 else find_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    torchruns = "tcp://{MASTER_ADDR}:{MASTER_PORT}"  # its own store, where several ranks meet
+    store = dist.HashStore() if world_size == 1 else find_store(torchruns.format_map(os.environ))
     return Session(rank=rank, world_size=world_size, device=device, store=store, on_event=_print, hang_s=hang_s)
 
 

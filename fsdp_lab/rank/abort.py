@@ -32,7 +32,7 @@ from torch import distributed as dist
 
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.process import Identity, machine
-from fsdp_lab.rank.rendezvous import RankInfo, close_groups, open_groups
+from fsdp_lab.rank.rendezvous import RankInfo, close_groups, open_groups, own_connection
 from fsdp_lab.rank.trainer import StepState, Trainer
 from fsdp_lab.wire import RankAborted, Wire, WireContext
 
@@ -314,12 +314,6 @@ class AbortProtocol:
 
     def _failure(self, e: BaseException) -> str:
         return f"rank {self._info.rank} failed: {type(e).__name__}: {first_line(e)}"
-
-
-def own_connection(store: Any) -> dist.Store:
-    """A second connection, so that a request in one thread does not block another thread's."""
-    connection: dist.Store = store.clone()
-    return connection
 
 
 def first_line(e: BaseException) -> str:

@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fsdp_lab.backends import Backend
-from fsdp_lab.backends.state import Chunk, Layout, gather_objects, layout_of, shapes_of, slots_of, snapshot, targets
+from fsdp_lab.backends.state import Chunk, Layout, gather_json, layout_of, shapes_of, slots_of, snapshot, targets
 from fsdp_lab.core.checkpoint_format import Checkpoint, begin, check_same, discard, find, finish, prune
 from fsdp_lab.core.errors import ArgumentError, FieldError
 from fsdp_lab.core.spec import Spec
@@ -88,7 +88,7 @@ class Checkpointer:
     def register(self, backend: Backend) -> None:
         """Gather the layouts of a new backend, so that saving needs no communication; collective, once per backend."""
         if backend is not self._backend:
-            self._backend, self._layouts = backend, gather_objects(layout_of(backend.param_shards()))
+            self._backend, self._layouts = backend, gather_json(layout_of(backend.param_shards()))
 
     def unregister(self) -> None:
         """Forget a backend that is released."""
@@ -99,18 +99,17 @@ class Checkpointer:
     def begin(self, root: str, step: int) -> Path:
         """Create the folder for the files of all ranks, on rank 0; collective. If it fails, every rank raises
         ArgumentError."""
-        result: list[Any] = [None]
+        folder, failed = "", ""
         if self._info.rank == 0:
             try:
-                result = [str(begin(Path(root), step))]
+                folder = str(begin(Path(root), step))
             except OSError as e:
-                reason = f"no checkpoint can be written to {root}: {e.strerror}"
-                result = [ArgumentError("save", reason, "make room, or name another folder")]
-        if self._info.world_size > 1:
-            dist.broadcast_object_list(result, src=0)
-        if isinstance(result[0], FieldError):
-            raise result[0]
-        return Path(result[0])
+                failed = str(e.strerror)
+        folder, failed = gather_json((folder, failed))[0]
+        if failed:
+            reason = f"no checkpoint can be written to {root}: {failed}"
+            raise ArgumentError("save", reason, "make room, or name another folder")
+        return Path(folder)
 
     def save(self, trainer: Savable, partial: Path, *, kind: str, last: int) -> int:
         """Take a snapshot and write it in a thread; returns its bytes on this rank. Not collective. Call `wait` before,
@@ -158,7 +157,7 @@ class Checkpointer:
 
     def require_all(self, written: bool) -> None:
         """Raises ArgumentError on every rank unless `written` on all; collective."""
-        by_rank = gather_objects((written, self._own_written))
+        by_rank = gather_json((written, self._own_written))
         if not all(done for done, _ in by_rank):
             busy = [str(rank) for rank, (_, own) in enumerate(by_rank) if not own] or ["0"]
             ranks = f"rank{'s' * (len(busy) > 1)} {', '.join(busy)}"
@@ -243,8 +242,8 @@ class Checkpointer:
             check_same(saved, spec)
         except FieldError as e:
             error = e
-        if first := next((e for e in gather_objects(error) if e is not None), None):
-            raise first
+        if first := next((e for e in gather_json(error and error.to_dict()) if e is not None), None):
+            raise FieldError.from_dict(first)
         assert saved is not None
         return saved
 

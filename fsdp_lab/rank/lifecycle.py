@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from fsdp_lab.backends import Backend, build, fill
 from fsdp_lab.backends.base import update_hyperparameters
-from fsdp_lab.backends.state import SuspendedState, gather_objects, resume_state, suspend_state
+from fsdp_lab.backends.state import SuspendedState, gather_json, resume_state, suspend_state
 from fsdp_lab.backends.transfer import StateSource, StateTransfer
 from fsdp_lab.core.hang import LongWork
 from fsdp_lab.core.spec import LINEAGE, Spec
@@ -159,7 +159,7 @@ class Lifecycle:
     def _settle(self) -> None:
         """After an abort: agree with the other ranks on where the state is."""
         mine, source = self._replacement, self._source
-        come = gather_objects((self._replaced, mine.transfer.completed if mine is not None else 0))
+        come = gather_json((self._replaced, mine.transfer.completed if mine is not None else 0))
         if mine is None or source is None:
             return
         if max(replaced for replaced, _ in come) > self._replaced:

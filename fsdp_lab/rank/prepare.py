@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdp_lab.backends import check
 from fsdp_lab.backends.base import DTYPES
-from fsdp_lab.backends.state import gather_objects
+from fsdp_lab.backends.state import gather_json
 from fsdp_lab.backends.wrapping import recomputed
 from fsdp_lab.core.errors import FieldError, SpecError
 from fsdp_lab.core.hang import LongWork
@@ -68,13 +68,13 @@ class Preparation:
         except FieldError as e:
             error = e
         fingerprint = prepared.batches.source.fingerprint if prepared else ""
-        by_rank = gather_objects((error, fingerprint, mine.given if mine else None))
+        by_rank = gather_json((error and error.to_dict(), fingerprint, mine and mine.given))
         for refusal, _, _ in by_rank:
             if refusal is not None:
-                raise refusal
+                raise FieldError.from_dict(refusal)
         assert prepared is not None and mine is not None
         self._check_same_text([f for _, f, _ in by_rank], spec)
-        common = self._common_peak([p for _, _, p in by_rank], mine.given)
+        common = self._common_peak([p and Peak(*p) for _, _, p in by_rank], mine.given)
         peak = self._peaks[dtype] = mine if mine.given == common else BestPeak(common)
         return dataclasses.replace(prepared, cost=dataclasses.replace(prepared.cost, peak=peak))
 

@@ -1,12 +1,41 @@
-"""How ranks find each other: a store, and the process groups that are opened through it, again after each abort."""
+"""How ranks find each other: rank 0's store, and the process groups that are opened through it, again after each abort.
+
+In the store ranks also publish what concerns all. `host_store` opens it, `find_store` connects another rank,
+`own_connection` another thread. Its `place` is what a rank needs to find it: "file:PATH" where all ranks are on one machine,
+else "tcp://HOST:PORT".
+
+Note: the store of one machine. It is torch's FileStore: nothing listens, and no other user can open the file. On Linux the
+file is in memory. Its only name is that of an open descriptor of rank 0's process, in /proc; a rank that joins opens it
+there once, and then uses its own descriptor. So nothing is left of it when these processes have ended, however they do. A
+file on a disk does harm when the disk is full: FileStore then writes a part of an entry, on which every reader spins for
+ever, and ranks report through the store that a checkpoint could not be written. Where there is no such memory (macOS) it
+is a file in a private folder, which rank 0 removes at its regular end.
+
+- The descriptor is never closed: FileStore opens its path at each request, also in destructors that torch calls late, and
+  would write to the file that has taken the number over.
+- The store outlives rank 0. That a rank has ended is seen by broken connections, by `Peers` (abort.py) and by the
+  kernel, alike for all ranks; and a rank 0 that is stopped keeps nobody from the store.
+- A request opens, locks, reads and closes the file, in 10 to 20 us. One that waits for a key looks every 10 ms, so a group
+  takes about 8 ms longer to open than over TCP.
+- The file only grows: each rank adds its record (abort.py) twice a second while a run trains, 24 MB in a day. It takes the
+  memory until the ranks' processes end.
+- A rank that is stopped or killed within the microseconds of a request can leave the lock taken, or a part of an entry.
+  Then the others wait as they do for a stopped rank 0 over TCP: `BoundedStore` gives up, and what waits without it the
+  kernel finds to hang.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import stat
 import sys
+import tempfile
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -14,6 +43,9 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp_lab.wire import Nccl, Wire, WireContext, register
+
+FILE, TCP, DESCRIPTORS = "file:", "tcp://", "/proc/"
+ANSWER_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,29 +58,84 @@ class RankInfo:
     shares_gpu: bool = False  # then CUDA tensors go over Gloo: NCCL needs one GPU per rank
 
 
-def host_store(host: str = "127.0.0.1") -> dist.TCPStore:
-    """Rank 0's store, to which the other ranks connect: on a free port (`.port`), and on `host` only. By default torch's
-    store listens on all networks, without authentication."""
-    listener = socket.create_server((host, 0))
-    return dist.TCPStore(
-        host,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=60),
-        master_listen_fd=listener.detach(),
-    )
+# -- the store --------------------------------------------------------------------------------------------------------
 
 
-def find_store(host: str, port: int, *, timeout_s: float = 60.0) -> dist.TCPStore:
-    """A connection to rank 0's store. Raises ConnectionError if it does not answer."""
+class FileHost(dist.FileStore):
+    """Rank 0's own connection to a store of one machine."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):
+            file = os.memfd_create("fsdp_lab_store")
+            path, own = f"/proc/{os.getpid()}/fd/{file}", f"/proc/self/fd/{file}"
+        else:
+            folder = tempfile.mkdtemp(prefix="fsdp_lab-store-")
+            path = own = os.path.join(folder, "store")
+            os.close(os.open(path, os.O_CREAT, 0o600))
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        os.chmod(own, 0o600)  # that of memory is 0777
+        super().__init__(own)
+        self.place = FILE + path
+
+
+class TcpHost(dist.TCPStore):
+    """Rank 0's own connection to a store of several machines: on a free port, and on `address` only. By default torch's
+    store listens on all networks; neither asks who connects."""
+
+    def __init__(self, address: str) -> None:
+        listener = socket.create_server((address, 0))
+        port = listener.getsockname()[1]
+        super().__init__(address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=ANSWER_S),
+                         master_listen_fd=listener.detach())  # fmt: skip
+        self.place = f"{TCP}{address}:{port}"
+
+
+def host_store(address: str | None = None) -> FileHost | TcpHost:
+    """A new store, for rank 0 of ranks on this machine; with `address` for ranks on several, who reach this one there."""
+    return FileHost() if address is None else TcpHost(address)
+
+
+def find_store(place: str, *, timeout_s: float = ANSWER_S) -> dist.Store:
+    """A connection to rank 0's store. Raises ConnectionError if it does not answer, is not here, or is not this user's."""
+    if place.startswith(FILE):
+        return _open_file(Path(place.removeprefix(FILE)))
+    host, _, port = place.removeprefix(TCP).rpartition(":")
     try:
-        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, TimeoutError) as e:
         first = str(e).splitlines()[0]
+        raise ConnectionError(f"rank 0's store at {place} did not answer in {timeout_s:.0f} s ({first})") from None
+
+
+def own_connection(store: dist.Store) -> dist.Store:
+    """A second connection, so that a request in one thread does not block another thread's."""
+    connection: dist.Store = store.clone()  # type: ignore[attr-defined]
+    return connection
+
+
+def _open_file(path: Path) -> dist.FileStore:
+    """Another process's file, if it and its folder are this user's and closed to others."""
+    try:
+        folder, file = os.lstat(path.parent), os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as e:
         raise ConnectionError(
-            f"rank 0's store at {host}:{port} did not answer in {timeout_s:.0f} s ({first})"
+            f"{socket.gethostname()} cannot open rank 0's store {path} ({e.strerror}): rank 0 has ended, or is in another "
+            "container or of another user; start the ranks again, as one user of one machine"
         ) from None
+    for what, found in (("its folder", folder), ("it", os.fstat(file))):
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077 or stat.S_ISLNK(found.st_mode):
+            os.close(file)
+            raise ConnectionError(
+                f"rank 0's store {path} is not used: {what} belongs to user {found.st_uid} with mode "
+                f"{stat.S_IMODE(found.st_mode):o}, and must be of user {os.geteuid()} alone; start the ranks again"
+            )
+    if str(path).startswith(DESCRIPTORS):
+        return dist.FileStore(f"/proc/self/fd/{file}")
+    os.close(file)
+    return dist.FileStore(str(path))
+
+
+# -- the process groups -----------------------------------------------------------------------------------------------
 
 
 def nccl_of(info: RankInfo) -> Nccl | None:
@@ -57,17 +144,23 @@ def nccl_of(info: RankInfo) -> Nccl | None:
 
 
 def open_groups(info: RankInfo, store: dist.Store, context: WireContext, epoch: int) -> Wire:
-    """Make the default process group a `Wire`; collective. `epoch`: the same on all ranks, another one each time."""
+    """Make the default process group a `Wire`; collective. `epoch`: the same on all ranks, another one each time. Raises
+    dist.DistStoreError if a rank does not come."""
     if info.device.type == "cuda":
         torch.cuda.set_device(info.device)
     backend = register(context, nccl=nccl_of(info))
-    # a separate connection: waiting here must not block threads that use the other one
-    own = dist.PrefixStore(f"epoch{epoch}", store.clone())  # type: ignore[attr-defined]
+    own = dist.PrefixStore(f"epoch{epoch}", own_connection(store))
     if not dist.is_initialized():
         # torch names groups by this count, which includes groups that could not be opened: a rank that had one would never
         # find the others again
         c10d._world.group_count = 0
-    dist.init_process_group(backend, store=own, rank=info.rank, world_size=info.world_size, timeout=context.timeout)
+    try:
+        dist.init_process_group(backend, store=own, rank=info.rank, world_size=info.world_size, timeout=context.timeout)
+    except RuntimeError as e:
+        if "timeout" not in str(e).lower():
+            raise
+        seconds = context.timeout.total_seconds()
+        raise dist.DistStoreError(f"not all ranks came to open the process groups within {seconds:g} s") from None
     group = dist.group.WORLD
     assert isinstance(group, Wire)
     return group

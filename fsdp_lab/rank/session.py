@@ -21,14 +21,14 @@ from fsdp_lab.core.events import PhaseSnapshot, StepEvent
 from fsdp_lab.core.faults import Fault, FaultKind
 from fsdp_lab.core.hang import LONGEST_WORK_S, LongWork, limit
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.rank.abort import AbortProtocol, own_connection
+from fsdp_lab.rank.abort import AbortProtocol
 from fsdp_lab.rank.calibration import HardwareProbe, calibration_trainers
 from fsdp_lab.rank.checkpointing import Checkpointer
 from fsdp_lab.rank.faults import FaultInjector, slower
 from fsdp_lab.rank.heartbeat import HangWatchdog, HeartbeatThread, LongWorkLog, RankActivity
 from fsdp_lab.rank.lifecycle import Lifecycle
 from fsdp_lab.rank.measure import device_name, fidelity_notes, software
-from fsdp_lab.rank.rendezvous import RankInfo, find_store
+from fsdp_lab.rank.rendezvous import RankInfo, find_store, own_connection
 from fsdp_lab.rank.slow_motion import SlowMotionStep
 from fsdp_lab.rank.trainer import Trainer
 from fsdp_lab.wire import RankAborted, ReductionOrder, Wire, WireContext
@@ -39,7 +39,7 @@ class Session:
 
     Args:
         rank, world_size, device: this rank, and where it computes: "cpu" or "cuda:N".
-        host, port: of the store on rank 0 (`host_store`), which rank 0 passes as `store`.
+        place: of rank 0's store (`host_store`); rank 0 passes `store` instead.
         reduction: the wire's order of sums, a `ReductionOrder`.
         timeout_s: timeout of a collective.
         threads: torch's threads in this process; None leaves them.
@@ -59,8 +59,7 @@ class Session:
         rank: int,
         world_size: int,
         device: str,
-        host: str = "127.0.0.1",
-        port: int = 0,
+        place: str = "",
         store: Any = None,
         reduction: str = "auto",
         timeout_s: float = 60.0,
@@ -80,7 +79,7 @@ class Session:
         if memory_cap is not None and self.info.device.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(memory_cap, self.info.device)
         self.context = WireContext(reduction=ReductionOrder(reduction), timeout_s=timeout_s)
-        store = store if store is not None else find_store(host, port, timeout_s=timeout_s)
+        store = store if store is not None else find_store(place, timeout_s=timeout_s)
         self._on_event = on_event
         self._protocol = AbortProtocol(self.info, self.context, store)
         self._checkpointer = Checkpointer(self.info, own_connection(store))

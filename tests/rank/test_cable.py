@@ -23,7 +23,7 @@ STORE = """
 import sys
 from fsdp_lab.rank import host_store
 store = host_store(sys.argv[1])
-print(store.port, flush=True)
+print(store.place.rpartition(":")[2], flush=True)
 sys.stdin.read()
 """
 

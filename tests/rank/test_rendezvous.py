@@ -1,23 +1,148 @@
-"""The store listens for whom it is meant; groups that could not be opened do not keep ranks from meeting later."""
+"""Rank 0's store is on one machine a file that only this user opens, on several a port of one address. Groups that could not
+be opened do not keep ranks from meeting later."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from torch import distributed as dist
 
-from fsdp_lab.rank.rendezvous import close_groups, find_store, host_store, open_groups
+from fsdp_lab.rank.rendezvous import FILE, close_groups, find_store, host_store, open_groups, own_connection
 from fsdp_lab.wire import WireContext
 from tests.pool import Place, Pool
+
+IN_MEMORY = hasattr(os, "memfd_create")
+HOST = """
+import sys
+from fsdp_lab.rank.rendezvous import host_store
+store = host_store()
+store.set("told", "1")
+print(store.place, flush=True)
+sys.stdin.read()
+"""
+
+
+def listeners() -> set[tuple[str, int]]:
+    return {
+        (c.laddr.ip, c.laddr.port) for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN
+    }
+
+
+@pytest.fixture
+def rank_0() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def place_of(rank_0: subprocess.Popen[str]) -> str:
+    assert rank_0.stdout is not None
+    return rank_0.stdout.readline().strip()
+
+
+def test_a_store_of_one_machine_listens_nowhere_and_is_a_file_of_this_user_alone() -> None:
+    before = listeners()
+    store = host_store()
+    assert listeners() == before
+    found = os.stat(store.place.removeprefix(FILE))
+    assert found.st_mode & 0o777 == 0o600 and found.st_uid == os.geteuid()
+    store.set("told", "1")
+    other = find_store(store.place)
+    assert other.get("told") == b"1"
+    assert other.compare_set("first", "", "a") == other.compare_set("first", "", "b") == b"a"
+    assert own_connection(store).check(["first"])
+    other.delete_key("first")
+    assert not store.check(["first"])
+
+
+def test_a_store_of_several_machines_listens_where_it_is_told_and_nowhere_else() -> None:
+    here = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
+    before = listeners()
+    store = host_store(here)
+    ((address, port),) = listeners() - before
+    assert address == here and store.place == f"tcp://{here}:{port}"
+    store.set("told", "1")
+    assert find_store(store.place).get("told") == b"1"
+
+
+@pytest.mark.skipif(not IN_MEMORY, reason="there are no files in memory here")
+def test_nothing_is_left_of_a_store_and_what_ranks_have_opened_still_works(rank_0: subprocess.Popen[str]) -> None:
+    place = place_of(rank_0)
+    mine = find_store(place)
+    rank_0.kill()
+    rank_0.wait()
+    assert not os.path.exists(place.removeprefix(FILE))
+    assert mine.get("told") == b"1"  # so no request waits for a rank that is gone
+    mine.set("more", "2")
+    assert own_connection(mine).get("more") == b"2"
+    with pytest.raises(
+        ConnectionError, match="cannot open rank 0's store .*rank 0 has ended, or is in another container"
+    ):
+        find_store(place)
+
+
+def test_without_files_in_memory_the_store_is_in_a_private_folder_that_goes_with_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    store = host_store()
+    file = Path(store.place.removeprefix(FILE))
+    assert file.parent.parent == tmp_path and file.parent.stat().st_mode & 0o777 == 0o700
+    store.set("told", "1")
+    assert find_store(store.place).get("told") == b"1"
+    del store
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_a_store_that_others_may_open_is_refused(tmp_path: Path, what: str) -> None:
+    folder, file = tmp_path / "folder", tmp_path / "folder" / "file"
+    folder.mkdir(mode=0o700)
+    file.touch(mode=0o600)
+    assert not find_store(f"file:{file}").check(["told"])
+    (folder / "..").joinpath("folder" if what == "folder" else "folder/file").chmod(0o640)
+    with pytest.raises(
+        ConnectionError, match=r"is not used: it.* belongs to user \d+ with mode 640, and must be of user"
+    ):
+        find_store(f"file:{file}")
+
+
+def test_a_store_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    file = tmp_path / "file"
+    file.touch(mode=0o600)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(
+        ConnectionError, match=f"belongs to user {os.getuid()} .* must be of user {os.getuid() + 1} alone"
+    ):
+        find_store(f"file:{file}")
+
+
+def test_no_descriptor_is_left_of_a_refusal(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch(mode=0o666)
+    before = psutil.Process().num_fds()
+    with pytest.raises(ConnectionError):
+        find_store(f"file:{file}")
+    with pytest.raises(ConnectionError, match=re.escape("No such file")):
+        find_store(f"file:{tmp_path / 'none'}")
+    assert psutil.Process().num_fds() == before
 
 
 def _alone_first(place: Place) -> float:
     if place.rank == 0:  # the other one does not come
         context = WireContext(timeout_s=1)
-        with pytest.raises(dist.DistError):
+        with pytest.raises(dist.DistStoreError, match="not all ranks came to open the process groups within 1 s"):
             open_groups(place.info, dist.PrefixStore("alone", place.store), context, 0)
         close_groups(context)
     context = WireContext(timeout_s=10)
@@ -30,18 +155,3 @@ def _alone_first(place: Place) -> float:
 
 def test_a_rank_that_waited_in_vain_meets_the_others_afterwards(pool: Pool) -> None:
     assert pool.run(_alone_first, 2, reduction=None) == [3.0, 3.0]
-
-
-def _listeners() -> set[tuple[str, int]]:
-    return {
-        (c.laddr.ip, c.laddr.port) for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN
-    }
-
-
-def test_the_store_listens_where_it_is_told_and_nowhere_else() -> None:
-    here = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
-    before = _listeners()
-    store = host_store(here)
-    assert _listeners() - before == {(here, store.port)}
-    store.set("told", "1")
-    assert find_store(here, store.port).get("told") == b"1"

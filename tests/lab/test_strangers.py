@@ -1,0 +1,190 @@
+"""Another user of this machine connects to every port that a lab listens on: no result changes, and no run ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import socket
+import struct
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+import psutil
+import pytest
+import zmq
+
+from fsdp_lab.core.process import marked
+from fsdp_lab.lab import Lab
+from fsdp_lab.runs import Run, RunState
+from tests.lab.test_lab import until
+from tests.lab.test_real_ranks import SMALL, losses
+
+STEPS = 120
+ROUNDS = 3  # of all messages to all ports; Gloo keeps a descriptor of each connection
+ANSWER_S = 0.3
+GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)  # of ZeroMQ
+READY = b"\x04\x1a\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+STORE = b"\x00" + struct.pack("<I", 0x3C85F7CE)  # of a client of TCPStore: who it is, then what it asks
+PING = b"\x0d" + struct.pack("<I", 7)
+SET = b"\x01" + struct.pack("<Q", 7) + b"abort/0" + struct.pack("<Q", 6) + b"1 stop"
+
+
+class Kind(Enum):
+    ZEROMQ = "ipyparallel's ZeroMQ"
+    STORE = "torch's store"
+    SILENT = "silent until it is told a number, as Gloo"
+
+
+def listeners(lab: Lab) -> list[tuple[int, str, int]]:
+    """(pid, address, port) of the kernel, which is this process, of the controller and of the ranks."""
+    pids = [os.getpid(), *(p.pid for p in marked(lab.cluster.token))]
+    return [
+        (pid, c.laddr.ip, c.laddr.port)
+        for pid in pids
+        for c in psutil.Process(pid).net_connections(kind="inet")
+        if c.status == psutil.CONN_LISTEN
+    ]
+
+
+def kind_of(port: int) -> Kind:
+    """By what it answers: ZeroMQ greets first, TCPStore returns a ping."""
+    with socket.create_connection(("127.0.0.1", port)) as s:
+        s.settimeout(ANSWER_S)
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            if s.recv(1) == b"\xff":
+                return Kind.ZEROMQ
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            s.sendall(STORE + PING)
+            if s.recv(4) == struct.pack("<I", 7):
+                return Kind.STORE
+    return Kind.SILENT
+
+
+def messages(rng: random.Random) -> list[bytes]:
+    """Garbage, and what the listeners expect from those they know."""
+    garbage = [rng.randbytes(size) for size in (1, 7, 8, 9, 64, 4096, 1 << 20)]
+    numbers = [struct.pack("<q", number) for number in (0, 1, 2, 3, -1, 1 << 62)]
+    return [
+        b"",
+        *garbage,
+        *numbers,  # how a pair of Gloo begins
+        numbers[1] + rng.randbytes(64),
+        STORE + PING,
+        STORE + SET,
+        GREETING,
+        GREETING + READY + b"\x00\x05hello",
+        GREETING + rng.randbytes(256),
+    ]
+
+
+def request(kind: str) -> list[bytes]:
+    """A message of ipyparallel whose signature is wrong."""
+    header = {"msg_id": "0", "msg_type": kind, "session": "0", "username": "stranger", "date": "", "version": "5.3"}
+    return [b"<IDS|MSG>", b"0" * 64, json.dumps(header).encode(), b"{}", b"{}", b"{}"]
+
+
+@dataclass
+class Stranger:
+    """Sends everything to every port. `opened`: connections that it left open; `sent`: messages while the run went on."""
+
+    ports: list[int]
+    run: Run
+    opened: list[socket.socket] = field(default_factory=list)
+    refused: Counter[int] = field(default_factory=Counter)
+    sent: int = 0
+
+    def attack(self) -> None:
+        rng = random.Random(0)
+        for _ in range(ROUNDS):
+            for message in messages(rng):
+                for port in self.ports:
+                    self._send(port, message, rng)
+        self._ask()
+
+    def _send(self, port: int, message: bytes, rng: random.Random) -> None:
+        try:
+            s = socket.create_connection(("127.0.0.1", port), timeout=2)
+        except OSError:
+            self.refused[port] += 1
+            return
+        self.sent += not self.run.done
+        with contextlib.suppress(OSError):
+            s.sendall(message)
+        how = rng.randrange(3)
+        if how == 0:
+            self.opened.append(s)
+            return
+        if how == 1:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it ends by a reset
+        s.close()
+
+    def _ask(self) -> None:
+        """By ZeroMQ's own client."""
+        with zmq.Context() as context:
+            for kind in (zmq.DEALER, zmq.SUB, zmq.PUSH, zmq.PUB):
+                for port in self.ports:
+                    with context.socket(kind) as s:
+                        s.linger = s.sndtimeo = 50
+                        s.connect(f"tcp://127.0.0.1:{port}")
+                        with contextlib.suppress(zmq.ZMQError):
+                            for what in ("shutdown_request", "apply_request", "connection_request", "purge_request"):
+                                s.send_multipart(request(what))
+
+    def close(self) -> None:
+        for s in self.opened:
+            s.close()
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    """Of its own: connections of strangers stay until its groups are closed."""
+    with Lab(2, reduction="rank_ordered") as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def undisturbed(lab: Lab) -> Run:
+    return lab.run(**SMALL, steps=STEPS).wait(120)
+
+
+@pytest.mark.slow
+def test_a_lab_listens_on_loopback_and_no_port_is_torch_s_store(lab: Lab, undisturbed: Run) -> None:
+    found = listeners(lab)
+    assert found and {address for _, address, _ in found} == {"127.0.0.1"}
+    kinds = {(pid, port): kind_of(port) for pid, _, port in found}
+    assert Kind.STORE not in kinds.values()
+    silent = [pid for (pid, _), kind in kinds.items() if kind is Kind.SILENT]
+    assert set(silent) <= set(lab.cluster.pids), "Gloo is in the ranks alone"
+    print(
+        Counter(f"{kind.value}, {'rank' if pid in lab.cluster.pids else 'other'}" for (pid, _), kind in kinds.items())
+    )
+
+
+@pytest.mark.slow
+def test_a_store_would_be_recognised() -> None:
+    from fsdp_lab.rank.rendezvous import host_store
+
+    store = host_store("127.0.0.1")
+    assert kind_of(int(store.place.rpartition(":")[2])) is Kind.STORE
+
+
+@pytest.mark.slow
+def test_a_stranger_changes_no_result_and_ends_no_run(lab: Lab, undisturbed: Run) -> None:
+    pids = lab.cluster.pids
+    run = lab.run(**SMALL, steps=STEPS)
+    until(lambda: run.step > 1, 60)
+    stranger = Stranger(sorted({port for _, _, port in listeners(lab)}), run)
+    attack = threading.Thread(target=stranger.attack)
+    attack.start()
+    run.wait(120)
+    attack.join(120)
+    assert not stranger.refused and stranger.sent > len(messages(random.Random(0))) * len(stranger.ports)
+    assert run.state is RunState.FINISHED and losses(run) == losses(undisturbed)
+    again = lab.run(**SMALL, sharding="shard_grad_op", steps=3).wait(60)  # other groups, while connections are open
+    stranger.close()
+    assert again.state is RunState.FINISHED and lab.cluster.pids == pids and not lab.cluster.lost
