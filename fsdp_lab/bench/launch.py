@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,13 +66,14 @@ def launch(
         on_events: called with the step events of metered forms, as dicts.
 
     Raises:
-        BenchError: with the first error of a rank, or with its exit code.
+        BenchError: with the first error of a rank, or with its exit code; or when `plan.limit_s` is over.
     """
+    end_s = time.monotonic() + (plan.limit_s or math.inf)
     with _processes(plan, job) as ranks:
         messages = _listen(ranks)
         results: dict[int, Any] = {}
         while len(results) < plan.ranks:
-            rank, kind, value = _next(messages)
+            rank, kind, value = _next(messages, end_s, plan.limit_s)
             if kind == "port":
                 for other in ranks[1:]:
                     other.give(value)
@@ -173,10 +176,13 @@ def _listen(ranks: Sequence[_Rank]) -> queue.Queue[Message]:
     return messages
 
 
-def _next(messages: queue.Queue[Message]) -> Message:
+def _next(messages: queue.Queue[Message], end_s: float, limit_s: float) -> Message:
+    left_s = end_s - time.monotonic()
     try:
-        return messages.get(timeout=SILENCE_S)
+        return messages.get(timeout=max(0.0, min(SILENCE_S, left_s)))
     except queue.Empty:
+        if left_s <= SILENCE_S:
+            raise BenchError(f"the ranks did not end within {limit_s:.0f} s") from None
         raise BenchError(f"no rank has sent anything for {SILENCE_S:.0f} s") from None
 
 

@@ -57,6 +57,11 @@ SIZES: Options = {
 }
 OWN_RANKS: Options = {
     **SIZES,
+    "model": {
+        "default": "",
+        "metavar": "PRESET",
+        "help": "a causal preset, in place of --layers, --width, --heads and --vocab",
+    },
     "device": {"choices": ["cpu", "cuda"], "help": "(default: cuda where there is one for each rank)"},
 }
 PRECISION: Options = {"precision": {"choices": PRECISIONS, "default": BenchPlan.precision, "help": DEFAULT}}
@@ -141,7 +146,7 @@ def planned(args: argparse.Namespace, forms: Sequence[str], **more: Any) -> Benc
     from fsdp_lab.bench.launch import place
 
     sizes = {name: getattr(args, name) for name in ("steps", *SIZES) if hasattr(args, name)}
-    plan = BenchPlan(**{**sizes, **more}, forms=tuple(forms))
+    plan = BenchPlan(**{**sizes, "preset": args.model, **more}, forms=tuple(forms))
     return BenchPlan.from_dict({**plan.to_dict(), "devices": place(plan.ranks, args.device)})
 
 
