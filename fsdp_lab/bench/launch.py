@@ -61,7 +61,7 @@ def launch(
     """Runs the plan in new processes and returns the result of each rank.
 
     Args:
-        job: the "task", "steps" or "checkpoints", and its arguments.
+        job: the "task", "steps", "checkpoints" or one of sessions.TASKS, and its arguments.
         on_round: called with the number of each finished round.
         on_events: called with the step events of metered forms, as dicts.
 
@@ -205,6 +205,7 @@ def _measure(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> N
 
     from fsdp_lab.bench.checkpoints import save_and_load
     from fsdp_lab.bench.interleave import interleave
+    from fsdp_lab.bench.sessions import TASKS, perform
     from fsdp_lab.rank.rendezvous import RankInfo, close_groups, find_store, host_store, open_groups
     from fsdp_lab.wire import WireContext
 
@@ -215,6 +216,9 @@ def _measure(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> N
     else:
         store = find_store("127.0.0.1", json.loads(received.get()))
     torch.set_num_threads(1)
+    if job["task"] in TASKS:
+        send("result", perform(plan, rank, store, job))
+        return
     context = WireContext()
     device = torch.device(plan.devices[rank])
     info = RankInfo(rank=rank, world_size=plan.ranks, device=device, shares_gpu=plan.shares_gpu)
