@@ -142,7 +142,7 @@ def listed(at: Place) -> tuple[BenchPart, ...]:
     programs = at.devices(max(1, min(at.gpus, MOST_RANKS)))
     metered = _plan(at.scale.metered, at.devices(1), at.scale.metered_steps)
     return (
-        BenchPart(name="tests", title="tests/gpu, where pytest is installed", limit_s=120, measure=parts.tests,
+        BenchPart(name="tests", title="tests/gpu, where pytest is installed", limit_s=180, measure=parts.tests,
              skipped=_no_tests(at)),
         BenchPart(name="strategies", title="every strategy on one rank, compared with FSDP2", limit_s=90,
              measure=partial(parts.strategies, at.strategies, at.scale.precisions, at.devices(1))),
@@ -179,7 +179,8 @@ def _no_tests(at: Place) -> str:
         return "they need a GPU"
     if not (REPOSITORY / "tests" / "gpu").is_dir():
         return f"there is no folder tests/gpu in {REPOSITORY}"
-    return "" if importlib.util.find_spec("pytest") else "pytest is not installed; the other parts check the same"
+    missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
+    return f"{' and '.join(missing)} not installed; the other parts check the same" if missing else ""
 
 
 def _plan(shape: Shape, devices: tuple[str, ...], steps: int) -> BenchPlan:

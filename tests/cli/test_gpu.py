@@ -9,13 +9,14 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from fsdp_lab.bench import gpu, parts
+from fsdp_lab.bench import gpu, parts, sessions
 from fsdp_lab.bench.benches import BenchResult, measure
 from fsdp_lab.bench.gpu import Place, chosen, listed, llama
 from fsdp_lab.bench.plan import BenchError, BenchPlan, PlanError
@@ -258,6 +259,27 @@ def test_a_switch_that_takes_too_much_or_loses_a_bit_fails(
     lines.clear()
     parts.switch(llama(64, 2, 384), ["cuda:0"], lines.append, 60)
     assert "lab to ddp" in lines[1] and "16.4 GiB" in lines[1], "the bound: the larger one, and a unit with its moments"
+
+
+@pytest.mark.parametrize(("free_bytes", "layers"), [(1 << 30, 3), (6_000_000, 2), (1, 1)])
+def test_the_model_that_is_switched_is_as_deep_as_its_step_fits(
+    free_bytes: int, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 1 << 30))
+    spec = Spec(world_size=1).replace(model=llama(64, 3, 384))
+    found, parameters, unit_bytes = sessions._deepest(spec, torch.device("cuda:0"))
+    block = 4 * 64 * 64 + 3 * 64 * 256 + 2 * 64
+    assert (found, parameters, unit_bytes) == (layers, layers * block + 384 * 64 + 64, 4 * block)
+
+
+def test_a_switch_runs_under_a_limit_which_is_lifted_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[float] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * GIB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: said.append(fraction))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    with pytest.raises(RuntimeError, match="out of memory"), sessions._limited(torch.device("cuda:0"), 20 * GIB):
+        raise RuntimeError("out of memory")
+    assert said == [0.25, 1.0]
 
 
 # -- programs and limits -----------------------------------------------------------------------------------------------
