@@ -308,6 +308,7 @@ def test_the_hidden_state_test_can_fail():
 NAME_TOKENS = {
     "core/spec.py",
     "backends/fsdp1.py",
+    "bench/parts.py",
     "bench/plan.py",
     "cli/lab_benches.py",
     "cli/drill.py",

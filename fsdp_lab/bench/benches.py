@@ -241,7 +241,12 @@ def step_figures(result: BenchResult, environment: Mapping[str, Any], say: Say) 
 
 def metering(plan: BenchPlan, peer: str, launches: int, say: Say) -> dict[str, Any]:
     """The overhead in a step of `peer` of all that a lab does beyond a plain step. Raises BenchError."""
-    say(f"{peer}: {launches} launches of {rounds_of(plan)}, on {' '.join(plan.devices)}")
+    return metering_of([peer], plan, launches, say)[peer]
+
+
+def metering_of(peers: Sequence[str], plan: BenchPlan, launches: int, say: Say) -> dict[str, dict[str, Any]]:
+    """The same of several peers, whose forms are all in the plan, by peer. Raises BenchError."""
+    say(f"{', '.join(peers)}: {launches} launches of {rounds_of(plan)}, on {' '.join(plan.devices)}")
     results, spans = list[BenchResult](), list[int]()  # spans: their number in each published event
 
     def count_spans(events: Sequence[Mapping[str, Any]]) -> None:
@@ -251,13 +256,31 @@ def metering(plan: BenchPlan, peer: str, launches: int, say: Say) -> dict[str, A
         first = number % len(plan.forms)
         results.append(measure(dataclasses.replace(plan, forms=plan.forms[first:] + plan.forms[:first]), count_spans))
         results[-1].check_same_work(plan.precision)
-        cost, control = (statistics.median(found) for found in results[-1].metering(peer))
-        say(f"launch {number + 1}: metered/bare {cost:.4f}, control bare/bare {control:.4f}")
+        for peer in peers:
+            cost, control = (statistics.median(found) for found in results[-1].metering(peer))
+            of = f", {peer}" * (len(peers) > 1)
+            say(f"launch {number + 1}{of}: metered/bare {cost:.4f}, control bare/bare {control:.4f}")
+    found = dict[str, dict[str, Any]]()
+    for peer in peers:
+        if len(peers) > 1:
+            say(f"-- {peer}")
+        found[peer] = metering_figures(results, peer, environment(plan), say)
+    difference, form = max(result.difference() for result in results)
+    say(f"largest difference of losses and gradient norms between forms: {difference:.1e} ({form})")
+    traced = [count for count in spans if count]
+    say(f"{len(spans)} events published, {len(traced)} of them with spans, {max(traced, default=0)} at most")
+    return found
+
+
+def metering_figures(
+    results: Sequence[BenchResult], peer: str, environment: Mapping[str, Any], say: Say
+) -> dict[str, Any]:
+    """Prints what the launches say of one peer; returns the content of the file."""
     costs, controls = zip(*(result.metering(peer) for result in results), strict=True)
     times = {name: spread([s for result in results for s in result.seconds[name]]) for name in METERING[peer]}
     for name, time in times.items():
         say(f"{name}: {format_spread(time, 'ms', 1)}")
-    report = Report(say, {**environment(plan), "backend": peer, "launches": launches})
+    report = Report(say, {**environment, "backend": peer, "launches": len(results)})
     for section, name, found in (("ratios", "metered/bare", costs), ("control", "bare/bare", controls)):
         report.figures[section][name] = summary = summarize_launches(found)
         error = f"mean of launches {summary['mean']:.4f}, standard error {summary['standard_error']:.4f}"
@@ -266,10 +289,6 @@ def metering(plan: BenchPlan, peer: str, launches: int, say: Say) -> dict[str, A
     bare_s = times[METERING[peer][0]].median
     for name, seconds in parts.items():
         say(f"  {name}: {1e3 * seconds:.3f} ms, {seconds / bare_s:.2%} of a bare step")
-    difference, form = max(result.difference() for result in results)
-    say(f"largest difference of losses and gradient norms between forms: {difference:.1e} ({form})")
-    traced = [count for count in spans if count]
-    say(f"{len(spans)} events published, {len(traced)} of them with spans, {max(traced, default=0)} at most")
     step_time_s = {name: asdict(time) for name, time in times.items()}
     return report.figures | {"step_time_s": step_time_s, "parts_s": parts, "parts/bare": {
         name: seconds / bare_s for name, seconds in parts.items()}}  # fmt: skip

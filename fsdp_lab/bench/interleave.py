@@ -92,7 +92,7 @@ def batches_of(plan: BenchPlan, info: RankInfo) -> Iterator[Batch]:
     """Random tokens: different ones for each rank and round, the same for all forms."""
     generator = torch.Generator().manual_seed(plan.seed * plan.ranks + info.rank)
     for _ in range(plan.warmup + plan.steps):
-        ids = torch.randint(plan.vocab, (plan.micro_batch, plan.seq_len), generator=generator).to(info.device)
+        ids = torch.randint(plan.tokens, (plan.micro_batch, plan.seq_len), generator=generator).to(info.device)
         yield {"input_ids": ids, "labels": ids}
 
 

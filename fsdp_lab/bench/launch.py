@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,18 +61,19 @@ def launch(
     """Runs the plan in new processes and returns the result of each rank.
 
     Args:
-        job: the "task", "steps" or "checkpoints", and its arguments.
+        job: the "task", "steps", "checkpoints" or one of sessions.TASKS, and its arguments.
         on_round: called with the number of each finished round.
         on_events: called with the step events of metered forms, as dicts.
 
     Raises:
-        BenchError: with the first error of a rank, or with its exit code.
+        BenchError: with the first error of a rank, or with its exit code; or when `plan.limit_s` is over.
     """
+    end_s = time.monotonic() + (plan.limit_s or math.inf)
     with _processes(plan, job) as ranks:
         messages = _listen(ranks)
         results: dict[int, Any] = {}
         while len(results) < plan.ranks:
-            rank, kind, value = _next(messages)
+            rank, kind, value = _next(messages, end_s, plan.limit_s)
             if kind == "place":
                 for other in ranks[1:]:
                     other.give(value)
@@ -173,10 +176,13 @@ def _listen(ranks: Sequence[_Rank]) -> queue.Queue[Message]:
     return messages
 
 
-def _next(messages: queue.Queue[Message]) -> Message:
+def _next(messages: queue.Queue[Message], end_s: float, limit_s: float) -> Message:
+    left_s = end_s - time.monotonic()
     try:
-        return messages.get(timeout=SILENCE_S)
+        return messages.get(timeout=max(0.0, min(SILENCE_S, left_s)))
     except queue.Empty:
+        if left_s <= SILENCE_S:
+            raise BenchError(f"the ranks did not end within {limit_s:.0f} s") from None
         raise BenchError(f"no rank has sent anything for {SILENCE_S:.0f} s") from None
 
 
@@ -199,6 +205,7 @@ def _measure(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> N
 
     from fsdp_lab.bench.checkpoints import save_and_load
     from fsdp_lab.bench.interleave import interleave
+    from fsdp_lab.bench.sessions import TASKS, perform
     from fsdp_lab.rank.rendezvous import RankInfo, close_groups, find_store, host_store, open_groups
     from fsdp_lab.wire import WireContext
 
@@ -207,6 +214,9 @@ def _measure(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> N
         send("place", hosted.place)
     store = hosted or find_store(json.loads(received.get()))
     torch.set_num_threads(1)
+    if job["task"] in TASKS:
+        send("result", perform(plan, rank, store, job))
+        return
     context = WireContext()
     device = torch.device(plan.devices[rank])
     info = RankInfo(rank=rank, world_size=plan.ranks, device=device, shares_gpu=plan.shares_gpu)

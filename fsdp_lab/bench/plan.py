@@ -12,6 +12,7 @@ from typing import Any
 
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.spec import Spec, Strategy, Workload
+from fsdp_lab.models.presets import PRESETS
 
 LAB, CONTROL = "lab", "lab-again"
 DCP, DCP_AGAIN = "dcp", "dcp-again"  # plain Distributed Checkpoint, which `bench checkpoint` compares with
@@ -103,7 +104,7 @@ PRECISIONS = ("fp32", "bf16")  # fp16 needs a loss scale, which the trainer comp
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPlan:
-    """GPT-2 of these sizes on random tokens, AdamW. Raises PlanError."""
+    """GPT-2 of these sizes, or a preset, on random tokens, AdamW. Raises PlanError."""
 
     ranks: int = 2
     steps: int = 30  # counted ones of each form
@@ -112,6 +113,7 @@ class BenchPlan:
     width: int = 512
     heads: int = 8
     vocab: int = 8192
+    preset: str = ""  # takes the place of layers, width, heads and vocab
     seq_len: int = 64
     micro_batch: int = 2
     precision: str = "fp32"
@@ -119,6 +121,7 @@ class BenchPlan:
     forms: tuple[str, ...] = STEP
     devices: tuple[str, ...] = ()  # one for each rank; see launch.place
     seed: int = 0
+    limit_s: float = 0.0  # of one launch, whose ranks are ended then; 0: none
 
     def __post_init__(self) -> None:
         for name in ("ranks", "steps", "warmup", "layers", "width", "heads", "vocab", "seq_len", "micro_batch"):
@@ -129,10 +132,21 @@ class BenchPlan:
             raise PlanError(
                 f"--heads {self.heads} does not divide --width {self.width}; give a number of heads that does"
             )
+        if self.preset:
+            self._check_preset()
         if not self.forms:
             raise PlanError(f"--only names no form; choose from {', '.join(STEP)}")
         for name in self.forms:
             self._check(FORMS[name])
+
+    def _check_preset(self) -> None:
+        causal = [name for name, preset in PRESETS.items() if preset.kind == "causal"]
+        if self.preset not in causal:
+            raise PlanError(f"--model {self.preset} is refused; give one of {', '.join(causal)}")
+        config = PRESETS[self.preset].config
+        positions = config.get("n_positions") or config["max_position_embeddings"]
+        if self.seq_len > positions:
+            raise PlanError(f"--seq-len {self.seq_len} is refused; {self.preset} takes {positions} or fewer")
 
     def _check(self, form: Form) -> None:
         try:
@@ -150,8 +164,15 @@ class BenchPlan:
         return Spec(workload=work, strategy=strategy, world_size=self.ranks)
 
     @property
-    def model(self) -> dict[str, Any]:
-        """A transformers config."""
+    def tokens(self) -> int:
+        """How many different tokens there are."""
+        return int(PRESETS[self.preset].config["vocab_size"]) if self.preset else self.vocab
+
+    @property
+    def model(self) -> str | dict[str, Any]:
+        """The preset, or a transformers config."""
+        if self.preset:
+            return self.preset
         return {
             "model_type": "gpt2",
             "n_layer": self.layers,

@@ -1,6 +1,7 @@
 """`fsdp-lab bench`: the options of all benches, and what they share: refusals, the environment, the file.
 
-step, metering and checkpoint (bench/benches.py) need neither Jupyter nor rich; the others run on a lab (lab_benches.py).
+step, metering and checkpoint (bench/benches.py) and gpu (bench/gpu.py) need neither Jupyter nor rich; the others run on a
+lab (lab_benches.py).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import os
 import platform
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -32,6 +34,7 @@ from fsdp_lab.bench.plan import (
     option,
 )
 from fsdp_lab.cli.console import Failed, Refused, add_command, at_least, check_file, write_file
+from fsdp_lab.core import files
 from fsdp_lab.core.spec import BACKENDS
 
 Options = dict[str, Mapping[str, Any]]  # name of a value -> arguments of `add_argument`
@@ -57,9 +60,27 @@ SIZES: Options = {
 }
 OWN_RANKS: Options = {
     **SIZES,
+    "model": {
+        "default": "",
+        "metavar": "PRESET",
+        "help": "a causal preset, in place of --layers, --width, --heads and --vocab",
+    },
     "device": {"choices": ["cpu", "cuda"], "help": "(default: cuda where there is one for each rank)"},
 }
 PRECISION: Options = {"precision": {"choices": PRECISIONS, "default": BenchPlan.precision, "help": DEFAULT}}
+
+
+GPU: Options = {
+    "device": {
+        "choices": ["cuda", "cpu"],
+        "default": "cuda",
+        "help": f"cpu: a rehearsal of the same list on the CPU with small models {DEFAULT}",
+    },
+    "only": {"metavar": "PART,PART", "help": "only the parts whose names begin so, as step,switch"},
+    "list": {"action": "store_true", "help": "list the parts, and run none"},
+    "out": {"type": Path, "metavar": "FILE", "help": "results file (default: fsdp_lab-gpu-DATE.txt)"},
+    "minutes": number(9, "skip what is left after so many; 0: no limit"),
+}
 
 
 def on_lab(model: str) -> Options:
@@ -74,6 +95,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         for value, settings in options.items():
             kind.add_argument(option(value), **settings)
         kind.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    listed = add_command(kinds, "gpu", "all that only a GPU can show, with one file of results; on a CPU a rehearsal")
+    listed.set_defaults(run=gpu)
+    for value, settings in GPU.items():
+        listed.add_argument(option(value), **settings)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -141,8 +166,34 @@ def planned(args: argparse.Namespace, forms: Sequence[str], **more: Any) -> Benc
     from fsdp_lab.bench.launch import place
 
     sizes = {name: getattr(args, name) for name in ("steps", *SIZES) if hasattr(args, name)}
-    plan = BenchPlan(**{**sizes, **more}, forms=tuple(forms))
+    plan = BenchPlan(**{**sizes, "preset": args.model, **more}, forms=tuple(forms))
     return BenchPlan.from_dict({**plan.to_dict(), "devices": place(plan.ranks, args.device)})
+
+
+def gpu(args: argparse.Namespace) -> int:
+    """A list of parts, which go on if one fails. Raises Failed at the end, if one has."""
+    from fsdp_lab.bench import gpu as gpu_list
+    from fsdp_lab.bench.record import Record
+
+    at_least(args, "minutes", 0)
+    try:
+        at = gpu_list.Place.here(args.device)
+        parts = gpu_list.chosen(gpu_list.listed(at), args.only)
+    except PlanError as e:
+        raise Refused(str(e)) from e
+    if args.list:
+        for part in parts:
+            say(f"{part.name:18} {part.title}{f' (skipped: {part.skipped})' if part.skipped else ''}")
+        return 0
+    file = files.check_file(args.out or time.strftime("fsdp_lab-gpu-%Y-%m-%d-%H%M%S.txt"), field="--out")
+    record = Record(facts=dict(gpu_list.facts(at)), file=file, say=say)
+    for name, value in record.facts.items():
+        say(f"{name}: {value}")
+    record.run(parts, 60.0 * args.minutes)
+    say(f"written: {file}")
+    if record.failed:
+        raise Failed(f"{len(record.failed)} of {len(parts)} parts failed: {', '.join(record.failed)}; see {file}")
+    return 0
 
 
 # -- on a lab --------------------------------------------------------------------------------------------------------

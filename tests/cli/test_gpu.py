@@ -1,0 +1,353 @@
+"""`fsdp-lab bench gpu` without a GPU: what it refuses, what it would run, what it writes, and a rehearsal of every part."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from fsdp_lab.bench import gpu, parts, sessions
+from fsdp_lab.bench.benches import BenchResult, measure
+from fsdp_lab.bench.gpu import Place, chosen, listed, llama
+from fsdp_lab.bench.plan import BenchError, BenchPlan, PlanError
+from fsdp_lab.bench.record import FIGURES, BenchPart, Record
+from fsdp_lab.cli.main import main
+from fsdp_lab.core.spec import Spec
+from tests.cli.test_bench import ranks_of
+from tests.test_house import JUPYTER, REPO, without
+
+GIB = 1 << 30
+
+
+def silent(line: str) -> None:
+    pass
+
+
+# -- refusals, and the list --------------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_it_names_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["bench", "gpu"]) == 2
+    assert capsys.readouterr().err == (
+        "fsdp-lab: bench gpu needs a GPU, and torch finds none here; give --device cpu to rehearse the same list with "
+        "small models\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--only", "step,stop"], "--only: there is no part 'stop'; choose from tests, strategies, step-"),
+        (["--only", ","], "--only: there is no part ','"),
+        (["--minutes", "-1"], "--minutes -1 is refused"),
+        (["--out", "/nowhere/at/all.txt"], "--out: /nowhere/at/all.txt cannot be written"),
+    ],
+)
+def test_bad_options_are_refused_by_name(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "gpu", "--device", "cpu", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_this_machine_cannot_run_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def skips(gpus: int, gib: float) -> dict[str, str]:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        return {part.name: part.skipped for part in listed(Place(device="cuda", gpus=gpus, memory_bytes=gib * GIB))}
+
+    one, two, small = skips(1, 78), skips(2, 78), skips(1, 24)
+    reason = "it needs 2 GPUs or more, and there is 1"
+    assert {name: why for name, why in one.items() if why and name != "tests"} == {"nccl": reason, "nccl-step": reason}
+    assert not two["nccl"] and not two["nccl-step"] and one.keys() == two.keys()
+    assert small["step-llama-1b"] == "its 3 forms take 55.2 GiB, and the GPU has 24.0 GiB"
+    assert not small["step-gpt2-124m"]
+    here = {part.name: part.skipped for part in listed(Place.here("cpu"))}
+    assert here["tests"] == "they need a GPU"
+
+
+def test_a_part_is_chosen_by_the_beginning_of_its_name() -> None:
+    names = [part.name for part in chosen(listed(Place.here("cpu")), "step,switch")]
+    assert names == ["step-gpt2-1m", "step-llama-1m", "switch"]
+    with pytest.raises(PlanError, match="no part 'x'"):
+        chosen(listed(Place.here("cpu")), "x")
+
+
+def test_the_list_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "gpu", "--device", "cpu", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [part.name for part in listed(Place.here("cpu"))]
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def part(name: str, measure: Any, **more: Any) -> BenchPart:
+    return BenchPart(name=name, title=f"the part {name}", limit_s=60, measure=measure, **more)
+
+
+def figures_in(file: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(file.read_text().partition(FIGURES)[2])
+    return read
+
+
+def test_a_part_that_fails_is_told_and_the_rest_still_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "gpu.txt"
+    seen: list[dict[str, Any]] = []
+
+    def first(say: Any, limit_s: float) -> dict[str, Any]:
+        say("a line\nand another")
+        seen.append(figures_in(file))
+        raise BenchError("it did other work")
+
+    def last(say: Any, limit_s: float) -> dict[str, Any]:
+        seen.append(figures_in(file))
+        return {"figure": 4.5}
+
+    some = (part("first", first), part("no", first, skipped="there is 1 GPU"), part("last", last))
+    monkeypatch.setattr(gpu, "listed", lambda at: some)
+    assert main(["bench", "gpu", "--device", "cpu", "--out", str(file)]) == 1
+    said, found = capsys.readouterr(), figures_in(file)
+    assert said.err == f"fsdp-lab: 1 of 3 parts failed: first; see {file}\n"
+    outcomes = [(p["name"], p["outcome"], p["reason"], p["printed"], p["figures"]) for p in found["parts"]]
+    assert outcomes == [
+        ("first", "failed", "it did other work", ["a line", "and another"], {}),
+        ("no", "skipped", "there is 1 GPU", [], {}),
+        ("last", "passed", "", [], {"figure": 4.5}),
+    ]
+    assert all(p["begun"].endswith(" UTC") and p["seconds"] >= 0 for p in found["parts"])
+    text = file.read_text()
+    assert "== first: the part first" in text and "\na line\nand another\n" in text
+    assert "failed: it did other work" in text.partition("== first")[0], "outcomes come first"
+    for fact in (
+        "date: 20",
+        "device: CPU",
+        f"torch {torch.__version__}",
+        "transformers ",
+        "fsdp_lab 0",
+        "command: fsdp-lab",
+    ):
+        assert fact in text.partition("== first")[0]
+    assert seen[0]["parts"][0]["outcome"] == "not finished" and seen[0]["parts"][0]["printed"] == [
+        "a line",
+        "and another",
+    ]
+    assert [p["outcome"] for p in seen[1]["parts"]] == ["failed", "skipped", "not finished"]
+
+
+def test_a_session_that_is_cut_off_keeps_what_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cut(say: Any, limit_s: float) -> dict[str, Any]:
+        say("so far")
+        raise KeyboardInterrupt
+
+    file = tmp_path / "gpu.txt"
+    some = (part("done", lambda say, limit_s: {"a": 1}), part("cut", cut), part("after", cut))
+    monkeypatch.setattr(gpu, "listed", lambda at: some)
+    assert main(["bench", "gpu", "--device", "cpu", "--out", str(file)]) == 130
+    found = figures_in(file)["parts"]
+    assert [p["outcome"] for p in found] == ["passed", "not finished", "not begun"]
+    assert found[0]["figures"] == {"a": 1} and found[1]["printed"] == ["so far"]
+
+
+def test_what_no_time_is_left_for_is_skipped(tmp_path: Path) -> None:
+    limits: list[float] = []
+
+    def measure(say: Any, limit_s: float) -> dict[str, Any]:
+        limits.append(limit_s)
+        return {}
+
+    for limit_s in (0.0, 30.0, 4.0):
+        record = Record(facts={}, file=tmp_path / "gpu.txt", say=silent)
+        record.run([part("one", measure)], limit_s)
+    assert limits == [60, pytest.approx(30, abs=1)]
+    assert record.parts[0].said == "skipped: no time was left; give --only one"
+
+
+# -- what is wrong, is found -------------------------------------------------------------------------------------------
+
+
+def trained(losses: Sequence[float] = (6.0, 5.0), total: int = 7) -> dict[str, Any]:
+    return {"losses": list(losses), "checksum": total, "step_s": 0.1, "peak_bytes": GIB}
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (trained([6.0, 5.01]), "lab in fp32: losses differ by 2.0e-03, 0.0001 allowed"),
+        (trained([6.0, math.nan]), "lab in fp32: a loss is not finite"),
+        ({"error": "rank 0: RuntimeError: no"}, "lab in fp32: rank 0: RuntimeError: no"),
+    ],
+)
+def test_a_strategy_that_trains_something_else_fails(
+    other: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = {name: parts.STRATEGIES[name] for name in ("fsdp2", "lab", "ddp")}
+    found = [trained(), other, trained([6.0, 5.0], 8)]
+    monkeypatch.setattr(parts, "_trained", lambda *given: found)
+    lines: list[str] = []
+    with pytest.raises(BenchError, match="1 of 3 are wrong") as raised:
+        parts.strategies(named, ["fp32"], ["cuda:0"], lines.append, 60)
+    assert said in str(raised.value)
+    rows = lines[0].splitlines()
+    assert "equal bit for bit" in rows[1] and "losses differ by 0.0e+00" in rows[3], (
+        "equal losses, and other parameters"
+    )
+
+
+def test_ranks_that_do_not_agree_are_an_error() -> None:
+    spec = Spec(world_size=2)
+    assert parts._joined(spec, [trained(total=1 << 63), trained(total=1 << 63)])["checksum"] == 0
+    assert parts._joined(spec.replace(backend="ddp", sharding="no_shard"), [trained(), trained()])["checksum"] == 7
+    assert "do not agree" in parts._joined(spec, [trained(), trained([6.0, 5.5])])["error"]
+
+
+@pytest.mark.parametrize(("lab_bytes", "said"), [(29 * GIB, "is met"), (31 * GIB, "is not met")])
+def test_the_goal_is_printed_beside_time_and_memory(lab_bytes: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = BenchPlan(preset="gpt2-1m", forms=("lab", "fsdp2-raw"), ranks=1, devices=("cpu",))
+    result = BenchResult(
+        seconds={"lab": [1.1], "fsdp2-raw": [1.0]},
+        losses={"lab": [5.0], "fsdp2-raw": [5.0]},
+        gradient_norms={"lab": 1.0, "fsdp2-raw": 1.0},
+        peak_bytes={"lab": lab_bytes, "fsdp2-raw": 30 * GIB},
+    )
+    limits: list[float] = []
+    monkeypatch.setattr(parts, "measure", lambda given: limits.append(given.limit_s) or result)
+    lines: list[str] = []
+    parts.step(plan, lines.append, 50)
+    assert limits == [50]
+    assert "lab/fsdp2 in time: 1.100; the goal, 1.00 or less, is not met" in lines
+    assert f"lab/fsdp2 in peak memory: {lab_bytes / GIB / 30:.3f}; the goal, 1.00 or less, {said}" in lines
+    assert f"  peak allocated memory of lab: {lab_bytes / GIB:.3f} GiB" in lines
+
+
+def switched(**changes: Any) -> dict[str, Any]:
+    made = {"before_bytes": 12 * GIB, "after_bytes": 16 * GIB, "peak_bytes": 16 * GIB, "seconds": 1.0,
+            "before_checksum": 3, "after_checksum": 3}  # fmt: skip
+    return {"layers": 2, "parameters": GIB, "unit_bytes": GIB // 8, "limit_bytes": 20 * GIB,
+            "switches": [made, made, made | changes, made]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"peak_bytes": int(16.8 * GIB)}, "fsdp2 to fsdp1 takes too much"),
+        ({"after_checksum": 4}, "fsdp2 to fsdp1 changes"),
+    ],
+)
+def test_a_switch_that_takes_too_much_or_loses_a_bit_fails(
+    changes: Mapping[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "launch", lambda *given: [switched(**changes)])
+    lines: list[str] = []
+    with pytest.raises(BenchError, match=said):
+        parts.switch(llama(64, 2, 384), ["cuda:0"], lines.append, 60)
+    monkeypatch.setattr(parts, "launch", lambda *given: [switched(peak_bytes=int(16.3 * GIB))])
+    lines.clear()
+    parts.switch(llama(64, 2, 384), ["cuda:0"], lines.append, 60)
+    assert "lab to ddp" in lines[1] and "16.4 GiB" in lines[1], "the bound: the larger one, and a unit with its moments"
+
+
+@pytest.mark.parametrize(("free_bytes", "layers"), [(1 << 30, 3), (6_000_000, 2), (1, 1)])
+def test_the_model_that_is_switched_is_as_deep_as_its_step_fits(
+    free_bytes: int, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 1 << 30))
+    spec = Spec(world_size=1).replace(model=llama(64, 3, 384))
+    found, parameters, unit_bytes = sessions._deepest(spec, torch.device("cuda:0"))
+    block = 4 * 64 * 64 + 3 * 64 * 256 + 2 * 64
+    assert (found, parameters, unit_bytes) == (layers, layers * block + 384 * 64 + 64, 4 * block)
+
+
+def test_a_switch_runs_under_a_limit_which_is_lifted_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[float] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * GIB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: said.append(fraction))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    with pytest.raises(RuntimeError, match="out of memory"), sessions._limited(torch.device("cuda:0"), 20 * GIB):
+        raise RuntimeError("out of memory")
+    assert said == [0.25, 1.0]
+
+
+# -- programs and limits -----------------------------------------------------------------------------------------------
+
+
+def test_a_program_s_lines_are_read_and_its_failure_is_told() -> None:
+    lines: list[str] = []
+    with pytest.raises(BenchError, match=r"it ended with code 3: to stderr"):
+        code = "import sys; print('one'); print('to stderr', file=sys.stderr); sys.exit(3)"
+        parts.run_program(["-c", code], lines.append, 30)
+    assert lines == ["one", "to stderr"]
+
+
+def test_a_program_that_does_not_end_leaves_no_process(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    code = (
+        "import pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
+        f"pathlib.Path({str(file)!r}).write_text(str(child.pid))\n"
+        "time.sleep(60)"
+    )
+    with pytest.raises(BenchError, match="did not end within 2 s"):
+        parts.run_program(["-c", code], silent, 2)
+    pid = int(file.read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_end_in_time_are_ended() -> None:
+    plan = BenchPlan(preset="gpt2-1m", forms=("lab",), steps=100_000, ranks=1, devices=("cpu",), limit_s=15)
+    with pytest.raises(BenchError, match="the ranks did not end within 15 s"):
+        measure(plan)
+    assert not ranks_of(psutil.Process())
+
+
+@pytest.mark.slow
+def test_a_spec_that_fails_hides_no_other() -> None:
+    """FSDP1 refuses this without a GPU, on both ranks; the next Spec trains."""
+    base = Spec(world_size=2).replace(model="gpt2-1m", seq_len=16, micro_batch=1)
+    wanted = [base.replace(backend="fsdp1", offload="all"), base, base.replace(backend="fsdp2")]
+    refused, ours, theirs = parts._trained(wanted, 2, ("cpu", "cpu"), 100)
+    assert refused["error"].startswith("rank 0: SpecError: strategy.offload")
+    assert ours["losses"] == theirs["losses"] and ours["checksum"] == theirs["checksum"] and len(ours["losses"]) == 2
+
+
+# -- a rehearsal of all of it, where there is no Jupyter ---------------------------------------------------------------
+
+SOME = ("strategies,step,switch", "share,metering", "tour,torchrun,export")
+
+
+def test_every_part_is_in_a_rehearsal() -> None:
+    everything = {part.name for part in listed(Place.here("cpu")) if not part.skipped}
+    assert {part.name for some in SOME for part in chosen(listed(Place.here("cpu")), some)} == everything
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("only", SOME)
+def test_the_rehearsal_runs_every_part_without_jupyter(only: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(without(JUPYTER | {"rich"}))  # of the command and of all that it starts
+    file = tmp_path / "gpu.txt"
+    command = [sys.executable, "-m", "fsdp_lab", "bench", "gpu", "--device", "cpu", "--only", only, "--out", str(file)]
+    path = os.pathsep.join([str(tmp_path), str(REPO)])
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, cwd=REPO, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = figures_in(file)
+    assert found["facts"]["fsdp-lab bench gpu"] == "a rehearsal on the CPU"
+    for each in found["parts"]:
+        assert each["outcome"] == "passed" and each["printed"] and each["figures"], each["name"]
+        assert all(line in done.stdout for line in each["printed"])
