@@ -1,7 +1,7 @@
 """`HeartbeatThread`: reports where a rank is while its main thread may be blocked. `HangWatchdog`: finds hangs from these
 reports without a kernel.
 
-The thread is not the abort monitor's (abort.py), which asks rank 0's store and so blocks when rank 0 does. It reads
+The thread is not the abort monitor's (abort.py), which asks rank 0's store and may wait for it. It reads
 only what the wire context has anyway, and does nothing in the path of a step. It needs the interpreter: a rank whose
 process is stopped, or whose native code holds the GIL, sends nothing, which is how that is detected."""
 

@@ -17,8 +17,8 @@ is a file in a private folder, which rank 0 removes at its regular end.
   kernel, alike for all ranks; and a rank 0 that is stopped keeps nobody from the store.
 - A request opens, locks, reads and closes the file, in 10 to 20 us. One that waits for a key looks every 10 ms, so a group
   takes about 8 ms longer to open than over TCP.
-- The file only grows: each rank adds its record (abort.py) twice a second while a run trains, 24 MB in a day. It takes the
-  memory until the ranks' processes end.
+- The file only grows: each rank adds its record (abort.py) twice a second while a run trains, 15 MB in a day, and its part
+  of each checkpoint. It takes the memory until the ranks' processes end.
 - A rank that is stopped or killed within the microseconds of a request can leave the lock taken, or a part of an entry.
   Then the others wait as they do for a stopped rank 0 over TCP: `BoundedStore` gives up, and what waits without it the
   kernel finds to hang.
