@@ -77,6 +77,8 @@ def _serve(pipe: Any, stacks: Path) -> None:
             info = RankInfo(rank=rank, world_size=world_size, device=torch.device("cpu"))
             store = find_store(place)
             world = open_groups(info, store, context, 0) if joined else None
+            if world is not None:  # a rank that leaves at once would break connections that others still open
+                world._gloo.barrier().wait()
             try:
                 answer = ("ok", function(Place(info, context, world, store), *args))
             except BaseException as e:

@@ -177,22 +177,6 @@ def test_a_range_that_the_reader_moves_stays_until_a_double_click(opened):
 
 
 @pytest.mark.slow
-@pytest.mark.alone  # in a starved page ipywidgets may look for the model before it has restored it, and not again
-def test_a_reload_brings_the_whole_history_back(opened):
-    opened.start()
-    opened.wait_step(25)
-    step = opened.stop()
-    opened.notebook.command("docmanager:save")
-    opened.page.reload()
-    opened.wait_drawn()
-    opened.page.locator(".fsdp-card-loss").scroll_into_view_if_needed()
-    opened.wait_rows("loss.steps", step + 1)
-    assert opened.step() == step
-    opened.start()  # and it is alive: another run begins at step 0
-    opened.wait_step(2)
-
-
-@pytest.mark.slow
 def test_a_cell_run_again_replaces_its_dashboard_and_two_views_agree(opened):
     page = opened.page
     opened.start()
