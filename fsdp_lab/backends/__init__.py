@@ -1,6 +1,6 @@
 """Four ways to train a model, behind one interface: our engine ("lab"), FSDP2, FSDP1, DDP. Read base.py first.
 
-`build` makes the backend of a Spec; `check` refuses what depends on the model or the device.
+`build` makes the backend of a Spec; `check` refuses what depends on the model, the device or torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from fsdp_lab.backends.base import Backend, destroy
 from fsdp_lab.backends.ddp import DDP
@@ -36,13 +37,20 @@ _BACKENDS: Mapping[str, _Wrap] = {
 
 
 def check(skeleton: nn.Module, spec: Spec, device: torch.device) -> None:
-    """Raises SpecError for combinations that depend on the model or the device. Changes nothing; not collective."""
+    """Raises SpecError for combinations that depend on the model, the device or torch. Changes nothing; not collective."""
     s = spec.strategy
     if s.backend != "ddp":
         units(skeleton, s.wrap)
     if s.backend == "fsdp1" and s.offload == "all" and device.type == "cpu":
         raise SpecError("strategy.offload", "FSDP1 pins what it offloads, which takes a GPU",
                         "use offload none, or backend fsdp2", {"offload": "none"})  # fmt: skip
+    if (
+        s.backend == "fsdp2"
+        and s.limit_reductions > 1
+        and not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers")
+    ):
+        raise SpecError("strategy.limit_reductions", f"FSDP2 of torch {torch.__version__} has no limit to set",
+                        "use 1, backend lab, or torch 2.13", {"limit_reductions": 1})  # fmt: skip
 
 
 def build(skeleton: nn.Module, spec: Spec, device: torch.device, *, mesh: DeviceMesh | None = None) -> Backend:

@@ -16,7 +16,6 @@ from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Backend, RoleTensor
 from fsdp_lab.backends.storage import DeferredStorage
 from fsdp_lab.backends.wrapping import context_of, name_fsdp2_unit, named_units, prepare
-from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.events import ROOT, Role
 from fsdp_lab.core.spec import Precision, Spec, Strategy
 from fsdp_lab.engine import ParamShard
@@ -153,7 +152,7 @@ def _materialise(p: Any, device: torch.device) -> None:
 
 def _order_communication(wrapped: list[nn.Module], root: nn.Module, strategy: Strategy) -> None:
     """Prefetch depths and a limit of reductions other than torch's defaults; on a CPU a prefetch runs ahead only if the
-    unshard is asynchronous. Raises SpecError for a limit that this torch does not have."""
+    unshard is asynchronous."""
     for i, module in enumerate(wrapped):
         assert isinstance(module, FSDPModule)
         if strategy.forward_depth:
@@ -162,9 +161,6 @@ def _order_communication(wrapped: list[nn.Module], root: nn.Module, strategy: St
             module.set_modules_to_backward_prefetch(_fsdp(wrapped[max(0, i - strategy.backward_prefetch) : i][::-1]))
     assert isinstance(root, FSDPModule)
     if strategy.limit_reductions > 1:
-        if not hasattr(root, "set_reduce_scatter_max_input_buffers"):
-            raise SpecError("strategy.limit_reductions", f"FSDP2 has no limit to set in torch {torch.__version__}, but from "
-                            "2.13 on", "use 1, or backend lab", {"limit_reductions": 1})  # fmt: skip
         root.set_reduce_scatter_max_input_buffers(strategy.limit_reductions)
     if strategy.forward_depth or strategy.backward_prefetch > 1:
         for module in [*wrapped, root]:
