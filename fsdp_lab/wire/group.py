@@ -22,6 +22,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
+from fsdp_lab.wire import listeners
 from fsdp_lab.wire.context import ReductionOrder, WireContext
 from fsdp_lab.wire.link import LinkDirection
 from fsdp_lab.wire.meter import link_bytes
@@ -497,13 +498,17 @@ def _check_plain(tensors: Sequence[Tensor]) -> None:
 
 def _open_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """One thread, so that operations run in the order in which they are issued: see `in_order`. Interfaces as torch's own
-    constructor takes them, which has two threads for each."""
+    constructor takes them, which has two threads for each. When it is open nobody else can connect to it."""
     gloo: Any = dist.ProcessGroupGloo
     options: Any = gloo._Options()
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    options._devices = [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
+    options._devices, ports = listeners.made_by(
+        lambda: [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
+    )
     options._timeout, options._threads = timeout, 1
-    return gloo(store, rank, size, options)
+    group = gloo(store, rank, size, options)
+    listeners.shut(ports)
+    return group
 
 
 def _in_place(name: str, opts: Any) -> _InnerCall:
