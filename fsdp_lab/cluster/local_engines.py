@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 import ipyparallel as ipp
 import psutil
+import zmq
 from traitlets.config import Config
 
 from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters, private_folder, remove_private
@@ -36,6 +38,14 @@ CONTROLLER_ARGS = (
     "--IPController.use_threads=True",  # instead of six scheduler processes; saves about 300 MB
     "--log-level=ERROR",  # otherwise the hub logs a warning for every step event that it relays
 )
+# Connections are encrypted, and only who can read the connection file can make one: a stranger's garbage, which stalls a
+# client of ipyparallel, is dropped by ZeroMQ. Messages are signed too; without a key each client warns of that. In a file,
+# because others can read a command line.
+CONTROLLER_CONFIG = """\
+c = get_config()
+c.IPController.enable_curve = {curve}
+c.Session.key = {key!r}
+"""
 OnEnd = Callable[[int, int | None], None]  # (pid, exit code if known); called on the launcher thread
 T = TypeVar("T")
 
@@ -77,6 +87,9 @@ class LocalEngines(Engines):
         self._closed = False
 
     async def _open(self) -> Any:
+        config = self._folder / "ipcontroller_config.py"
+        config.touch(mode=0o600)
+        config.write_text(CONTROLLER_CONFIG.format(curve=zmq.has("curve"), key=secrets.token_hex(32).encode()))
         self._cluster = ipp.Cluster(
             profile_dir=str(self._folder), controller_args=list(CONTROLLER_ARGS), **cluster_options()
         )
@@ -259,6 +272,9 @@ class DetachedEngines(LocalEngines):
             raise StartError(f"{len(missing)} of {len(self._record.engines)} engines have ended")
 
     async def _open(self) -> Any:
+        config = self._folder / "ipcontroller_config.py"
+        config.touch(mode=0o600)
+        config.write_text(CONTROLLER_CONFIG.format(curve=zmq.has("curve"), key=secrets.token_hex(32).encode()))
         (file,) = (self._folder / "security").glob("cluster-*.json")  # ipyparallel keeps it up to date
         self._cluster = ipp.Cluster.from_file(str(file), **cluster_options())
         ours = {p.pid for p in marked(self._token)}  # a pid in the file may be another process's by now

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-import stat
 import struct
 import sys
 from collections.abc import Callable, Iterator
@@ -28,9 +27,9 @@ Made = TypeVar("Made")
 
 def made_by(make: Callable[[], Made]) -> tuple[Made, list[int]]:
     """What `make` returns, and the descriptors of sockets that listen since. Only on Linux; elsewhere none are found."""
-    before = _descriptors()
+    before = _sockets()
     made = make()
-    return made, [d for d in sorted(_descriptors() - before) if _listens(d)]
+    return made, [d for d, _ in sorted(_sockets() - before) if _listens(d)]
 
 
 def shut(descriptors: list[int]) -> None:
@@ -42,15 +41,18 @@ def shut(descriptors: list[int]) -> None:
             listener.setsockopt(socket.SOL_SOCKET, ATTACH_FILTER, program)
 
 
-def _descriptors() -> set[int]:
-    return {int(name) for name in os.listdir(DESCRIPTORS)} if sys.platform == "linux" else set()
+def _sockets() -> set[tuple[int, str]]:
+    """Descriptors of this process that are sockets, each with the name of its socket: numbers are used again."""
+    found = set()
+    for name in os.listdir(DESCRIPTORS) if sys.platform == "linux" else ():
+        with suppress(OSError):  # closed meanwhile
+            found.add((int(name), os.readlink(f"{DESCRIPTORS}/{name}")))
+    return {(descriptor, target) for descriptor, target in found if target.startswith("socket:")}
 
 
 def _listens(descriptor: int) -> bool:
-    with suppress(OSError):  # closed meanwhile
-        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            with _socket(descriptor) as found:
-                return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    with suppress(OSError), _socket(descriptor) as found:
+        return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     return False
 
 

@@ -41,7 +41,14 @@ def test_only_its_user_reads_its_keys(cluster: Cluster):
     key = cluster.client.session.key.decode()
     assert key and key not in " ".join(word for p in marked(cluster.token) for word in p.cmdline())
     secret = [f for f in folder.rglob("*") if f.is_file() and key in f.read_text(errors="replace")]
-    assert len(secret) == 2 and {stat.S_IMODE(f.stat().st_mode) for f in secret} == {0o600}, "client's and engines'"
+    assert len(secret) == 3 and {stat.S_IMODE(f.stat().st_mode) for f in secret} == {0o600}, (
+        "controller's, client's and engines'"
+    )
+
+
+def test_connections_are_encrypted_and_messages_signed(cluster: Cluster):
+    client = cluster.client
+    assert client.curve_serverkey and client.session.auth is not None
 
 
 def test_cells_on_the_ranks_reach_them_by_name(cluster: Cluster):

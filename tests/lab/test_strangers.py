@@ -25,7 +25,7 @@ from tests.lab.test_lab import until
 from tests.lab.test_real_ranks import SMALL, losses
 
 STEPS = 120
-ROUNDS = 3  # of all messages to all ports
+ROUNDS = 2  # of all messages to all ports
 ANSWER_S = 0.3
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)  # of ZeroMQ
 READY = b"\x04\x1a\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
