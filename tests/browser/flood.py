@@ -17,8 +17,8 @@ ENGINES = 2
 HZ = 10.0
 
 
-def speak(spec: dict[str, Any], run: str, ranks: list[int], hz: float, seconds: float) -> int:
-    """In an engine: for so long, a step of these ranks at so many hertz. Returns how many steps that were."""
+def speak(spec: dict[str, Any], run: str, ranks: list[int], hz: float, steps: int) -> float:
+    """In an engine: so many steps of these ranks, at most so many a second. Returns how long that took, in seconds."""
     import time
 
     from ipyparallel.datapub import publish_data
@@ -27,13 +27,12 @@ def speak(spec: dict[str, Any], run: str, ranks: list[int], hz: float, seconds: 
     from tests.dashboard.fake_lab import event
 
     wanted = Spec.from_dict(spec)
-    begun_s, step = time.monotonic(), 0
-    while time.monotonic() - begun_s < seconds:
+    begun_s = time.monotonic()
+    for step in range(steps):
         for rank in ranks:
             publish_data({"events": [event(wanted, run, rank, step, first=step == 0).to_dict()]})
-        step += 1
-        time.sleep(max(0.0, begun_s + step / hz - time.monotonic()))
-    return step
+        time.sleep(max(0.0, begun_s + (step + 1) / hz - time.monotonic()))
+    return time.monotonic() - begun_s
 
 
 def get_ready() -> None:
@@ -42,11 +41,11 @@ def get_ready() -> None:
 
 
 class FloodRun(FakeRun):
-    """`spoken` is how many steps each engine told, when it is over."""
+    """`spoken_s` is how long each engine took to tell its steps, when it is over."""
 
-    def __init__(self, run_id: str, spec: Spec, *, seconds: float, client: Any) -> None:
-        self.spoken: list[int] = []
-        self._seconds, self._client = seconds, client
+    def __init__(self, run_id: str, spec: Spec, *, spoken: int, client: Any) -> None:
+        self.spoken_s: list[float] = []
+        self._spoken, self._client = spoken, client
         super().__init__(run_id, spec, steps=None, step_s=0.0)
 
     def _train(self) -> None:
@@ -56,17 +55,17 @@ class FloodRun(FakeRun):
         parts = [list(range(n))[i::ENGINES] for i in range(ENGINES)]
         told = []
         for engine, ranks in zip(self._client.ids, parts, strict=True):
-            future = self._client[engine].apply_async(speak, self.spec.to_dict(), self.id, ranks, HZ, self._seconds)
+            future = self._client[engine].apply_async(speak, self.spec.to_dict(), self.id, ranks, HZ, self._spoken)
             self._client.metadata[future.msg_ids[0]]["data"] = Sink(lambda data: self.events.add(data["events"]))
             told.append(future)
-        self.spoken = [future.get() for future in told]
+        self.spoken_s = [future.get() for future in told]
         self.state = RunState.FINISHED
 
 
 class FloodLab(FakeLab):
-    def __init__(self, ranks: int, seconds: float) -> None:
+    def __init__(self, ranks: int, steps: int) -> None:
         super().__init__(ranks)
-        self._seconds = seconds
+        self._steps = steps
         self._cluster = ipyparallel.Cluster(n=ENGINES)
         self._client = self._cluster.start_and_connect_sync(activate=False)
         begun_s = time.monotonic()
@@ -75,7 +74,7 @@ class FloodLab(FakeLab):
         self._client[:].apply_sync(get_ready)
 
     def run(self, spec: Spec | None = None, **options: Any) -> FakeRun:
-        self.current = FloodRun("flood", self.spec, seconds=self._seconds, client=self._client)
+        self.current = FloodRun("flood", self.spec, spoken=self._steps, client=self._client)
         return self.current
 
     def close(self) -> None:

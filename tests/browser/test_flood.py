@@ -1,6 +1,7 @@
 """64 ranks at 10 Hz: real engines publish, the kernel keeps up, and neither it nor the page grows without end.
 
-FSDP_LAB_FLOOD_S says for how long; ten minutes show the bound of the store, which is full after about three.
+FSDP_LAB_FLOOD_S says for how long; a machine too slow for that pace takes longer over the same steps. Ten minutes show
+the bound of the store, which is full after about three.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from fsdp_lab.runs.steps import CAP
 from tests.browser.driver import DashboardPage
 from tests.browser.flood import HZ
 from tests.browser.jupyter import JupyterServer
 
 SECONDS = float(os.environ.get("FSDP_LAB_FLOOD_S", "20"))
+STEPS = int(SECONDS * HZ)
 RANKS, SAMPLES = 64, 8
 MIB = 1 << 20
 LAG_S = 7.0  # two busy cores paint this late and no later; a display of half the pace would be 10 s late after 20
@@ -24,7 +27,7 @@ CELL = """\
 import os, psutil
 from fsdp_lab.dashboard import Dashboard
 from tests.browser.flood import FloodLab
-lab = FloodLab({ranks}, {seconds})
+lab = FloodLab({ranks}, {steps})
 dashboard = Dashboard(lab)
 dashboard"""
 
@@ -43,7 +46,7 @@ NAMES = ("events", "step", "p50_s", "p95_s", "tick_cores", "rss_bytes", "state")
 def test_the_kernel_keeps_up_with_64_ranks_and_nothing_grows(server: JupyterServer, open_notebook, watched) -> None:
     page = DashboardPage(open_notebook())
     watched(page.notebook)
-    page.notebook.open(server.write("flood.ipynb", [CELL.format(ranks=RANKS, seconds=SECONDS)]))
+    page.notebook.open(server.write("flood.ipynb", [CELL.format(ranks=RANKS, steps=STEPS)]))
     page.notebook.run_all()
     page.wait_drawn()
     page.start()
@@ -51,17 +54,16 @@ def test_the_kernel_keeps_up_with_64_ranks_and_nothing_grows(server: JupyterServ
     page.notebook.execute("from fsdp_lab.dashboard import Dashboard; dashboard = Dashboard.of(lab)")
     samples = []
     for i in range(1, SAMPLES + 1):
-        page.wait_step(int(i * SECONDS * HZ * 0.9 / SAMPLES), timeout_s=SECONDS + 60)
+        page.wait_step(int(i * STEPS * 0.9 / SAMPLES), timeout_s=SECONDS + 60)
         samples.append({**sample(page), "heap_bytes": heap_bytes(heap)})
         print(in_words(samples[-1]))
     page.notebook.execute("lab.current.wait()")
-    spoken = int(page.notebook.execute("print(min(lab.current.spoken))"))
-    page.wait_step(spoken - 1, timeout_s=30)
+    spoken_s = float(page.notebook.execute("print(max(lab.current.spoken_s))"))
+    page.wait_step(STEPS - 1, timeout_s=30)
     kept = int(page.notebook.execute("print(len(lab.current.events))"))
     page.notebook.execute("lab.close()")
-    print(f"{spoken} steps of {RANKS} ranks were said in {SECONDS:.0f} s, {kept} events came")
-    assert spoken >= 0.95 * SECONDS * HZ, "the engines could not speak so fast"
-    assert kept >= spoken * RANKS, "events were lost"
+    print(f"{STEPS} steps of {RANKS} ranks were said in {spoken_s:.1f} s, {kept} events came")
+    assert kept >= min(STEPS * RANKS, CAP // 2), "events were lost"
     middle, last = samples[SAMPLES // 2], samples[-1]
     lags = [s["p50_s"] for s in samples if math.isfinite(s["p50_s"])]  # none of a sample in which nothing was drawn
     assert min(lags[len(lags) // 2 :]) < LAG_S, "the display falls behind"
