@@ -338,7 +338,7 @@ class SimulatedDevice(TorchDispatchMode):
         is_host = stream is self.host
         for t in made:
             self._of(t, new=True).is_host = is_host
-        if not func._schema.name.startswith("aten::empty") and func.overloadpacket is not aten.new_empty:
+        if not func._schema.name.startswith("aten::empty") and func.overloadpacket not in (aten.new_empty, aten.set_):
             self._access(
                 stream, func._schema.name, [*read, *(t for t in written if _reads_too(func))], [*written, *made]
             )
