@@ -41,6 +41,7 @@ from fsdp_lab.backends.state import (
 )
 from fsdp_lab.backends.storage import free, storage_id
 from fsdp_lab.engine import ParamShard
+from fsdp_lab.engine.streams import streams_of
 
 _BATCH_ELEMENTS = 1 << 16, 4 << 20  # of parameters moved at once, at least and at most: 16 MiB of fp32
 _BATCHES = 64  # of a model, between these bounds
@@ -87,6 +88,7 @@ class StateTransfer:
 
     def __init__(self, source: StateSource, new: Backend) -> None:
         self._source, self.new = source, new
+        self._streams = streams_of(new.device)
         sources = source.shards()
         self._from = {s.name: s for s in sources}
         self._to = {s.name: s for s in new.param_shards()}
@@ -182,8 +184,8 @@ class StateTransfer:
 
     def _await_all(self) -> None:
         """Wait until every rank has received all batches up to here."""
-        if self.new.device.type == "cuda":
-            torch.cuda.current_stream(self.new.device).synchronize()
+        if self._streams is not None:
+            self._streams.current().synchronize()
         world = dist.group.WORLD
         if world is not None and world.size() > 1:
             world.barrier().wait()

@@ -1,4 +1,5 @@
-"""Streams of a device, behind one small interface: `Streams`. A test puts a simulated device in the place of a GPU's.
+"""Streams of a device, behind one small interface: `Streams`. The wire uses it too, and a test puts a simulated device in
+the place of a GPU's.
 
 Note: streams and lifetimes. On a GPU each kind of communication has a CUDA stream of its own, a `CommStream`. It first waits
 for what the compute stream has been given so far, so whatever it reads is written and whatever memory it allocates is free.
@@ -38,6 +39,21 @@ class Streams(Protocol):
     def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         """[numel], uninitialised, on the host, from and to which copies are queued."""
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in the device's memory."""
+
+    def used_on(self, tensor: Tensor, stream: Any) -> None:
+        """That stream uses it until here. When it is freed, its memory stays until the stream has come so far."""
+
+    def mark(self) -> Any:
+        """An event on the current stream with a time: it has `query`, and `elapsed_time` to a later one, in ms."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for all streams."""
+
+    def future(self) -> Any:
+        """A torch.futures.Future of the device's tensors: who waits for it waits for the stream on which it was set."""
+
 
 class CudaStreams:
     """`Streams` of a GPU."""
@@ -56,6 +72,21 @@ class CudaStreams:
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, pin_memory=True)
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda
+
+    def used_on(self, tensor: Tensor, stream: Any) -> None:
+        tensor.record_stream(stream)
+
+    def mark(self) -> Any:
+        return self.current().record_event(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def future(self) -> Any:
+        return torch.futures.Future(devices=[self._device])
 
 
 def streams_of(device: torch.device) -> Streams | None:

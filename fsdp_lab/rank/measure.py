@@ -31,6 +31,7 @@ import torch
 from fsdp_lab.backends import Backend
 from fsdp_lab.backends.base import state_slots
 from fsdp_lab.core.events import Memory, MemorySample, RoleBytes, Span, Traffic
+from fsdp_lab.engine.streams import Streams, streams_of
 from fsdp_lab.rank.ledger import Ledger, LedgerResult
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import StepTrace
@@ -55,13 +56,11 @@ class StepMetrics:
 class DeviceClock:
     """Marks on the current stream of a GPU, and when it reached them."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
 
     def mark(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return self._streams.mark()
 
     def seconds(self, since: Any, to: Any) -> float:
         """Between two marks that the device has reached."""
@@ -71,7 +70,7 @@ class DeviceClock:
         return bool(mark.query())
 
     def synchronise(self) -> None:
-        torch.cuda.synchronize(self._device)
+        self._streams.synchronize()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +101,8 @@ class StepMeter:
         by default a GPU's, and none on a CPU."""
         self._backend, self._context, self._info, self._offload = backend, context, info, offload
         self._device, self._on_gpu = info.device, info.device.type == "cuda"
-        self._clock = DeviceClock(info.device) if clock is None and self._on_gpu else clock
+        streams = streams_of(info.device)
+        self._clock = DeviceClock(streams) if clock is None and streams is not None else clock
         self._process = psutil.Process()
         self._parameters = sum(s.local.nbytes for s in backend.param_shards())
         self._gradients = self._optimizer = 0  # bytes, when they first exist

@@ -42,6 +42,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from fsdp_lab.engine.streams import streams_of
 from fsdp_lab.wire import Nccl, Wire, WireContext, register
 
 FILE, TCP, DESCRIPTORS = "file:", "tcp://", "/proc/"
@@ -140,7 +141,8 @@ def _open_file(path: Path) -> dist.FileStore:
 
 def nccl_of(info: RankInfo) -> Nccl | None:
     """NCCL for this rank's device, or None: then all tensors go over Gloo. Tests replace it by a simulation."""
-    return Nccl(info.device) if info.device.type == "cuda" and not info.shares_gpu else None
+    streams = streams_of(info.device)
+    return None if streams is None or info.shares_gpu else Nccl(streams)
 
 
 def open_groups(info: RankInfo, store: dist.Store, context: WireContext, epoch: int) -> Wire:
@@ -148,7 +150,7 @@ def open_groups(info: RankInfo, store: dist.Store, context: WireContext, epoch: 
     dist.DistStoreError if a rank does not come."""
     if info.device.type == "cuda":
         torch.cuda.set_device(info.device)
-    backend = register(context, nccl=nccl_of(info))
+    backend = register(context, streams=streams_of(info.device), nccl=nccl_of(info))
     own = dist.PrefixStore(f"epoch{epoch}", own_connection(store))
     if not dist.is_initialized():
         # torch names groups by this count, which includes groups that could not be opened: a rank that had one would never

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_lab.core.events import ROOT, Span, Track
+from fsdp_lab.engine.streams import streams_of
 from fsdp_lab.engine.tensors import tensors_in
 from fsdp_lab.wire import Collective, Wire, spans, waits
 
@@ -39,7 +40,7 @@ class StepTrace:
     """The context of one step; afterwards `spans` returns the spans of that step."""
 
     def __init__(self, units: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:
-        self._units, self._on_gpu = units, device.type == "cuda"
+        self._units, self._streams = units, streams_of(device)
         self._handles: list[Any] = []
         self._marks: list[tuple[Any, str, str]] = []  # when (seconds, or a CUDA event), what, of which unit
         self._open: list[str] = []  # units whose forward or backward is in progress, outermost first
@@ -70,11 +71,7 @@ class StepTrace:
         self.mark(name)
 
     def _now(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return time.perf_counter() if self._streams is None else self._streams.mark()
 
     # -- hooks ------------------------------------------------------------------------------------------------------
 
@@ -136,7 +133,9 @@ class StepTrace:
 
     def _seconds(self, stamp: Any) -> float:
         """Seconds since the begin of the step."""
-        return float(self._marks[0][0].elapsed_time(stamp) / 1e3 if self._on_gpu else stamp - self.begin_s)
+        if self._streams is None:
+            return float(stamp) - self.begin_s
+        return float(self._marks[0][0].elapsed_time(stamp)) / 1e3
 
 
 def _is_recomputing() -> bool:

@@ -37,6 +37,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed as dist
 
+from fsdp_lab.engine.streams import Streams
 from fsdp_lab.wire.link import Alarm, DroppedWork, Link, LinkDirection, pause_until
 from fsdp_lab.wire.meter import Collective, Meter
 from fsdp_lab.wire.nccl import Nccl, NcclGroup, NcclOutcome
@@ -108,6 +109,7 @@ class WireContext:
         self.timeout = timedelta(seconds=timeout_s)  # for groups to be opened
         self.last: Collective | None = None
         self.on_issue: Callable[[Sequence[torch.Tensor]], None] | None = None  # given the tensors of each collective
+        self.streams: Streams | None = None  # of the rank's GPU
         self.nccl: Nccl | None = None  # where CUDA tensors go over NCCL
         self.hide_from_profiler = False  # Gloo's operations: see the note on a profiler and an abort
         self._unit = ""  # on whose behalf collectives are issued

@@ -22,6 +22,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
+from fsdp_lab.engine.streams import Streams
 from fsdp_lab.wire import listeners
 from fsdp_lab.wire.context import ReductionOrder, WireContext
 from fsdp_lab.wire.link import LinkDirection
@@ -35,13 +36,13 @@ _InnerCall = Callable[[Any, list[Tensor], list[Tensor]], Any]  # of an inner gro
 _RANK_ORDERED_OPS = (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM)
 
 
-def register(context: WireContext, *, nccl: Nccl | None = None) -> str:
+def register(context: WireContext, *, streams: Streams | None = None, nccl: Nccl | None = None) -> str:
     """Register `Wire` as a backend that reports to `context`; returns its name for `init_process_group`.
 
-    With `nccl`, CUDA tensors go over NCCL; otherwise they are staged through host memory and Gloo, so that ranks can
-    share one GPU."""
+    `streams`: of the rank's GPU. With `nccl`, its tensors go over NCCL; otherwise they are staged through host memory and
+    Gloo, so that ranks can share one GPU."""
 
-    context.nccl = nccl
+    context.streams, context.nccl = streams, nccl
 
     def create(options: Any, _: Any) -> Wire:
         return Wire(options, context)
@@ -165,8 +166,11 @@ class Wire(dist.ProcessGroup):
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> WireWork:
         """outputs: [t], inputs: [[t_0 .. t_{W-1}]] of equal sizes."""
         (output,), (parts,) = outputs, inputs
+        whole = torch.cat([p.reshape(-1) for p in parts])
+        if output.is_contiguous():
+            return self.reduce_scatter_single(output, whole, opts)
         flat_output = output.reshape(-1)
-        work = self.reduce_scatter_single(flat_output, torch.cat([p.reshape(-1) for p in parts]), opts)
+        work = self.reduce_scatter_single(flat_output, whole, opts)
         return work.followed_by(lambda: output.copy_(flat_output.view_as(output)), [output])
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> WireWork:
@@ -265,6 +269,9 @@ class Wire(dist.ProcessGroup):
     def _is_over_gloo(self, tensor: Tensor) -> bool:
         return self._carrier([tensor]) is None
 
+    def _is_on_device(self, tensor: Tensor) -> bool:
+        return self.context.streams is not None and self.context.streams.holds(tensor)
+
     def _carrier(self, tensors: Sequence[Tensor]) -> NcclGroup | None:
         """The group of NCCL's that these tensors go over, or None: Gloo."""
         nccl = self.context.nccl
@@ -273,7 +280,7 @@ class Wire(dist.ProcessGroup):
     def _ordered_reduce_scatter(self, output: Tensor, input: Tensor, op: Any, opts: Any) -> WireWork:
         input = input.contiguous()
         if (
-            not input.is_cuda
+            not self._is_on_device(input)
             and self._is_over_gloo(input)
             and output.data_ptr() == _part(input, self._rank, self._size).data_ptr()
         ):
@@ -374,8 +381,9 @@ class Wire(dist.ProcessGroup):
                 then()
 
         results = results or outputs
-        return WireWork(self.context, issued, inner, results, finish=finish, blocking=blocking, sliced=whole_group,
-                        timed=timed, uses=[*ins, *outs, *results] if over_nccl else ())  # fmt: skip
+        return WireWork(self.context, issued, inner, results, finish=finish if unstage or then else None, blocking=blocking,
+                        sliced=whole_group, timed=timed,
+                        uses=[*inputs, *outputs, *results] if over_nccl or then is not None else ())  # fmt: skip
 
     def _meet(self, whole_group: bool, tensors: list[Tensor]) -> None:
         """Before the first collective over NCCL, which makes the communicator: all ranks come to a barrier over Gloo.
@@ -410,22 +418,24 @@ class Wire(dist.ProcessGroup):
         """The inner group for these tensors, the tensors to pass to it, and a copy-back of its outputs, if any."""
         if (nccl := self._carrier([*inputs, *outputs])) is not None:
             return nccl.inner, inputs, outputs, None
-        if not any(t.is_cuda for t in [*inputs, *outputs]):
+        streams = self.context.streams
+        if streams is None or not any(map(streams.holds, [*inputs, *outputs])):
             return self._gloo, inputs, outputs, None
-        return self._gloo, *stage(inputs, outputs)
+        return self._gloo, *stage(streams, inputs, outputs)
 
 
 # -- small helpers ---------------------------------------------------------------------------------------------------
 
 
-def stage(inputs: list[Tensor], outputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor], Callable[[], None]]:
+def stage(
+    streams: Streams, inputs: list[Tensor], outputs: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor], Callable[[], None]]:
     """GPU tensors on the host, for Gloo, and what copies outputs back. A tensor that is both stays one tensor; an output
     that is no input gets memory and no copy. Memory is pinned, so that a copy is one transfer.
 
-    Both copies wait: Gloo's threads read inputs at once, and outputs are copied back in a thread whose stream the caller's
-    stream does not wait for.
+    Both copies wait: Gloo's threads read inputs at once, and the time of a wait has the copy back in it.
     """
-    hosts = {id(t): _host_memory(t) for t in [*inputs, *outputs]}
+    hosts = {id(t): streams.host_memory(t.numel(), t.dtype).view(t.shape) for t in [*inputs, *outputs]}
     for t in {id(t): t for t in inputs}.values():
         hosts[id(t)].copy_(t.detach())
 
@@ -434,10 +444,6 @@ def stage(inputs: list[Tensor], outputs: list[Tensor]) -> tuple[list[Tensor], li
             t.copy_(hosts[id(t)])
 
     return [hosts[id(t)] for t in inputs], [hosts[id(t)] for t in outputs], unstage
-
-
-def _host_memory(t: Tensor) -> Tensor:
-    return torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=t.is_cuda)
 
 
 def _op(opts: Any) -> Any:

@@ -14,8 +14,7 @@ reads the settings when a group is opened. They are set for that moment only, so
 
 Note: memory. NCCL's work holds its outputs, so nothing that outlives a collective may hold its work. The meter keeps two
 events, and an observer the `NcclOutcome`. A future is completed on a side stream, so that the stream that computes does not
-wait. torch's allocator must know that this stream uses the tensors too (`record_stream`): otherwise it would give their
-memory to the stream that computes while the side stream still reads it."""
+wait (`WireWork`, which also says how long memory lives then)."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -31,6 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+
+from fsdp_lab.engine.streams import Streams
 
 _CLOSE_S = 10.0  # the longest wait for a group to be aborted or shut down, before others are opened
 _SETTINGS = {
@@ -48,13 +49,13 @@ _FAILURES = {1: "did not complete in time: a rank did not join it"}  # by torch'
 class Nccl:
     """See above. Tests replace it by a simulation on a CPU."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
         self._side: Any = None  # the stream on which futures are completed
 
     def carries(self, tensor: Tensor) -> bool:
         """Whether a tensor goes over NCCL; others go over Gloo."""
-        return tensor.is_cuda
+        return self._streams.holds(tensor)
 
     def open(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         """A group; its communicator is made by its first collective."""
@@ -66,21 +67,16 @@ class Nccl:
 
     def record(self) -> Any:
         """An event on the current stream, whose time can be read."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return self._streams.mark()
 
     @contextmanager
-    def beside(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the current stream is a side stream, behind what the stream outside has been given so far. `tensors`: all
-        that are used inside."""
+    def beside(self) -> Iterator[None]:
+        """Inside, the current stream is a side stream, which is to wait for a collective first: that is behind the stream on
+        which it was issued."""
         if self._side is None:
-            self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._side):
+            self._side = self._streams.new("side")
+        with self._streams.entered(self._side):
             yield
-        for tensor in tensors:
-            tensor.record_stream(self._side)
 
     def complete(self, future: torch.futures.Future[Any], result: Any) -> None:
         """Complete a future of CUDA tensors: a stream that waits for it waits for the current one."""
@@ -88,7 +84,7 @@ class Nccl:
 
     def synchronize(self) -> None:
         """Wait for the device. After an abort it returns early: see the note on waiting."""
-        torch.cuda.synchronize(self._device)
+        self._streams.synchronize()
 
 
 class NcclOutcome:

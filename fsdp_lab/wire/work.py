@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -50,7 +51,12 @@ class WireWork(dist.Work):
     wait for one times out, Gloo closes the connection.
 
     `finish` is what remains to be done when the bytes have arrived (a sum in rank order, a division, a copy to the
-    device). It runs once, in the thread that waits or, if a future was handed out, in the thread that completes it."""
+    device). It runs once, in the thread that waits or, if a future was handed out, in the thread that completes it.
+
+    On a GPU it runs on one stream, whichever thread calls it: that of the first wait, or of who asked for a future, or, for
+    NCCL's futures, a side stream. Other streams that wait are ordered behind that one. torch's allocator frees memory for
+    the stream that allocated it, so it must be told what another stream uses (`Streams.used_on`): the temporaries of
+    `finish`, and on a side stream all tensors, which NCCL's work holds only until a stream waits for it."""
 
     def __init__(
         self,
@@ -65,7 +71,7 @@ class WireWork(dist.Work):
         timed: Timed | None = None,
         uses: Sequence[torch.Tensor] = (),
     ) -> None:
-        """`timed` and `uses`, all tensors of the collective: of NCCL's."""
+        """`timed`: of NCCL's. `uses`: the device's tensors, where NCCL or `finish` uses them."""
         super().__init__()
         self._context, self._issued, self._inner, self._results = context, issued, inner, results
         self._finish, self._blocking, self._sliced = finish, blocking, sliced
@@ -73,14 +79,17 @@ class WireWork(dist.Work):
         self._once = threading.Lock()
         self._finished = self._completed = self._settled = False  # outputs written; link done too; future done too
         self._future: torch.futures.Future[Any] | None = None
-        self._stream: Any = None  # on which a GPU's results are ready, whichever thread completes the future
+        self._stream: Any = None  # on which a GPU's results are ready
+        self._issued_on = context.streams.current() if uses and context.streams is not None else None
         self._record_end()
 
     # -- torch's interface ----------------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises RankAborted, WireTimeout, or RankAborted naming a connection that broke."""
-        if not self._completed:
+        if self._completed:
+            self._order_again()
+        else:
             start_s = time.perf_counter()
             self._wait_inner(timeout)
             self._finish_up()
@@ -88,8 +97,8 @@ class WireWork(dist.Work):
             self._complete()
             if self._blocking:  # otherwise a stream waits, not this thread
                 self._issued.waits.append((start_s, time.perf_counter()))
-        elif self._future is not None and not self._blocking:
-            self._future.wait()  # completed on the side stream: orders the current one behind it
+            if self._future is not None:
+                self._order_again()
         self._context.check()
         return True
 
@@ -109,10 +118,11 @@ class WireWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Completes with the list of result tensors; after an abort too, with invalid values."""
         if self._future is None:
-            devices: list[int | str | torch.device] = [t.device for t in self._results[:1] if t.is_cuda]
-            self._future = torch.futures.Future(devices=devices)
-            if devices and self._blocking:
-                self._stream = torch.cuda.current_stream(self._results[0].device)
+            streams = self._context.streams
+            on_device = streams is not None and any(map(streams.holds, self._results[:1]))
+            self._future = streams.future() if streams is not None and on_device else torch.futures.Future()
+            if streams is not None and self._blocking and self._stream is None:
+                self._stream = streams.current()
             self._issued.by_future = True
             self._context.add_cancellable(self)
             if self._inner is None:
@@ -132,7 +142,7 @@ class WireWork(dist.Work):
                 before()
             then()
 
-        self._finish, self._results = both, results
+        self._finish, self._results, self._uses = both, results, (*self._uses, *results)
         return self
 
     # -- completion -----------------------------------------------------------------------------------------------
@@ -167,7 +177,7 @@ class WireWork(dist.Work):
         """NCCL: complete the future on a side stream, so that the stream that computes does not wait for the collective."""
         nccl = self._context.nccl
         assert nccl is not None
-        with nccl.beside(self._uses):
+        with nccl.beside():
             self._wait_stream()
             self._land()
 
@@ -244,12 +254,34 @@ class WireWork(dist.Work):
         with self._once:
             if not self._finished:
                 finish, self._finish = self._finish, None
+                if self._stream is None and self._context.streams is not None:
+                    self._stream = self._context.streams.current()
                 if finish is not None and self._context.aborted is None:
-                    with record_function("wire"):  # part of the collective: its operators are not the model's
+                    with self._on_stream(), record_function("wire"):  # its operators are not the model's
                         finish()
-                self._finished = True
+                if finish is not None or self._future is not None:
+                    self._keep_memory()
+                self._finished, self._uses = True, ()
                 if not self._blocking:
-                    self._inner, self._uses = None, ()  # NCCL's work holds its outputs
+                    self._inner = None  # NCCL's work holds its outputs
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        streams = self._context.streams
+        return contextlib.nullcontext() if streams is None or self._stream is None else streams.entered(self._stream)
+
+    def _keep_memory(self) -> None:
+        streams = self._context.streams
+        if streams is not None and self._issued_on is not None and self._issued_on != self._stream:
+            for t in filter(streams.holds, self._uses):
+                streams.used_on(t, self._stream)
+
+    def _order_again(self) -> None:
+        """Order the current stream behind results that are ready on another one."""
+        streams = self._context.streams
+        if self._future is not None and not self._blocking:
+            self._future.wait()
+        elif streams is not None and self._stream is not None and streams.current() != self._stream:
+            streams.current().wait_stream(self._stream)
 
     def _complete(self) -> None:
         with self._once:
@@ -270,11 +302,11 @@ class WireWork(dist.Work):
             if self._future is None or self._settled:
                 return
             self._settled = True
-        if not self._blocking and self._context.nccl is not None:
-            self._context.nccl.complete(self._future, self._results)
-            return
-        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            self._future.set_result(self._results)
+        with self._on_stream():
+            if not self._blocking and self._context.nccl is not None:
+                self._context.nccl.complete(self._future, self._results)
+            else:
+                self._future.set_result(self._results)
 
 
 def _first_line(e: Exception) -> str:

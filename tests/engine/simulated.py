@@ -2,6 +2,7 @@
 
 Operations are seen by a dispatch mode. Those inside `CommStream.entered` belong to that stream, all others to the compute
 stream, or to the host where all their memory is the host's. Collectives run on a stream of their group's own, as NCCL's do.
+Their work holds its tensors until a stream waits for it, as NCCL's does.
 
 Note: two ways to run.
 EAGER runs every operation at once, so values are right whatever is waited for, and finds by vector clocks (Fidge 1988) what
@@ -19,7 +20,7 @@ from __future__ import annotations
 import enum
 import inspect
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,12 +34,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fsdp_lab import engine
+import fsdp_lab
 from fsdp_lab.engine import flat, mesh, reduction
 
 aten: Any = torch.ops.aten
 Clock = Counter[str]  # by stream: how many of its operations are known to have ended
-ENGINE = Path(inspect.getfile(engine)).parent
+PACKAGE = Path(inspect.getfile(fsdp_lab)).parent
 
 
 class Mode(enum.Enum):
@@ -48,7 +49,7 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True)
 class Wait:
-    """Who waits for whom, and where in the engine."""
+    """Who waits for whom, and where in the package."""
 
     waiting: str
     waited_for: str
@@ -74,6 +75,7 @@ class Memory:
     is_host: bool = False
     write: Access | None = None
     reads: dict[str, Access] = field(default_factory=dict)  # since that write, by stream
+    used_on: set[str] = field(default_factory=set)  # streams for which the allocator waits before it gives it again
 
     @property
     def accesses(self) -> list[Access]:
@@ -87,6 +89,55 @@ class Event:
 
     def synchronize(self) -> None:
         self._device.wait(self._device.host, self)
+
+    def query(self) -> bool:
+        return all(self._device.host.clock[name] >= time for name, time in self.clock.items())
+
+    def elapsed_time(self, other: Event) -> float:
+        for event in (self, other):
+            if not event.query():
+                self._device.races.append(f"a mark on {event.stream.name} is read before the host has waited for it")
+        return 0.0
+
+
+class Future:
+    """As torch's is with devices: it records an event where it is set, and a callback runs on a stream of its own."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device, self._event, self._value = device, None, None
+        self._callbacks: list[Callable[[], object]] = []
+
+    def done(self) -> bool:
+        return self._event is not None
+
+    def set_result(self, value: Any) -> None:
+        self._event, self._value = self._device.current_stream.record_event(), value
+        for call in self._callbacks:
+            call()
+
+    def value(self) -> Any:
+        return self._value
+
+    def wait(self) -> Any:
+        assert self._event is not None, "nothing else would complete it"
+        self._device.current_stream.wait_event(self._event)
+        for t in tensors_in(self._value):
+            self._device.used_on(t, self._device.current_stream)
+        return self._value
+
+    def then(self, callback: Callable[[Future], Any]) -> Future:
+        child = Future(self._device)
+
+        def call() -> None:
+            with self._device.entered(self._device.new("callback")):
+                self.wait()
+                child.set_result(callback(self))
+
+        if self.done():
+            call()
+        else:
+            self._callbacks.append(call)
+        return child
 
 
 class Stream:
@@ -121,12 +172,19 @@ class Stream:
 class Work:
     """Of a collective. To wait for it lets the current stream wait, not the host."""
 
-    def __init__(self, device: SimulatedDevice, event: Event) -> None:
-        self._device, self._event = device, event
+    def __init__(self, device: SimulatedDevice, event: Event, holds: Sequence[Tensor]) -> None:
+        self._device, self._event, self._holds = device, event, holds
 
     def wait(self) -> bool:
         self._device.wait(self._device.current_stream, self._event)
+        self._holds = ()
         return True
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        """What NCCL's watchdog finds: it succeeded."""
+        found: torch.futures.Future[int] = torch.futures.Future()
+        found.set_result(0)
+        return found
 
 
 class SimulatedDevice(TorchDispatchMode):
@@ -137,7 +195,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     Attributes:
         waits: how often each wait was made.
-        counts: of streams, events, copies between host and device, collectives, and synchronisations of the host.
+        counts: of streams, events, marks, copies between host and device, collectives, and synchronisations of the host.
         races: two accesses of one memory that could happen in either order, in words. The ranks go on, as they do on a
             device: one that stopped would leave the others in a collective.
     """
@@ -177,16 +235,41 @@ class SimulatedDevice(TorchDispatchMode):
         self._of(made, new=True).is_host = True
         return made
 
+    def holds(self, tensor: Tensor) -> bool:
+        memory = self._of(tensor)
+        return bool(memory.pool) and not memory.is_host
+
+    def reads_and_writes(self, what: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """The host does, without an operator: Gloo."""
+        self._access(self.host, what, read, written)
+
+    def used_on(self, tensor: Tensor, stream: Stream) -> None:
+        self._of(tensor).used_on.add(stream.name)
+
+    def mark(self) -> Event:
+        self.counts["marks"] += 1
+        return Event(self, self.current_stream)
+
+    def synchronize(self) -> None:
+        if self._is_made(self.host, "all"):
+            for stream in list(self.streams.values()):
+                self._order(self.host, Event(self, stream))
+
+    def future(self) -> Future:
+        return Future(self)
+
     # -- installed -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def installed(self) -> Iterator[SimulatedDevice]:
-        """Within it models are sharded on this device, and all operations are seen."""
+    def installed(self, collectives: Mapping[str, Callable[..., Any]] | None = None) -> Iterator[SimulatedDevice]:
+        """Within it models are sharded on this device, and all operations are seen. `collectives`: in place of the engine's,
+        whose groups have a stream each."""
         resize = torch.UntypedStorage.resize_
         with ExitStack() as stack:
             stack.enter_context(patch.object(mesh, "streams_of", lambda device: self))
             for module, name in ((flat, "all_gather"), (reduction, "reduce_scatter"), (reduction, "all_reduce")):
-                stack.enter_context(patch.object(module, name, self._collective(name, getattr(module, name))))
+                call = self._collective(name, getattr(module, name)) if collectives is None else collectives[name]
+                stack.enter_context(patch.object(module, name, call))
             stack.enter_context(
                 patch.object(torch.UntypedStorage, "resize_", lambda storage, size: self._resize(resize, storage, size))
             )
@@ -201,12 +284,17 @@ class SimulatedDevice(TorchDispatchMode):
     # -- waits ---------------------------------------------------------------------------------------------------------
 
     def wait(self, waiting: Stream, event: Event) -> None:
-        wait = Wait(waiting.name, event.stream.name, _place())
+        if self._is_made(waiting, event.stream.name):
+            self._order(waiting, event)
+
+    def _is_made(self, waiting: Stream, waited_for: str) -> bool:
+        wait = Wait(waiting.name, waited_for, _place())
         self.waits[wait] += 1
         if waiting is self.host:
             self.counts["synchronisations"] += 1
-        if wait == self._without:
-            return
+        return wait != self._without
+
+    def _order(self, waiting: Stream, event: Event) -> None:
         waiting.clock |= event.clock
         if waiting in (self.host, self.compute):
             event.stream.run(event.position)
@@ -230,8 +318,8 @@ class SimulatedDevice(TorchDispatchMode):
             return func(*args, **kwargs)  # a view
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         is_written = {a.name: a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments}
-        read = [t for name, v in given.items() if not is_written[name] for t in _tensors(v)]
-        written = [t for name, v in given.items() if is_written[name] for t in _tensors(v)]
+        read = [t for name, v in given.items() if not is_written[name] for t in tensors_in(v)]
+        written = [t for name, v in given.items() if is_written[name] for t in tensors_in(v)]
         stream = self.current_stream if kwargs.get("device") is not None else self._whose([*read, *written])
         queued = stream not in (self.host, self.compute)
         if not queued:
@@ -239,18 +327,18 @@ class SimulatedDevice(TorchDispatchMode):
         elif written:
             if func.overloadpacket is aten.copy_:
                 _poison(*written)
-            found = args[0]
+            found = given.get("out", args[0])
             self._give(stream, lambda: func(*args, **kwargs))
         else:
             found = func(*args, **kwargs)
             if self._mode is Mode.LATE:
-                _poison(*_tensors(found))
+                _poison(*tensors_in(found))
                 self._give(stream, lambda: _copy(found, func(*args, **kwargs)))
-        made = [] if any(returns) else _tensors(found)
+        made = [] if any(returns) else tensors_in(found)
         is_host = stream is self.host
         for t in made:
             self._of(t, new=True).is_host = is_host
-        if not func._schema.name.startswith("aten::empty") and func.overloadpacket is not aten.new_empty:
+        if not func._schema.name.startswith("aten::empty") and func.overloadpacket not in (aten.new_empty, aten.set_):
             self._access(
                 stream, func._schema.name, [*read, *(t for t in written if _reads_too(func))], [*written, *made]
             )
@@ -274,28 +362,35 @@ class SimulatedDevice(TorchDispatchMode):
     def _collective(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def issue(*tensors_and_group: Any) -> Any:
             *tensors, group = tensors_and_group
-            self.counts[name] += 1
-            own = self._stream(f"{name} of {group.size()}")
-            own.clock |= self.current_stream.clock  # it begins behind what the stream was given
-            issued = Event(self, self.current_stream)
-            output = tensors[0]
-            inputs = [t for t in tensors[1:] if t.untyped_storage()._cdata != output.untyped_storage()._cdata]
-            if name == "all_gather" and inputs:
-                _poison(output)
-            self._access(own, name, inputs, [output])
             plain = [t.detach() for t in tensors]
-
-            def run() -> None:
-                issued.stream.run(issued.position)
-                with _disable_current_modes():
-                    work = call(*plain, group)
-                    if work is not None:
-                        work.wait()
-
-            self._give(own, run)
-            return Work(self, Event(self, own))
+            where = f"{name} of {group.size()}"
+            return self.collective(name, where, tensors[:1], tensors[1:], lambda: call(*plain, group))
 
         return issue
+
+    def collective(
+        self, name: str, stream: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], call: Callable[[], Any]
+    ) -> Work:
+        """Give one to a stream of that name, behind the current one. `call` runs it and returns torch's work."""
+        self.counts[name] += 1
+        own = self._stream(stream)
+        own.clock |= self.current_stream.clock
+        issued = Event(self, self.current_stream)
+        storages = {t.untyped_storage()._cdata for t in outputs}
+        apart = [t for t in inputs if t.untyped_storage()._cdata not in storages]
+        if apart:
+            _poison(*outputs)
+        self._access(own, name, apart, list(outputs))
+
+        def run() -> None:
+            issued.stream.run(issued.position)
+            with _disable_current_modes():
+                work = call()
+                if work is not None:
+                    work.wait()
+
+        self._give(own, run)
+        return Work(self, Event(self, own), [*outputs, *inputs])
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -329,8 +424,9 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _free(self, memory: Memory) -> None:
         if not memory.is_host:
-            self._freed += [(memory.pool, access) for access in memory.accesses]
-        memory.write, memory.reads = None, {}
+            over = [self.streams[name].clock for name in memory.used_on]  # the allocator waits for these
+            self._freed += [(memory.pool, a) for a in memory.accesses if not any(map(a.precedes, over))]
+        memory.write, memory.reads, memory.used_on = None, {}, set()
 
     def _resize(self, resize: Any, storage: Any, size: int) -> Any:
         memory = self._memory.get(storage._cdata)
@@ -348,7 +444,7 @@ class SimulatedDevice(TorchDispatchMode):
         """What the host gives to a stream follows what the host has done or waited for."""
         stream.clock |= self.host.clock
 
-    def _access(self, stream: Stream, what: str, read: list[Tensor], written: list[Tensor]) -> None:
+    def _access(self, stream: Stream, what: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         self._host_gives(stream)
         stream.clock[stream.name] += 1
         access = Access(stream.name, stream.clock[stream.name], what)
@@ -370,7 +466,7 @@ class SimulatedDevice(TorchDispatchMode):
         return self.streams.setdefault(name, Stream(self, name))
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and not t.is_meta]
 
 
@@ -388,16 +484,16 @@ def _poison(*tensors: Tensor) -> None:
 
 def _copy(into: Any, values: Any) -> None:
     with _disable_current_modes():
-        for t, value in zip(_tensors(into), _tensors(values), strict=True):
+        for t, value in zip(tensors_in(into), tensors_in(values), strict=True):
             t.copy_(value)
 
 
 def _place() -> str:
-    """Where in the engine this was asked for: its innermost method that is not one of streams or handles."""
+    """Where in the package this was asked for: its innermost method that is not one of streams or handles."""
     frame, found = inspect.currentframe(), ""
     while frame is not None:
         file = Path(frame.f_code.co_filename)
-        if file.parent == ENGINE and file.name not in ("streams.py", "collectives.py"):
+        if PACKAGE in file.parents and file.name not in ("streams.py", "collectives.py"):
             found = f"{file.stem}.{frame.f_code.co_name}"
             break
         frame = frame.f_back

@@ -18,6 +18,7 @@ from torch import distributed as dist
 
 from fsdp_lab.rank.rendezvous import close_groups, open_groups
 from fsdp_lab.wire import Nccl, RankAborted, Wire, nccl
+from tests.engine.simulated import SimulatedDevice
 from tests.pool import Place, Pool
 from tests.wire.simulated_nccl import SimulatedNccl, simulated
 
@@ -210,7 +211,7 @@ def test_the_settings_are_ours_for_our_groups_only(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
     levels: list[Any] = []
     monkeypatch.setattr(dist, "set_debug_level", levels.append)
-    group = Nccl(torch.device("cpu")).open("store", 1, 2, timedelta(seconds=60))
+    group = Nccl(SimulatedDevice()).open("store", 1, 2, timedelta(seconds=60))
     assert group.seen == nccl._SETTINGS and group.seen["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert group.options._timeout == timedelta(seconds=60) and group.place == ("store", 1, 2)
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1" and "TORCH_NCCL_ENABLE_MONITORING" not in os.environ

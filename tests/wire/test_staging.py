@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_lab.wire.group import stage
+from tests.engine.simulated import SimulatedDevice
 from tests.pool import Place, Pool
 from tests.wire.test_collectives import OPERATIONS, _expected, _sums
 
@@ -28,7 +29,7 @@ class Copies(TorchDispatchMode):
 def test_an_output_that_is_no_input_is_not_copied_to_the_host() -> None:
     shard, whole = torch.arange(4.0), torch.full((8,), torch.nan)
     with Copies() as copies:
-        (sent,), (received,), unstage = stage([shard], [whole])
+        (sent,), (received,), unstage = stage(SimulatedDevice(), [shard], [whole])
     assert copies.nbytes == shard.nbytes and torch.equal(sent, shard) and received.shape == whole.shape
     received.copy_(torch.arange(8.0))
     with Copies() as copies:
@@ -39,7 +40,7 @@ def test_an_output_that_is_no_input_is_not_copied_to_the_host() -> None:
 def test_one_that_is_both_is_one_tensor_on_the_host_and_is_copied_once_in_each_direction() -> None:
     t = torch.arange(4.0).requires_grad_()
     with Copies() as copies:
-        (sent,), (received,), unstage = stage([t], [t])
+        (sent,), (received,), unstage = stage(SimulatedDevice(), [t], [t])
     assert sent is received and copies.nbytes == t.nbytes and not sent.requires_grad
     received.mul_(2)
     with torch.no_grad():
@@ -54,7 +55,7 @@ def _staged_sums(place: Place, n: int) -> Any:
     def staged(inputs: Any, outputs: Any) -> Any:
         group, *_, unstage = route(wire, inputs, outputs)
         assert unstage is None
-        return group, *stage(inputs, outputs)
+        return group, *stage(SimulatedDevice(), inputs, outputs)
 
     with mock.patch.object(wire, "_route", staged):
         return _sums(place, n, OPERATIONS)

@@ -1,0 +1,373 @@
+"""The wire on a simulated device (simulated_wire.py): every wait that it needs is there, each is needed, memory lives long
+enough, and a table says what a collective asks of a device."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from fsdp_lab.backends import ddp
+from fsdp_lab.wire import ReductionOrder, Wire
+from fsdp_lab.wire import group as wire_group
+from fsdp_lab.wire.work import WireWork
+from tests.covering import tiered
+from tests.engine.simulated import Mode, SimulatedDevice, Stream, Wait
+from tests.pool import Place, Pool
+from tests.wire.simulated_wire import Over, WireOnDevice, wire_on_device
+
+N = 6  # elements of a rank's part
+W = 3
+TURNS = 2
+CARRIERS = [Over.NCCL, Over.HOST, Over.LINK]
+EACH = list(itertools.product(CARRIERS, Mode))
+
+
+class How(enum.Enum):
+    """On which streams a collective is issued and its results are used. A `lane` first waits for the compute stream."""
+
+    LANE = "issued and waited for on a lane, for which the compute stream waits"
+    ACROSS = "issued on a lane, waited for on the compute stream"
+    TWICE = "waited for on a lane, then on the compute stream"
+    FUTURE = "a future, on the compute stream; inputs are dropped at once"
+    LANE_FUTURE = "a future, asked for on a lane"
+    FUTURE_AND_WAIT = "a future, asked for on a lane, and a wait on the compute stream"
+    WAIT_AND_FUTURE = "a wait on a lane, then a future on the compute stream"
+
+
+def _avg(options: Any) -> Any:
+    options.reduceOp = dist.ReduceOp.AVG
+    return options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """Inputs have so many elements, or W times so many; `outputs` are made by `empty`, or are the inputs."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    issue: Callable[[Wire, list[Tensor], list[Tensor]], Any]
+    gives: Callable[[list[list[Tensor]], int], list[Tensor]]  # from the inputs of all ranks, on one of them
+
+
+def _mean(given: list[list[Tensor]], i: int = 0) -> Tensor:
+    return torch.stack([of_rank[i] for of_rank in given]).sum(0) / len(given)
+
+
+def _own(t: Tensor, rank: int) -> Tensor:
+    return t.view(W, -1)[rank]
+
+
+OPERATIONS = {
+    "all_gather": Operation(
+        inputs=(N,), outputs=(W * N,),
+        issue=lambda world, ins, outs: world.all_gather_single(outs[0], ins[0]),
+        gives=lambda given, rank: [torch.cat([own for (own,) in given])],
+    ),
+    "reduce_scatter": Operation(
+        inputs=(W * N,), outputs=(N,),
+        issue=lambda world, ins, outs: world.reduce_scatter_single(outs[0], ins[0], _avg(c10d.ReduceScatterOptions())),
+        gives=lambda given, rank: [_own(_mean(given), rank)],
+    ),
+    "reduce_scatter of a list": Operation(
+        inputs=(N,) * W, outputs=(N,),
+        issue=lambda world, ins, outs: world.reduce_scatter(outs, [ins], _avg(c10d.ReduceScatterOptions())),
+        gives=lambda given, rank: [_mean(given, rank)],
+    ),
+    "all_reduce": Operation(
+        inputs=(N,), outputs=(),
+        issue=lambda world, ins, outs: world.allreduce(ins, _avg(c10d.AllreduceOptions())),
+        gives=lambda given, rank: [_mean(given)],
+    ),
+    "all_reduce of several": Operation(
+        inputs=(N, 2), outputs=(),
+        issue=lambda world, ins, outs: world.allreduce_coalesced(ins, _avg(c10d.AllreduceOptions())),
+        gives=lambda given, rank: [_mean(given, 0), _mean(given, 1)],
+    ),
+    "broadcast": Operation(
+        inputs=(N,), outputs=(),
+        issue=lambda world, ins, outs: world.broadcast(ins, c10d.BroadcastOptions()),
+        gives=lambda given, rank: given[0],
+    ),
+    "all_to_all": Operation(
+        inputs=(W * N,), outputs=(W * N,),
+        issue=lambda world, ins, outs: world.all_to_all_single(outs[0], ins[0], [], []),
+        gives=lambda given, rank: [torch.cat([_own(whole, rank) for (whole,) in given])],
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    operation: str
+    how: How
+    order: ReductionOrder
+
+    def __str__(self) -> str:
+        return f"{self.operation}, {self.how.name}, {self.order.name}"
+
+
+CASES = [Case(*one) for one in itertools.product(OPERATIONS, How, (ReductionOrder.NATIVE, ReductionOrder.RANK_ORDERED))]
+
+
+def _given(operation: Operation, rank: int, turn: int) -> list[Tensor]:
+    """Whole numbers, so that every order of sums is the same."""
+    return [torch.arange(float(n)) * (rank + 1) + (100 * turn + 10 * i) for i, n in enumerate(operation.inputs)]
+
+
+def _turn(wire: WireOnDevice, device: SimulatedDevice, lane: Stream, case: Case, turn: int) -> list[Tensor]:
+    """Issue and use it once. Returns the results, copied on the compute stream."""
+    operation, how = OPERATIONS[case.operation], case.how
+    lane.wait_stream(device.compute)
+    with nullcontext() if how is How.FUTURE else device.entered(lane):
+        inputs = _given(operation, wire.world.rank(), turn)
+        outputs = [torch.empty(n) for n in operation.outputs]
+        work = operation.issue(wire.world, inputs, outputs)
+        results = outputs or inputs
+        if how in (How.LANE, How.TWICE, How.WAIT_AND_FUTURE):
+            work.wait()
+        if how in (How.FUTURE, How.LANE_FUTURE, How.FUTURE_AND_WAIT):
+            future = work.get_future()
+        if how is How.LANE:
+            device.compute.wait_stream(lane)
+    if how is How.FUTURE:
+        del inputs, work
+        _allocate()
+    if how in (How.ACROSS, How.TWICE, How.FUTURE_AND_WAIT):
+        work.wait()
+    if how is How.WAIT_AND_FUTURE:
+        future = work.get_future()
+    if how in (How.FUTURE, How.LANE_FUTURE, How.WAIT_AND_FUTURE):
+        future.wait()
+    with device.entered(lane):
+        _allocate()  # the lane has waited for nothing; what is used there is still referenced here
+    return [t.clone() for t in results]
+
+
+def _allocate() -> None:
+    torch.zeros(1)
+
+
+def _run(place: Place, wire: WireOnDevice, case: Case, device: SimulatedDevice, metered: bool = False) -> list[Tensor]:
+    """Returns the results of the last turn; the device's `waits` and `counts` are of that turn alone."""
+    place.context.reduction = case.order
+    with wire.on(device):
+        lane = device.new("lane")
+        if metered:
+            place.context.start_timing()
+        for turn in range(TURNS):
+            if turn == TURNS - 1:
+                device.waits.clear()
+                device.counts.clear()
+            found = _turn(wire, device, lane, case, turn)
+        if metered:
+            place.context.read_timing()
+    return found
+
+
+def _wrong(place: Place, wire: WireOnDevice, case: Case, device: SimulatedDevice) -> str:
+    """A race, or a wrong result, or ""."""
+    found = _run(place, wire, case, device, metered=True)
+    operation = OPERATIONS[case.operation]
+    given = [_given(operation, rank, TURNS - 1) for rank in range(W)]
+    wanted = operation.gives(given, place.rank)
+    same = all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    return next(iter(device.races), "" if same else f"{found} is not {wanted}")
+
+
+def _all_wrong(place: Place, over: str, mode: Mode) -> dict[str, str]:
+    with wire_on_device(place, over) as wire:
+        found = {str(case): _wrong(place, wire, case, SimulatedDevice(mode)) for case in CASES}
+    return {case: wrong for case, wrong in found.items() if wrong}
+
+
+@pytest.mark.parametrize(("over", "mode"), tiered(EACH, lambda over, mode: mode is Mode.EAGER and over != Over.LINK))
+def test_every_wait_is_there(pool: Pool, over: str, mode: Mode) -> None:
+    for found in pool.run(_all_wrong, W, over, mode, reduction=None):
+        assert found == {}
+
+
+# -- DDP's hook --------------------------------------------------------------------------------------------------------
+
+
+class Bucket:
+    """Of DDP's reducer."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+
+    def index(self) -> int:
+        return 0
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+
+def _buckets(place: Place, over: str, dtype: torch.dtype | None, mode: Mode) -> list[Any]:
+    """Two buckets of a backward whose gradients are computed on a lane. Returns the first race, and the gradients."""
+    device = SimulatedDevice(mode)
+
+    def issue(t: Tensor, op: Any, group: Any, async_op: bool) -> Any:
+        return group.allreduce(
+            [t], _avg(c10d.AllreduceOptions())
+        )  # the dispatcher would hide its operations from the mode
+
+    with wire_on_device(place, over) as wire, wire.on(device), patch.object(ddp.dist, "all_reduce", issue):
+        lane = device.new("lane")
+        with device.entered(lane):
+            futures = []
+            for i in range(2):
+                gradients = torch.arange(float(N)) * (place.rank + 1) + i
+                futures.append(ddp._sum_then_divide((wire.world, dtype), Bucket(gradients)))
+                _allocate()
+            found = [future.wait() * 2 for future in futures]  # as at the end of its backward
+        device.compute.wait_stream(lane)
+        total = sum(t.clone() for t in found)
+    return [*device.races[:1], total.tolist()]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("over", "mode"), tiered(EACH, lambda over, mode: mode is Mode.EAGER and over != Over.LINK))
+def test_ddp_s_buckets(pool: Pool, over: str, dtype: torch.dtype | None, mode: Mode) -> None:
+    wanted = [2 * (2 * 1.5 * i + 1) for i in range(N)]
+    assert pool.run(_buckets, 2, over, dtype, mode, reduction=None) == [[wanted]] * 2
+
+
+# -- something is left out ---------------------------------------------------------------------------------------------
+
+NOT_FOR_ORDER = "group.unstage"  # the host waits, so that the time of a wait has the copy in it
+
+
+def _without_each(place: Place, over: str) -> dict[Wait, str]:
+    """By wait of the wire, what is found without it; "" for nothing."""
+    found: dict[Wait, str] = {}
+    with wire_on_device(place, over) as wire:
+        for case in CASES:
+            device = SimulatedDevice()
+            _run(place, wire, case, device, metered=True)
+            for wait in device.waits:
+                if wait.at and not found.get(wait):
+                    found[wait] = _wrong(place, wire, case, SimulatedDevice(without=wait))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("over", "least"), [(Over.NCCL, 6), (Over.HOST, 3)])
+def test_a_wait_that_is_left_out_is_found(pool: Pool, over: str, least: int) -> None:
+    found = pool.run(_without_each, W, over, reduction=None)[0]
+    assert {wait for wait, wrong in found.items() if not wrong} == {w for w in found if w.at == NOT_FOR_ORDER}
+    assert sum(map(bool, found.values())) >= least
+
+
+def hasty(streams: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
+    """The copies to the host are queued."""
+    with patch.object(Tensor, "copy_", lambda t, source: copy(t, source, non_blocking=True)):
+        return stage(streams, inputs, outputs)
+
+
+copy, stage = Tensor.copy_, wire_group.stage
+
+SEEDS: dict[str, tuple[str, Any, str]] = {
+    # what is left out: over what, the patch, and what is found
+    "the allocator is told": (Over.NCCL, (WireWork, "_keep_memory", lambda work: None), "memory that was freed"),
+    "a sum in a thread of Gloo's is on the caller's stream": (
+        Over.HOST, (WireWork, "_on_stream", lambda work: nullcontext()), "does not wait for"),
+    "another stream that waits is ordered": (Over.HOST, (WireWork, "_order_again", lambda work: None), "does not wait for"),
+    "and over NCCL": (Over.NCCL, (WireWork, "_order_again", lambda work: None), "does not wait for"),
+    "inputs are copied before Gloo reads them": (Over.HOST, (wire_group, "stage", hasty), "does not wait for"),
+}  # fmt: skip
+
+
+def _seeded(place: Place, over: str, seed: str) -> list[str]:
+    with patch.object(*SEEDS[seed][1]), wire_on_device(place, over) as wire:
+        return [_wrong(place, wire, case, SimulatedDevice()) for case in CASES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_left_out_is_found(pool: Pool, seed: str) -> None:
+    over, _, says = SEEDS[seed]
+    assert any(says in wrong for wrong in pool.run(_seeded, W, over, seed, reduction=None)[0])
+
+
+def _dropped(place: Place, told: bool) -> list[str]:
+    """A future over NCCL that is dropped with its tensors, before the side stream has written them."""
+    device = SimulatedDevice()
+    left_out = nullcontext() if told else patch.object(WireWork, "_keep_memory", lambda work: None)
+    with wire_on_device(place, Over.NCCL) as wire, wire.on(device), left_out:
+        tensors = [torch.ones(N), torch.ones(2)]
+        wire.world.allreduce_coalesced(tensors, _avg(c10d.AllreduceOptions())).get_future()
+        del tensors
+        _allocate()
+    return device.races
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_memory_of_what_nobody_waits_for(pool: Pool, told: bool) -> None:
+    races = pool.run(_dropped, 2, told, reduction=None)[0]
+    assert bool(races) is not told and all("on side accesses memory that was freed" in race for race in races[:1])
+
+
+# -- what a collective asks of the device ------------------------------------------------------------------------------
+
+# In a metered step, by what carries it and how it is waited for, whatever the operation: events; marks; how often a stream
+# waits for another; how often the host waits for the device; copies between host and device. Nothing makes a stream, but the
+# first future over NCCL the side stream. An emulated link asks nothing of the device.
+ASKED = {
+    #                                   events marks waits host copies
+    (Over.NCCL, How.LANE): (0, 2, 1, 0, 0),
+    (Over.NCCL, How.ACROSS): (0, 2, 1, 0, 0),
+    (Over.NCCL, How.TWICE): (0, 2, 2, 0, 0),
+    (Over.NCCL, How.FUTURE): (1, 2, 1, 0, 0),
+    (Over.NCCL, How.LANE_FUTURE): (1, 2, 1, 0, 0),
+    (Over.NCCL, How.FUTURE_AND_WAIT): (1, 2, 2, 0, 0),
+    (Over.NCCL, How.WAIT_AND_FUTURE): (1, 2, 1, 0, 0),
+    **{
+        (over, how): numbers
+        for over in (Over.HOST, Over.LINK)
+        for how, numbers in {
+            How.LANE: (0, 0, 0, 2, 2),
+            How.ACROSS: (0, 0, 0, 2, 2),
+            How.TWICE: (0, 0, 1, 2, 2),
+            How.FUTURE: (1, 0, 0, 2, 2),
+            How.LANE_FUTURE: (1, 0, 0, 2, 2),
+            How.FUTURE_AND_WAIT: (1, 0, 1, 2, 2),
+            How.WAIT_AND_FUTURE: (1, 0, 0, 2, 2),
+        }.items()
+    },
+}
+
+
+def _asked(place: Place, over: str, metered: bool) -> dict[str, tuple[int, ...]]:
+    found = {}
+    with wire_on_device(place, over) as wire:
+        for case in CASES:
+            device = SimulatedDevice()
+            _run(place, wire, case, device, metered)
+            by_stream = sum(n for wait, n in device.waits.items() if wait.at and wait.waiting != "host")
+            by_host = sum(n for wait, n in device.waits.items() if wait.waiting == "host" and wait.waited_for != "all")
+            counts = device.counts
+            assert not counts["streams"]
+            found[str(case)] = (counts["events"], counts["marks"], by_stream, by_host, counts["copies"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("over", "metered"),
+    tiered(itertools.product(CARRIERS, [True, False]), lambda over, metered: metered and over == Over.NCCL),
+)
+def test_what_a_collective_asks_of_the_device(pool: Pool, over: str, metered: bool) -> None:
+    for found in pool.run(_asked, W, over, metered, reduction=None):
+        for case in CASES:
+            events, marks, *rest = ASKED[over, case.how]
+            assert found[str(case)] == (events, marks * metered, *rest), case
