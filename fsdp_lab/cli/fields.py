@@ -14,6 +14,7 @@ from fsdp_lab.core import link
 from fsdp_lab.core import spec as spec_module
 from fsdp_lab.core.describe import NONE_IS_OFF
 from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.optimizer import OPTIMIZERS
 from fsdp_lab.core.spec import PARTS, Spec, part_of
 
 LINK = ("emulate a slower interconnect: \"0.25 GB/s\", \"0.25 GB/s, 50 us\", or scaled to what is computed here: "
@@ -23,7 +24,7 @@ TOKENS: Mapping[str, Sequence[str]] = {
     "sharding": spec_module.SHARDINGS,
     "precision": tuple(spec_module.PRECISIONS),
     "offload": spec_module.OFFLOADS,
-    "optimizer": spec_module.OPTIMIZERS,
+    "optimizer": OPTIMIZERS,
     "sync": (*spec_module.SYNCS, "or n: every n-th micro-batch"),
 }
 

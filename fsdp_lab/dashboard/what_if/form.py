@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fsdp_lab.core.spec import OPTIMIZERS, PREFETCH_POINTS
+from fsdp_lab.core.optimizer import OPTIMIZERS
+from fsdp_lab.core.spec import PREFETCH_POINTS
 from fsdp_lab.dashboard.fields import GROUPS, ControlSpec, fixed
 from fsdp_lab.dashboard.what_if.question import CUSTOM
 from fsdp_lab.models.presets import PRESETS
