@@ -595,6 +595,14 @@ def part_of(name: str) -> str:
     raise SpecError(name, "there is no such field", "see the fields of Workload, Strategy and Spec")
 
 
+def check_field(name: str, value: Any) -> None:
+    """Raises SpecError for a value that a field of Workload or of Strategy refuses by itself."""
+    part = part_of(name)
+    known = {f.name: f for f in dataclasses.fields(PARTS[part])}[name]
+    if value is not known.default:
+        _check(f"{part}.{name}", value, known.metadata)
+
+
 def _plain(value: Any) -> Any:
     """Mappings as dicts and sequences as lists, recursively."""
     if isinstance(value, Mapping):

@@ -50,6 +50,8 @@ FORM: tuple[tuple[str, tuple[ControlSpec, ...]], ...] = (
         _FIELDS["micro_batch"],
         _FIELDS["accumulate"],
         ControlSpec(name="optimizer", label="optimizer", help="Its state is a class of memory", tokens=fixed(*OPTIMIZERS)),
+        ControlSpec(name="optimizer_args", label="optimizer args", help="Fused: one pass over its state",
+              tokens=fixed({}, {"fused": True})),
     )),
     ("Hardware", (
         ControlSpec(name="hardware", label="hardware", help="The GPU", tokens=fixed(*DEVICES, CUSTOM)),
