@@ -240,7 +240,7 @@ FAULTS = (
     Fault(
         name="planner forgets state",
         what="planner: the optimizer's state is counted once, whatever the optimizer",
-        old="            self.tracker.alloc(OPTIMIZER, self.shards * STATE[self.spec.workload.optimizer])",
+        old="            self.tracker.alloc(OPTIMIZER, self.shards * len(self.optimizer.slots))",
         new="            self.tracker.alloc(OPTIMIZER, self.shards)",
         tests=("tests/planner",),
     ),

@@ -35,7 +35,7 @@ class Backend(ABC):
 
     Attributes:
         module: what is called, and what a user sees as `model`.
-        optimizer: its parameters hold the gradients.
+        optimizer: its parameters hold the gradients. torch_optimizer: what it is made from, and keeps.
         replicas: how many ranks hold the same gradient shard.
         groups: process groups created for this backend, which `release` destroys.
     """
@@ -46,6 +46,7 @@ class Backend(ABC):
         self.module, self.mesh, self.device = module, mesh, device
         self._deferred = deferred
         self.replicas = spec.world_size // spec.shard_factor
+        self.torch_optimizer = spec.workload.torch_optimizer
         self.optimizer = make_optimizer(shards, spec.workload)
         self.groups: list[dist.ProcessGroup] = []
         self._param_shards = shards
@@ -158,8 +159,7 @@ class Backend(ABC):
 
 
 def make_optimizer(shards: list[ParamShard], workload: Workload) -> torch.optim.Optimizer:
-    """The workload's optimizer over the backend's shards, with weight decay on matrices only. It is foreach, not fused,
-    since the bits of fused AdamW depend on an element's position."""
+    """The workload's optimizer over the backend's shards, with weight decay on matrices only."""
     decayed = dict.fromkeys(p.param for p in shards if p.param is not None and len(p.shape) >= 2)
     others = dict.fromkeys(p.param for p in shards if p.param is not None and len(p.shape) < 2)
     groups: list[dict[str, Any]] = [
@@ -167,9 +167,8 @@ def make_optimizer(shards: list[ParamShard], workload: Workload) -> torch.optim.
         {"params": list(others), "weight_decay": 0.0, "decays": False},
     ]
     groups = [g for g in groups if g["params"]]
-    if workload.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=workload.lr, foreach=True)
-    return torch.optim.AdamW(groups, lr=workload.lr, foreach=True)
+    kind: type[torch.optim.Optimizer] = getattr(torch.optim, workload.torch_optimizer.class_name)
+    return kind(groups, lr=workload.lr, **workload.torch_optimizer.keywords)  # type: ignore[call-arg]
 
 
 def update_hyperparameters(optimizer: torch.optim.Optimizer, workload: Workload) -> None:
@@ -207,15 +206,24 @@ def steps_taken(optimizer: torch.optim.Optimizer) -> int:
     return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
 
 
-def seed_state(
-    optimizer: torch.optim.Optimizer, slots: Collection[str], steps: int, shards: Iterable[ParamShard]
-) -> None:
-    """Create the optimizer's state of these shards as after `steps`, with zeros to be overwritten, where there is none."""
+def seed_state(backend: Backend, slots: Collection[str], steps: int, shards: Iterable[ParamShard]) -> None:
+    """Create the optimizer's state of these shards as after `steps`, where there is none: `slots`, to be overwritten, and
+    what else the optimizer keeps, in zeros. Without slots it begins as a new one."""
+    optimizer, keeps = backend.optimizer, backend.torch_optimizer
     params = dict.fromkeys(s.param for s in shards if s.param is not None and s.param not in optimizer.state)
     for p in params if slots else ():
-        state: dict[str, Any] = {"step": torch.tensor(float(steps))}
-        state.update({slot: torch.zeros_like(p, memory_format=torch.preserve_format) for slot in slots})
+        state: dict[str, Any] = {}
+        if keeps.counts_steps:  # on the host, except for fused kernels
+            state["step"] = torch.tensor(float(steps), device=p.device if keeps.is_fused else "cpu")
+        state |= {s: torch.zeros_like(p, memory_format=torch.preserve_format) for s in {*slots, *keeps.slots}}
         optimizer.state[p] = state
+
+
+def drop_slots(backend: Backend) -> None:
+    """Free what came with a transfer and the optimizer does not keep."""
+    for state in backend.optimizer.state.values():
+        for slot in state.keys() - {"step", *backend.torch_optimizer.slots}:
+            del state[slot]
 
 
 def destroy(groups: Iterable[dist.ProcessGroup]) -> None:

@@ -77,7 +77,7 @@ def suspend_state(backend: Backend) -> SuspendedState:
 def resume_state(state: SuspendedState, backend: Backend) -> None:
     """Copy back into a new backend of the same Spec. Not collective."""
     backend.allocate()
-    seed_state(backend.optimizer, state.slots, state.steps, backend.param_shards())
+    seed_state(backend, state.slots, state.steps, backend.param_shards())
     for shard in backend.param_shards():
         for slot in (PARAM, *state.slots):
             value = state.values[shard.name, slot]
@@ -193,9 +193,14 @@ def snapshot(backend: Backend, layouts: Sequence[Layout], rank: int, writers: Co
 def targets(backend: Backend, slots: Sequence[str], steps: int, buffers_of: int) -> list[Chunk]:
     """The tensors of a new backend to be filled from a checkpoint; allocates its parameters and optimizer state. Not
     collective.
-    `buffers_of`: the rank whose saved buffers this one takes."""
+
+    Args:
+        slots: of the saved optimizer; those that the new one does not keep are left out.
+        buffers_of: the rank whose saved buffers this one takes.
+    """
     backend.allocate()
-    seed_state(backend.optimizer, slots, steps, backend.param_shards())
+    slots = [slot for slot in slots if slot in backend.torch_optimizer.slots]
+    seed_state(backend, slots, steps, backend.param_shards())
     wanted = [
         Chunk(name=key(p.name, slot), start=p.start, values=slot_target(backend, p, slot))
         for p in backend.param_shards()

@@ -10,6 +10,10 @@ the flat buffer of a unit, in consecutive ones. A batch first allocates what it 
 with its optimizer state, is freed once all of its parameters have arrived on every rank. So the peak is the larger one
 of both layouts and what is in both at once: about one unit and its optimizer state, where the units are the same.
 
+Note: other arguments of the optimizer. All of its state goes with the parameters, also what the new optimizer does not keep,
+which an abort may give back to the old one. `drop_slots` frees that at the end. What the new one keeps in addition begins
+as in a new optimizer.
+
 Note: an abort. A rank leaves a transfer wherever it is, perhaps one batch behind another rank. The old values are freed
 only after a barrier behind their batch, so a batch that one rank lacks is on all ranks in the old backend. Afterwards
 the ranks compare how many batches each has completed; those that all have are in the new backend, the rest in the old
@@ -27,7 +31,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from fsdp_lab.backends.base import Backend, seed_state
+from fsdp_lab.backends.base import Backend, drop_slots, seed_state
 from fsdp_lab.backends.state import (
     PARAM,
     Layout,
@@ -54,6 +58,7 @@ def transfer_state(old: Backend, new: Backend) -> None:
     """Move parameters, optimizer state and buffers into a new backend, bit for bit; collective over all ranks. `old` has
     no parameters afterwards, and is to be released."""
     StateTransfer(StateSource.of(old), new).run()
+    drop_slots(new)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +155,7 @@ class StateTransfer:
     def _receive(self, names: Sequence[str]) -> None:
         targets = [self._to[name] for name in names]
         self.new.allocate(targets)
-        seed_state(self.new.optimizer, self._slots, self._steps, targets)
+        seed_state(self.new, self._slots, self._steps, targets)
         plan = plan_transfers(names, self._held, self._wanted)
         for slot in (PARAM, *self._slots):
             given = {

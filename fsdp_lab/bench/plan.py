@@ -38,6 +38,7 @@ class Form:
     reduction: str = "auto"  # of the Wire
     forward_prefetch: int | None = None  # None: what a user gets who sets nothing
     keep_last: int = 0  # blocks at the end of the model that are not resharded between forward and backward
+    fused: bool = False  # the optimizer's update
     metered: bool = False  # each step is measured and reported as a lab's rank does
 
     def strategy(self, sharding: str, precision: str) -> dict[str, Any]:
@@ -64,8 +65,10 @@ _STEP_FORMS = (
     Form(name="fsdp2-wire-prefetch", peer="fsdp2", forward_prefetch=1),
     Form(name="fsdp2-wire-tuned", peer="fsdp2", forward_prefetch=1, keep_last=2),  # as a careful user would have it
 )
+_FUSED_FORMS = (Form(name="lab-fused", peer="lab", fused=True),)  # by name alone: peers would need it as well
 PEERS = ("fsdp2", "ddp")
 STEP = tuple(form.name for form in _STEP_FORMS)
+NAMED = (*STEP, *(form.name for form in _FUSED_FORMS))
 
 
 def _metering(peer: str) -> tuple[Form, ...]:
@@ -80,7 +83,7 @@ def _metering(peer: str) -> tuple[Form, ...]:
 METERED_PEERS = ("fsdp2", "fsdp1", "ddp", "lab")
 METERING: Mapping[str, tuple[str, ...]] = {peer: tuple(f.name for f in _metering(peer)) for peer in METERED_PEERS}
 FORMS: Mapping[str, Form] = {
-    form.name: form for form in (*_STEP_FORMS, *(f for p in METERED_PEERS for f in _metering(p)))
+    form.name: form for form in (*_STEP_FORMS, *_FUSED_FORMS, *(f for p in METERED_PEERS for f in _metering(p)))
 }
 
 
@@ -88,11 +91,11 @@ def forms_named(names: str) -> tuple[str, ...]:
     """The forms in a comma-separated list, where a peer means all its forms, in the order of turns. Raises PlanError."""
     chosen: set[str] = set()
     for name in (n.strip() for n in names.split(",") if n.strip()):
-        found = [f.name for f in _STEP_FORMS if name in (f.name, f.peer)]
+        found = [f.name for f in _STEP_FORMS if name in (f.name, f.peer)] or [name] * (name in NAMED)
         if not found:
-            raise PlanError(f"--only: there is no form {name}; choose from {', '.join((*STEP, *PEERS))}")
+            raise PlanError(f"--only: there is no form {name}; choose from {', '.join((*NAMED, *PEERS))}")
         chosen.update(found)
-    return tuple(name for name in STEP if name in chosen)
+    return tuple(name for name in NAMED if name in chosen)
 
 
 # -- the work -----------------------------------------------------------------------------------------------------
@@ -159,7 +162,8 @@ class BenchPlan:
 
     def spec(self, form: Form) -> Spec:
         """The Spec of a form. Its `data` is not read: the tokens are random."""
-        work = Workload(model=self.model, seq_len=self.seq_len, micro_batch=self.micro_batch, lr=3e-4, seed=self.seed)
+        work = Workload(model=self.model, seq_len=self.seq_len, micro_batch=self.micro_batch, lr=3e-4, seed=self.seed,
+                        optimizer_args={"fused": form.fused})  # fmt: skip
         strategy = Strategy(**form.strategy(self.sharding, self.precision))
         return Spec(workload=work, strategy=strategy, world_size=self.ranks)
 

@@ -21,6 +21,7 @@ from fsdp_lab.bench.plan import (
     LAB,
     METERED_PEERS,
     METERING,
+    NAMED,
     PRECISIONS,
     REFERENCE,
     SHARDINGS,
@@ -258,7 +259,7 @@ BENCHES: tuple[tuple[str, Callable[[argparse.Namespace], dict[str, Any]], str, O
      OWN_RANKS | {"steps": number(BenchPlan.steps, "counted steps of each form")} | PRECISION | {
          "sharding": {"choices": SHARDINGS, "default": BenchPlan.sharding, "help": f"of lab and fsdp2 {DEFAULT}"},
          "only": {"metavar": "FORM,FORM",
-                  "help": f"only these forms, or all of {LAB}, fsdp2 or ddp: {', '.join(STEP)}"}}),
+                  "help": f"only these forms, or all of {LAB}, fsdp2 or ddp: {', '.join(NAMED)}"}}),
     ("toggle", toggle, "time of a strategy switch, compared with a relaunch by torchrun",
      on_lab("gpt2-10m") | {
          "pairs": {"type": int, "help": "number of random switches (default: each pair of strategies, twice)"},

@@ -14,7 +14,8 @@ from fsdp_lab.core import link
 from fsdp_lab.core import spec as spec_module
 from fsdp_lab.core.describe import NONE_IS_OFF
 from fsdp_lab.core.errors import FieldError
-from fsdp_lab.core.spec import PARTS, Spec, part_of
+from fsdp_lab.core.optimizer import OPTIMIZERS
+from fsdp_lab.core.spec import PARTS, Spec, check_field, part_of
 
 LINK = ("emulate a slower interconnect: \"0.25 GB/s\", \"0.25 GB/s, 50 us\", or scaled to what is computed here: "
         "\"nvlink of h100\", \"pcie4 of a100\", \"100 Gb/s of h100\"")  # fmt: skip
@@ -23,7 +24,7 @@ TOKENS: Mapping[str, Sequence[str]] = {
     "sharding": spec_module.SHARDINGS,
     "precision": tuple(spec_module.PRECISIONS),
     "offload": spec_module.OFFLOADS,
-    "optimizer": spec_module.OPTIMIZERS,
+    "optimizer": OPTIMIZERS,
     "sync": (*spec_module.SYNCS, "or n: every n-th micro-batch"),
 }
 
@@ -49,7 +50,7 @@ def format_value(name: str, value: Any) -> str:
     """A value as written on the command line."""
     if value is None:
         return "none" if name in NONE_IS_OFF else "auto"
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(dict(value) if isinstance(value, Mapping) else value)
 
 
 def parse_lists(args: argparse.Namespace) -> dict[str, list[Any]]:
@@ -65,12 +66,23 @@ def parse_lists(args: argparse.Namespace) -> dict[str, list[Any]]:
             text = getattr(args, field.name)
             if text is None:
                 continue
-            lists[field.name] = [parse_value(field, word.strip()) for word in text.split(",")]
+            lists[field.name] = parse_values(field, text)
             for value in lists[field.name]:
-                kind(**{field.name: value})
+                check_field(field.name, value)
     if args.link is not None:
         lists["link"] = [parse_link(word) for word in link.split_list(args.link)]
     return lists
+
+
+def parse_values(field: dataclasses.Field[Any], text: str) -> list[Any]:
+    """The values of an option. Raises Refused."""
+    if field.name != "optimizer_args":
+        return [parse_value(field, word.strip()) for word in text.split(",")]
+    try:
+        return list(json.loads(f"[{text}]"))
+    except json.JSONDecodeError:
+        raise Refused(f"{option(field.name)} {text!r} is refused; give JSON such as '{{\"fused\": true}}', or "
+                      "several with commas") from None  # fmt: skip
 
 
 def parse_link(text: str) -> str | None:

@@ -10,7 +10,15 @@ from fsdp_lab.core.spec import Spec
 
 DEFAULT_FIELDS = ("backend", "sharding", "precision")  # name Specs that do not differ
 STRATEGY_FIELDS = (*DEFAULT_FIELDS, "offload", "link")
-SELF_EXPLAINING = ("model", "data", "backend", "sharding", "precision", "optimizer")  # shown without the field's name
+SELF_EXPLAINING = (
+    "model",
+    "data",
+    "backend",
+    "sharding",
+    "precision",
+    "optimizer",
+    "optimizer_args",
+)  # shown without the field's name
 NONE_IS_OFF = ("link", "clip_norm")  # None turns these off; of other fields it means a choice by the backend
 
 
@@ -38,13 +46,15 @@ def field_title(name: str) -> str:
 
 
 def describe_value(name: str, value: Any) -> str:
-    """`full_shard`, `128`, `bf16/fp32`, `auto`, `off`, `every 2`; a model that is a config dict by its type."""
+    """`full_shard`, `128`, `bf16/fp32`, `auto`, `off`, `every 2`, `eps=1e-06 fused`; a config of a model by its type."""
     if value is None:
         return "off" if name in NONE_IS_OFF else "auto"
     if isinstance(value, bool):
         return "on" if value else "off"
     if name == "sync" and isinstance(value, int):
         return f"every {value}"
+    if name == "optimizer_args" and isinstance(value, Mapping):
+        return " ".join(argument if v is True else f"{argument}={v}" for argument, v in value.items()) or "none"
     if isinstance(value, Mapping):
         if {"param", "reduce"} <= value.keys():
             return f"{value['param']}/{value['reduce']}"
@@ -56,7 +66,7 @@ def describe_field(name: str, value: Any) -> str:
     """`full_shard`, `offload all`, `seq len 128`, `forward prefetch auto`, `no compile`, `real link`."""
     if value is None and name == "link":
         return "real link"
-    if value is False or (value is None and name in NONE_IS_OFF):
+    if value is False or value == {} or (value is None and name in NONE_IS_OFF):
         return f"no {field_title(name)}"
     if value is True:
         return field_title(name)
@@ -66,7 +76,7 @@ def describe_field(name: str, value: Any) -> str:
 
 def describe_fields(flat: Mapping[str, Any], names: Sequence[str]) -> str:
     """Those of the named fields that are set; all of them if none is."""
-    used = [name for name in names if flat[name] not in (None, "none") and flat[name] is not False]  # 0 is a value
+    used = [name for name in names if flat[name] not in (None, "none", {}) and flat[name] is not False]  # 0 is a value
     return " ".join(describe_field(name, flat[name]) for name in used or names)
 
 

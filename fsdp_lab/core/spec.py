@@ -19,13 +19,13 @@ from typing import Any
 
 from fsdp_lab.core.errors import SpecError, is_number, is_whole
 from fsdp_lab.core.link import LinkError, LinkSpec
+from fsdp_lab.core.optimizer import OPTIMIZERS, Arguments, TorchOptimizer
 from fsdp_lab.core.schedule import OffloadPolicy, PrefetchPolicy, Rules
 
 BACKENDS = ("lab", "fsdp2", "fsdp1", "ddp")
 SHARDINGS = ("full_shard", "shard_grad_op", "zero1", "hybrid_shard", "hybrid_shard_zero2", "no_shard")
 DTYPES = ("fp32", "bf16", "fp16")
 OFFLOADS = tuple(policy.value for policy in OffloadPolicy)
-OPTIMIZERS = ("adamw", "sgd")
 SYNCS = ("every", "last")
 PREFETCH_POINTS = ("before", "after")
 MOST_HELD_OUT = 0.5
@@ -110,6 +110,7 @@ _WRAP = _matching(
     '"block", "every:K", "min_params:N", "class:NAME" or "whole"',
 )
 _RECOMPUTE = _matching(r"none|full|every:[1-9]\d*", '"none", "full" or "every:K"')
+_ARGUMENTS = _values(lambda v: isinstance(v, Mapping), 'arguments of its class by name, such as {"fused": true}')
 _SYNC = _values(
     lambda v: v in SYNCS if isinstance(v, str) else is_whole(v, 1),
     '"every", "last", or a whole number n of 1 or more: every n-th micro-batch, and the last',
@@ -131,6 +132,8 @@ class Workload:
     micro_batch: int = field(default=4, metadata=_whole(1))  # samples per rank per forward
     accumulate: int = field(default=1, metadata=_whole(1))  # micro-batches per optimizer step
     optimizer: str = field(default="adamw", metadata=_one_of(OPTIMIZERS))
+    # Of the optimizer's class in torch.optim: {"fused": True, "betas": (0.9, 0.95)}; those at its default are left out.
+    optimizer_args: Mapping[str, Any] = field(default=Arguments(), metadata=_ARGUMENTS)
     lr: float = field(default=3e-4, metadata=_POSITIVE)
     weight_decay: float = field(default=0.1, metadata=_NOT_NEGATIVE)
     clip_norm: float | None = field(default=None, metadata=_POSITIVE)  # of the global gradient; None: no clipping
@@ -138,6 +141,12 @@ class Workload:
 
     def __post_init__(self) -> None:
         _check_fields("workload", self)
+        object.__setattr__(self, "optimizer_args", self.torch_optimizer.args)
+
+    @cached_property
+    def torch_optimizer(self) -> TorchOptimizer:
+        """The optimizer with its arguments."""
+        return TorchOptimizer(name=self.optimizer, args=self.optimizer_args)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +263,7 @@ class Spec:
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars, from which `Spec.from_dict` makes an equal Spec."""
         d = dataclasses.asdict(self)
-        d["workload"]["model"] = _plain(self.workload.model)
+        d["workload"] |= {"model": _plain(self.workload.model), "optimizer_args": _plain(self.workload.optimizer_args)}
         d["devices"] = None if self.devices is None else list(self.devices)
         return d
 
@@ -293,6 +302,8 @@ class Spec:
             del d["strategy"]["forward_prefetch"]  # was a number always; a Spec with one keeps its id
         if self.strategy.limit_reductions == 1:
             del d["strategy"]["limit_reductions"]  # did not exist
+        if not self.workload.optimizer_args:
+            del d["workload"]["optimizer_args"]  # did not exist
         text = json.dumps(d, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
@@ -513,6 +524,13 @@ def _rule_overlap(spec: Spec) -> None:
                        limit_reductions=1)  # fmt: skip
 
 
+def _rule_optimizer(spec: Spec) -> None:
+    optimizer = spec.workload.torch_optimizer
+    if optimizer.is_fused and optimizer.name == "sgd" and spec.strategy.backend == "fsdp2":
+        raise SpecError("workload.optimizer_args", "torch's fused SGD does not take DTensors, which are FSDP2's parameters",
+                        "leave fused out, or use backend lab", optimizer.without("fused"))  # fmt: skip
+
+
 _RULES: tuple[Callable[[Spec], None], ...] = (
     _rule_sharding,
     _rule_shard_size,
@@ -522,6 +540,7 @@ _RULES: tuple[Callable[[Spec], None], ...] = (
     _rule_units,
     _rule_reshard_size,
     _rule_overlap,
+    _rule_optimizer,
 )
 
 
@@ -574,6 +593,14 @@ def part_of(name: str) -> str:
         if name in {f.name for f in dataclasses.fields(kind)}:
             return part
     raise SpecError(name, "there is no such field", "see the fields of Workload, Strategy and Spec")
+
+
+def check_field(name: str, value: Any) -> None:
+    """Raises SpecError for a value that a field of Workload or of Strategy refuses by itself."""
+    part = part_of(name)
+    known = {f.name: f for f in dataclasses.fields(PARTS[part])}[name]
+    if value is not known.default:
+        _check(f"{part}.{name}", value, known.metadata)
 
 
 def _plain(value: Any) -> Any:

@@ -21,6 +21,7 @@ from transformers import AutoConfig
 
 from fsdp_lab.core import __version__
 from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.optimizer import TorchOptimizer
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.export.target import TITLES, gpus, peer
 from fsdp_lab.models import Initializer, build_skeleton, resolve
@@ -47,7 +48,13 @@ def script(spec: Spec) -> str:
     model = model_of(exported.spec)
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined,
                               trim_blocks=True, keep_trailing_newline=True)  # fmt: skip
-    environment.filters.update(dtype=DTYPES.__getitem__, literal=literal, paragraph=paragraph, from_import=from_import)
+    environment.filters.update(
+        dtype=DTYPES.__getitem__,
+        literal=literal,
+        paragraph=paragraph,
+        from_import=from_import,
+        optimizer_call=optimizer_call,
+    )
     return environment.get_template(TEMPLATE).render(
         spec=exported.spec,
         title=TITLES[exported.spec.strategy.backend],
@@ -220,6 +227,15 @@ def from_import(names: Sequence[str], module: str) -> str:
     if len(line) <= 88:
         return line
     return f"from {module} import (\n" + "".join(f"    {name},\n" for name in ordered) + ")"
+
+
+def optimizer_call(optimizer: TorchOptimizer) -> str:
+    """The call of its class as ruff formats it, behind an indented `return`."""
+    given = ["groups", "lr=LR", *(f"{name}={value!r}" for name, value in optimizer.keywords.items())]
+    line = ", ".join(given)
+    if len(line) > 88 - len("    return torch.optim.()") - len(optimizer.class_name):
+        line = f"\n    {line}\n" if len(line) <= 80 else "\n" + "".join(f"    {one},\n" for one in given)
+    return f"torch.optim.{optimizer.class_name}({line})"
 
 
 Recipe = tuple[str, ...]  # lines of code that draw a parameter

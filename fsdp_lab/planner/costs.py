@@ -19,13 +19,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from fsdp_lab.core.model_shape import UnitShape
+from fsdp_lab.core.optimizer import TorchOptimizer
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.devices import Device, Machine, Rates
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-# Read and written per fp32 element: value, gradient, moments; torch's foreach AdamW, operation by operation.
-OPTIMIZER_BYTES = {"adamw": 80, "sgd": 12}
-FUSED_ADAMW_BYTES = 28
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DDP's buckets, torch's defaults
 
 
@@ -48,7 +46,7 @@ class Software:
 
     `operators`: recompute keeps half of the matrix products and the attention of a unit (torchtitan's selective activation
     checkpoints). `stops_early`: recompute stops at the last tensor that the backward needs, before the unit's last
-    product (torch's checkpoints since 2.1). `fused_optimizer`: one pass over AdamW's state instead of torch's default eight.
+    product (torch's checkpoints since 2.1).
     `keeps_gradients`: `zero_grad` fills gradients with zeros instead of freeing them (torch before 2.0).
     `holds_scores`: the peak includes the matrix of scores, although the step is as fast as with a fused kernel.
     """
@@ -56,7 +54,6 @@ class Software:
     attention: Attention = Attention.FLASH2
     operators: bool = False
     stops_early: bool = True
-    fused_optimizer: bool = False
     keeps_gradients: bool = False
     holds_scores: bool = False
 
@@ -142,13 +139,23 @@ def attention_seconds(unit: UnitShape, tokens: float, samples: int, dtype: str, 
     return flops / (peak * rates.attention_share(device.generation) * GAIN[kernel])
 
 
-def optimizer_seconds(elements: float, optimizer: str, device: Device, rates: Rates, software: Software) -> float:
-    """One update of a rank's shard."""
+def optimizer_seconds(elements: float, optimizer: TorchOptimizer, device: Device, rates: Rates) -> float:
+    """One update of a rank's shard. Measured are classes without arguments; others are in proportion to memory traffic."""
+    each = update_bytes(optimizer)
     if device.measured is not None:
-        return device.measured.updates[optimizer](elements)
-    fused = optimizer == "adamw" and software.fused_optimizer
-    each = FUSED_ADAMW_BYTES if fused else OPTIMIZER_BYTES[optimizer]
+        usual = update_bytes(TorchOptimizer(name=optimizer.name))
+        return device.measured.updates[optimizer.name](elements) * each / usual
     return elements * each / (device.memory_bytes_per_s * rates.memory)
+
+
+def update_bytes(optimizer: TorchOptimizer) -> int:
+    """Read and written per fp32 element: value, gradient, state. A fused kernel touches each once; torch's others have
+    an operation for each term."""
+    if optimizer.is_fused:
+        return 12 + 8 * len(optimizer.slots)
+    if optimizer.name == "sgd":
+        return 12 + 20 * bool(optimizer["momentum"]) + 12 * bool(optimizer["nesterov"])
+    return 80 + 12 * bool(optimizer["amsgrad"])
 
 
 # -- memory traffic --------------------------------------------------------------------------------------------------

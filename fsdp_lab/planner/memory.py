@@ -259,7 +259,7 @@ def needed_bytes(spec: Spec, shape: ModelShape) -> float:
     root, *blocks = (unit.numel for unit in shape.units)
     param, reduced = (BYTES[dtype] for dtype in (spec.strategy.dtypes.param, spec.strategy.dtypes.reduce))
     in_flight = (GATHERED * param + 2 * reduced) * max(blocks, default=0) + (param + reduced) * root
-    state = (4 if spec.workload.optimizer == "sgd" else 12) + 4  # fp32 values and moments; gradients
+    state = 4 * (2 + len(spec.workload.torch_optimizer.slots))  # fp32 values, gradients and the optimizer's state
     return state * shape.parameters / spec.shard_factor + activation_bytes(spec, shape) + in_flight
 
 

@@ -94,6 +94,7 @@ def case(row: Row) -> PublishedCase:
     model = _model(reader)
     ranks = reader.whole("n_gpus")
     software, recompute = _software(reader)
+    fused = "fused" in reader.text("optimizer").lower()
     seq_len = reader.whole("seq_len", model.seq_len)
     accumulate = reader.whole("grad_accum", 1)
     spec = Spec(world_size=ranks).replace(
@@ -101,6 +102,7 @@ def case(row: Row) -> PublishedCase:
         sharding=_sharding(strategy, ranks), shard_size=_shard_size(strategy, reader, ranks),
         precision=_precision(reader), recompute=recompute, compile=reader.text("compile") == "yes", seq_len=seq_len,
         accumulate=accumulate, micro_batch=_micro_batch(reader, ranks, accumulate), held_out=0.0,
+        optimizer_args={"fused": fused},
     )  # fmt: skip
     if (reader.text("other_metric"), reader.text("other_value")) == ("backward_prefetch", "off"):
         spec = spec.replace(backward_prefetch=0)
@@ -244,10 +246,9 @@ def _software(reader: _Reader) -> tuple[Software, str]:
     if not checkpoints:
         usual = "full" if "full recompute" in reader.text("tflops_kind") else "none"
         checkpoints = str(reader.assume("act_ckpt", "selective (op)" if "titan" in framework else usual))
-    fused = "fused" in reader.text("optimizer").lower()
     if "op" in checkpoints or (checkpoints == "selective" and re.search("torchtitan|torchtrain", framework)):
-        return Software(attention=kernel, operators=True, fused_optimizer=fused), "full"
-    software = Software(attention=kernel, stops_early=not _before_torch_21(reader), fused_optimizer=fused,
+        return Software(attention=kernel, operators=True), "full"
+    software = Software(attention=kernel, stops_early=not _before_torch_21(reader),
                         keeps_gradients="2304.11277" in source, holds_scores="ATorch" in framework)  # fmt: skip
     if checkpoints.startswith("selective"):
         reader.assume("selective", "every second block")

@@ -89,7 +89,7 @@ class StepModel:
             return reducing * of_last + unreduced * of_first
 
         numel = sum(unit.numel for unit in self._units) / self._factor
-        optimizer = optimizer_seconds(numel, w.optimizer, self._machine.device, self._rates, self._software)
+        optimizer = optimizer_seconds(numel, w.torch_optimizer, self._machine.device, self._rates)
         seconds = total(last.seconds, first.seconds) + optimizer
         seconds += self._rates.step_s + self._rates.host(self._spec.strategy.backend).step_s
         alone = (self.seconds(action) for action in self._schedule.actions if action.phase is Phase.COMPUTE)

@@ -17,7 +17,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from fsdp_lab.backends import Backend, build, fill
-from fsdp_lab.backends.base import update_hyperparameters
+from fsdp_lab.backends.base import drop_slots, update_hyperparameters
 from fsdp_lab.backends.state import SuspendedState, gather_json, resume_state, suspend_state
 from fsdp_lab.backends.transfer import StateSource, StateTransfer
 from fsdp_lab.core.hang import LongWork
@@ -149,6 +149,7 @@ class Lifecycle:
 
     def _finish_replacement(self, done: Replacement, source: StateSource) -> None:
         """When every rank has received everything."""
+        drop_slots(done.transfer.new)
         self.trainer = self._trainer(done.run, done.prepared, done.transfer.new, done.progress, done.scaler)
         self._source = self._replacement = None
         self._replaced += 1

@@ -1,12 +1,14 @@
 """`parity`: whether two runs computed the same thing, from their losses, gradient norms and checksums.
 
 The rule. Two runs are compared at the whole steps that both have (`runs.steps`: without those abandoned by a restart), if
-they train the same: model, data, seed, optimizer and its values, and the same samples per step. Steps are compared by what
+they train the same: model, data, seed, optimizer and its arguments (but for the choice of its kernels), and the same
+samples per step. Steps are compared by what
 all ranks agree on: the mean loss, the global gradient norm and, where both have it, a checksum of the parameters after it.
 
 - *equal*: losses and checksums are equal bit for bit in every one of these steps; gradient norms to `NORM_ROUNDING`, since
   the order in which squares are summed depends on the shards.
-- *within*: they differ by no more than rounding explains in the coarser of the two precisions.
+- *within*: they differ by no more than rounding explains in the coarser of the two precisions. Runs with a fused optimizer
+  are, unless they shard alike: the bits of its updates depend on where an element lies.
 - *different*: they differ by more; or replicas that should hold the same parameters do not. The first such step is named.
 - *unknown*: there is nothing to compare; the sentence says why.
 
@@ -20,8 +22,8 @@ that late, in runs that were not equal before, is detected only if it changes lo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
@@ -33,6 +35,7 @@ TRAINED = ("model", "data", "held_out", "seq_len", "optimizer", "lr", "weight_de
 
 NORM_ROUNDING = 1e-5  # relative, of a sum of fp32 squares in any order
 ALIKE = 8  # steps
+FUSED = "a fused update rounds by where an element lies"
 MOST = 0.03  # of a loss: how far two precisions that train alike may differ
 
 
@@ -98,7 +101,10 @@ def parity(baseline: RunView, other: RunView) -> Parity:
     common = sorted(of_baseline.keys() & of_other.keys())
     if not common:
         return Parity(verdict=Verdict.UNKNOWN, sentence="no step in common yet")
-    return _compare([(n, of_baseline[n], of_other[n]) for n in common], _coarsest(baseline, other))
+    found = _compare([(n, of_baseline[n], of_other[n]) for n in common], _coarsest(baseline, other))
+    if found.verdict is Verdict.WITHIN and any(s.workload.torch_optimizer.is_fused for s in _specs(baseline, other)):
+        return replace(found, sentence=f"{found.sentence}; {FUSED}")
+    return found
 
 
 def digests(steps: Iterable[Step]) -> dict[int, StepDigest]:
@@ -119,6 +125,8 @@ def _digest(step: Step) -> StepDigest:
 def _incomparable(one: Spec, other: Spec) -> str:
     """Why two runs are not the same training; empty where they are."""
     differing = [name for name in TRAINED if getattr(one.workload, name) != getattr(other.workload, name)]
+    if one.workload.torch_optimizer.hyperparameters != other.workload.torch_optimizer.hyperparameters:
+        differing.append("optimizer_args")
     if one.global_batch != other.global_batch:
         differing.append(f"samples a step ({one.global_batch} and {other.global_batch})")
     return f"another training: {', '.join(differing)} differ{'s' if len(differing) == 1 else ''}" if differing else ""
@@ -126,9 +134,13 @@ def _incomparable(one: Spec, other: Spec) -> str:
 
 def _coarsest(one: RunView, other: RunView) -> RoundingBound:
     """The widest bound among the dtypes in which either run computed or reduced."""
-    specs = [one.spec, *(s.after for s in one.switches), other.spec, *(s.after for s in other.switches)]
-    dtypes = {d for spec in specs for d in (spec.strategy.dtypes.param, spec.strategy.dtypes.reduce)}
+    dtypes = {d for spec in _specs(one, other) for d in (spec.strategy.dtypes.param, spec.strategy.dtypes.reduce)}
     return max((BOUNDS[dtype] for dtype in dtypes), key=lambda bound: bound.loss)
+
+
+def _specs(*runs: RunView) -> Iterator[Spec]:
+    for run in runs:
+        yield from (run.spec, *(switch.after for switch in run.switches))
 
 
 def early_bound(bound: float, since: int) -> float:

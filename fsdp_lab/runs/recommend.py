@@ -27,7 +27,7 @@ WITHIN = 0.10
 SAME_WORK = ("model", "data", "seq_len", "link")
 TOGGLES = ("backend", "sharding", "shard_size", "reshard_size", "precision", "offload", "wrap", "forward_prefetch",
            "backward_prefetch", "backward_prefetch_point", "limit_all_gathers", "limit_reductions", "recompute",
-           "sync", "compile", "micro_batch", "accumulate", "world_size", "link")  # fmt: skip
+           "sync", "compile", "optimizer_args", "micro_batch", "accumulate", "world_size", "link")  # fmt: skip
 FITS = "What fits is judged by the allocator's peak; a device's context, libraries and fragmentation take some more."
 SAME_MEMORY = 0.01  # peaks that differ by less count as equal
 

@@ -155,6 +155,7 @@ def test_a_peers_name_stands_for_its_forms() -> None:
     assert forms_named("ddp") == ("ddp-raw", "ddp-wire")
     assert forms_named("ddp-wire, lab") == ("lab", "lab-again", "ddp-wire"), "in the order of turns"
     assert forms_named("fsdp2,ddp,lab") == STEP
+    assert forms_named("lab-fused,lab") == ("lab", "lab-again", "lab-fused"), "that one by its name alone"
 
 
 # -- bench step: the figures -----------------------------------------------------------------------------------------

@@ -67,6 +67,16 @@ def test_what_a_backend_chooses_is_auto_or_null():
         dicts("--clip-norm", "auto")
 
 
+def test_arguments_of_an_optimizer_are_json():
+    made = dicts("--optimizer", "sgd", "--optimizer-args", '{}, {"momentum": 0.9, "fused": true}')
+    assert [d["workload"]["optimizer_args"] for d in made] == [{}, {"momentum": 0.9, "fused": True}]
+    for text, said in (("fused", "give JSON such as"), ("3", "arguments of its class by name")):
+        with pytest.raises((Refused, SpecError), match=said):
+            dicts("--optimizer-args", text)
+    specs, refused = requested("--optimizer", "adamw,sgd", "--optimizer-args", '{"momentum": 0.9}')
+    assert [s.workload.optimizer for s in specs] == ["sgd"] and "AdamW has no argument" in str(refused[0][1])
+
+
 def test_what_is_a_word_or_a_number_is_read_as_either():
     made = dicts("--sync", "every,2,last,4", "--accumulate", "4")
     assert [d["strategy"]["sync"] for d in made] == ["every", 2, "last", 4]

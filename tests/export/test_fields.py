@@ -27,6 +27,13 @@ SCRIPT: list[Case] = [
     ({"micro_batch": 3}, "micro_batch", "MICRO_BATCH = 3"),
     ({"accumulate": 5}, "accumulate", "ACCUMULATE = 5"),
     ({"optimizer": "sgd"}, "optimizer", "torch.optim.SGD"),
+    ({"optimizer_args": {"fused": True}}, "optimizer_args", "torch.optim.AdamW(groups, lr=LR, fused=True)"),
+    ({"optimizer_args": {"fused": True}}, "optimizer_args", "losses agree within rounding, not to the bit"),
+    (
+        {"optimizer_args": {"betas": [0.8, 0.9], "eps": 1e-6, "amsgrad": True}},
+        "optimizer_args",
+        "torch.optim.AdamW( groups, lr=LR, foreach=True, betas=(0.8, 0.9), eps=1e-06, amsgrad=True )",
+    ),
     ({"lr": 0.125}, "lr", "LR = 0.125"),
     ({"weight_decay": 0.25}, "weight_decay", "WEIGHT_DECAY = 0.25"),
     ({"clip_norm": 0.5}, "clip_norm", "CLIP_NORM = 0.5"),
@@ -84,6 +91,7 @@ ACCELERATE: list[Case] = [
     ({"micro_batch": 3}, "micro_batch", "micro_batch: 3"),
     ({"accumulate": 5}, "accumulate", "accumulate: 5"),
     ({"optimizer": "sgd"}, "optimizer", 'optimizer: "sgd"'),
+    ({"optimizer_args": {"fused": True}}, "optimizer_args", 'optimizer_args: {"fused": true}'),
     ({"lr": 0.125}, "lr", "lr: 0.125"),
     ({"weight_decay": 0.25}, "weight_decay", "weight_decay: 0.25"),
     ({"clip_norm": 0.5}, "clip_norm", "accelerator.clip_grad_norm_(model.parameters(), 0.5)"),
@@ -131,6 +139,7 @@ ONLY_IN_THE_LAB: list[Refusal] = [
     ({"forward_prefetch": 1, "sharding": "no_shard"}, "strategy.forward_prefetch"),
     ({"limit_reductions": 2, "sharding": "no_shard"}, "strategy.limit_reductions"),
     ({"wrap": "every:2", "sharding": "no_shard"}, "strategy.wrap"),
+    ({"optimizer": "sgd", "optimizer_args": {"fused": True}}, "workload.optimizer_args"),
     ({"devices": ("cuda:0", "cuda:0")}, "devices"),
 ]  # fmt: skip
 NOT_IN_ACCELERATE: list[Refusal] = [

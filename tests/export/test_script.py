@@ -42,13 +42,16 @@ def test_losses_are_the_labs_bit_for_bit_on_two_ranks(pool: Pool, tmp_path: Path
     (folder / "one.txt").write_bytes(b"of the first " * 300)
     (folder / "zero.bin").write_bytes(b"\0not text" * 300)
     cases: dict[str, dict[str, Any]] = {
-        "fsdp2": {"backend": "fsdp2", "clip_norm": 0.1, "seed": 3, "accumulate": 4, "sync": 2},
+        "fsdp2": {"backend": "fsdp2", "clip_norm": 0.1, "seed": 3, "accumulate": 4, "sync": 2,
+                  "optimizer_args": {"betas": (0.8, 0.9), "eps": 1e-6, "amsgrad": True}},
         "fsdp1": {"backend": "fsdp1", "accumulate": 3, "sync": 2, "sharding": "shard_grad_op", "data": str(folder)},
-        "ddp": {**DDP, "accumulate": 3, "sync": 2, "clip_norm": 0.1, "optimizer": "sgd", "lr": 1.0},
+        "ddp": {**DDP, "accumulate": 3, "sync": 2, "clip_norm": 0.1, "optimizer": "sgd", "lr": 1.0,
+                "optimizer_args": {"momentum": 0.5, "nesterov": True}},
         "lab": {"recompute": "every:2", "wrap": "every:2", "forward_prefetch": 1, "backward_prefetch": 2,
                 "accumulate": 2, "sync": "last", "data": str(text)},
         "lab_offload": {"sharding": "shard_grad_op", "offload": "all", "wrap": "min_params:3000", "model": BERT},
         "lab_no_shard": {"sharding": "no_shard"},
+        "fsdp1_fused": {"backend": "fsdp1", "seed": 7, "optimizer_args": {"fused": True}},  # sharded alike
         "fsdp2_bf16": {"backend": "fsdp2", "precision": "bf16"},
         "fsdp2_bf16_buffers": {"backend": "fsdp2", "precision": "bf16-pure", "model": LLAMA},
         "ddp_bf16_buffers": {**DDP, "precision": "bf16-pure", "model": LLAMA, "accumulate": 3, "sync": 2},

@@ -27,6 +27,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "ddp": DDP,
     "bf16": {"precision": "bf16"},
     "fp16": {"backend": "fsdp2", "precision": "fp16"},
+    "fused": {"optimizer_args": {"fused": True}},
+    "ddp, fused": {**DDP, "optimizer_args": {"fused": True}},
 }
 
 
@@ -62,6 +64,17 @@ def test_another_precision_is_equal_within_its_rounding(honest: dict[str, Record
     assert found.verdict is Verdict.WITHIN and found.first_step == 0
     assert parity(honest[name], honest["lab"]).verdict is Verdict.WITHIN
     assert parity(honest[name], honest[name]).verdict is Verdict.EQUAL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("one", "other"), [("lab", "fused"), ("ddp, fused", "fused"), ("fsdp2", "ddp, fused")])
+def test_a_fused_optimizer_is_equal_within_rounding_and_that_is_said(
+    honest: dict[str, RecordedRun], one: str, other: str
+) -> None:
+    found = parity(honest[one], honest[other])
+    assert found.verdict is Verdict.WITHIN and found.first_step in (0, 1)
+    assert found.sentence.endswith("; a fused update rounds by where an element lies")
+    assert parity(honest[other], honest[other]).verdict is Verdict.EQUAL
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------
@@ -209,6 +222,8 @@ def test_what_is_not_the_same_training_is_not_compared(honest: dict[str, Recorde
         return parity(lab, told(other, lab.events.since()[0]))
 
     assert against(lr=0.5, seed=3).sentence == "another training: lr, seed differ"
+    assert against(optimizer_args={"eps": 1e-6}).sentence == "another training: optimizer_args differs"
+    assert against(optimizer_args={"fused": True}).verdict is not Verdict.UNKNOWN, "the same, by another kernel"
     assert against(micro_batch=4).sentence == "another training: samples a step (4 and 8) differs"
     assert against(micro_batch=1, accumulate=2).verdict is Verdict.EQUAL  # the same samples
     assert parity(lab, told(lab.spec, [])).sentence == "no step in common yet"

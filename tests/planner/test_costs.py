@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
+from fsdp_lab.core.optimizer import TorchOptimizer
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.planner.costs import GATE, RESIDUAL, RMS_NORM, ROTARY, memory_traffic
+from fsdp_lab.planner.costs import GATE, RESIDUAL, RMS_NORM, ROTARY, memory_traffic, update_bytes
 from fsdp_lab.planner.devices import machine
 from fsdp_lab.planner.memory import needed_bytes, under_pressure
 from fsdp_lab.planner.named_models import named_model, shape_of
@@ -32,6 +34,26 @@ def test_a_gpt_of_that_size_moves_far_less_and_a_head_its_logits() -> None:
     assert gpt is not None and llama is not None and 3 < llama[0] / gpt[0] < 5
     root = memory_traffic(SEVEN.units[0])
     assert root is not None and root[0] == 32000 * 14
+
+
+@pytest.mark.parametrize(("name", "args", "each"), [
+    ("adamw", {}, 80), ("adamw", {"amsgrad": True}, 92), ("adamw", {"fused": True}, 28),
+    ("adamw", {"fused": True, "amsgrad": True}, 36), ("sgd", {}, 12), ("sgd", {"momentum": 0.9}, 32),
+    ("sgd", {"momentum": 0.9, "nesterov": True, "fused": True}, 20),
+], ids=str)  # fmt: skip
+def test_an_update_moves_what_its_kernels_do(name: str, args: dict[str, Any], each: int) -> None:
+    """And a step takes as much longer or shorter."""
+    assert update_bytes(TorchOptimizer(name=name, args=args)) == each
+    spec = Spec(world_size=8).replace(model="gpt2-124m", optimizer=name)
+    shape, where = shape_for("gpt2-124m"), machine("a100-80", 8)
+    one, usual = (plan(s, shape, where).step.optimizer_s for s in (spec.replace(optimizer_args=args), spec))
+    assert one / usual == pytest.approx(each / {"adamw": 80, "sgd": 12}[name])
+
+
+def test_published_runs_with_a_fused_optimizer_are_planned_with_one() -> None:
+    rows = {row["id"]: row for row in published()}
+    assert case(rows["kempner-01"]).spec.workload.torch_optimizer.is_fused
+    assert not case(rows["mosaic-080"]).spec.workload.torch_optimizer.is_fused
 
 
 def test_where_memory_is_nearly_full_fsdp1_does_not_overlap() -> None:

@@ -45,7 +45,8 @@ KINDS: list[dict[str, Any]] = [
     {"backend": "fsdp2", "offload": "all"},
     {"backend": "fsdp1", "precision": "bf16"},
     DDP,
-    {"optimizer": "sgd", "sharding": "zero1"},
+    {"optimizer": "sgd", "sharding": "zero1", "optimizer_args": {"momentum": 0.9}},
+    {"optimizer_args": {"fused": True, "amsgrad": True}},
     IMAGES,
 ]
 
@@ -130,6 +131,22 @@ def _pass_on(place: Place, given: dict[str, Any], path: str, root: str) -> dict[
     told = _ended(s)
     s.close()
     return told
+
+
+def test_it_goes_on_with_other_arguments_of_the_optimizer(pool: Pool, undisturbed: list[Any]) -> None:
+    """What both keep is restored; what one keeps alone begins as new, or is left out."""
+    plain, momentum, fused = (undisturbed[0][i][2]["path"] for i in (0, 5, 6))
+    plan = [({"optimizer_args": {"fused": True, "amsgrad": True}}, plain), ({}, fused),
+            ({"optimizer": "sgd", "optimizer_args": {}}, momentum)]  # fmt: skip
+    for rank, told in enumerate(
+        pool.run(_resumed, 2, [(spec(**c).to_dict(), path) for c, path in plan], reduction=None)
+    ):
+        for kind, (_, events, _) in zip((0, 6, 5), told, strict=True):
+            before, _, _ = undisturbed[rank][kind]
+            assert events[0]["loss"] == before[0]["loss"], "the parameters are the saved ones"
+            if kind != 5:
+                assert [e["loss"] for e in events] == pytest.approx([e["loss"] for e in before], rel=1e-4)
+            assert [e["loss"] for e in events] != [e["loss"] for e in before]
 
 
 @pytest.mark.slow

@@ -84,6 +84,8 @@ def _failed(place: Place, one: dict[str, Any], other: dict[str, Any], failures: 
             (DDP, FSDP1, [("when others free", 2)]),
             (FSDP1, {"wrap": "whole"}, [("at the end", 1)]),
             (FSDP2, DDP, [("behind a batch", 5), ("before a batch", 3)]),
+            ({"optimizer_args": {"amsgrad": True}}, {}, [("before a batch", 4)]),
+            ({}, {"optimizer_args": {"amsgrad": True, "fused": True}}, [("before a batch", 4)]),
             (FSDP2, {}, [("before a batch", 5), ("behind a batch", 7), ("when it is built", 1)]),
         ],
         lambda one, other, failures: (

@@ -25,7 +25,8 @@ GOOD: dict[str, list[Any]] = {
     "forward_prefetch": [None, 0, 1], "backward_prefetch": [0, 1, 2], "limit_all_gathers": [0, 1, 2],
     "limit_reductions": [1, 2],
     "recompute": ["none", "full", "every:2"], "sync": ["every", "last", 2], "world_size": [1, 2, 3, 4],
-    "optimizer": ["adamw", "sgd"], "accumulate": [1, 2, 3], "micro_batch": [1, 2], "clip_norm": [None, 1.0],
+    "optimizer": ["adamw", "sgd"], "optimizer_args": [{}, {"fused": True}, {"momentum": 0.9}, {"amsgrad": True}],
+    "accumulate": [1, 2, 3], "micro_batch": [1, 2], "clip_norm": [None, 1.0],
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import pickle
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from fsdp_lab.core import spec as vocabulary
 from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.optimizer import OPTIMIZERS
 from fsdp_lab.core.spec import PRECISIONS, Precision, Spec, Strategy, Workload
 
 precisions = st.one_of(
@@ -51,7 +53,8 @@ workloads = st.builds(
     seq_len=st.integers(2, 512),
     micro_batch=st.integers(1, 16),
     accumulate=st.integers(1, 4),
-    optimizer=st.sampled_from(vocabulary.OPTIMIZERS),
+    optimizer=st.sampled_from(OPTIMIZERS),
+    optimizer_args=st.fixed_dictionaries({}, optional={"fused": st.booleans()}),
     lr=st.floats(1e-6, 1.0),
     clip_norm=st.none() | st.floats(0.1, 10.0),
 )
@@ -86,6 +89,8 @@ def test_whatever_is_refused_says_field_and_way_out_and_the_way_out_helps(w: Wor
         assert made.fix, f"no way out as a value: {made}"
         names, fix = set(Strategy.__dataclass_fields__), dict(made.fix)
         flat["world_size"] = fix.pop("world_size", flat["world_size"])
+        if "optimizer_args" in fix:
+            flat["workload"] = dataclasses.replace(flat["workload"], optimizer_args=fix.pop("optimizer_args"))
         assert set(fix) <= names
         flat["strategy"] = Strategy(**{**{k: getattr(flat["strategy"], k) for k in names}, **fix})
     raise AssertionError(f"still refused: {made}")
@@ -149,6 +154,9 @@ def test_hybrid_sharding_on_too_few_ranks_names_enough(ranks: int, enough: int) 
     ({"seq_len": 1}, "workload.seq_len"),
     ({"clip_norm": 0}, "workload.clip_norm"),
     ({"optimizer": "lion"}, "workload.optimizer"),
+    ({"optimizer_args": None}, "workload.optimizer_args"),
+    ({"optimizer_args": [("fused", True)]}, "workload.optimizer_args"),
+    ({"backend": "fsdp2", "optimizer": "sgd", "optimizer_args": {"fused": True}}, "workload.optimizer_args"),
     ({"model": ""}, "workload.model"),
     ({"world_size": 0}, "world_size"),
     ({"world_size": 1 << 70, "sharding": "hybrid_shard"}, "world_size"),
@@ -228,10 +236,58 @@ def test_a_spec_of_before_anything_was_held_out_is_read_and_keeps_its_id() -> No
     """Events that were kept then go by it."""
     now = Spec().replace(forward_prefetch=0)
     before = now.to_dict()
-    del before["workload"]["held_out"], before["strategy"]["limit_reductions"]
+    del before["workload"]["held_out"], before["workload"]["optimizer_args"], before["strategy"]["limit_reductions"]
     assert Spec.from_dict(before) == now
     then = hashlib.blake2b(json.dumps(before, sort_keys=True).encode(), digest_size=4).hexdigest()
     assert now.replace(held_out=0).id == then != now.id
+
+
+@pytest.mark.parametrize(("optimizer", "args", "said", "fix"), [
+    ("adamw", {"fuse": True}, "AdamW has no argument 'fuse'; its arguments are betas, eps, amsgrad, foreach, fused", {}),
+    ("adamw", {3: 4}, "AdamW has no argument 3; its", {}),
+    ("sgd", {"betas": (0.8, 0.9), "momentum": 0.5}, "SGD has no argument 'betas'; its", {"momentum": 0.5}),
+    ("adamw", {"lr": 0.1}, "lr is a field of its own; set lr", {}),
+    ("adamw", {"weight_decay": 0.1}, "weight_decay is a field of its own; set weight_decay", {}),
+    ("adamw", {"params": []}, "params are the model's; leave it out", {}),
+    ("adamw", {"capturable": True, "eps": 0.5}, "capturable is for CUDA graphs", {"eps": 0.5}),
+    ("adamw", {"fused": "yes"}, "fused='yes' is refused; give true or false", {}),
+    ("adamw", {"fused": None}, "fused=None is refused; give true or false", {}),
+    ("adamw", {"fused": 1}, "fused=1 is refused; give true or false", {}),
+    ("adamw", {"eps": -1e-8}, "eps=-1e-08 is refused; give a finite number of 0 or more", {}),
+    ("adamw", {"eps": float("nan")}, "eps=nan is refused; give a finite number", {}),
+    ("adamw", {"betas": (0.9, 1.0)}, "betas=(0.9, 1.0) is refused; give two numbers from 0 to below 1", {}),
+    ("adamw", {"betas": 0.9}, "betas=0.9 is refused; give two numbers", {}),
+    ("adamw", {"betas": "09"}, "betas='09' is refused; give two numbers", {}),
+    ("adamw", {"fused": True, "foreach": True}, "an update is fused, or it is foreach; give one", {"fused": True}),
+    ("sgd", {"momentum": True}, "momentum=True is refused; give a finite number", {}),
+    ("sgd", {"nesterov": True}, "nesterov needs a momentum above 0 and no dampening; give momentum=0.9", {}),
+    ("sgd", {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "nesterov needs", {"momentum": 0.9, "dampening": 0.1}),
+], ids=str)  # fmt: skip
+def test_arguments_of_an_optimizer_are_refused_in_a_sentence(optimizer: str, args: Any, said: str, fix: Any) -> None:
+    refusal = Spec().validate(optimizer=optimizer, optimizer_args=args)
+    assert refusal is not None and str(refusal).startswith(f"workload.optimizer_args: {said}")
+    assert refusal.fix == {"optimizer_args": fix}
+    assert Spec().validate(optimizer=optimizer, **refusal.fix) is None
+
+
+def test_arguments_have_one_spelling_so_that_equal_optimizers_have_equal_ids() -> None:
+    betas = {"betas": [0.9, 0.95], "eps": 1e-8, "fused": False}
+    spec = Spec().replace(optimizer_args=betas)
+    assert spec == Spec().replace(optimizer_args={"betas": (0.9, 0.95)}) and spec.id != Spec().id
+    assert spec.flat()["optimizer_args"] == {"betas": [0.9, 0.95]}
+    assert Spec.from_json(spec.to_json()) == pickle.loads(pickle.dumps(spec)) == spec
+    assert hash(spec) == hash(Spec.from_json(spec.to_json()))
+    assert Spec().replace(optimizer_args={"foreach": True, "betas": (0.9, 0.999)}) == Spec()
+    assert Spec().to_dict()["workload"]["optimizer_args"] == {}
+    betas["fused"] = True
+    assert spec.workload.optimizer_args == {"betas": (0.9, 0.95)}, "a copy"
+
+
+def test_arguments_of_another_optimizer_are_refused_with_it_and_the_way_out_is_to_leave_them_out() -> None:
+    spec = Spec().replace(optimizer_args={"fused": True, "eps": 1e-6, "amsgrad": True})
+    refusal = spec.validate(optimizer="sgd")
+    assert refusal is not None and refusal.fix == {"optimizer_args": {"fused": True}}
+    assert spec.replace(optimizer="sgd", **refusal.fix).workload.torch_optimizer.is_fused
 
 
 def test_ids_of_before_sync_could_be_a_number_stay() -> None:
@@ -250,6 +306,7 @@ def test_a_spec_with_a_number_of_units_ahead_keeps_its_meaning_and_its_id() -> N
     assert len({Spec().replace(forward_prefetch=depth).id for depth in (None, 0, 1, 2)}) == 4
     left_out = Spec().to_dict()
     del left_out["strategy"]["forward_prefetch"], left_out["strategy"]["limit_reductions"]
+    del left_out["workload"]["optimizer_args"]
     digest = hashlib.blake2b(json.dumps(left_out, sort_keys=True).encode(), digest_size=4).hexdigest()
     assert Spec.from_dict(left_out).id == Spec().id == digest != Spec().replace(limit_reductions=2).id
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fsdp_lab.core.spec import OPTIMIZERS, PREFETCH_POINTS
+from fsdp_lab.core.optimizer import OPTIMIZERS
+from fsdp_lab.core.spec import PREFETCH_POINTS
 from fsdp_lab.dashboard.fields import GROUPS, ControlSpec, fixed
 from fsdp_lab.dashboard.what_if.question import CUSTOM
 from fsdp_lab.models.presets import PRESETS
@@ -49,6 +50,8 @@ FORM: tuple[tuple[str, tuple[ControlSpec, ...]], ...] = (
         _FIELDS["micro_batch"],
         _FIELDS["accumulate"],
         ControlSpec(name="optimizer", label="optimizer", help="Its state is a class of memory", tokens=fixed(*OPTIMIZERS)),
+        ControlSpec(name="optimizer_args", label="optimizer args", help="Fused: one pass over its state",
+              tokens=fixed({}, {"fused": True})),
     )),
     ("Hardware", (
         ControlSpec(name="hardware", label="hardware", help="The GPU", tokens=fixed(*DEVICES, CUSTOM)),

@@ -16,7 +16,6 @@ from fsdp_lab.core.schedule import Point
 from fsdp_lab.core.spec import Spec
 
 MASTER = 4  # bytes of an fp32 element
-STATE = {"adamw": 2, "sgd": 0}  # tensors of optimizer state for each parameter
 
 PARAMETERS, UNSHARDED, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION, OTHER = range(len(Role))  # in Role's order
 
@@ -105,6 +104,7 @@ class MemoryModel:
         self.spec, self.shape, self.tracker, self.on_gpu = spec, shape, tracker, on_gpu
         self.factor, self.strategy = spec.shard_factor, spec.strategy
         self.replicas = spec.world_size // self.factor
+        self.optimizer = spec.workload.torch_optimizer
         sizes = {id(unit): self.unit_bytes(unit) for unit in {id(unit): unit for unit in shape.units}.values()}
         self.units = [sizes[id(unit)] for unit in shape.units]
         self.gradients = [0.0] * len(self.units)  # reduced gradients of each unit
@@ -133,12 +133,12 @@ class MemoryModel:
             self.tracker.alloc(GRADIENTS, self.shards)
         if not self.offloaded:
             self.tracker.alloc(PARAMETERS, self.shards)
-            self.tracker.alloc(OPTIMIZER, self.shards * STATE[self.spec.workload.optimizer])
+            self.tracker.alloc(OPTIMIZER, self.shards * len(self.optimizer.slots))
 
     @property
     def host_bytes(self) -> float:
         """Host memory under offload: shards, gradients, optimizer state."""
-        return self.shards * (2 + STATE[self.spec.workload.optimizer]) if self.offloaded else 0.0
+        return self.shards * (2 + len(self.optimizer.slots)) if self.offloaded else 0.0
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
@@ -176,14 +176,15 @@ class MemoryModel:
     # -- update -----------------------------------------------------------------------------------------------------
 
     def update(self) -> None:
-        """Scratch of the optimizer's foreach kernels, one parameter group at a time: AdamW's square roots, SGD's gradients
-        with weight decay added."""
-        if self.offloaded:
+        """Scratch of the optimizer's kernels: AdamW's square roots, SGD's gradients with weight decay added. Foreach ones
+        take a parameter group at a time, fused ones have none; others take a tensor at a time, counted as one unit."""
+        if self.offloaded or self.optimizer.is_fused:
             return
-        groups = [sum(u.decayed for u in self.units), sum(u.others for u in self.units)]
-        if self.spec.workload.optimizer == "sgd":
+        groups = [[u.decayed for u in self.units], [u.others for u in self.units]]
+        if self.optimizer.name == "sgd" and (self.optimizer.is_foreach or not self.optimizer["nesterov"]):
             groups = groups[:1] if self.spec.workload.weight_decay > 0 else []
-        for scratch in groups:
+        for parts in groups:
+            scratch = sum(parts) if self.optimizer.is_foreach else max(parts, default=0.0)
             self.tracker.alloc(OPTIMIZER, scratch)
             self.tracker.free(OPTIMIZER, scratch)
 

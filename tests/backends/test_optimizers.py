@@ -1,0 +1,156 @@
+"""The optimizers of a workload: what is known of torch's classes; their arguments under every backend, and in switches."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_lab.backends.base import local_tensor
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.optimizer import _ELSEWHERE, _KINDS, KERNELS, OPTIMIZERS, TorchOptimizer
+from fsdp_lab.core.spec import Spec
+from tests.backends.test_parity import outcome, sharded
+from tests.backends.train import start, steps
+from tests.engine.parity import Outcome, Outcomes, assert_equal, plan
+from tests.pool import Place, Pool
+
+AMSGRAD = {"betas": (0.8, 0.95), "eps": 1e-6, "amsgrad": True}
+NESTEROV = {"momentum": 0.9, "nesterov": True}
+GIVEN: list[tuple[str, dict[str, Any]]] = [
+    ("adamw", {}), ("adamw", AMSGRAD), ("adamw", {"fused": True}), ("adamw", {**AMSGRAD, "fused": True}),
+    ("adamw", {"foreach": False}), ("sgd", {}), ("sgd", NESTEROV), ("sgd", {"momentum": 0.5, "dampening": 0.1}),
+    ("sgd", {"fused": True}), ("sgd", {**NESTEROV, "fused": True}),
+]  # fmt: skip
+BACKENDS = ("lab", "fsdp2", "fsdp1", "ddp")
+
+
+def spec_of(name: str, args: dict[str, Any], backend: str = "lab", ranks: int = 2, **changes: Any) -> Spec:
+    return sharded(backend, ranks, optimizer=name, optimizer_args=args, **changes)
+
+
+# -- what is known of torch's classes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_arguments_are_those_of_the_class_with_its_defaults(name: str) -> None:
+    known = _KINDS[name].arguments
+    signature = dict(inspect.signature(getattr(torch.optim, TorchOptimizer(name=name).class_name)).parameters)
+    assert known.keys() == signature.keys() - _ELSEWHERE.keys()
+    assert {a: signature[a].default for a in KERNELS} == dict.fromkeys(KERNELS)
+    assert {a: one.default for a, one in known.items() if a not in KERNELS} == {
+        a: signature[a].default for a in known.keys() - {*KERNELS}
+    }
+
+
+@pytest.mark.parametrize(("name", "args"), GIVEN, ids=str)
+def test_the_state_that_is_known_is_the_one_that_torch_keeps(name: str, args: dict[str, Any]) -> None:
+    known, p = TorchOptimizer(name=name, args=args), torch.nn.Parameter(torch.ones(5))
+    optimizer = getattr(torch.optim, known.class_name)([p], lr=0.1, **known.keywords)
+    p.grad = torch.ones(5)
+    optimizer.step()
+    state = optimizer.state[p]
+    assert [slot for slot, t in state.items() if t.dim()] == [*known.slots]
+    assert ("step" in state) == known.counts_steps
+    assert bool(optimizer.param_groups[0]["fused"]) == known.is_fused
+    assert bool(optimizer.param_groups[0]["foreach"]) == known.is_foreach
+
+
+# -- every backend -------------------------------------------------------------------------------------------------------
+
+
+def assert_near(got: Outcome, wanted: Outcome) -> None:
+    """As far as rounding explains. The median: AdamW steps by lr, 0.01, also where a gradient is nothing but rounding."""
+    for mine, theirs in zip(got.losses, wanted.losses, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    for name, t in wanted.parameters.items():
+        assert (got.parameters[name] - t).abs().median() < 1e-6, name
+
+
+@pytest.mark.parametrize(("name", "args"), [("adamw", AMSGRAD), ("sgd", NESTEROV)], ids=str)
+def test_arguments_mean_the_same_under_every_backend(outcomes: Outcomes, name: str, args: dict[str, Any]) -> None:
+    lab, *others = outcomes.of(*(plan((spec_of(name, args, b), 3)) for b in BACKENDS))
+    for other in others:
+        assert_equal(other, lab)
+    plain = outcome(outcomes, (spec_of(name, {}), 3))
+    assert any(not torch.equal(t, plain.parameters[p]) for p, t in lab.parameters.items())
+
+
+@pytest.mark.parametrize(("name", "args", "backend", "changes"), [
+    ("adamw", {}, "lab", {}), ("adamw", {}, "fsdp2", {}), ("adamw", {}, "fsdp1", {}), ("adamw", {}, "ddp", {}),
+    ("adamw", {}, "lab", {"offload": "all"}), ("adamw", {}, "lab", {"offload": "optimizer"}),
+    ("adamw", {}, "fsdp2", {"offload": "all"}), ("adamw", AMSGRAD, "lab", {"wrap": "whole"}),
+    ("sgd", NESTEROV, "lab", {}), ("sgd", NESTEROV, "fsdp1", {}), ("sgd", NESTEROV, "ddp", {}), ("sgd", {}, "lab", {}),
+    ("sgd", NESTEROV, "lab", {"offload": "all"}),
+], ids=str)  # fmt: skip
+def test_fused_updates_are_the_same_but_for_rounding(
+    outcomes: Outcomes, name: str, args: dict[str, Any], backend: str, changes: dict[str, Any]
+) -> None:
+    fused = outcome(outcomes, (spec_of(name, {**args, "fused": True}, backend, **changes), 4))
+    assert_near(fused, outcome(outcomes, (spec_of(name, args), 4)))
+
+
+def test_torch_has_no_fused_sgd_for_the_parameters_of_fsdp2(pool: Pool) -> None:
+    """When this fails, fused SGD need not be refused under FSDP2."""
+    with pytest.raises(SpecError, match="does not take DTensors") as refused:
+        spec_of("sgd", {"fused": True, "momentum": 0.5}, "fsdp2")
+    assert refused.value.fix == {"optimizer_args": {"momentum": 0.5}}
+    assert all(pool.run(_fused_sgd_of_dtensors_fails, 2))
+
+
+def _fused_sgd_of_dtensors_fails(place: Place) -> bool:
+    spec = spec_of("sgd", {}, "fsdp2")
+    backend = start(place, spec)
+    for group in backend.optimizer.param_groups:
+        group.update(fused=True, foreach=False)
+    try:
+        steps(place, spec, backend, 0, 1)
+    except NotImplementedError as e:
+        return "_fused_sgd_" in str(e)
+    finally:
+        backend.release()
+    return False
+
+
+# -- switches --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "args"), [("adamw", AMSGRAD), ("sgd", NESTEROV)], ids=str)
+def test_a_switch_carries_every_slot(outcomes: Outcomes, name: str, args: dict[str, Any]) -> None:
+    path = [spec_of(name, args, b, 3, **c) for b, c in (("fsdp2", {}), ("lab", {"offload": "optimizer"}), ("ddp", {}),
+                                                        ("fsdp1", {}), ("lab", {"wrap": "whole"}))]  # fmt: skip
+    steady, switched = outcomes.of(plan((path[0], 10)), plan(*((p, 2) for p in path)))
+    assert_equal(switched, steady)
+
+
+def test_a_switch_to_a_fused_kernel_and_back_carries_the_state(outcomes: Outcomes) -> None:
+    fused = {"fused": True}
+    path = [spec_of("adamw", args, b) for args, b in (({}, "lab"), (fused, "lab"), ({}, "fsdp2"), (fused, "ddp"))]
+    assert_near(outcome(outcomes, *((p, 2) for p in path)), outcome(outcomes, (path[0], 8)))
+
+
+def _states(place: Place, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each Spec, one after the other: the state of its last parameter after a step."""
+    backend, found = None, list[dict[str, Any]]()
+    for i, spec in enumerate(map(Spec.from_dict, given)):
+        backend = start(place, spec, backend)
+        steps(place, spec, backend, i, 1)
+        states = (state.items() for state in backend.optimizer.state.values())
+        found.append({slot: local_tensor(t).tolist() for state in states for slot, t in state})
+    assert backend is not None
+    backend.release()
+    return found
+
+
+def test_other_arguments_keep_what_they_share_and_begin_the_rest(pool: Pool) -> None:
+    specs = [spec_of("adamw", args).to_dict() for args in ({}, {"amsgrad": True}, {"fused": True})]
+    for before, more, after in pool.run(_states, 2, specs):
+        assert before.keys() == after.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert more.keys() == {*before, "max_exp_avg_sq"} and (before["step"], more["step"], after["step"]) == (1, 2, 3)
+        assert more["max_exp_avg_sq"] == more["exp_avg_sq"], "it begins at 0"
+    specs = [spec_of("sgd", args, "fsdp2").to_dict() for args in ({}, NESTEROV, {})]
+    for before, more, after in pool.run(_states, 2, specs):
+        assert (before.keys(), more.keys(), after.keys()) == (set(), {"momentum_buffer"}, set())
