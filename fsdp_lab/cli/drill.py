@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.cli.console import Failed, at_least
+from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.faults import DRILLS, check_kind
 from fsdp_lab.core.spec import Spec
 
 if TYPE_CHECKING:
     from fsdp_lab.lab import Lab
     from fsdp_lab.runs import Run
+    from fsdp_lab.runs.run import Drill
 
 COUNT, STEPS, EVERY = 20, 24, 5
 HANG_S = 3.0
@@ -57,21 +59,27 @@ def run(args: argparse.Namespace) -> int:
 
     check(work.workload)
 
-    survived = 0
+    survived = impossible = 0
     with Lab(args.ranks, reduction="rank_ordered", hang_s=HANG_S, history=False, progress=False) as lab:
         bench = DrillBench(lab, work)
         for number, plan in enumerate(plans(args.seed, args.count, args.ranks, kinds), 1):
             begun_s = time.monotonic()
-            problems = bench.drill(plan)
-            survived += not problems
-            result = "survived" if not problems else f"NOT survived: {'; '.join(problems)}"
+            try:
+                problems = bench.drill(plan)
+            except FieldError as e:
+                impossible += 1
+                result = f"not possible on these ranks: {e}"
+            else:
+                survived += not problems
+                result = "survived" if not problems else f"NOT survived: {'; '.join(problems)}"
             print(f"{number}: {plan}: {result}, {time.monotonic() - begun_s:.1f} s", flush=True)
     for kind, seconds in sorted(bench.seconds.items()):
         print(f"{kind}: to the next step {statistics.median(seconds):.1f} s in the median of {len(seconds)}, "
               f"{max(seconds):.1f} s at most")  # fmt: skip
-    print(f"{survived} of {args.count} survived (seed {args.seed}, {args.ranks} ranks)")
-    if survived < args.count:
-        raise Failed(f"{args.count - survived} of {args.count} drills were not survived")
+    count = args.count - impossible
+    print(f"{survived} of {count} survived (seed {args.seed}, {args.ranks} ranks)")
+    if survived < count:
+        raise Failed(f"{count - survived} of {count} drills were not survived")
     return 0
 
 
@@ -108,7 +116,7 @@ class DrillBench:
         self._rss_bytes = max(self._memory_after(work.replace(**form)) for form in FORMS)
 
     def drill(self, plan: DrillPlan) -> list[str]:
-        """Runs one drill. Returns a sentence for each check that failed."""
+        """Runs one drill. Returns a sentence for each check that failed. Raises FieldError if the ranks refuse the fault."""
         from fsdp_lab.runs import CheckpointConfig
 
         with tempfile.TemporaryDirectory(prefix="fsdp_lab-drill-") as folder:
@@ -116,7 +124,7 @@ class DrillBench:
             work = self._work.replace(**plan.form)
             run = self._lab.run(work, steps=STEPS, save=saving, recover=True)
             try:
-                self._inject(run, plan)
+                drill = self._inject(run, plan)
                 run.wait(LIMIT_S)
                 for incident in run.incidents:
                     if (seconds := incident.seconds) is not None:
@@ -124,6 +132,8 @@ class DrillBench:
             except Exception as e:
                 run.stop(20)
                 return [f"{type(e).__name__}: {e}".partition("\n")[0]]
+        if drill is not None and drill.refused is not None:
+            raise drill.refused
         return list(self._problems(run, plan))
 
     def _memory_after(self, work: Spec) -> int:
@@ -136,13 +146,12 @@ class DrillBench:
             self._lab.resume(folder, steps=1).wait(LIMIT_S)
         return max(self._rank_bytes())
 
-    def _inject(self, run: Run, plan: DrillPlan) -> None:
+    def _inject(self, run: Run, plan: DrillPlan) -> Drill | None:
         deadline = time.monotonic() + LIMIT_S
         while run.step < plan.step and not run.done and time.monotonic() < deadline:
             time.sleep(0.002)
         time.sleep(plan.delay_s)
-        if not run.done:
-            self._lab.drill(plan.kind, rank=plan.rank)
+        return None if run.done else self._lab.drill(plan.kind, rank=plan.rank)
 
     def _problems(self, run: Run, plan: DrillPlan) -> Iterator[str]:
         found = losses(run)

@@ -15,7 +15,7 @@ import ipywidgets as widgets
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.core.faults import DRILLS
 from fsdp_lab.core.formatting import duration
-from fsdp_lab.dashboard.forms import InputForm, field, put, row, section, status, styled, text_line
+from fsdp_lab.dashboard.forms import InputForm, error_text, field, put, row, section, status, styled, text_line
 from fsdp_lab.dashboard.lab_like import LabLike
 from fsdp_lab.dashboard.saving_form import EVERY, OFF, SavingForm
 from fsdp_lab.runs import EvalConfig, Incident, RecoveryPolicy, Run, RunState
@@ -224,6 +224,7 @@ class DrillForm(InputForm):
         self._inject.button_style = "danger"
         self._restore = self.button("Restore link", "undo", "Remove the slowdown of the link", self.restore)
         self._slowdown: Drill | None = None
+        self._unanswered: Drill | None = None  # the newest, until the ranks have refused it
         self._what, self.message = text_line("fsdp-drill-what"), text_line("fsdp-safety-said")
         self._kind.observe(lambda _: self._explain(), "value")
         entries = row([field(self._kind), field(self._rank), self._inject, self._restore])
@@ -233,7 +234,7 @@ class DrillForm(InputForm):
 
     def inject(self) -> None:
         kind, rank = self._kind.value, self._rank.value
-        drill = self._lab.drill(kind, rank=rank)
+        self._unanswered = drill = self._lab.drill(kind, rank=rank)
         if kind == LASTING:
             self._slowdown = drill
         self.say(f"Requested: {kind} on rank {rank}.")
@@ -252,8 +253,16 @@ class DrillForm(InputForm):
             put(self._rank, "value", ranks - 1)
         put(self._rank, "max", ranks - 1)
         put(self._inject, "disabled", run is None or run is not self._lab.current or run.state is not RunState.RUNNING)
+        self._tell_refusal()
         slow = self._slowdown
         put(self._restore, "disabled", slow is None or run is None or slow.run is not run or run.state.over)
+
+    def _tell_refusal(self) -> None:
+        drill = self._unanswered
+        if drill is not None and drill.refused is not None:
+            self.say(error_text(drill.refused), wrong=True)
+            self._unanswered = None
+            self._slowdown = None if self._slowdown is drill else self._slowdown
 
     def _explain(self) -> None:
         put(self._what, "value", status(f"It {DRILLS[self._kind.value]}."))

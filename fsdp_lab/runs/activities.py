@@ -135,7 +135,7 @@ class Activities:
                 self._cluster.send_signal(rank, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
                 run.fault_injected(drill.made_unix_s)
             else:
-                run.arm(fault)
+                drill.request = run.arm(fault)
         return drill
 
     # -- state ------------------------------------------------------------------------------------------------------

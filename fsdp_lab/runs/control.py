@@ -97,6 +97,11 @@ class Request(Awaited[T]):
 
     _result: T | Exception
 
+    @property
+    def error(self) -> Exception | None:
+        """What prevented it; None: nothing, or it is not settled yet."""
+        return self._result if self.done and isinstance(self._result, Exception) else None
+
     def settle(self, result: T | Exception) -> None:
         self._result = result
         self._end()
@@ -121,6 +126,14 @@ class SwitchRequest(Request[Switch]):
         return f"<SwitchRequest for {self.spec.id}: {'done' if self.done else 'pending'}>"
 
 
+class FaultRequest(Request[None]):
+    """The result of `Run.arm`: None, or the ranks' refusal. Waiting for it is optional. `fault` None: disarm."""
+
+    def __init__(self, fault: Fault | None) -> None:
+        super().__init__()
+        self.fault = fault
+
+
 class RunControl:
     """The state of one run and the requests for its driver. Threads: see the note in `fsdp_lab.runs.driver`.
 
@@ -130,7 +143,7 @@ class RunControl:
         state, reason, error: of the run. ended_unix_s: None until it is over.
         pending: the Spec of the newest `apply`, until it is applied or refused; None: there is none.
         recovery: how a BROKEN run is to recover; None: `recover` was not called yet.
-        faults: to be armed, in order; None: disarm. ledger: whether the next step is to be a ledger step.
+        faults: to be armed, in order. ledger: whether the next step is to be a ledger step.
         paused: whether to hold between two chunks.
         suspended: whether the run waits for its turn, with its training state on the host.
         stop_s, stop_reason: when a stop was requested, on the monotonic clock, and why; None: it was not.
@@ -146,7 +159,7 @@ class RunControl:
         self.paused = self.suspended = False
         self.stop_s: float | None = None
         self.stop_reason = ""
-        self.faults: list[Fault | None] = []
+        self.faults: list[FaultRequest] = []
         self.ledger = False
         self._switch_requests: list[SwitchRequest] = []
 
@@ -178,6 +191,11 @@ class RunControl:
             self._switch_requests.append(request := SwitchRequest(spec))
         return request
 
+    def request_fault(self, fault: Fault | None) -> FaultRequest:
+        """Hold the lock."""
+        self.faults.append(request := FaultRequest(fault))
+        return request
+
     def request_stop(self, reason: str) -> None:
         """The first reason counts."""
         with self.changing():
@@ -196,6 +214,10 @@ class RunControl:
     def interrupt_reason(self) -> str:
         """Why a call to the ranks was interrupted."""
         return self.stop_reason if self.stop_s is not None else "interrupted"
+
+    def take_fault(self) -> FaultRequest | None:
+        with self.changed:
+            return self.faults.pop(0) if self.faults else None
 
     def take_ledger(self) -> bool:
         """Whether a ledger step was requested since the last chunk."""
@@ -241,7 +263,8 @@ class RunControl:
         with self.changed:
             self.ended_unix_s = time.time()
             self.pending = None
-            requests, self._switch_requests = self._switch_requests, []
+            requests: list[Request[Any]] = [*self._switch_requests, *self.faults]
+            self._switch_requests, self.faults = [], []
             self.set_state(state, reason)
         for request in requests:
             request.abandon()

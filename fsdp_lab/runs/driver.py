@@ -30,10 +30,10 @@ from fsdp_lab.cluster.calls import Call
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.core.checkpoint_format import Checkpoint
 from fsdp_lab.core.errors import FieldError
-from fsdp_lab.core.faults import Fault, FaultKind
+from fsdp_lab.core.faults import FaultKind
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.models.check import unread_weights
-from fsdp_lab.runs.control import RunControl
+from fsdp_lab.runs.control import FaultRequest, RunControl
 from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig, Evaluation
 from fsdp_lab.runs.recovery import LIVE, Recovery, RecoveryPolicy, refitted, source_of
 from fsdp_lab.runs.saving import CheckpointSchedule
@@ -214,9 +214,9 @@ class Driver:
                     control.changed.wait()
                 if control.stop_s is not None:
                     return RunState.STOPPED, control.stop_reason
-                pending, faults, control.faults = control.pending, control.faults, []
-            for fault in faults:
-                self._arm(fault)
+                pending = control.pending
+            while (request := control.take_fault()) is not None:
+                self._arm(request)
             if pending is not None:
                 self._switch_or_refuse(pending)
                 continue
@@ -294,14 +294,22 @@ class Driver:
         for callback in self.on_best:
             callback(best)
 
-    def _arm(self, fault: Fault | None) -> None:
-        """Arms a fault on the ranks; None: disarms them."""
-        if fault is None:
-            self.call("disarm")
-        else:
-            self.call("arm", fault=fault.to_dict())
-            if fault.kind is not FaultKind.SLOW:  # a slow link makes nothing fail
-                self.recovery.injected_unix_s = time.time()
+    def _arm(self, request: FaultRequest) -> None:
+        """Arms a fault on the ranks, or disarms them. Where they refuse it, the run continues."""
+        fault = request.fault
+        try:
+            if fault is None:
+                self.call("disarm")
+            else:
+                self.call("arm", fault=fault.to_dict())
+        except Exception as e:
+            request.settle(e)
+            if not isinstance(e, FieldError):
+                raise
+            return
+        if fault is not None and fault.kind is not FaultKind.SLOW:  # a slow link makes nothing fail
+            self.recovery.injected_unix_s = time.time()
+        request.settle(None)
 
     def _suspend(self) -> None:
         """Moves the training state to the host until `take_turn` or `stop`. Ranks that are new by then begin again."""

@@ -21,7 +21,7 @@ from fsdp_lab.core.checkpoint_format import Checkpoint
 from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError, check_whole
 from fsdp_lab.core.faults import Fault
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.runs.control import Awaited, Request, RunControl, SwitchRequest
+from fsdp_lab.runs.control import Awaited, FaultRequest, Request, RunControl, SwitchRequest
 from fsdp_lab.runs.driver import Driver, Progress
 from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig
 from fsdp_lab.runs.recovery import Incident, Predecessor, Recovery, RecoveryPolicy, refitted
@@ -243,8 +243,8 @@ class Run(RunQueries, Awaited["Run"]):
                 raise ClusterError(f"run {self.id} is {self.state.value}, not broken; lab.recover() begins a new one")
             self._control.recovery = policy
 
-    def arm(self, fault: Fault | None) -> None:
-        """Injects a fault from the next chunk on; None: disarms those that are armed. Returns at once.
+    def arm(self, fault: Fault | None) -> FaultRequest:
+        """Injects a fault from the next chunk on; None: disarms those that are armed. Returns at once; waiting is optional.
 
         Raises:
             ArgumentError: a fault that these ranks cannot have. ClusterError: the run does not train.
@@ -254,7 +254,7 @@ class Run(RunQueries, Awaited["Run"]):
                 raise ClusterError(f"run {self.id} is {self.state.value}; a fault can be armed only while it trains")
             if fault is not None:
                 fault.check(self.spec.world_size, self.step)
-            self._control.faults.append(fault)
+            return self._control.request_fault(fault)
 
     def fault_injected(self, unix_s: float) -> None:
         """The next failure to be detected was injected at this time."""
@@ -314,11 +314,13 @@ class Drill:
 
     Attributes:
         kind, rank, run: which fault, in which rank of which run. made_unix_s: when. step: steps committed by then.
+        request: for the ranks to arm it; None: it is a signal.
     """
 
     def __init__(self, kind: str, rank: int, run: Run) -> None:
         self.kind, self.rank, self.run = kind, rank, run
         self.made_unix_s, self.step = time.time(), run.step
+        self.request: FaultRequest | None = None
         self._before = len(run.incidents)
 
     @property
@@ -327,15 +329,27 @@ class Drill:
         return next(iter(self.run.incidents[self._before :]), None)
 
     @property
+    def refused(self) -> FieldError | None:
+        """Why these ranks cannot have this fault, as a slow link over NCCL; the run continues. None: they can, or it is not
+        known yet."""
+        error = self.request.error if self.request is not None else None
+        return error if isinstance(error, FieldError) else None
+
+    @property
     def over(self) -> bool:
-        """Whether the run trains again, or is over. A run that is BROKEN, waiting for `recover`, is neither."""
+        """Whether the run trains again or is over, or the ranks refused the fault. It is not over while the run is BROKEN,
+        waiting for `recover`."""
         incident = self.incident
-        return self.run.done or self.kind == "slow" or (incident is not None and incident.resumed_unix_s is not None)
+        if self.run.done or self.refused is not None:
+            return True
+        if self.kind == "slow":
+            return self.request is None or self.request.done
+        return incident is not None and incident.resumed_unix_s is not None
 
     def wait(self, timeout_s: float | None = None) -> Incident | None:
         """Blocks until it is over. Returns the incident; None for a slow link, which makes nothing fail.
 
-        Raises: the run's error, where it did not recover; TimeoutError after `timeout_s`.
+        Raises: the run's error, where it did not recover; `refused`; TimeoutError after `timeout_s`.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.over:
@@ -343,6 +357,8 @@ class Drill:
                 raise TimeoutError(f"{self!r} was not over after {timeout_s} s")
             time.sleep(POLL_S)
         incident = self.incident
+        if self.refused is not None:
+            raise self.refused
         if incident is not None and incident.resumed_unix_s is None and self.run.error is not None:
             raise self.run.error
         if incident is None and self.run.done and self.kind != "slow":
@@ -357,5 +373,5 @@ class Drill:
         self.run.arm(None)
 
     def __repr__(self) -> str:
-        effect = self.incident.words if self.incident is not None else "no failure detected yet"
+        effect = self.incident.words if self.incident is not None else str(self.refused or "no failure detected yet")
         return f"<Drill: {self.kind} of rank {self.rank} at step {self.step}: {effect}>"

@@ -430,6 +430,7 @@ class FakeLab:
         self._ids = itertools.count(1)
         self.lost: dict[int, RankLost] = {}
         self.drills: list[tuple[str, int]] = []
+        self.drill_refused: ArgumentError | None = None
         self.resumed: list[tuple[str, dict[str, Any]]] = []
         self.save_gate = threading.Event()  # closed: saving what the ranks hold lasts
         self.save_gate.set()
@@ -465,7 +466,9 @@ class FakeLab:
         self.drills.append((kind, rank))
         if kind == "kill":
             self.lose(rank)
-        return SimpleNamespace(run=self.current, end=lambda: self.drills.append(("restored", rank)))
+        return SimpleNamespace(
+            run=self.current, end=lambda: self.drills.append(("restored", rank)), refused=self.drill_refused
+        )
 
     def lose(self, rank: int) -> None:
         """A rank dies while the run goes on."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.cluster import ClusterError, RankLost
+from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.faults import DRILLS
 from fsdp_lab.dashboard.controls import Controls
 from fsdp_lab.dashboard.safety import SafetyBox, incidents_picture, moments
@@ -335,6 +336,19 @@ def test_a_slow_link_can_be_restored(desk: Desk) -> None:
 def test_a_drill_that_is_refused_is_said(desk: Desk) -> None:
     desk.drill._inject.click()
     assert "there is no run to drill" in desk.drill.message.value and "fsdp-refused" in desk.drill.message.value
+
+
+def test_a_drill_that_the_ranks_refuse_is_said_once(desk: Desk) -> None:
+    desk.start()
+    desk.until(lambda: not desk.drill._inject.disabled)
+    desk.drill._kind.value, desk.lab.drill_refused = "slow", ArgumentError("fault.kind", "not over NCCL", "use cut")
+    desk.drill._inject.click()
+    desk.tick()
+    assert "Not over NCCL: use cut." in desk.drill.message.value and "fsdp-refused" in desk.drill.message.value
+    assert desk.drill._restore.disabled, "no link was slowed"
+    desk.drill.say("")
+    desk.tick()
+    assert not plain(desk.drill.message.value)
 
 
 def test_a_killed_rank_of_a_drill_is_recovered(desk: Desk) -> None:

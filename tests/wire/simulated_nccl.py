@@ -117,7 +117,11 @@ class SimulatedWork(dist.Work):
 
 
 class SimulatedGroup:
-    """Has the collectives of `ProcessGroupNCCL`, which run one after the other in a thread."""
+    """Has the collectives of `ProcessGroupNCCL`, which run one after the other in a thread.
+
+    Only that thread uses Gloo's group. An operation that was given up still runs in it, and whoever drops the last reference
+    to it waits until the operation times out. A collective is passed to the thread by its name: as a method of the group
+    it would be a reference, also in the traceback of a collective that is refused after an abort."""
 
     def __init__(self, device: SimulatedNccl, gloo: Any, timeout: timedelta) -> None:
         self._device, self._gloo, self._timeout_s = device, gloo, timeout.total_seconds()
@@ -135,17 +139,16 @@ class SimulatedGroup:
 
     def __getattr__(self, name: str) -> Callable[..., SimulatedWork | None]:
         """A collective: its first argument is its outputs."""
-        call = getattr(self._gloo, name)
-        return lambda *args: self._issue(call, args)
+        return lambda *args: self._issue(name, args)
 
-    def _issue(self, call: Callable[..., Any], args: tuple[Any, ...]) -> SimulatedWork | None:
+    def _issue(self, name: str, args: tuple[Any, ...]) -> SimulatedWork | None:
         work, behind = SimulatedWork(self._device, _tensors(args)), list(self._device.current.behind)
         with self._lock:
             if self._aborted.is_set():
                 raise RuntimeError("NCCL communicator was aborted")
             self._in_flight.append(work)
             self.issued += 1
-        self._queue.put((work, call, args, behind))
+        self._queue.put((work, name, args, behind))
         if all(getattr(arg, "asyncOp", True) for arg in args):
             return work
         self._device.current.order_behind([work.done])
@@ -174,10 +177,10 @@ class SimulatedGroup:
             del item
         self._gloo, self._queue = None, queue.SimpleQueue()  # here, as this may wait for an operation of Gloo's
 
-    def _run_one(self, work: SimulatedWork, call: Any, args: tuple[Any, ...], behind: list[Gate]) -> None:
+    def _run_one(self, work: SimulatedWork, name: str, args: tuple[Any, ...], behind: list[Gate]) -> None:
         for gate in behind:
             gate.wait()
-        result = self._execute(work.tensors, call, args)
+        result = self._execute(work.tensors, name, args)
         threading.Timer(LATE_S, work.result.set_result, (result,)).start()
         if result != SUCCESS:
             self._aborted.wait()  # its kernel spins on
@@ -186,14 +189,17 @@ class SimulatedGroup:
             if work in self._in_flight:
                 self._in_flight.remove(work)
 
-    def _execute(self, tensors: list[Tensor], call: Any, args: tuple[Any, ...]) -> int:
+    def _execute(self, tensors: list[Tensor], name: str, args: tuple[Any, ...]) -> int:
         """On copies: an abort must leave no operation of Gloo's that still writes."""
         if self._device.fails():
             return FAILED
-        if any(t.untyped_storage().nbytes() < t.numel() * t.element_size() for t in tensors):
-            raise AssertionError("a tensor was freed before its collective began")
-        copies = {id(t): t.detach().clone() for t in tensors}
-        inner, until_s = call(*_mapped(args, copies)), time.monotonic() + self._timeout_s
+        with self._lock:
+            if self._aborted.is_set():  # the tensors may be freed now
+                return SUCCESS
+            if any(t.untyped_storage().nbytes() < t.numel() * t.element_size() for t in tensors):
+                raise AssertionError("a tensor was freed before its collective began")
+            copies = {id(t): t.detach().clone() for t in tensors}
+        inner, until_s = getattr(self._gloo, name)(*_mapped(args, copies)), time.monotonic() + self._timeout_s
         while not self._aborted.is_set():
             try:
                 inner.wait(_SLICE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -187,6 +188,31 @@ def _closes(place: Place, aborted: bool) -> list[Any]:
     whole = gathered(world).clone().tolist()
     close_groups(place.context)
     return [seconds, ended, whole]
+
+
+def _refused(place: Place) -> float:
+    """The ranks are in different collectives, so that each one's Gloo waits for the other's. An error outlives the abort."""
+    with opened(place) as (world, device):
+        gathered(world).sum()
+        if place.rank == 0:
+            world.all_gather_single(torch.empty(2 * N), torch.ones(N))
+        else:
+            world.allreduce([torch.ones(N)])
+        time.sleep(0.3)
+        place.context.abort("stopped")
+        with pytest.raises(RuntimeError, match="was aborted") as refused:
+            device.groups[0].allreduce([torch.ones(N)])
+    time.sleep(0.5)  # until the thread of the group has dropped its reference
+    start_s = time.perf_counter()
+    del refused
+    gc.collect()
+    return time.perf_counter() - start_s
+
+
+@pytest.mark.slow
+def test_the_simulation_s_own_gloo_delays_no_rank_that_drops_an_error(pool: Pool) -> None:
+    """It did, by Gloo's 60 s, in what came next."""
+    assert max(pool.run(simulated, 2, _refused, reduction=None, timeout_s=70)) < 5
 
 
 @pytest.mark.parametrize("aborted", [True, False])
