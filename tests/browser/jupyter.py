@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import nbformat
 from playwright.sync_api import Browser, Page, Playwright
 
 REPO = Path(__file__).resolve().parents[2]
@@ -112,10 +111,11 @@ class JupyterServer:
 
     def write(self, name: str, cells: Sequence[str]) -> str:
         """A notebook of code cells in the server's folder."""
-        notebook = nbformat.v4.new_notebook()
-        notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-        notebook.cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
-        nbformat.write(notebook, self.root / name)
+        kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        made = [{"cell_type": "code", "id": f"cell{i}", "source": cell, "metadata": {}, "execution_count": None,
+                 "outputs": []} for i, cell in enumerate(cells)]  # fmt: skip
+        notebook = {"cells": made, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+        (self.root / name).write_text(json.dumps(notebook), encoding="utf-8")
         return name
 
     def end_kernels(self) -> None:

@@ -6,10 +6,9 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 NAMES = (
@@ -22,7 +21,15 @@ NAMES = (
 )
 
 
-def text_of(notebook: nbformat.NotebookNode) -> str:
+@pytest.fixture(scope="module")
+def nbformat() -> Any:
+    """Takes seconds to import, which processes that run other tests do without."""
+    import nbformat
+
+    return nbformat
+
+
+def text_of(notebook: Any) -> str:
     """All that the cells printed or returned, as text."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     return "\n".join(str(o.get("text", "")) + str(o.get("data", {}).get("text/plain", "")) for o in outputs)
@@ -37,7 +44,7 @@ def test_there_is_nothing_else_to_run():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_saved_outputs_are_small_and_static(name: str):
+def test_saved_outputs_are_small_and_static(nbformat: Any, name: str):
     notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
     nbformat.validate(notebook)
     assert (NOTEBOOKS / name).stat().st_size < 300_000
@@ -49,14 +56,14 @@ def test_saved_outputs_are_small_and_static(name: str):
         assert "application/vnd.jupyter.widget-view+json" not in output.get("data", {})
 
 
-def test_the_first_one_has_three_cells_and_shows_the_picture():
+def test_the_first_one_has_three_cells_and_shows_the_picture(nbformat: Any):
     notebook = nbformat.read(NOTEBOOKS / NAMES[0], as_version=4)
     assert sum(cell.cell_type == "code" for cell in notebook.cells) == 3
     (picture,) = re.findall(r"!\[.*\]\((.*)\)", "".join(cell.source for cell in notebook.cells))
     assert (NOTEBOOKS / picture).read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_second_one_was_saved_with_a_plot_a_table_and_equal_losses():
+def test_the_second_one_was_saved_with_a_plot_a_table_and_equal_losses(nbformat: Any):
     notebook = nbformat.read(NOTEBOOKS / NAMES[1], as_version=4)
     kinds = {kind for cell in notebook.cells for output in cell.get("outputs", []) for kind in output.get("data", {})}
     assert {"image/png", "text/html"} <= kinds
@@ -65,7 +72,9 @@ def test_the_second_one_was_saved_with_a_plot_a_table_and_equal_losses():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*NAMES[:3], *NAMES[4:]])  # the fourth: tests/browser/test_compare_notebook.py
-def test_it_runs_from_top_to_bottom(name: str, tmp_path: Path):
+def test_it_runs_from_top_to_bottom(nbformat: Any, name: str, tmp_path: Path):
+    from nbclient import NotebookClient
+
     notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
     if name == NAMES[0]:
         notebook.cells.append(nbformat.v4.new_code_cell("print(lab.status())"))
@@ -103,7 +112,7 @@ def test_it_runs_from_top_to_bottom(name: str, tmp_path: Path):
         assert "the same losses: True" in told and "Emulated link: " in told
 
 
-def test_binder_begins_with_the_smallest_model(tmp_path: Path):
+def test_binder_begins_with_the_smallest_model(nbformat: Any, tmp_path: Path):
     """What `binder/postBuild` does to the first notebook still finds the line that it changes."""
     (tmp_path / "notebooks").mkdir()
     copy = Path(shutil.copy(NOTEBOOKS / NAMES[0], tmp_path / "notebooks"))

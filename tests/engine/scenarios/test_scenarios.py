@@ -121,12 +121,14 @@ def skip_without(scenario: Scenario) -> None:
         pytest.skip(f"{scenario.needs} is not installed here")
 
 
-def cases(of: Callable[[Scenario], list[Any]]) -> list[Any]:
+def cases(of: Callable[[Scenario], list[Any]], quick: Callable[[int, Any], bool]) -> list[Any]:
+    """`quick`: which cases of the scenario at this place of QUICK are in the quick tier."""
+    places = {name: i for i, name in enumerate(name for name in SCENARIOS if name in QUICK)}
     return [
         pytest.param(
             s.name,
             case,
-            marks=[pytest.mark.slow] * (s.name not in QUICK or case is Kind.DDP),
+            marks=[pytest.mark.slow] * (s.name not in places or not quick(places[s.name], case)),
             id=f"{s.name}-{getattr(case, 'value', case)}",
         )
         for s in SCENARIOS.values()
@@ -134,7 +136,20 @@ def cases(of: Callable[[Scenario], list[Any]]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("name", "kind"), cases(lambda s: [k for k in Kind if k not in {Kind.ONE, *s.not_under}]))
+def engines_of(scenario: Scenario) -> list[Kind]:
+    return [kind for kind in Kind if kind not in {Kind.ONE, *scenario.not_under}]
+
+
+def faults_of(scenario: Scenario) -> list[str]:
+    return [fault for fault in (*GENERAL, *scenario.faults) if fault not in scenario.unseen]
+
+
+def by_turns(place: int, fault: str) -> bool:
+    """Each scenario's own, and one of the general ones."""
+    return fault not in GENERAL or list(GENERAL).index(fault) == place % len(GENERAL)
+
+
+@pytest.mark.parametrize(("name", "kind"), cases(engines_of, lambda place, kind: kind is not Kind.DDP))
 def test_same_numbers(runs: Runs, name: str, kind: Kind) -> None:
     """As in one process within the bound; and between engines of two ranks bit for bit, where sums have one order."""
     scenario = SCENARIOS[name]
@@ -161,7 +176,7 @@ def test_the_meter_counts_what_is_alive_together() -> None:
     assert peak() == 4 * 1500 and len(second) + len(third) == 1200
 
 
-@pytest.mark.parametrize(("name", "fault"), cases(lambda s: [f for f in (*GENERAL, *s.faults) if f not in s.unseen]))
+@pytest.mark.parametrize(("name", "fault"), cases(faults_of, by_turns))
 def test_a_fault_is_seen(runs: Runs, name: str, fault: str) -> None:
     """By more than what the engines may differ from one process."""
     scenario = SCENARIOS[name]
