@@ -101,8 +101,11 @@ class HistoryDB:
 
     def _version(self, migrations: Sequence[Sequence[str]]) -> int:
         """The version of the schema; 0 for an empty file. Raises HistoryError for a file that must not be changed."""
+        made = (
+            self._tables() > 0
+        )  # first: another kernel may make them meanwhile, and marks the file in the same transaction
         version, application = self.value("PRAGMA user_version"), self.value("PRAGMA application_id")
-        if application != APPLICATION and self._tables():
+        if application != APPLICATION and made:
             raise HistoryError(f"{self.path} is not a history of fsdp_lab; name another file")
         if version > len(migrations):
             raise HistoryError(

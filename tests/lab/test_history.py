@@ -432,6 +432,24 @@ def test_a_file_that_is_deleted_under_way_is_begun_again(history: History):
     assert plain(history.runs()[0].events.since()[0]) == plain(run.events.since()[0])
 
 
+@pytest.mark.parametrize("asked_before", range(4))
+def test_a_file_that_another_kernel_makes_while_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked_before: int
+):
+    path, ask, asked = tmp_path / "runs.sqlite3", HistoryDB.value, 0
+
+    def value(db: HistoryDB, query: str, *values: object) -> object:
+        nonlocal asked
+        asked += 1
+        if asked == asked_before + 1:
+            HistoryDB(path).close()
+        return ask(db, query, *values)
+
+    monkeypatch.setattr(HistoryDB, "value", value)
+    with HistoryDB(path) as archive:
+        assert archive.rows("SELECT * FROM runs") == []
+
+
 def test_a_newer_file_and_a_strangers_are_refused_and_left_alone(history: History, tmp_path: Path):
     kept(history, ended())
     with sqlite3.connect(history.path) as db:
