@@ -18,6 +18,7 @@ SMALL = {"model": "gpt2-1m", "micro_batch": 2, "seq_len": 64}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # it measures for a minute where nothing runs beside it
 def test_ranks_measure_their_machine_and_keep_what_they_hold(real_lab: Lab) -> None:
     run = real_lab.run(**SMALL, steps=2)
     run.wait(120)

@@ -20,6 +20,8 @@ from fsdp_lab.planner.validate import UNEXPLAINED, MemoryRow, mape, memory_lines
 from tests.planner.measured import MODELS, USUAL, Beside, beside, measured, planned
 from tests.pool import Pool
 
+pytestmark = pytest.mark.timeout(900)  # a fixture trains all Specs, each within the pool's own limit
+
 GB = 1e9
 
 # -- beside real ranks -----------------------------------------------------------------------------------------------
