@@ -2,8 +2,8 @@
 
 The rule. Two runs are compared at the whole steps that both have (`runs.steps`: without those abandoned by a restart), if
 they train the same: model, data, seed, optimizer and its arguments (but for the choice of its kernels), and the same
-samples per step. Steps are compared by what
-all ranks agree on: the mean loss, the global gradient norm and, where both have it, a checksum of the parameters after it.
+samples per step. Steps are compared by what all ranks agree on: the mean loss, the global gradient norm and, where both
+have it, a checksum of the parameters after it.
 
 - *equal*: losses and checksums are equal bit for bit in every one of these steps; gradient norms to `NORM_ROUNDING`, since
   the order in which squares are summed depends on the shards.
