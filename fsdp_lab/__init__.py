@@ -6,21 +6,24 @@ read and written on a machine without them.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.core import __version__ as __version__
+from fsdp_lab.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from fsdp_lab.cluster import ClusterError, RankHung, RankLost
     from fsdp_lab.core.errors import ArgumentError, SpecError
     from fsdp_lab.core.events import Memory, StepEvent, Traffic
     from fsdp_lab.core.formatting import Table
-    from fsdp_lab.core.spec import Precision, Spec, Strategy, Workload
+    from fsdp_lab.core.spec import Precision, Spec, Strategy
+    from fsdp_lab.core.workload import Workload
     from fsdp_lab.dashboard import Dashboard, WhatIf
     from fsdp_lab.history import History
+    from fsdp_lab.history.loops import watch
     from fsdp_lab.lab import Lab
     from fsdp_lab.models.presets import PRESETS
+    from fsdp_lab.rank.torchrun import init_process_group
     from fsdp_lab.report import write_report
     from fsdp_lab.runs import CheckpointConfig, Comparison, EvalConfig, Recommendation, RecoveryPolicy, Run, RunState
 
@@ -51,52 +54,51 @@ __all__ = [
     "Traffic",
     "WhatIf",
     "Workload",
+    "init_process_group",
+    "watch",
     "write_report",
 ]
 
-_HOME = {
-    "ArgumentError": "fsdp_lab.core.errors",
-    "ClusterError": "fsdp_lab.cluster",
-    "Comparison": "fsdp_lab.runs",
-    "Dashboard": "fsdp_lab.dashboard",
-    "EvalConfig": "fsdp_lab.runs",
-    "History": "fsdp_lab.history",
-    "Lab": "fsdp_lab.lab",
-    "Memory": "fsdp_lab.core.events",
-    "PRESETS": "fsdp_lab.models.presets",
-    "Precision": "fsdp_lab.core.spec",
-    "RankHung": "fsdp_lab.cluster",
-    "RankLost": "fsdp_lab.cluster",
-    "Recommendation": "fsdp_lab.runs",
-    "RecoveryPolicy": "fsdp_lab.runs",
-    "Run": "fsdp_lab.runs",
-    "RunState": "fsdp_lab.runs",
-    "CheckpointConfig": "fsdp_lab.runs",
-    "Spec": "fsdp_lab.core.spec",
-    "SpecError": "fsdp_lab.core.errors",
-    "StepEvent": "fsdp_lab.core.events",
-    "Strategy": "fsdp_lab.core.spec",
-    "Table": "fsdp_lab.core.formatting",
-    "Traffic": "fsdp_lab.core.events",
-    "WhatIf": "fsdp_lab.dashboard",
-    "Workload": "fsdp_lab.core.spec",
-    "write_report": "fsdp_lab.report",
+_HOMES = {
+    "ArgumentError": "core.errors",
+    "ClusterError": "cluster",
+    "Comparison": "runs",
+    "Dashboard": "dashboard",
+    "EvalConfig": "runs",
+    "History": "history",
+    "Lab": "lab",
+    "Memory": "core.events",
+    "PRESETS": "models.presets",
+    "Precision": "core.spec",
+    "RankHung": "cluster",
+    "RankLost": "cluster",
+    "Recommendation": "runs",
+    "RecoveryPolicy": "runs",
+    "Run": "runs",
+    "RunState": "runs",
+    "CheckpointConfig": "runs",
+    "Spec": "core.spec",
+    "SpecError": "core.errors",
+    "StepEvent": "core.events",
+    "Strategy": "core.spec",
+    "Table": "core.formatting",
+    "Traffic": "core.events",
+    "WhatIf": "dashboard",
+    "Workload": "core.workload",
+    "init_process_group": "rank.torchrun",
+    "watch": "history.loops",
+    "write_report": "report",
 }
+
+_first_use, __dir__ = lazy_names(__name__, _HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        value = getattr(importlib.import_module(home), name)
+        value = _first_use(name)
     except ModuleNotFoundError as e:
         from fsdp_lab.core.errors import not_installed
 
         raise not_installed(f"{__name__}.{name}", e) from None
     globals()[name] = value  # the next access does not come here
     return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

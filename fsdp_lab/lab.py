@@ -16,9 +16,11 @@ from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.membership import RankStatus
+from fsdp_lab.cluster.sent_code import with_code
 from fsdp_lab.core.checkpoint_format import Checkpoint, check_folder, check_same, find
 from fsdp_lab.core.errors import ArgumentError, SpecError, check_whole, is_whole
 from fsdp_lab.core.formatting import Table
+from fsdp_lab.core.generation import Sampling, checked_prompts
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.history.history import History
 from fsdp_lab.history.stored_run import RunList
@@ -29,12 +31,13 @@ from fsdp_lab.planner.questions import Target, planned, planned_here
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.runs.activities import Activities
 from fsdp_lab.runs.comparison import Refusal
-from fsdp_lab.runs.evaluation import EvalConfig
+from fsdp_lab.runs.evaluation import EvalConfig, generated
 from fsdp_lab.runs.recovery import RecoveryPolicy
 from fsdp_lab.runs.run import Drill, Run
 from fsdp_lab.runs.saving import CheckpointConfig
 from fsdp_lab.runs.slow_motion import SlowMotion
 from fsdp_lab.runs.sweep import ROUNDS, Sweep, combine, value_lists
+from fsdp_lab.runs.watched import WatchedRun
 
 if TYPE_CHECKING:
     from fsdp_lab.dashboard import Dashboard
@@ -116,6 +119,8 @@ class Lab:
             **options,
         )
         self._activities = Activities(self.cluster, self._place_ranks, self._record)
+        self.cluster.on_loop(self._take_loop)
+        self.cluster.on_lost(self._activities.lose_rank)
         self._at_exit = exit_handler(weakref.ref(self))
         if not alongside:
             replace_former(self)
@@ -152,10 +157,14 @@ class Lab:
             recover: what to do when ranks or a step fail: True recovers automatically, "ask" waits for `recover` or
                 `stop`; a `RecoveryPolicy` also sets the number of ranks. See `run.incidents`.
             evaluate: compute the loss on held-out samples every so many steps, and optionally stop by it: see `EvalConfig`.
-            changes: flat field names, as in `Spec.replace`.
+            changes: flat field names, as in `Spec.replace`. For a module of your own, three together: `model`, a function
+                without arguments that builds it, or its class; `loss`, a function of (model, batch) that returns a scalar
+                tensor and calls `model(...)` only; `data`, a map-style dataset, or a function that returns one. They are
+                sent to the ranks with all that they use. Initial values are those that `model` gives under the seed, for
+                which every rank holds a whole model in host memory while it starts. Tokens count as samples.
 
         Raises:
-            SpecError: an invalid field or combination.
+            SpecError: an invalid field or combination, or code that cannot be sent.
         """
         return self._activities.begin_run(
             self._wanted(spec, changes), steps=steps, fresh=fresh, ledger_every=ledger_every,
@@ -251,7 +260,8 @@ class Lab:
             check_whole(name, value)
         several = spec if isinstance(spec, Sequence) else [spec]
         bases = [self._wanted(one, {}) for one in several]
-        combinations = [c for base in bases for c in combine(base, value_lists(lists), self._wanted)]
+        values = {name: [with_code({name: v})[name] for v in some] for name, some in value_lists(lists).items()}
+        combinations = [c for base in bases for c in combine(base, values, self._wanted)]
         specs = [c for c in combinations if isinstance(c, Spec)]
         refused = [c for c in combinations if isinstance(c, Refusal)]
         if not specs:
@@ -289,21 +299,23 @@ class Lab:
             base = Spec(world_size=self.ranks, devices=self._devices)
         else:
             base = spec if isinstance(spec, Spec) else Spec.from_dict(spec)
-        fields: dict[str, Any] = {"world_size": base.world_size, **changes}
+        fields: dict[str, Any] = {"world_size": base.world_size, **with_code(changes)}
         if isinstance(fields.get("devices"), str):
             fields["devices"] = each_device(fields["devices"], fields["world_size"])
         if fields["world_size"] != base.world_size:
             fields.setdefault("devices", None)  # a list for another number of ranks
-        return base.replace(**fields)
+        wanted = base.replace(**fields)
+        self.cluster.check_code(wanted)
+        return wanted
 
     def interrupt(self) -> None:
         """Interrupts the ranks, as Ctrl-C would; parameters stay. A run in progress stops; a slow step runs to its end."""
         self._activities.interrupt()
 
     @property
-    def current(self) -> Run | None:
-        """The newest run, running or over."""
-        return self._activities.run
+    def current(self) -> Run | WatchedRun | None:
+        """The newest run, running or over; also a loop of your own, in a cell (`fsdp_lab.watch`)."""
+        return self._activities.current
 
     @property
     def slow(self) -> SlowMotion | None:
@@ -318,7 +330,7 @@ class Lab:
     @property
     def spec(self) -> Spec:
         """The Spec of the newest run; before the first, that of the ranks that were attached to, else the default one."""
-        if (run := self.current) is not None:
+        if (run := self._activities.run) is not None:
             return run.spec
         return self._wanted(next((status["spec"] for status in self.cluster.attached_status), None), {})
 
@@ -336,7 +348,12 @@ class Lab:
             return RunList((), of=0, where="this lab", notes=("this lab stores none: it was made with history=False",))
         return self.history.runs(**filters)
 
-    def _record(self, run: Run) -> None:
+    def _take_loop(self, message: Mapping[str, Any]) -> None:
+        """On the client's IO thread: what a watched loop in a cell reports."""
+        if (run := self._activities.take_loop(message)) is not None:
+            self._record(run)
+
+    def _record(self, run: Run | WatchedRun) -> None:
         if self.history is not None:
             self.history.record(run)
 
@@ -355,6 +372,27 @@ class Lab:
         if error:
             raise ClusterError(f"the checkpoint could not be written: {error}")
         return find(saves[-1]["path"])
+
+    def generate(self, prompts: str | Sequence[str], **sampling: Any) -> list[str]:
+        """How the model that the ranks hold continues a text or several; a run in progress does it after its chunk.
+
+            lab.generate("The capital of France is", new_tokens=8)
+
+        Args:
+            sampling: fields of `fsdp_lab.core.generation.Sampling`: new_tokens, temperature, top_k, top_p, seed.
+
+        Raises:
+            ArgumentError: of a prompt or of `sampling`, or the model does not continue texts. ClusterError: the ranks hold
+                no model.
+        """
+        run, newest = self._activities.run, self.current
+        if isinstance(newest, WatchedRun) and not newest.done:
+            raise ClusterError(f"{newest!r} has the ranks: wait for its cell")
+        if run is None:
+            raise ClusterError("the ranks hold no model: start a run with lab.run(...)")
+        if not run.done:
+            return run.generate(prompts, **sampling).wait()
+        return generated(self.cluster.call, run.id, checked_prompts(prompts), Sampling(**sampling))
 
     def calibrate(self, beside: Sequence[Spec] = (), *, passes: int = PASSES) -> Calibration:
         """Measures this machine on all ranks at once, in a minute or two, for `plan`. The state of the ranks stays.
@@ -377,6 +415,8 @@ class Lab:
         timed = references(len(devices), dtypes, devices)
         shapes = tuple(replace(shape_for(r.spec.workload.model, r.spec.strategy.wrap), tapes={}) for r in timed)
         specs = [spec.to_dict() for spec in (*(r.spec for r in timed), *beside)]
+        for spec in beside:
+            self.cluster.provide(spec)
         by_rank = self.cluster.call("calibrate", specs=specs, dtypes=dtypes, passes=passes)
         name = str(self.cluster.call("status")[0]["device_name"])
         self._calibration = Calibration.of(by_rank, unix_s=time.time(), seconds=time.monotonic() - begun_s, name=name,

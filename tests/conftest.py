@@ -21,22 +21,21 @@ import pytest
 from hypothesis import settings
 
 from tests.pool import Pool
+from tests.pretrained import minilm_folder, smollm2_folder
 from tests.turns import turn
 
 if TYPE_CHECKING:
     from tests.engine.parity import Outcomes
 
 SHARED = ("tests/browser", "tests/cluster", "tests/lab")  # folders whose files share what takes seconds to start
-HALVED = "tests/browser/test_m"  # of what takes longest to run: files before this name, and from it on, are two groups
-LONGEST = ("tests/lab", "tests/browser", "tests/cli", "tests/export", "tests/notebooks", "tests/engine",
+LONGEST = ("tests/browser", "tests/lab", "tests/cli", "tests/export", "tests/notebooks", "tests/engine",
            "tests/engine/scenarios", "tests/rank")  # fmt: skip
 
 
 def group_of(nodeid: str) -> str:
     """The tests that run in one process, one after the other: those of a folder in SHARED, or of a file."""
     file = nodeid.partition("::")[0]
-    folder = next((folder for folder in SHARED if file.startswith(folder + "/")), file)
-    return f"{folder} {file >= HALVED}" if HALVED.startswith(folder) else folder
+    return next((folder for folder in SHARED if file.startswith(folder + "/")), file)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -79,8 +78,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return 0
-    slow = config.option.markexpr == "slow"  # these tests wait more than they compute
-    return max(2, min(4, (os.cpu_count() or 1) // 2)) + slow  # a test may use four ranks
+    return max(2, min(4, (os.cpu_count() or 1) // 2))  # a test may use four ranks
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -95,15 +93,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """No test writes to the history of whoever runs it; what tests start inherits that."""
+    """No test writes to the history or the cache of whoever runs it; what tests start inherits that."""
     signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # a shell's background job ignores it, and so would the ranks
     folder = tempfile.mkdtemp(prefix="fsdp_lab-history-")
     os.environ["FSDP_LAB_HISTORY"] = os.path.join(folder, "history.sqlite3")
+    os.environ["FSDP_LAB_CACHE"] = os.path.join(folder, "cache")
     if not hasattr(config, "workerinput"):
         os.environ["FSDP_LAB_TEST_TURNS"] = folder  # of all processes of this run
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    # Threads of OpenMP spin where several processes share the cores: one test took 70 s of CPU in place of 13.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # torch's TCPStore asks the name server who each client is; where none answers that would cost 5 s now and then
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     settings.register_profile("patient", deadline=None)  # a busy machine is no fault
@@ -116,6 +117,18 @@ def pool() -> Iterator[Pool]:
     ranks = Pool(4)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The folder of a trained BERT of 22M parameters."""
+    return minilm_folder()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M with its tokenizer; for slow tests, since it takes half a minute to make."""
+    return smollm2_folder(Path(os.environ["FSDP_LAB_TEST_TURNS"]))
 
 
 @pytest.fixture(scope="session")

@@ -114,11 +114,13 @@ class Worker:
         return pickle.loads(self.pipe.recv())
 
     def read_stacks(self) -> str:
+        """Those of all threads; the one that was interrupted comes last."""
         os.kill(self.process.pid, signal.SIGUSR1)
-        end = time.monotonic() + 5
-        while not self.stacks.stat().st_size and time.monotonic() < end:
-            time.sleep(0.05)
-        return self.stacks.read_text()
+        end, text, before = time.monotonic() + 5, "", ""
+        while ("Current thread" not in text or text != before) and time.monotonic() < end:
+            time.sleep(0.1)
+            before, text = text, self.stacks.read_text()
+        return text
 
 
 class Pool:
@@ -136,7 +138,8 @@ class Pool:
         process.start()
         return Worker(process, here, stacks)
 
-    def _replace(self) -> None:
+    def renew(self) -> None:
+        """New processes, which hold nothing of earlier runs."""
         for worker in self._workers:
             worker.process.kill()
             worker.process.join()
@@ -163,13 +166,13 @@ class Pool:
         late = [rank for rank, worker in enumerate(chosen) if not worker.pipe.poll(max(0.0, end - time.monotonic()))]
         if late:
             stacks = "\n".join(f"rank {rank}:\n{chosen[rank].read_stacks()}" for rank in late)
-            self._replace()
+            self.renew()
             raise RankError(f"ranks {late} did not answer in {timeout_s} s\n{stacks}")
         try:
             answers = [worker.take() for worker in chosen]
         except (EOFError, ConnectionResetError):
             codes = [worker.process.exitcode for worker in self._workers]
-            self._replace()
+            self.renew()
             raise RankError(f"a rank's process ended while it worked; exit codes by rank: {codes}") from None
         errors = [f"rank {rank}: {text}" for rank, (state, text) in enumerate(answers) if state == "error"]
         if errors:

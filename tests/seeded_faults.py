@@ -142,8 +142,8 @@ FAULTS = (
     Fault(
         name="stale optimizer state",
         what="backends: a switch carries the parameters and not the optimizer's moments",
-        old="        for slot in (PARAM, *self._slots):\n            given",
-        new="        for slot in (PARAM,):\n            given",
+        old="in ((PARAM, names), *((slot, stepped) for slot in self._slots if stepped)):",
+        new="in ((PARAM, names),):",
         tests=("tests/backends", "tests/engine/test_parity_switch.py"),
     ),
     Fault(
@@ -240,8 +240,8 @@ FAULTS = (
     Fault(
         name="planner forgets state",
         what="planner: the optimizer's state is counted once, whatever the optimizer",
-        old="            self.tracker.alloc(OPTIMIZER, self.shards * len(self.optimizer.slots))",
-        new="            self.tracker.alloc(OPTIMIZER, self.shards)",
+        old="        return sum(u.state for u in self.units) * len(self.optimizer.slots)",
+        new="        return sum(u.state for u in self.units)",
         tests=("tests/planner",),
     ),
     Fault(

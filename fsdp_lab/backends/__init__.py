@@ -18,11 +18,15 @@ from fsdp_lab.backends.ddp import DDP
 from fsdp_lab.backends.flat import FlatBackend
 from fsdp_lab.backends.fsdp1 import FSDP1
 from fsdp_lab.backends.fsdp2 import FSDP2
+from fsdp_lab.backends.optimizers import check_optimizer
 from fsdp_lab.backends.state import fill
 from fsdp_lab.backends.transfer import transfer_state
 from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.patterns import unmatched
 from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.workload import Workload
 from fsdp_lab.engine import ParamShard, build_mesh, known_groups
+from fsdp_lab.models.freezing import freeze, frozen_names
 from fsdp_lab.models.wrapping import units
 
 __all__ = ["Backend", "ParamShard", "build", "fill", "transfer_state"]
@@ -39,8 +43,15 @@ _BACKENDS: Mapping[str, _Wrap] = {
 def check(skeleton: nn.Module, spec: Spec, device: torch.device) -> None:
     """Raises SpecError for combinations that depend on the model, the device or torch. Changes nothing; not collective."""
     s = spec.strategy
+    frozen_names(skeleton, spec.workload.freeze)
+    check_optimizer(spec.workload)
+    _check_groups(skeleton, spec.workload)
     if s.backend != "ddp":
         units(skeleton, s.wrap)
+    scalar = next((name for name, p in skeleton.named_parameters() if not p.dim()), "")
+    if scalar and s.backend in ("fsdp1", "fsdp2"):
+        raise SpecError("strategy.backend", f"{s.backend} takes no scalar parameters, and {scalar} is one",
+                        "use backend lab or ddp, or give it one dimension", {"backend": "lab"})  # fmt: skip
     if s.backend == "fsdp1" and s.offload == "all" and device.type == "cpu":
         raise SpecError("strategy.offload", "FSDP1 pins what it offloads, which takes a GPU",
                         "use offload none, or backend fsdp2", {"offload": "none"})  # fmt: skip
@@ -53,6 +64,15 @@ def check(skeleton: nn.Module, spec: Spec, device: torch.device) -> None:
                         "use 1, backend lab, or torch 2.13", {"limit_reductions": 1})  # fmt: skip
 
 
+def _check_groups(skeleton: nn.Module, workload: Workload) -> None:
+    """Raises SpecError for a pattern of a parameter group that matches no parameter."""
+    names = [name for name, _ in skeleton.named_parameters()]
+    groups = workload.param_groups or ()
+    if (wrong := unmatched([pattern for group in groups for pattern in group.match], names)) is not None:
+        raise SpecError("workload.param_groups", f"{wrong!r} matches no parameter", "give a pattern of names such as "
+                        f"{names[0]}, {names[-1]}", {"param_groups": None})  # fmt: skip
+
+
 def build(skeleton: nn.Module, spec: Spec, device: torch.device, *, mesh: DeviceMesh | None = None) -> Backend:
     """Wrap a skeleton; collective. It holds no parameters yet: use `fill` or `transfer_state`. If it fails, the process
     groups made for it are destroyed.
@@ -62,6 +82,7 @@ def build(skeleton: nn.Module, spec: Spec, device: torch.device, *, mesh: Device
     if not all(p.is_meta for p in skeleton.parameters()):
         raise ValueError("a backend is built from a skeleton: fsdp_lab.models.build_skeleton")
     check(skeleton, spec, device)
+    freeze(skeleton, spec.workload.freeze)
     before = known_groups()
     try:
         mesh = mesh or build_mesh(device.type, shard_size=spec.shard_factor)

@@ -20,24 +20,76 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_lab.backends.optimizers import kept_state, torch_class
 from fsdp_lab.backends.storage import DeferredStorage, free, storage_id
 from fsdp_lab.core.events import Role
-from fsdp_lab.core.spec import Precision, Spec, Workload
+from fsdp_lab.core.param_groups import GroupKey, key_of
+from fsdp_lab.core.spec import Precision, Spec
+from fsdp_lab.core.workload import Workload
 from fsdp_lab.engine import ParamShard
 from fsdp_lab.engine.policy import ModuleKind, kind_of
+from fsdp_lab.engine.tensors import move
+from fsdp_lab.models.own import objective
+from fsdp_lab.models.sources import Batch
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RoleTensor = tuple[Role, Tensor]  # a tensor, and what its storage is used for
 
 
-class Backend(ABC):
-    """What a trainer needs from each of the four backends. Not thread-safe.
+class Measured(ABC):
+    """What measuring a step needs of a model, whoever has set it up: a `Backend`, or a user (found.py).
 
     Attributes:
         module: what is called, and what a user sees as `model`.
-        optimizer: its parameters hold the gradients. torch_optimizer: what it is made from, and keeps.
+    """
+
+    module: nn.Module
+
+    @abstractmethod
+    def parameter_bytes(self) -> int:
+        """Of this rank's shards, without padding, as are the next two."""
+
+    @abstractmethod
+    def gradient_bytes(self) -> int:
+        """Of its reduced gradients; 0 where there are none now."""
+
+    @abstractmethod
+    def optimizer_bytes(self) -> int:
+        """Of the optimizer's state; 0 before its first step."""
+
+    @abstractmethod
+    def persistent_tensors(self) -> Iterator[RoleTensor]:
+        """What exists between steps (on the host under offload): shards, their gradients, optimizer state."""
+
+    @abstractmethod
+    def unit_modules(self) -> list[tuple[str, nn.Module]]:
+        """The modules that are units, by original name, with the backend's own hooks around them; under DDP those that
+        `Strategy.wrap` selects. Without the root."""
+
+    def resident_bytes(self) -> int:
+        """Bytes on the device between steps besides shards and optimizer state: DDP's buckets, ZeRO-1's gathered
+        parameters."""
+        return 0
+
+    def transient_tensors(self) -> Iterator[RoleTensor]:
+        """What is on the device now to compute with: gathered parameters, unreduced gradients. A storage may be listed
+        several times; `persistent_tensors` takes precedence."""
+        return iter(())
+
+    def leaves(self) -> Iterator[Tensor]:
+        """The tensors that currently receive the gradients of parameters from autograd."""
+        return self.module.parameters()
+
+
+class Backend(Measured):
+    """What a trainer needs from each of the four backends. Not thread-safe.
+
+    Attributes:
+        optimizer: its parameters hold the gradients. kept: the state that it keeps.
         replicas: how many ranks hold the same gradient shard.
         groups: process groups created for this backend, which `release` destroys.
+        parked: optimizer state that came with a transfer, of parameters that are frozen here, by name and slot;
+            `drop_slots` frees it.
     """
 
     def __init__(self, module: nn.Module, shards: list[ParamShard], deferred: DeferredStorage, spec: Spec,
@@ -46,10 +98,12 @@ class Backend(ABC):
         self.module, self.mesh, self.device = module, mesh, device
         self._deferred = deferred
         self.replicas = spec.world_size // spec.shard_factor
-        self.torch_optimizer = spec.workload.torch_optimizer
+        self.kept = kept_state(spec.workload.torch_optimizer, device.type)
         self.optimizer = make_optimizer(shards, spec.workload)
+        self.parked: dict[str, dict[str, Tensor]] = {}
         self.groups: list[dist.ProcessGroup] = []
         self._param_shards = shards
+        self._objective = objective(spec.workload)
 
     def param_shards(self) -> list[ParamShard]:
         """In the order of the model's parameters; the same names on every rank."""
@@ -62,11 +116,13 @@ class Backend(ABC):
         else:
             self._deferred.allocate(shard.local for shard in shards)
 
-    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
         """Forward; a scalar with a graph."""
-        on_device = {name: t.to(self.device, non_blocking=True) for name, t in batch.items()}
-        loss: Tensor = self.module(**on_device)["loss"]
-        return loss
+        return self._objective(self.module, move(batch, self.device))
+
+    def outputs(self, arguments: Mapping[str, Any]) -> Any:
+        """What the model returns: a mapping. Tensors of `arguments` are on the device."""
+        return self.module(**arguments)
 
     @abstractmethod
     def micro_batch(self, *, communicate: bool) -> AbstractContextManager[None]:
@@ -97,32 +153,23 @@ class Backend(ABC):
         shards = map(self.gradient, self.param_shards())
         return [g for g in shards if g is not None and g.numel()]
 
-    def resident_bytes(self) -> int:
-        """Bytes on the device between steps besides shards and optimizer state: DDP's buckets, ZeRO-1's gathered
-        parameters."""
-        return 0
+    def parameter_bytes(self) -> int:
+        return sum(shard.local.nbytes for shard in self.param_shards())
+
+    def gradient_bytes(self) -> int:
+        shards = map(self.gradient, self.param_shards())
+        return sum(g.nbytes for g in shards if g is not None)
+
+    def optimizer_bytes(self) -> int:
+        slots = (state_slots(self.optimizer, shard) for shard in self.param_shards())
+        return sum(t.nbytes for of_shard in slots for t in of_shard.values())
 
     def persistent_tensors(self) -> Iterator[RoleTensor]:
-        """What exists between steps (on the host under offload): shards, their gradients, optimizer state."""
         for shard in self.param_shards():
             yield Role.PARAMETERS, shard.local
         yield from ((Role.GRADIENTS, gradient) for gradient in self._gradients())
         for state in self.optimizer.state.values():
             yield from ((Role.OPTIMIZER, local_tensor(t)) for t in state.values() if isinstance(t, Tensor) and t.dim())
-
-    def transient_tensors(self) -> Iterator[RoleTensor]:
-        """What is on the device now to compute with: gathered parameters, unreduced gradients. A storage may be listed
-        several times; `persistent_tensors` takes precedence."""
-        return iter(())
-
-    def leaves(self) -> Iterator[Tensor]:
-        """The tensors that currently receive the gradients of parameters from autograd."""
-        return self.module.parameters()
-
-    @abstractmethod
-    def unit_modules(self) -> list[tuple[str, nn.Module]]:
-        """The modules that are units, by original name, with the backend's own hooks around them; under DDP those that
-        `Strategy.wrap` selects. Without the root."""
 
     def retire(self, busy: Collection[int] = ()) -> None:
         """Free all that is no state: gradients, and what is there to compute with. It cannot train afterwards; its state
@@ -146,6 +193,7 @@ class Backend(ABC):
         held += [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
         self.optimizer.zero_grad(set_to_none=True)
         self.optimizer.state.clear()
+        self.parked.clear()
         self.optimizer.param_groups.clear()
         free(held, busy)
         destroy(self.groups)
@@ -159,24 +207,39 @@ class Backend(ABC):
 
 
 def make_optimizer(shards: list[ParamShard], workload: Workload) -> torch.optim.Optimizer:
-    """The workload's optimizer over the backend's shards, with weight decay on matrices only."""
-    decayed = dict.fromkeys(p.param for p in shards if p.param is not None and len(p.shape) >= 2)
-    others = dict.fromkeys(p.param for p in shards if p.param is not None and len(p.shape) < 2)
-    groups: list[dict[str, Any]] = [
-        {"params": list(decayed), "weight_decay": workload.weight_decay, "decays": True},
-        {"params": list(others), "weight_decay": 0.0, "decays": False},
-    ]
-    groups = [g for g in groups if g["params"]]
-    kind: type[torch.optim.Optimizer] = getattr(torch.optim, workload.torch_optimizer.class_name)
-    return kind(groups, lr=workload.lr, **workload.torch_optimizer.keywords)  # type: ignore[call-arg]
+    """The workload's optimizer over the backend's shards, in the workload's groups, matrices and others apart."""
+    found: dict[GroupKey, dict[nn.Parameter, None]] = {}
+    for s in shards:
+        if s.param is not None:
+            found.setdefault(key_of(workload.param_groups, s.name, len(s.shape)), {})[s.param] = None
+    groups: list[dict[str, Any]] = []
+    for key, params in sorted(found.items(), key=lambda one: (one[0][0], not one[0][1])):
+        lr, decay = workload.rates_of(key)
+        groups.append({"params": list(params), "weight_decay": decay, "lr": lr, "initial_lr": lr, "key": key})
+    kind = torch_class(workload.torch_optimizer)
+    made = kind(groups, lr=workload.lr, **workload.torch_optimizer.keywords)  # type: ignore[call-arg]
+    made.state.clear()  # of Adagrad, which makes it at once: see `begin_state`
+    if workload.torch_optimizer.class_name == "Adagrad":
+        made.register_step_pre_hook(begin_state)
+    return made
+
+
+def trained(param: nn.Parameter) -> nn.Parameter | None:
+    """It, or None if it is frozen: `ParamShard.param`."""
+    return param if param.requires_grad else None
 
 
 def update_hyperparameters(optimizer: torch.optim.Optimizer, workload: Workload) -> None:
     """Set learning rate and weight decay; the state is not touched."""
     for group in optimizer.param_groups:
-        group["lr"] = workload.lr
-        if group["decays"]:
-            group["weight_decay"] = workload.weight_decay
+        group["initial_lr"], group["weight_decay"] = workload.rates_of(group["key"])
+        group["lr"] = group["initial_lr"]
+
+
+def scale_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Set every group's learning rate to this share of its full one."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
 
 
 def local_tensor(t: Tensor) -> Tensor:
@@ -201,28 +264,46 @@ def state_slots(optimizer: torch.optim.Optimizer, shard: ParamShard) -> dict[str
     return {slot: _range(shard, local_part(t)) for slot, t in state.items() if isinstance(t, Tensor) and t.dim() > 0}
 
 
-def steps_taken(optimizer: torch.optim.Optimizer) -> int:
-    """How often the optimizer stepped; 0 without state. The maximum, since it skips parameters without a gradient."""
-    return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
+def begin_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """The state of Adagrad's parameters that have none; other classes make it in their first step."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p not in optimizer.state:
+                begun = torch.full_like(p, group["initial_accumulator_value"], memory_format=torch.preserve_format)
+                step = torch.zeros((), device=p.device if group["fused"] else "cpu")
+                optimizer.state[p] = {"step": step, "sum": begun}
 
 
-def seed_state(backend: Backend, slots: Collection[str], steps: int, shards: Iterable[ParamShard]) -> None:
-    """Create the optimizer's state of these shards as after `steps`, where there is none: `slots`, to be overwritten, and
-    what else the optimizer keeps, in zeros. Without slots it begins as a new one."""
-    optimizer, keeps = backend.optimizer, backend.torch_optimizer
+def scalars_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """The numbers that the optimizer keeps for each parameter, as its number of steps; empty without state. Those of the
+    parameter with the most steps, since it skips parameters without a gradient."""
+    found = ({name: float(t) for name, t in state.items() if isinstance(t, Tensor) and not t.dim()}
+             for state in optimizer.state.values())  # fmt: skip
+    return max(found, key=lambda scalars: scalars.get("step", 0.0), default={})
+
+
+def seed_state(
+    backend: Backend, slots: Collection[str], scalars: Mapping[str, float], shards: Iterable[ParamShard]
+) -> None:
+    """Create the optimizer's state of these shards, where there is none: with these scalars, `slots`, to be overwritten, and
+    what else the optimizer keeps, as it begins. Without slots it begins as a new one."""
+    optimizer, kept = backend.optimizer, backend.kept
     params = dict.fromkeys(s.param for s in shards if s.param is not None and s.param not in optimizer.state)
     for p in params if slots else ():
         state: dict[str, Any] = {}
-        if keeps.counts_steps:  # on the host, except for fused kernels
-            state["step"] = torch.tensor(float(steps), device=p.device if keeps.is_fused else "cpu")
-        state |= {s: torch.zeros_like(p, memory_format=torch.preserve_format) for s in {*slots, *keeps.slots}}
+        for name, (dtype, on_device) in kept.scalars.items():
+            if name in scalars:
+                state[name] = torch.tensor(scalars[name], dtype=dtype, device=p.device if on_device else "cpu")
+        for slot in {*slots, *kept.slots}:
+            state[slot] = torch.full_like(p, kept.slots.get(slot, 0.0), memory_format=torch.preserve_format)
         optimizer.state[p] = state
 
 
 def drop_slots(backend: Backend) -> None:
     """Free what came with a transfer and the optimizer does not keep."""
+    backend.parked.clear()
     for state in backend.optimizer.state.values():
-        for slot in state.keys() - {"step", *backend.torch_optimizer.slots}:
+        for slot in state.keys() - {*backend.kept.scalars, *backend.kept.slots}:
             del state[slot]
 
 

@@ -25,6 +25,7 @@ from fsdp_lab.backends.wrapping import prepare
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.engine import ParamShard
+from fsdp_lab.models.sources import Batch
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.wire import Wire
 
@@ -56,9 +57,16 @@ class DDP(Backend):
         self._wrap = spec.strategy.wrap
         super().__init__(module, shards, deferred, spec, mesh, device)
 
-    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        with torch.autocast(self.device.type, dtype=self._autocast, enabled=self._autocast is not None):
+    def loss(self, batch: Batch) -> Tensor:
+        with self._mixed():
             return super().loss(batch)
+
+    def outputs(self, arguments: Mapping[str, Any]) -> Any:
+        with self._mixed():
+            return super().outputs(arguments)
+
+    def _mixed(self) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype=self._autocast, enabled=self._autocast is not None)
 
     def unit_modules(self) -> list[tuple[str, nn.Module]]:
         assert isinstance(self.module, DistributedDataParallel)
@@ -71,7 +79,7 @@ class DDP(Backend):
 
     def resident_bytes(self) -> int:
         """The buckets."""
-        return sum(p.local.nbytes for p in self.param_shards())
+        return sum(p.local.nbytes for p in self.param_shards() if p.param is not None)
 
     def retire(self, busy: Collection[int] = ()) -> None:
         """Also drops torch's reducer, which owns the buckets; an operation that still uses one keeps it."""
@@ -86,7 +94,7 @@ class DDP(Backend):
 
 def _whole(name: str, param: nn.Parameter) -> ParamShard:
     local = param.detach().view(-1)
-    return ParamShard(name=name, shape=param.shape, start=0, stop=param.numel(), local=local, param=param)
+    return ParamShard(name=name, shape=param.shape, start=0, stop=param.numel(), local=local, param=base.trained(param))
 
 
 def _sum_then_divide(state: tuple[Any, torch.dtype | None], bucket: Any) -> torch.futures.Future[Tensor]:

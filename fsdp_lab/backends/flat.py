@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab import engine
-from fsdp_lab.backends.base import DTYPES, Backend, RoleTensor, local_tensor, original_name
+from fsdp_lab.backends.base import DTYPES, Backend, Measured, RoleTensor, local_tensor, original_name
 from fsdp_lab.backends.storage import DeferredStorage
 from fsdp_lab.backends.wrapping import context_of, name_flat_units, prepare
 from fsdp_lab.core.events import Role
+from fsdp_lab.core.param_groups import key_of
 from fsdp_lab.core.spec import Spec, Strategy
 from fsdp_lab.engine.flat import FlatBuffer
 from fsdp_lab.engine.parameters import sharded_form
@@ -23,14 +24,45 @@ from fsdp_lab.engine.state import shard_of
 from fsdp_lab.models.wrapping import units
 
 
-class FlatBackend(Backend):
-    """Each unit is a flat buffer; the optimizer gets flat shards, one per buffer and weight-decay group."""
+class FlatTensors(Measured):
+    """What our engine holds besides shards, and its units."""
+
+    def resident_bytes(self) -> int:
+        """The device copies under optimizer offload, and ZeRO-1's gathered parameters."""
+        return sum(t.nbytes for flat in engine.flats_of(self.module) for t in _resident_tensors(flat))
+
+    def transient_tensors(self) -> Iterator[RoleTensor]:
+        for flat in engine.flats_of(self.module):
+            stays = flat.policy.offload == engine.OffloadPolicy.OPTIMIZER  # otherwise it is only sent
+            device_shard = Role.PARAMETERS if stays else Role.COMMUNICATION
+            yield Role.UNSHARDED, flat.full
+            optional = ((device_shard, flat.device_shard), (Role.UNSHARDED, flat.post_forward_shard),
+                        (Role.GRADIENTS, flat.gradients.unsharded))  # fmt: skip
+            yield from ((role, t) for role, t in optional if t is not None)
+            yield from ((Role.GRADIENTS, t) for t, _ in flat.gradients.pieces)
+        for reduction in (r for runtime in engine.runtimes_of(self.module) for r in runtime.reducing):
+            yield from ((Role.GRADIENTS, t) for t in (reduction.unsharded, reduction.shard) if t is not None)
+
+    def leaves(self) -> Iterator[Tensor]:
+        for flat in engine.flats_of(self.module):
+            yield from (p for p in flat.parameters if p.requires_grad)
+
+    def unit_modules(self) -> list[tuple[str, nn.Module]]:
+        names = {module: name for name, module in self.module.named_modules()}
+        units = engine.units_of(self.module)
+        return [(names[unit.modules[0]], m) for unit in units for m in unit.modules if m is not self.module]
+
+
+class FlatBackend(FlatTensors, Backend):
+    """Each unit is a flat buffer; the optimizer gets flat shards, one per buffer and parameter group."""
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
+        groups = spec.workload.param_groups
+        keys = {id(p): key_of(groups, name, p.dim()) for name, p in skeleton.named_parameters()}
         inside = units(skeleton, spec.strategy.wrap)
         outer = prepare(skeleton, spec.strategy)
         deferred, found = DeferredStorage(), _Shards()
-        options = {**engine_options(spec.strategy, mesh), "group_of": _decays}
+        options = {**engine_options(spec.strategy, mesh), "group_of": lambda name, p: keys[id(p)]}
         inner = {**options, "mp_policy": dataclasses.replace(options["mp_policy"], output_dtype=None)}
         for group in inside:
             engine.fully_shard([outer(m) for m in group], **inner)
@@ -38,7 +70,6 @@ class FlatBackend(Backend):
         engine.fully_shard(skeleton, **options)
         found.defer(skeleton, deferred)
         name_flat_units(skeleton, context_of(mesh))
-        self._offload = spec.strategy.offload
         super().__init__(skeleton, found.of(skeleton), deferred, spec, mesh, device)
         self.optimizer.register_step_pre_hook(lambda optimizer, *_: engine.split_unused(skeleton, optimizer))
         if spec.strategy.dtypes.keep_low_precision_gradients:  # torch's optimizers need the dtype of the shards
@@ -58,29 +89,6 @@ class FlatBackend(Backend):
     def _gradients(self) -> Iterator[Tensor]:
         reduced = (flat.gradients.local() for flat in engine.flats_of(self.module))
         return (t for t in reduced if t is not None)
-
-    def resident_bytes(self) -> int:
-        """The device copies under optimizer offload, and ZeRO-1's gathered parameters."""
-        return sum(t.nbytes for flat in engine.flats_of(self.module) for t in _resident_tensors(flat))
-
-    def transient_tensors(self) -> Iterator[RoleTensor]:
-        stays = self._offload == "optimizer"  # otherwise it is only sent
-        device_shard = Role.PARAMETERS if stays else Role.COMMUNICATION
-        for flat in engine.flats_of(self.module):
-            yield Role.UNSHARDED, flat.full
-            optional = ((device_shard, flat.device_shard), (Role.UNSHARDED, flat.post_forward_shard),
-                        (Role.GRADIENTS, flat.gradients.unsharded))  # fmt: skip
-            yield from ((role, t) for role, t in optional if t is not None)
-            yield from ((Role.GRADIENTS, t) for t, _ in flat.gradients.pieces)
-        for reduction in engine.runtime_of(self.module).reducing:
-            yield from ((Role.GRADIENTS, t) for t in (reduction.unsharded, reduction.shard) if t is not None)
-
-    def leaves(self) -> Iterator[Tensor]:
-        for flat in engine.flats_of(self.module):
-            yield from (p for p in flat.parameters if p.requires_grad)
-
-    def unit_modules(self) -> list[tuple[str, nn.Module]]:
-        return [(unit.name, m) for unit in engine.units_of(self.module) for m in unit.modules if m is not self.module]
 
     def micro_batch(self, *, communicate: bool) -> AbstractContextManager[None]:
         return nullcontext() if communicate else engine.no_sync(self.module)
@@ -137,7 +145,3 @@ def _resident_tensors(flat: FlatBuffer) -> Iterator[Tensor]:
         yield flat.device_shard
     if not flat.is_view_of_master and flat.full.untyped_storage().size():
         yield flat.full
-
-
-def _decays(name: str, parameter: Tensor) -> str:
-    return "decays" if parameter.dim() >= 2 else "does not decay"

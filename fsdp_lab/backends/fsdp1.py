@@ -5,6 +5,7 @@ It reads torch's private FlatParameter, which alone has the location of a parame
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -23,8 +24,8 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init, _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import DTYPES, Backend, RoleTensor
-from fsdp_lab.backends.storage import DeferredStorage, free
+from fsdp_lab.backends.base import DTYPES, Backend, Measured, RoleTensor
+from fsdp_lab.backends.storage import DeferredStorage, free, return_memory
 from fsdp_lab.backends.wrapping import context_of, name_fsdp1_unit, prepare
 from fsdp_lab.core.events import ROOT, Role
 from fsdp_lab.core.spec import Spec
@@ -48,13 +49,8 @@ _PASSING = {  # attributes of a FlatParameter
 _PREFETCH = {"before": BackwardPrefetch.BACKWARD_PRE, "after": BackwardPrefetch.BACKWARD_POST}
 
 
-class FSDP1(Backend):
-    """Each unit is one evenly sharded flat parameter; the original parameters are views of this rank's part."""
-
-    def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
-        shapes = {n: p.shape for n, p in skeleton.named_parameters()}
-        module, found = _wrap(skeleton, spec, mesh, device)
-        super().__init__(module, found.of(module, shapes), found.deferred, spec, mesh, device)
+class FSDP1Tensors(Measured):
+    """What FSDP1 holds besides shards, and its units."""
 
     def transient_tensors(self) -> Iterator[RoleTensor]:
         for flat in (handle.flat_param for handle in _handles(self.module)):
@@ -66,11 +62,20 @@ class FSDP1(Backend):
         for flat in (handle.flat_param for handle in _handles(self.module)):
             if flat.requires_grad:
                 yield flat
-                yield from (t for t in flat._tensors or () if t is not None)
+                yield from (t for t in flat._tensors or () if t is not None and t.requires_grad)
 
     def unit_modules(self) -> list[tuple[str, nn.Module]]:
         inner = ((n, m) for n, m in self.module.named_modules() if isinstance(m, FullyShardedDataParallel))
         return [(base.original_name(name), m.module) for name, m in inner if m is not self.module]
+
+
+class FSDP1(FSDP1Tensors, Backend):
+    """Each unit is one evenly sharded flat parameter; the original parameters are views of this rank's part."""
+
+    def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
+        shapes = {n: p.shape for n, p in skeleton.named_parameters()}
+        module, found = _wrap(skeleton, spec, mesh, device)
+        super().__init__(module, found.of(module, shapes), found.deferred, spec, mesh, device)
 
     def micro_batch(self, *, communicate: bool) -> AbstractContextManager[None]:
         assert isinstance(self.module, FullyShardedDataParallel)
@@ -99,11 +104,12 @@ class FSDP1(Backend):
 class _Shards:
     """The shards of a model that is wrapped unit by unit, each taken before its storage is freed.
 
-    torch flattens a unit by a copy of all its parameters, and then takes this rank's part: two whole units for a moment.
+    torch flattens a unit by a copy of all its parameters, and then takes this rank's part: for a moment two whole units and
+    that part. The C library would keep what is freed between such parts, and with it 1/W of the model.
     """
 
-    def __init__(self) -> None:
-        self.deferred = DeferredStorage()
+    def __init__(self, device: torch.device) -> None:
+        self.deferred, self._device = DeferredStorage(), device
         self._found: dict[
             int, tuple[nn.Parameter, Any, Tensor]
         ] = {}  # by the parameter's id: also where it is, its part
@@ -116,6 +122,7 @@ class _Shards:
                 for p, info in zip(flat._params, flat._shard_param_infos, strict=True):
                     self._found[id(p)] = (p, info, _part(info, held))
                 self.deferred.defer(held)
+        return_memory(self._device)
 
     def of(self, root: nn.Module, shapes: Mapping[str, torch.Size]) -> list[ParamShard]:
         """In the order of the skeleton's parameters."""
@@ -135,7 +142,7 @@ def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) 
             reduce_dtype=DTYPES[dtypes.reduce],
             buffer_dtype=None if dtypes.buffer is None else DTYPES[dtypes.buffer],
         )
-    found, materialise, offloads = _Shards(), base.materialiser(device), s.offload == "all"
+    found, materialise, offloads = _Shards(device), base.materialiser(device), s.offload == "all"
 
     def make(module: nn.Module) -> None:
         """Called for each module of a unit, with the unit's own first."""
@@ -143,20 +150,24 @@ def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) 
             found.defer(model)
         materialise(module)
 
-    wrapped = FullyShardedDataParallel(
-        model,
-        device_mesh=mesh,
-        sharding_strategy=_SHARDING[s.sharding],
-        auto_wrap_policy=CustomPolicy(lambda m: id(m) in chosen),
-        mixed_precision=precision,
-        cpu_offload=CPUOffload(offload_params=True) if offloads else None,
-        param_init_fn=make,
-        device_id=device,
-        use_orig_params=True,
-        forward_prefetch=s.forward_depth > 0,
-        backward_prefetch=_PREFETCH[s.backward_prefetch_point] if s.backward_prefetch else None,
-        limit_all_gathers=s.limit_all_gathers > 0,
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*has both parameters with requires_grad=True and False")
+        wrapped = FullyShardedDataParallel(
+            model,
+            device_mesh=mesh,
+            sharding_strategy=_SHARDING[s.sharding],
+            auto_wrap_policy=CustomPolicy(lambda m: id(m) in chosen),
+            mixed_precision=precision,
+            cpu_offload=CPUOffload(offload_params=True) if offloads else None,
+            param_init_fn=make,
+            device_id=device,
+            use_orig_params=True,
+            forward_prefetch=s.forward_depth > 0,
+            backward_prefetch=_PREFETCH[s.backward_prefetch_point] if s.backward_prefetch else None,
+            limit_all_gathers=s.limit_all_gathers > 0,
+        )
+    for handle in _handles(wrapped):
+        _detach_frozen(handle)
     _divide_after_the_sum(wrapped, spec.world_size)
     if not offloads:
         found.defer(wrapped)
@@ -191,6 +202,19 @@ def _part(info: Any, held: Tensor) -> Tensor:
     return held[begin : begin + info.intra_param_end_idx + 1 - info.intra_param_start_idx]
 
 
+def _detach_frozen(handle: Any) -> None:
+    """Let a forward see frozen parameters of a unit without a gradient. Otherwise all views of its flat parameter need one,
+    and so does all that is computed from them; the gradients of frozen ones would be computed, and not used."""
+    views, params = handle._get_unflat_views, handle.flat_param._params
+
+    def detached(*args: Any) -> Iterator[Tensor]:
+        return (v if p.requires_grad else v.detach() for v, p in zip(views(*args), params, strict=True))
+
+    if not all(p.requires_grad for p in params):
+        handle._get_unflat_views = detached
+
+
 def _param_shard(name: str, shape: torch.Size, param: nn.Parameter, info: Any, local: Tensor) -> ParamShard:
     start = info.intra_param_start_idx if info.in_shard else 0
-    return ParamShard(name=name, shape=shape, start=start, stop=start + local.numel(), local=local, param=param)
+    return ParamShard(name=name, shape=shape, start=start, stop=start + local.numel(), local=local,
+                      param=base.trained(param))  # fmt: skip

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import DTYPES, Backend, RoleTensor
+from fsdp_lab.backends.base import DTYPES, Backend, Measured, RoleTensor
 from fsdp_lab.backends.storage import DeferredStorage
 from fsdp_lab.backends.wrapping import context_of, name_fsdp2_unit, named_units, prepare
 from fsdp_lab.core.events import ROOT, Role
@@ -23,19 +23,8 @@ from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.models.wrapping import units
 
 
-class FSDP2(Backend):
-    """Each parameter is a DTensor sharded in dimension 0; those of a unit are gathered together and copied out."""
-
-    def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
-        module = _shard(skeleton, spec.strategy, mesh)
-        deferred = DeferredStorage()
-        for group in _param_groups(module):
-            for p in group.fsdp_params:
-                _materialise(p, torch.device("cpu") if spec.strategy.offload == "all" else device)
-                deferred.defer(p.sharded_param)
-        base.place_buffers(module, device, spec.strategy.dtypes)
-        shards = [_param_shard(base.original_name(n), p, mesh["shard"]) for n, p in module.named_parameters()]
-        super().__init__(module, shards, deferred, spec, mesh, device)
+class FSDP2Tensors(Measured):
+    """What FSDP2 holds besides shards, and its units."""
 
     def transient_tensors(self) -> Iterator[RoleTensor]:
         for group in _param_groups(self.module):
@@ -56,6 +45,21 @@ class FSDP2(Backend):
     def unit_modules(self) -> list[tuple[str, nn.Module]]:
         inner = ((name, m) for name, m in self.module.named_modules() if m is not self.module)
         return [(base.original_name(name), m) for name, m in inner if _is_unit(m)]
+
+
+class FSDP2(FSDP2Tensors, Backend):
+    """Each parameter is a DTensor sharded in dimension 0; those of a unit are gathered together and copied out."""
+
+    def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
+        module = _shard(skeleton, spec.strategy, mesh)
+        deferred = DeferredStorage()
+        for group in _param_groups(module):
+            for p in group.fsdp_params:
+                _materialise(p, torch.device("cpu") if spec.strategy.offload == "all" else device)
+                deferred.defer(p.sharded_param)
+        base.place_buffers(module, device, spec.strategy.dtypes)
+        shards = [_param_shard(base.original_name(n), p, mesh["shard"]) for n, p in module.named_parameters()]
+        super().__init__(module, shards, deferred, spec, mesh, device)
 
     @contextmanager
     def micro_batch(self, *, communicate: bool) -> Iterator[None]:
@@ -98,7 +102,8 @@ def _own_groups(module: nn.Module) -> list[Any]:
 def _param_shard(name: str, param: nn.Parameter, shards: DeviceMesh) -> ParamShard:
     local = base.local_part(param)
     start = _rows_before(param.shape[0], shards) * (param.shape.numel() // max(1, param.shape[0]))
-    return ParamShard(name=name, shape=param.shape, start=start, stop=start + local.numel(), local=local, param=param)
+    return ParamShard(name=name, shape=param.shape, start=start, stop=start + local.numel(), local=local,
+                      param=base.trained(param))  # fmt: skip
 
 
 def _rows_before(rows: int, shards: DeviceMesh) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_lab.backends.base import Backend, original_name, seed_state, state_slots, steps_taken
+from fsdp_lab.backends.base import Backend, original_name, scalars_of, seed_state, state_slots
 from fsdp_lab.engine import ParamShard
 from fsdp_lab.engine.collectives import gather_texts
 from fsdp_lab.engine.streams import streams_of
@@ -31,18 +31,25 @@ Layout = Mapping[str, Range]  # of one rank: parameter -> its range of the flat 
 
 
 class Values(Protocol):
-    """Values by name, such as a model's `Initializer`."""
+    """Values by name: a model's `Initializer`, or its `Pretrained`."""
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a flattened parameter, on any device."""
+    buffers: Sequence[str]  # persistent buffers that it has values for
+
+    def read_into(self, name: str, start: int, target: Tensor) -> None:
+        """Set `target` [n], flat, on any device, to elements [start, start + n) of a flattened parameter or buffer."""
 
 
 def fill(backend: Backend, values: Values) -> None:
-    """Set every parameter; each rank reads its own ranges only. Not collective."""
+    """Set every parameter, and buffers that there are values for; each rank reads only its own ranges. Not collective."""
     backend.allocate()
     for shard in backend.param_shards():
         if shard.numel:
-            shard.local.copy_(values.read(shard.name, shard.start, shard.stop))
+            values.read_into(shard.name, shard.start, shard.local)
+    for name, buffer in persistent_buffers(backend.module):
+        if name in values.buffers:
+            flat = torch.empty(buffer.numel(), dtype=buffer.dtype)
+            values.read_into(name, 0, flat)
+            buffer.copy_(flat.view(buffer.shape))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +58,7 @@ class SuspendedState:
 
     values: Mapping[tuple[str, str], Tensor]  # (parameter, slot or PARAM) -> this rank's range of it, flat
     slots: tuple[str, ...]
-    steps: int  # that the optimizer took
+    scalars: Mapping[str, float]  # of the optimizer, such as its number of steps
     buffers: tuple[Tensor, ...]
 
     @property
@@ -61,13 +68,14 @@ class SuspendedState:
 
 def suspend_state(backend: Backend) -> SuspendedState:
     """Copy parameters, optimizer state and buffers to the host; collective. The backend may be released afterwards."""
-    slots, steps = optimizer_slots([backend])
-    values = {(s.name, slot): slot_values(backend, s, slot) for s in backend.param_shards() for slot in (PARAM, *slots)}
+    slots, scalars = optimizer_slots([backend])
+    values = {(s.name, slot): slot_values(backend, s, slot) for s in backend.param_shards()
+              for slot in _kept(backend, s, slots)}  # fmt: skip
     copies = HostCopies(backend.device)
     suspended = SuspendedState(
         values={key: copies.queue(value) for key, value in values.items()},
         slots=slots,
-        steps=steps,
+        scalars=scalars,
         buffers=tuple(copies.queue(b) for _, b in persistent_buffers(backend.module)),
     )
     copies.wait()
@@ -77,9 +85,9 @@ def suspend_state(backend: Backend) -> SuspendedState:
 def resume_state(state: SuspendedState, backend: Backend) -> None:
     """Copy back into a new backend of the same Spec. Not collective."""
     backend.allocate()
-    seed_state(backend, state.slots, state.steps, backend.param_shards())
+    seed_state(backend, state.slots, state.scalars, backend.param_shards())
     for shard in backend.param_shards():
-        for slot in (PARAM, *state.slots):
+        for slot in _kept(backend, shard, state.slots):
             value = state.values[shard.name, slot]
             if value.numel():
                 slot_target(backend, shard, slot).copy_(value)
@@ -110,13 +118,34 @@ def slot_values(backend: Backend, shard: ParamShard, slot: str) -> Tensor:
     """This rank's values of a slot, flat; zeros if the optimizer has no state because there was no gradient."""
     if slot == PARAM:
         return shard.local
-    found = state_slots(backend.optimizer, shard).get(slot)
+    parked = backend.parked.get(shard.name)
+    found = (state_slots(backend.optimizer, shard) if parked is None else parked).get(slot)
     return torch.zeros_like(shard.local) if found is None else found
 
 
 def slot_target(backend: Backend, shard: ParamShard, slot: str) -> Tensor:
     """The tensor to write a slot's values to; of optimizer slots after `seed_state`."""
-    return shard.local if slot == PARAM else state_slots(backend.optimizer, shard)[slot]
+    if slot == PARAM:
+        return shard.local
+    parked = backend.parked.get(shard.name)
+    return (state_slots(backend.optimizer, shard) if parked is None else parked)[slot]
+
+
+def has_slots(backend: Backend, shard: ParamShard) -> bool:
+    """Whether the optimizer keeps state for a parameter: it is not frozen, or its state is parked."""
+    return shard.param is not None or shard.name in backend.parked
+
+
+def park(backend: Backend, slots: Collection[str], shards: Iterable[ParamShard]) -> None:
+    """Make room for the optimizer state of frozen parameters."""
+    for s in shards:
+        if s.param is None:
+            backend.parked[s.name] = {slot: torch.zeros_like(s.local) for slot in slots}
+
+
+def _kept(backend: Backend, shard: ParamShard, slots: Sequence[str]) -> Sequence[str]:
+    """PARAM, and the slots of a parameter that is not frozen."""
+    return (PARAM, *slots) if has_slots(backend, shard) else (PARAM,)
 
 
 def gather_json(mine: Any) -> list[Any]:
@@ -133,17 +162,22 @@ def _world() -> dist.ProcessGroup:
     return world
 
 
-def optimizer_slots(backends: Sequence[Backend]) -> tuple[tuple[str, ...], int]:
-    """The slots and number of steps of the optimizers, the same on every rank, even if a rank's first shard is empty."""
+def optimizer_slots(backends: Sequence[Backend]) -> tuple[tuple[str, ...], dict[str, float]]:
+    """The slots and the scalars of the optimizers, the same on every rank, even if a rank's first shard is empty."""
     mine: set[str] = set().union(*(_own_slots(b) for b in backends))
-    by_rank = gather_json((sorted(mine), max(steps_taken(b.optimizer) for b in backends)))
-    return tuple(sorted(set().union(*(slots for slots, _ in by_rank)))), max(steps for _, steps in by_rank)
+    by_rank = gather_json((sorted(mine), most_steps([scalars_of(b.optimizer) for b in backends])))
+    return tuple(sorted(set().union(*(slots for slots, _ in by_rank)))), most_steps([scalars for _, scalars in by_rank])
+
+
+def most_steps(scalars: Sequence[dict[str, float]]) -> dict[str, float]:
+    return max(scalars, key=lambda one: one.get("step", 0.0))
 
 
 def _own_slots(backend: Backend) -> set[str]:
     """Also of parameters whose storage is freed, of which there are no parts."""
     states = (shard.slots(backend.optimizer) for shard in backend.param_shards())
-    return {slot for state in states for slot, t in state.items() if isinstance(t, Tensor) and t.dim()}
+    return {slot for state in (*states, *backend.parked.values()) for slot, t in state.items() if isinstance(t, Tensor)
+            and t.dim()}  # fmt: skip
 
 
 # -- the chunks of a checkpoint ----------------------------------------------------------------------------------------
@@ -167,8 +201,9 @@ def shapes_of(backend: Backend) -> dict[str, list[int]]:
 
 
 def slots_of(backend: Backend) -> dict[str, object]:
-    """The optimizer's slots on this rank, and its number of steps."""
-    return {"slots": sorted(_own_slots(backend)), "steps": steps_taken(backend.optimizer)}
+    """The optimizer's slots on this rank, its number of steps and its other scalars."""
+    scalars = scalars_of(backend.optimizer)
+    return {"slots": sorted(_own_slots(backend)), "steps": int(scalars.get("step", 0)), "scalars": scalars}
 
 
 def snapshot(backend: Backend, layouts: Sequence[Layout], rank: int, writers: Collection[int]) -> list[Chunk]:
@@ -176,12 +211,12 @@ def snapshot(backend: Backend, layouts: Sequence[Layout], rank: int, writers: Co
     LookupError, on each writer, if they do not hold all of the model."""
     copies = HostCopies(backend.device)
     ranges = dict(_shares(layouts, rank, sorted(writers), shapes_of(backend)))
-    slots = (PARAM, *sorted(_own_slots(backend)))
+    slots = sorted(_own_slots(backend))
     chunks = []
     for shard in backend.param_shards():
         start, stop = ranges[shard.name]
         if start < stop:
-            for slot in slots:
+            for slot in _kept(backend, shard, slots):
                 values = slot_values(backend, shard, slot)[start - shard.start : stop - shard.start]
                 chunks.append(Chunk(name=key(shard.name, slot), start=start, values=copies.queue(values)))
     for path, buffer in persistent_buffers(backend.module):
@@ -190,21 +225,21 @@ def snapshot(backend: Backend, layouts: Sequence[Layout], rank: int, writers: Co
     return chunks
 
 
-def targets(backend: Backend, slots: Sequence[str], steps: int, buffers_of: int) -> list[Chunk]:
+def targets(backend: Backend, slots: Sequence[str], scalars: Mapping[str, float], buffers_of: int) -> list[Chunk]:
     """The tensors of a new backend to be filled from a checkpoint; allocates its parameters and optimizer state. Not
     collective.
 
     Args:
-        slots: of the saved optimizer; those that the new one does not keep are left out.
+        slots, scalars: of the saved optimizer; those that the new one does not keep are left out.
         buffers_of: the rank whose saved buffers this one takes.
     """
     backend.allocate()
-    slots = [slot for slot in slots if slot in backend.torch_optimizer.slots]
-    seed_state(backend, slots, steps, backend.param_shards())
+    slots = [slot for slot in slots if slot in backend.kept.slots]
+    seed_state(backend, slots, scalars, backend.param_shards())
     wanted = [
         Chunk(name=key(p.name, slot), start=p.start, values=slot_target(backend, p, slot))
         for p in backend.param_shards()
-        for slot in (PARAM, *slots)
+        for slot in _kept(backend, p, slots)
         if p.numel
     ]
     buffers = [Chunk(name=buffer_key(buffers_of, path), start=0, values=b.view(-1))

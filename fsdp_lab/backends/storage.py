@@ -1,4 +1,5 @@
-"""`DeferredStorage`: what a new backend will hold, not yet allocated; and `free`, which returns storage to the allocator.
+"""`DeferredStorage`: what a new backend will hold, not yet allocated; `free`, which returns storage to the allocator; and
+`return_memory`, with which the allocator returns it to the system.
 
 A backend is built unit by unit, and the storage of each unit is freed as soon as the unit exists (`defer`). So building
 one takes the memory of one unit, also beside a live one. It is allocated again, at its size and with zeros, when values
@@ -10,6 +11,8 @@ But torch makes no new slice of it, so slices are made before; and reading it re
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Collection, Iterable
 
 import torch
@@ -46,6 +49,14 @@ class DeferredStorage:
         for storage, nbytes in self._owed.pop(key, ()):
             storage.resize_(nbytes)
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()  # padding must be zero
+
+
+def return_memory(device: torch.device) -> None:
+    """Make the allocators return cached memory to the system."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    with contextlib.suppress(OSError, AttributeError):  # a C library other than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def free(tensors: Iterable[Tensor], busy: Collection[int] = ()) -> None:

@@ -11,8 +11,9 @@ with its optimizer state, is freed once all of its parameters have arrived on ev
 of both layouts and what is in both at once: about one unit and its optimizer state, where the units are the same.
 
 Note: other arguments of the optimizer. All of its state goes with the parameters, also what the new optimizer does not keep,
-which an abort may give back to the old one. `drop_slots` frees that at the end. What the new one keeps in addition begins
-as in a new optimizer.
+which an abort may give back to the old one, and that of parameters that are frozen now (`Backend.parked`). `drop_slots`
+frees that at the end. What the new one keeps in addition begins as in a new optimizer: so do the slots of a parameter that
+was frozen before. The number of steps is the optimizer's, and goes on for all its parameters.
 
 Note: an abort. A rank leaves a transfer wherever it is, perhaps one batch behind another rank. The old values are freed
 only after a barrier behind their batch, so a batch that one rank lacks is on all ranks in the old backend. Afterwards
@@ -37,8 +38,10 @@ from fsdp_lab.backends.state import (
     Layout,
     Range,
     gather_json,
+    has_slots,
     layout_of,
     optimizer_slots,
+    park,
     persistent_buffers,
     slot_target,
     slot_values,
@@ -97,7 +100,7 @@ class StateTransfer:
         sources = source.shards()
         self._from = {s.name: s for s in sources}
         self._to = {s.name: s for s in new.param_shards()}
-        self._slots, self._steps = optimizer_slots(source.backends)
+        self._slots, self._scalars = optimizer_slots(source.backends)
         layouts = gather_json((layout_of(sources), layout_of(self._to.values())))
         self._held, self._wanted = [have for have, _ in layouts], [want for _, want in layouts]
         least, most = _BATCH_ELEMENTS
@@ -155,14 +158,18 @@ class StateTransfer:
     def _receive(self, names: Sequence[str]) -> None:
         targets = [self._to[name] for name in names]
         self.new.allocate(targets)
-        seed_state(self.new, self._slots, self._steps, targets)
-        plan = plan_transfers(names, self._held, self._wanted)
-        for slot in (PARAM, *self._slots):
+        seed_state(self.new, self._slots, self._scalars, targets)
+        stepped = [name for name in names if has_slots(self._source.holders[name], self._from[name])]
+        park(self.new, self._slots, [self._to[name] for name in stepped])
+        for slot, moved in ((PARAM, names), *((slot, stepped) for slot in self._slots if stepped)):
+            plan = plan_transfers(moved, self._held, self._wanted)
             given = {
                 name: (slot_values(self._source.holders[name], self._from[name], slot), self._from[name].start)
-                for name in names
+                for name in moved
             }
-            into = {s.name: (slot_target(self.new, s, slot), s.start) for s in targets if s.numel}
+            into = {
+                n: (slot_target(self.new, self._to[n], slot), self._to[n].start) for n in moved if self._to[n].numel
+            }
             _copy_own(plan, given, into)
             for part in exchanges(plan, self._most):
                 self._exchange(part, given, into)
@@ -200,7 +207,7 @@ def _free_shards(backend: Backend, shards: Iterable[ParamShard], busy: Collectio
     """Free the storage of parameters with their optimizer state; its counters of steps stay."""
     for s in shards:
         slots = [t for t in s.slots(backend.optimizer).values() if isinstance(t, Tensor) and t.dim()]
-        free([s.local, *slots], busy)
+        free([s.local, *slots, *backend.parked.get(s.name, {}).values()], busy)
 
 
 def _together(*layouts: Mapping[str, ParamShard]) -> Iterator[list[str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ContextDecorator, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_lab.core.events import ROOT
 from fsdp_lab.core.schedule import Phase
 from fsdp_lab.core.spec import Strategy
-from fsdp_lab.engine import runtime_of
+from fsdp_lab.engine import runtimes_of
 from fsdp_lab.models.wrapping import blocks
 from fsdp_lab.wire import Wire, WireContext
 
@@ -72,19 +72,24 @@ def context_of(mesh: DeviceMesh) -> WireContext | None:
 
 
 def name_flat_units(root: nn.Module, context: WireContext | None) -> None:
-    """Our engine reports each phase with its unit."""
+    """Our engine reports each phase with its unit, whose name begins at the outermost sharded module."""
     if context is None:
         return
 
-    @contextmanager
-    def around(phase: Phase, unit: str) -> Iterator[None]:
-        name, start_s = unit or ROOT, time.perf_counter()
-        with context.unit_scope(name):
-            yield
-        if phase is Phase.HOST_COPY:
-            context.meter.copied(name, start_s, time.perf_counter())
+    def naming(prefix: str) -> Callable[[Phase, str], AbstractContextManager[None]]:
+        @contextmanager
+        def around(phase: Phase, unit: str) -> Iterator[None]:
+            name, start_s = ".".join(filter(None, (prefix, unit))) or ROOT, time.perf_counter()
+            with context.unit_scope(name):
+                yield
+            if phase is Phase.HOST_COPY:
+                context.meter.copied(name, start_s, time.perf_counter())
 
-    runtime_of(root).around = around
+        return around
+
+    names = {module: name for name, module in root.named_modules()}
+    for runtime in runtimes_of(root):
+        runtime.around = naming(names.get(runtime.root.modules[0], ""))
 
 
 def name_fsdp2_unit(name: str, groups: Iterable[Any], context: WireContext | None) -> None:

@@ -29,6 +29,7 @@ from fsdp_lab.bench.launch import launch
 from fsdp_lab.bench.plan import CONTROL, DCP, DCP_AGAIN, FORMS, LAB, METERING, PEERS, REFERENCE, BenchError, BenchPlan
 from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.formatting import Spread, Table
+from fsdp_lab.core.spec import Spec
 
 Say = Callable[[str], None]
 LEDGER_STEPS = 1000  # between two switches of strategy, each of which makes a ledger step
@@ -343,6 +344,39 @@ def checkpoint(plan: BenchPlan, folder: Path, say: Say) -> dict[str, Any]:
     return report.figures | {
         "seconds": {m: {way: asdict(spread(of)) for way, of in ways.items()} for m, ways in seconds.items()},
         **{name: asdict(of) for name, of in stall.items()},
+    }
+
+
+# -- load ------------------------------------------------------------------------------------------------------------
+
+
+def load(plan: BenchPlan, rounds: int, folder: Path, say: Say) -> dict[str, Any]:
+    """A folder of weights until the end of the first step, beside `from_pretrained` with FSDP2. Raises BenchError."""
+    from fsdp_lab.bench import loading
+
+    model_bytes = loading.write_model(plan.preset, folder)
+    say(f"{plan.preset}, {model_bytes / 1e9:.2f} GB in fp32, {plan.ranks} ranks, {rounds} rounds after one of warm-up")
+    spec = Spec(world_size=plan.ranks, devices=plan.devices).replace(
+        model=str(folder), tokenizer="bytes", seq_len=plan.seq_len, micro_batch=plan.micro_batch
+    )
+    ranks = launch(plan, {"task": "load", "spec": spec.to_dict(), "rounds": rounds}, lambda done: None)
+    seconds = {method: slowest([rank[method]["seconds"] for rank in ranks]) for method in loading.METHODS}
+    memory = {
+        method: [sum(of) / model_bytes for of in zip(*(rank[method]["bytes"] for rank in ranks), strict=True)]
+        for method in loading.METHODS
+    }
+    for method in loading.METHODS:
+        say(f"{method}: first step after {format_spread(spread(seconds[method]), 's', 1)}; host memory of all ranks while "
+            f"loading: {format_spread(spread(memory[method]))} x the model")  # fmt: skip
+    report = Report(say, environment(plan))
+    report.ratio(
+        "lab/plain", spread(ratios(seconds[loading.LAB], seconds[loading.PLAIN])), label="lab/plain, first step"
+    )
+    report.control("plain/plain", spread(ratios(seconds[loading.PLAIN], seconds[loading.PLAIN_AGAIN])))
+    return report.figures | {
+        "model_bytes": model_bytes,
+        "seconds": {method: asdict(spread(of)) for method, of in seconds.items()},
+        "host memory/model": {method: asdict(spread(of)) for method, of in memory.items()},
     }
 
 

@@ -333,7 +333,12 @@ class TimedMeter(StepMeter):
 
 
 class _GivenBatch:
+    """In the place of `Batches`: samples of equal length, which the launcher gives."""
+
     given: Batch
 
     def batch(self, samples: int, micro: int) -> Batch:
         return self.given
+
+    def weight(self, samples: int, micro: int) -> float:
+        return 1.0

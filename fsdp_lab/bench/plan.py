@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_lab.core.errors import FieldError
-from fsdp_lab.core.spec import Spec, Strategy, Workload
+from fsdp_lab.core.spec import Spec, Strategy
+from fsdp_lab.core.workload import Workload
 from fsdp_lab.models.presets import PRESETS
 
 LAB, CONTROL = "lab", "lab-again"

@@ -23,6 +23,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from fsdp_lab.bench.loading import load_and_step
 from fsdp_lab.bench.plan import BenchPlan
 from fsdp_lab.core.checkpoint_format import find
 from fsdp_lab.core.spec import Spec
@@ -235,4 +236,6 @@ def engine_loop(device: torch.device) -> dict[str, list[float]]:
     return found
 
 
-TASKS: Mapping[str, Callable[[Session, Job], Any]] = {"train": train, "switches": switches, "tour": tour}
+TASKS: Mapping[str, Callable[[Session, Job], Any]] = {
+    "train": train, "switches": switches, "tour": tour, "load": load_and_step
+}  # fmt: skip

@@ -162,6 +162,17 @@ def checkpoint(args: argparse.Namespace) -> dict[str, Any]:
         return benches.checkpoint(plan, Path(folder), say)
 
 
+def load(args: argparse.Namespace) -> dict[str, Any]:
+    from fsdp_lab.bench import benches
+    from fsdp_lab.core.checkpoint_format import check_folder
+
+    at_least(args, "rounds", 1)
+    plan = planned(args, (LAB,))
+    parent = None if args.folder is None else check_folder(args.folder, field="--folder")
+    with tempfile.TemporaryDirectory(prefix="fsdp_lab-bench-", dir=parent) as folder:
+        return benches.load(plan, args.rounds, Path(folder), say)
+
+
 def planned(args: argparse.Namespace, forms: Sequence[str], **more: Any) -> BenchPlan:
     """The plan of the options. Raises PlanError, which names an option."""
     from fsdp_lab.bench.launch import place
@@ -272,6 +283,11 @@ BENCHES: tuple[tuple[str, Callable[[argparse.Namespace], dict[str, Any]], str, O
      "save and load time, compared with plain Distributed Checkpoint, and the cost of a save to training",
      OWN_RANKS | {"rounds": number(15, "number of saves and loads"),
                   "folder": {"type": Path, "help": "folder on the disk to measure (default: a temporary one)"}}),
+    ("load", load, "a folder of weights until the first step, compared with from_pretrained and FSDP2",
+     {"ranks": number(4, "rank processes"), "model": {"default": "gpt2-355m", "help": f"a causal preset {DEFAULT}"},
+      "seq_len": number(64, "tokens per sequence"), "micro_batch": number(1, "sequences per rank"),
+      "rounds": number(3, "number of times that each loads"), "device": {"choices": ["cpu"], "default": "cpu"},
+      "folder": {"type": Path, "help": "folder on the disk to measure (default: a temporary one)"}}),
     ("metering", metering,
      "overhead of all that a lab does in a step (vote, norm, measuring, events), compared with plain training",
      OWN_RANKS | {

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_lab.cli import fields
-from fsdp_lab.cli.console import Refused, Results, at_least, live, open_lab, say, say_unread_weights, terminal, watch
+from fsdp_lab.cli.console import Refused, Results, at_least, live, open_lab, say, terminal, watch
 from fsdp_lab.core.formatting import duration
 from fsdp_lab.core.spec import Spec
 
@@ -94,7 +94,6 @@ def spec_of(args: argparse.Namespace, combination: dict[str, Any]) -> Spec:
 def compare(console: Console, specs: Sequence[Spec], steps: int, rounds: int | None, results: Results) -> Sweep:
     """Trains the Specs in turns with a live table, and adds what was measured to the results, also after Ctrl-C."""
     with open_lab(console, specs[0].world_size, specs[0].devices) as lab, live(console) as draw:
-        say_unread_weights(console, specs)
         sweep = lab.compare(specs, steps=steps, **({"rounds": rounds} if rounds else {}))
         drawn_s = float("-inf")
 

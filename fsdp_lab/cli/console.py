@@ -26,7 +26,6 @@ from fsdp_lab.core.formatting import GIB
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from fsdp_lab.core.spec import Spec
     from fsdp_lab.lab import Lab
     from fsdp_lab.runs import Run, Sweep
 
@@ -214,15 +213,6 @@ def open_lab(console: Console, ranks: int, devices: Sequence[str] | None, *, his
     finally:
         with signals_ignored():
             opened.close()
-
-
-def say_unread_weights(console: Console, specs: Sequence[Spec]) -> None:
-    """Prints a note for each model whose folder has weights, because they are not loaded."""
-    from fsdp_lab.models.check import unread_weights
-
-    for note in dict.fromkeys(unread_weights(spec.workload) for spec in specs):
-        if note:
-            say(f"note: {note}", console, "dim")
 
 
 def watch(run: Run | Sweep, show: Callable[[], None]) -> None:

@@ -14,8 +14,10 @@ from fsdp_lab.core import link
 from fsdp_lab.core import spec as spec_module
 from fsdp_lab.core.describe import NONE_IS_OFF
 from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.lr_schedule import LR_SCHEDULES
 from fsdp_lab.core.optimizer import OPTIMIZERS
 from fsdp_lab.core.spec import PARTS, Spec, check_field, part_of
+from fsdp_lab.core.workload import DROPOUTS, OWN, PACKINGS, RANDOM
 
 LINK = ("emulate a slower interconnect: \"0.25 GB/s\", \"0.25 GB/s, 50 us\", or scaled to what is computed here: "
         "\"nvlink of h100\", \"pcie4 of a100\", \"100 Gb/s of h100\"")  # fmt: skip
@@ -24,7 +26,12 @@ TOKENS: Mapping[str, Sequence[str]] = {
     "sharding": spec_module.SHARDINGS,
     "precision": tuple(spec_module.PRECISIONS),
     "offload": spec_module.OFFLOADS,
-    "optimizer": OPTIMIZERS,
+    "optimizer": (*OPTIMIZERS, "or another class of torch.optim"),
+    "lr_schedule": LR_SCHEDULES,
+    "weights": (RANDOM, OWN, "or a folder"),
+    "packing": PACKINGS,
+    "tokenizer": ("bytes", "own", "or a folder"),
+    "dropout": DROPOUTS,
     "sync": (*spec_module.SYNCS, "or n: every n-th micro-batch"),
 }
 
@@ -76,13 +83,22 @@ def parse_lists(args: argparse.Namespace) -> dict[str, list[Any]]:
 
 def parse_values(field: dataclasses.Field[Any], text: str) -> list[Any]:
     """The values of an option. Raises Refused."""
-    if field.name != "optimizer_args":
+    if text.strip().lower() in _none_of(field):
+        return [None]
+    if not field.metadata.get("json"):
         return [parse_value(field, word.strip()) for word in text.split(",")]
     try:
         return list(json.loads(f"[{text}]"))
     except json.JSONDecodeError:
-        raise Refused(f"{option(field.name)} {text!r} is refused; give JSON such as '{{\"fused\": true}}', or "
-                      "several with commas") from None  # fmt: skip
+        raise Refused(f"{option(field.name)} {text!r} is refused; give JSON: {field.metadata['wanted']}, or several with "
+                      "commas") from None  # fmt: skip
+
+
+def _none_of(field: dataclasses.Field[Any]) -> tuple[str, ...]:
+    """The words for no value, in lower case."""
+    if "None" not in str(field.type):
+        return ()
+    return ("null", "none", "off" if field.name in NONE_IS_OFF else "auto")
 
 
 def parse_link(text: str) -> str | None:
@@ -95,10 +111,10 @@ def parse_value(field: dataclasses.Field[Any], word: str) -> Any:
     kind = str(field.type)
     if "str" in kind and "int" in kind and word.isdecimal():
         return int(word)
+    if word.lower() in _none_of(field):
+        return None
     if word and "str" in kind:
         return word
-    if "None" in kind and word.lower() in ("null", "none", format_value(field.name, None)):
-        return None
     try:
         value = json.loads(word.lower())
     except json.JSONDecodeError:

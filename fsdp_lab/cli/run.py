@@ -18,7 +18,6 @@ from fsdp_lab.cli.console import (
     live,
     open_lab,
     say,
-    say_unread_weights,
     terminal,
     watch,
 )
@@ -48,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--evaluate-every", type=int, metavar="N", help="evaluate on held-out samples every N steps")
     add("--evaluate-samples", type=int, metavar="N", help="number of held-out samples")
     add("--patience", type=int, metavar="N", help="stop after N evaluations without improvement")
+    add("--prompt", action="append", metavar="TEXT",
+        help="a text that a language model continues after each evaluation; may be given several times")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="write the summary to FILE, as compare does")
     add("--trace", type=Path, metavar="FILE",
         help="write traced steps (.json or .json.gz) for ui.perfetto.dev or chrome://tracing")  # fmt: skip
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
     from fsdp_lab.models.check import check
 
-    check(spec.workload, evaluated=evaluate.samples if evaluate else 0)
+    check(spec.workload, evaluated=evaluate.samples if evaluate else 0, begins=start is None)
 
     options: dict[str, Any] = {"steps": args.steps, "save": checkpoint_config(args),
                                "recover": recovery_policy(args.recover), "evaluate": evaluate}  # fmt: skip
@@ -121,10 +122,11 @@ def eval_config(args: argparse.Namespace) -> EvalConfig | None:
     """The config of `--evaluate-every` and its options. Raises Refused if that one is missing, FieldError for values."""
     from fsdp_lab.runs.evaluation import EvalConfig
 
-    given = {"every": args.evaluate_every, "samples": args.evaluate_samples, "patience": args.patience}
+    given = {"every": args.evaluate_every, "samples": args.evaluate_samples, "patience": args.patience,
+             "prompts": args.prompt and tuple(args.prompt)}  # fmt: skip
     given = {name: value for name, value in given.items() if value is not None}
     if given and "every" not in given:
-        raise Refused("--patience and --evaluate-samples need evaluations; give --evaluate-every too")
+        raise Refused("--patience, --evaluate-samples and --prompt need evaluations; give --evaluate-every too")
     return EvalConfig(**given) if given else None
 
 
@@ -152,7 +154,6 @@ def train(
     """
     with open_lab(console, spec.world_size, spec.devices) as lab:
         if start is None:
-            say_unread_weights(console, [spec])
             run = lab.run(spec, **options)
         else:
             changes = {name: wanted for name, (_, wanted) in start.spec.difference(spec).items()}

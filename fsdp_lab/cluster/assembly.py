@@ -271,6 +271,7 @@ class Assembly:
         self.attached_status = tuple(call.results(ATTACHED_S))
         for member, status in zip(members, self.attached_status, strict=True):
             member.step = status["step"]
+            member.code.update(status.get("code", ()))
         self._report("ready", len(members), len(members))
 
 

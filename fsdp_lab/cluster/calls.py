@@ -80,6 +80,7 @@ class Call:
         self._changed = threading.Condition()
         self._outcomes: dict[int, Outcome] = {}
         self._answered: set[int] = set()
+        self._gone: set[int] = set()  # ranks that were lost, whatever they had answered before
         self._hung: RankHung | None = None
 
     # -- from other threads ---------------------------------------------------------------------------------------
@@ -95,6 +96,7 @@ class Call:
     def lose(self, rank: int, lost: RankLost) -> None:
         """A rank is gone, which replaces an error that it has just reported, such as a closed socket."""
         with self._changed:
+            self._gone.add(rank)
             if rank in self._ranks and (rank not in self._outcomes or self._outcomes[rank].error):
                 self._outcomes[rank] = Outcome(lost=lost)
             self._changed.notify_all()
@@ -199,11 +201,10 @@ class Call:
         """Ends the ranks that hang. The others settle by themselves then, and the error does not wait for them."""
         self.interrupt()
         self.wait_all(HUNG_S)
-        ended = [rank for rank in set(self.pending) & set(hung.absent)
-                 if self._dispatcher.end_rank(rank, "did not join a collective and was ended")]  # fmt: skip
-        with self._changed:  # the next call must find them lost
-            self._changed.wait_for(lambda: all(rank in self._outcomes and self._outcomes[rank].lost for rank in ended),
-                                   DEATH_NOTICE_S)  # fmt: skip
+        ended = {rank for rank in set(self.pending) & set(hung.absent)
+                 if self._dispatcher.end_rank(rank, "did not join a collective and was ended")}  # fmt: skip
+        with self._changed:  # the next call must find them lost, also one that answered just before its end
+            self._changed.wait_for(lambda: ended <= self._gone, DEATH_NOTICE_S)
 
     def _lost(self) -> bool:
         with self._changed:

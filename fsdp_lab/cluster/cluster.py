@@ -27,6 +27,7 @@ import psutil
 
 from fsdp_lab.cluster.assembly import Assembly, ClusterConfig, StartProgress
 from fsdp_lab.cluster.calls import Call, Dispatcher, OnData
+from fsdp_lab.cluster.code_delivery import Delivery
 from fsdp_lab.cluster.detached import persist_limit_s
 from fsdp_lab.cluster.errors import ClusterError, RankLost
 from fsdp_lab.cluster.membership import ClusterState, Membership, RankStatus
@@ -34,6 +35,7 @@ from fsdp_lab.cluster.placement import Placement
 from fsdp_lab.cluster.supervisor import Supervisor
 from fsdp_lab.core.hang import limit
 from fsdp_lab.core.process import marked
+from fsdp_lab.core.spec import Spec
 
 
 class Cluster:
@@ -88,6 +90,7 @@ class Cluster:
         self._dispatcher = Dispatcher(self._membership)
         self._supervisor = Supervisor(self._dispatcher, hang_s)
         self._assembly = Assembly(self._config, self._dispatcher, self._supervisor, report or (lambda progress: None))
+        self._delivery = Delivery(self._dispatcher)
         self._changing = threading.Lock()  # one start, resize or close at a time
 
     # -- start and end ----------------------------------------------------------------------------------------------
@@ -181,6 +184,14 @@ class Cluster:
         values = self._dispatcher.send(what, dict.fromkeys(ranks, arguments)).results(self._config.timeout_s)
         return dict(zip(ranks, values, strict=True))
 
+    def check_code(self, spec: Spec) -> None:
+        """Raises SpecError if the Spec needs code of the user's that is neither here nor on all ranks."""
+        self._delivery.check(spec)
+
+    def provide(self, spec: Spec) -> None:
+        """Sends the ranks the user's code that this Spec needs and they lack. Raises SpecError, and as `call`."""
+        self._delivery.provide(spec)
+
     def settle(self) -> dict[int, Any]:
         """Waits after a failure until no rank works any more, and ends a rank that continues, if it is ours; that takes
         some seconds. Returns `Session.status` of the ranks that are left."""
@@ -197,6 +208,14 @@ class Cluster:
             raise ClusterError(f"rank {rank} is not ours to signal: its engine was started by another program")
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
+
+    def interrupt_cells(self) -> None:
+        """SIGINT to every rank, also to those that work on a user's cell."""
+        self._dispatcher.signal([m.rank for m in self._membership.present])
+
+    def on_loop(self, callback: Callable[[Mapping[str, Any]], None]) -> None:
+        """`callback(message)` on the client's IO thread for each message of a loop that is watched in a cell."""
+        self._supervisor.monitor.on_loop = callback
 
     def on_lost(self, callback: Callable[[RankLost], None]) -> None:
         """`callback(lost)` on the supervisor's thread when a rank's process ends unexpectedly."""

@@ -92,6 +92,7 @@ class Member:
     step: int | None = None
     lost: RankLost | None = None
     end_reason: str = ""  # why we end it
+    code: set[str] = field(default_factory=set)  # digests of the user's code that it has
 
     def set_doing(self, doing: str) -> None:
         self.doing, self.since_unix_s = doing, time.time()

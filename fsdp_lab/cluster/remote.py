@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 KEY = "_fsdp_lab"
@@ -30,8 +30,9 @@ TRACE_CHARACTERS = 20_000
 # The methods of Session that the kernel may call. The first ones replace or drop the model.
 MODEL_METHODS = frozenset({"apply", "restore", "suspend", "resume", "unload"})
 SESSION_METHODS = MODEL_METHODS | frozenset(
-    ["train", "slow_next", "slow_end", "calibrate", "arm", "disarm", "discard", "save", "saves", "rescue", "status"]
-)
+    ["train", "generate", "slow_next", "slow_end", "calibrate", "arm", "disarm", "discard", "save", "saves", "rescue",
+     "status"]
+)  # fmt: skip
 
 
 def call(what: str, arguments: Mapping[str, Any], owner: str, turn: int) -> dict[str, Any]:
@@ -144,6 +145,10 @@ class HeartbeatPublisher:
 
     def publish(self, beat: dict[str, Any]) -> None:
         self._publisher.publish_data({"beat": beat})
+
+    def publish_loop(self, message: dict[str, Any]) -> None:
+        """Of a loop that is watched in a cell, whose messages belong to no call of the kernel's."""
+        self._publisher.publish_data({"loop": message})
 
 
 class Resident:
@@ -285,8 +290,9 @@ def join(module: str | None, beats: Mapping[str, str], **arguments: Any) -> None
     own = resident()
     own.heartbeats = HeartbeatPublisher(beats)
     own.session = rank_code(module).Session(
-        store=own.store, on_event=own.publisher.publish, on_heartbeat=own.heartbeats.publish, **arguments
-    )
+        store=own.store, on_event=own.publisher.publish, on_heartbeat=own.heartbeats.publish,
+        on_loop=own.heartbeats.publish_loop, **arguments,
+    )  # fmt: skip
     own.push()
 
 
@@ -297,6 +303,13 @@ def attach(beats: Mapping[str, str]) -> dict[str, Any]:
     if (heartbeats := resident().heartbeats) is not None:
         heartbeats.set_header(beats)
     return status
+
+
+def receive(field: str, name: str, digest: str, packed: bytes, kept: Sequence[str]) -> None:
+    """Gives the Session a function, class or dataset of the user's, which drops all others but those of `kept`."""
+    from fsdp_lab.cluster.sent_code import unpacked
+
+    session().receive(digest, unpacked(field, name, packed), kept)
 
 
 def leave() -> None:
@@ -317,6 +330,6 @@ def ping() -> int:
 
 
 ACTIONS: Mapping[str, Callable[..., Any]] = {
-    f.__name__: f for f in (describe, claim, load, host, reach, join, attach, leave, ping)
+    f.__name__: f for f in (describe, claim, load, host, reach, join, attach, receive, leave, ping)
 }
 ANY_OWNER = ("describe", "claim", "ping")

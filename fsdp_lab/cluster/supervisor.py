@@ -165,7 +165,8 @@ class HeartbeatMonitor:
         self._limit_s = limit_s
         self._received: dict[int, ReceivedHeartbeat] = {}
         self._stopped_at_s: dict[int, float] = {}  # by rank, when its process was first seen stopped
-        self._sink = Sink(lambda data: self.receive(data["beat"]))
+        self._sink = Sink(self._take)
+        self.on_loop: Callable[[Mapping[str, Any]], None] = lambda message: None  # given messages of watched loops
         self._client: Any = None
         self._channels: dict[int, str] = {}  # by rank, the id under which the client receives
         self._lock = threading.Lock()
@@ -197,6 +198,12 @@ class HeartbeatMonitor:
             for name in self._channels.values():
                 self._client.metadata.pop(name, None)
             self._channels = {}
+
+    def _take(self, data: Mapping[str, Any]) -> None:
+        if "loop" in data:
+            self.on_loop(data["loop"])
+        else:
+            self.receive(data["beat"])
 
     def receive(self, beat: Mapping[str, Any]) -> None:
         """A heartbeat that arrives after a newer one is dropped."""

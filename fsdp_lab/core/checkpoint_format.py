@@ -26,7 +26,8 @@ from typing import Any
 
 from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError
 from fsdp_lab.core.files import path_errors
-from fsdp_lab.core.spec import LINEAGE, Spec
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.workload import LINEAGE
 
 MANIFEST = "checkpoint.json"
 PARTIAL = ".partial"
@@ -96,8 +97,8 @@ def finish(partial: Path, parts: Sequence[Mapping[str, Any]], *, kind: str) -> C
     positions = {(s["run"], s["step"], s["samples"]) for s in states}
     if len(positions) != 1:
         raise ValueError(f"the ranks are not at the same step: {sorted(p[1] for p in positions)}")
-    optimizer = {"slots": sorted({slot for s in states for slot in s["optimizer"]["slots"]}),
-                 "steps": max(s["optimizer"]["steps"] for s in states)}  # fmt: skip
+    furthest = max((s["optimizer"] for s in states), key=lambda optimizer: int(optimizer["steps"]))
+    optimizer = {**furthest, "slots": sorted({slot for s in states for slot in s["optimizer"]["slots"]})}
     files = {part["file"]: part["bytes"] for part in parts if part["file"] is not None}
     manifest = {**states[0], "optimizer": optimizer, "files": files, "format": FORMAT, "kind": kind,
                 "saved_unix_s": time.time()}  # fmt: skip

@@ -6,8 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fsdp_lab.core.loops import Trained, WatchedLoop
 from fsdp_lab.core.spec import Spec
 
+UNKNOWN = "unknown"  # the value of a Spec's field that a watched loop does not tell
 DEFAULT_FIELDS = ("backend", "sharding", "precision")  # name Specs that do not differ
 STRATEGY_FIELDS = (*DEFAULT_FIELDS, "offload", "link")
 SELF_EXPLAINING = (
@@ -19,13 +21,18 @@ SELF_EXPLAINING = (
     "optimizer",
     "optimizer_args",
 )  # shown without the field's name
-NONE_IS_OFF = ("link", "clip_norm")  # None turns these off; of other fields it means a choice by the backend
+# None turns these off; of other fields it means a choice by the backend.
+NONE_IS_OFF = ("link", "clip_norm", "decay_steps", "freeze", "param_groups", "lora")
 
 
-def flat_fields(spec: Spec | Mapping[str, Any]) -> dict[str, Any]:
-    """Flat field name -> value, also of a dict that is no valid Spec; fields missing there have their defaults."""
+def flat_fields(spec: Trained | Mapping[str, Any]) -> dict[str, Any]:
+    """Flat field name -> value, also of a dict that is no valid Spec; fields missing there have their defaults. Of a watched
+    loop, what is not known is `UNKNOWN`."""
     if isinstance(spec, Spec):
         return spec.flat()
+    if isinstance(spec, WatchedLoop):
+        known = {name: value or UNKNOWN for name, value in spec.flat().items()}
+        return {name: known.get(name, UNKNOWN) for name in Spec().flat()}
     top = {**spec}
     parts = [part for name in ("workload", "strategy") if isinstance(part := top.pop(name, {}), Mapping)]
     given = {**{k: v for part in parts for k, v in part.items()}, **top}
@@ -38,7 +45,8 @@ def differing_fields(flats: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     def key(value: Any) -> str:
         return json.dumps(value, sort_keys=True, default=str)
 
-    return tuple(name for name in (flats[0] if flats else ()) if len({key(flat[name]) for flat in flats}) > 1)
+    told = {name: {key(flat[name]) for flat in flats if flat[name] != UNKNOWN} for name in (flats[0] if flats else ())}
+    return tuple(name for name, values in told.items() if len(values) > 1)
 
 
 def field_title(name: str) -> str:
@@ -46,7 +54,8 @@ def field_title(name: str) -> str:
 
 
 def describe_value(name: str, value: Any) -> str:
-    """`full_shard`, `128`, `bf16/fp32`, `auto`, `off`, `every 2`, `eps=1e-06 fused`; a config of a model by its type."""
+    """`full_shard`, `128`, `bf16/fp32`, `auto`, `off`, `every 2`, `eps=1e-06 fused`; a config of a model by its type,
+    code of a user's own by its name."""
     if value is None:
         return "off" if name in NONE_IS_OFF else "auto"
     if isinstance(value, bool):
@@ -55,10 +64,12 @@ def describe_value(name: str, value: Any) -> str:
         return f"every {value}"
     if name == "optimizer_args" and isinstance(value, Mapping):
         return " ".join(argument if v is True else f"{argument}={v}" for argument, v in value.items()) or "none"
+    if name == "lora" and isinstance(value, Mapping):
+        return " ".join(f"{part}={v}" for part, v in value.items() if v is not None)
     if isinstance(value, Mapping):
         if {"param", "reduce"} <= value.keys():
             return f"{value['param']}/{value['reduce']}"
-        return str(value.get("model_type") or "own config")
+        return str(value.get("model_type") or value.get("code") or "own config")
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
@@ -76,7 +87,8 @@ def describe_field(name: str, value: Any) -> str:
 
 def describe_fields(flat: Mapping[str, Any], names: Sequence[str]) -> str:
     """Those of the named fields that are set; all of them if none is."""
-    used = [name for name in names if flat[name] not in (None, "none", {}) and flat[name] is not False]  # 0 is a value
+    unset: tuple[Any, ...] = (None, "none", {}, UNKNOWN)
+    used = [name for name in names if flat[name] not in unset and flat[name] is not False]  # 0 is a value
     return " ".join(describe_field(name, flat[name]) for name in used or names)
 
 
@@ -88,6 +100,7 @@ def describe_changes(changes: Mapping[str, tuple[Any, Any]], arrow: str = "→")
     )
 
 
-def describe_strategy(spec: Spec) -> str:
-    """`lab full_shard bf16 offload optimizer link 0.25 GB/s`."""
-    return describe_fields(spec.flat(), STRATEGY_FIELDS)
+def describe_strategy(spec: Trained) -> str:
+    """`lab full_shard bf16 offload optimizer link 0.25 GB/s`; `watched fsdp2 full_shard fp32`."""
+    watched = "watched " if isinstance(spec, WatchedLoop) else ""
+    return watched + describe_fields(flat_fields(spec), STRATEGY_FIELDS)

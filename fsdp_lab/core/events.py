@@ -7,10 +7,13 @@ Nothing else feeds plots, tables, history or exports. They cross processes as di
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from fsdp_lab.core.generation import Completion
 
 
 class Track(StrEnum):
@@ -116,6 +119,10 @@ class Traffic:
         )
 
 
+# Of a step whose collectives nobody saw.
+UNKNOWN_TRAFFIC: Mapping[str, Traffic] = {"other": Traffic(seconds=math.nan, exposed_seconds=math.nan)}
+
+
 class Role(StrEnum):
     """The use of a block of device memory, the same for every backend. Each block has one role."""
 
@@ -198,6 +205,8 @@ class Memory:
     outside_bytes: int = 0  # not by the allocator: used minus reserved of the GPU; RSS minus allocated on a CPU
     limit_bytes: int | None = None  # available to this rank: of the GPU, or of the machine
     rss_bytes: int = 0
+    # The most by which RSS grew while this rank built the model and read its weights; 0 of a training that read none.
+    loading_bytes: int = 0
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Memory:
@@ -214,14 +223,14 @@ class StepEvent:
     world_size: int
     step: int  # committed optimizer steps before this one: 0, 1, 2, ...
     attempt: int = 0  # how many times the run had restarted from an earlier step; set by the kernel
-    samples: int  # the global sample counter after this step
+    samples: int  # the global sample counter after this step; 0: unknown, as of a watched loop
     end_unix_s: float
     step_time_s: float
-    tokens: int  # of this rank in this step; of image models, the number of images
-    loss: float  # mean over this rank's micro-batches
-    mean_loss: float  # mean over the ranks
+    tokens: int  # of this rank in this step; of image models, the number of images; 0: unknown
+    loss: float  # mean over this rank's micro-batches; NaN: unknown, as are the next two
+    mean_loss: float  # mean over the ranks; a watched loop's ranks do not exchange it: see `runs.steps.Step`
     grad_norm: float  # global, before clipping
-    flops: int  # model FLOPs of this rank in this step: forward and backward, without recomputation
+    flops: int  # model FLOPs of this rank in this step: forward and backward, without recomputation; 0: unknown
     recompute_flops: int = 0  # of the recomputation that `Strategy.recompute` causes
     peak_flops_per_s: float | None = None  # of the device in the compute dtype; at least what its steps have reached
     peak_source: str = ""
@@ -231,19 +240,22 @@ class StepEvent:
     first_after_switch: bool = False
     ledger: bool = False  # a ledger step, slowed by measuring; not in medians
     slow: bool = False  # stopped at its phases (slow motion), so its times are meaningless
-    skipped: bool = False  # fp16: gradients overflowed, the optimizer did not step
+    lr: float | None = None  # of its update; None: unknown, in files from before it was told
+    loss_scale: float | None = None  # of its gradients; None: without loss scaling, or unknown
+    skipped: bool = False  # the optimizer did not step: fp16 gradients overflowed, or a watched loop goes on adding
     begin_s: float = 0.0  # of the step, in `time.perf_counter` of rank 0, within `clock_error_s`
     clock_error_s: float | None = None  # None: the clocks were not compared
     spans: tuple[Span, ...] = ()  # of a traced step (the last of a chunk); empty in all others
     checksum: int | None = None  # this rank's part of the parameters' checksum (`fsdp_lab.rank.trainer.checksum`)
     eval_loss: float | None = None  # mean over held-out samples after this step, the same on every rank
     replica: int = 0  # which copy of the parameters this rank's shards belong to
+    completions: tuple[Completion, ...] = ()  # of this rank's prompts, after an evaluation
     notes: tuple[str, ...] = ()  # how representative the times are
 
     @property
     def tokens_per_s(self) -> float:
-        """Throughput of this rank; that of a run is the sum over ranks."""
-        return self.tokens / self.step_time_s
+        """Throughput of this rank; that of a run is the sum over ranks. NaN if unknown."""
+        return (self.tokens or math.nan) / self.step_time_s
 
     @property
     def exposed_comm_s(self) -> float:
@@ -252,8 +264,8 @@ class StepEvent:
 
     @property
     def tflops(self) -> float:
-        """Model TFLOP/s of this rank."""
-        return self.flops / self.step_time_s / 1e12
+        """Model TFLOP/s of this rank; NaN if unknown."""
+        return (self.flops or math.nan) / self.step_time_s / 1e12
 
     @property
     def hardware_flops(self) -> int:
@@ -285,6 +297,7 @@ class StepEvent:
         d["memory"] = dataclasses.asdict(self.memory)
         d["comm"] = {kind: dataclasses.asdict(t) for kind, t in self.comm.items()}
         d["memory_curve"] = [sample.to_row() for sample in self.memory_curve]
+        d["completions"] = [completion.to_row() for completion in self.completions]
         d["notes"] = list(self.notes)
         d["spans"] = [span.to_row() for span in self.spans]
         return d
@@ -295,6 +308,7 @@ class StepEvent:
         fields["memory"] = Memory.from_dict(fields["memory"])
         fields["memory_curve"] = tuple(MemorySample.from_row(row) for row in fields.get("memory_curve", ()))
         fields["comm"] = {kind: Traffic(**t) for kind, t in fields["comm"].items()}
+        fields["completions"] = tuple(Completion.from_row(row) for row in fields.get("completions", ()))
         fields["notes"] = tuple(fields["notes"])
         fields["spans"] = tuple(Span.from_row(row) for row in fields.get("spans", ()))
         return cls(**fields)

@@ -96,8 +96,15 @@ def duration(seconds: float) -> str:
 
 
 def count(number: float) -> str:
-    """A number or a rate without its unit: 950, 12,300, 1.23 M."""
+    """A number or a rate without its unit: 950, 12,300, 1.23 M; a dash if not measured."""
+    if math.isnan(number):
+        return "–"
     return f"{figures(number / 1e6)} M" if number >= 1e6 else f"{number:,.0f}"
+
+
+def known_or_dash(value: float, form: str) -> str:
+    """The value as `format` writes it; a dash if not measured."""
+    return "–" if math.isnan(value) else format(value, form)
 
 
 def plural(number: int, noun: str) -> str:

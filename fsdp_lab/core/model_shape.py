@@ -56,15 +56,36 @@ class UnitShape:
     share: float = 1.0  # fraction of a sample's tokens in this unit: one half in an encoder or a decoder
     shapes: tuple[tuple[int, ...], ...] = ()  # of each tensor; (): only the numbers of elements are known
     full_precision: tuple[int, ...] = ()  # indices of tensors that are fp32 in any precision: those of batch norms
+    frozen: tuple[int, ...] = ()  # indices of tensors that are not trained
+    has_backward: bool = True  # False: nothing in it or before it is trained
 
     @cached_property
     def numel(self) -> int:
         return sum(self.parameters)
 
+    @cached_property
+    def trained_numel(self) -> int:
+        return sum(n for i, n in enumerate(self.parameters) if i not in self.frozen)
+
+    @cached_property
+    def trained_share(self) -> float:
+        """Of the elements of matrices, which have products for their gradients."""
+        matrices = {i: n for i, n in enumerate(self.parameters) if not self.shapes or len(self.shapes[i]) >= 2}
+        whole = sum(matrices.values())
+        return sum(n for i, n in matrices.items() if i not in self.frozen) / whole if whole else 1.0
+
     def forward_flops(self, tokens: int) -> float:
         """FLOPs of the forward of one sample."""
         seen = self.share * tokens
         return 2 * sum(p.weights * p.share for p in self.products) * seen + self.pair_flops * seen * seen
+
+    def step_flops(self, tokens: int) -> float:
+        """FLOPs of the forward and the backward of one sample."""
+        if not self.frozen:
+            return 3 * self.forward_flops(tokens)
+        pairs = self.pair_flops * (self.share * tokens) ** 2
+        products = self.forward_flops(tokens) - pairs
+        return products + pairs + ((1 + self.trained_share) * products + 2 * pairs if self.has_backward else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +164,12 @@ class ModelShape:
     def forward_flops(self, seq_len: int) -> float:
         """FLOPs of the forward of one sample."""
         return sum(unit.forward_flops(self.tokens(seq_len)) for unit in self.units)
+
+    def step_flops(self, seq_len: int) -> float:
+        """FLOPs of the forward and the backward of one sample."""
+        if any(unit.frozen for unit in self.units):
+            return sum(unit.step_flops(self.tokens(seq_len)) for unit in self.units)
+        return 3 * self.forward_flops(seq_len)
 
     @cached_property
     def call_tree(self) -> tuple[UnitCall, ...]:
@@ -236,6 +263,7 @@ def _unit_to_dict(unit: UnitShape) -> dict[str, Any]:
         "products": [[p.inputs, p.outputs, p.count, p.share] for p in unit.products],
         "saved": {k: [v.per_token_bytes, v.per_pair_bytes, v.fixed_bytes] for k, v in unit.saved.items()},
         "boundary_elements": unit.boundary_elements, "heads": unit.heads, "causal": unit.causal, "share": unit.share,
+        **({"frozen": list(unit.frozen), "has_backward": unit.has_backward} if unit.frozen else {}),
     }  # fmt: skip
 
 
@@ -244,5 +272,5 @@ def _unit_from_dict(d: Mapping[str, Any]) -> UnitShape:
     saved = {k: SavedBytes(per_token_bytes=a, per_pair_bytes=b, fixed_bytes=c) for k, (a, b, c) in d["saved"].items()}
     return UnitShape(**{
         **d, "parameters": tuple(d["parameters"]), "shapes": tuple(map(tuple, d["shapes"])), "products": tuple(products),
-        "full_precision": tuple(d["full_precision"]), "saved": saved,
+        "full_precision": tuple(d["full_precision"]), "frozen": tuple(d.get("frozen", ())), "saved": saved,
     })  # fmt: skip

@@ -1,4 +1,4 @@
-"""What is trained and how it is sharded: `Workload`, `Strategy` and, with a world size, `Spec`.
+"""How it is sharded, `Strategy`, and what can be run: `Spec`, of a `Workload`, a `Strategy` and a world size.
 
 The three are frozen and validated by their constructors, so every `Spec` can be run: anything else raises a `SpecError`
 with the field, the reason and a hint (`fix` holds the hint as field values, for a user interface). Plain dataclasses,
@@ -11,16 +11,16 @@ import dataclasses
 import hashlib
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fsdp_lab.core.errors import SpecError, is_number, is_whole
+from fsdp_lab.core.errors import SpecError, is_whole
+from fsdp_lab.core.fields import BOOL, check_fields, check_value, later, matching, one_of, values, whole
 from fsdp_lab.core.link import LinkError, LinkSpec
-from fsdp_lab.core.optimizer import OPTIMIZERS, Arguments, TorchOptimizer
 from fsdp_lab.core.schedule import OffloadPolicy, PrefetchPolicy, Rules
+from fsdp_lab.core.workload import Workload
 
 BACKENDS = ("lab", "fsdp2", "fsdp1", "ddp")
 SHARDINGS = ("full_shard", "shard_grad_op", "zero1", "hybrid_shard", "hybrid_shard_zero2", "no_shard")
@@ -28,47 +28,10 @@ DTYPES = ("fp32", "bf16", "fp16")
 OFFLOADS = tuple(policy.value for policy in OffloadPolicy)
 SYNCS = ("every", "last")
 PREFETCH_POINTS = ("before", "after")
-MOST_HELD_OUT = 0.5
 MOST_RANKS = 1 << 20
 
 
-# -- the values that a field accepts, as its metadata ------------------------------------------------------------------
-
-Values = Mapping[str, Any]  # "accepts": whether a value other than the default is valid; "wanted": what is, for a hint
-
-
-def _values(accepts: Callable[[Any], bool], wanted: str) -> Values:
-    return {"accepts": accepts, "wanted": wanted}
-
-
-def _one_of(tokens: Sequence[str]) -> Values:
-    return _values(lambda v: v in tokens, "one of " + ", ".join(tokens))
-
-
-def _whole(least: int) -> Values:
-    return _values(lambda v: is_whole(v, least), f"a whole number of {least} or more")
-
-
-def _matching(pattern: str, wanted: str) -> Values:
-    return _values(lambda v: isinstance(v, str) and re.fullmatch(pattern, v) is not None, wanted)
-
-
-_RANKS = _values(lambda v: is_whole(v, 1) and v <= MOST_RANKS, f"a whole number from 1 to {MOST_RANKS:,}")
-_POSITIVE = _values(lambda v: is_number(v) and math.isfinite(v) and v > 0, "a finite number above 0")
-_NOT_NEGATIVE = _values(lambda v: is_number(v) and math.isfinite(v) and v >= 0, "a finite number of 0 or more")
-_BOOL = _values(lambda v: isinstance(v, bool), "true or false")
-
-
-def _check(name: str, value: Any, values: Values) -> None:
-    if not values["accepts"](value):
-        raise SpecError(name, f"{value!r} is refused", f"give {values['wanted']}")
-
-
-def _check_fields(prefix: str, part: Precision | Workload | Strategy) -> None:
-    """Raises SpecError for the first field whose value is neither accepted nor the default."""
-    for f in dataclasses.fields(part):
-        if (value := getattr(part, f.name)) is not f.default:
-            _check(f"{prefix}.{f.name}", value, f.metadata)
+_RANKS = values(lambda v: is_whole(v, 1) and v <= MOST_RANKS, f"a whole number from 1 to {MOST_RANKS:,}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,18 +39,18 @@ class Precision:
     """The dtype of each role; None leaves it as the computation produces it. Master shards are always fp32."""
 
     param: str = field(
-        default="fp32", metadata=_one_of(DTYPES)
+        default="fp32", metadata=one_of(DTYPES)
     )  # unsharded parameters, hence matrix products, activations
-    reduce: str = field(default="fp32", metadata=_one_of(DTYPES))  # gradients while they are reduced
-    output: str | None = field(default=None, metadata=_one_of(DTYPES))  # what the root module returns
-    buffer: str | None = field(default=None, metadata=_one_of(DTYPES))  # floating-point buffers
+    reduce: str = field(default="fp32", metadata=one_of(DTYPES))  # gradients while they are reduced
+    output: str | None = field(default=None, metadata=one_of(DTYPES))  # what the root module returns
+    buffer: str | None = field(default=None, metadata=one_of(DTYPES))  # floating-point buffers
     # Normalisation layers except BatchNorm, which stays fp32; None: as the other parameters.
-    norm: str | None = field(default=None, metadata=_one_of(DTYPES))
+    norm: str | None = field(default=None, metadata=one_of(DTYPES))
     # Gradient shards stay in the reduce dtype until the optimizer's step.
-    keep_low_precision_gradients: bool = field(default=False, metadata=_BOOL)
+    keep_low_precision_gradients: bool = field(default=False, metadata=BOOL)
 
     def __post_init__(self) -> None:
-        _check_fields("strategy.precision", self)
+        check_fields("strategy.precision", self)
 
 
 PRECISIONS: Mapping[str, Precision] = {
@@ -96,87 +59,49 @@ PRECISIONS: Mapping[str, Precision] = {
     "bf16-pure": Precision(param="bf16", reduce="bf16", buffer="bf16"),
     "fp16": Precision(param="fp16", reduce="fp16"),
 }
-_MODEL = _values(
-    lambda v: isinstance(v, (str, Mapping)) and bool(v), "the name of a preset, a folder, or a config as a dict"
-)
-_DATA = _values(lambda v: isinstance(v, str) and bool(v), '"stdlib", "images", or the path of a file or folder')
-_SHARE = _values(lambda v: is_number(v) and 0 <= v <= MOST_HELD_OUT, f"a number from 0 to {MOST_HELD_OUT}")
-_PRECISION = _values(
+_PRECISION = values(
     lambda v: isinstance(v, Precision) or (isinstance(v, str) and v in PRECISIONS),
     f"one of {', '.join(PRECISIONS)}, or param, reduce, output and buffer",
 )
-_WRAP = _matching(
+_WRAP = matching(
     r"block|whole|every:[1-9]\d*|min_params:[1-9]\d*|class:\w+",
     '"block", "every:K", "min_params:N", "class:NAME" or "whole"',
 )
-_RECOMPUTE = _matching(r"none|full|every:[1-9]\d*", '"none", "full" or "every:K"')
-_ARGUMENTS = _values(lambda v: isinstance(v, Mapping), 'arguments of its class by name, such as {"fused": true}')
-_SYNC = _values(
+_RECOMPUTE = matching(r"none|full|every:[1-9]\d*", '"none", "full" or "every:K"')
+_SYNC = values(
     lambda v: v in SYNCS if isinstance(v, str) else is_whole(v, 1),
     '"every", "last", or a whole number n of 1 or more: every n-th micro-batch, and the last',
 )
-
-LINEAGE = ("model", "seed", "optimizer")  # a Spec that differs in one of these is a different training
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What is trained. A step sees micro_batch x accumulate x world_size samples."""
-
-    # A preset, a transformers config as a dict, or its folder or file.
-    model: str | Mapping[str, Any] = field(default="gpt2-10m", metadata=_MODEL)
-    # Python's own source; a file or folder of text; "images", or a folder of images.
-    data: str = field(default="stdlib", metadata=_DATA)
-    held_out: float = field(default=0.05, metadata=_SHARE)  # of the samples, at the end of the data: not trained on
-    seq_len: int = field(default=128, metadata=_whole(2))
-    micro_batch: int = field(default=4, metadata=_whole(1))  # samples per rank per forward
-    accumulate: int = field(default=1, metadata=_whole(1))  # micro-batches per optimizer step
-    optimizer: str = field(default="adamw", metadata=_one_of(OPTIMIZERS))
-    # Of the optimizer's class in torch.optim: {"fused": True, "betas": (0.9, 0.95)}; those at its default are left out.
-    optimizer_args: Mapping[str, Any] = field(default=Arguments(), metadata=_ARGUMENTS)
-    lr: float = field(default=3e-4, metadata=_POSITIVE)
-    weight_decay: float = field(default=0.1, metadata=_NOT_NEGATIVE)
-    clip_norm: float | None = field(default=None, metadata=_POSITIVE)  # of the global gradient; None: no clipping
-    seed: int = field(default=0, metadata=_whole(0))
-
-    def __post_init__(self) -> None:
-        _check_fields("workload", self)
-        object.__setattr__(self, "optimizer_args", self.torch_optimizer.args)
-
-    @cached_property
-    def torch_optimizer(self) -> TorchOptimizer:
-        """The optimizer with its arguments."""
-        return TorchOptimizer(name=self.optimizer, args=self.optimizer_args)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """How the work is sharded, and by which backend. `Spec` refuses what a backend cannot do."""
 
-    backend: str = field(default="lab", metadata=_one_of(BACKENDS))
-    sharding: str = field(default="full_shard", metadata=_one_of(SHARDINGS))
+    backend: str = field(default="lab", metadata=one_of(BACKENDS))
+    sharding: str = field(default="full_shard", metadata=one_of(SHARDINGS))
     # Ranks in one shard group: the sharding factor F of arXiv 2304.11277, section 3.2.
-    shard_size: int | None = field(default=None, metadata=_whole(1))
+    shard_size: int | None = field(default=None, metadata=whole(1))
     # Ranks that share the parameters between forward and backward; None: by `sharding`.
-    reshard_size: int | None = field(default=None, metadata=_whole(1))
+    reshard_size: int | None = field(default=None, metadata=whole(1))
     precision: str | Precision = field(default="fp32", metadata=_PRECISION)
-    offload: str = field(default="none", metadata=_one_of(OFFLOADS))
+    offload: str = field(default="none", metadata=one_of(OFFLOADS))
     wrap: str = field(default="block", metadata=_WRAP)
     # Units gathered ahead of the one that computes; None: the backend's own, see `forward_depth`.
-    forward_prefetch: int | None = field(default=None, metadata=_whole(0))
-    backward_prefetch: int = field(default=1, metadata=_whole(0))
+    forward_prefetch: int | None = field(default=None, metadata=later(whole(0)))
+    backward_prefetch: int = field(default=1, metadata=whole(0))
     # Issued before the backward of the unit that computes, or after it.
-    backward_prefetch_point: str = field(default="before", metadata=_one_of(PREFETCH_POINTS))
-    limit_all_gathers: int = field(default=2, metadata=_whole(0))  # in flight (section 3.4); 0: no limit
+    backward_prefetch_point: str = field(default="before", metadata=one_of(PREFETCH_POINTS))
+    limit_all_gathers: int = field(default=2, metadata=whole(0))  # in flight (section 3.4); 0: no limit
     # Units whose whole gradients are in flight; the backward waits before it sends one more.
-    limit_reductions: int = field(default=1, metadata=_whole(1))
+    limit_reductions: int = field(default=1, metadata=later(whole(1)))
     recompute: str = field(default="none", metadata=_RECOMPUTE)  # activations: saved, or recomputed in the backward
     # The micro-batches that communicate; n: every n-th one of a step. The last always does.
     sync: str | int = field(default="every", metadata=_SYNC)
-    compile: bool = field(default=False, metadata=_BOOL)
+    compile: bool = field(default=False, metadata=BOOL)
 
     def __post_init__(self) -> None:
-        _check_fields("strategy", self)
+        check_fields("strategy", self)
 
     @property
     def dtypes(self) -> Precision:
@@ -250,7 +175,7 @@ class Spec:
     link: str | None = None  # an emulated link, see link.py: "0.25 GB/s, 50 us", "nvlink of h100"; None: the real wire
 
     def __post_init__(self) -> None:
-        _check("world_size", self.world_size, _RANKS)
+        check_value("world_size", self.world_size, _RANKS)
         if self.devices is not None:
             object.__setattr__(self, "devices", _check_devices(self.devices, self.world_size))
         if self.link is not None:
@@ -262,9 +187,7 @@ class Spec:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars, from which `Spec.from_dict` makes an equal Spec."""
-        d = dataclasses.asdict(self)
-        d["workload"] |= {"model": _plain(self.workload.model), "optimizer_args": _plain(self.workload.optimizer_args)}
-        d["devices"] = None if self.devices is None else list(self.devices)
+        d: dict[str, Any] = _plain(dataclasses.asdict(self))
         return d
 
     @classmethod
@@ -274,7 +197,7 @@ class Spec:
         parts: dict[str, Any] = {}
         for name, kind in PARTS.items():
             given = top.pop(name, {})
-            _check(name, given, _values(lambda v: isinstance(v, Mapping), "an object of fields"))
+            check_value(name, given, values(lambda v: isinstance(v, Mapping), "an object of fields"))
             parts[name] = kind(**_fields(f"{name}.", given, kind))
         return cls(**parts, **top)
 
@@ -298,12 +221,11 @@ class Spec:
         d = self.to_dict()
         if not self.workload.held_out:
             del d["workload"]["held_out"]  # ids from before this field existed, in stored events, stay valid
-        if self.strategy.forward_prefetch is None:
-            del d["strategy"]["forward_prefetch"]  # was a number always; a Spec with one keeps its id
-        if self.strategy.limit_reductions == 1:
-            del d["strategy"]["limit_reductions"]  # did not exist
-        if not self.workload.optimizer_args:
-            del d["workload"]["optimizer_args"]  # did not exist
+        for name, kind in PARTS.items():
+            part = getattr(self, name)
+            for f in dataclasses.fields(kind):
+                if f.metadata.get("later") and getattr(part, f.name) == f.default:
+                    del d[name][f.name]
         text = json.dumps(d, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
@@ -319,6 +241,15 @@ class Spec:
             strategy=parts[""].pop("strategy", None) or dataclasses.replace(self.strategy, **parts["strategy"]),
             **{"world_size": self.world_size, "devices": self.devices, "link": self.link, **parts[""]},
         )
+
+    def with_code(self, objects: Mapping[str, Any]) -> Spec:
+        """The same Spec, with the objects of code that was sent, by digest, where it has none."""
+        found = {
+            name: value.with_object(objects[value.digest])
+            for name, value in self.workload.sent_code().items()
+            if value.given is None and value.digest in objects
+        }
+        return self.replace(**found) if found else self
 
     def validate(self, **changes: Any) -> SpecError | None:
         """The error that `replace(**changes)` would raise, or None."""
@@ -525,10 +456,21 @@ def _rule_overlap(spec: Spec) -> None:
 
 
 def _rule_optimizer(spec: Spec) -> None:
-    optimizer = spec.workload.torch_optimizer
-    if optimizer.is_fused and optimizer.name == "sgd" and spec.strategy.backend == "fsdp2":
-        raise SpecError("workload.optimizer_args", "torch's fused SGD does not take DTensors, which are FSDP2's parameters",
+    optimizer, why = spec.workload.torch_optimizer, "does not take DTensors, which are FSDP2's parameters"
+    if spec.strategy.backend != "fsdp2":
+        return
+    if optimizer.is_fused and optimizer.class_name in ("SGD", "Adagrad"):
+        raise SpecError("workload.optimizer_args", f"torch's fused {optimizer.class_name} {why}",
                         "leave fused out, or use backend lab", optimizer.without("fused"))  # fmt: skip
+    if optimizer.class_name == "Rprop":
+        raise SpecError("workload.optimizer", f"torch's Rprop {why}", "use adamw, or backend lab",
+                        {"optimizer": "adamw", "optimizer_args": {}})  # fmt: skip
+
+
+def _rule_dropout(spec: Spec) -> None:
+    if spec.strategy.compile and spec.workload.dropout != "off":
+        raise _invalid("compile", "a compiler draws dropout's masks in its own way, so that they would not be those of "
+                       "other Specs", "use compile false, or dropout off", compile=False)  # fmt: skip
 
 
 _RULES: tuple[Callable[[Spec], None], ...] = (
@@ -541,6 +483,7 @@ _RULES: tuple[Callable[[Spec], None], ...] = (
     _rule_reshard_size,
     _rule_overlap,
     _rule_optimizer,
+    _rule_dropout,
 )
 
 
@@ -560,7 +503,7 @@ def _check_devices(devices: Any, world_size: int) -> tuple[str, ...]:
         raise SpecError("devices", f"{devices!r} does not name one device for each of {world_size} ranks",
                         'give a list such as ["cuda:0", "cuda:1"], or nothing', {"devices": instead})  # fmt: skip
     for d in devices:
-        _check("devices", d, _matching(r"cpu|cuda:\d+", '"cpu" or "cuda:N" for each rank'))
+        check_value("devices", d, matching(r"cpu|cuda:\d+", '"cpu" or "cuda:N" for each rank'))
     if len({d == "cpu" for d in devices}) > 1:
         raise SpecError("devices", "ranks on CPUs and on GPUs cannot share one model", "choose one kind",
                         {"devices": None})  # fmt: skip
@@ -600,7 +543,7 @@ def check_field(name: str, value: Any) -> None:
     part = part_of(name)
     known = {f.name: f for f in dataclasses.fields(PARTS[part])}[name]
     if value is not known.default:
-        _check(f"{part}.{name}", value, known.metadata)
+        check_value(f"{part}.{name}", value, known.metadata)
 
 
 def _plain(value: Any) -> Any:

@@ -25,12 +25,12 @@ from fsdp_lab.core.describe import DEFAULT_FIELDS, describe_fields, differing_fi
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.formatting import MIB
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.loops import Trained
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Numbers
 from fsdp_lab.dashboard.lab_like import LabLike, shown_run
 from fsdp_lab.dashboard.panels.axis import CURVE, MOST_ROWS, SMOOTH_STEPS, STEP_LIMIT, Overlay
-from fsdp_lab.runs import Comparison, EventStore, Refusal, Run, RunState, Step, Sweep, Switch
+from fsdp_lab.runs import Comparison, EventStore, Refusal, RunState, Step, Sweep, Switch
 from fsdp_lab.runs.comparison import Row
 from fsdp_lab.runs.steps import last_stretch
 from fsdp_lab.runs.view import RunView
@@ -55,7 +55,7 @@ class Pinned:
     """
 
     id: str
-    spec: Spec
+    spec: Trained
     events: EventStore = field(repr=False)
     curve: Numbers = field(repr=False)  # a row for each step, in the order of `CURVE`
     switches: tuple[Switch, ...]
@@ -264,13 +264,13 @@ class Board:
         self._frozen = {r: f for r, f in self._frozen.items() if any(f[1] is e.source for e in others)}
         return (*pins, *others)
 
-    def _needs_live_row(self, run: Run, swept: Sequence[Entry]) -> bool:
+    def _needs_live_row(self, run: RunView, swept: Sequence[Entry]) -> bool:
         """Whether the run that is shown has events, is not in the sweep, and has new events since it was pinned."""
         if not len(run.events) or run.id in {e.version[0] for e in swept}:
             return False
         return all(pin.data != _data_version(run) for pin in self._pins.values())
 
-    def _swept(self, plotted: Run | None) -> list[Entry]:
+    def _swept(self, plotted: RunView | None) -> list[Entry]:
         """The newest sweep's runs, then its refusals."""
         sweep = self._lab.sweep
         if sweep is not self._sweep:
@@ -298,7 +298,7 @@ class Board:
                 entries.append(Entry(label=str(number), kind=Kind.SWEEP, source=refusal, version=(identity,)))
         return entries
 
-    def _freeze(self, run: Run, version: Version, *, curve: bool) -> Pinned:
+    def _freeze(self, run: RunView, version: Version, *, curve: bool) -> Pinned:
         known = self._frozen.get(run.id)
         if known is None or known[0] != version:
             known = self._frozen[run.id] = (version, Pinned.of(run, curve=curve))

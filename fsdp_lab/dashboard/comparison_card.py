@@ -14,7 +14,7 @@ from fsdp_lab.dashboard.panels.base import Captions, Cell, Key, Part, Patches
 from fsdp_lab.dashboard.panels.drawing import ON_DEVICE, class_keys
 from fsdp_lab.runs.comparison import Comparison, Row, ratio_words
 from fsdp_lab.runs.parity import Verdict
-from fsdp_lab.runs.recommend import recommend
+from fsdp_lab.runs.recommendation import recommend
 from fsdp_lab.runs.summary import RULE
 
 NONE = "–"

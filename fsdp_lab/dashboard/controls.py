@@ -17,16 +17,27 @@ import ipywidgets as widgets
 
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.spec import Spec, Workload
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.workload import Workload
 from fsdp_lab.dashboard.choices import Choices, ChoiceState, Note
-from fsdp_lab.dashboard.fields import FIRST_MODEL_ON_CPUS, GROUPS, RANK_FIELDS, Control, Group, Offer
+from fsdp_lab.dashboard.fields import (
+    FIRST_MODEL_ON_CPUS,
+    FOLDED,
+    GROUPS,
+    RANK_FIELDS,
+    Control,
+    FoldedGroup,
+    Group,
+    Offer,
+)
 from fsdp_lab.dashboard.forms import InputForm, put, styled
-from fsdp_lab.dashboard.lab_like import LabLike, active_run, active_sweep, shown_run
+from fsdp_lab.dashboard.lab_like import LabLike, active_loop, active_run, active_sweep, shown_run
 from fsdp_lab.models.check import check
 from fsdp_lab.runs import Run, RunState, SwitchRequest
 
 SWEEPING = "A comparison is running, so the strategy cannot be changed. Stop ends it and keeps what was measured."
-WAITING = "The run waits: see Safety below, or press Stop."
+WATCHING = "This loop is your own: what it trains and how is in its code. Stop interrupts its cell."
+WAITING = "See Safety below, or press Stop."
 IDLE = "Press Start to train."
 CLOSED = "The lab is closed. Make another one and run this cell again."
 
@@ -75,10 +86,13 @@ class Controls(InputForm):
         every = [f for _, fields in GROUPS for f in fields]
         self._controls = {f.name: Control(f, self.choices.wanted, self._choose) for f in every}
         self._groups = [
-            Group(title, [self._controls[f.name] for f in fields], self.accept, every) for title, fields in GROUPS
+            (FoldedGroup if title == FOLDED else Group)(
+                title, [self._controls[f.name] for f in fields], self.accept, every
+            )
+            for title, fields in GROUPS
         ]
         self._fields = [widget for control in self._controls.values() for widget in control.inputs]
-        self.inputs += [*(group.button for group in self._groups), *self._fields]
+        self.inputs += [*(button for group in self._groups for button in group.buttons), *self._fields]
         groups = styled(widgets.Box([group.box for group in self._groups]), "fsdp-groups")
         self.widget = styled(widgets.VBox([self._bar, *below, groups]), "fsdp-controls")
         self._show()
@@ -105,7 +119,7 @@ class Controls(InputForm):
 
     def stop(self) -> None:
         """Requests that the run, or the whole comparison, ends at once, whatever the ranks are doing."""
-        if (active := active_sweep(self._lab) or active_run(self._lab)) is not None:
+        if (active := active_sweep(self._lab) or active_run(self._lab) or active_loop(self._lab)) is not None:
             active.stop(0)
 
     def ledger(self) -> None:
@@ -266,16 +280,18 @@ class Controls(InputForm):
         paused = state is RunState.PAUSED and not sweeping
         stopping = state is RunState.STOPPING
         broken = state in (RunState.BROKEN, RunState.RECOVERING)
+        watching = active_loop(self._lab) is not None and not sweeping
         for widget in self._fields:
-            put(widget, "disabled", sweeping)
+            put(widget, "disabled", sweeping or watching)
         put(self._start, "disabled", sweeping or (active and not paused))
-        put(self._pause, "disabled", sweeping or not active or stopping or broken)
+        put(self._pause, "disabled", sweeping or watching or not active or stopping or broken)
         put(self._pause, "description", "Resume" if paused else "Pause")
         put(self._pause, "icon", "play" if paused else "pause")
         put(self._stop, "disabled", not sweeping and (not active or stopping))
-        put(self._ledger, "disabled", sweeping or not active or stopping or broken)
+        put(self._ledger, "disabled", sweeping or watching or not active or stopping or broken)
         word = "comparing" if sweeping else state.value if state is not None else "ready"
-        reason = SWEEPING if sweeping else WAITING if broken else run.reason if run is not None else IDLE
+        own = (run.reason if run is not None else IDLE) or (WATCHING if watching else "")
+        reason = SWEEPING if sweeping else WAITING if broken else own
         text = self._complaint or reason or (self._lab.waiting if active else "")
         details = run.details if run is not None and not self._complaint else ""
         css = f"fsdp-state fsdp-state-{word}"

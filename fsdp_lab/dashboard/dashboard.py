@@ -22,7 +22,8 @@ from fsdp_lab.dashboard.live import Latency, LiveView
 from fsdp_lab.dashboard.safety import SafetyBox
 from fsdp_lab.dashboard.slow_motion import SlowMotionBox
 from fsdp_lab.dashboard.sweep_form import SweepForm
-from fsdp_lab.runs import Comparison
+from fsdp_lab.dashboard.writing_form import WritingForm
+from fsdp_lab.runs import Comparison, WatchedRun
 from fsdp_lab.runs.view import RunView
 
 TICK_S = 0.1
@@ -63,17 +64,19 @@ class Dashboard:
         self._board = Board(lab)
         self._sweep_form = SweepForm(lab, self._wanted)
         self._safety = SafetyBox(lab, begin=lambda start: self._controls.begin(start))
-        self._controls = Controls(lab, [self._sweep_form.widget], self._safety.options)
+        self._writing = WritingForm(lab)
+        self._controls = Controls(lab, [self._sweep_form.widget, self._writing.widget], self._safety.options)
         keep = "Keep this run's curves and figures to compare other runs with"
         self._controls.add_button("Pin", "thumb-tack", keep, self.pin)
         self._controls.add_button(
             "Compare…", "columns", "Train several strategies side by side", self._sweep_form.toggle
         )
+        self._controls.add_button("Write…", "pencil", "Have the model continue a text", self._writing.toggle)
         self._feed = Feed(lab, self._live, self._board, ComparisonCard(self._press), self._wanted)
         self._slow = SlowMotionBox(lab, wanted=self._controls.slow_motion_spec, accept=self._controls.accept)
         shown = [self._controls.widget, self._safety.widget, self._live, self._slow.widget]
         self._box = styled(ipywidgets.VBox(shown), "fsdp-lab")
-        self._forms = (self._controls, self._sweep_form, self._safety, self._slow)
+        self._forms = (self._controls, self._sweep_form, self._writing, self._safety, self._slow)
         answer_while_busy([self._live, *(widget for form in self._forms for widget in form.inputs)])
         self._halt = threading.Event()
         self.reset_measurements()
@@ -172,9 +175,11 @@ class Dashboard:
             began_s = time.thread_time()
             try:
                 events = self._feed.tick()
-                self._controls.tick(self._feed.run, events)
+                run = None if isinstance(self._feed.run, WatchedRun) else self._feed.run
+                self._controls.tick(run, events)
                 self._sweep_form.tick()
-                self._safety.tick(self._feed.run)
+                self._writing.tick()
+                self._safety.tick(run)
                 self._slow.tick()
                 failing = False
             except Exception as e:

@@ -11,13 +11,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
-from fsdp_lab.core.describe import describe_changes, describe_field, describe_strategy, describe_value
+from fsdp_lab.core.describe import describe_changes, describe_field, describe_strategy
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.formatting import duration
+from fsdp_lab.core.loops import Trained, WatchedLoop
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.dashboard.board import Board, BoardView, Kind
 from fsdp_lab.dashboard.comparison_card import ComparisonCard
+from fsdp_lab.dashboard.fields import short_value
 from fsdp_lab.dashboard.lab_like import LabLike, active_sweep, shown_run
 from fsdp_lab.dashboard.live import LiveView
 from fsdp_lab.dashboard.panels import PANELS, Panel, Pinnable, StepAxis
@@ -26,7 +28,7 @@ from fsdp_lab.dashboard.panels.base import Prediction
 from fsdp_lab.dashboard.scene import Scene
 from fsdp_lab.models.check import is_language
 from fsdp_lab.planner.questions import planned_memory
-from fsdp_lab.runs import Run
+from fsdp_lab.runs import Run, WatchedRun
 from fsdp_lab.runs.steps import Assembler, Step
 from fsdp_lab.runs.view import Switch, switches_in_force
 
@@ -148,14 +150,14 @@ class Feed:
         self._live = live
         self._board = board
         self._card = card
-        self._run: Run | None = None
+        self._run: Run | WatchedRun | None = None
         self._compared = (board.shown, False)
         self._stage = Stage(lab.spec.world_size)
         self._waiting: dict[str, Stage] = {}  # of a sweep's runs whose turn it is not
         self._display(swap=False)
 
     @property
-    def run(self) -> Run | None:
+    def run(self) -> Run | WatchedRun | None:
         """The run that is shown."""
         return self._run
 
@@ -174,7 +176,8 @@ class Feed:
                 stage.show(stage.assembler.flush())
         for panel in self._stage.pinnable:
             panel.update(())  # a person may have chosen another step
-        self._stage.predict(self._predictor.of(self._chosen()))
+        if not isinstance(self._run, WatchedRun):
+            self._stage.predict(self._predictor.of(self._chosen()))
         self._compare(self._board.tick())
         self._live.flush([e.end_unix_s for e in events])
         return events
@@ -184,16 +187,16 @@ class Feed:
         if self._wanted is not None and active_sweep(self._lab) is None:
             return self._wanted()
         run = self._run
-        return self._lab.spec if run is None else run.pending or run.spec
+        return self._lab.spec if run is None or isinstance(run, WatchedRun) else run.pending or run.spec
 
-    def _turn(self) -> Run | None:
+    def _turn(self) -> Run | WatchedRun | None:
         """The run to show. Between two turns of a sweep it is still the former one."""
         sweep = active_sweep(self._lab)
         if self._run is not None and sweep is not None and sweep.current is None:
             return self._run
         return shown_run(self._lab)
 
-    def _turn_to(self, run: Run) -> None:
+    def _turn_to(self, run: Run | WatchedRun) -> None:
         sweep = self._lab.sweep
         sweeping = active_sweep(self._lab) is not None
         if not sweeping:
@@ -202,14 +205,15 @@ class Feed:
             self._waiting[self._run.id] = self._stage
         shape, first = self._stage.world_size, self._run is None
         self._run = run
-        if first and run.spec.world_size == shape:  # the empty panels are for it: the page rebuilds nothing
-            self._stage.frame.language = is_language(run.spec.workload)
+        # The empty panels are for it, so that the page rebuilds nothing. A watched loop was not predicted.
+        if first and run.spec.world_size == shape and not isinstance(run, WatchedRun):
+            name_units(self._stage.frame, run.spec)
             return
         self._stage = self._waiting.pop(run.id) if run.id in self._waiting else Stage(run.spec.world_size)
         in_sweep = sweep is not None and (sweeping or run in sweep.runs)  # its last turn may be shown when it is over
         self._display(swap=in_sweep and self._stage.world_size == shape)
 
-    def _follow(self, run: Run, events: Sequence[StepEvent]) -> None:
+    def _follow(self, run: Run | WatchedRun, events: Sequence[StepEvent]) -> None:
         """Shows new events, and marks the switches. If the ranks have restarted, or their number has changed, new panels
         are given all the steps that still count."""
         stage, switches, attempt = self._stage, list(run.switches), run.events.attempt
@@ -225,7 +229,7 @@ class Feed:
             events = [e for step in drawn_of(run.events.steps(), ranks) for e in step.events]
         if len(switches) != stage.switches:
             stage.switches = len(switches)
-            stage.frame.language = is_language(switches[-1].after.workload)
+            name_units(stage.frame, switches[-1].after)
             stage.frame.mark_all([(s.step, *describe(s)) for s in marked(switches)])
         stage.show(stage.assembler.add(events))
         for panel, step in zip(stage.pinnable, held, strict=False):
@@ -245,7 +249,7 @@ class Feed:
     def _display(self, *, swap: bool) -> None:
         """Displays the stage; `swap` if its pictures are like the former one's, so that the page can keep them."""
         stage = self._stage
-        stage.frame.language = is_language((self._run or self._lab).spec.workload)
+        name_units(stage.frame, (self._run or self._lab).spec)
         stage.overlay(self._board.overlays())
         scene = Scene(
             cards=[self._card, *stage.panels],
@@ -264,11 +268,17 @@ class Feed:
     def _headline(self) -> str:
         """What is trained, or is about to be, how, and the last step."""
         spec = self._chosen() if self._run is None else self._run.spec
-        model = describe_value("model", spec.workload.model)
+        model = spec.name if isinstance(spec, WatchedLoop) else short_value("model", spec.workload.model)
         what = [model, describe_strategy(spec), f"{spec.world_size} rank{'s' * (spec.world_size != 1)}"]
         if (last := self._stage.last) is not None:
             what = [f"step {last.number:,}", f"{duration(last.step_time_s)} a step", *what]
         return " · ".join(what)
+
+
+def name_units(frame: StepAxis, trained: Trained) -> None:
+    """What the loss is measured in, and what is counted: a watched loop counts tokens, and its loss may be anything."""
+    frame.language = not isinstance(trained, WatchedLoop) and is_language(trained.workload)
+    frame.counted = "tokens" if frame.language or isinstance(trained, WatchedLoop) else "samples"
 
 
 def drawn_of(steps: Sequence[Step], ranks: int) -> list[Step]:

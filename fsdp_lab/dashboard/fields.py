@@ -12,13 +12,17 @@ import ipywidgets as widgets
 
 from fsdp_lab.core.describe import describe_value, field_title
 from fsdp_lab.core.link import OFFERED
-from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Strategy
+from fsdp_lab.core.lr_schedule import LR_SCHEDULES
+from fsdp_lab.core.optimizer import OPTIMIZERS
+from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec, Strategy
+from fsdp_lab.core.workload import DROPOUTS, OWN, RANDOM
 from fsdp_lab.dashboard.choices import Choices, ChoiceState, Chosen
 from fsdp_lab.dashboard.forms import put, styled
 from fsdp_lab.models.presets import PRESETS
 
 AUTO = "auto"
 OTHER = "other…"
+HIDDEN = "none"  # a value of Layout.display
 RANK_FIELDS = ("world_size", "devices")  # a change starts a new run
 FIRST_MODEL_ON_CPUS = "gpt2-1m"  # trains in some tens of milliseconds a step
 OFFERED_PARAMETERS = 10**10  # larger presets are meant for planning; code can train them all the same
@@ -69,13 +73,45 @@ def _whole_number(text: str) -> Any:
     return int(text) if text.strip().isdecimal() else text.strip()
 
 
-def _devices(text: str) -> list[str] | None:
+def _number(text: str) -> Any:
+    try:
+        return float(text)
+    except ValueError:
+        return text.strip()
+
+
+def _number_text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _whole_number_or_none(text: str) -> Any:
+    return _whole_number(text) if text.strip() else None
+
+
+def _names(text: str) -> list[str] | None:
+    """Devices or patterns, with commas between them."""
     names = [part.strip() for part in text.split(",") if part.strip()]
     return None if not names or names == [AUTO] else names
 
 
-def _devices_text(value: Any) -> str:
+def _names_text(value: Any) -> str:
     return "" if value is None else ", ".join(value)
+
+
+def _of_folder(*tokens: Any) -> Callable[[Chosen], Sequence[Any]]:
+    """The tokens, and what the folder of a model has."""
+
+    def offered(chosen: Chosen) -> Sequence[Any]:
+        model = chosen.flat()["model"]
+        return (*tokens, OWN) if isinstance(model, str) and model not in PRESETS else tokens
+
+    return offered
+
+
+def _lora(text: str) -> Any:
+    """Adapters of a rank, as in a Spec's dict."""
+    rank = _whole_number(text)
+    return {"r": rank, "alpha": None, "targets": None} if isinstance(rank, int) else rank
 
 
 GROUPS: tuple[tuple[str, tuple[ControlSpec, ...]], ...] = (
@@ -101,16 +137,40 @@ GROUPS: tuple[tuple[str, tuple[ControlSpec, ...]], ...] = (
               tokens=fixed(None, *OFFERED), typed="0.25 GB/s, 50 us", none="off"),
     )),
     ("Workload", (
-        ControlSpec(name="model", label="model", help="A change begins at step 0",
-              tokens=fixed(*(name for name, p in PRESETS.items() if p.parameters < OFFERED_PARAMETERS))),
+        ControlSpec(name="model", label="model", help="A preset, or the folder of a model. A change begins at step 0",
+              tokens=fixed(*(name for name, p in PRESETS.items() if p.parameters < OFFERED_PARAMETERS)), typed="/my/model"),
+        ControlSpec(name="data", label="data", help="Python's own source, made-up images, or a file or folder of yours",
+              tokens=fixed("stdlib", "images"), typed="/my/text.jsonl"),
         ControlSpec(name="micro_batch", label="micro batch", help="Samples per rank and forward", least=1),
         ControlSpec(name="seq_len", label="sequence length", help="Tokens of a sample",
               tokens=fixed(32, 64, 128, 256, 512, 1024)),
         ControlSpec(name="world_size", label="ranks", help="A change starts a new run", least=1, most=256),
         ControlSpec(name="devices", label="devices", help="auto, or one a rank: cuda:0, cuda:1. A change starts a new run",
-              read=_devices, write=_devices_text),
+              read=_names, write=_names_text),
+    )),
+    ("Training", (
+        ControlSpec(name="weights", label="weights", help="Where values begin. A change begins at step 0",
+              tokens=_of_folder(None, RANDOM), typed="/my/weights"),
+        ControlSpec(name="tokenizer", label="tokenizer", help="What makes text into tokens",
+              tokens=_of_folder(None, "bytes"), typed="/my/tokenizer"),
+        ControlSpec(name="optimizer", label="optimizer", help="Or another class of torch.optim. A change begins at step 0",
+              tokens=fixed(*OPTIMIZERS), typed="RMSprop"),
+        ControlSpec(name="lr", label="learning rate", help="The full rate", read=_number, write=_number_text),
+        ControlSpec(name="lr_schedule", label="lr schedule", help="How the rate falls after the warm-up",
+              tokens=fixed(*LR_SCHEDULES)),
+        ControlSpec(name="warmup_steps", label="warm-up steps", help="The rate rises to the full one", least=0, most=10**6),
+        ControlSpec(name="decay_steps", label="decay steps", help="Where linear and cosine end", none="none",
+              read=_whole_number_or_none, write=lambda value: "" if value is None else str(value)),
+        ControlSpec(name="dropout", label="dropout", help="None, or as the model's config says", tokens=fixed(*DROPOUTS)),
+        ControlSpec(name="freeze", label="freeze", help="Patterns of parameters that are not trained: *.wte.*, *.bias",
+              none="nothing", read=_names, write=_names_text),
+        ControlSpec(name="lora", label="lora", help="Low-rank adapters alone are trained. A change begins at step 0",
+              tokens=fixed(None, *map(_lora, ("4", "8", "16"))), typed="32", none="off", read=_lora),
     )),
 )  # fmt: skip
+PATHS = ("model", "data", "weights", "tokenizer")  # may be one
+ALWAYS_TOLD = ("optimizer", "lr")  # of the group that is folded
+FOLDED = "Training"  # the group that is one line until it is unfolded
 
 
 class Control:
@@ -141,7 +201,7 @@ class Control:
         tokens = [*self.field.tokens(now)]
         if value not in tokens:
             tokens.append(value)
-        named = [(self._none(now) if t is None else _label(self.field.name, t), _key(t)) for t in tokens]
+        named = [(self._none(now) if t is None else short_value(self.field.name, t), _key(t)) for t in tokens]
         return [*named, (OTHER, OTHER)] if self.field.typed else named
 
     def _none(self, now: Chosen) -> str:
@@ -209,7 +269,7 @@ class Control:
         self._updating = True
         try:
             value = self.field.read(text)
-            self.input.options = [*self.input.options, (_label(self.field.name, value), _key(value))]
+            self.input.options = [*self.input.options, (short_value(self.field.name, value), _key(value))]
             self.input.value = _key(value)
             typed.value = ""
         finally:
@@ -236,13 +296,14 @@ class Group:
         self.names = [c.field.name for c in controls]
         self._fix: dict[str, Any] = {}
         head = styled(widgets.HTML(f"<h4>{escape(title)}</h4>"), "fsdp-group-head")
-        row = styled(widgets.Box([c.box for c in controls]), "fsdp-group-row")
+        self.row = styled(widgets.Box([c.box for c in controls]), "fsdp-group-row")
         self._words = styled(widgets.HTML(), "fsdp-refusal")
         self.button = styled(widgets.Button(description="", layout=widgets.Layout(display="none")), "fsdp-fix")
         self.button.on_click(lambda _: accept(self._fix))
+        self.buttons = [self.button]
         hidden = widgets.Layout(display="none")
         self._line = styled(widgets.Box([self._words, self.button], layout=hidden), "fsdp-refusal-line")
-        self.box = styled(widgets.VBox([head, row, self._line]), "fsdp-group")
+        self.box = styled(widgets.VBox([head, self.row, self._line]), "fsdp-group")
 
     def explain(self, choices: Choices[Any], offer: Callable[[Mapping[str, Any]], Offer] = lambda fix: Offer()) -> None:
         """Shows the reasons of this group's refusals, and the fix if there is one. `offer` tells what that does."""
@@ -270,6 +331,35 @@ class Group:
         return f"{'Also set' if also else 'Set'} {changes}"
 
 
+class FoldedGroup(Group):
+    """One line that says what is not as it is by default, with a button that shows the controls; so does a refusal."""
+
+    def __init__(self, title: str, controls: Sequence[Control], accept: Callable[[Mapping[str, Any]], None],
+                 fields: Sequence[ControlSpec]) -> None:  # fmt: skip
+        super().__init__(title, controls, accept, fields)
+        self.fold = styled(widgets.Button(tooltip=f"Show or hide: {title}"), "fsdp-fold")
+        self.fold.on_click(lambda _: self._unfold(self.row.layout.display == HIDDEN))
+        self.buttons.append(self.fold)
+        self.summary = styled(widgets.HTML(), "fsdp-state-line", "fsdp-soft")
+        head, *rest = self.box.children
+        self.box.children = [head, styled(widgets.Box([self.fold, self.summary]), "fsdp-fold-line"), *rest]
+        styled(self.box, "fsdp-folds")
+        self._unfold(False)
+
+    def explain(self, choices: Choices[Any], offer: Callable[[Mapping[str, Any]], Offer] = lambda fix: Offer()) -> None:
+        super().explain(choices, offer)
+        if any(name in choices.held for name in self.names):
+            self._unfold(True)
+        now, usual = choices.wanted.flat(), Spec().flat()
+        told = [n for n in self.names if n in ALWAYS_TOLD or now[n] != usual[n]]
+        put(self.summary, "value", escape(" · ".join(value_text(n, now[n], self._fields[n]) for n in told)))
+
+    def _unfold(self, shown: bool) -> None:
+        put(self.row.layout, "display", "" if shown else HIDDEN)
+        put(self.fold, "description", "Hide" if shown else "Show")
+        put(self.fold, "icon", "angle-up" if shown else "angle-down")
+
+
 def _key(value: Any) -> Any:
     """A dropdown's value for a field's value: None means no choice to ipywidgets, and other objects may lack a hash."""
     if value is None:
@@ -293,14 +383,16 @@ class _Opaque:
         return hash(repr(self.value))
 
 
-def _label(name: str, value: Any) -> str:
-    return describe_value(name, value.value if isinstance(value, _Opaque) else value)
+def short_value(name: str, value: Any) -> str:
+    """As text, a path by its last part, since there is little room."""
+    text = describe_value(name, value.value if isinstance(value, _Opaque) else value)
+    return text.rstrip("/").rpartition("/")[2] if name in PATHS and "/" in text else text
 
 
 def value_text(name: str, value: Any, field: ControlSpec | None) -> str:
     """A field and one of its values, as text."""
     label = field.label if field is not None else field_title(name)
-    return f"{label} {field.none if field is not None and value is None else _label(name, value)}"
+    return f"{label} {field.none if field is not None and value is None else short_value(name, value)}"
 
 
 def _sentences(text: str) -> str:

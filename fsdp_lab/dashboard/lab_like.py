@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from fsdp_lab.core.checkpoint_format import Checkpoint
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.plan import Plan
-from fsdp_lab.runs import Run, SlowMotion, Sweep
+from fsdp_lab.runs import Run, SlowMotion, Sweep, WatchedRun
 from fsdp_lab.runs.run import Drill
 
 
@@ -21,7 +21,7 @@ class LabLike(Protocol):
     @property
     def spec(self) -> Spec: ...
     @property
-    def current(self) -> Run | None: ...
+    def current(self) -> Run | WatchedRun | None: ...
     @property
     def slow(self) -> SlowMotion | None: ...
     @property
@@ -45,13 +45,20 @@ class LabLike(Protocol):
     def slow_motion(self, spec: Spec | None = None) -> SlowMotion: ...
     def drill(self, kind: str, rank: int = 1) -> Drill: ...
     def save(self, folder: str) -> Checkpoint: ...
+    def generate(self, prompts: str, **sampling: Any) -> list[str]: ...
     def plan(self, spec: Spec | None = None) -> Plan: ...
 
 
 def active_run(lab: LabLike) -> Run | None:
-    """The current run, unless it is over."""
+    """The current run, unless it is over; None where that is a watched loop, which nothing here can change."""
     run = lab.current
-    return None if run is None or run.state.over else run
+    return None if run is None or isinstance(run, WatchedRun) or run.state.over else run
+
+
+def active_loop(lab: LabLike) -> WatchedRun | None:
+    """The watched loop that is shown, unless it is over."""
+    run = lab.current
+    return None if not isinstance(run, WatchedRun) or run.state.over else run
 
 
 def active_sweep(lab: LabLike) -> Sweep | None:
@@ -60,7 +67,7 @@ def active_sweep(lab: LabLike) -> Sweep | None:
     return None if sweep is None or sweep.done else sweep
 
 
-def shown_run(lab: LabLike) -> Run | None:
-    """The run that the plots show: in a sweep, the one whose turn it is."""
+def shown_run(lab: LabLike) -> Run | WatchedRun | None:
+    """The run that the plots show: in a sweep, the one whose turn it is. A user's own loop, if it is the newest."""
     sweep = active_sweep(lab)
     return (sweep.current if sweep is not None else None) or lab.current

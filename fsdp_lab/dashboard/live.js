@@ -200,7 +200,7 @@ class FigureTable {
     this.root = element("table", "fsdp-figures");
     this.head = this.root.createTHead().insertRow();
     this.body = this.root.createTBody();
-    this.shown = [];
+    this.shown = this.heads = [];
   }
 
   /** Cells whose words stay are left as they are, so that what is pointed at or pressed does not go away. */
@@ -209,11 +209,14 @@ class FigureTable {
       this.head.replaceChildren(...heads.map(() => element("th")));
       this.body.replaceChildren();
       this.shown = [];
+      this.heads = [];
     }
-    heads.forEach((text, i) => {
-      const cell = this.head.cells[i];
-      cell.scope = "col";
-      if (cell.textContent !== text) cell.textContent = text;
+    heads.forEach((head, i) => {
+      const said = JSON.stringify(head);
+      if (this.heads[i] === said) return;
+      this.heads[i] = said;
+      this.head.cells[i].scope = "col";
+      this.write(this.head.cells[i], head);
     });
     while (this.body.rows.length > rows.length) this.body.deleteRow(-1);
     while (this.body.rows.length < rows.length) {

@@ -18,7 +18,7 @@ from fsdp_lab.core.formatting import duration
 from fsdp_lab.dashboard.forms import InputForm, error_text, field, put, row, section, status, styled, text_line
 from fsdp_lab.dashboard.lab_like import LabLike
 from fsdp_lab.dashboard.saving_form import EVERY, OFF, SavingForm
-from fsdp_lab.runs import EvalConfig, Incident, RecoveryPolicy, Run, RunState
+from fsdp_lab.runs import EvalConfig, Incident, RecoveryPolicy, Run, RunState, WatchedRun
 from fsdp_lab.runs.recovery import CHECKPOINT
 from fsdp_lab.runs.run import Drill
 
@@ -91,7 +91,8 @@ class SafetyBox(InputForm):
 
     def _complain(self, text: str) -> None:
         self._complaint = text
-        self._show(self._lab.current)
+        run = self._lab.current
+        self._show(None if isinstance(run, WatchedRun) else run)
 
     def tick(self, run: Run | None) -> None:
         """Follows `run`, the one that is shown."""
@@ -135,6 +136,8 @@ class EvaluationForm(InputForm):
         )
         patience = f"The run stops when so many evaluations in turn were not better than the best; {NEVER}: never"
         self._patience = self.number("patience", NEVER, NEVER, 1000, patience)
+        again = "A text that the model continues after each evaluation; empty: none"
+        self._prompt = self.add(widgets.Text(placeholder="Once upon a time", description="prompt", tooltip=again))
         self.message = text_line("fsdp-evaluation-said")
         self.widget = section("Evaluation", [row([field(entry) for entry in self.inputs]), self.message])
         self.tick(None)
@@ -148,11 +151,13 @@ class EvaluationForm(InputForm):
         if self._when.value == OFF:
             return None
         patience = self._patience.value if self._patience.value != NEVER else None
-        return EvalConfig(every=self._every.value, samples=self._samples.value, patience=patience)
+        prompt = self._prompt.value.strip()
+        return EvalConfig(every=self._every.value, samples=self._samples.value, patience=patience,
+                          prompts=(prompt,) if prompt else ())  # fmt: skip
 
     def tick(self, run: Run | None) -> None:
         """Shows the results of `run`, the one that is shown."""
-        for entry in (self._every, self._samples, self._patience):
+        for entry in (self._every, self._samples, self._patience, self._prompt):
             put(entry, "disabled", self._when.value == OFF)
         results = run.early_stopping.words(run.spec.workload) if run is not None else ""
         self.say(f"{results[0].upper()}{results[1:]}." if results else NO_EVALUATION)

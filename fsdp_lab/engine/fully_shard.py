@@ -180,6 +180,15 @@ def runtime_of(module: nn.Module) -> Runtime:
     return hooks.runtime if hooks.runtime is not None else _adopt(hooks)
 
 
+def runtimes_of(module: nn.Module) -> list[Runtime]:
+    """One of each outermost sharded module, itself or inside it."""
+    found: dict[int, Runtime] = {}
+    for m in module.modules():
+        if unit_hooks(m) is not None:
+            found.setdefault(id(runtime := runtime_of(m)), runtime)
+    return list(found.values())
+
+
 def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) -> UnshardHandle:
     """Gather the parameters of a module, and of those inside it unless `recurse` is False; collective.
 

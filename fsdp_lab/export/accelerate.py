@@ -16,11 +16,13 @@ import yaml
 
 from fsdp_lab.core import __version__
 from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.lr_schedule import LrSchedule
 from fsdp_lab.core.spec import Precision, Spec
 from fsdp_lab.export.script import paragraph
 from fsdp_lab.export.target import SPEC_INSTEAD, TITLES, Peer, gpus, peer, refuse
-from fsdp_lab.models import build_skeleton, resolve
+from fsdp_lab.models import weights_folder
 from fsdp_lab.models.check import check
+from fsdp_lab.models.own import skeleton_of
 from fsdp_lab.models.wrapping import block_class_names, units
 
 Values = dict[str, Any]
@@ -28,7 +30,6 @@ Values = dict[str, Any]
 
 def config(spec: Spec) -> str:
     """The text of the file. Raises SpecError for a field that it cannot express."""
-    check(spec.workload)
     exported = peer(spec)
     if spec.sync_interval not in (1, spec.workload.accumulate):
         raise refuse("sync", "Accelerate communicates gradients at every micro-batch or at the last", "use every or last",
@@ -36,6 +37,7 @@ def config(spec: Spec) -> str:
     values = {"ddp": _ddp, "fsdp1": _fsdp1, "fsdp2": _fsdp2}[exported.spec.strategy.backend](exported.spec)
     common = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "num_processes": spec.world_size}
     values = common | _devices(exported.spec) | _compile(exported.spec) | values
+    check(spec.workload)  # last: it may build the model and run it on meta
     return f"{_head(exported, spec)}{yaml.safe_dump(values, sort_keys=False)}"
 
 
@@ -135,7 +137,7 @@ def _wrapping(spec: Spec) -> Values:
         return {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": int(argument)}
     if kind == "every" and argument != "1":
         raise refuse("wrap", "Accelerate wraps single modules, not several blocks together", "use block", wrap="block")
-    model = build_skeleton(resolve(spec.workload.model))
+    model = skeleton_of(spec.workload)
     found = units(model, wrap)
     names = [argument] if kind == "class" else list(block_class_names(model))
     alike = [m for m in model.modules() if type(m).__name__ in names]
@@ -180,21 +182,55 @@ def _head(exported: Peer, spec: Spec) -> str:
         f"{TITLES[s.backend]}, {s.sharding}, on {spec.world_size} processes:",
         "    accelerate launch --config_file THIS_FILE your_script.py",
         f"Written by fsdp_lab {__version__}. Your script determines what is trained; the run's workload was:",
-        *(f"    {name}: {json.dumps(value)}" for name, value in spec.to_dict()["workload"].items()),
+        *(f"    {name}: {json.dumps(value)}" for name, value in _workload(spec).items()),
         *(f"- {text}." for text in (*_for_the_script(exported.spec), *exported.remarks)),
     ]
     lines = [line for block in blocks for line in (paragraph(block) if block[0] == "-" else block).splitlines()]
     return "".join(f"# {line}\n" for line in lines)
 
 
+def _workload(spec: Spec) -> dict[str, Any]:
+    """Its fields; of code that was sent, its name."""
+    sent = spec.workload.sent_code()
+    return {
+        name: sent[name].name if name in sent else value
+        for name, value in spec.to_dict()["workload"].items()
+        if name != "loss" or value is not None
+    }
+
+
 def _for_the_script(spec: Spec) -> Iterator[str]:
     """What the run did and a config file cannot express."""
     s, w = spec.strategy, spec.workload
+    if w.sent_code():
+        yield "model, loss, data: code of your own, whose source is in the Spec; your script defines or imports it"
+    elif not w.is_own and (folder := weights_folder(w)) is not None:
+        yield f"weights: in your script, from_pretrained({json.dumps(str(folder.absolute()))})"
     if w.accumulate > 1:
         yield ("sync: in your script, Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin("
                f"num_steps={w.accumulate}, sync_each_batch={spec.sync_interval == 1}))")  # fmt: skip
+    if w.packing == "padded":
+        yield ("packing: the run's loss is the mean over all labels of the global batch; in your script, weight each "
+               "micro-batch by its number of labels")  # fmt: skip
     if w.clip_norm is not None:
         yield f"clip_norm: in your script, accelerator.clip_grad_norm_(model.parameters(), {w.clip_norm})"
+    if w.adapters is not None:
+        targets = None if w.adapters.targets is None else list(w.adapters.targets)
+        yield ("lora: in your script, before accelerator.prepare, peft's inject_adapter_in_model(LoraConfig(r="
+               f"{w.adapters.r}, lora_alpha={w.adapters.scale:g}, target_modules={targets}), model), which draws other "
+               "values of A than the run had; B, and so the loss, begins alike")  # fmt: skip
+    if w.param_groups is not None:
+        yield "param_groups: in your script, give the optimizer the groups above; the rest has lr, weight_decay on matrices"
+    if w.dropout != "off":
+        yield ("dropout: the run seeded torch before each micro-batch, from the seed and the number of its first sample; in "
+               "your script other masks are drawn")  # fmt: skip
+    if w.freeze is not None:
+        yield ("freeze: in your script, before accelerator.prepare, requires_grad_(False) of the parameters whose names "
+               f"match {json.dumps(w.freeze)} (fnmatch)")  # fmt: skip
+    if w.rates.varies:
+        yield f"lr_schedule: in your script, torch.optim.lr_scheduler.LambdaLR(optimizer, rate), where {_rate(w.rates)}"
+        yield ("lr_schedule: do not give it to accelerator.prepare, which would step it once for each process; step it "
+               "yourself after each optimizer.step() if accelerator.sync_gradients")  # fmt: skip
     if s.backend == "fsdp2":
         yield "wrap: Accelerate also makes units of the embedding, and of the last norm with the head"
     if s.wrap.startswith("min_params"):
@@ -203,3 +239,14 @@ def _for_the_script(spec: Spec) -> Iterator[str]:
         yield f"precision: buffers stay in fp32, since {TITLES[s.backend]} has no dtype for them; cast them in your script"
     if s.backend != "ddp" and s.dtypes.param != "fp32":
         yield f"precision: Accelerate computes under autocast too, and returns outputs in {s.dtypes.param} or fp32"
+
+
+def _rate(rates: LrSchedule) -> str:
+    """The factor of each step in words."""
+    warmup = rates.warmup_steps
+    up = f"rate(step) is (step + 1) / {warmup} in the first {warmup} steps" if warmup > 1 else "rate(step)"
+    if rates.decay_steps is None:
+        return f"{up}, then 1"
+    curve = "in a line" if rates.kind == "linear" else "along half a cosine"
+    up += ", then" if warmup > 1 else ""
+    return f"{up} falls {curve} from 1 in step {warmup} to {rates.end} in step {rates.decay_steps}"

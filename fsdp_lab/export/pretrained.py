@@ -9,23 +9,38 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from fsdp_lab.backends.state import PARAM, Chunk, buffer_key, key, persistent_buffers
 from fsdp_lab.core.checkpoint_format import Checkpoint
 from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.models import build_skeleton, resolve
+from fsdp_lab.core.workload import Workload
+from fsdp_lab.models import resolve
+from fsdp_lab.models.check import is_language
+from fsdp_lab.models.configs import given_config
+from fsdp_lab.models.lora import adapted, save_adapters
+from fsdp_lab.models.pretrained import weights_folder
+from fsdp_lab.models.tokenizers import open_tokenizer
 from fsdp_lab.rank.checkpointing import read_shards
+
+MODEL_FILES = ("config.json", "adapter_config.json")  # by which a folder is one of a model
 
 
 def export_pretrained(saved: Checkpoint, folder: Path, *, force: bool = False) -> Path:
-    """Writes config and weights (fp32, safetensors) atomically; the model must fit the host's memory.
+    """Writes config, weights (fp32, safetensors) and tokenizer atomically; the model must fit the host's memory. Of a model
+    with adapters, these alone, in peft's format.
 
-    Buffers that differ between ranks, such as BatchNorm's statistics, are those of the first rank.
+    The config is the one that was given to the lab, with its dropout and cache. Buffers that differ between ranks, such as
+    BatchNorm's statistics, are those of the first rank.
 
     Returns the folder's absolute path. Raises ArgumentError of the path, or of a checkpoint that cannot be read.
     """
     target = _checked(folder, force=force)
-    model = build_skeleton(resolve(saved.spec.workload.model))
+    if saved.spec.workload.is_own:
+        raise ArgumentError("checkpoint", f"{saved.path.name} is of a model of your own, which transformers "
+                            "does not know", "read its safetensors with torch.distributed.checkpoint")  # fmt: skip
+    workload = saved.spec.workload
+    model = adapted(resolve(workload.model), workload.adapters)
     values = {name: torch.empty(p.shape) for name, p in model.named_parameters()}
     values.update({name: torch.empty_like(b) for name, b in persistent_buffers(model)})
     try:
@@ -35,7 +50,9 @@ def export_pretrained(saved: Checkpoint, folder: Path, *, force: bool = False) -
     try:
         part = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
-            model.save_pretrained(part, state_dict=values)
+            _save_model(model, workload, values, part)
+            if is_language(workload):
+                open_tokenizer(workload).save(part)
             part.chmod(0o755)  # as a folder that was made by hand; a temporary one is private
             for file in part.iterdir():
                 file.chmod(0o644)
@@ -50,13 +67,22 @@ def export_pretrained(saved: Checkpoint, folder: Path, *, force: bool = False) -
     return target
 
 
+def _save_model(model: PreTrainedModel, workload: Workload, values: dict[str, Tensor], folder: Path) -> None:
+    if workload.lora is None:
+        model.config = given_config(workload.model)
+        model.save_pretrained(folder, state_dict=values)
+        return
+    begins_with = weights_folder(workload)
+    save_adapters(model, values, folder, "" if begins_with is None else str(begins_with.absolute()))
+
+
 def _checked(folder: Path, *, force: bool) -> Path:
     """Raises ArgumentError. With `force` an existing folder is replaced, but only one that holds a model."""
     target = folder.expanduser().absolute()
     hint = "name a new folder in one that exists and is yours"
     if not target.parent.is_dir():
         raise ArgumentError("path", f"{folder} cannot be written: there is no folder {target.parent}", hint)
-    if target.exists() and not (force and (target / "config.json").is_file()):
+    if target.exists() and not (force and any((target / name).is_file() for name in MODEL_FILES)):
         raise ArgumentError("path", f"{folder} exists already", f"{hint}, or give force (--force) to replace a model")
     return target
 

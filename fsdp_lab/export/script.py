@@ -10,6 +10,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,26 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from fsdp_lab.backends.optimizers import check_optimizer
 from fsdp_lab.core import __version__
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.optimizer import TorchOptimizer
 from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.workload import Workload
+from fsdp_lab.export.own_code import OwnCode
 from fsdp_lab.export.target import TITLES, gpus, peer
-from fsdp_lab.models import Initializer, build_skeleton, resolve
-from fsdp_lab.models.batches import IGNORED, MASK_ID, MASKED_SHARE
+from fsdp_lab.models import Initializer, Pretrained, Weights, build_skeleton, resolve, weights_folder
+from fsdp_lab.models.batches import MASK_ID, open_source
 from fsdp_lab.models.build import Draw
-from fsdp_lab.models.check import STDLIB, check_shapes, checked_text
+from fsdp_lab.models.check import STDLIB, check_shapes, checked_records, checked_text, is_plain
 from fsdp_lab.models.data import BYTE_OFFSET, FOLDER_CAP_BYTES, STDLIB_CAP_BYTES
+from fsdp_lab.models.freezing import freeze
+from fsdp_lab.models.lora import adapted
+from fsdp_lab.models.own import skeleton_of
 from fsdp_lab.models.presets import Facts, Kind, facts_of
+from fsdp_lab.models.records import PIECE_CHARS, Format
+from fsdp_lab.models.sources import IGNORED, MASKED_SHARE
+from fsdp_lab.models.tokenizers import tokenizer_folder
 from fsdp_lab.models.wrapping import blocks, units
 
 WIDTH = 100
@@ -39,13 +49,21 @@ AUTO: Mapping[Kind, str] = {
     "masked": "AutoModelForMaskedLM",
     "seq2seq": "AutoModelForSeq2SeqLM",
 }
+_NOT_OF_A_MODEL = ("transformers_version", "architectures")  # fields of a config
 DTYPES: Mapping[str, str] = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
 
 def script(spec: Spec) -> str:
     """The text of the script. Raises SpecError for a field that torch's own backends or the script cannot express."""
+    check_optimizer(spec.workload)
     exported = peer(spec)
-    model = model_of(exported.spec)
+    own = OwnCode(exported.spec.workload) if spec.workload.is_own else None
+    if own is not None:
+        values, skeleton = own.values, skeleton_of(spec.workload)
+    else:
+        model = model_of(exported.spec)
+        values = {"own": "", **_model(exported.spec, model), **_data(exported.spec, model)}
+        skeleton = model.skeleton
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined,
                               trim_blocks=True, keep_trailing_newline=True)  # fmt: skip
     environment.filters.update(
@@ -55,18 +73,37 @@ def script(spec: Spec) -> str:
         from_import=from_import,
         optimizer_call=optimizer_call,
     )
-    return environment.get_template(TEMPLATE).render(
+    text = environment.get_template(TEMPLATE).render(
         spec=exported.spec,
         title=TITLES[exported.spec.strategy.backend],
         remarks=[*exported.remarks, *_inexact(exported.spec)],
-        versions={"fsdp_lab": __version__, "torch": torch.__version__, "transformers": transformers.__version__,
-                  "python": platform.python_version()},
+        versions=_versions(values),
         gpus=gpus(exported.spec),
-        **_model(model),
-        **_data(exported.spec, model),
-        **_modules(exported.spec, model),
+        group_dicts=[
+            {"match": list(g.match), **{n: v for n in ("lr", "weight_decay") if (v := getattr(g, n)) is not None}}
+            for g in exported.spec.workload.param_groups or ()
+        ],
+        **values,
+        **_modules(exported.spec, skeleton),
         **_sharding(exported.spec),
     )  # fmt: skip
+    if own is not None:
+        own.check_names(text)
+    return text
+
+
+def _versions(values: Mapping[str, Any]) -> dict[str, str]:
+    """What it was written with, and needs."""
+    formats = values["tokens"]["formats"] if values["tokens"] else ()
+    more = {"peft": values["lora"] is not None, "datasets": "SAVED" in formats,
+            "pyarrow": bool({"PARQUET", "ARROW"} & {*formats})}  # fmt: skip
+    return {
+        "fsdp_lab": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        **{name: version(name) for name, is_needed in more.items() if is_needed},
+        "Python": platform.python_version(),
+    }
 
 
 def _inexact(spec: Spec) -> Iterator[str]:
@@ -83,22 +120,68 @@ def _inexact(spec: Spec) -> Iterator[str]:
 # -- what the template is given --------------------------------------------------------------------------------------
 
 
-def _model(model: Model) -> dict[str, Any]:
+def _model(spec: Spec, model: Model) -> dict[str, Any]:
     return {
         "model_name": model.name,
         "auto_class": AUTO[model.facts.kind],
         "config": config_of(model.config),
         "attention": getattr(model.skeleton.config, "_attn_implementation", "sdpa"),
         "sets_loss_type": loss_type_is_missing(model),
-        "initial_values": initial_values(model),
+        "lora": _lora(spec.workload, model),
+        **_values(spec, model),
     }
+
+
+def _lora(w: Workload, model: Model) -> dict[str, Any] | None:
+    """The arguments of peft's LoraConfig, with the targets that peft chose."""
+    if w.adapters is None:
+        return None
+    injected: Any = model.skeleton
+    targets = sorted(injected.peft_config["default"].target_modules)
+    return {"r": w.adapters.r, "lora_alpha": w.adapters.scale, "target_modules": targets}
+
+
+def _values(spec: Spec, model: Model) -> dict[str, Any]:
+    """What parameters begin with. Raises SpecError for weights that do not fit, or that a script cannot read."""
+    drawn = {"draws": True, "files": [], "stored_buffers": []}
+    if (folder := weights_folder(spec.workload)) is None:
+        return {**drawn, "initial_values": initial_values(model)}
+    weights = Weights(folder)
+    given = Pretrained(model.base, spec.workload, weights)
+    if not weights.is_plain:
+        raise SpecError("workload.weights", f"{folder} is a checkpoint with tensors in parts, and a script reads whole ones",
+                        "export its model (fsdp-lab checkpoints FOLDER --export MODEL), and name that folder")  # fmt: skip
+    return {
+        "draws": bool(given.fresh),
+        "initial_values": initial_values(model, given.fresh) if given.fresh else "",
+        "weights_path": str(folder.absolute()),
+        "files": weights.files,
+        "stored_buffers": list(given.buffers),
+        **_stored_names(given.stored_names),
+    }
+
+
+def _stored_names(names: Mapping[str, str]) -> dict[str, Any]:
+    """The name in the files as code that is given `name`, that in the model; with a table where no prefix explains it."""
+    differing = {name: stored for name, stored in names.items() if stored != name}
+    name, stored = next(iter(differing.items()), ("", ""))
+    cut, put = name.removesuffix(stored), stored.removesuffix(name)
+    if not differing:
+        return {"stored_name": "name", "stored_names": {}}
+    if all(name.removeprefix(cut) == stored for name, stored in names.items()):
+        return {"stored_name": f"name.removeprefix({json.dumps(cut)})", "stored_names": {}}
+    if all(put + name == stored for name, stored in names.items()):
+        return {"stored_name": f"{json.dumps(put)} + name", "stored_names": {}}
+    return {"stored_name": "STORED.get(name, name)", "stored_names": differing}
 
 
 def _data(spec: Spec, model: Model) -> dict[str, Any]:
     """The text that is trained on. Raises SpecError if it cannot be read."""
     w = spec.workload
     check_shapes(w, model.facts)
-    checked_text(w)
+    tokens = None if is_plain(w) else _tokens(w, model)
+    if tokens is None:
+        checked_text(w)
     path = None if w.data == STDLIB else Path(w.data).expanduser().absolute()
     return {
         "text": "stdlib" if path is None else "folder" if path.is_dir() else "file",
@@ -109,16 +192,44 @@ def _data(spec: Spec, model: Model) -> dict[str, Any]:
         "mask_id": MASK_ID,
         "masked_share": MASKED_SHARE,
         "ignored": IGNORED,
+        "tokens": tokens,
+        "piece_chars": PIECE_CHARS,
     }
 
 
-def _modules(spec: Spec, model: Model) -> dict[str, Any]:
+def _tokens(w: Workload, model: Model) -> dict[str, Any]:
+    """How the script makes samples into tokens. `pieces`: all text is joined, and read in pieces; `rows`: they may have
+    different numbers of labels."""
+    records, tokenizer = checked_records(w, model.facts)
+    formats = {kind for _, kind in records.files}
+    pieces = w.packing == "packed" and not records.is_chat
+    is_even = pieces and (model.facts.kind != "masked" or open_source(w, model.config).is_even)
+    folder = tokenizer_folder(w)
+    return {
+        "folder": None if folder is None else str(folder.absolute()),
+        "files": [str(path.absolute()) for path, _ in records.files],
+        "column": records.field,
+        "formats": [kind.name for kind in (Format.PARQUET, Format.ARROW, Format.SAVED, Format.JSON) if kind in formats],
+        "chat": records.is_chat,
+        "marked": tokenizer.marks_answers,
+        "padded": w.packing == "padded",
+        "pieces": pieces,
+        "rows": not is_even,
+        "end_id": tokenizer.end_id,
+        "pad_id": tokenizer.pad_id,
+        "mask_id": tokenizer.mask_id,
+        "special_ids": list(tokenizer.special_ids),
+        "vocabulary": tokenizer.vocabulary,
+    }
+
+
+def _modules(spec: Spec, skeleton: nn.Module) -> dict[str, Any]:
     """Modules by name: units are sharded together, blocks are recomputed or compiled. Raises SpecError if there are none."""
     s = spec.strategy
-    names = {id(m): name for name, m in model.skeleton.named_modules()}
-    found = [] if s.backend == "ddp" else units(model.skeleton, s.wrap)
+    names = {id(m): name for name, m in skeleton.named_modules()}
+    found = [] if s.backend == "ddp" else units(skeleton, s.wrap)
     groups = [[names[id(m)] for m in group] for group in found]
-    repeated = [names[id(m)] for m in blocks(model.skeleton)]
+    repeated = [names[id(m)] for m in blocks(skeleton)]
     same = groups == [[name] for name in repeated]
     grouped = any(len(group) > 1 for group in groups)
     return {
@@ -243,24 +354,27 @@ Recipe = tuple[str, ...]  # lines of code that draw a parameter
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The model of a script."""
+    """The model of a script. `base`: without adapters."""
 
     config: Any
     facts: Facts
+    base: nn.Module
     skeleton: nn.Module
     name: str
 
 
 def model_of(spec: Spec) -> Model:
     """The Spec's model. Raises SpecError for one that a script cannot express."""
-    config = resolve(spec.workload.model)
+    config = resolve(spec.workload.model, dropout=spec.workload.dropout)
     facts = facts_of(config)
     if facts.kind == "image":
         raise SpecError("workload.model", f"{facts.model_type} classifies images, and a script reads only text",
                         "choose a language model, or export the Spec itself, which contains it")  # fmt: skip
     given = spec.workload.model
     name = given if isinstance(given, str) else f"a model of type {facts.model_type}"
-    return Model(config=config, facts=facts, skeleton=build_skeleton(config), name=name)
+    skeleton = adapted(config, spec.workload.adapters)
+    freeze(skeleton, spec.workload.freeze)
+    return Model(config=config, facts=facts, base=build_skeleton(config), skeleton=skeleton, name=name)
 
 
 def config_of(config: Any) -> dict[str, Any]:
@@ -269,12 +383,14 @@ def config_of(config: Any) -> dict[str, Any]:
     Raises:
         SpecError: it cannot be rebuilt from its fields.
     """
-    fields = {k: v for k, v in config.to_dict().items() if k not in ("transformers_version", "architectures")}
+    own = {k: v for k, v in config.to_dict().items() if k not in _NOT_OF_A_MODEL}
+    fields = dict(own)
     usual = type(config)().to_dict()
     model_type = fields.pop("model_type")
     changed = {"model_type": model_type} | {k: v for k, v in fields.items() if k not in usual or usual[k] != v}
     for found in (changed, {"model_type": model_type} | fields):
-        if AutoConfig.for_model(**found).to_dict() == config.to_dict():
+        again = AutoConfig.for_model(**found).to_dict()
+        if {k: v for k, v in again.items() if k not in _NOT_OF_A_MODEL} == own:
             return found
     raise SpecError("workload.model", f"the config of {model_type} cannot be rebuilt from its fields",
                     "export the Spec itself, which contains it")  # fmt: skip
@@ -293,10 +409,14 @@ def loss_type_is_missing(model: Model) -> bool:
 # -- initial values --------------------------------------------------------------------------------------------------
 
 
-def initial_values(model: Model) -> str:
-    """Code: an if-chain over the names of parameters that gives each its own draws; the most frequent one comes last."""
-    initializer = Initializer(model.skeleton, 0)
-    recipes = {name: _recipe(name, initializer.draws(name)) for name, _ in model.skeleton.named_parameters()}
+def initial_values(model: Model, only: Sequence[str] | None = None) -> str:
+    """Code: an if-chain over the names of parameters that gives each its own draws; the most frequent one comes last.
+
+    `only`: the parameters that are drawn; by default all.
+    """
+    initializer = Initializer(model.base, 0)
+    drawn = [name for name, _ in model.base.named_parameters()] if only is None else only
+    recipes = {name: _recipe(name, initializer.draws(name)) for name in drawn}
     endings = {name: _ending(name, recipes) for name in recipes}
     usual = Counter({endings[n]: recipes[n] for n in recipes}.values()).most_common(1)[0][0]
     lines: list[str] = []

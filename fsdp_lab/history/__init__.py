@@ -1,7 +1,21 @@
-"""Runs on disk: written while they train, listed, read back, named and deleted. One SQLite file."""
+"""Runs on disk: written while they train, listed, read back, named and deleted. One SQLite file.
 
-from fsdp_lab.history.database import HistoryError
-from fsdp_lab.history.history import History
-from fsdp_lab.history.stored_run import RunList, StoredRun
+The names below are imported when they are used: a rank that watches a loop (loops.py) needs them only if it stores.
+"""
 
-__all__ = ["History", "HistoryError", "RunList", "StoredRun"]
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsdp_lab.core.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from fsdp_lab.history.database import HistoryError as HistoryError
+    from fsdp_lab.history.history import History as History
+    from fsdp_lab.history.stored_run import RunList as RunList
+    from fsdp_lab.history.stored_run import StoredRun as StoredRun
+
+_HOMES = {"History": "history", "HistoryError": "database", "RunList": "stored_run", "StoredRun": "stored_run"}
+
+__all__ = sorted(_HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

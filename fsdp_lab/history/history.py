@@ -243,8 +243,7 @@ def _field_values(fields: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def _matches(run: StoredRun, wanted: Mapping[str, list[Any]]) -> bool:
-    fields = run.spec_fields
-    flat = {**fields.get("workload", {}), **fields.get("strategy", {}), **fields}
+    flat = run.flat_fields
     return all(name in flat and flat[name] in values for name, values in wanted.items())
 
 

@@ -15,6 +15,7 @@ from fsdp_lab.core.describe import describe_strategy, describe_value
 from fsdp_lab.core.errors import ArgumentError, FieldError
 from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.formatting import Table, count
+from fsdp_lab.core.loops import KEY, Trained, WatchedLoop
 from fsdp_lab.core.process import Identity
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.history.database import HistoryDB, HistoryError, unpack
@@ -56,9 +57,15 @@ class StoredRun(RunQueries):
             self.state, self.ended_unix_s = RunState.LOST, row["seen_unix_s"]
 
     @cached_property
-    def spec(self) -> Spec:
+    def spec(self) -> Trained:
         """Raises SpecError for a Spec of another version with unknown fields; `spec_fields` has them as stored."""
-        return _read_spec(self.spec_fields)
+        return _read_trained(self.spec_fields)
+
+    @property
+    def flat_fields(self) -> Mapping[str, Any]:
+        """Flat field name -> value as stored, also of a Spec of another version; of a watched loop, what is known."""
+        parts = (self.spec_fields.get(name, {}) for name in ("workload", "strategy", KEY))
+        return {**{name: value for part in parts for name, value in part.items()}, **self.spec_fields}
 
     @cached_property
     def switches(self) -> Sequence[Switch]:
@@ -109,6 +116,11 @@ class StoredRun(RunQueries):
     def __repr__(self) -> str:
         name = f" {self.name!r}" if self.name else ""
         return f"<StoredRun {self.id}{name}: {self.state.value}, step {self.step}, {self.when}>"
+
+
+def _read_trained(fields: Mapping[str, Any]) -> Trained:
+    """What a stored run trains. Raises SpecError."""
+    return WatchedLoop.from_dict(fields) if KEY in fields else _read_spec(fields)
 
 
 def _read_spec(fields: Mapping[str, Any]) -> Spec:
@@ -184,18 +196,18 @@ class RunList(Sequence[StoredRun]):
 
 
 def _row(run: StoredRun) -> tuple[str, ...]:
+    flat = run.flat_fields
     try:
         strategy = describe_strategy(run.spec)
     except FieldError:  # a Spec of another version
-        strategy = str(run.spec_fields.get("strategy", {}).get("backend", ""))
-    model = run.spec_fields.get("workload", {}).get("model", "")
+        strategy = str(flat.get("backend", ""))
     return (
         run.id,
         run.name + (" (pinned)" if run.pinned else ""),
         run.when,
-        describe_value("model", model),
+        describe_value("model", flat.get("model", "")),
         strategy,
-        str(run.spec_fields.get("world_size", "")),
+        str(flat.get("world_size", "")),
         f"{run.step:,}",
         run.state.value,
         "–" if run.tokens_per_s is None else count(run.tokens_per_s),

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fsdp_lab.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from fsdp_lab.models.batches import Batches as Batches
     from fsdp_lab.models.build import Initializer as Initializer
-    from fsdp_lab.models.build import Weights as Weights
     from fsdp_lab.models.build import build_skeleton as build_skeleton
     from fsdp_lab.models.configs import resolve as resolve
     from fsdp_lab.models.flops import BestPeak as BestPeak
@@ -20,13 +20,20 @@ if TYPE_CHECKING:
     from fsdp_lab.models.flops import device_peak as device_peak
     from fsdp_lab.models.flops import flops_per_sample as flops_per_sample
     from fsdp_lab.models.presets import PRESETS as PRESETS
+    from fsdp_lab.models.pretrained import Pretrained as Pretrained
+    from fsdp_lab.models.pretrained import initial_values as initial_values
+    from fsdp_lab.models.pretrained import weights_folder as weights_folder
+    from fsdp_lab.models.weights import Weights as Weights
 
 _HOMES = {
     "Batches": "batches",
     "Flops": "flops",
     "Initializer": "build",
     "PRESETS": "presets",
-    "Weights": "build",
+    "Pretrained": "pretrained",
+    "Weights": "weights",
+    "initial_values": "pretrained",
+    "weights_folder": "pretrained",
     "build_skeleton": "build",
     "count_flops": "flops",
     "BestPeak": "flops",
@@ -36,13 +43,4 @@ _HOMES = {
 }
 
 __all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -5,41 +5,46 @@ number) alone. So every backend, strategy and split over ranks reads the same gl
 sample count at another world size.
 
 The last samples of the data are held out for evaluation; training never reads them.
+
+Note: samples with different numbers of labels (padding, chats). The loss of a step is the mean over all labels of the global
+batch, however it is split. A model's loss is the mean over one micro-batch, the backends take the mean over micro-batches
+and ranks, and both would count a label of a short sample for more. So `Batches` gives each micro-batch the weight
+
+    labels of the micro-batch x world_size x accumulate / labels of the global batch
+
+by which its loss is multiplied; the mean over micro-batches and ranks is then the sum over all labels, divided by their
+number. Every rank knows the numbers of all samples' labels, so that nothing is sent. Labels are counted as the loss does: a
+causal model does not predict a row's first token. Where all samples have the same number, all weights are 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from fsdp_lab.core.spec import Workload
-from fsdp_lab.models.check import IMAGES, check_held_out, check_shapes, checked_text, held_out_count
+from fsdp_lab.core.workload import Workload
+from fsdp_lab.models.cache import NO_PROGRESS, Progresses
+from fsdp_lab.models.check import (
+    IMAGES,
+    check_held_out,
+    check_shapes,
+    checked_records,
+    checked_text,
+    held_out_count,
+    is_plain,
+)
 from fsdp_lab.models.data import BYTE_OFFSET, FolderImages, Ids, SyntheticImages, Text, encode
-from fsdp_lab.models.presets import Kind, facts_of
+from fsdp_lab.models.presets import Facts, Kind, facts_of
+from fsdp_lab.models.sources import IGNORED, MASKED_SHARE, Batch, Indices, Source
+from fsdp_lab.models.token_samples import CausalTokens, HalvedTokens, MaskedTokens, TokenSource
+from fsdp_lab.models.tokenizers import Tokenizer, open_tokenizer
+from fsdp_lab.models.tokens import open_tokens
 
-Batch: TypeAlias = dict[str, Tensor]
-Indices: TypeAlias = npt.NDArray[np.int64]
-
-MASKED_SHARE = 0.15
 MASK_ID = 2  # ByT5's <unk>, which no byte maps to
-IGNORED = -100  # the label that transformers' losses leave out
-
-
-class Source:
-    """Samples by position in the data."""
-
-    count: int
-    description: str
-    fingerprint: str
-
-    def collate(self, positions: Indices, samples: Indices) -> Batch:
-        """A batch; `samples` are the samples' global numbers, for what is random in each epoch."""
-        raise NotImplementedError
 
 
 class Order:
@@ -66,41 +71,59 @@ class Order:
         return self._epochs[epoch]
 
 
+SOURCE_FIELDS = ("data", "seq_len", "seed", "model", "tokenizer", "text_field", "packing")
+
+
 class Batches:
     """Batches of one rank.
 
     Args:
         workload: its model's kind decides the tensors; data, seq_len, micro_batch and seed decide the samples.
-        config: the transformers config of the model, from `resolve`.
-        source: the `source` of another Batches of the same data, seq_len, seed and model, to load it once.
+        config: the transformers config of the model, from `resolve`; None with a `source`.
+        source: the `source` of another Batches that differs in no field of `SOURCE_FIELDS`, to load it once.
+        progress: what to call while the data is made into tokens.
 
     Raises:
         SpecError: data that cannot be read, is too short, or does not suit this kind of model.
     """
 
-    def __init__(
-        self, workload: Workload, config: Any, *, rank: int, world_size: int, source: Source | None = None
-    ) -> None:
-        self.source = source or open_source(workload, config)
+    def __init__(self, workload: Workload, config: Any, *, rank: int, world_size: int, source: Source | None = None,
+                 progress: Progresses = NO_PROGRESS) -> None:  # fmt: skip
+        self.source = source or open_source(workload, config, progress)
         self._order = Order(self.source.count - held_out_count(workload, self.source.count), workload.seed)
         self._workload, self._size = workload, workload.micro_batch
         self._rank, self._world_size = rank, world_size
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Of the workload, to continue texts with. Raises SpecError."""
+        return open_tokenizer(self._workload)
 
     def batch(self, samples_before: int, micro: int = 0) -> Batch:
         """Tensors on the CPU for micro-batch `micro` of the step that begins at sample `samples_before`.
 
         Causal: input_ids, labels (B, S); the model shifts the labels. Masked: the same with 15% of the positions hidden, and
         labels at those alone. Encoder-decoder: input_ids (B, S // 2) is the first half of a window, labels (B, S - S // 2)
-        the second. Images: pixel_values (B, C, H, W), labels (B,). Every sample of a kind has the same number of labels, so
-        that the mean of the ranks' mean losses is the mean over the global batch."""
+        the second. Images: pixel_values (B, C, H, W), labels (B,). With padding there is an attention_mask (B, S) as well,
+        1 at tokens."""
         samples = self.samples(samples_before, micro)
         return self.source.collate(self._order(samples), samples)
 
-    def held_out(self, count: int) -> Iterator[tuple[Batch, int]]:
-        """This rank's part of `count` held-out samples, as (batch, number of its samples that count).
+    def weight(self, samples_before: int, micro: int = 0) -> float:
+        """By which the mean loss of `batch(samples_before, micro)` is multiplied: see the note. 1 in the mean."""
+        if self.source.labels is None:
+            return 1.0
+        parts = self._world_size * self._workload.accumulate
+        step = np.arange(samples_before, samples_before + parts * self._size, dtype=np.int64)
+        labels = self.source.labels[self._order(self.samples(samples_before, micro))].sum()
+        return float(labels) * parts / float(self.source.labels[self._order(step)].sum())
 
-        The samples are spread evenly over all that are held out and do not depend on world size or micro-batch. All ranks
-        get the same number of batches of one shape; padding samples in the last ones have no labels.
+    def held_out(self, count: int) -> Iterator[tuple[Batch, float]]:
+        """This rank's part of `count` held-out samples, as (batch, for how many samples its mean loss counts).
+
+        That is the number of its samples, or, where they have different numbers of labels, its share of all labels times
+        `count`. The samples are spread evenly over all that are held out and do not depend on world size or micro-batch.
+        All ranks get the same number of batches of one shape; those that fill up the last ones have no labels.
 
         Raises:
             SpecError: fewer samples are held out.
@@ -108,12 +131,13 @@ class Batches:
         self.check_held_out(count)
         held = held_out_count(self._workload, self.source.count)
         positions = self.source.count - held + np.arange(count, dtype=np.int64) * held // count
+        labels = self.source.labels
+        total = 0.0 if labels is None else float(labels[positions].sum())
         for begin in range(self._rank * self._size, count + self._rank * self._size, self._world_size * self._size):
             counted = min(max(count - begin, 0), self._size)
             chosen = positions[np.minimum(np.arange(begin, begin + self._size), count - 1)]
-            batch = self.source.collate(chosen, chosen)
-            batch["labels"][counted:] = IGNORED
-            yield batch, counted
+            share = counted if labels is None else count * float(labels[chosen[:counted]].sum()) / total
+            yield self.source.held_out_batch(chosen, counted), share
 
     def check_held_out(self, count: int) -> None:
         """Raises SpecError if fewer samples are held out."""
@@ -125,14 +149,23 @@ class Batches:
         return np.arange(first, first + self._size, dtype=np.int64)
 
 
-def open_source(workload: Workload, config: Any) -> Source:
+def open_source(workload: Workload, config: Any, progress: Progresses = NO_PROGRESS) -> Source:
     """The workload's samples, for the kind of model of `config`. Raises SpecError."""
     facts = facts_of(config)
     check_shapes(workload, facts)
     if facts.kind == "image":
         return ImageSource(SyntheticImages(facts) if workload.data == IMAGES else FolderImages(workload.data, facts))
+    if not is_plain(workload):
+        return _token_source(workload, facts, progress)
     sources: dict[Kind, type[TextSource]] = {"causal": CausalText, "masked": MaskedText, "seq2seq": HalvedText}
     return sources[facts.kind](checked_text(workload), workload.seq_len, workload.seed)
+
+
+def _token_source(workload: Workload, facts: Facts, progress: Progresses) -> Source:
+    records, tokenizer = checked_records(workload, facts)
+    tokens = open_tokens(records, tokenizer, whole=workload.packing == "padded", progress=progress)
+    sources: dict[Kind, type[TokenSource]] = {"causal": CausalTokens, "masked": MaskedTokens, "seq2seq": HalvedTokens}
+    return sources[facts.kind](tokens, tokenizer, workload, facts, progress.made)
 
 
 # -- samples of each kind --------------------------------------------------------------------------------------------

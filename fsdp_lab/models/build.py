@@ -1,4 +1,4 @@
-"""Building a model: `build_skeleton` (parameters on meta), and their values, random (`Initializer`) or read (`Weights`).
+"""Building a model: `build_skeleton` (parameters on meta), and random values of them (`Initializer`).
 
 Note: initial values depend on (seed, parameter name) alone, so that all backends start equal. One global seed would make
 them depend on the order of construction and on the device; here every parameter has its own generator. transformers'
@@ -16,13 +16,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -70,8 +68,8 @@ def parameters_on_meta() -> Iterator[None]:
 def build_skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     """The model of `config` with its head, in train mode: fp32 parameters on meta, tied as in the model, and real buffers.
 
-    Attention is PyTorch's scaled_dot_product_attention if the model supports it. `config` is the result of `resolve` (with
-    dropout at 0), and is copied. Values come from `Initializer`.
+    Attention is PyTorch's scaled_dot_product_attention if the model supports it. `config` is the result of `resolve`, and is
+    copied. Values come from `Initializer`.
 
     Raises:
         SpecError: no model can be built from it (widths that do not divide, ...), with the model's own message.
@@ -142,11 +140,21 @@ class Initializer:
     every world size on one kind of CPU (the normal distribution's last bit can differ between vector units).
     """
 
+    buffers: Sequence[str] = ()  # none is drawn: they have the values that the model's constructor computed
+
     def __init__(self, model: nn.Module, seed: int, check: Callable[[], object] = lambda: None) -> None:
         """`check` is called before each piece that is drawn; what it raises ends the drawing."""
         self.seed, self._check = seed, check
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
         self._draws = _recorded_draws(model)
+
+    @classmethod
+    def of_draws(cls, shapes: Mapping[str, torch.Size], draws: Mapping[str, list[Draw]], seed: int,
+                 check: Callable[[], object]) -> Initializer:  # fmt: skip
+        """Of parameters whose draws are known, by name."""
+        made = cls.__new__(cls)
+        made.seed, made._check, made._shapes, made._draws = seed, check, dict(shapes), dict(draws)
+        return made
 
     def __call__(self, name: str) -> Tensor:
         """The values of one parameter. Raises KeyError for a name that the model does not have."""
@@ -158,14 +166,19 @@ class Initializer:
         return values
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """[stop - start], elements [start, stop) of the flattened values. It takes the memory of this range and of a piece,
-        or of the whole parameter where that cannot be drawn in pieces. Raises KeyError, too."""
+        """[stop - start], elements [start, stop) of the flattened values. Raises KeyError, too."""
         values = torch.empty(stop - start, dtype=torch.float32, device="cpu")
+        self.read_into(name, start, values)
+        return values
+
+    def read_into(self, name: str, start: int, target: Tensor) -> None:
+        """Set `target` [n], flat, on any device, to elements [start, start + n). It takes the memory of a piece, or of the
+        whole parameter where that cannot be drawn in pieces. Raises KeyError, too."""
+        stop = start + target.numel()
         for at, piece in self._pieces(name, stop):
             first, last = max(start, at), min(stop, at + piece.numel())
             if first < last:
-                values[first - start : last - start] = piece[first - at : last - at]
-        return values
+                target[first - start : last - start].copy_(piece[first - at : last - at])
 
     def _pieces(self, name: str, stop: int) -> Iterator[tuple[int, Tensor]]:
         """(where it begins, values) of the pieces of a parameter up to `stop`."""
@@ -274,55 +287,3 @@ def _default_draw(name: str, parameter: nn.Parameter) -> Draw:
     if parameter.dim() < 2:
         return Draw(nn.init.ones_, {})
     return Draw(nn.init.normal_, {"mean": 0.0, "std": _DEFAULT_STD})
-
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-
-
-class Weights:
-    """Pretrained values from a folder with `model.safetensors`, or its parts and their index, as transformers writes them.
-
-    `read(name, start, stop)` returns elements [start, stop) of a flattened parameter and reads only the rows that contain
-    them; with `fsdp_lab.engine.load_ranges`, each rank reads its own shards.
-
-    Raises:
-        SpecError: there are no such files.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        if (self.folder / _INDEX).is_file():
-            index = json.loads((self.folder / _INDEX).read_text(encoding="utf-8"))
-            self._files: dict[str, str] = dict(index["weight_map"])
-        elif (self.folder / _SINGLE).is_file():
-            from safetensors import safe_open
-
-            with safe_open(self.folder / _SINGLE, framework="pt") as f:
-                self._files = dict.fromkeys(f.keys(), _SINGLE)
-        else:
-            raise SpecError("workload.model", f"{self.folder} has neither {_SINGLE} nor {_INDEX}",
-                            "give a folder that save_pretrained wrote")  # fmt: skip
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._files)
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """A tensor [stop - start] in the dtype of the file. Raises SpecError for a name that no file has."""
-        from safetensors import safe_open
-
-        if name not in self._files:
-            raise SpecError(
-                "workload.model", f"{self.folder} has no values for {name}", "give the weights of this model"
-            )
-        with safe_open(self.folder / self._files[name], framework="pt") as f:
-            part = f.get_slice(name)
-            shape = part.get_shape()
-            if not shape:
-                values: Tensor = f.get_tensor(name).reshape(1)
-                return values[start:stop]
-            row = max(1, torch.Size(shape[1:]).numel())
-            first, last = start // row, -(-stop // row)
-            rows: Tensor = part[first:last]
-            return rows.reshape(-1)[start - first * row : stop - first * row]

@@ -8,30 +8,75 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fsdp_lab.core.errors import FieldError, SpecError
-from fsdp_lab.core.spec import MOST_HELD_OUT, Workload
+from fsdp_lab.core.workload import MOST_HELD_OUT, RANDOM, Workload
 from fsdp_lab.models.data import SMALLEST_VOCABULARY, SYNTHETIC_COUNT, FolderImages, Text, open_text
 from fsdp_lab.models.presets import PRESETS, Facts, facts_of
+from fsdp_lab.models.records import Format, Records, data_files, open_records
+from fsdp_lab.models.tokenizers import (
+    ByteTokenizer,
+    FolderTokenizer,
+    Tokenizer,
+    has_tokenizer,
+    open_tokenizer,
+    tokenizer_folder,
+)
+from fsdp_lab.models.tokens import encoded
 
 IMAGES = "images"
 STDLIB = "stdlib"
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # as save_pretrained writes them
 
 
-def check(workload: Workload, *, evaluated: int = 0) -> None:
-    """Raises SpecError if the workload cannot run: its model, its sequence length, its data, or fewer held-out samples than
-    are to be `evaluated`."""
+def check(workload: Workload, *, evaluated: int = 0, begins: bool = True) -> None:
+    """Raises SpecError if the workload cannot run: its model, its sequence length, its data, fewer held-out samples than
+    are to be `evaluated`, or its weights, unless it continues a training and `begins` is false. Own code is checked
+    by the ranks, where it runs."""
+    if workload.is_own:
+        return
     is_preset = isinstance(workload.model, str) and workload.model in PRESETS
     facts = model_facts(workload.model) if is_preset else _facts_of_built(workload)
     check_shapes(workload, facts)
-    if facts.is_text:
-        count = len(checked_text(workload).data) // workload.seq_len
+    if facts.is_text and not is_plain(workload):
+        checked_records(workload, facts)  # the ranks count the samples, when they have the tokens
     else:
-        count = SYNTHETIC_COUNT if workload.data == IMAGES else FolderImages(workload.data, facts).count
-    check_held_out(workload, count, evaluated)
+        check_held_out(workload, _count(workload, facts), evaluated)
+    _check_adapters(workload)
+    if begins:
+        check_weights(workload)
+
+
+def _count(workload: Workload, facts: Facts) -> int:
+    """Samples of text as bytes, or of images. Raises SpecError if they cannot be read."""
+    if facts.is_text:
+        return len(checked_text(workload).data) // workload.seq_len
+    return SYNTHETIC_COUNT if workload.data == IMAGES else FolderImages(workload.data, facts).count
+
+
+def check_weights(workload: Workload) -> None:
+    """Raises SpecError if its weights cannot be read or do not fit its model. No values are read."""
+    if (folder := _weights_folder(workload)) is not None:
+        from fsdp_lab.models.build import build_skeleton
+        from fsdp_lab.models.configs import resolve
+        from fsdp_lab.models.pretrained import Pretrained
+        from fsdp_lab.models.weights import Weights
+
+        Pretrained(build_skeleton(resolve(workload.model)), workload, Weights(folder))
+
+
+def _check_adapters(workload: Workload) -> None:
+    if workload.lora is not None:
+        from fsdp_lab.models.configs import resolve
+        from fsdp_lab.models.lora import adapted
+
+        adapted(resolve(workload.model), workload.adapters)
+
+
+def _has_no_files(model: str | Mapping[str, Any]) -> bool:
+    return isinstance(model, Mapping) or model in PRESETS
 
 
 def model_facts(model: str | Mapping[str, Any]) -> Facts:
@@ -52,23 +97,17 @@ def is_language(workload: Workload) -> bool:
         return False
 
 
-def unread_weights(workload: Workload) -> str:
-    """A warning if the model's folder has weights, which are not loaded; "" if it has none."""
-    model = workload.model
-    if not isinstance(model, str) or model in PRESETS:
-        return ""
-    path = Path(model).expanduser()
-    folder = path if path.is_dir() else path.parent
-    if not path.exists() or not any(file for pattern in WEIGHTS for file in folder.glob(pattern)):
-        return ""
-    return f"Weights in {folder} are not loaded: training begins from random values."
-
-
 def check_shapes(workload: Workload, facts: Facts) -> None:
     """Checks what follows from the config and the fields alone. Raises SpecError."""
     if facts.is_text:
         _check_text_model(workload, facts)
-    elif workload.data == STDLIB:
+        return
+    for name in ("tokenizer", "text_field", "packing"):
+        usual = getattr(Workload, name)
+        if getattr(workload, name) != usual:
+            raise SpecError(f"workload.{name}", f"{facts.model_type} classifies images, which have no tokens",
+                            "leave it out", {name: usual})  # fmt: skip
+    if workload.data == STDLIB:
         raise SpecError(
             "workload.data",
             f"{facts.model_type} classifies images, and {STDLIB} is text",
@@ -95,6 +134,70 @@ def checked_text(workload: Workload) -> Text:
     return text
 
 
+def is_plain(workload: Workload) -> bool:
+    """Whether windows of its text's bytes are the samples, which need not be made into tokens. Raises SpecError."""
+    if workload.packing != "packed" or tokenizer_folder(workload) is not None:
+        return False
+    path = Path(workload.data).expanduser()
+    if workload.data != STDLIB and not path.exists():
+        return True  # `open_text` refuses it
+    return workload.text_field is None and all(kind is Format.TEXT for _, kind in data_files(workload.data))
+
+
+def checked_records(workload: Workload, facts: Facts) -> tuple[Records, Tokenizer]:
+    """The workload's samples and its tokenizer, whose ids the model knows, after a look at the first sample. Raises
+    SpecError."""
+    tokenizer = open_tokenizer(workload)
+    if facts.vocab_size is None or tokenizer.vocabulary > facts.vocab_size:
+        raise SpecError(
+            "workload.tokenizer",
+            f"the ids of {tokenizer.name} go up to {tokenizer.vocabulary - 1}, and the vocabulary of the model is "
+            f"{facts.vocab_size}",
+            "use the tokenizer that the model was made for, or a model with a larger vocabulary",
+        )
+    _check_ids(workload, tokenizer)
+    files = data_files(workload.data)
+    if [kind for _, kind in files] == [Format.TEXT]:
+        open_text(workload.data)
+    records = open_records(workload, files)
+    encoded(list(islice(records.read(), 1)), tokenizer, whole=workload.packing == "padded")
+    return records, tokenizer
+
+
+def _check_ids(workload: Workload, tokenizer: Tokenizer) -> None:
+    """Raises SpecError if tokens have other ids than beside the weights that the model begins with."""
+    folder = None if isinstance(tokenizer, ByteTokenizer) else _weights_folder(workload)
+    if folder is None or not has_tokenizer(folder) or folder == tokenizer_folder(workload):
+        return
+    known, given = FolderTokenizer(folder).ids, cast(FolderTokenizer, tokenizer).ids
+    if other := [token for token, id_ in known.items() if given.get(token) != id_]:
+        first = min(other, key=known.__getitem__)
+        raise SpecError(
+            "workload.tokenizer",
+            f"{len(other)} of the {len(known)} tokens that the weights in {folder} were trained with have no or another id "
+            f"in {tokenizer.name} ({first!r} is {known[first]} there, and {given.get(first)} here)",
+            "use the tokenizer beside the weights, or random weights",
+            {"tokenizer": str(folder)},
+        )
+
+
+def _weights_folder(workload: Workload) -> Path | None:
+    if workload.weights == RANDOM or (workload.weights is None and _has_no_files(workload.model)):
+        return None
+    from fsdp_lab.models.pretrained import weights_folder
+
+    return weights_folder(workload)
+
+
+def notes_on(workload: Workload) -> tuple[str, ...]:
+    """Notes for a run: that its model, which begins with read weights, gets bytes by default as tokens."""
+    if workload.is_own or workload.tokenizer is not None or tokenizer_folder(workload) is not None:
+        return ()
+    if (folder := _weights_folder(workload)) is None or not model_facts(workload.model).is_text:
+        return ()
+    return (f"there is no tokenizer beside the weights in {folder}: the model reads bytes (give tokenizer)",)
+
+
 def _check_text_model(workload: Workload, facts: Facts) -> None:
     if workload.data == IMAGES:
         raise SpecError(
@@ -103,7 +206,7 @@ def _check_text_model(workload: Workload, facts: Facts) -> None:
             f'use "{STDLIB}" or a text file, or an image model such as vit-1m',
             {"data": STDLIB},
         )
-    if facts.vocab_size is None or facts.vocab_size < SMALLEST_VOCABULARY:
+    if facts.vocab_size is None or (tokenizer_folder(workload) is None and facts.vocab_size < SMALLEST_VOCABULARY):
         raise SpecError(
             "workload.model",
             f"its vocabulary of {facts.vocab_size} is too small for bytes",

@@ -19,26 +19,27 @@ _FIELD = "workload.model"
 _TYPES: Mapping[str, str] = configuration_auto.CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
 
-def resolve(model: str | Mapping[str, Any] | PreTrainedConfig) -> PreTrainedConfig:
-    """The transformers config of `model`, always a new object, with every dropout at 0.
+def resolve(model: str | Mapping[str, Any] | PreTrainedConfig, *, dropout: str = "off") -> PreTrainedConfig:
+    """The transformers config of `model`, always a new object.
 
     `model` is a preset ("gpt2-10m"), a model type of transformers ("opt", with its default sizes), a folder with a
     config.json or the path of such a file, a dict with "model_type", or a config object. Nothing is downloaded. Weights
-    beside a config.json are not read: initial values are random, from `Initializer`.
+    beside a config.json are for `Pretrained`.
 
-    Dropout is 0 because strategies can be compared to the bit only if nothing is random.
+    dropout: as in a Workload: "off" sets every dropout to 0, "config" leaves it as it is. Layers are never left out
+    (`layerdrop`): ranks that skip different ones would not gather the same.
 
     Raises:
         SpecError: no such model, or a config that transformers refuses.
     """
-    config = _config(model)
+    config = given_config(model)
     if getattr(config, "quantization_config", None):
         raise SpecError(
             _FIELD,
             "its config is of quantized weights, which cannot be trained",
             "remove quantization_config from the config",
         )
-    _without_dropout(config)
+    _without_dropout(config, "drop" if dropout == "off" else "layerdrop")
     config.use_cache = False  # keys and values are cached for generation; wrong when a block is recomputed
     if facts_of(config).kind == "causal":
         # There is no padding. With a padding id, the byte of that id would not be learned, and every forward would search
@@ -49,7 +50,8 @@ def resolve(model: str | Mapping[str, Any] | PreTrainedConfig) -> PreTrainedConf
     return config
 
 
-def _config(model: str | Mapping[str, Any] | PreTrainedConfig) -> PreTrainedConfig:
+def given_config(model: str | Mapping[str, Any] | PreTrainedConfig) -> PreTrainedConfig:
+    """The config as it is given, dropout and cache included; always a new object. Raises SpecError as `resolve`."""
     if isinstance(model, PreTrainedConfig):
         return copy.deepcopy(model)
     if isinstance(model, Mapping):
@@ -98,17 +100,18 @@ def _from_dict(given: Mapping[str, Any]) -> PreTrainedConfig:
     return config
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """An error's message on one line of at most 200 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else text[:199] + "…"
 
 
-def _without_dropout(config: PreTrainedConfig) -> None:
+def _without_dropout(config: PreTrainedConfig, named: str) -> None:
+    """Set the fields with this in their names to 0."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
-            _without_dropout(value)
-        elif "drop" in name and is_number(value):
+            _without_dropout(value, named)
+        elif named in name and is_number(value):
             setattr(config, name, 0.0)
 
 

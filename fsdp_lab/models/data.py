@@ -76,11 +76,11 @@ def open_text(data: str) -> Text:
     """
     if data == "stdlib":
         version = platform.python_version()
-        return _joined(_stdlib_files(), STDLIB_CAP_BYTES, f"the standard library of Python {version}")
+        return _joined(stdlib_files(), STDLIB_CAP_BYTES, f"the standard library of Python {version}")
     path = Path(data).expanduser()
     try:
         if path.is_dir():
-            return _joined(_text_files(path), FOLDER_CAP_BYTES, str(path))
+            return _joined(text_files(path), FOLDER_CAP_BYTES, str(path))
         if not path.is_file():
             raise _refusal(data, "there is no such file or folder")
         if path.stat().st_size == 0:
@@ -104,20 +104,20 @@ def _refusal(data: str, reason: str) -> SpecError:
     )
 
 
-def _stdlib_files() -> Iterator[Path]:
-    for path in _walk(Path(sysconfig.get_paths()["stdlib"]), _NOT_TEXT_OF_STDLIB):
+def stdlib_files() -> Iterator[Path]:
+    for path in walk(Path(sysconfig.get_paths()["stdlib"]), _NOT_TEXT_OF_STDLIB):
         if path.suffix == ".py":
             yield path
 
 
-def _text_files(folder: Path) -> Iterator[Path]:
-    for path in _walk(folder, frozenset()):
+def text_files(folder: Path) -> Iterator[Path]:
+    for path in walk(folder, frozenset()):
         with path.open("rb") as f:
             if _looks_like_text(f.read(_SNIFF_BYTES)):
                 yield path
 
 
-def _walk(root: Path, skip: frozenset[str]) -> Iterator[Path]:
+def walk(root: Path, skip: frozenset[str]) -> Iterator[Path]:
     """Files below `root`, sorted; hidden ones are left out."""
 
     def fail(error: OSError) -> None:

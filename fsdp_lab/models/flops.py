@@ -27,8 +27,10 @@ from transformers import PreTrainedConfig
 
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.hardware import gpu_of_device
-from fsdp_lab.models.build import build_skeleton
+from fsdp_lab.core.lora import Lora
 from fsdp_lab.models.configs import first_line
+from fsdp_lab.models.freezing import freeze
+from fsdp_lab.models.lora import adapted
 from fsdp_lab.models.presets import Facts, facts_of
 
 _SAMPLES = 2  # a BatchNorm refuses to normalise a single value
@@ -47,9 +49,11 @@ def flops_per_sample(config: PreTrainedConfig, seq_len: int) -> int:
 
 
 def count_flops(
-    config: PreTrainedConfig, seq_len: int, recomputed: Callable[[nn.Module], Sequence[nn.Module]] = lambda model: ()
-) -> Flops:
-    """FLOPs of the forward and the backward of one sample. `recomputed` gives the modules that are checkpointed.
+    config: PreTrainedConfig, seq_len: int, recomputed: Callable[[nn.Module], Sequence[nn.Module]] = lambda model: (),
+    frozen: Sequence[str] | None = None, lora: Lora | None = None,
+) -> Flops:  # fmt: skip
+    """FLOPs of the forward and the backward of one sample. `recomputed` gives the modules that are checkpointed; `frozen`:
+    `Workload.freeze`, for which the backward has fewer; `lora`: adapters in the model.
 
     Takes 0.1 s for small models, 1 to 2 s for the largest. A model whose computation depends on values (mixtures of
     experts, BART's masks) cannot run on meta tensors: it is estimated as 6 N per token, with a warning.
@@ -60,22 +64,33 @@ def count_flops(
     facts = facts_of(config)
     config = copy.copy(config)
     config.use_cache = True  # otherwise decoders look for packed sequences in the positions, which needs values
-    model: nn.Module = build_skeleton(config)
+    model: nn.Module = adapted(config, lora)
+    freeze(model, frozen)
     model.to("meta")
     chosen = recomputed(model)
     try:
-        with FlopCounterMode(display=False) as counter:
-            recomputing = [_RecomputeCounter(module, counter) for module in chosen]
-            model(**empty_batch(facts, _SAMPLES, seq_len, device="meta")).loss.backward()
+        batch = empty_batch(facts, _SAMPLES, seq_len, device="meta")
+        flops = counted_flops(lambda: model(**batch).loss, chosen)
     except Exception as e:  # a model may fail with any error
         if not _needs_values(e):
             reason = f"a {facts.model_type} of this config cannot compute: {first_line(e)}"
-            raise SpecError("workload.model", reason, "correct its sizes, or choose a preset") from e
+            grouped = "mat_a" in str(e)  # the grouped product of experts, which takes bf16 alone
+            hint = 'set its experts_implementation to "eager"' if grouped else "correct its sizes, or choose a preset"
+            raise SpecError("workload.model", reason, hint) from e
         message = f"FLOPs of {facts.model_type} are estimated as 6 N per token: {first_line(e)}"
         warnings.warn(message, stacklevel=2)
         tokens = facts.tokens_per_sample(seq_len)
-        return Flops(6 * _matrix_weights([model]) * tokens, 2 * _matrix_weights(chosen) * tokens)
-    return Flops(int(counter.get_total_flops()) // _SAMPLES, sum(counted.flops for counted in recomputing) // _SAMPLES)
+        weights = 4 * _matrix_weights([model]) + 2 * _matrix_weights([model], trained=True)
+        return Flops(weights * tokens, 2 * _matrix_weights(chosen) * tokens)
+    return Flops(flops.model // _SAMPLES, flops.recompute // _SAMPLES)
+
+
+def counted_flops(loss: Callable[[], Tensor], recomputed: Sequence[nn.Module]) -> Flops:
+    """FLOPs of a loss, once forward and backward; `recomputed` are the modules in it that are checkpointed."""
+    with FlopCounterMode(display=False) as counter:
+        recomputing = [_RecomputeCounter(module, counter) for module in recomputed]
+        loss().backward()  # type: ignore[no-untyped-call]
+    return Flops(int(counter.get_total_flops()), sum(counted.flops for counted in recomputing))
 
 
 class _RecomputeCounter:
@@ -126,12 +141,12 @@ def empty_batch(facts: Facts, samples: int, seq_len: int, *, device: str) -> dic
     return {"input_ids": ids(seq_len), "labels": ids(seq_len)}
 
 
-def _matrix_weights(modules: Iterable[nn.Module]) -> int:
-    """Elements of all weights of matrix products."""
+def _matrix_weights(modules: Iterable[nn.Module], *, trained: bool = False) -> int:
+    """Elements of all weights of matrix products, or of those that are trained."""
     inner = [m for module in modules for m in module.modules()]
     tables = {id(m.weight) for m in inner if isinstance(m, nn.Embedding)}
     weights = {id(p): p for m in inner for p in m.parameters(recurse=False) if p.dim() > 1 and id(p) not in tables}
-    return sum(p.numel() for p in weights.values())
+    return sum(p.numel() for p in weights.values() if p.requires_grad or not trained)
 
 
 # -- peak of a device ------------------------------------------------------------------------------------------------

@@ -92,8 +92,8 @@ def work(unit: UnitShape, tokens: int, spec: Spec, device: Device, rates: Rates,
     scores_back = (2.0 if software.attention is Attention.PLAIN else 2.5) * scores
     return Work(
         forward_s=products + scores + other + host,
-        backward_s=2 * products + scores_back + other_back + host,
-        recompute_s=recompute + host if recomputed else 0.0,
+        backward_s=(1 + unit.trained_share) * products + scores_back + other_back + host if unit.has_backward else 0.0,
+        recompute_s=recompute + host if recomputed and unit.has_backward else 0.0,
     )
 
 
@@ -140,21 +140,25 @@ def attention_seconds(unit: UnitShape, tokens: float, samples: int, dtype: str, 
 
 
 def optimizer_seconds(elements: float, optimizer: TorchOptimizer, device: Device, rates: Rates) -> float:
-    """One update of a rank's shard. Measured are classes without arguments; others are in proportion to memory traffic."""
+    """One update of a rank's shard. Measured are AdamW and SGD without arguments; others are in proportion to memory
+    traffic."""
     each = update_bytes(optimizer)
     if device.measured is not None:
-        usual = update_bytes(TorchOptimizer(name=optimizer.name))
-        return device.measured.updates[optimizer.name](elements) * each / usual
+        measured = optimizer.name if optimizer.is_known else "adamw"
+        usual = update_bytes(TorchOptimizer(name=measured))
+        return device.measured.updates[measured](elements) * each / usual
     return elements * each / (device.memory_bytes_per_s * rates.memory)
 
 
 def update_bytes(optimizer: TorchOptimizer) -> int:
     """Read and written per fp32 element: value, gradient, state. A fused kernel touches each once; torch's others have
-    an operation for each term."""
+    an operation for each term: about as many as AdamW for each slot, where the class is not known."""
     if optimizer.is_fused:
         return 12 + 8 * len(optimizer.slots)
     if optimizer.name == "sgd":
         return 12 + 20 * bool(optimizer["momentum"]) + 12 * bool(optimizer["nesterov"])
+    if not optimizer.is_known:
+        return 12 + 34 * len(optimizer.slots)
     return 80 + 12 * bool(optimizer["amsgrad"])
 
 

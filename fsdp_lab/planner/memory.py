@@ -121,7 +121,10 @@ def _begins_backward(segment: TapeSegment) -> bool:
 
 
 def batch_bytes(spec: Spec, shape: ModelShape) -> float:
-    """On a CPU: ids and images are numpy's memory, which is not counted; labels are torch's copy of the ids."""
+    """On a CPU: ids and images are numpy's memory, which is not counted; labels are torch's copy of the ids. A dataset
+    of the user's own is collated by torch."""
+    if spec.workload.is_own:
+        return shape.batch.bytes_of(spec.workload.micro_batch, 1)
     tokens = spec.workload.micro_batch * shape.tokens(spec.workload.seq_len)
     return 0.0 if shape.image_tokens is not None else 8.0 * tokens
 
@@ -259,8 +262,9 @@ def needed_bytes(spec: Spec, shape: ModelShape) -> float:
     root, *blocks = (unit.numel for unit in shape.units)
     param, reduced = (BYTES[dtype] for dtype in (spec.strategy.dtypes.param, spec.strategy.dtypes.reduce))
     in_flight = (GATHERED * param + 2 * reduced) * max(blocks, default=0) + (param + reduced) * root
-    state = 4 * (2 + len(spec.workload.torch_optimizer.slots))  # fp32 values, gradients and the optimizer's state
-    return state * shape.parameters / spec.shard_factor + activation_bytes(spec, shape) + in_flight
+    state = 4 * (1 + len(spec.workload.torch_optimizer.slots))  # fp32 gradients and the optimizer's state
+    held = 4 * shape.parameters + state * sum(unit.trained_numel for unit in shape.units)
+    return held / spec.shard_factor + activation_bytes(spec, shape) + in_flight
 
 
 def activation_bytes(spec: Spec, shape: ModelShape) -> float:

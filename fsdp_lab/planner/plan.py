@@ -56,7 +56,7 @@ class Plan:
     def model_flops(self) -> float:
         """FLOPs of a rank per step: forward and backward without recompute."""
         samples = self.spec.workload.micro_batch * self.spec.workload.accumulate
-        return 3 * samples * self.shape.forward_flops(self.spec.workload.seq_len)
+        return samples * self.shape.step_flops(self.spec.workload.seq_len)
 
     @cached_property
     def recompute_flops(self) -> float:
@@ -155,6 +155,8 @@ def plan(
     assumed = {**machine.device.assumed, **machine.assumed}
     if machine.device.measured is None:
         assumed["attention"] = software.attention.value
+    if not spec.workload.torch_optimizer.is_known:
+        assumed["optimizer time"] = "in proportion to its state, as of AdamW"
     return Plan(
         spec=spec, shape=shape, machine=machine, step=step, comm_s=comm_s, link_bytes=link_bytes, assumed=assumed,
         memory=memory(spec, shape, device=machine.device.type, software=software),

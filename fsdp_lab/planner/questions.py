@@ -20,7 +20,7 @@ from fsdp_lab.planner.memory import MemoryPlan, memory
 from fsdp_lab.planner.plan import Plan, limit, plan, scaling
 from fsdp_lab.planner.published import Row, case, counted_flops_per_token, peak_in_unit
 from fsdp_lab.planner.search import Search, fewest, largest, search
-from fsdp_lab.planner.shapes import shape_for
+from fsdp_lab.planner.shapes import shape_of_workload
 from fsdp_lab.planner.shapes.rewrapping import deepened
 
 MOST_RANKS = 1 << 17
@@ -102,9 +102,11 @@ def shape_of(spec: Spec) -> ModelShape:
     if w.seq_len * w.micro_batch > MOST_TOKENS:
         raise SpecError("workload.micro_batch", f"{w.micro_batch:,} samples of {w.seq_len:,} tokens are refused",
                         f"give a micro-batch of {MOST_TOKENS:,} tokens or fewer")  # fmt: skip
+    if w.is_own:
+        return shape_of_workload(w, spec.strategy.wrap)
     facts = model_facts(w.model)
     check_shapes(spec.replace(data="stdlib" if facts.is_text else "images").workload, facts)
-    return shape_for(w.model, spec.strategy.wrap)
+    return shape_of_workload(w, spec.strategy.wrap)
 
 
 def predict(rows: Iterable[Row]) -> list[dict[str, Any]]:

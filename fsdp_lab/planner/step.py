@@ -88,7 +88,7 @@ class StepModel:
         def total(of_last: float, of_first: float) -> float:
             return reducing * of_last + unreduced * of_first
 
-        numel = sum(unit.numel for unit in self._units) / self._factor
+        numel = sum(unit.trained_numel for unit in self._units) / self._factor
         optimizer = optimizer_seconds(numel, w.torch_optimizer, self._machine.device, self._rates)
         seconds = total(last.seconds, first.seconds) + optimizer
         seconds += self._rates.step_s + self._rates.host(self._spec.strategy.backend).step_s
@@ -111,7 +111,7 @@ class StepModel:
         counts = Counter[tuple[int, Direction]]()
         for a in self._schedule.actions:
             if a.phase in SENDING:
-                counts[a.unit, a.point.direction] += len(self._collectives(a.phase, self._elements(a.unit)))
+                counts[a.unit, a.point.direction] += len(self._collectives(a.phase, self._elements(a)))
         return counts
 
     @functools.cached_property
@@ -158,7 +158,7 @@ class StepModel:
         """DDP: unit -> elements of the bucket that its gradients fill; the last unit of a backward is the root."""
         buckets, filled, cap = dict[int, int](), 0, FIRST_BUCKET
         for i in (*range(len(self._units) - 1, 0, -1), 0):
-            filled += self._units[i].numel
+            filled += self._units[i].trained_numel
             if filled * 4 >= cap or i == 0:
                 buckets[i], filled, cap = filled, 0, BUCKET
         return buckets
@@ -171,7 +171,7 @@ class StepModel:
             return self._units[action.unit].numel / self._factor * 4 / self._machine.device.link_bytes_per_s
         if action.phase is Phase.REDUCE and not reduces:
             return 0.0
-        key = action.phase, self._elements(action.unit)
+        key = action.phase, self._elements(action)
         if key not in self._sent_s:
             alone = sum(collective_seconds(*one, self._machine, self._rates) for one in self._collectives(*key))
             stretch = self._rates.host(self._spec.strategy.backend).stretch
@@ -186,12 +186,20 @@ class StepModel:
         times = COPIES[self._spec.strategy.backend][phase is Phase.REDUCE]
         return measured.copies(times * payloads[0][1])
 
-    def _elements(self, unit: int) -> int:
-        """Elements that a unit gathers and reduces; with DDP, those of the bucket that it fills."""
-        return self._units[unit].numel if self._buckets is None else self._buckets.get(unit, 0)
+    def _elements(self, action: Action) -> int:
+        """Elements that a unit gathers or reduces; with DDP, those of the bucket that it fills. FSDP1 reduces a flat
+        parameter whole, also where parts of it are frozen."""
+        if self._buckets is not None:
+            return self._buckets.get(action.unit, 0)
+        unit = self._units[action.unit]
+        if action.phase is Phase.REDUCE:
+            return unit.numel if unit.trained_numel and self._spec.strategy.backend == "fsdp1" else unit.trained_numel
+        return unit.numel if unit.has_backward or action.point.direction is Direction.FORWARD else 0
 
     def _collectives(self, phase: Phase, elements: int) -> list[tuple[str, float, RankGroup]]:
         """(kind, payload in bytes, group) of each collective of a gather or a reduction."""
+        if not elements:
+            return []
         if phase is Phase.UNSHARD:
             return [("all_gather", elements * BYTES[self._dtypes.param], self._shard)] if self._factor > 1 else []
         size = elements * BYTES[self._dtypes.reduce]
@@ -202,7 +210,7 @@ class StepModel:
     def communicated(self) -> tuple[dict[str, float], dict[str, int]]:
         """Seconds without overlap, and link bytes, of a step by kind of collective."""
         seconds, sent = defaultdict[str, float](float), defaultdict[str, float](float)
-        counts = Counter((a.phase, self._elements(a.unit)) for a in self._schedule.actions if a.phase in SENDING)
+        counts = Counter((a.phase, self._elements(a)) for a in self._schedule.actions if a.phase in SENDING)
         for (phase, elements), count in counts.items():
             gathers = phase is Phase.UNSHARD
             times = count * (self._spec.workload.accumulate if gathers else self._spec.communications)

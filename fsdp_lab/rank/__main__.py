@@ -11,13 +11,11 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-from torch import distributed as dist
-
 from fsdp_lab.core.errors import FieldError, SpecError
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.rank import Session
-from fsdp_lab.rank.rendezvous import end_process, find_store
+from fsdp_lab.rank.rendezvous import end_process
+from fsdp_lab.rank.torchrun import join
 
 
 def main() -> int:
@@ -47,15 +45,11 @@ def main() -> int:
 
 def _join(spec: Spec, hang_s: float | None) -> Session:
     """This process's rank, from torchrun's environment variables; a single rank without them."""
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size != spec.world_size:
         raise SpecError("world_size", f"the Spec needs {spec.world_size} ranks and torchrun started {world_size}",
                         f"give torchrun --nproc-per-node {spec.world_size}")  # fmt: skip
-    local, on_gpu = int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.is_available()
-    device = spec.devices[rank] if spec.devices else f"cuda:{local}" if on_gpu else "cpu"
-    torchruns = "tcp://{MASTER_ADDR}:{MASTER_PORT}"  # its own store, where several ranks meet
-    store = dist.HashStore() if world_size == 1 else find_store(torchruns.format_map(os.environ))
-    return Session(rank=rank, world_size=world_size, device=device, store=store, on_event=_print, hang_s=hang_s)
+    return join(spec.devices, on_event=_print, hang_s=hang_s)
 
 
 def _print(event: dict[str, object]) -> None:

@@ -38,6 +38,7 @@ from fsdp_lab.wire import RankAborted, Wire, WireContext
 
 INTERRUPTED = "was interrupted"  # the end of the reason of a requested stop
 ANSWER_S = 5.0  # timeout for rank 0's store when a step is aborted
+_LOOP = -1  # the number of a user's loop, which no call has: all ranks have left it when the next call begins
 _POLL_S = 0.1
 _INSIST_S = 1.0  # a SIGINT this long after the abort is a second request; an earlier one may just be late
 _SETTLE_S = 10.0
@@ -120,12 +121,14 @@ class AbortMonitor:
         self._thread.start()
 
     @contextmanager
-    def active(self, epoch: int, turn: int) -> Iterator[None]:
-        """The context of call number `turn`, which all ranks make. In the main thread it replaces SIGINT's handler."""
+    def active(self, epoch: int, turn: int, *, raises: bool = False) -> Iterator[None]:
+        """The context of call number `turn`, which all ranks make. In the main thread it replaces SIGINT's handler, unless
+        that is to raise, too."""
         with self._lock:
             self._epoch, self._turn = epoch, turn
         self.insisted = False
-        with self._own_signals() if threading.current_thread() is threading.main_thread() else contextlib.nullcontext():
+        on_main = threading.current_thread() is threading.main_thread()
+        with self._own_signals(raises=raises) if on_main else contextlib.nullcontext():
             try:
                 yield
             finally:
@@ -133,8 +136,10 @@ class AbortMonitor:
                     self._epoch = None
 
     @contextmanager
-    def _own_signals(self) -> Iterator[None]:
-        handler = signal.signal(signal.SIGINT, lambda number, frame: None)  # the thread reads the signal from the pipe
+    def _own_signals(self, *, raises: bool) -> Iterator[None]:
+        handler = signal.getsignal(signal.SIGINT)
+        if not raises:
+            signal.signal(signal.SIGINT, lambda number, frame: None)  # the thread reads the signal from the pipe
         wakeup = signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
         try:
             yield
@@ -245,6 +250,18 @@ class AbortProtocol:
                 raise
             except BaseException as e:
                 self.monitor.announce(self._failure(e))
+                raise
+
+    @contextmanager
+    def loop(self) -> Iterator[None]:
+        """The context of a user's loop, which all ranks enter: an interrupt or a failure of one of them frees the others."""
+        with self.monitor.active(self._epoch, _LOOP, raises=True):
+            try:
+                yield
+            except BaseException as e:
+                interrupted = isinstance(e, KeyboardInterrupt)
+                why = f"rank {self._info.rank} {INTERRUPTED}" if interrupted else self._failure(e)
+                self.monitor.announce(str(e) if isinstance(e, RankAborted) else why)
                 raise
 
     def abort_step(self, trainer: Trainer, why: BaseException) -> None:

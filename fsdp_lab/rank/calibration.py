@@ -25,7 +25,6 @@ from fsdp_lab.backends.base import DTYPES
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.engine import collectives
 from fsdp_lab.engine.scaling import Scaler
-from fsdp_lab.models import Initializer
 from fsdp_lab.rank.prepare import Preparation
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset
@@ -284,8 +283,8 @@ def calibration_trainers(
 
 
 def _trainer(spec: Spec, info: RankInfo, world: Wire, preparation: Preparation, former: Trainer | None) -> Trainer:
-    p = preparation.prepare(spec, None if former is None else (former.spec, former.batches))
-    initial = Initializer(p.skeleton, spec.workload.seed, world.context.check)
+    p = preparation.prepare(spec, None if former is None else (former.spec, former.batches), begins=True)
+    initial = p.initial(world.context.check)
     backend = build(p.skeleton, spec, info.device)
     fill(backend, initial)
     return Trainer(run="calibration", spec=spec, info=info, backend=backend, batches=p.batches, world=world, cost=p.cost,

@@ -258,7 +258,9 @@ class Checkpointer:
                             "resume with the model of the checkpoint")  # fmt: skip
         writers = m["writers"]
         buffers_of = writers[rank % len(writers)]
-        wanted = targets(backend, m["optimizer"]["slots"], m["optimizer"]["steps"], buffers_of)
+        kept = m["optimizer"]
+        scalars = kept.get("scalars", {"step": float(kept["steps"])})  # the steps alone, in older checkpoints
+        wanted = targets(backend, kept["slots"], scalars, buffers_of)
         same_rank = saved.spec.world_size == self._info.world_size and rank in writers
         random = self._random_states() if same_rank else []
         with torch.no_grad():

@@ -82,6 +82,14 @@ class LongWorkLog:
                 self._open[-1] = (outer, outer_s + time.monotonic() - begin_s)
         self.changed.set()
 
+    def renew(self, work: LongWork) -> None:
+        """The work that began last has made progress, and is `work` now: its limit counts from here."""
+        with self._lock:
+            is_new = self._open[-1][0] is not work
+            self._open[-1] = (work, time.monotonic())
+        if is_new:
+            self.changed.set()
+
     def read(self) -> tuple[str, float | None]:
         """The text of the work in progress, or ""; and seconds since the last moment of work within its limit, or None."""
         now_s = time.monotonic()

@@ -35,8 +35,7 @@ from torch.autograd.profiler import profile, record_function
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import DeviceType
 
-from fsdp_lab.backends import Backend
-from fsdp_lab.backends.base import RoleTensor, local_tensor
+from fsdp_lab.backends.base import Measured, RoleTensor, local_tensor
 from fsdp_lab.core.events import ROOT, MemorySample, Role, RoleBytes
 from fsdp_lab.core.schedule import Direction
 from fsdp_lab.engine.tensors import tensors_in
@@ -93,7 +92,7 @@ class Ledger:
     """Records one step of one rank. `offloaded`: shards, their gradients and optimizer state are on the host, which a
     tensor of a CPU does not show."""
 
-    def __init__(self, backend: Backend, context: WireContext, device: torch.device, *, offloaded: bool) -> None:
+    def __init__(self, backend: Measured, context: WireContext, device: torch.device, *, offloaded: bool) -> None:
         self._backend, self._context, self._device, self._offloaded = backend, context, device, offloaded
         self._marks: list[_Mark] = []
         self._position = (_BEGIN, ROOT)

@@ -19,24 +19,29 @@ from dataclasses import dataclass
 from fsdp_lab.backends import Backend, build, fill
 from fsdp_lab.backends.base import drop_slots, update_hyperparameters
 from fsdp_lab.backends.state import SuspendedState, gather_json, resume_state, suspend_state
+from fsdp_lab.backends.storage import return_memory
 from fsdp_lab.backends.transfer import StateSource, StateTransfer
 from fsdp_lab.core.hang import LongWork
-from fsdp_lab.core.spec import LINEAGE, Spec
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.workload import LINEAGE
 from fsdp_lab.engine.scaling import Scaler
-from fsdp_lab.models import Batches, Initializer, build_skeleton, resolve
+from fsdp_lab.models import Batches
+from fsdp_lab.models.check import notes_on
+from fsdp_lab.models.own import skeleton_of
 from fsdp_lab.rank.abort import AbortProtocol
 from fsdp_lab.rank.checkpointing import Checkpointer
 from fsdp_lab.rank.heartbeat import LongWorkLog
 from fsdp_lab.rank.ledger import LedgerResult
-from fsdp_lab.rank.measure import held_bytes, return_memory
-from fsdp_lab.rank.prepare import EmulatedLink, LinkEmulation, Preparation, PreparedTraining
+from fsdp_lab.rank.measure import HostPeak, held_bytes
+from fsdp_lab.rank.prepare import EmulatedLink, LinkEmulation, Preparation, PreparedTraining, Require, together
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset, compare_clocks
 from fsdp_lab.rank.trainer import StepCost, Trainer, TrainingProgress
 from fsdp_lab.wire import WireContext
 
 _NO_REBUILD = {  # Spec fields that the live backend can take over
-    "lr", "weight_decay", "clip_norm", "micro_batch", "accumulate", "seq_len", "data", "held_out", "sync", "link",
+    "lr", "lr_schedule", "warmup_steps", "decay_steps", "lr_end", "weight_decay", "clip_norm", "micro_batch", "accumulate",
+    "seq_len", "data", "tokenizer", "text_field", "packing", "held_out", "sync", "link",
 }  # fmt: skip
 
 
@@ -72,7 +77,7 @@ class Lifecycle:
         self._info, self._context, self._groups, self._checkpointer = info, context, groups, checkpointer
         self._work = work
         self.trainer: Trainer | None = None
-        self.preparation = Preparation(info, work)
+        self.preparation = Preparation(info, work, context.check)
         self.emulation, self.emulated = LinkEmulation(info), EmulatedLink()
         self.suspended: dict[str, SuspendedTraining] = {}  # by run
         self._notes = notes
@@ -81,10 +86,9 @@ class Lifecycle:
         self._replacement: Replacement | None = None  # in progress
         self._replaced = 0  # how many are complete
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes on how representative timings are, because of this rank's device and of its emulated link."""
-        return (*self._notes, *self.emulated.notes)
+    def notes_of(self, spec: Spec) -> tuple[str, ...]:
+        """On how representative timings are, because of this rank's device and of its emulated link, and on the tokens."""
+        return (*self._notes, *self.emulated.notes, *notes_on(spec.workload))
 
     def require(self) -> Trainer:
         if self.trainer is None:
@@ -93,13 +97,16 @@ class Lifecycle:
 
     # -- building -------------------------------------------------------------------------------------------------
 
-    def apply(self, run: str, wanted: Spec, *, fresh: bool, evaluated: int) -> bool:
-        """Train `wanted` from now on. Returns whether the live training continues in it, or it starts at step 0."""
+    def apply(self, run: str, wanted: Spec, require: Require, *, fresh: bool) -> bool:
+        """Train `wanted` from now on, unless `require` refuses it with its data. Returns whether the live training
+        continues in it, or it starts at step 0."""
         self._clock = compare_clocks(self._groups.world)
         old = self.trainer
-        prepared = self.preparation.prepare(wanted, (old.spec, old.batches) if old else None, evaluated)
+        begins = old is None or fresh or bool(set(old.spec.difference(wanted)) & set(LINEAGE))
+        before = (old.spec, old.batches) if old else None
+        prepared = self.preparation.prepare(wanted, before, require=require, begins=begins)
         self._emulate(prepared)
-        if old is None or fresh or set(old.spec.difference(wanted)) & set(LINEAGE):
+        if old is None or begins:
             old = None
             self._start(run, prepared)
         else:
@@ -109,17 +116,23 @@ class Lifecycle:
 
     def _start(self, run: str, p: PreparedTraining) -> None:
         """Train from initial values. The old model is dropped first, so that two need not fit. An abort ends the drawing
-        of values between two pieces."""
-        initial = Initializer(p.skeleton, p.spec.workload.seed, self._context.check)
+        or reading of values between two pieces."""
+        host = HostPeak(self._context.check)
+        work = LongWork.DRAW if p.weights is None else LongWork.LOAD
+        with self._work.during(work):
+            initial = together(lambda: p.initial(host.look))
         self.unload()
+        host.restart()
         backend = self._build(p)
-        with self._work.during(LongWork.DRAW):
+        with self._work.during(work):
             fill(backend, initial)
-        self._train_with(run, p, backend, TrainingProgress(), _scaler_for(p.spec))
+            host.look()
+        loading_bytes = 0 if p.weights is None else host.nbytes
+        self._train_with(run, p, backend, TrainingProgress(), _scaler_for(p.spec), loading_bytes=loading_bytes)
 
     def _switch(self, run: str, p: PreparedTraining, old: Trainer) -> None:
         """Continue the live training under another Spec."""
-        if set(old.spec.difference(p.spec)) <= _NO_REBUILD:
+        if _changes(old.spec, p.spec) <= _NO_REBUILD:
             update_hyperparameters(old.backend.optimizer, p.spec.workload)
             self._train_with(run, p, old.backend, old.progress, _scaler_for(p.spec, old.scaler))
         else:
@@ -175,15 +188,19 @@ class Lifecycle:
 
     def _build(self, p: PreparedTraining) -> Backend:
         with self._work.during(LongWork.BUILD):
-            return build(p.skeleton, p.spec, self._info.device)
+            backend = build(p.skeleton, p.spec, self._info.device)
+            return_memory(
+                self._info.device
+            )  # each unit's was freed when it existed, and the C library may have kept it
+            return backend
 
     def _train_with(self, run: str, p: PreparedTraining, backend: Backend, progress: TrainingProgress, scaler: Scaler,
-                    ledger: LedgerResult | None = None) -> None:  # fmt: skip
+                    ledger: LedgerResult | None = None, loading_bytes: int = 0) -> None:  # fmt: skip
         self._checkpointer.register(backend)
-        self.trainer = self._trainer(run, p, backend, progress, scaler, ledger)
+        self.trainer = self._trainer(run, p, backend, progress, scaler, ledger, loading_bytes)
 
     def _trainer(self, run: str, p: PreparedTraining, backend: Backend, progress: TrainingProgress, scaler: Scaler,
-                 ledger: LedgerResult | None = None) -> Trainer:  # fmt: skip
+                 ledger: LedgerResult | None = None, loading_bytes: int = 0) -> Trainer:  # fmt: skip
         return Trainer(
             run=run,
             spec=p.spec,
@@ -194,9 +211,10 @@ class Lifecycle:
             cost=p.cost,
             progress=progress,
             scaler=scaler,
-            notes=self.notes,
+            notes=self.notes_of(p.spec),
             clock=self._clock,
             ledger=ledger,
+            loading_bytes=loading_bytes,
         )
 
     def _emulate(self, p: PreparedTraining) -> None:
@@ -228,11 +246,11 @@ class Lifecycle:
         """Drop suspended trainings. Returns how many there were."""
         return sum(self.suspended.pop(run, None) is not None for run in runs)
 
-    def restore(self, run: str, wanted: Spec, path: str) -> list[str]:
-        """Train `wanted` from a checkpoint. Returns notes on what could not be restored."""
+    def restore(self, run: str, wanted: Spec, path: str, require: Require) -> list[str]:
+        """Train `wanted` from a checkpoint, unless `require` refuses it. Returns notes on what could not be restored."""
         saved = self._checkpointer.find(path, wanted)
         self._clock = compare_clocks(self._groups.world)
-        prepared = self.preparation.prepare(wanted, None)
+        prepared = self.preparation.prepare(wanted, None, require=require)
         self._emulate(prepared)
         self.unload()
         backend = self._build(prepared)
@@ -266,8 +284,14 @@ class Lifecycle:
 
 def _prepared(spec: Spec, batches: Batches, cost: StepCost) -> PreparedTraining:
     """A Spec that was prepared before, with another skeleton."""
-    skeleton = build_skeleton(resolve(spec.workload.model))
-    return PreparedTraining(spec=spec, skeleton=skeleton, batches=batches, cost=cost)
+    return PreparedTraining(spec=spec, skeleton=skeleton_of(spec.workload), batches=batches, cost=cost)
+
+
+def _changes(old: Spec, new: Spec) -> set[str]:
+    """The fields that differ; not "param_groups" if the same parameters are together, with other rates."""
+    changed = set(old.difference(new))
+    patterns = [[g.match for g in spec.workload.param_groups or ()] for spec in (old, new)]
+    return changed - {"param_groups"} if patterns[0] == patterns[1] else changed
 
 
 def _scaler_for(spec: Spec, current: Scaler | None = None) -> Scaler:

@@ -13,13 +13,11 @@ ordinary step adds what the allocator, the driver and the system report, in some
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +26,7 @@ from typing import Any
 import psutil
 import torch
 
-from fsdp_lab.backends import Backend
-from fsdp_lab.backends.base import state_slots
+from fsdp_lab.backends.base import Measured
 from fsdp_lab.core.events import Memory, MemorySample, RoleBytes, Span, Traffic
 from fsdp_lab.engine.streams import Streams, streams_of
 from fsdp_lab.rank.ledger import Ledger, LedgerResult
@@ -91,22 +88,23 @@ class UnreadStep:
 
 
 class StepMeter:
-    """Meters the steps of one backend: `step` is the context of a step, and `part`, `before_update` and `after_update` are
+    """Meters the steps of one model: `step` is the context of a step, and `part`, `before_update` and `after_update` are
     called inside; then `end`, and `read` when the device has ended the step too. `ledger` is the result of the last ledger
     step."""
 
-    def __init__(self, backend: Backend, context: WireContext, info: RankInfo, *, offload: str,
-                 ledger: LedgerResult | None = None, clock: DeviceClock | None = None) -> None:  # fmt: skip
-        """`ledger`: the result of an earlier ledger step of the same Spec, before it was suspended. `clock`: of the device;
-        by default a GPU's, and none on a CPU."""
+    def __init__(self, backend: Measured, context: WireContext, info: RankInfo, *, offload: str,
+                 ledger: LedgerResult | None = None, loading_bytes: int = 0,
+                 clock: DeviceClock | None = None) -> None:  # fmt: skip
+        """`ledger`: the result of an earlier ledger step of the same Spec, before it was suspended. `loading_bytes`: see
+        `Memory`. `clock`: of the device; by default a GPU's, and none on a CPU."""
         self._backend, self._context, self._info, self._offload = backend, context, info, offload
         self._device, self._on_gpu = info.device, info.device.type == "cuda"
         streams = streams_of(info.device)
         self._clock = DeviceClock(streams) if clock is None and streams is not None else clock
         self._process = psutil.Process()
-        self._parameters = sum(s.local.nbytes for s in backend.param_shards())
+        self._parameters = backend.parameter_bytes()
         self._gradients = self._optimizer = 0  # bytes, when they first exist
-        self._limit = limit_bytes(info.device)
+        self._limit, self._loading_bytes = limit_bytes(info.device), loading_bytes
         self.ledger = ledger
         self._recording: Ledger | None = None  # of the ledger step in progress
         self._curve: tuple[MemorySample, ...] = ()  # of the step in progress, if it is a ledger step
@@ -175,16 +173,18 @@ class StepMeter:
     def before_update(self) -> None:
         """Call it while the gradients exist."""
         if not self._gradients:
-            shards = (self._backend.gradient(s) for s in self._backend.param_shards())
-            self._gradients = sum(g.nbytes for g in shards if g is not None)
+            self._gradients = self._backend.gradient_bytes()
         if self._recording is not None:
             self._recording.before_update()
 
     def after_update(self) -> None:
         """Call it when the optimizer has its state."""
         if not self._optimizer:
-            slots = [state_slots(self._backend.optimizer, s) for s in self._backend.param_shards()]
-            self._optimizer = sum(t.nbytes for s in slots for t in s.values())
+            self._optimizer = self._backend.optimizer_bytes()
+
+    def forget_optimizer(self) -> None:
+        """Call it when there will be more state than `after_update` found."""
+        self._optimizer = 0
 
     def end(self) -> UnreadStep:
         """Call it after the context of a step; does not wait for the device."""
@@ -248,6 +248,7 @@ class StepMeter:
             host_bytes=host,
             limit_bytes=self._limit,
             rss_bytes=self._process.memory_info().rss,
+            loading_bytes=self._loading_bytes,
         )
         return self._gpu_memory(whole) if self._on_gpu else self._cpu_memory(whole)
 
@@ -332,12 +333,22 @@ def held_bytes(device: torch.device) -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def return_memory(device: torch.device) -> None:
-    """Make the allocators return cached memory to the system."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    with contextlib.suppress(OSError, AttributeError):  # a C library other than glibc
-        ctypes.CDLL(None).malloc_trim(0)
+class HostPeak:
+    """The most memory that this process holds on the host beyond what it held when this was made, as seen by `look`."""
+
+    def __init__(self, check: Callable[[], object] = lambda: None) -> None:
+        """`check` is called by `look`, too."""
+        self._process, self._check = psutil.Process(), check
+        self.restart()
+
+    def restart(self) -> None:
+        """Measure beyond what is held now."""
+        self._before_bytes = self._process.memory_info().rss
+        self.nbytes = 0
+
+    def look(self) -> None:
+        self._check()
+        self.nbytes = max(self.nbytes, self._process.memory_info().rss - self._before_bytes)
 
 
 def _nccl() -> str:

@@ -10,28 +10,50 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import distributed as dist
 from torch import nn
+from transformers import PreTrainedConfig
 
 from fsdp_lab.backends import check
 from fsdp_lab.backends.base import DTYPES
-from fsdp_lab.backends.state import gather_json
+from fsdp_lab.backends.state import Values, gather_json
 from fsdp_lab.backends.wrapping import recomputed
 from fsdp_lab.core.errors import FieldError, SpecError
 from fsdp_lab.core.hang import LongWork
 from fsdp_lab.core.link import LinkError, LinkSpec, format_latency, format_rate
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.models import Batches, BestPeak, Flops, build_skeleton, count_flops, device_peak, resolve
+from fsdp_lab.models import (
+    Batches,
+    BestPeak,
+    Flops,
+    Pretrained,
+    Weights,
+    build_skeleton,
+    count_flops,
+    device_peak,
+    initial_values,
+    resolve,
+    weights_folder,
+)
+from fsdp_lab.models.batches import SOURCE_FIELDS
+from fsdp_lab.models.cache import Progresses
 from fsdp_lab.models.flops import Peak
+from fsdp_lab.models.lora import AdaptedValues, adapted
+from fsdp_lab.models.own import OwnCost, OwnModel, OwnSource, signature
 from fsdp_lab.models.presets import facts_of
 from fsdp_lab.rank.heartbeat import LongWorkLog
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.trainer import StepCost
 from fsdp_lab.wire import Link, Wire
+
+T = TypeVar("T")
+Require = Callable[[Spec, Batches], object]  # raises FieldError of what is to be trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,53 +64,90 @@ class PreparedTraining:
     skeleton: nn.Module
     batches: Batches
     cost: StepCost
+    weights: Weights | None = None  # to begin with; None: random values, or it continues
+
+    def initial(self, check: Callable[[], object]) -> Values:
+        """The initial values; call it before the skeleton is wrapped. `check` is called between pieces of them."""
+        w = self.spec.workload
+        if w.is_own:
+            return OwnModel(w).initial(self.skeleton)
+        if w.lora is None:
+            return initial_values(self.skeleton, w, self.weights, check)
+        base = build_skeleton(resolve(w.model))
+        return AdaptedValues(initial_values(base, w, self.weights, check), self.skeleton, w.seed, check)
+
+
+def together(make: Callable[[], T]) -> T:
+    """What `make` returns; collective. If it raises a FieldError on one rank, all ranks raise that."""
+    error, made = None, None
+    try:
+        made = make()
+    except FieldError as e:
+        error = e
+    if first := next((e for e in gather_json(error and error.to_dict()) if e is not None), None):
+        raise FieldError.from_dict(first)
+    return cast(T, made)
 
 
 class Preparation:
     """Prepares Specs, and caches what is slow to find: the device's peaks, and the FLOPs of a sample."""
 
-    def __init__(self, info: RankInfo, work: LongWorkLog) -> None:
+    def __init__(self, info: RankInfo, work: LongWorkLog, check: Callable[[], None]) -> None:
+        """`check`: raises after an abort; called while another rank makes this one's data."""
         self._info, self._work = info, work
+        self._progress = Progresses(made=partial(work.renew, LongWork.TOKENISE),
+                                    awaited=partial(work.renew, LongWork.AWAIT_TOKENS), check=check)  # fmt: skip
         self._peaks: dict[torch.dtype, BestPeak] = {}
         self._flops: dict[str, Flops] = {}
+        self._own_costs: dict[str, OwnCost] = {}
 
-    def prepare(self, spec: Spec, before: tuple[Spec, Batches] | None, evaluated: int = 0) -> PreparedTraining:
+    def prepare(self, spec: Spec, before: tuple[Spec, Batches] | None, *,
+                require: Require = lambda spec, batches: None, begins: bool = False) -> PreparedTraining:  # fmt: skip
         """Check a Spec and read its data; collective. If one rank refuses, all raise SpecError, and nothing has changed.
 
-        `before`: the training until now, whose data is not read again if it is the same. `evaluated`: how many samples
-        must be held out.
+        `before`: the training until now, whose data is not read again if it is the same. `require`: raises FieldError
+        of a Spec with data that do not suffice. `begins`: from initial values, so that its weights are checked too,
+        without reading all values.
         """
         error, prepared, mine = None, None, None
         dtype = DTYPES[spec.strategy.dtypes.param]
         try:
             with self._work.during(LongWork.READ):
                 mine = self._peaks.get(dtype) or BestPeak(device_peak(self._info.device, dtype))
-                prepared = self._prepare_local(spec, before, mine)
-                prepared.batches.check_held_out(evaluated)
+                prepared = self._prepare_local(spec, before, mine, begins=begins)
+                require(spec, prepared.batches)
         except FieldError as e:
             error = e
-        fingerprint = prepared.batches.source.fingerprint if prepared else ""
-        by_rank = gather_json((error and error.to_dict(), fingerprint, mine and mine.given))
-        for refusal, _, _ in by_rank:
+        data = prepared.batches.source.fingerprint if prepared else ""
+        files = prepared.weights.fingerprint if prepared and prepared.weights else ""
+        built = signature(prepared.skeleton) if prepared and spec.workload.is_own else ""
+        by_rank = gather_json((error and error.to_dict(), data, files, mine and mine.given, built))
+        for refusal, *_ in by_rank:
             if refusal is not None:
                 raise FieldError.from_dict(refusal)
         assert prepared is not None and mine is not None
-        self._check_same_text([f for _, f, _ in by_rank], spec)
-        common = self._common_peak([p and Peak(*p) for _, _, p in by_rank], mine.given)
+        self._check_same([f for _, f, *_ in by_rank], "data", f"data from {spec.workload.data!r}")
+        self._check_same([f for _, _, f, *_ in by_rank], "weights", "files of weights")
+        self._check_same_module([b for *_, b in by_rank])
+        common = self._common_peak([p and Peak(*p) for *_, p, _ in by_rank], mine.given)
         peak = self._peaks[dtype] = mine if mine.given == common else BestPeak(common)
         return dataclasses.replace(prepared, cost=dataclasses.replace(prepared.cost, peak=peak))
 
-    def _prepare_local(self, spec: Spec, before: tuple[Spec, Batches] | None, peak: BestPeak) -> PreparedTraining:
+    def _prepare_local(self, spec: Spec, before: tuple[Spec, Batches] | None, peak: BestPeak, *,
+                       begins: bool) -> PreparedTraining:  # fmt: skip
         """All checks that need no other rank."""
         if spec.world_size != self._info.world_size:
             raise SpecError("world_size", f"the Spec needs {spec.world_size} ranks and there are {self._info.world_size}",
                             "start as many ranks")  # fmt: skip
-        config = resolve(spec.workload.model)
+        if spec.workload.is_own:
+            return self._prepare_own(spec, before, peak)
+        config = resolve(spec.workload.model, dropout=spec.workload.dropout)
         source = None
-        if before is not None and not set(before[0].difference(spec)) & {"data", "seq_len", "seed", "model"}:
+        if before is not None and not set(before[0].difference(spec)) & set(SOURCE_FIELDS):
             source = before[1].source
-        batches = Batches(spec.workload, config, rank=self._info.rank, world_size=self._info.world_size, source=source)
-        w, flops = spec.workload, self._sample(spec, config)
+        batches = Batches(spec.workload, config, rank=self._info.rank, world_size=self._info.world_size, source=source,
+                          progress=self._progress)  # fmt: skip
+        w, flops = spec.workload, self._sample(spec)
         samples = w.micro_batch * w.accumulate
         cost = StepCost(
             flops=samples * flops.model,
@@ -96,15 +155,51 @@ class Preparation:
             tokens=samples * facts_of(config).tokens_per_sample(w.seq_len),
             peak=peak,
         )
-        skeleton = build_skeleton(config)
+        skeleton = adapted(config, w.adapters)
         check(skeleton, spec, self._info.device)
+        weights = self._weights(spec, skeleton, config) if begins else None
+        return PreparedTraining(spec=spec, skeleton=skeleton, batches=batches, cost=cost, weights=weights)
+
+    def _weights(self, spec: Spec, skeleton: nn.Module, config: PreTrainedConfig) -> Weights | None:
+        """The weights that it begins with, if they fit. The ranks share the comparison of what a file has twice."""
+        if (folder := weights_folder(spec.workload)) is None:
+            return None
+        weights = Weights(folder)
+        plain = skeleton if spec.workload.adapters is None else build_skeleton(config)
+        Pretrained(plain, spec.workload, weights).check_ties(self._info.rank, self._info.world_size)
+        return weights
+
+    def _prepare_own(self, spec: Spec, before: tuple[Spec, Batches] | None, peak: BestPeak) -> PreparedTraining:
+        """The same for the user's own code."""
+        w, own = spec.workload, OwnModel(spec.workload)
+        skeleton = own.skeleton()
+        check(skeleton, spec, self._info.device)
+        kept = before is not None and not set(before[0].difference(spec)) & {"data", "seed"}
+        source = before[1].source if before is not None and kept else OwnSource(w)
+        batches = Batches(w, None, rank=self._info.rank, world_size=self._info.world_size, source=source)
+        key = json.dumps(
+            [_plain(w.model), _plain(w.loss), source.fingerprint, w.micro_batch, spec.strategy.recompute, w.freeze]
+        )
+        if key not in self._own_costs:
+            assert isinstance(source, OwnSource)
+            self._own_costs[key] = own.cost(source, lambda model: recomputed(model, spec.strategy))
+        found = self._own_costs[key]
+        _check_unused(found, spec)
+        cost = StepCost(
+            flops=w.accumulate * found.flops.model,
+            recompute_flops=w.accumulate * found.flops.recompute,
+            tokens=w.accumulate * w.micro_batch,  # samples: what a token is, only the user knows
+            peak=peak,
+        )
         return PreparedTraining(spec=spec, skeleton=skeleton, batches=batches, cost=cost)
 
-    def _sample(self, spec: Spec, config: Any) -> Flops:
+    def _sample(self, spec: Spec) -> Flops:
         w, s = spec.workload, spec.strategy
-        key = json.dumps([spec.to_dict()["workload"]["model"], w.seq_len, s.recompute], sort_keys=True)
+        lora = w.adapters and dataclasses.asdict(w.adapters)
+        key = json.dumps([spec.to_dict()["workload"]["model"], w.seq_len, s.recompute, w.freeze, lora], sort_keys=True)
         if key not in self._flops:
-            self._flops[key] = count_flops(config, w.seq_len, lambda model: recomputed(model, s))
+            self._flops[key] = count_flops(resolve(w.model), w.seq_len, lambda model: recomputed(model, s), w.freeze,
+                                           w.adapters)  # fmt: skip
         return self._flops[key]
 
     def _common_peak(self, peaks: list[Peak | None], mine: Peak) -> Peak:
@@ -113,11 +208,29 @@ class Preparation:
             return mine
         return max((p for p in peaks if p is not None), key=lambda p: p.flops_per_s or 0.0)
 
-    def _check_same_text(self, fingerprints: list[str], spec: Spec) -> None:
+    def _check_same(self, fingerprints: list[str], field: str, what: str) -> None:
         other = next((rank for rank, f in enumerate(fingerprints) if f != fingerprints[0]), None)
         if other is not None:
-            raise SpecError("workload.data", f"rank {other} and rank 0 read different texts from {spec.workload.data!r}",
+            raise SpecError(f"workload.{field}", f"rank {other} and rank 0 read different {what}",
                             "give a path with the same files on every machine")  # fmt: skip
+
+    def _check_same_module(self, built: list[str]) -> None:
+        other = next((rank for rank, b in enumerate(built) if b != built[0]), None)
+        if other is not None:
+            raise SpecError("workload.model", f"rank {other} and rank 0 built modules with other parameters",
+                            "make their names and shapes depend on nothing random and on no file")  # fmt: skip
+
+
+def _check_unused(cost: OwnCost, spec: Spec) -> None:
+    """DDP waits for every parameter's gradient."""
+    if cost.unused and spec.strategy.backend == "ddp":
+        raise SpecError("strategy.backend", f"DDP needs a gradient for every parameter, and the loss gives none to "
+                        f"{cost.unused[0]}", "use another backend, or set its requires_grad to False")  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    """Of code, what is the same in every process."""
+    return value if isinstance(value, str) else value["digest"]
 
 
 # -- the emulated link -----------------------------------------------------------------------------------------------

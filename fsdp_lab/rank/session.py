@@ -7,6 +7,7 @@ at most one live training (lifecycle.py)."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,18 +20,23 @@ import torch
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.events import PhaseSnapshot, StepEvent
 from fsdp_lab.core.faults import Fault, FaultKind
+from fsdp_lab.core.generation import Sampling
 from fsdp_lab.core.hang import LONGEST_WORK_S, LongWork, limit
 from fsdp_lab.core.spec import Spec
+from fsdp_lab.models import Batches
 from fsdp_lab.rank.abort import AbortProtocol
 from fsdp_lab.rank.calibration import HardwareProbe, calibration_trainers
 from fsdp_lab.rank.checkpointing import Checkpointer
 from fsdp_lab.rank.faults import FaultInjector, slower
+from fsdp_lab.rank.generation import completions, encoded
 from fsdp_lab.rank.heartbeat import HangWatchdog, HeartbeatThread, LongWorkLog, RankActivity
 from fsdp_lab.rank.lifecycle import Lifecycle
 from fsdp_lab.rank.measure import device_name, fidelity_notes, software
+from fsdp_lab.rank.prepare import Require
 from fsdp_lab.rank.rendezvous import RankInfo, find_store, own_connection
 from fsdp_lab.rank.slow_motion import SlowMotionStep
 from fsdp_lab.rank.trainer import Trainer
+from fsdp_lab.rank.watch import LoopHost
 from fsdp_lab.wire import RankAborted, ReductionOrder, Wire, WireContext
 
 
@@ -46,6 +52,7 @@ class Session:
         memory_cap: the fraction of the GPU's memory for this rank, if ranks share a GPU.
         shared_gpu_ranks: how many ranks use this rank's GPU.
         on_event: called with each step event, as a dict, when the step ends.
+        on_loop: called with the messages of a loop that is not ours (watch.py); None: they go nowhere.
         on_heartbeat: called with each `fsdp_lab.core.hang.Heartbeat`, as a dict, in a separate thread; the caller then
             looks for hangs. None: the ranks do so themselves.
         hang_s: in that case, how long a collective may wait for a rank; None: half of `timeout_s`.
@@ -67,6 +74,7 @@ class Session:
         memory_cap: float | None = None,
         shared_gpu_ranks: int = 1,
         on_event: Callable[[dict[str, Any]], None] = lambda event: None,
+        on_loop: Callable[[dict[str, Any]], None] | None = None,
         on_heartbeat: Callable[[dict[str, Any]], None] | None = None,
         hang_s: float | None = None,
     ) -> None:
@@ -80,7 +88,7 @@ class Session:
             torch.cuda.set_per_process_memory_fraction(memory_cap, self.info.device)
         self.context = WireContext(reduction=ReductionOrder(reduction), timeout_s=timeout_s)
         store = store if store is not None else find_store(place, timeout_s=timeout_s)
-        self._on_event = on_event
+        self._on_event, self._on_loop = on_event, on_loop
         self._protocol = AbortProtocol(self.info, self.context, store)
         self._checkpointer = Checkpointer(self.info, own_connection(store))
         self._notes = fidelity_notes(self.info, shared_gpu_ranks)
@@ -89,11 +97,13 @@ class Session:
             self.info, self.context, self._protocol, self._checkpointer, self._notes, self._work
         )
         self._slow: SlowMotionStep | None = None
+        self._code: dict[str, Any] = {}  # the user's, which the kernel sent, by digest
         self._faults = FaultInjector(self.info, self.context)
         announce = self._protocol.monitor.announce
         send = on_heartbeat or HangWatchdog(own_connection(store), world_size, hang_s, announce).receive
         self._heartbeat = HeartbeatThread(self.context, rank, self._activity, send, self._work.changed)
         self._joined_unix_s = time.time()
+        self.context.session = self
 
     def begin_call(self, number: int) -> None:
         """The kernel numbers its calls, so that ranks know which of them an abort belongs to."""
@@ -111,18 +121,36 @@ class Session:
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    def apply(self, run: str, spec: Mapping[str, Any], fresh: bool = False, evaluated: int = 0) -> dict[str, Any]:
-        """Make `spec` the training of the next `train`; collective. Refused unless `evaluated` samples are held out.
+    def receive(self, digest: str, given: Any, kept: Collection[str]) -> None:
+        """Keep a function, class or dataset of the user's, for the Specs that name it by this digest. Others are dropped,
+        but those of `kept`; trainings hold what they use themselves."""
+        self._code = {known: code for known, code in self._code.items() if known in kept} | {digest: given}
 
-        Live parameters and optimizer state are transferred into the new layout, unless `fresh`, or the model, the seed
-        or the optimizer differ: then training starts at step 0 from initial values. A refusal changes nothing.
+    def _spec(self, given: Mapping[str, Any]) -> Spec:
+        return Spec.from_dict(given).with_code(self._code)
+
+    def apply(
+        self,
+        run: str,
+        spec: Mapping[str, Any],
+        fresh: bool = False,
+        evaluated: int = 0,
+        prompts: Sequence[str] = (),
+        sampling: Mapping[str, Any] = {},
+    ) -> dict[str, Any]:
+        """Make `spec` the training of the next `train`; collective. Refused unless `evaluated` samples are held out and its
+        model can continue `prompts`, so that no evaluation fails for that.
+
+        Live parameters and optimizer state are transferred into the new layout, unless `fresh`, or the model, its
+        weights, the seed or the optimizer differ: then training starts at step 0 from initial values. A refusal changes
+        nothing.
 
         Returns: {"step", "seconds", "carried", "parameters", "notes"}.
         """
         start_s = time.perf_counter()
-        wanted = Spec.from_dict(spec)
+        wanted, require = self._spec(spec), _evaluable(evaluated, prompts, sampling)
         with self._exclusive():
-            carried = self._lifecycle.apply(run, wanted, fresh=fresh, evaluated=evaluated)
+            carried = self._lifecycle.apply(run, wanted, require, fresh=fresh)
         return self._applied(start_s, carried=carried)
 
     def train(
@@ -131,19 +159,21 @@ class Session:
         ledgers: Collection[int] = (),
         checks: Collection[int] = (),
         evaluations: Mapping[int, int] = {},
+        prompts: Sequence[str] = (),
+        sampling: Mapping[str, Any] = {},
     ) -> dict[str, Any]:
         """Train so many steps, the last of them traced; collective. SIGINT on any rank ends the step in progress on all.
 
         `ledgers`: step numbers of additional ledger steps (see ledger.py); the third step after a switch always is one.
         `checks`: step numbers whose events get a checksum of the parameters, outside the step's time. `evaluations`:
-        step number -> how many held-out samples to evaluate after it; the event gets their mean loss. If an evaluation
-        is aborted, the step remains, without that loss.
+        step number -> how many held-out samples to evaluate after it; the event gets their mean loss, and how this rank's
+        part of `prompts` goes on (see `generate`). If an evaluation is aborted, the step remains, without them.
 
         Returns: {"events", "stopped": whether it was interrupted, "step": the next one, "saves": see
         `Checkpointer.ended`}.
 
         Raises:
-            SpecError: too few samples are held out.
+            FieldError: too few samples are held out, or of `prompts`.
             RankAborted: another rank failed; the message says which and why.
             WireTimeout: a collective did not complete.
             NotFinite: the loss or a gradient of this rank is not finite; the step is not applied.
@@ -151,6 +181,8 @@ class Session:
         """
         trainer = self._lifecycle.require()
         trainer.batches.check_held_out(max(evaluations.values(), default=0))
+        wanted = Sampling(**sampling)
+        texts = encoded(trainer.spec, trainer.batches, prompts, wanted) if prompts else []
         events: list[dict[str, Any]] = []
         self._leave_slow_motion()
         with self._protocol.collective_call():
@@ -170,6 +202,8 @@ class Session:
                         try:
                             if at in evaluations:
                                 ended[-1] = trainer.evaluated(ended[-1], evaluations[at])
+                                completed = completions(trainer, prompts, texts, wanted)
+                                ended[-1] = dataclasses.replace(ended[-1], completions=tuple(completed.values()))
                         finally:  # the step is committed, even if its evaluation failed
                             self._publish(ended, events)
             except BaseException as e:
@@ -198,11 +232,27 @@ class Session:
             events.append(event.to_dict())
             self._on_event(events[-1])
 
+    def generate(self, run: str, prompts: Sequence[str], sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """How the language model of this run continues texts; collective. No rank holds more parameters than in a step.
+
+        Returns {"texts": {number of the prompt: text}}: this rank's, those of all ranks together are all. Raises FieldError,
+        on every rank, if these ranks train another run, or the model does not continue texts, or no text as long.
+        """
+        trainer, wanted = self._lifecycle.require(), Sampling(**sampling)
+        if trainer.run != run:
+            raise ArgumentError("run", f"these ranks have left run {run}", "start it again, or ask the newest run")
+        texts = encoded(trainer.spec, trainer.batches, prompts, wanted)
+        self._leave_slow_motion()
+        with self._protocol.collective_call():
+            self._reopen()
+            completed = completions(self._lifecycle.require(), prompts, texts, wanted)
+        return {"texts": {str(number): completion.text for number, completion in completed.items()}}
+
     def calibrate(self, specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str], passes: int) -> dict[str, Any]:
-        """Measure this machine, and steps of each Spec, besides the live training; collective, about ten seconds.
+        """Measure this machine, and steps of each Spec, besides the live training; collective.
         Returns what `HardwareProbe.all` does."""
         with self._exclusive():
-            wanted = [Spec.from_dict(spec) for spec in specs]
+            wanted = [self._spec(spec) for spec in specs]
             with calibration_trainers(wanted, self.info, self.world, self._lifecycle.preparation) as trainers:
                 return HardwareProbe(self.info, self.world).all(trainers, dtypes, passes)
 
@@ -289,16 +339,24 @@ class Session:
         collective. See `Checkpointer.rescue`."""
         return self._checkpointer.rescue(self._lifecycle.require(), partial, writers)
 
-    def restore(self, run: str, spec: Mapping[str, Any], path: str) -> dict[str, Any]:
+    def restore(
+        self,
+        run: str,
+        spec: Mapping[str, Any],
+        path: str,
+        evaluated: int = 0,
+        prompts: Sequence[str] = (),
+        sampling: Mapping[str, Any] = {},
+    ) -> dict[str, Any]:
         """Make `spec` the training of the next `train`, with the values of the checkpoint at `path`, which may be of
-        another backend, sharding and number of ranks; collective. Returns what `apply` does.
+        another backend, sharding and number of ranks; collective. The rest, and what it returns, is as for `apply`.
 
         Raises FieldError if it is incomplete, or of another training; the live training may be dropped then.
         """
         start_s = time.perf_counter()
-        wanted = Spec.from_dict(spec)
+        wanted, require = self._spec(spec), _evaluable(evaluated, prompts, sampling)
         with self._exclusive():
-            notes = self._lifecycle.restore(run, wanted, path)
+            notes = self._lifecycle.restore(run, wanted, path, require)
         return self._applied(start_s, carried=True, notes=notes)
 
     # -- slow motion ----------------------------------------------------------------------------------------------
@@ -347,6 +405,24 @@ class Session:
         if self._slow is not None:
             self.slow_end()
 
+    # -- loops that are not ours ------------------------------------------------------------------------------------
+
+    def loop_host(self, publish: Callable[[dict[str, Any]], None] | None = None) -> LoopHost:
+        """For a loop of a user's on this rank. `publish`: takes its messages where no kernel does."""
+        publish = self._on_loop or publish or (lambda message: None)
+        return LoopHost(info=self.info, context=self.context, world=self.world, publish=publish, notes=self._notes,
+                        guard=self._protocol.loop)  # fmt: skip
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether messages of loops go to a kernel."""
+        return self._on_loop is not None
+
+    def reopen(self) -> None:
+        """Open new process groups if these were given up, as after a failure in a loop; collective."""
+        with self._exclusive():
+            pass
+
     # -- status and end -------------------------------------------------------------------------------------------
 
     def unload(self) -> dict[str, Any]:
@@ -369,6 +445,7 @@ class Session:
             "step": trainer.progress.step if trainer else None,
             "rss_bytes": psutil.Process().memory_info().rss,
             "suspended": list(self._lifecycle.suspended),
+            "code": list(self._code),
             "last_collective": None if last is None else f"{last.sequence}: {last.kind} in {last.group}",
             "notes": list(self._notes),
         }
@@ -395,9 +472,11 @@ class Session:
             self._slow = None
         self.unload()
         self._lifecycle.suspended.clear()
+        self._code.clear()
         self._checkpointer.close()
         self._heartbeat.close()
         self._protocol.close()
+        self.context.session = None
 
     # -- helpers --------------------------------------------------------------------------------------------------
 
@@ -423,7 +502,7 @@ class Session:
             "seconds": time.perf_counter() - start_s,
             "carried": carried,
             "parameters": sum(s.shape.numel() for s in trainer.backend.param_shards()),
-            "notes": [*self._lifecycle.notes, *notes],
+            "notes": [*self._lifecycle.notes_of(trainer.spec), *notes],
         }
 
     def _activity(self) -> RankActivity:
@@ -436,3 +515,15 @@ class Session:
             work=work,
             since_work_s=since_work_s,
         )
+
+
+def _evaluable(samples: int, prompts: Sequence[str], sampling: Mapping[str, Any]) -> Require:
+    """Raises FieldError where so many samples cannot be evaluated, or these prompts not continued."""
+    wanted = Sampling(**sampling)
+
+    def require(spec: Spec, batches: Batches) -> None:
+        batches.check_held_out(samples)
+        if prompts:
+            encoded(spec, batches, prompts, wanted)
+
+    return require

@@ -26,6 +26,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass
 from enum import Enum
 from typing import Any
@@ -35,11 +36,16 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from fsdp_lab.backends import Backend
+from fsdp_lab.backends.base import scale_rates
 from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.schedule import Phase
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.engine.scaling import Scaler
+from fsdp_lab.engine.tensors import map_tensors
 from fsdp_lab.models import Batches, BestPeak
+from fsdp_lab.models.dropout import drawing
+from fsdp_lab.models.own import seeded
+from fsdp_lab.models.sources import Batch
 from fsdp_lab.rank.ledger import LedgerResult
 from fsdp_lab.rank.measure import StepMeter, UnreadStep
 from fsdp_lab.rank.rendezvous import RankInfo
@@ -116,11 +122,13 @@ class Trainer:
     scaler: Scaler
     notes: tuple[str, ...]
     clock: ClockOffset
+    loading_bytes: int = 0  # see `Memory`
     ledger: InitVar[LedgerResult | None] = None  # of this training before it was suspended; None: the third step is one
 
     def __post_init__(self, ledger: LedgerResult | None) -> None:
         offload = self.spec.strategy.offload
-        self.meter = StepMeter(self.backend, self.world.context, self.info, offload=offload, ledger=ledger)
+        self.meter = StepMeter(self.backend, self.world.context, self.info, offload=offload, ledger=ledger,
+                               loading_bytes=self.loading_bytes)  # fmt: skip
         self.state = StepState.IDLE
         self._ended: EndedStep | None = None
         self._complete_events: list[StepEvent] = []  # that were not returned
@@ -146,6 +154,7 @@ class Trainer:
         ledger = self._ledger_due and self._steps_here >= _LEDGER_STEP and not busy
         with self.meter.step(ledger=ledger, traced=traced and not slow):
             self._enter(StepState.COMPUTING)
+            scale, rate = self.scaler.scale, self._rate_factor()
             total = self._accumulate()
             loss, (mean_loss, norm, skipped) = self._vote_and_update(total)
         self._ended = EndedStep(
@@ -156,6 +165,8 @@ class Trainer:
                 "loss": loss,
                 "mean_loss": mean_loss,
                 "grad_norm": norm,
+                "lr": self.spec.workload.lr * rate,
+                "loss_scale": scale if self.scaler.enabled else None,
                 "skipped": skipped,
                 "first_after_switch": self._steps_here == 0,
                 "ledger": ledger,
@@ -219,9 +230,10 @@ class Trainer:
         not part of the step's time or traffic. Raises SpecError if fewer are held out; RankAborted or WireTimeout."""
         total = torch.zeros((), dtype=torch.float64, device=self.info.device)
         with self.backend.evaluating():
-            for batch, counted in self.batches.held_out(samples):
+            for number, (batch, counted) in enumerate(self.batches.held_out(samples)):
                 self.world.context.check()  # DDP has no collective here that checks
-                loss = self.backend.loss(batch).double()
+                with self._random_in_evaluation(number):
+                    loss = self.backend.loss(batch).double()
                 self.world.context.set_unit("")
                 total += loss * counted if counted else 0.0
         mean = total.cpu().reshape(1) / samples
@@ -231,20 +243,41 @@ class Trainer:
     # -- phases ---------------------------------------------------------------------------------------------------
 
     def _accumulate(self) -> Tensor:
-        """Forward and backward of every micro-batch. Returns the sum of this rank's losses, on its device."""
+        """Forward and backward of every micro-batch. Returns the sum of this rank's losses, on its device, each by its
+        weight (`Batches.weight`), so that the mean over micro-batches and ranks is that over all labels."""
         count = self.spec.workload.accumulate
         total = torch.zeros((), dtype=torch.float32, device=self.info.device)
         for micro in range(count):
             self.meter.part("forward")
             batch = _pinned(self.batches.batch(self.progress.samples, micro), self.info.device)
-            with self.backend.micro_batch(communicate=self.spec.communicates(micro)):
+            with self._random(micro), self.backend.micro_batch(communicate=self.spec.communicates(micro)):
                 loss = self.backend.loss(batch).float()
+                if (weight := self.batches.weight(self.progress.samples, micro)) != 1.0:
+                    loss = loss * weight
                 self.meter.part("backward")
                 torch.autograd.backward(loss * (self.scaler.scale / count))
             self.world.context.meter.end_backward()
             self.world.context.set_unit("")
             total += loss.detach()
         return total
+
+    def _random(self, micro: int) -> AbstractContextManager[None]:
+        """The random numbers of dropout, and of the user's own module."""
+        w = self.spec.workload
+        if w.dropout == "off" and not w.is_own:
+            return nullcontext()
+        first = int(self.batches.samples(self.progress.samples, micro)[0])
+        if w.is_own:
+            return seeded(w.seed, first, device=self.info.device)
+        return drawing(w.seed, first, self.info.device)
+
+    def _random_in_evaluation(self, number: int) -> AbstractContextManager[None]:
+        """Those of the user's own module and loss in held-out batch `number` of this rank: the same in each evaluation."""
+        w = self.spec.workload
+        if not w.is_own:
+            return nullcontext()
+        first = (number * self.info.world_size + self.info.rank) * w.micro_batch
+        return seeded(w.seed, "evaluation", first, device=self.info.device)
 
     def _vote_and_update(self, total: Tensor) -> tuple[float, tuple[float, float, bool]]:
         """Returns this rank's mean loss; and the mean loss over ranks, the gradient norm, and whether fp16 overflow
@@ -294,6 +327,7 @@ class Trainer:
             if self.state is StepState.VOTING:
                 self._scale_gradients(norm)
                 self._enter(StepState.UPDATING)
+            scale_rates(self.backend.optimizer, self._rate_factor())
             with record_function(Phase.OPTIM.value):
                 self.backend.optimizer.step()
             self.meter.after_update()
@@ -314,6 +348,9 @@ class Trainer:
         if state not in STEP_TRANSITIONS[self.state]:
             raise RuntimeError(f"a step cannot go from {self.state.name} to {state.name}")
         self.state = state
+
+    def _rate_factor(self) -> float:
+        return self.spec.workload.rates.factor(self.progress.step)
 
     def _scale_gradients(self, norm: float) -> None:
         """Undo the loss scale and clip, in one pass, or none if neither is needed."""
@@ -348,9 +385,9 @@ def _read(*scalars: Tensor) -> list[float]:
     return values
 
 
-def _pinned(batch: Mapping[str, Tensor], device: torch.device) -> Mapping[str, Tensor]:
+def _pinned(batch: Batch, device: torch.device) -> Batch:
     """A copy of pageable memory to a GPU may wait for the device."""
-    return {name: t.pin_memory() for name, t in batch.items()} if device.type == "cuda" else batch
+    return map_tensors(lambda t: t.pin_memory(), batch) if device.type == "cuda" else batch
 
 
 def _slices(t: Tensor) -> Sequence[Tensor]:

@@ -13,11 +13,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from fsdp_lab.core import __version__
 from fsdp_lab.core.describe import describe_changes, describe_value
 from fsdp_lab.core.formatting import duration
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.loops import Trained
 from fsdp_lab.dashboard import theme
 from fsdp_lab.report.charts import Chart
 from fsdp_lab.runs.comparison import Comparison, Refusal, finite
-from fsdp_lab.runs.recommend import Recommendation
+from fsdp_lab.runs.recommendation import Recommendation
 from fsdp_lab.runs.view import RunView, Switch
 
 FOLDER = Path(__file__).parent
@@ -82,8 +82,8 @@ def _field(value: Any) -> str:
     return "–" if value is None else describe_value("", value)
 
 
-def _spec_json(spec: Spec | Mapping[str, Any]) -> str:
-    return json.dumps(spec.to_dict() if isinstance(spec, Spec) else dict(spec), indent=2, default=str)
+def _spec_json(spec: Trained | Mapping[str, Any]) -> str:
+    return json.dumps(dict(spec) if isinstance(spec, Mapping) else spec.to_dict(), indent=2, default=str)
 
 
 def _change(switch: Switch) -> str:

@@ -19,7 +19,7 @@ from fsdp_lab.dashboard import theme
 from fsdp_lab.report.charts import Chart, Course, bars, curves, timeline
 from fsdp_lab.report.page import page
 from fsdp_lab.runs.comparison import Comparison, Refusal
-from fsdp_lab.runs.recommend import Recommendation, recommend
+from fsdp_lab.runs.recommendation import Recommendation, recommend
 from fsdp_lab.runs.view import RunView
 
 SUFFIXES = (".html", ".htm")

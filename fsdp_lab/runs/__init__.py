@@ -1,42 +1,64 @@
-"""Runs as the kernel sees them: driven chunk by chunk, saved, recovered, summarised, compared and shown on a timeline."""
+"""Runs as the kernel sees them: driven chunk by chunk, saved, recovered, summarised, compared and shown on a timeline.
 
-from fsdp_lab.core.formatting import Table
-from fsdp_lab.runs.comparison import Comparison, Refusal
-from fsdp_lab.runs.control import SwitchRequest
-from fsdp_lab.runs.evaluation import EvalConfig, Evaluation
-from fsdp_lab.runs.recommend import Recommendation, recommend
-from fsdp_lab.runs.recovery import Incident, RecoveryPolicy
-from fsdp_lab.runs.run import Run
-from fsdp_lab.runs.saving import CheckpointConfig, SavedCheckpoint
-from fsdp_lab.runs.slow_motion import SlowMotion, StepMoment
-from fsdp_lab.runs.steps import EventStore, Step
-from fsdp_lab.runs.summary import step_table, summarize
-from fsdp_lab.runs.sweep import Sweep
-from fsdp_lab.runs.timeline import Timeline
-from fsdp_lab.runs.view import RunState, Switch
+The names below are imported when they are used, so that what stores runs works where ipyparallel is not installed.
+"""
 
-__all__ = [
-    "CheckpointConfig",
-    "Comparison",
-    "EvalConfig",
-    "Evaluation",
-    "EventStore",
-    "Incident",
-    "Recommendation",
-    "RecoveryPolicy",
-    "Refusal",
-    "Run",
-    "RunState",
-    "SavedCheckpoint",
-    "SlowMotion",
-    "Step",
-    "StepMoment",
-    "Sweep",
-    "Switch",
-    "SwitchRequest",
-    "Table",
-    "Timeline",
-    "recommend",
-    "step_table",
-    "summarize",
-]
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsdp_lab.core.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from fsdp_lab.runs.comparison import Comparison as Comparison
+    from fsdp_lab.runs.comparison import Refusal as Refusal
+    from fsdp_lab.runs.control import SwitchRequest as SwitchRequest
+    from fsdp_lab.runs.evaluation import EvalConfig as EvalConfig
+    from fsdp_lab.runs.evaluation import Evaluation as Evaluation
+    from fsdp_lab.runs.recommendation import Recommendation as Recommendation
+    from fsdp_lab.runs.recommendation import recommend as recommend
+    from fsdp_lab.runs.recovery import Incident as Incident
+    from fsdp_lab.runs.recovery import RecoveryPolicy as RecoveryPolicy
+    from fsdp_lab.runs.run import Run as Run
+    from fsdp_lab.runs.saving import CheckpointConfig as CheckpointConfig
+    from fsdp_lab.runs.saving import SavedCheckpoint as SavedCheckpoint
+    from fsdp_lab.runs.slow_motion import SlowMotion as SlowMotion
+    from fsdp_lab.runs.slow_motion import StepMoment as StepMoment
+    from fsdp_lab.runs.steps import EventStore as EventStore
+    from fsdp_lab.runs.steps import Step as Step
+    from fsdp_lab.runs.summary import step_table as step_table
+    from fsdp_lab.runs.summary import summarize as summarize
+    from fsdp_lab.runs.sweep import Sweep as Sweep
+    from fsdp_lab.runs.timeline import Timeline as Timeline
+    from fsdp_lab.runs.view import RunState as RunState
+    from fsdp_lab.runs.view import Switch as Switch
+    from fsdp_lab.runs.watched import WatchedRun as WatchedRun
+
+_HOMES = {
+    "CheckpointConfig": "saving",
+    "Comparison": "comparison",
+    "EvalConfig": "evaluation",
+    "Evaluation": "evaluation",
+    "EventStore": "steps",
+    "Incident": "recovery",
+    "Recommendation": "recommendation",
+    "RecoveryPolicy": "recovery",
+    "Refusal": "comparison",
+    "Run": "run",
+    "RunState": "view",
+    "SavedCheckpoint": "saving",
+    "SlowMotion": "slow_motion",
+    "Step": "steps",
+    "StepMoment": "slow_motion",
+    "Sweep": "sweep",
+    "Switch": "view",
+    "SwitchRequest": "control",
+    "Timeline": "timeline",
+    "WatchedRun": "watched",
+    "recommend": "recommendation",
+    "step_table": "summary",
+    "summarize": "summary",
+}
+
+__all__ = sorted(_HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fsdp_lab.cluster import ClusterError
+from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.core.faults import SIGNALS, fault_of
 from fsdp_lab.core.spec import Spec
@@ -17,7 +17,8 @@ from fsdp_lab.runs.comparison import Refusal
 from fsdp_lab.runs.run import Drill, Run
 from fsdp_lab.runs.slow_motion import SlowMotion, SlowStep
 from fsdp_lab.runs.sweep import Sweep
-from fsdp_lab.runs.view import RunState
+from fsdp_lab.runs.view import RunState, fingerprint
+from fsdp_lab.runs.watched import WatchedRun
 
 REPLACE_S = 15.0  # limit for an activity to end when another one replaces it; hung ranks are ended before that
 END_S = 2.0  # the same when the lab is interrupted or closed
@@ -41,7 +42,9 @@ class Activities:
         self.sweep: Sweep | None = None
         self.closed = False
         self._slow_step: SlowStep | None = None
-        self._newest: Run | SlowStep | None = None
+        self._newest: Run | SlowStep | WatchedRun | None = None
+        self._watched: dict[str, WatchedRun] = {}  # loops in cells that are not over, by id
+        self._ended_loops: set[str] = set()  # ids: a rank's first message may come after another one was lost
         self._slow: weakref.ref[SlowMotion] | None = None  # weak: dropping the iterator ends its step
         self._lock = threading.RLock()
 
@@ -88,7 +91,7 @@ class Activities:
         What it has to end is fixed now, under the lock: then everyone ends only earlier activities, and no two wait for
         each other.
         """
-        former = [one for one in (self._slow_step, self.sweep, self.run) if one is not None]
+        former = [one for one in (self._slow_step, self.sweep, self.run, *self._watched.values()) if one is not None]
 
         def prepare(spec: Spec) -> None:
             """Ends the former activities, then places the ranks."""
@@ -103,6 +106,38 @@ class Activities:
                 self._place_ranks(spec)
 
         return prepare
+
+    # -- loops of a user's, in cells -----------------------------------------------------------------------------------
+
+    def take_loop(self, message: Mapping[str, Any]) -> WatchedRun | None:
+        """A message of a rank, on the client's IO thread. Returns the run that begins with it."""
+        run, begun = self._watched.get(message["run"]), None
+        if run is None:
+            if "begin" not in message or message["run"] in self._ended_loops:
+                return None  # of a run that is over: it has all that counts
+            device = {name: message["begin"][name] for name in ("device_name", "software")}
+            size = int(message["begin"]["loop"]["watched"]["world_size"])
+            run = begun = WatchedRun(message, fingerprint([device] * size), self._cluster.interrupt_cells)
+            self._watched[run.id] = self._newest = run
+        run.take(message)
+        self._drop_if_over(run)
+        return begun
+
+    def lose_rank(self, lost: RankLost) -> None:
+        """Ends the loops that the rank was in."""
+        for run in list(self._watched.values()):
+            run.lose(lost.rank, str(lost))
+            self._drop_if_over(run)
+
+    def _drop_if_over(self, run: WatchedRun) -> None:
+        if run.done:
+            self._ended_loops.add(run.id)
+            self._watched.pop(run.id, None)
+
+    @property
+    def current(self) -> Run | WatchedRun | None:
+        """The newest run, a watched loop included."""
+        return self._newest if isinstance(self._newest, WatchedRun) else self.run
 
     # -- faults and recovery ----------------------------------------------------------------------------------------
 
@@ -141,9 +176,9 @@ class Activities:
     # -- state ------------------------------------------------------------------------------------------------------
 
     @property
-    def unfinished(self) -> list[Sweep | Run]:
-        """The newest sweep and the newest run, where they are not over."""
-        return [one for one in (self.sweep, self.run) if one is not None and not one.done]
+    def unfinished(self) -> list[Sweep | Run | WatchedRun]:
+        """The newest sweep, the newest run and watched loops, where they are not over."""
+        return [one for one in (self.sweep, self.run, *self._watched.values()) if one is not None and not one.done]
 
     @property
     def slow(self) -> SlowMotion | None:

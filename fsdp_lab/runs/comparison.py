@@ -18,11 +18,12 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
-from fsdp_lab.core.describe import DEFAULT_FIELDS, describe_fields, differing_fields, flat_fields
+from fsdp_lab.core.describe import DEFAULT_FIELDS, UNKNOWN, describe_fields, differing_fields, flat_fields
 from fsdp_lab.core.errors import ArgumentError, is_whole
 from fsdp_lab.core.events import Role
 from fsdp_lab.core.files import check_file, write_whole
 from fsdp_lab.core.formatting import Spread, Table, count, duration, size
+from fsdp_lab.core.loops import Trained
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs.parity import Parity, Verdict, parity
 from fsdp_lab.runs.steps import last_stretch
@@ -55,7 +56,7 @@ class Row:
     label: str
     name: str
     run: str  # its id; empty for a refusal
-    spec: Spec | None  # None: not a valid one
+    spec: Trained | None  # None: not a valid one
     flat: Mapping[str, Any] = field(repr=False)  # the Spec's fields by their flat names
     state: str
     reason: str
@@ -402,7 +403,9 @@ def labels_by(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def _scalar(value: Any) -> Any:
-    """A field's value; as JSON where it is no scalar."""
+    """A field's value, None where it is unknown; as JSON where it is no scalar."""
+    if value == UNKNOWN:
+        return None
     return value if isinstance(value, str | int | float | None) else json.dumps(value, sort_keys=True, default=str)
 
 

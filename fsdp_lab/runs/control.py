@@ -1,21 +1,21 @@
 """`RunControl`: a run's state and the requests that its driver has not carried out yet, under one lock.
 
-Also `Awaited`, a result that another thread sets and a notebook cell waits for, and the `Request`s that a run returns.
+Also the `Request`s that a run returns.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
-from concurrent.futures import Future, InvalidStateError
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.core.faults import Fault
+from fsdp_lab.core.generation import Sampling
 from fsdp_lab.core.spec import Spec
+from fsdp_lab.runs.awaited import Awaited
 from fsdp_lab.runs.recovery import RecoveryPolicy
 from fsdp_lab.runs.view import RunState, Switch
 
@@ -36,60 +36,6 @@ TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
     RunState.FAILED: frozenset(),
     RunState.LOST: frozenset(),
 }
-
-
-class Awaited(Generic[T]):
-    """A result that another thread sets once. `wait()` or `await` it from any thread or event loop, any number of times.
-
-    Subclasses define `_given_up`: what Ctrl-C in `wait`, or cancelling the task that awaits, does.
-    """
-
-    def __init__(self) -> None:
-        self._future: Future[None] = Future()
-        self._future.set_running_or_notify_cancel()  # cancelling one task that awaits does not cancel it for the others
-
-    def _outcome(self) -> T:
-        """Returns the result, or raises. Called after `_end`."""
-        raise NotImplementedError
-
-    def _given_up(self, blocking: bool) -> None:
-        """Called when the caller stops waiting. `blocking`: it was in `wait`, not in `await`."""
-
-    def _end(self) -> None:
-        """Wakes everyone who waits. Idempotent."""
-        with contextlib.suppress(InvalidStateError):  # called before
-            self._future.set_result(None)
-
-    @property
-    def done(self) -> bool:
-        return self._future.done()
-
-    def wait(self, timeout: float | None = None) -> T:
-        """Blocks until the result is there and returns it, or raises its error; TimeoutError after `timeout` seconds."""
-        try:
-            if not self._wait_over(timeout):
-                raise TimeoutError(f"{self!r} was not over after {timeout} s")
-        except KeyboardInterrupt:
-            self._given_up(blocking=True)
-            raise
-        return self._outcome()
-
-    def _wait_over(self, timeout_s: float | None) -> bool:
-        """Blocks until the result is there, or for `timeout_s`. Returns `done`."""
-        with contextlib.suppress(TimeoutError):
-            self._future.result(timeout_s)
-        return self.done
-
-    def __await__(self) -> Generator[Any, None, T]:
-        return self._wait_async().__await__()
-
-    async def _wait_async(self) -> T:
-        try:
-            await asyncio.wrap_future(self._future)
-        except asyncio.CancelledError:
-            self._given_up(blocking=False)
-            raise
-        return self._outcome()
 
 
 class Request(Awaited[T]):
@@ -134,6 +80,14 @@ class FaultRequest(Request[None]):
         self.fault = fault
 
 
+class GenerateRequest(Request[list[str]]):
+    """The result of `Run.generate`: a text for each prompt, or the ranks' refusal."""
+
+    def __init__(self, prompts: tuple[str, ...], sampling: Sampling) -> None:
+        super().__init__()
+        self.prompts, self.sampling = prompts, sampling
+
+
 class RunControl:
     """The state of one run and the requests for its driver. Threads: see the note in `fsdp_lab.runs.driver`.
 
@@ -143,7 +97,8 @@ class RunControl:
         state, reason, error: of the run. ended_unix_s: None until it is over.
         pending: the Spec of the newest `apply`, until it is applied or refused; None: there is none.
         recovery: how a BROKEN run is to recover; None: `recover` was not called yet.
-        faults: to be armed, in order. ledger: whether the next step is to be a ledger step.
+        faults: to be armed, in order. texts: to be continued, in order.
+        ledger: whether the next step is to be a ledger step.
         paused: whether to hold between two chunks.
         suspended: whether the run waits for its turn, with its training state on the host.
         stop_s, stop_reason: when a stop was requested, on the monotonic clock, and why; None: it was not.
@@ -160,6 +115,7 @@ class RunControl:
         self.stop_s: float | None = None
         self.stop_reason = ""
         self.faults: list[FaultRequest] = []
+        self.texts: list[GenerateRequest] = []
         self.ledger = False
         self._switch_requests: list[SwitchRequest] = []
 
@@ -196,6 +152,11 @@ class RunControl:
         self.faults.append(request := FaultRequest(fault))
         return request
 
+    def request_texts(self, prompts: tuple[str, ...], sampling: Sampling) -> GenerateRequest:
+        """Hold the lock."""
+        self.texts.append(request := GenerateRequest(prompts, sampling))
+        return request
+
     def request_stop(self, reason: str) -> None:
         """The first reason counts."""
         with self.changing():
@@ -207,8 +168,8 @@ class RunControl:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is a Spec to apply or a fault to arm, which a pause does not delay."""
-        return self.pending is not None or bool(self.faults)
+        """Whether there is a Spec to apply, a fault to arm, or a text to continue, which a pause does not delay."""
+        return self.pending is not None or bool(self.faults) or bool(self.texts)
 
     @property
     def interrupt_reason(self) -> str:
@@ -218,6 +179,10 @@ class RunControl:
     def take_fault(self) -> FaultRequest | None:
         with self.changed:
             return self.faults.pop(0) if self.faults else None
+
+    def take_texts(self) -> GenerateRequest | None:
+        with self.changed:
+            return self.texts.pop(0) if self.texts else None
 
     def take_ledger(self) -> bool:
         """Whether a ledger step was requested since the last chunk."""
@@ -263,8 +228,8 @@ class RunControl:
         with self.changed:
             self.ended_unix_s = time.time()
             self.pending = None
-            requests: list[Request[Any]] = [*self._switch_requests, *self.faults]
-            self._switch_requests, self.faults = [], []
+            requests: list[Request[Any]] = [*self._switch_requests, *self.faults, *self.texts]
+            self._switch_requests, self.faults, self.texts = [], [], []
             self.set_state(state, reason)
         for request in requests:
             request.abandon()

@@ -32,9 +32,8 @@ from fsdp_lab.core.checkpoint_format import Checkpoint
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.faults import FaultKind
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.models.check import unread_weights
-from fsdp_lab.runs.control import FaultRequest, RunControl
-from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig, Evaluation
+from fsdp_lab.runs.control import FaultRequest, GenerateRequest, RunControl
+from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig, Evaluation, generated
 from fsdp_lab.runs.recovery import LIVE, Recovery, RecoveryPolicy, refitted, source_of
 from fsdp_lab.runs.saving import CheckpointSchedule
 from fsdp_lab.runs.steps import EventStore
@@ -148,7 +147,6 @@ class Driver:
         self.refused: FieldError | None = None
         self.environment: Mapping[str, Any] = {}
         self._prepare, self._ledger_every, self._evaluate = prepare, ledger_every, evaluate
-        self._unread = ""  # a note on weight files that were not loaded
 
     @property
     def step(self) -> int:
@@ -217,6 +215,9 @@ class Driver:
                 pending = control.pending
             while (request := control.take_fault()) is not None:
                 self._arm(request)
+            if (texts := control.take_texts()) is not None:
+                self._generate(texts)
+                continue  # a pause goes on
             if pending is not None:
                 self._switch_or_refuse(pending)
                 continue
@@ -269,6 +270,7 @@ class Driver:
             ledgers=self._ledger_steps(count),
             checks=self.progress.checksum_steps(count),
             evaluations=evaluations,
+            **(self._evaluate.texts if self._evaluate is not None and evaluations else {}),
         )
         for result in results:
             self._add_events(result["events"], attempt)
@@ -310,6 +312,15 @@ class Driver:
         if fault is not None and fault.kind is not FaultKind.SLOW:  # a slow link makes nothing fail
             self.recovery.injected_unix_s = time.time()
         request.settle(None)
+
+    def _generate(self, request: GenerateRequest) -> None:
+        """Has the ranks continue texts. Where they refuse it, the run continues."""
+        try:
+            request.settle(generated(self.call, self.run, request.prompts, request.sampling))
+        except Exception as e:
+            request.settle(e)
+            if not isinstance(e, FieldError):
+                raise
 
     def _suspend(self) -> None:
         """Moves the training state to the host until `take_turn` or `stop`. Ranks that are new by then begin again."""
@@ -358,7 +369,7 @@ class Driver:
 
     def _switch(self, spec: Spec, *, fresh: bool) -> None:
         """Has the ranks train `spec`, with the parameters that they have, if those fit and it is not to be `fresh`."""
-        self._apply(spec, "apply", fresh=fresh, evaluated=self._evaluate.samples if self._evaluate else 0)
+        self._apply(spec, "apply", fresh=fresh)
 
     def _restore(self, spec: Spec, checkpoint: Checkpoint) -> None:
         """Has the ranks train `spec` from a checkpoint."""
@@ -368,17 +379,17 @@ class Driver:
         """Calls the ranks with `spec`, and records the switch."""
         began_s = time.monotonic()
         before = self.spec if self.switches else None
-        result = self.call(what, run=self.run, spec=spec.to_dict(), **arguments)[0]
+        self.ranks.provide(spec)
+        required = {"evaluated": self._evaluate.samples, **self._evaluate.texts} if self._evaluate else {}
+        result = self.call(what, run=self.run, spec=spec.to_dict(), **required, **arguments)[0]
         seconds = time.monotonic() - began_s
-        if not result["carried"]:
-            self._unread = unread_weights(spec.workload)
         switch = Switch(
             step=int(result["step"]),
             before=before,
             after=spec,
             seconds=seconds,
             carried=bool(result["carried"]),
-            notes=(*result.get("notes", ()), *filter(None, [self._unread])),
+            notes=tuple(result.get("notes", ())),
         )
         rewound = switch.step < self.step or (before is not None and before.world_size != spec.world_size)
         if not switch.carried or before is None or rewound:

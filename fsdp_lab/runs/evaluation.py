@@ -7,27 +7,34 @@ evaluations, and a restart from an earlier step discards those after it; the eve
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from fsdp_lab.core.errors import SpecError, check_whole
-from fsdp_lab.core.spec import Spec, Workload
+from fsdp_lab.core.generation import Sampling, checked_prompts
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.workload import Workload
 from fsdp_lab.models.check import is_language
 
-HELD_OUT_BY = ("data", "held_out", "seq_len")  # a change of model or seed begins at step 0 anyway
+# A change of model or seed begins at step 0 anyway.
+HELD_OUT_BY = ("data", "tokenizer", "text_field", "packing", "held_out", "seq_len", "loss")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Computes the mean loss of `samples` held-out samples after every `every` steps, and after the run's last.
 
-    `patience`: the run stops after so many consecutive evaluations that were not better than the best; None: never. Raises
-    ArgumentError for a value that is not a whole number of 1 or more.
+    `patience`: the run stops after so many consecutive evaluations that were not better than the best; None: never.
+    `prompts`: texts that a language model continues after each evaluation, as `sampling` says. Raises ArgumentError for a
+    number that is not a whole number of 1 or more, or a prompt that is no text.
     """
 
     every: int
     samples: int = 64
     patience: int | None = None
+    prompts: tuple[str, ...] = ()
+    sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
         check_whole("evaluate.every", self.every)
@@ -35,6 +42,8 @@ class EvalConfig:
         if self.patience is not None:
             wanted = "a whole number of 1 or more, or None to never stop early"
             check_whole("evaluate.patience", self.patience, wanted=wanted)
+        if self.prompts:
+            object.__setattr__(self, "prompts", checked_prompts(self.prompts, "evaluate.prompts"))
 
     @classmethod
     def of(cls, given: EvalConfig | int | None) -> EvalConfig | None:
@@ -47,6 +56,11 @@ class EvalConfig:
             share = Workload.held_out
             raise SpecError("workload.held_out", "nothing is held out to evaluate on", f"use held_out {share}",
                             {"held_out": share})  # fmt: skip
+
+    @property
+    def texts(self) -> dict[str, Any]:
+        """The arguments of a call that evaluates, for `prompts`."""
+        return {"prompts": list(self.prompts), "sampling": self.sampling.to_dict()} if self.prompts else {}
 
     def due(self, steps: range, until: int | None) -> dict[int, int]:
         """The first of `steps` after which to evaluate, with the number of samples; empty where there is none.
@@ -62,6 +76,13 @@ class Evaluation(NamedTuple):
 
     step: int  # as in its event: the first is 0
     loss: float
+
+
+def generated(call: Callable[..., list[Any]], run: str, prompts: Sequence[str], sampling: Sampling) -> list[str]:
+    """The texts that continue `prompts`, in their order. `call`: of the cluster, which has the ranks generate them."""
+    by_rank = call("generate", run=run, prompts=list(prompts), sampling=sampling.to_dict())
+    texts = {int(number): text for answer in by_rank for number, text in answer["texts"].items()}
+    return [texts[number] for number in range(len(prompts))]
 
 
 class EarlyStopping:

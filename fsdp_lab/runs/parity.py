@@ -23,15 +23,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import partial
 
 from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.workload import Workload
 from fsdp_lab.runs.steps import Step
 from fsdp_lab.runs.view import RunView
 
-TRAINED = ("model", "data", "held_out", "seq_len", "optimizer", "lr", "weight_decay", "clip_norm", "seed")
+# All of a workload determines the result, but for how a global batch is split, and the optimizer's kernels.
+TRAINED = tuple(f.name for f in fields(Workload) if f.name not in ("micro_batch", "accumulate", "optimizer_args"))
 
 NORM_ROUNDING = 1e-5  # relative, of a sum of fp32 squares in any order
 ALIKE = 8  # steps
@@ -90,6 +92,8 @@ class StepDigest:
 
 def parity(baseline: RunView, other: RunView) -> Parity:
     """Compares `other` with `baseline`, by the rule in the module's docstring."""
+    if not (isinstance(baseline.spec, Spec) and isinstance(other.spec, Spec)):
+        return Parity(verdict=Verdict.UNKNOWN, sentence="a watched loop does not tell what it trains")
     for spec in (s.after for s in other.switches):
         if reason := _incomparable(baseline.spec, spec):
             return Parity(verdict=Verdict.UNKNOWN, sentence=reason)
@@ -127,6 +131,9 @@ def _incomparable(one: Spec, other: Spec) -> str:
     differing = [name for name in TRAINED if getattr(one.workload, name) != getattr(other.workload, name)]
     if one.workload.torch_optimizer.hyperparameters != other.workload.torch_optimizer.hyperparameters:
         differing.append("optimizer_args")
+    draws = any(s.workload.is_own or s.workload.dropout != "off" for s in (one, other))
+    if draws and one.workload.micro_batch != other.workload.micro_batch:
+        differing.append("micro_batch (each draws its own random numbers)")
     if one.global_batch != other.global_batch:
         differing.append(f"samples a step ({one.global_batch} and {other.global_batch})")
     return f"another training: {', '.join(differing)} differ{'s' if len(differing) == 1 else ''}" if differing else ""
@@ -140,7 +147,7 @@ def _coarsest(one: RunView, other: RunView) -> RoundingBound:
 
 def _specs(*runs: RunView) -> Iterator[Spec]:
     for run in runs:
-        yield from (run.spec, *(switch.after for switch in run.switches))
+        yield from (spec for spec in (run.spec, *(s.after for s in run.switches)) if isinstance(spec, Spec))
 
 
 def early_bound(bound: float, since: int) -> float:

@@ -17,11 +17,14 @@ from typing import Any
 
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.cluster import Cluster
+from fsdp_lab.cluster.sent_code import with_code
 from fsdp_lab.core.checkpoint_format import Checkpoint
 from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError, check_whole
 from fsdp_lab.core.faults import Fault
+from fsdp_lab.core.generation import Sampling, checked_prompts
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.runs.control import Awaited, FaultRequest, Request, RunControl, SwitchRequest
+from fsdp_lab.runs.awaited import Awaited
+from fsdp_lab.runs.control import FaultRequest, GenerateRequest, Request, RunControl, SwitchRequest
 from fsdp_lab.runs.driver import Driver, Progress
 from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig
 from fsdp_lab.runs.recovery import Incident, Predecessor, Recovery, RecoveryPolicy, refitted
@@ -196,7 +199,7 @@ class Run(RunQueries, Awaited["Run"]):
         """
         with self._control.changed:
             self._require_live("start another one with lab.run")
-            wanted = (spec or self.pending or self.spec).replace(**changes)
+            wanted = (spec or self.pending or self.spec).replace(**with_code(changes))
             for name in ("world_size", "devices"):
                 if getattr(wanted, name) != getattr(self.spec, name):
                     raise SpecError(name, f"a run keeps its {self.spec.world_size} ranks and their devices",
@@ -227,6 +230,22 @@ class Run(RunQueries, Awaited["Run"]):
         with self._control.changing():
             self._require_live("lab.save(folder) saves what the ranks hold")
             return self._driver.checkpoints.request()
+
+    def generate(self, prompts: str | Sequence[str], **sampling: Any) -> GenerateRequest:
+        """Has the model continue a text or several, after the running chunk: `await run.generate("Once")`. Returns at once.
+
+        The result is a list, a text for each prompt. `Run.completions` has what an evaluation with prompts generated.
+
+        Args:
+            sampling: fields of `Sampling`: new_tokens, temperature, top_k, top_p, seed.
+
+        Raises:
+            ArgumentError: of a prompt, or of `sampling`. ClusterError: the run is over.
+        """
+        given, wanted = checked_prompts(prompts), Sampling(**sampling)
+        with self._control.changing():
+            self._require_live("lab.generate(text) asks what the ranks hold")
+            return self._control.request_texts(given, wanted)
 
     def recover(self, ranks: str | None = None) -> None:
         """Recovers from a failure: "same" replaces the lost ranks, "fewer" continues with those that are left; None: as

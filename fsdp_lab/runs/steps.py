@@ -13,7 +13,9 @@ Results, tables, plots and reports are all computed from steps. The rules:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import statistics
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +25,8 @@ from operator import attrgetter
 from typing import Any
 
 from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.generation import Completion
+from fsdp_lab.core.loops import Trained
 
 CAP = 100_000  # events, over all ranks
 TRACED_STEPS = 200
@@ -65,12 +68,20 @@ class Step:
 
     @property
     def mean_loss(self) -> float:
-        return self.events[0].mean_loss
+        """Of a watched loop, whose ranks do not exchange it, over those whose events are here; NaN if one gave no loss."""
+        mean = self.events[0].mean_loss
+        return statistics.fmean(e.loss for e in self.events) if math.isnan(mean) else mean
 
     @property
     def eval_loss(self) -> float | None:
         """The same on every rank; None where it was not evaluated."""
         return next((e.eval_loss for e in self.events if e.eval_loss is not None), None)
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """What its evaluation generated, in the order of the prompts, which the ranks take in turns."""
+        turns = itertools.zip_longest(*(e.completions for e in self.events))
+        return tuple(c for turn in turns for c in turn if c is not None)
 
     @property
     def step_time_s(self) -> float:
@@ -79,8 +90,8 @@ class Step:
 
     @property
     def tokens_per_s(self) -> float:
-        """Throughput of all ranks together."""
-        return sum(e.tokens for e in self.events) / self.step_time_s
+        """Throughput of all ranks together; NaN where their tokens are not known."""
+        return (sum(e.tokens for e in self.events) or math.nan) / self.step_time_s
 
     def by_rank(self, value: Mapping[int, float]) -> list[float]:
         """One number per rank, NaN where it is missing."""
@@ -106,7 +117,7 @@ def assemble(events: Iterable[StepEvent]) -> list[Step]:
     return valid[::-1]
 
 
-def last_stretch(steps: Sequence[Step], spec: Spec) -> list[Step]:
+def last_stretch(steps: Sequence[Step], spec: Trained) -> list[Step]:
     """The whole steps trained with `spec` since the last step of another Spec."""
     spec_id = spec.id  # a property that is computed at each access
     stretch = list(takewhile(lambda s: s.spec_id == spec_id, reversed(steps)))

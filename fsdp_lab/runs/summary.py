@@ -19,8 +19,8 @@ from typing import Any
 
 from fsdp_lab.core.describe import describe_strategy
 from fsdp_lab.core.events import Role, RoleBytes, StepEvent, Traffic
-from fsdp_lab.core.formatting import Spread, Table, count, duration, known, quantile, size
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.formatting import Spread, Table, count, duration, known, known_or_dash, quantile, size
+from fsdp_lab.core.loops import Trained
 from fsdp_lab.runs.steps import Step, last_stretch
 
 # The rule of what counts, for readers of the figures.
@@ -29,7 +29,7 @@ RULE = ("Medians (and p10 to p90) leave out the first step after a change and le
 NO_TRAFFIC = Traffic()
 
 
-def summarize(spec: Spec, steps: Sequence[Step]) -> dict[str, Any]:
+def summarize(spec: Trained, steps: Sequence[Step]) -> dict[str, Any]:
     """The `runs` entry of compare's JSON. Where nothing was measured, figures are None and lists are empty."""
     steps = last_stretch(steps, spec)
     counted, peaks = counting(steps), Peaks(steps)
@@ -53,7 +53,8 @@ def summarize(spec: Spec, steps: Sequence[Step]) -> dict[str, Any]:
         "peak_memory_bytes": [max(s.events[r].memory.peak_bytes for s in steps) for r in ranks],
         "memory_at_peak_bytes": {k.value: [steps[-1].events[r].memory.at_peak.of_role(k) for r in ranks] for k in Role},
         "rss_bytes": [steps[-1].events[r].memory.rss_bytes for r in ranks],
-        "comm_s_per_step": {k: median([comm_seconds(s, k) for s in counted]) for k in kinds},
+        "loading_bytes": [max(s.events[r].memory.loading_bytes for s in steps) for r in ranks],
+        "comm_s_per_step": {k: median(known([comm_seconds(s, k) for s in counted])) for k in kinds},
         "comm_bytes_per_step": {
             k: round(statistics.median(traffic(s.events[0], k).link_bytes for s in counted)) for k in kinds
         },
@@ -110,7 +111,8 @@ class Peaks:
         return self._share(event, event.hardware_flops)
 
     def _share(self, event: StepEvent, flops: int) -> float | None:
-        return flops / event.step_time_s / best[0] if (best := self.of(event)) is not None else None
+        best = self.of(event)
+        return flops / event.step_time_s / best[0] if best is not None and flops else None
 
     @property
     def by_source(self) -> dict[str, float]:
@@ -196,7 +198,7 @@ def figures(steps: Sequence[Step]) -> Figures:
         outside_bytes=max(e.memory.outside_bytes for e in last),
         limit_bytes=min((e.memory.limit_bytes for e in last if e.memory.limit_bytes), default=None),
         last_step=last[0].step,
-        last_loss=last[0].mean_loss,
+        last_loss=None if math.isnan(loss := steps[-1].mean_loss) else loss,
         peak_flops_source=last[0].peak_source,
         notes=tuple(dict.fromkeys(note for e in last for note in e.notes)),
     )
@@ -293,7 +295,7 @@ def _median_errors(values: Sequence[float]) -> tuple[float, float]:
 # -- the table of the last steps -----------------------------------------------------------------------------------
 
 
-def step_table(steps: Sequence[Step], specs: dict[str, Spec], caption: str = "", notes: Sequence[str] = ()) -> Table:
+def step_table(steps: Sequence[Step], specs: dict[str, Trained], caption: str = "", notes: Sequence[str] = ()) -> Table:
     """One row per step over all ranks: greatest time, summed throughput, mean TFLOPS, mean communication and the exposed
     part of it, greatest peak."""
     marked = any(step.events[0].first_after_switch or step.events[0].ledger for step in steps)
@@ -302,31 +304,37 @@ def step_table(steps: Sequence[Step], specs: dict[str, Spec], caption: str = "",
     shares = {"MFU": peaks.mfu}
     if any(e.recompute_flops for step in steps for e in step.events):
         shares["HFU"] = peaks.hfu
-    figures = ("step", "loss", "grad norm", "step time", "tokens/s", "TFLOPS/rank", *shares, "peak/rank", "comm/rank")
+    scaled = any(step.events[0].loss_scale is not None for step in steps)
+    figures = ("step", "loss", "grad norm", "lr", *(("loss scale",) if scaled else ()), "step time", "tokens/s",
+               "TFLOPS/rank", *shares, "peak/rank", "comm/rank")  # fmt: skip
     # What utilisation is relative to, where a peak is known.
     best = "; ".join(f"{peak / 1e12:.3g} TFLOPS a rank ({source})" for source, peak in peaks.by_source.items())
     recompute = " (HFU counts recompute)" if "HFU" in shares else ""
     relation = (f"{' and '.join(shares)}{recompute} relative to {best}",) if best else ()
     return Table(
         columns=(*figures, "exposed", "how"),
-        rows=tuple(_row(step, specs.get(step.spec_id), list(shares.values())) for step in steps),
+        rows=tuple(_row(step, specs.get(step.spec_id), list(shares.values()), scaled) for step in steps),
         caption=caption,
         notes=(*legend, *relation, *notes),
         left=frozenset({"how"}),
     )
 
 
-def _row(step: Step, spec: Spec | None, utilisations: Sequence[Callable[[StepEvent], float | None]]) -> tuple[str, ...]:
+def _row(step: Step, spec: Trained | None, utilisations: Sequence[Callable[[StepEvent], float | None]],
+         scaled: bool) -> tuple[str, ...]:  # fmt: skip
     events = step.events
+    rate, scale = events[0].lr, events[0].loss_scale
     means = [of_ranks(step, utilisation) for utilisation in utilisations]
     return (
         f"{step.number}{'' if step.counts else '*'}",
-        f"{step.mean_loss:.4f}",
-        f"{events[0].grad_norm:.3f}",
+        known_or_dash(step.mean_loss, ".4f"),
+        known_or_dash(events[0].grad_norm, ".3f"),
+        "–" if rate is None else f"{rate:.3g}",
+        *(("–" if scale is None else f"{scale:,.0f}",) if scaled else ()),
         duration(step.step_time_s),
         count(step.tokens_per_s),
-        f"{statistics.fmean(e.tflops for e in events):.3g}",
-        *("–" if math.isnan(mean) else f"{mean:.1%}" for mean in means),
+        known_or_dash(statistics.fmean(e.tflops for e in events), ".3g"),
+        *(known_or_dash(mean, ".1%") for mean in means),
         size(max(e.memory.peak_bytes for e in events)),
         duration(statistics.fmean(sum(t.seconds for t in e.comm.values()) for e in events)),
         duration(statistics.fmean(e.exposed_comm_s for e in events)),

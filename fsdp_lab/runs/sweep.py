@@ -21,9 +21,9 @@ from typing import Any
 
 from fsdp_lab.core.errors import FieldError, SpecError
 from fsdp_lab.core.spec import Spec, part_of
+from fsdp_lab.runs.awaited import Awaited
 from fsdp_lab.runs.comparison import Comparison, Refusal
-from fsdp_lab.runs.control import Awaited
-from fsdp_lab.runs.recommend import Recommendation, recommend
+from fsdp_lab.runs.recommendation import Recommendation, recommend
 from fsdp_lab.runs.run import STOP_S, Run
 from fsdp_lab.runs.steps import assemble_all
 from fsdp_lab.runs.view import RunState
@@ -97,7 +97,7 @@ class Sweep(Awaited["Sweep"]):
         return Comparison.of([*self.in_order, *self.refused], baseline=baseline)
 
     def recommend(self, limit_bytes: int | None = None) -> Recommendation:
-        """Which of the runs to use, and what each toggle saved or cost; see `fsdp_lab.runs.recommend`."""
+        """Which of the runs to use, and what each toggle saved or cost; see `fsdp_lab.runs.recommendation`."""
         return recommend(self.comparison(), limit_bytes)
 
     def _repr_html_(self) -> str:

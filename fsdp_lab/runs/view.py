@@ -23,6 +23,8 @@ import psutil
 from fsdp_lab.cluster.placement import usable_cores
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.formatting import Table
+from fsdp_lab.core.generation import Completion
+from fsdp_lab.core.loops import Trained
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.export import export_accelerate, export_script, export_spec
 from fsdp_lab.runs.evaluation import EarlyStopping, Evaluation
@@ -80,7 +82,8 @@ class RunView(Protocol):
     """A `Run`, or a stored one. Reading it never waits for a rank.
 
     Attributes:
-        spec: the one applied last. reason: why the run is in its state, in a sentence, or empty.
+        spec: the one applied last; of a watched loop, what is known of it.
+        reason: why the run is in its state, in a sentence, or empty.
         notes: how far to trust its times, a sentence each. environment: a `fingerprint`.
     """
 
@@ -93,7 +96,7 @@ class RunView(Protocol):
     @property
     def ended_unix_s(self) -> float | None: ...
     @property
-    def spec(self) -> Spec: ...
+    def spec(self) -> Trained: ...
     @property
     def switches(self) -> Sequence[Switch]: ...
     @property
@@ -137,14 +140,19 @@ class RunQueries:
         return tuple(self.early_stopping.evaluations)
 
     @property
+    def completions(self: RunView) -> tuple[tuple[int, Completion], ...]:
+        """(step, how a prompt of its evaluation went on), oldest first, in the order of the prompts."""
+        return tuple((s.number, c) for s in self.events.steps() for c in s.completions)
+
+    @property
     def best(self: JudgedRun) -> Evaluation | None:
         """The evaluation with the least loss; None where there is none."""
         return self.early_stopping.best
 
     def table(self: JudgedRun, last: int = 10) -> Table:
         """The last steps, one row each, over all ranks. Notes name the last evaluation and the best one."""
-        specs = {spec.id: spec for spec in (self.spec, *(s.after for s in self.switches))}
-        evaluations = self.early_stopping.words(self.spec.workload)
+        specs: dict[str, Trained] = {spec.id: spec for spec in (self.spec, *(s.after for s in self.switches))}
+        evaluations = self.early_stopping.words(self.spec.workload) if isinstance(self.spec, Spec) else ""
         notes = (*([evaluations] if evaluations else []), *self.notes)
         return step_table(self.events.last_steps(last), specs, caption=repr(self)[1:-1], notes=notes)
 
@@ -182,15 +190,23 @@ class RunQueries:
         Raises:
             FieldError: of the path, or of a field that torch's own backends or the script cannot express.
         """
-        return export_script(self.spec, path, force=force)
+        return export_script(exported(self.spec), path, force=force)
 
     def export_accelerate(self: RunView, path: str | os.PathLike[str], *, force: bool = False) -> Path:
         """Writes a config for `accelerate launch`. As `export_script` otherwise."""
-        return export_accelerate(self.spec, path, force=force)
+        return export_accelerate(exported(self.spec), path, force=force)
 
     def export_spec(self: RunView, path: str | os.PathLike[str], *, force: bool = False) -> Path:
         """Writes the Spec as JSON, which `fsdp-lab run` takes. As `export_script` otherwise."""
-        return export_spec(self.spec, path, force=force)
+        return export_spec(exported(self.spec), path, force=force)
+
+
+def exported(trained: Trained) -> Spec:
+    """Raises ArgumentError for a watched loop."""
+    if isinstance(trained, Spec):
+        return trained
+    raise ArgumentError("export", "a watched loop is a script of your own, and has no Spec",
+                        "run that script, or train the model by lab.run")  # fmt: skip
 
 
 def traced_steps(events: EventStore, wanted: Iterable[int] | None) -> list[Step]:

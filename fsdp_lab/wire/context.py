@@ -23,6 +23,7 @@ stopped while operations may still be running must not record them (`hide_from_p
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -112,6 +113,8 @@ class WireContext:
         self.streams: Streams | None = None  # of the rank's GPU
         self.nccl: Nccl | None = None  # where CUDA tensors go over NCCL
         self.hide_from_profiler = False  # Gloo's operations: see the note on a profiler and an abort
+        self.session: Any = None  # the `rank.Session` that opened its groups, for those who know a group alone
+        self.watched = False  # whether a loop is being watched (rank/watch.py)
         self._unit = ""  # on whose behalf collectives are issued
         self.link: Link | None = None  # emulated; None: the real one
         self.alarm = Alarm()
@@ -131,6 +134,7 @@ class WireContext:
         self._groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         self._nccl_groups: set[NcclGroup] = set()
         self._members: dict[str, tuple[int, ...]] = {}  # ranks by group
+        self._destroying: list[tuple[threading.Thread, list[Any]]] = []
 
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
@@ -406,4 +410,18 @@ class WireContext:
     def destroy_async(self, groups: list[Any]) -> None:
         """Drop the last references to groups, which may still run an operation, by emptying a list in a separate thread:
         that waits for the operation, and no thread of a group may drop it last (see the note on abort)."""
-        threading.Thread(target=groups.clear, daemon=True).start()
+        thread = threading.Thread(target=groups.clear, name="fsdp-lab-destroy", daemon=True)
+        self._destroying = [*self._still_destroying(), (thread, groups)]
+        with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at its exit: then they stay
+            thread.start()
+
+    def destroyed(self, timeout_s: float) -> bool:
+        """Waits until what `destroy_async` took is destroyed. False: an operation still runs."""
+        end_s = time.monotonic() + timeout_s
+        for thread, _ in self._destroying:
+            if thread.ident is not None:
+                thread.join(max(0.0, end_s - time.monotonic()))
+        return not self._still_destroying()
+
+    def _still_destroying(self) -> list[tuple[threading.Thread, list[Any]]]:
+        return [(thread, groups) for thread, groups in self._destroying if groups or thread.is_alive()]

@@ -109,7 +109,7 @@ class NcclGroup:
         self.inner = inner
         self.met = False  # whether all ranks have come to their first collective in it: see `Wire._send`
         self._lock = threading.Lock()
-        self._aborting: threading.Thread | None = None
+        self._aborting: Callable[[float], object] | None = None  # waits for its end
 
     def abort(self) -> None:
         """End its collectives on this rank. Returns at once, and can be repeated.
@@ -130,18 +130,24 @@ class NcclGroup:
         if aborted or busy():
             self.abort()
             assert self._aborting is not None
-            self._aborting.join(_CLOSE_S)
+            self._aborting(_CLOSE_S)
         else:
-            self._in_thread(self.inner.shutdown).join(_CLOSE_S)
+            self._in_thread(self.inner.shutdown)(_CLOSE_S)
 
-    def _in_thread(self, call: Any) -> threading.Thread:
+    def _in_thread(self, call: Any) -> Callable[[float], object]:
+        """Returns what waits for the end of the call."""
+
         def run() -> None:
             with contextlib.suppress(RuntimeError):  # it took longer than the group's timeout
                 call()
 
         thread = threading.Thread(target=run, name="fsdp-lab-nccl", daemon=True)
-        thread.start()
-        return thread
+        try:
+            thread.start()
+        except RuntimeError:  # Python 3.12 starts none at its exit
+            run()
+            return lambda timeout_s: None
+        return thread.join
 
 
 @contextmanager

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from fsdp_lab.backends.base import local_tensor
+from fsdp_lab.backends.optimizers import check_optimizer, kept_state
 from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.optimizer import _ELSEWHERE, _KINDS, KERNELS, OPTIMIZERS, TorchOptimizer
+from fsdp_lab.core.optimizer import _ELSEWHERE, _KINDS, _SLOTS, KERNELS, OPTIMIZERS, TorchOptimizer
 from fsdp_lab.core.spec import Spec
 from tests.backends.test_parity import outcome, sharded
 from tests.backends.train import start, steps
+from tests.covering import tiered
 from tests.engine.parity import Outcome, Outcomes, assert_equal, plan
 from tests.pool import Place, Pool
 
@@ -53,7 +55,7 @@ def test_the_state_that_is_known_is_the_one_that_torch_keeps(name: str, args: di
     optimizer.step()
     state = optimizer.state[p]
     assert [slot for slot, t in state.items() if t.dim()] == [*known.slots]
-    assert ("step" in state) == known.counts_steps
+    assert kept_state(known, "cpu").slots == dict.fromkeys(known.slots, 0.0)
     assert bool(optimizer.param_groups[0]["fused"]) == known.is_fused
     assert bool(optimizer.param_groups[0]["foreach"]) == known.is_foreach
 
@@ -90,6 +92,32 @@ def test_fused_updates_are_the_same_but_for_rounding(
 ) -> None:
     fused = outcome(outcomes, (spec_of(name, {**args, "fused": True}, backend, **changes), 4))
     assert_near(fused, outcome(outcomes, (spec_of(name, args), 4)))
+
+
+@pytest.mark.parametrize(("name", "kernel", "said"), [
+    ("Rprop", {}, "_foreach_copy_"), ("Rprop", {"foreach": False}, "aten."), ("Adagrad", {"fused": True}, "_fused_adagrad_"),
+])  # fmt: skip
+def test_torch_has_no_rprop_and_fused_adagrad_for_the_parameters_of_fsdp2(
+    pool: Pool, name: str, kernel: dict[str, bool], said: str
+) -> None:
+    """When this fails, they need not be refused under FSDP2."""
+    with pytest.raises(SpecError, match="does not take DTensors"):
+        spec_of(name, kernel, "fsdp2")
+    assert all(said in text for text in pool.run(_fails, 2, name, kernel))
+
+
+def _fails(place: Place, name: str, kernel: dict[str, bool]) -> str:
+    """What torch says of a step over FSDP2's parameters."""
+    spec = spec_of("sgd", {}, "fsdp2")
+    backend = start(place, spec)
+    backend.optimizer = getattr(torch.optim, name)(backend.module.parameters(), **{"foreach": not kernel, **kernel})
+    try:
+        steps(place, spec, backend, 0, 1)
+    except (NotImplementedError, RuntimeError) as e:
+        return str(e)
+    finally:
+        backend.release()
+    return ""
 
 
 def test_torch_has_no_fused_sgd_for_the_parameters_of_fsdp2(pool: Pool) -> None:
@@ -154,3 +182,71 @@ def test_other_arguments_keep_what_they_share_and_begin_the_rest(pool: Pool) -> 
     specs = [spec_of("sgd", args, "fsdp2").to_dict() for args in ({}, NESTEROV, {})]
     for before, more, after in pool.run(_states, 2, specs):
         assert (before.keys(), more.keys(), after.keys()) == (set(), {"momentum_buffer"}, set())
+
+
+# -- every other class of torch.optim ------------------------------------------------------------------------------------
+
+MORE: list[tuple[str, dict[str, Any]]] = [
+    ("Adam", {"amsgrad": True}), ("Adam", {"decoupled_weight_decay": True}), ("RMSprop", {}), ("NAdam", {}), ("RAdam", {}),
+    ("Adagrad", {"initial_accumulator_value": 0.1}), ("RMSprop", {"momentum": 0.9, "centered": True}), ("Adamax", {}),
+    ("Adadelta", {}), ("ASGD", {"t0": 2}), ("Rprop", {"step_sizes": [1e-6, 0.1]}),
+]  # fmt: skip
+
+
+def test_classes_of_torch_are_listed_here_or_refused() -> None:
+    """A class that is new in torch fails here: to be added to MORE and to _SLOTS, or refused."""
+    found = {n for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer)}
+    refused = {"LBFGS", "Adafactor", "Muon", "SparseAdam"} & found
+    assert found - refused - {"Optimizer", "AdamW", "SGD"} == {name for name, _ in MORE} == set(_SLOTS)
+    for name in refused:
+        with pytest.raises(
+            SpecError, match=f"workload.optimizer: {name} .*, and a rank has parts of them, cut anywhere"
+        ):
+            check_optimizer(spec_of(name, {}).workload)
+
+
+@pytest.mark.parametrize(("name", "args"), MORE, ids=str)
+def test_their_state_is_known_to_the_planner(name: str, args: dict[str, Any]) -> None:
+    known = spec_of(name, args).workload.torch_optimizer
+    assert set(known.slots) == set(kept_state(known, "cpu").slots)
+
+
+@pytest.mark.parametrize(("name", "args"), tiered(MORE, lambda name, args: name in ("NAdam", "Adagrad")), ids=str)
+def test_every_class_goes_through_all_backends_without_losing_a_bit(
+    outcomes: Outcomes, name: str, args: dict[str, Any]
+) -> None:
+    backends = [b for b in ("lab", "fsdp2", "ddp", "fsdp1") if (name, b) != ("Rprop", "fsdp2")]
+    steady = [plan((spec_of(name, args, b), 4)) for b in backends]
+    switched = plan(*((spec_of(name, args, b), 1) for b in backends), (spec_of(name, args), 4 - len(backends)))
+    first, *others = outcomes.of(*steady, switched)
+    for other in others:
+        assert_equal(other, first)
+    assert any(
+        not torch.equal(t, first.parameters[n])
+        for n, t in outcome(outcomes, (spec_of(name, args), 0)).parameters.items()
+    )
+
+
+@pytest.mark.parametrize(("name", "args", "said"), [
+    ("Lionel", {}, "workload.optimizer: torch.optim has no optimizer 'Lionel'; give adamw, sgd, or another class"),
+    ("Optimizer", {}, "workload.optimizer: torch.optim has no optimizer 'Optimizer'"),
+    ("RMSprop", {"beta": 1}, "workload.optimizer_args: RMSprop has no argument 'beta'; its arguments are alpha, eps, mo"),
+    ("RMSprop", {"alpha": -1}, "workload.optimizer_args: RMSprop refuses its arguments: Invalid alpha value: -1; correct"),
+    ("NAdam", {"betas": 3}, "workload.optimizer_args: NAdam refuses its arguments: "),
+])  # fmt: skip
+def test_what_torch_refuses_is_refused_in_a_sentence(name: str, args: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        check_optimizer(spec_of(name, args).workload)
+    assert str(refused.value).startswith(said)
+    check_optimizer(spec_of(name, args).replace(**refused.value.fix).workload)
+
+
+def test_a_spec_takes_any_name_and_plain_arguments() -> None:
+    spec = Spec().replace(optimizer="RMSprop", optimizer_args={"alpha": 0.5, "x": [1, [2]], "foreach": True})
+    assert spec.workload.optimizer_args == {"alpha": 0.5, "x": (1, (2,))} and hash(spec)
+    assert Spec.from_json(spec.to_json()) == spec
+    assert Spec().replace(optimizer="AdamW") == Spec() and Spec().replace(optimizer="SGD").workload.optimizer == "sgd"
+    for args in ({"x": None}, {"x": {}}, {"x": float("nan")}, {"capturable": True}, {"lr": 1}, {"a b": 1}):
+        assert Spec().validate(optimizer="RMSprop", optimizer_args=args) is not None, args
+    for name in ("", "torch.optim.Adam", "a b", 3, None):
+        assert Spec().validate(optimizer=name) is not None, name

@@ -23,6 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.browser)
+            # A server, kernels, ranks and a page that draws: two cores have enough to do.
+            item.add_marker(pytest.mark.alone)
             if skip is not None:
                 item.add_marker(skip)
 

@@ -121,6 +121,7 @@ def test_what_is_chosen_is_drawn_as_predicted_before_it_lands(opened, picture):
     opened.wait_state("stopped")
 
 
+@pytest.mark.slow
 def test_controls_answer_while_a_cell_is_busy(opened):
     opened.notebook.write_and_run("import time\nfor _ in range(6000): time.sleep(0.1)", wait=False)
     busy = opened.page.locator(".jp-InputPrompt", has_text="[*]:")

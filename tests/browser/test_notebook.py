@@ -31,10 +31,11 @@ def opened(server: JupyterServer, open_notebook, watched):
 @pytest.mark.slow
 @pytest.mark.timeout(480)
 def test_notebook_01(opened: DashboardPage, picture: Callable[[str], Path]):
-    """Run all, Start, change sharding, precision and offload while it trains, be refused, Stop, reload, restart."""
+    """Run all, Start, change sharding, precision and offload while it trains, be refused, Stop, reload."""
     notebook = opened.notebook
     notebook.run_all()
     opened.wait_drawn(90)
+    opened.choose("model", "gpt2-1m")  # as on Binder: on few cores it makes several steps a second
     opened.start()
     opened.wait_step(6, 120)
     opened.wait_reading("memory", r"peak [\d.]+ MiB")
@@ -65,11 +66,10 @@ def test_notebook_01(opened: DashboardPage, picture: Callable[[str], Path]):
     print(f"\n2 ranks computing: {in_words(measure(opened, more_steps=8))}")
 
     opened.notebook.hide_sidebar()
-    for width in (1280, 1920):
-        for theme in ("Light", "Dark"):
-            opened.show(width, theme)
-            assert opened.clipped() == []
-            opened.photograph(picture(f"dashboard-{width}-{theme.lower()}"))
+    for width, theme in ((1280, "Light"), (1920, "Dark")):
+        opened.show(width, theme)
+        assert opened.clipped() == []
+        opened.photograph(picture(f"dashboard-{width}-{theme.lower()}"))
     opened.choose("backend", "lab")
     opened.show(1600, "Light")
     opened.photograph(picture("dashboard"))
@@ -82,12 +82,3 @@ def test_notebook_01(opened: DashboardPage, picture: Callable[[str], Path]):
     notebook.page.reload()
     opened.wait_drawn()
     assert opened.step() == step
-
-    notebook.restart_kernel()
-    opened.page.locator(".fsdp-banner", has_text="Run the cell again").wait_for()
-    notebook.run_all()
-    opened.wait_drawn(90)
-    opened.start()
-    opened.wait_step(2, 120)
-    opened.button("Stop").click()
-    opened.wait_state("stopped", STOP_S)

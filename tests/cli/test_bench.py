@@ -98,7 +98,7 @@ def test_what_cannot_be_toggled_is_refused(arguments: list[str], said: str, caps
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("what", ["live", "step", "metering", "toggle", "soak", "checkpoint"])
+@pytest.mark.parametrize("what", ["live", "step", "metering", "toggle", "soak", "checkpoint", "load"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(
     what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -325,6 +325,22 @@ def test_checkpoints_are_measured_beside_plain_dcp(tmp_path: Path, capsys: pytes
     assert written["stall_s"]["median"] > 0 and written["step beside/alone"]["n"] == 2
     assert not list(folder.iterdir()), "what it wrote is gone"
     assert main(["bench", "checkpoint", "--rounds", "0"]) == 2
+    assert "--rounds 0 is refused" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_loading_is_measured_beside_from_pretrained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, folder = tmp_path / "load.json", tmp_path / "here"
+    few = ["--model", "gpt2-1m", "--ranks", "2", "--rounds", "2", "--folder", str(folder), "--json", str(file)]
+    assert main(["bench", "load", *few]) == 0
+    written, printed = json.loads(file.read_text()), capsys.readouterr().out
+    assert written["model_bytes"] == 4 * 973_568 and not list(folder.iterdir())
+    for name in ("lab/plain", "plain/plain"):
+        spread = {**written["ratios"], **written["control"]}[name]
+        assert spread["n"] == 2 and 0 < spread["p10"] <= spread["p90"]
+    assert f"lab/plain, first step: {written['ratios']['lab/plain']['median']:.3f}" in printed
+    assert set(written["host memory/model"]) == {"lab", "plain", "plain-again"}
+    assert main(["bench", "load", "--rounds", "0"]) == 2 and main(["bench", "load", "--model", "bert-1m"]) == 2
     assert "--rounds 0 is refused" in capsys.readouterr().err
 
 

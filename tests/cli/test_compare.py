@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from fsdp_lab.cli import compare, fields
-from fsdp_lab.cli.console import Refused, Results, say_unread_weights
+from fsdp_lab.cli.console import Refused, Results
 from fsdp_lab.cli.main import main, parser
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Spec
@@ -28,7 +28,7 @@ from tests.lab.telling import ended
 TINY = ["--model", "gpt2-1m", "--seq-len", "16", "--micro-batch", "1"]
 KEYS = {
     *("spec", "losses", "step_time_s", "tokens_per_s", "tflops_per_rank", "mfu_per_rank", "hfu_per_rank"),
-    *("peak_flops_source", "peak_memory_bytes", "memory_at_peak_bytes", "rss_bytes"),
+    *("peak_flops_source", "peak_memory_bytes", "memory_at_peak_bytes", "rss_bytes", "loading_bytes"),
     *("comm_s_per_step", "comm_bytes_per_step", "exposed_comm_s_per_step"),
 }
 
@@ -70,11 +70,21 @@ def test_what_a_backend_chooses_is_auto_or_null():
 def test_arguments_of_an_optimizer_are_json():
     made = dicts("--optimizer", "sgd", "--optimizer-args", '{}, {"momentum": 0.9, "fused": true}')
     assert [d["workload"]["optimizer_args"] for d in made] == [{}, {"momentum": 0.9, "fused": True}]
-    for text, said in (("fused", "give JSON such as"), ("3", "arguments of its class by name")):
+    for text, said in (("fused", "give JSON: arguments of its class"), ("3", "arguments of its class by name")):
         with pytest.raises((Refused, SpecError), match=said):
             dicts("--optimizer-args", text)
     specs, refused = requested("--optimizer", "adamw,sgd", "--optimizer-args", '{"momentum": 0.9}')
     assert [s.workload.optimizer for s in specs] == ["sgd"] and "AdamW has no argument" in str(refused[0][1])
+
+
+def test_no_value_is_written_as_the_table_prints_it_and_patterns_are_named():
+    made = dicts(
+        "--lora", "off", "--clip-norm", "off,1", "--decay-steps", "Off", "--freeze", "none", "--weights", "auto"
+    )
+    assert [d["workload"]["clip_norm"] for d in made] == [None, 1]
+    assert all(made[0]["workload"][name] is None for name in ("lora", "decay_steps", "freeze", "weights"))
+    with pytest.raises(Refused, match=r"--freeze 'a' is refused; give JSON: patterns of parameter names such as \["):
+        dicts("--freeze", "a")
 
 
 def test_what_is_a_word_or_a_number_is_read_as_either():
@@ -169,15 +179,6 @@ def test_results_are_written_whole_and_after_every_run(tmp_path: Path):
         "refused": [{"spec": {"world_size": 2}, "reason": "because"}],
     }
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
-
-
-def test_weights_that_are_not_loaded_are_said_once_before_training(tmp_path: Path):
-    (tmp_path / "model.safetensors").touch()
-    specs = [Spec().replace(model=model) for model in (str(tmp_path), "gpt2-1m", str(tmp_path))]
-    console = Console(file=io.StringIO(), width=40)
-    say_unread_weights(console, specs)
-    said = f"note: Weights in {tmp_path} are not loaded: training begins from random values.\n"
-    assert console.file.getvalue() == said
 
 
 def test_the_table_has_a_row_for_every_spec_and_fewer_figures_on_a_narrow_terminal():

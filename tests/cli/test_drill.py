@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from fsdp_lab.cli import drill
 from fsdp_lab.cli.drill import plans
 from fsdp_lab.cli.main import main
 from fsdp_lab.core.faults import DRILLS
 
 
 @pytest.mark.slow
-def test_drills_are_survived_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_drills_are_survived_and_counted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drill, "STEPS", 10)
+    monkeypatch.setattr(drill, "EVERY", 3)
     kinds = "nan,kill,slow"
     assert main(["drill", "--count", "3", "--seed", "3", "--kinds", kinds]) == 0
     printed = capsys.readouterr().out

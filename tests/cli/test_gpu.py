@@ -327,12 +327,14 @@ def test_a_spec_that_fails_hides_no_other() -> None:
 
 # -- a rehearsal of all of it, where there is no Jupyter ---------------------------------------------------------------
 
-SOME = ("strategies,step,switch", "share,metering", "tour,torchrun,export")
+SOME = ("strategies,share-2,switch", "tour,torchrun,export")
+ELSEWHERE = "step,share-step,metering"  # what they run has its own tests: `fsdp-lab bench step` and `metering`
 
 
 def test_every_part_is_in_a_rehearsal() -> None:
     everything = {part.name for part in listed(Place.here("cpu")) if not part.skipped}
-    assert {part.name for some in SOME for part in chosen(listed(Place.here("cpu")), some)} == everything
+    found = {part.name for some in (*SOME, ELSEWHERE) for part in chosen(listed(Place.here("cpu")), some)}
+    assert found == everything
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def host_store(address=None):
 class Session:
     def __init__(self, *, rank, world_size, device, place, store=None, reduction="auto", timeout_s=60, threads=None,
                  memory_cap=None, shared_gpu_ranks=1, on_event=lambda event: None, on_heartbeat=None,
-                 hang_s=None):  # fmt: skip
+                 on_loop=None, hang_s=None):  # fmt: skip
         self.rank, self.world_size, self.device, self.on_event, self.store = rank, world_size, device, on_event, store
         self.link = socket.create_connection(("127.0.0.1", int(place)), timeout=timeout_s)
         self.link.sendall(bytes([world_size]))
@@ -104,7 +104,7 @@ class Session:
                 raise RankAborted("connection closed by peer")
             return got == b"\1"
 
-    def apply(self, run, spec, fresh=False, evaluated=0):
+    def apply(self, run, spec, fresh=False, evaluated=0, prompts=(), sampling=()):
         began = time.perf_counter()
         spec = Spec.from_dict(spec)
         if evaluated > 2000 * spec.workload.held_out:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from fsdp_lab.cluster import Interrupted, RankError, RankLost, RankStuck
+from fsdp_lab.cluster import Interrupted, RankError, RankHung, RankLost, RankStuck
 from fsdp_lab.cluster import calls as module
 from fsdp_lab.cluster.calls import Call, Outcome
 from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.hang import Hang, Issued
 
 
 class Ladder:
@@ -20,6 +21,7 @@ class Ladder:
         self.call: Call | None = None
         self.deaf, self.answers_ping, self.owned = deaf, answers_ping, owned
         self.rungs: list[str] = []
+        self.last_words: Outcome | None = None  # what a rank answers while it is ended
 
     def signal(self, ranks: Sequence[int]) -> None:
         self.rungs.append(f"signal {list(ranks)}")
@@ -34,6 +36,9 @@ class Ladder:
 
     def end_rank(self, rank: int, fate: str) -> bool:
         self.rungs.append(f"end {rank}")
+        if self.last_words is not None:
+            self.call.finish(rank, self.last_words)
+            self.call.lose(rank, lost(rank))
         return self.owned
 
     def may_be_dying(self, ranks: object) -> bool:
@@ -99,6 +104,24 @@ def test_the_ladder_ends_a_rank_that_answers_nothing(ladder):
     with pytest.raises(RankStuck, match="rank 1 did not answer .* its process was ended"):
         call.results(0.01)
     assert steps.rungs == ["signal [1]", "signal [1]", "ping 1", "end 1"]
+
+
+def hang(rank: int) -> RankHung:
+    collective = Issued(sequence=1, kind="all_gather", group="0", size=2, ordinal=1)
+    return RankHung(
+        Hang(sentence="hangs", ranks=(rank,), absent=(rank,), collective=collective, waiting=(0,), waited_s=3.0)
+    )
+
+
+def test_a_rank_that_answers_while_it_is_ended_is_not_waited_for_again(ladder):
+    """Its death is no longer among the outcomes then, since it has answered."""
+    call, steps = ladder(2, deaf=True)
+    steps.last_words = Outcome(interrupted=True)
+    call.hang(hang(1))
+    began = time.monotonic()
+    with pytest.raises(RankHung):
+        call.results(1)
+    assert steps.rungs == ["signal [0, 1]", "end 1"] and time.monotonic() - began < module.DEATH_NOTICE_S
 
 
 def test_engines_of_the_user_are_left_alone(ladder):

@@ -20,8 +20,10 @@ from typing import Any
 from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.core.errors import ArgumentError, SpecError
 from fsdp_lab.core.events import Memory, MemorySample, RoleBytes, StepEvent, Track, Traffic
+from fsdp_lab.core.generation import Sampling
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs import EventStore, Refusal, RunState, SlowMotion, Sweep, Switch, SwitchRequest
+from fsdp_lab.runs.control import GenerateRequest
 from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig
 from fsdp_lab.runs.recovery import CHECKPOINT, Incident, RecoveryPolicy, refitted
 from fsdp_lab.runs.saving import CheckpointConfig, SavedCheckpoint
@@ -160,6 +162,7 @@ class FakeRun:
         self.switches: list[Switch] = []
         self.applies: list[dict[str, Any]] = []
         self.asked_ledgers = 0
+        self.texts: list[GenerateRequest] = []  # that were asked for
         self.saving: CheckpointConfig | None = None
         self.recovering = RecoveryPolicy()
         self.evaluate: EvalConfig | None = None
@@ -189,6 +192,10 @@ class FakeRun:
 
     def ledger(self) -> None:
         self.asked_ledgers += 1
+
+    def generate(self, prompts: str, **sampling: Any) -> GenerateRequest:
+        self.texts.append(GenerateRequest((prompts,), Sampling(**sampling)))
+        return self.texts[-1]
 
     def save(self) -> SaveRequest:
         if self.saving is None:
@@ -377,6 +384,9 @@ class SlowRanks:
     def under_way(self) -> bool:
         return self._frames is not None
 
+    def provide(self, spec: Spec) -> None:
+        pass
+
     def submit(self, what: str, **arguments: Any) -> Any:
         try:
             if self.breaks is not None:
@@ -443,6 +453,11 @@ class FakeLab:
             )
         self.resumed.append((checkpoint, changes))
         return self.run(save=save, recover=recover, evaluate=evaluate, **changes)
+
+    def generate(self, prompts: str, **sampling: Any) -> list[str]:
+        if prompts == "unknown":
+            raise ArgumentError("prompts", "vit classifies images", "ask a causal language model")
+        return [f" of {sampling['new_tokens']} tokens"]
 
     def save(self, folder: str) -> Any:
         self.save_gate.wait(10)

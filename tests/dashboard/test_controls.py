@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import re
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,8 @@ from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.dashboard.choices import ChoiceState
 from fsdp_lab.dashboard.controls import Controls
-from fsdp_lab.dashboard.fields import GROUPS
+from fsdp_lab.dashboard.fields import GROUPS, OTHER
+from fsdp_lab.dashboard.writing_form import WritingForm
 from fsdp_lab.runs import RunState
 from tests.dashboard.fake_lab import FakeLab
 
@@ -66,7 +69,8 @@ def test_there_is_a_control_for_every_field_that_the_dashboard_promises():
     assert set(FIELDS) == {
         "backend", "sharding", "shard_size", "precision", "offload", "wrap", "forward_prefetch", "backward_prefetch",
         "recompute", "accumulate", "sync", "model", "micro_batch", "seq_len", "world_size", "devices",
-        "link",
+        "link", "data", "weights", "tokenizer", "optimizer", "lr", "lr_schedule", "warmup_steps", "decay_steps", "dropout",
+        "freeze", "lora",
     }  # fmt: skip
     assert set(FIELDS) <= set(Spec().flat())
 
@@ -190,6 +194,85 @@ def test_an_image_model_finds_its_data_through_the_way_out(desk):
     desk.controls._groups[2].button.click()
     assert desk.controls.choices.wanted.workload.data == "images"
     assert desk.controls.choices.wanted.workload.model == "vit-1m"
+
+
+@pytest.mark.parametrize(("name", "text", "value"), [
+    ("lr", "1e-3", 1e-3), ("warmup_steps", 5, 5), ("freeze", "*.wte.*, *.bias", ["*.wte.*", "*.bias"]),
+    ("devices", "cpu, cpu", ["cpu", "cpu"]),
+])  # fmt: skip
+def test_what_is_written_is_read_and_written_back(desk, name, text, value):
+    control = desk.controls._controls[name]
+    control.input.value = text
+    assert desk.controls.choices.wanted.flat()[name] == value and desk.note(name) == "with the next start"
+    desk.controls._show()
+    assert control.input.value == (text if name != "lr" else "0.001")
+
+
+@pytest.mark.parametrize(("name", "text", "reason"), [
+    ("lr", "fast", "'fast' is refused. Give a finite number above 0."),
+    ("lr", "-1", "-1.0 is refused. Give a finite number above 0."),
+    ("decay_steps", "soon", "'soon' is refused. Give a whole number of 1 or more."),
+    ("decay_steps", "50", "a constant rate has no end. Leave it out, or use lr_schedule linear or cosine."),
+])  # fmt: skip
+def test_a_value_that_cannot_be_is_answered_in_words_and_its_group_unfolds(desk, name, text, reason):
+    desk.controls.start()
+    before = desk.controls.choices.wanted
+    row = desk.controls._groups[3].row
+    assert row.layout.display == "none"
+    desk.choose(name, text)
+    assert html.unescape(desk.validate(3)) == reason
+    assert row.layout.display == "" and desk.note(name) == "refused, see below"
+    assert desk.controls.choices.wanted == before and desk.lab.current.applies == []
+
+
+@pytest.mark.parametrize(("name", "typed", "value"), [
+    ("optimizer", "RMSprop", "RMSprop"), ("model", "/no/such", None),
+    ("tokenizer", "/no/such", None), ("data", "/no/such.txt", None), ("lora", "few", None),
+])  # fmt: skip
+def test_another_value_can_be_typed(desk, name, typed, value):
+    """And a path that is not there is refused, in the words of the field."""
+    before = desk.controls.choices.wanted
+    desk.choose(name, OTHER)
+    desk.controls._controls[name].typed.value = typed
+    if value is None:
+        assert desk.note(name) == "refused, see below" and desk.controls.choices.wanted == before
+        assert typed in html.unescape(desk.validate(2 if name in ("model", "data") else 3))
+        assert desk.controls._controls[name].input.label == Path(typed).name, "there is little room"
+    else:
+        assert desk.controls.choices.wanted.flat()[name] == value and desk.note(name) == "with the next start"
+
+
+def test_adapters_are_as_in_a_spec():
+    (lora,) = (f for _, fields in GROUPS for f in fields if f.name == "lora")
+    for value in (*lora.tokens(Spec()), lora.read("32")):
+        assert Spec().replace(lora=value).flat()["lora"] == value
+    assert lora.read("few") == "few"
+
+
+def test_a_rate_that_falls_finds_its_end_through_the_way_out(desk):
+    training = desk.controls._groups[3]
+    assert training.summary.value == "optimizer adamw · learning rate 0.0003"
+    training.fold.click()
+    assert training.fold.description == "Hide" and training.row.layout.display == ""
+    desk.choose("lr_schedule", "cosine")
+    assert "cosine needs the step at which it ends" in desk.validate(3)
+    assert training.button.description == "Also set decay steps 1000"
+    training.button.click()
+    desk.choose("warmup_steps", 20)
+    assert training.summary.value.endswith("lr schedule cosine · warm-up steps 20 · decay steps 1000")
+    rates = desk.controls.choices.wanted.workload.rates
+    assert (rates.kind, rates.warmup_steps, rates.decay_steps) == ("cosine", 20, 1000)
+
+
+def test_the_weights_of_a_folder_are_offered_for_a_folder(desk):
+    def offered(name):
+        return [value for _, value in desk.controls._controls[name].input.options]
+
+    assert "own" not in offered("weights") and "own" not in offered("tokenizer")
+    desk.controls.choices.adopt(desk.controls.choices.wanted.replace(model="/my/model"))
+    desk.controls._show()
+    assert "own" in offered("weights") and "own" in offered("tokenizer")
+    assert desk.controls._controls["model"].input.label == "model"
 
 
 def test_memory_is_measured_on_demand(desk):
@@ -381,3 +464,50 @@ def test_a_hang_is_said_while_it_lasts_and_the_stack_is_there_to_be_unfolded(des
     desk.tick()
     assert "failed" in line.value and run.reason in line.value and desk.lab.waiting not in line.value
     assert "<pre>File &quot;&lt;cell&gt;&quot;, line 3</pre></details>" in line.value
+
+
+# -- a text that is asked for ----------------------------------------------------------------------------------------
+
+
+def test_a_text_is_asked_for_while_the_run_trains_and_when_it_is_over():
+    lab = FakeLab(2, step_s=0.002)
+    form = WritingForm(lab)
+
+    def said() -> str:
+        return html.unescape(re.sub("<[^>]*>", "", form.message.value))
+
+    def until_said(text: str) -> None:
+        deadline = time.monotonic() + 10
+        while said() != text:
+            assert time.monotonic() < deadline, said()
+            form.tick()
+            time.sleep(0.005)
+        form.tick()
+
+    assert form.widget.layout.display == "none" and form._write.disabled, "the ranks hold nothing"
+    form.toggle()
+    run = lab.run()
+    form.tick()
+    assert form.widget.layout.display == "" and not form._write.disabled
+    form._write.click()
+    assert said() == "Type a prompt first: the text that the model is to continue."
+    form._prompt.value = "<Once>"
+    form._write.click()
+    form.tick()
+    assert said() == "The model writes after the steps in progress." and form._write.disabled
+    assert run.texts[0].prompts == ("<Once>",) and run.texts[0].sampling.new_tokens == 48
+    run.texts[0].settle([" upon a <time>"])
+    until_said("<Once> upon a <time>")
+    form._write.click()
+    run.texts[1].settle(SpecError("prompts", "bert does not continue texts", "use a causal model"))
+    until_said("Bert does not continue texts: use a causal model.")
+
+    run.stop()
+    run.wait(10)
+    form._tokens.value = 7
+    form._write.click()
+    until_said("<Once> of 7 tokens")
+    form._prompt.value = "unknown"
+    form._write.click()
+    until_said("Vit classifies images: ask a causal language model.")
+    lab.close()

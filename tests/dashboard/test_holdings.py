@@ -41,7 +41,9 @@ def drawn(panel: HoldingsPanel, source: str, rank: int, *, strip: bool = False) 
 # -- the axis --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [Model.gpt2(16, 1), Model.gpt2(128, 4), Model.gpt2(768, 12), Model.gpt2(2048, 64)])
+@pytest.mark.parametrize("model", [
+    Model.gpt2(16, 1), Model.gpt2(128, 4), Model.gpt2(768, 12), pytest.param(Model.gpt2(2048, 64), marks=pytest.mark.slow)
+])  # fmt: skip
 def test_parameters_stand_side_by_side_and_each_can_be_seen(model):
     axis = ParameterAxis.of(moments(model=model)[0].frames[0].parameters)
     bars = list(axis.bars.values())

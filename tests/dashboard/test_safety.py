@@ -180,15 +180,16 @@ def test_an_evaluation_is_chosen_and_what_it_finds_is_said(desk: Desk) -> None:
     assert desk.lab.current.evaluate is None
     desk.lab.current.stop(5)
     form._when.value, form._every.value, form._samples.value, form._patience.value = "every n steps", 5, 8, 3
+    form._prompt.value = " Once "
     desk.controls.start()
     chosen = desk.lab.current.evaluate
-    assert (chosen.every, chosen.samples, chosen.patience) == (5, 8, 3)
+    assert (chosen.every, chosen.samples, chosen.patience, chosen.prompts) == (5, 8, 3, ("Once",))
     desk.until(lambda: len(desk.lab.current.early_stopping.evaluations) > 1)
     desk.until(lambda: plain(form.message.value).startswith("Evaluation loss "))
     assert re.search(r"best \S+ \(perplexity \S+\) at step \d+\.$", plain(form.message.value))
     assert desk.head() == "saving is off · evaluation every 5 steps · recovery: ask · no incident"
-    form._patience.value = 0
-    assert form.config().patience is None
+    form._patience.value, form._prompt.value = 0, ""
+    assert form.config().patience is None and form.config().prompts == ()
 
 
 # -- recovery ----------------------------------------------------------------------------------------------------------
@@ -204,7 +205,7 @@ def test_a_run_that_waits_says_why_and_recover_goes_on(desk: Desk) -> None:
     assert "rank 1 is gone: its process 4321 on here was ended by SIGKILL" in desk.head()
     assert "waits for Recover or Stop" in desk.recovery._incidents.value
     state = plain(desk.controls._state.value)
-    assert state.startswith("broken The run waits: see Safety below") and not desk.controls._stop.disabled
+    assert state.startswith("broken See Safety below") and not desk.controls._stop.disabled
     assert desk.controls._pause.disabled and desk.controls._start.disabled and desk.saving._save.disabled
     desk.recovery._same.click()
     desk.until(lambda: desk.head().endswith("1 incident"))

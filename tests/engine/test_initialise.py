@@ -172,7 +172,9 @@ def test_weights_of_a_tied_model_from_files(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"has neither model.safetensors nor .*give a folder that save_pretrained"):
+    with pytest.raises(
+        SpecError, match=r"has neither model.safetensors nor .*give a folder that model.save_pretrained"
+    ):
         Weights(tmp_path)
 
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from fsdp_lab.core.spec import Spec, Workload
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.workload import Workload
 from fsdp_lab.models import Batches, resolve
 from tests.covering import tiered
 from tests.engine.naive import in_order

@@ -57,7 +57,7 @@ def test_the_core_is_as_long_as_its_docstring_says() -> None:
     assert listed[0] == "fully_shard.py" and listed[-1] == "../core/schedule.py"
     lines = sum(len((folder / name).read_text(encoding="utf-8").splitlines()) for name in listed)
     (told,) = re.findall(r"The core is ([\d,]+) lines", text)
-    assert lines == int(told.replace(",", "")) <= 2860
+    assert lines == int(told.replace(",", "")) <= 2870
     others = {p.name for p in folder.glob("*.py")} - set(listed) - {"__init__.py"}
     assert all(name in text for name in others), "the docstring says what each file is"
 
@@ -81,4 +81,4 @@ def test_the_engine_imports_with_torch_alone() -> None:
     done = subprocess.run([sys.executable, "-c", TORCH_ONLY], capture_output=True, text=True, timeout=200, cwd=REPO)
     assert done.returncode == 0, done.stderr[-2000:]
     outside = {n for n in done.stdout.split() if not n.startswith("fsdp_lab.engine")}
-    assert outside == {"fsdp_lab.core", "fsdp_lab.core.layout", "fsdp_lab.core.schedule"}
+    assert outside == {"fsdp_lab.core", *(f"fsdp_lab.core.{name}" for name in ("layout", "lazy_names", "schedule"))}

@@ -2,7 +2,7 @@
 
 Importing torch takes seconds, a script a fraction of one: so it is imported once a rank, and a process forked for each
 script. torchrun's own store outlives them and remembers the last, so each makes one at its port. Rank 0 prints the name
-of each script before what it prints.
+of each script before what it prints. One that can save adapters, a.py, does so in a.saved.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import faulthandler
 import os
 import runpy
 import sys
+from pathlib import Path
 
 import torch.distributed.fsdp  # noqa: F401
 import transformers.models.auto.modeling_auto
@@ -22,6 +23,8 @@ LONGEST_S = 120  # one script: where it hangs, its stacks are printed
 def run(script: str, steps: str) -> None:
     faulthandler.dump_traceback_later(LONGEST_S, exit=True)
     sys.argv = [script, "--steps", steps]
+    if '"--save"' in Path(script).read_text():
+        sys.argv += ["--save", str(Path(script).with_suffix(".saved"))]
     runpy.run_path(script, run_name="__main__")
     assert not any(name.partition(".")[0] == "fsdp_lab" for name in sys.modules), f"{script} imports fsdp_lab"
 

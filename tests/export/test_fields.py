@@ -3,30 +3,65 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import Environment, FileSystemBytecodeCache
 
 from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import Precision, Spec, Strategy, Workload
-from fsdp_lab.export import text_of
-from tests.export.ranks import spec
+from fsdp_lab.core.spec import Precision, Spec, Strategy
+from fsdp_lab.core.workload import Workload
+from fsdp_lab.export import script, text_of
+from fsdp_lab.models import build, check, lora
+from tests.export.ranks import SMALL, spec
+from tests.models import words
+from tests.models.small import filled
+from tests.remembered import once, skeleton
 
 FSDP2, FSDP1 = {"backend": "fsdp2"}, {"backend": "fsdp1"}
 DDP = {"backend": "ddp", "sharding": "no_shard"}
+OWN = {"model": "tests.own_module:build", "loss": "tests.own_module:loss", "data": "tests.own_module:Samples",
+       "seq_len": 128}  # fmt: skip
+GROUPS = [{"match": ["*.bias"], "lr": 0.5, "weight_decay": 0.25}]
 Case = tuple[dict[str, Any], str, str]  # the Spec's changes, the field, what shows it in the text
 Refusal = tuple[dict[str, Any], str]  # the Spec's changes, the field that is named
 
+_FOLDER = tempfile.TemporaryDirectory(prefix="fsdp_lab_fields_")
+TOKENIZER = words.word_tokenizer(Path(_FOLDER.name, "tokenizer"))
+RECORDS = words.json_lines(Path(_FOLDER.name, "records.jsonl"), [f"once upon a time {i}" for i in range(12)], "story")
+CHATS = words.json_lines(Path(_FOLDER.name, "chats.jsonl"), [words.chat("w1", "w2")], "messages")
+WEIGHTS = str(Path(_FOLDER.name, "weights"))  # of the model of `spec`
+WIDER = {"model": {**SMALL, "vocab_size": 400}, "weights": WEIGHTS}  # whose embedding the files have in another shape
+
 SCRIPT: list[Case] = [
     ({"model": "llama-1m"}, "model", '"model_type": "llama"'),
+    ({"weights": WEIGHTS}, "weights", f'WEIGHTS = "{WEIGHTS}"'),
+    (
+        {**WIDER, "fresh_weights": ["transformer.wte.*"]},
+        "fresh_weights",
+        "or one drawn by seed and name where the files have none of this shape",
+    ),
     ({"data": __file__}, "data", f'TEXT = "{Path(__file__)}"'),
     ({"data": "stdlib"}, "data", 'sysconfig.get_paths()["stdlib"]'),
     ({"held_out": 0.25}, "held_out", "HELD_OUT = 0.25"),
+    ({"data": __file__, "tokenizer": TOKENIZER}, "tokenizer", f'TOKENIZER = "{TOKENIZER}"'),
+    ({"data": RECORDS, "text_field": "story"}, "text_field", 'COLUMN = "story"'),
+    ({"packing": "padded", "data": RECORDS, "text_field": "story"}, "packing", "attention_mask"),
+    ({"data": CHATS, "tokenizer": TOKENIZER}, "data", "def chat_tokens("),
     ({"seq_len": 48}, "seq_len", "SEQ_LEN = 48"),
     ({"micro_batch": 3}, "micro_batch", "MICRO_BATCH = 3"),
     ({"accumulate": 5}, "accumulate", "ACCUMULATE = 5"),
     ({"optimizer": "sgd"}, "optimizer", "torch.optim.SGD"),
+    (
+        {"optimizer": "RMSprop", "optimizer_args": {"alpha": 0.5}},
+        "optimizer",
+        "torch.optim.RMSprop(groups, lr=LR, foreach=True, alpha=0.5)",
+    ),
     ({"optimizer_args": {"fused": True}}, "optimizer_args", "torch.optim.AdamW(groups, lr=LR, fused=True)"),
     ({"optimizer_args": {"fused": True}}, "optimizer_args", "losses agree within rounding, not to the bit"),
     (
@@ -35,9 +70,27 @@ SCRIPT: list[Case] = [
         "torch.optim.AdamW( groups, lr=LR, foreach=True, betas=(0.8, 0.9), eps=1e-06, amsgrad=True )",
     ),
     ({"lr": 0.125}, "lr", "LR = 0.125"),
+    ({"lr_schedule": "linear", "decay_steps": 9}, "lr_schedule", "left = 1.0 - done"),
+    ({"lr_schedule": "cosine", "decay_steps": 9}, "lr_schedule", "left = (1.0 + math.cos(math.pi * done)) / 2"),
+    ({"warmup_steps": 7}, "warmup_steps", "WARMUP_STEPS = 7"),
+    ({"lr_schedule": "linear", "decay_steps": 9}, "decay_steps", "DECAY_STEPS = 9"),
+    ({"lr_schedule": "linear", "decay_steps": 9, "lr_end": 0.25}, "lr_end", "LR_END = 0.25"),
     ({"weight_decay": 0.25}, "weight_decay", "WEIGHT_DECAY = 0.25"),
+    ({"dropout": "config"}, "dropout", "seed_dropout(seed, first * MICRO_BATCH)"),
+    ({"freeze": ["transformer.w?e.*"]}, "freeze", 'FREEZE = ["transformer.w?e.*"]'),
+    (
+        {"param_groups": GROUPS},
+        "param_groups",
+        'PARAM_GROUPS = [{"match": ["*.bias"], "lr": 0.5, "weight_decay": 0.25}]',
+    ),
+    (
+        {"lora": {"r": 2, "targets": ["c_attn"]}},
+        "lora",
+        'LORA = { "r": 2, "lora_alpha": 4.0, "target_modules": ["c_attn"], }',
+    ),
     ({"clip_norm": 0.5}, "clip_norm", "CLIP_NORM = 0.5"),
     ({"seed": 77}, "seed", '"--seed", type=int, default=77'),
+    (OWN, "loss", "from tests.own_module import loss"),
     ({}, "backend", "It was trained by the lab's own engine; FSDP2 does the same work here"),
     (FSDP2, "backend", "fully_shard(model, **options)"),
     (FSDP1, "backend", "FullyShardedDataParallel("),
@@ -85,17 +138,40 @@ SCRIPT: list[Case] = [
 ]
 ACCELERATE: list[Case] = [
     ({"model": "llama-1m"}, "model", 'model: "llama-1m"'),
+    ({"weights": WEIGHTS}, "weights", f'from_pretrained("{WEIGHTS}")'),
+    ({**WIDER, "fresh_weights": ["transformer.wte.*"]}, "fresh_weights", 'fresh_weights: ["transformer.wte.*"]'),
     ({"data": __file__}, "data", f'data: "{Path(__file__)}"'),
     ({"held_out": 0.25}, "held_out", "held_out: 0.25"),
+    ({"tokenizer": "bytes"}, "tokenizer", 'tokenizer: "bytes"'),
+    ({"data": RECORDS, "text_field": "story"}, "text_field", 'text_field: "story"'),
+    ({"packing": "padded", "seq_len": 64}, "packing", 'packing: "padded"'),
     ({"seq_len": 48}, "seq_len", "seq_len: 48"),
     ({"micro_batch": 3}, "micro_batch", "micro_batch: 3"),
     ({"accumulate": 5}, "accumulate", "accumulate: 5"),
     ({"optimizer": "sgd"}, "optimizer", 'optimizer: "sgd"'),
     ({"optimizer_args": {"fused": True}}, "optimizer_args", 'optimizer_args: {"fused": true}'),
     ({"lr": 0.125}, "lr", "lr: 0.125"),
+    ({"lr_schedule": "linear", "decay_steps": 9}, "lr_schedule", "falls in a line from 1 in step 0 to 0.0 in step 9"),
+    ({"warmup_steps": 7}, "lr_schedule", "which would step it once for each process"),
+    ({"warmup_steps": 7}, "warmup_steps", "rate(step) is (step + 1) / 7 in the first 7 steps, then 1"),
+    (
+        {"lr_schedule": "cosine", "decay_steps": 9},
+        "decay_steps",
+        "along half a cosine from 1 in step 0 to 0.0 in step 9",
+    ),
+    ({"lr_schedule": "cosine", "decay_steps": 9, "lr_end": 0.25}, "lr_end", "to 0.25 in step 9"),
     ({"weight_decay": 0.25}, "weight_decay", "weight_decay: 0.25"),
+    ({"dropout": "config"}, "dropout", "seeded torch before each micro-batch"),
+    (
+        {"freeze": ["*.bias"]},
+        "freeze",
+        'requires_grad_(False) of the parameters whose names match ["*.bias"] (fnmatch)',
+    ),
+    ({"lora": {"r": 4, "targets": ["c_attn"]}}, "lora", "LoraConfig(r=4, lora_alpha=8, target_modules=['c_attn'])"),
+    ({"param_groups": GROUPS}, "param_groups", "give the optimizer the groups above"),
     ({"clip_norm": 0.5}, "clip_norm", "accelerator.clip_grad_norm_(model.parameters(), 0.5)"),
     ({"seed": 77}, "seed", "seed: 77"),
+    (OWN, "loss", 'loss: "tests.own_module:loss"'),
     ({}, "backend", "It was trained by the lab's own engine"),
     (FSDP1, "backend", "fsdp_version: 1"),
     (DDP, "backend", "distributed_type: MULTI_GPU"),
@@ -166,6 +242,24 @@ def flat(text: str) -> str:
     return " ".join(text.replace("\n# ", " ").split())
 
 
+@pytest.fixture(scope="module", autouse=True)
+def once_for_all_specs() -> Iterator[None]:
+    """Most Specs differ in nothing that a model is built, data listed or a template compiled from."""
+    compiled = FileSystemBytecodeCache(_FOLDER.name)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (build, lora, script):
+            patch.setattr(module, "build_skeleton", skeleton)
+        patch.setattr(check, "_facts_of_built", once(check._facts_of_built, lambda w: (json.dumps(w.model), w.seq_len)))
+        patch.setattr(check, "data_files", functools.cache(check.data_files))
+        patch.setattr(script, "Environment", functools.partial(Environment, bytecode_cache=compiled))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def weights() -> None:
+    filled(SMALL).save_pretrained(WEIGHTS)  # type: ignore[operator]
+
+
 def checked(target: str, cases: list[Case]) -> None:
     for changes, field, shown in cases:
         assert shown in flat(text_of(spec(**changes), target)), (target, field, changes)
@@ -196,6 +290,18 @@ def test_what_cannot_be_said_is_refused_by_name(target: str, refusals: list[Refu
         if e.fix and "wrap" not in e.fix:  # the way out is one: what is refused next is another field
             again = given.replace(**e.fix)
             assert again != given
+
+
+def test_weights_are_named_by_an_absolute_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled("gpt2-1m").save_pretrained(tmp_path / "model", max_shard_size="2MB")  # type: ignore[operator]
+    monkeypatch.chdir(tmp_path)
+    given = spec(model="gpt2-1m", weights="model")
+    script = flat(text_of(given, "script"))
+    assert f'WEIGHTS = "{tmp_path}/model"' in script and "model-00002-of-" in script and "hashlib" not in script
+    assert f'from_pretrained("{tmp_path}/model")' in flat(text_of(given, "accelerate"))
+    refused = given.replace(model="gpt2-10m")
+    with pytest.raises(SpecError, match="of another shape"):
+        text_of(refused, "script")
 
 
 def test_the_tables_leave_no_field_out() -> None:

@@ -9,26 +9,33 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
 
 from fsdp_lab.cli.main import main
 from fsdp_lab.core.checkpoint_format import find
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.export import export_model
+from fsdp_lab.rank import Session
 from tests.pool import Place, Pool
-from tests.rank.test_session import DDP, session, spec
+from tests.rank.test_session import DDP, SMALL, session, spec
 
 IMAGES = {"model": "resnet-1m", "data": "images"}
 
 
-def _trained(place: Place, given: dict[str, Any], root: str) -> dict[str, Tensor]:
-    """What DDP's rank holds whole."""
+def _saved(place: Place, given: dict[str, Any], root: str) -> Session:
+    """A training of three steps, with a checkpoint of the last."""
     s = session(place)
     s.apply("run", given)
     s.train(3)
     Path(root).mkdir(exist_ok=True)
     s.save(root)
     s.saves(30.0)
+    return s
+
+
+def _trained(place: Place, given: dict[str, Any], root: str) -> dict[str, Tensor]:
+    """What DDP's rank holds whole."""
+    s = _saved(place, given, root)
     values = {n.removeprefix("module."): t.detach().clone() for n, t in s.namespace()["model"].state_dict().items()}
     s.close()
     return values
@@ -42,6 +49,30 @@ def test_from_pretrained_opens_it(pool: Pool, tmp_path: Path, changes: dict[str,
     assert opened.keys() == held.keys()
     assert all(torch.equal(opened[name], value) for name, value in held.items())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "saved"]
+
+
+def written(place: Place, given: dict[str, Any], root: str, prompts: list[str], new_tokens: int) -> dict[str, str]:
+    """A saved training's texts, of this rank's prompts."""
+    s = _saved(place, given, root)
+    texts: dict[str, str] = s.generate("run", prompts, {"new_tokens": new_tokens})["texts"]
+    s.close()
+    return texts
+
+
+def test_what_is_exported_writes_the_same_with_its_tokenizer_and_keeps_its_config(pool: Pool, tmp_path: Path) -> None:
+    prompts = ["def f(", "import"]
+    given = spec(model={**SMALL, "resid_pdrop": 0.25})
+    by_rank = pool.run(written, 2, given.to_dict(), str(tmp_path / "saved"), prompts, 16, reduction=None)
+    folder = export_model(tmp_path / "saved", tmp_path / "model")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    assert (model.config.resid_pdrop, model.config.use_cache) == (0.25, True)
+    for number, prompt in enumerate(prompts):
+        asked = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
+        out = model.generate(**asked, max_new_tokens=16, do_sample=False, pad_token_id=0)[
+            0, asked["input_ids"].shape[1] :
+        ]
+        texts = {**by_rank[0], **by_rank[1]}
+        assert tokenizer.decode(out, skip_special_tokens=True) == texts[str(number)]
 
 
 def test_what_is_there_is_not_lost(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

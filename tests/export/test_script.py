@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import runpy
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Precision, Spec
 from fsdp_lab.export import export_script, text_of
-from tests.export.ranks import exported, in_the_lab, losses_of, spec, torchrun
+from fsdp_lab.models import Batches, resolve
+from tests.export.ranks import SMALL, exported, in_the_lab, losses_of, spec, torchrun
+from tests.models import words
+from tests.models.small import filled
 from tests.pool import Pool
+from tests.pretrained import minilm_folder
 
 STEPS = 3
 DDP = {"backend": "ddp", "sharding": "no_shard"}
 LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 384,
          "intermediate_size": 64, "max_position_embeddings": 64}  # fmt: skip
+GROUPS = [{"match": ["transformer.h.0.*"], "lr": 0.001}, {"match": ["*.ln_*", "*.bias"], "weight_decay": 0.5}]
+LORA = {"r": 4, "targets": ["q_proj", "down_proj"]}
+COSINE = {"lr_schedule": "cosine", "decay_steps": 3, "lr_end": 0.1}  # other rates from the second update on
+CHATS = [words.chat(*(words.text(*range(i, i + 1 + (i + j) % 4)) for j in range(2 + i % 3))) for i in range(80)]
 BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
         "vocab_size": 384, "max_position_embeddings": 64}  # fmt: skip
+T5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 384}
 
 
 def same(pool: Pool, folder: Path, cases: dict[str, dict[str, Any]], world_size: int) -> dict[str, Any]:
@@ -44,22 +62,55 @@ def test_losses_are_the_labs_bit_for_bit_on_two_ranks(pool: Pool, tmp_path: Path
     cases: dict[str, dict[str, Any]] = {
         "fsdp2": {"backend": "fsdp2", "clip_norm": 0.1, "seed": 3, "accumulate": 4, "sync": 2,
                   "optimizer_args": {"betas": (0.8, 0.9), "eps": 1e-6, "amsgrad": True}},
-        "fsdp1": {"backend": "fsdp1", "accumulate": 3, "sync": 2, "sharding": "shard_grad_op", "data": str(folder)},
+        "fsdp1": {"backend": "fsdp1", "accumulate": 3, "sync": 2, "sharding": "shard_grad_op", "data": str(folder),
+                  **COSINE},
         "ddp": {**DDP, "accumulate": 3, "sync": 2, "clip_norm": 0.1, "optimizer": "sgd", "lr": 1.0,
                 "optimizer_args": {"momentum": 0.5, "nesterov": True}},
         "lab": {"recompute": "every:2", "wrap": "every:2", "forward_prefetch": 1, "backward_prefetch": 2,
                 "accumulate": 2, "sync": "last", "data": str(text)},
+        "lab_groups": {"param_groups": GROUPS, **COSINE},
+        "ddp_groups": {**DDP, "param_groups": GROUPS, "freeze": ["*.attn.*"]},
+        "fsdp1_groups": {"backend": "fsdp1", "param_groups": GROUPS, "freeze": ["*.attn.*"]},
+        "lab_dropout": {"dropout": "config", "recompute": "every:2", "accumulate": 2, "sync": "last"},
+        "fsdp1_dropout": {"backend": "fsdp1", "dropout": "config"}, "ddp_dropout": {**DDP, "dropout": "config"},
+        "lab_frozen": {"freeze": ["transformer.h.0.*", "transformer.w?e.*", "*.bias"], "clip_norm": 0.1},
         "lab_offload": {"sharding": "shard_grad_op", "offload": "all", "wrap": "min_params:3000", "model": BERT},
-        "lab_no_shard": {"sharding": "no_shard"},
+        "lab_no_shard": {"sharding": "no_shard", "warmup_steps": 2},
         "fsdp1_fused": {"backend": "fsdp1", "seed": 7, "optimizer_args": {"fused": True}},  # sharded alike
         "fsdp2_bf16": {"backend": "fsdp2", "precision": "bf16"},
         "fsdp2_bf16_buffers": {"backend": "fsdp2", "precision": "bf16-pure", "model": LLAMA},
         "ddp_bf16_buffers": {**DDP, "precision": "bf16-pure", "model": LLAMA, "accumulate": 3, "sync": 2},
     }  # fmt: skip
     lab = same(pool, tmp_path, cases, 2)
-    assert len(set(map(tuple, lab.values()))) == len(
-        cases
-    )  # other work gives other losses: the comparison is not blind
+    # Other work gives other losses: the comparison is not blind.
+    work = {name: json.dumps(spec(**case).to_dict()["workload"]) for name, case in cases.items()}
+    alike = [(a, b) for a, b in itertools.combinations(cases, 2) if lab[a] == lab[b] and work[a] != work[b]]
+    assert alike == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_tokens_are_the_labs(pool: Pool, tmp_path: Path) -> None:
+    """By the losses, bit for bit."""
+    tokenizer = words.word_tokenizer(tmp_path / "tokenizer")
+    texts = words.uneven(200, 30)
+    records = words.json_lines(tmp_path / "records" / "some.jsonl", [*texts, "", "<end>"], "story")
+    chats = words.json_lines(tmp_path / "chats.jsonl", CHATS, "messages")
+    cases: dict[str, dict[str, Any]] = {
+        "records": {"data": str(tmp_path / "records"), "tokenizer": tokenizer, "text_field": "story", "held_out": 0.2},
+        "library": {"tokenizer": str(minilm_folder()), "model": {**LLAMA, "vocab_size": 30522}},
+        "padded": {
+            "data": records,
+            "tokenizer": tokenizer,
+            "text_field": "story",
+            "packing": "padded",
+            "accumulate": 2,
+            "clip_norm": 0.1,
+        },
+        "chats": {"data": chats, "tokenizer": tokenizer, "backend": "fsdp1", "accumulate": 3, "sync": 2},
+    }
+    lab = same(pool, tmp_path, cases, 2)
+    assert len(set(map(tuple, lab.values()))) == len(cases)
 
 
 @pytest.mark.slow
@@ -75,6 +126,43 @@ def test_losses_are_the_labs_bit_for_bit_where_the_order_of_a_sum_matters(pool: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_losses_of_trained_weights_are_the_labs_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
+    """From files in bf16, some of whose values are missing and drawn."""
+    folder = tmp_path / "model"
+    filled(LLAMA, 9).bfloat16().save_pretrained(folder, max_shard_size="30KB")  # type: ignore[operator]
+    partly = tmp_path / "partly"
+    shutil.copytree(folder, partly)
+    (partly / "model.safetensors.index.json").unlink()
+    held = {name: t for file in sorted(partly.glob("*.safetensors")) for name, t in load_file(file).items()}
+    for file in partly.glob("*.safetensors"):
+        file.unlink()
+    save_file({n: t for n, t in held.items() if "layers.1.mlp" not in n}, partly / "trained.safetensors")
+    fresh = {"model": str(partly), "fresh_weights": ["model.layers.1.mlp.*"]}
+    cases: dict[str, dict[str, Any]] = {
+        "lab": {"model": str(folder)},
+        "fsdp1": {"backend": "fsdp1", **fresh},
+        "ddp": {**DDP, **fresh, "lora": {"r": 2}},
+        "lora": {"model": str(folder), "lora": LORA, "recompute": "full"},
+        "lora_fsdp1": {"backend": "fsdp1", "model": str(folder), "lora": LORA},
+    }
+    lab = same(pool, tmp_path, cases, 2)
+    assert lab["fsdp1"][0] == lab["ddp"][0] and len({losses[0] for losses in lab.values()}) == 2
+    assert lab["lora"] == lab["lora_fsdp1"] and lab["lora"][0] == lab["lab"][0] and lab["lora"][1] != lab["lab"][1]
+    files = [load_file(tmp_path / f"{name}.saved" / "adapter_model.safetensors") for name in ("lora", "lora_fsdp1")]
+    torch.testing.assert_close(files[0], files[1], rtol=0, atol=0)
+    # What peft opens goes on with the loss of the run's next step.
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, tmp_path / "lora.saved")
+    asked = spec(**cases["lora"])
+    given = Batches(asked.workload, base.config, rank=0, world_size=1)
+    with torch.no_grad():
+        found = [float(model(**given.batch(STEPS * asked.global_batch + 2 * rank)).loss) for rank in range(2)]
+    assert sum(found) / 2 == pytest.approx(in_the_lab(pool, {"it": asked}, STEPS + 1)["it"][-1], rel=1e-6)
+    assert len(load_file(tmp_path / "ddp.saved" / "adapter_model.safetensors")) == 8
+
+
+@pytest.mark.slow
 def test_as_a_user_runs_it(pool: Pool, tmp_path: Path) -> None:
     """By torchrun itself, with the options of the script."""
     asked = spec(seed=5)
@@ -84,6 +172,35 @@ def test_as_a_user_runs_it(pool: Pool, tmp_path: Path) -> None:
     assert losses_of(printed) == in_the_lab(pool, {"it": asked}, 3)["it"]
 
 
+_FOLDER = tempfile.TemporaryDirectory(prefix="fsdp_lab_scripts_")
+TOKENIZER = words.word_tokenizer(Path(_FOLDER.name, "tokenizer"))
+RECORDS = words.json_lines(Path(_FOLDER.name, "records.jsonl"), words.uneven(200, 30), "story")
+CONVERSATIONS = words.json_lines(Path(_FOLDER.name, "chats.jsonl"), CHATS, "messages")
+MARKED = words.word_tokenizer(Path(_FOLDER.name, "marked"), words.MARKED_TEMPLATE)
+LINES = Path(_FOLDER.name, "lines.txt")
+LINES.write_text("\n".join([*words.uneven(60, 30), "", " ", "<end>"]), newline="\r\n")
+TEXTS = Path(_FOLDER.name, "texts")
+TEXTS.mkdir()
+for i in range(3):
+    (TEXTS / f"{i}.txt").write_text("\n".join(words.uneven(200, 30)[i::3]))
+MOSTLY_SPECIAL = Path(_FOLDER.name, "special.txt")  # some windows of it have fewer words than are to be hidden
+MOSTLY_SPECIAL.write_text("<end> " * 80 + "w1 w2 " + "<end> " * 60 + words.text(*range(90)))
+PADDED: dict[str, Any] = {"data": RECORDS, "text_field": "story", "tokenizer": TOKENIZER, "packing": "padded"}
+ROWS: dict[str, dict[str, Any]] = {  # may have different numbers of labels
+    "padded": {**PADDED, "accumulate": 2},
+    "padded masked": {**PADDED, "model": BERT, "micro_batch": 5},
+    "padded halves": {**PADDED, "model": T5, "seq_len": 31},
+    "lines": {**PADDED, "data": str(LINES), "text_field": None},
+    "lines of bytes": {**PADDED, "data": str(LINES), "text_field": None, "tokenizer": "bytes", "seq_len": 200,
+                       "model": {**SMALL, "n_positions": 200}},
+    "with a frame": {**PADDED, "tokenizer": str(minilm_folder()), "seq_len": 128,
+                     "model": {**LLAMA, "vocab_size": 30522, "max_position_embeddings": 128}},
+    "few words": {"data": str(MOSTLY_SPECIAL), "tokenizer": TOKENIZER, "model": BERT},
+    "chats": {"data": CONVERSATIONS, "tokenizer": TOKENIZER, "packing": "padded", "accumulate": 3},
+    "chats packed": {"data": CONVERSATIONS, "tokenizer": TOKENIZER, "held_out": 0.2},
+    "chats marked": {"data": CONVERSATIONS, "tokenizer": MARKED, "packing": "padded", "model": BERT},
+    "chats in halves": {"data": CONVERSATIONS, "tokenizer": MARKED, "model": T5, "seq_len": 9},
+}  # fmt: skip
 EVERY = [
     spec(),
     spec(4, sharding="hybrid_shard", compile=True, recompute="full", precision="bf16-pure", clip_norm=1.0),
@@ -91,13 +208,84 @@ EVERY = [
     spec(4, backend="fsdp1", sharding="hybrid_shard", precision="fp16", clip_norm=1.0, accumulate=2, sync="last",
          wrap="class:GPT2Attention", backward_prefetch_point="after", limit_all_gathers=0, offload="none"),
     spec(3, **DDP, precision="bf16-pure", recompute="every:2", compile=True, accumulate=3, sync=2),
-    spec(backend="fsdp1", accumulate=4, sync=2),
+    spec(backend="fsdp1", accumulate=4, sync=2, **COSINE),
+    spec(backend="fsdp1", freeze=["*.bias"], dropout="config"),
+    spec(param_groups=GROUPS, warmup_steps=2),
+    spec(**DDP, param_groups=GROUPS),
+    spec(warmup_steps=3, lr_schedule="linear", decay_steps=9, precision="fp16"),
     spec(model="t5-1m", data="stdlib", wrap="every:2", offload="all", backward_prefetch=3),
     spec(model="bert-1m", backend="fsdp1", wrap="whole", offload="all", devices=("cuda:0", "cuda:2")),
     spec(model="llama-1m", wrap="min_params:100000", devices=("cpu", "cpu")),
+    spec(data=RECORDS, text_field="story"),
+    spec(data=RECORDS, text_field="story", tokenizer=TOKENIZER, model=BERT),
+    spec(data="stdlib", tokenizer=TOKENIZER),
+    spec(data="stdlib", packing="padded", seq_len=64),
+    *(spec(**ROWS[name]) for name in ("padded", "padded masked", "chats", "chats marked", "chats in halves")),
+    spec(lora={"r": 2}, freeze=["*.h.0.*"], clip_norm=1.0, recompute="full"), spec(**DDP, lora={"r": 2}),
     spec(model={"model_type": "opt", "num_hidden_layers": 2, "hidden_size": 32, "ffn_dim": 64, "vocab_size": 384,
                 "num_attention_heads": 4, "max_position_embeddings": 64, "word_embed_proj_dim": 32}),
 ]  # fmt: skip
+
+
+def same_batches(folder: Path, asked: Spec) -> set[float]:
+    """Of a script and of the lab, on three ranks, over two epochs and more. Returns the weights of micro-batches."""
+    w = asked.workload
+    script = runpy.run_path(str(export_script(asked, folder / "script.py", force=True)), run_name="script")
+    weights = set()
+    for rank in range(3):
+        ours, theirs = script["Batches"](w.seed, rank, 3), Batches(w, resolve(w.model), rank=rank, world_size=3)
+        for step in range(1 + 2 * theirs.source.count // asked.global_batch):
+            for micro in range(w.accumulate):
+                place = (step, micro) if w.accumulate > 1 else (step,)
+                batch, wanted = ours(*place), theirs.batch(step * asked.global_batch, micro)
+                assert batch.keys() == wanted.keys()
+                for key, tensor in wanted.items():
+                    torch.testing.assert_close(batch[key], tensor, rtol=0, atol=0)
+                weights.add(theirs.weight(step * asked.global_batch, micro))
+                assert not hasattr(ours, "weight") or ours.weight(*place) in weights
+    return weights
+
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "bytes": {"data": RECORDS, "text_field": "story"},
+    "masked": {"data": RECORDS, "text_field": "story", "tokenizer": TOKENIZER, "model": BERT},
+    "texts": {"data": str(TEXTS), "tokenizer": TOKENIZER},
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_are_the_labs(name: str, tmp_path: Path) -> None:
+    assert same_batches(tmp_path, spec(3, **WINDOWS[name])) == {1.0}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_and_their_weights_are_the_labs(name: str, tmp_path: Path) -> None:
+    assert len(same_batches(tmp_path, spec(3, **ROWS[name]))) > 1
+
+
+def test_records_of_every_format_are_the_labs(tmp_path: Path) -> None:
+    import pyarrow
+    from datasets import Dataset
+    from pyarrow.parquet import write_table
+
+    mixed = tmp_path / "mixed"
+    words.json_lines(mixed / "d.jsonl", CHATS[60:], "messages")
+    for i, name in enumerate(("a.parquet", "b.arrow", "c.arrow")):
+        table = pyarrow.table({"number": range(20), "messages": CHATS[20 * i : 20 * i + 20]})
+        if i == 0:
+            write_table(table, mixed / name)
+        else:
+            make = pyarrow.ipc.new_stream if i == 1 else pyarrow.ipc.new_file
+            with make(str(mixed / name), table.schema) as file:
+                file.write_table(table, max_chunksize=7)
+    (texts := tmp_path / "texts").mkdir()
+    write_table(pyarrow.table({"story": words.uneven(200, 30)}), texts / "some.parquet", row_group_size=50)
+    Dataset.from_dict({"number": range(80), "messages": CHATS}).save_to_disk(tmp_path / "saved")
+    assert len(same_batches(tmp_path, spec(3, data=str(mixed), tokenizer=TOKENIZER))) > 1
+    assert len(same_batches(tmp_path, spec(3, data=str(tmp_path / "saved"), tokenizer=TOKENIZER, packing="padded"))) > 1
+    assert same_batches(tmp_path, spec(3, data=str(texts), tokenizer=TOKENIZER, text_field="story")) == {1.0}
+    script = (tmp_path / "script.py").read_text()
+    assert "pyarrow 2" in script and "import json" not in script and "import datasets" not in script
 
 
 def test_scripts_are_clean(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from fsdp_lab.runs.control import TRANSITIONS, Awaited, RunControl
+from fsdp_lab.runs.awaited import Awaited
+from fsdp_lab.runs.control import TRANSITIONS, RunControl
 from fsdp_lab.runs.view import RunState
 
 

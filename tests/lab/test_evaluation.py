@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError
-from fsdp_lab.core.spec import Spec, Workload
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.workload import Workload
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import EvalConfig, Evaluation, Run, RunState, summarize
 from fsdp_lab.runs.evaluation import EarlyStopping, in_words

@@ -19,6 +19,7 @@ from fsdp_lab.runs import Run
 from tests.lab.conftest import HANG_S
 from tests.lab.test_lab import until
 
+pytestmark = pytest.mark.slow
 SMALL = {"model": "gpt2-1m", "micro_batch": 1, "seq_len": 64}
 
 
@@ -74,7 +75,6 @@ def test_what_fails_in_a_step_is_said_and_the_run_can_go_on(
     goes_on(impatient_lab, pids)
 
 
-@pytest.mark.slow
 def test_a_rank_is_killed_at_the_moment_that_was_asked_for(impatient_lab: Lab, run: Run):
     culprit, at_step = impatient_lab.cluster.pids[1], run.step + 100
     arm(impatient_lab, kind="kill", phase="update", at_step=at_step)
@@ -84,7 +84,6 @@ def test_a_rank_is_killed_at_the_moment_that_was_asked_for(impatient_lab: Lab, r
     begins_anew(impatient_lab, culprit)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stop", "stall"])
 def test_a_rank_that_stands_still_is_named_and_replaced(impatient_lab: Lab, run: Run, kind: str):
     culprit = impatient_lab.cluster.pids[1]
@@ -97,7 +96,6 @@ def test_a_rank_that_stands_still_is_named_and_replaced(impatient_lab: Lab, run:
     begins_anew(impatient_lab, culprit)
 
 
-@pytest.mark.slow
 def test_a_stopped_rank_that_nobody_waits_for_is_found_too(impatient_lab: Lab, run: Run):
     run.stop(10)
     culprit = impatient_lab.cluster.pids[1]

@@ -13,7 +13,6 @@ from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.process import marked
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
-from tests.covering import tiered
 from tests.lab.conftest import HANG_S
 from tests.lab.test_lab import until
 
@@ -55,6 +54,7 @@ def works(lab: Lab) -> None:
     assert lab.run(**SMALL, steps=2).wait(120).step == 2 and lab.lost == {}
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_before_the_limit_is_left_in_peace_and_what_the_others_wait_for_is_known(
     impatient_lab: Lab, run: Run
 ):
@@ -89,7 +89,8 @@ SLEEPS = "    import time\n    time.sleep(1000)"
 LOOPS = "    while True:\n        pass"
 
 
-@pytest.mark.parametrize("body", tiered([SLEEPS, LOOPS], lambda body: body == LOOPS), ids=["sleeps", "loops"])
+@pytest.mark.slow
+@pytest.mark.parametrize("body", [SLEEPS, LOOPS], ids=["sleeps", "loops"])
 def test_a_rank_that_does_not_come_is_named_shown_and_replaced(impatient_lab: Lab, run: Run, body: str):
     culprit = impatient_lab.cluster.pids[1]
     on_rank(1, impatient_lab, in_a_block(body))
@@ -123,6 +124,7 @@ def test_a_stopped_rank_is_named_also_where_the_store_stops_with_it(impatient_la
     assert set(impatient_lab.cluster.pids) <= ours and culprit not in ours
 
 
+@pytest.mark.slow
 def test_a_busy_cell_that_keeps_a_rank_from_its_step_is_shown(impatient_lab: Lab, run: Run):
     impatient_lab.client[[impatient_lab.cluster.engine_ids[1]]].execute("import time; time.sleep(1000)  # in a cell")
     e = hung(run)

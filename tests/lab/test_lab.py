@@ -13,7 +13,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -48,20 +47,6 @@ def test_a_run_ends_after_its_steps(lab: Lab):
     assert len(run.table()) == 10 and "shard_grad_op" in repr(run.table())
     entry = run.summary()
     assert entry["spec"] == run.spec.to_dict() and len(entry["losses"]) == 25 and json.dumps(entry)
-
-
-def test_weights_that_are_not_loaded_are_a_note_of_the_run_and_its_table(lab: Lab, tmp_path: Path):
-    (tmp_path / "model.safetensors").touch()
-    run = lab.run(model=str(tmp_path))
-    said = f"Weights in {tmp_path} are not loaded: training begins from random values."
-    until(lambda: run.step > 3)
-    assert said in run.notes and f"note: {said}" in repr(run.table())
-    run.apply(sharding="shard_grad_op").wait(10)
-    assert said in run.notes, "its values still come from random ones"
-    run.apply(model="gpt2-1m", seed=7).wait(10)
-    assert said not in run.notes
-    run.stop()
-    assert lab.most_ranks is None, "our own engines: as many as are asked for"
 
 
 def test_a_run_that_nobody_holds_is_let_go(lab: Lab):

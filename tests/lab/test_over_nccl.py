@@ -13,6 +13,7 @@ import pytest
 
 from fsdp_lab.cli import drill
 from fsdp_lab.cli.drill import DrillBench, DrillPlan, losses
+from fsdp_lab.cluster import calls
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.faults import Fault, FaultKind
 from fsdp_lab.core.process import marked
@@ -33,7 +34,12 @@ STALL_S = 1.5  # less than HANG_S
 
 @pytest.fixture(scope="module")
 def resident_nccl() -> Iterator[Lab]:
-    with Lab(2, hang_s=HANG_S, reduction="rank_ordered", rank_module="tests.lab.nccl_rank") as lab:
+    """Ranks that are given time to leave a step: on a busy machine they need it, and none is to be replaced for that."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Lab(2, hang_s=HANG_S, reduction="rank_ordered", rank_module="tests.lab.nccl_rank") as lab,
+    ):
+        patch.setattr(calls, "INTERRUPTED_CALL_S", 20.0)
         token = lab.cluster.token
         yield lab
     until(lambda: not marked(token), 5)

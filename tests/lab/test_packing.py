@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_lab.core.events import Memory, MemorySample, RoleBytes, Span, StepEvent, Track, Traffic
+from fsdp_lab.core.generation import Completion
 from fsdp_lab.history.database import pack, unpack
 from tests.lab.events import event
 
@@ -36,6 +37,7 @@ EVENTS = made(
     memory_curve=st.lists(SAMPLES, max_size=2).map(tuple),
     comm=st.dictionaries(st.sampled_from(["all_gather", "control", "ünbekannt"]), made(Traffic)),
     spans=st.lists(SPANS, max_size=2).map(tuple),
+    completions=st.lists(made(Completion), max_size=2).map(tuple),
 )
 ROWS = st.lists(EVENTS, max_size=5).flatmap(
     lambda events: st.lists(st.integers(0, 10**9), min_size=len(events), max_size=len(events), unique=True).map(
@@ -72,6 +74,6 @@ def test_a_zero_and_a_one_keep_their_sign_and_kind():
 def test_fields_of_other_versions_are_passed_over_or_take_their_defaults():
     table = json.loads(zlib.decompress(pack([(7, event(0, 3))])))
     table["event"]["not_known_here"] = table["memory"]["neither"] = {"all": 1}
-    del table["event"]["checksum"]
+    del table["event"]["checksum"], table["completions"]
     [(cursor, back)] = unpack(zlib.compress(json.dumps(table).encode()))
     assert cursor == 7 and back == event(0, 3)

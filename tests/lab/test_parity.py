@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -42,39 +42,49 @@ def _honest(place: Place, plan: list[dict[str, Any]]) -> list[list[Any]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def honest(pool: Pool) -> dict[str, RecordedRun]:
-    specs = {name: spec(seed=SEED, **changes) for name, changes in KINDS.items()}
+def recorded(pool: Pool, kinds: Iterable[str]) -> dict[str, RecordedRun]:
+    specs = {name: spec(seed=SEED, **KINDS[name]) for name in kinds}
     by_rank = pool.run(_honest, 2, [s.to_dict() for s in specs.values()], reduction=None)
     return {name: told(s, [e for rank in by_rank for e in rank[i]]) for i, (name, s) in enumerate(specs.items())}
 
 
+@pytest.fixture(scope="module")
+def honest(pool: Pool) -> dict[str, RecordedRun]:
+    """What the quick tests need."""
+    return recorded(pool, ["lab", "fp16"])
+
+
+@pytest.fixture(scope="module")
+def all_honest(pool: Pool, honest: dict[str, RecordedRun]) -> dict[str, RecordedRun]:
+    return honest | recorded(pool, [name for name in KINDS if name not in honest])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lab", "fsdp2", "ddp"])
-def test_backends_are_equal_bit_for_bit_in_fp32(honest: dict[str, RecordedRun], name: str) -> None:
-    found = parity(honest["lab"], honest[name])
+def test_backends_are_equal_bit_for_bit_in_fp32(all_honest: dict[str, RecordedRun], name: str) -> None:
+    found = parity(all_honest["lab"], all_honest[name])
     assert (found.verdict, found.steps, found.checksums, found.first_step) == (Verdict.EQUAL, STEPS, len(CHECKS), None)
     assert found.sentence == "equal bit for bit over 8 steps: losses and 4 checksums of the parameters"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_another_precision_is_equal_within_its_rounding(honest: dict[str, RecordedRun], name: str) -> None:
-    found = parity(honest["lab"], honest[name])
+def test_another_precision_is_equal_within_its_rounding(all_honest: dict[str, RecordedRun], name: str) -> None:
+    found = parity(all_honest["lab"], all_honest[name])
     assert found.verdict is Verdict.WITHIN and found.first_step == 0
-    assert parity(honest[name], honest["lab"]).verdict is Verdict.WITHIN
-    assert parity(honest[name], honest[name]).verdict is Verdict.EQUAL
+    assert parity(all_honest[name], all_honest["lab"]).verdict is Verdict.WITHIN
+    assert parity(all_honest[name], all_honest[name]).verdict is Verdict.EQUAL
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("one", "other"), [("lab", "fused"), ("ddp, fused", "fused"), ("fsdp2", "ddp, fused")])
 def test_a_fused_optimizer_is_equal_within_rounding_and_that_is_said(
-    honest: dict[str, RecordedRun], one: str, other: str
+    all_honest: dict[str, RecordedRun], one: str, other: str
 ) -> None:
-    found = parity(honest[one], honest[other])
+    found = parity(all_honest[one], all_honest[other])
     assert found.verdict is Verdict.WITHIN and found.first_step in (0, 1)
     assert found.sentence.endswith("; a fused update rounds by where an element lies")
-    assert parity(honest[other], honest[other]).verdict is Verdict.EQUAL
+    assert parity(all_honest[other], all_honest[other]).verdict is Verdict.EQUAL
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------
@@ -226,4 +236,7 @@ def test_what_is_not_the_same_training_is_not_compared(honest: dict[str, Recorde
     assert against(optimizer_args={"fused": True}).verdict is not Verdict.UNKNOWN, "the same, by another kernel"
     assert against(micro_batch=4).sentence == "another training: samples a step (4 and 8) differs"
     assert against(micro_batch=1, accumulate=2).verdict is Verdict.EQUAL  # the same samples
+    dropping = told(lab.spec.replace(dropout="config"), lab.events.since()[0])
+    split = told(dropping.spec.replace(micro_batch=1, accumulate=2), lab.events.since()[0])
+    assert "micro_batch (each draws its own random numbers)" in parity(dropping, split).sentence
     assert parity(lab, told(lab.spec, [])).sentence == "no step in common yet"

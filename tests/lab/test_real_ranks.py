@@ -67,6 +67,7 @@ def test_ledger_steps_every_n_steps_and_on_demand(lab: Lab):
     assert len(late) == 1  # once, on all ranks alike
 
 
+@pytest.mark.slow
 def test_a_comparison_in_turns_is_equal_bit_for_bit_to_runs_that_were_never_interrupted(lab: Lab):
     kinds = [{"backend": "lab"}, {"backend": "fsdp2"}, {"backend": "ddp", "sharding": "no_shard"}]
     base = lab.spec.replace(**SMALL)

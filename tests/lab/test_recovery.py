@@ -96,9 +96,8 @@ def test_save_on_demand_while_it_trains_and_when_it_is_over(lab: Lab, tmp_path: 
     assert lab.save(tmp_path).step == run.step
 
 
-@pytest.mark.parametrize(
-    ("victim", "changes", "source"), [(1, {}, CHECKPOINT), pytest.param(0, DDP, REPLICA, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "changes", "source"), [(1, {}, CHECKPOINT), (0, DDP, REPLICA)])
 def test_a_killed_rank_is_replaced_and_the_curve_is_that_of_an_undisturbed_run(
     lab: Lab, undisturbed_run: Run, tmp_path: Path, victim: int, changes: dict[str, str], source: str
 ) -> None:

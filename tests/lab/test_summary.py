@@ -16,7 +16,7 @@ from fsdp_lab.runs.summary import figures, quantile, step_table, summarize
 from tests.lab.events import SPEC, event, steps
 
 KEYS = ["spec", "losses", "step_time_s", "tokens_per_s", "tflops_per_rank", "mfu_per_rank", "hfu_per_rank",
-        "peak_flops_source", "peak_memory_bytes", "memory_at_peak_bytes", "rss_bytes",
+        "peak_flops_source", "peak_memory_bytes", "memory_at_peak_bytes", "rss_bytes", "loading_bytes",
         "comm_s_per_step", "comm_bytes_per_step", "exposed_comm_s_per_step"]  # fmt: skip
 
 

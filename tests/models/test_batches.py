@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from transformers import ByT5Tokenizer
 
 from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import Workload
+from fsdp_lab.core.workload import Workload
 from fsdp_lab.models import Batches, resolve
-from fsdp_lab.models.batches import IGNORED, MASK_ID, Batch, Indices, Order, Source, open_source
+from fsdp_lab.models.batches import MASK_ID, Order, open_source
 from fsdp_lab.models.check import check
 from fsdp_lab.models.data import STDLIB_CAP_BYTES, encode, open_text
+from fsdp_lab.models.sources import IGNORED, Batch, Indices, Source
 
 GPT2 = resolve("gpt2-1m")
 
@@ -162,7 +163,7 @@ def test_a_folder_of_images_gives_classes_by_name(tmp_path: Path) -> None:
 # -- what is held out ------------------------------------------------------------------------------------------------
 
 
-class Numbered:
+class Numbered(Source):
     """A sample is its position."""
 
     description = fingerprint = "numbers"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import Workload
+from fsdp_lab.core.workload import Workload
 from fsdp_lab.models import Batches, resolve
-from fsdp_lab.models.check import check, unread_weights
+from fsdp_lab.models.check import check
 
 TINY = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 300, "n_positions": 64}
 GROUPED = {"model_type": "mistral", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -49,6 +49,8 @@ def test_what_is_right_passes(workload: Workload) -> None:
         ({"model": TINY, "seq_len": 65}, "workload.seq_len", "64 positions"),
         ({"data": "images"}, "workload.data", "reads text"),
         ({"model": "vit-1m"}, "workload.data", 'use "images"'),
+        ({"model": "vit-1m", "data": "images", "tokenizer": "bytes"}, "workload.tokenizer", "have no tokens"),
+        ({"model": "vit-1m", "data": "images", "packing": "padded"}, "workload.packing", "have no tokens"),
         ({"data": "/no/such/file"}, "workload.data", "no such file or folder"),
         ({"model": "vit-1m", "data": "/no/such/folder"}, "workload.data", "no such folder"),
         ({"model": "vit-1m", "data": __file__}, "workload.data", "is a file"),
@@ -105,14 +107,3 @@ def test_a_refused_length_comes_with_the_value_that_fits() -> None:
     with pytest.raises(SpecError) as caught:
         check(Workload(model="bert-1m", seq_len=600))
     assert caught.value.fix == {"seq_len": 512}
-
-
-def test_weights_beside_a_config_are_named_as_not_loaded(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert unread_weights(Workload(model=str(tmp_path))) == ""
-    (tmp_path / "model-00001-of-00002.safetensors").touch()
-    said = f"Weights in {tmp_path} are not loaded: training begins from random values."
-    assert unread_weights(Workload(model=str(tmp_path))) == said
-    assert unread_weights(Workload(model=str(tmp_path / "config.json"))) == said
-    assert unread_weights(Workload()) == unread_weights(Workload(model="nowhere")) == ""
-    assert unread_weights(Workload(model=TINY)) == ""

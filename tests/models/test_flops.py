@@ -170,6 +170,15 @@ def test_a_dtype_without_matrix_products_has_no_peak() -> None:
     assert measured_peak("cpu", torch.bool).flops_per_s is None
 
 
+def test_a_product_of_experts_that_fp32_lacks_has_its_way_out() -> None:
+    config = {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 384, "num_local_experts": 2}  # fmt: skip
+    with pytest.raises(SpecError, match='set its experts_implementation to "eager"'):
+        count_flops(resolve(config), 8)
+    with pytest.warns(UserWarning, match="estimated as 6 N"):
+        count_flops(resolve({**config, "experts_implementation": "eager"}), 8)
+
+
 @pytest.mark.parametrize(
     ("name", "column", "tflops"),
     [

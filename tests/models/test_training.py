@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fsdp_lab.core.spec import Workload
+from fsdp_lab.core.workload import Workload
 from fsdp_lab.models import Batches, resolve
 from fsdp_lab.models.presets import facts_of
 from tests.covering import tiered

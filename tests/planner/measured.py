@@ -128,5 +128,6 @@ def beside(specs: Mapping[str, Spec], events: Iterable[tuple[str, StepEvent]]) -
 
 
 def planned(spec: Spec) -> MemoryPlan:
-    shape = shape_for(spec.workload.model, spec.strategy.wrap if spec.strategy.backend != "ddp" else "block")
+    shape = shape_for(spec.workload.model, spec.strategy.wrap if spec.strategy.backend != "ddp" else "block",
+                      spec.workload.freeze, spec.workload.adapters, spec.workload.dropout)  # fmt: skip
     return memory(spec, shape, device="cpu")

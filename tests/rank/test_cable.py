@@ -74,7 +74,8 @@ class Sides:
 
     def start_rank(self, rank: int, port: str) -> subprocess.Popen[str]:
         """As torchrun would."""
-        where = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": f"cable{rank}"}
+        where = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True",
+                 "GLOO_SOCKET_IFNAME": f"cable{rank}"}  # fmt: skip
         command = ["-m", "fsdp_lab.rank", str(self.spec), "--steps", "1000000", "--hang-s", str(LIMIT_S)]
         return self.start(rank, *command, RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE="2", **where)
 

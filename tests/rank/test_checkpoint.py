@@ -49,6 +49,11 @@ KINDS: list[dict[str, Any]] = [
     {"optimizer_args": {"fused": True, "amsgrad": True}},
     IMAGES,
 ]
+MORE: list[dict[str, Any]] = [  # optimizers, of the slow tier
+    {"optimizer": "NAdam", "backend": "fsdp2"},
+    {"optimizer": "ASGD", "optimizer_args": {"t0": 2}},
+    {"optimizer": "Adagrad", "optimizer_args": {"initial_accumulator_value": 0.1}},
+]
 
 
 def _ended(s: Any, before: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
@@ -91,17 +96,25 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
+def undisturbed_of(pool: Pool, kinds: list[dict[str, Any]], root: Path) -> list[Any]:
+    """By rank, then by kind."""
+    return pool.run(_undisturbed, 2, [spec(**changes).to_dict() for changes in kinds], str(root), reduction=None)
+
+
+def resumed_of(pool: Pool, kinds: list[dict[str, Any]], undisturbed: list[Any]) -> list[Any]:
+    paths = [ended["path"] for _, _, ended in undisturbed[0]]
+    plan = [(spec(**changes).to_dict(), path) for changes, path in zip(kinds, paths, strict=True)]
+    return pool.run(_resumed, 2, plan, reduction=None)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(pool: Pool, root: Path) -> list[Any]:
-    """By rank, then by kind."""
-    return pool.run(_undisturbed, 2, [spec(**changes).to_dict() for changes in KINDS], str(root), reduction=None)
+    return undisturbed_of(pool, KINDS, root)
 
 
 @pytest.fixture(scope="module")
 def resumed(pool: Pool, undisturbed: list[Any]) -> list[Any]:
-    paths = [ended["path"] for _, _, ended in undisturbed[0]]
-    plan = [(spec(**changes).to_dict(), path) for changes, path in zip(KINDS, paths, strict=True)]
-    return pool.run(_resumed, 2, plan, reduction=None)
+    return resumed_of(pool, KINDS, undisturbed)
 
 
 def _same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
@@ -112,6 +125,19 @@ def _same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=[str(k) for k in KINDS])
 def test_a_resumed_run_goes_on_bit_for_bit(undisturbed: list[Any], resumed: list[Any], kind: int) -> None:
+    _goes_on(undisturbed, resumed, kind)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_of_other_optimizers_goes_on_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
+    before = undisturbed_of(pool, MORE, tmp_path)
+    again = resumed_of(pool, MORE, before)
+    for kind, changes in enumerate(MORE):
+        _goes_on(before, again, kind)
+        _written_once(before, kind, changes)
+
+
+def _goes_on(undisturbed: list[Any], resumed: list[Any], kind: int) -> None:
     for rank in range(2):
         events, drawn, ended = undisturbed[rank][kind]
         back, again, redrawn = resumed[rank][kind]
@@ -186,22 +212,26 @@ def test_statistics_of_a_batchnorm_come_through_every_backend(
 
 def test_every_element_is_written_once_and_nothing_is_pickled(undisturbed: list[Any]) -> None:
     for kind, changes in enumerate(KINDS):
-        saved = find(undisturbed[0][kind][2]["path"])
-        found: dict[str, list[tuple[int, int]]] = {}
-        for name in saved.manifest["files"]:
-            with safe_open(saved.path / name, framework="pt") as f:
-                offsets = json.loads(f.metadata()["DCP_SHARDING_INFO"])
-                for key in f.keys():  # noqa: SIM118
-                    start = offsets[key]["saved_offsets"][0]
-                    found.setdefault(key, []).append((start, start + f.get_slice(key).get_shape()[0]))
-        for name, shape in saved.manifest["parameters"].items():
-            for slot in ("parameter", *(f"optimizer.{s}" for s in saved.manifest["optimizer"]["slots"])):
-                parts = sorted(found.pop(f"{slot}.{name}"))
-                assert parts[0][0] == 0 and parts[-1][1] == torch.Size(shape).numel()
-                assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
-        assert {key.split(".")[0] for key in found} <= {"buffer", "random"}
-        assert sorted(p.name for p in saved.path.iterdir()) == sorted([MANIFEST, *saved.manifest["files"]])
-        assert saved.spec == spec(**changes) and saved.run == f"run{kind}"
+        _written_once(undisturbed, kind, changes)
+
+
+def _written_once(undisturbed: list[Any], kind: int, changes: dict[str, Any]) -> None:
+    saved = find(undisturbed[0][kind][2]["path"])
+    found: dict[str, list[tuple[int, int]]] = {}
+    for name in saved.manifest["files"]:
+        with safe_open(saved.path / name, framework="pt") as f:
+            offsets = json.loads(f.metadata()["DCP_SHARDING_INFO"])
+            for key in f.keys():  # noqa: SIM118
+                start = offsets[key]["saved_offsets"][0]
+                found.setdefault(key, []).append((start, start + f.get_slice(key).get_shape()[0]))
+    for name, shape in saved.manifest["parameters"].items():
+        for slot in ("parameter", *(f"optimizer.{s}" for s in saved.manifest["optimizer"]["slots"])):
+            parts = sorted(found.pop(f"{slot}.{name}"))
+            assert parts[0][0] == 0 and parts[-1][1] == torch.Size(shape).numel()
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
+    assert {key.split(".")[0] for key in found} <= {"buffer", "random"}
+    assert sorted(p.name for p in saved.path.iterdir()) == sorted([MANIFEST, *saved.manifest["files"]])
+    assert saved.spec == spec(**changes) and saved.run == f"run{kind}"
 
 
 def test_replicas_write_together(undisturbed: list[Any]) -> None:
@@ -467,6 +497,7 @@ def _busy_disk(place: Place, root: str) -> tuple[str, list[int], str]:
         chunk = s.train(2)
         goes_on.set()
         first = _ended(s, chunk["saves"])
+        s._checkpointer._earlier_s = 30.0
         s.save(root)
         second = _ended(s)
     s.close()

@@ -18,7 +18,7 @@ from fsdp_lab.rank.faults import InjectedFault
 from fsdp_lab.rank.ledger import MOST_SAMPLES, Ledger, MemoryBlock, _follow, _Mark
 from fsdp_lab.wire import WireContext
 from tests.pool import Place, Pool
-from tests.rank.test_session import DDP, session
+from tests.rank.test_session import BACKENDS, DDP, session
 
 # Every size is a multiple of 4 elements for each of two ranks: no shard and no slot of a flat buffer is padded.
 WIDTH, HEADS, LAYERS, VOCABULARY, SEQ, BATCH = 32, 4, 3, 384, 16, 2
@@ -28,12 +28,6 @@ MODEL = {"model_type": "gpt2", "n_layer": LAYERS, "n_embd": WIDTH, "n_head": HEA
 BLOCK = 12 * WIDTH**2 + 13 * WIDTH  # parameters
 ROOT = (VOCABULARY + SEQ) * WIDTH + 2 * WIDTH
 ALL = LAYERS * BLOCK + ROOT
-BACKENDS: dict[str, dict[str, Any]] = {
-    "lab": {},
-    "fsdp2": {"backend": "fsdp2"},
-    "fsdp1": {"backend": "fsdp1"},
-    "ddp": DDP,
-}
 
 
 def spec(world_size: int = 2, **changes: Any) -> Spec:

@@ -15,10 +15,7 @@ import torch
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.events import StepEvent
 from tests.pool import Place, Pool
-from tests.rank.test_session import DDP, follow, session, spec
-
-BACKENDS: dict[str, dict[str, Any]] = {
-    "lab": {"backend": "lab"}, "fsdp2": {"backend": "fsdp2"}, "fsdp1": {"backend": "fsdp1"}, "ddp": DDP}  # fmt: skip
+from tests.rank.test_session import BACKENDS, DDP, follow, session, spec
 
 
 def _trained(place: Place, given: dict[str, Any], links: list[str | None]) -> list[Any]:

@@ -25,15 +25,9 @@ from tests.covering import tiered
 from tests.pool import Place, Pool, RankError
 from tests.rank.test_hang import LIMIT_S, _hangs
 from tests.rank.test_not_finite import said_by
-from tests.rank.test_session import DDP, _fails, _follow, _interrupted, follow, session, spec
+from tests.rank.test_session import BACKENDS, DDP, _fails, _follow, _interrupted, follow, session, spec
 from tests.wire.simulated_nccl import simulated, simulated_deaf
 
-BACKENDS: dict[str, dict[str, Any]] = {
-    "lab": {},
-    "ddp": DDP,
-    "fsdp2": {"backend": "fsdp2"},
-    "fsdp1": {"backend": "fsdp1"},
-}
 KILL_LIMIT_S = 4.0  # three ranks build their models meanwhile
 NO_SHARD = {"sharding": "no_shard"}  # what one rank holds is the whole model
 
@@ -221,7 +215,7 @@ def test_without_nccl_s_abort_the_ranks_would_stay(
 ) -> None:
     """So the tests above see that it is called, and that the simulation blocks as a GPU does."""
     with pytest.raises(RankError, match=r"did not answer(.|\n)*simulated_nccl.py.* in wait"):
-        pool.run(simulated_deaf, 2, function, *args, reduction=None, timeout_s=15)
+        pool.run(simulated_deaf, 2, function, *args, reduction=None, timeout_s=10)
 
 
 @pytest.mark.slow

@@ -32,6 +32,12 @@ def spec(world_size: int = 2, **changes: Any) -> Spec:
 
 
 DDP = {"backend": "ddp", "sharding": "no_shard"}
+BACKENDS: dict[str, dict[str, Any]] = {
+    "lab": {"backend": "lab"},
+    "fsdp2": {"backend": "fsdp2"},
+    "fsdp1": {"backend": "fsdp1"},
+    "ddp": DDP,
+}
 
 
 def session(place: Place, **options: Any) -> Session:
@@ -41,8 +47,7 @@ def session(place: Place, **options: Any) -> Session:
         device="cpu",
         store=place.store,
         threads=1,
-        timeout_s=20,
-        **options,
+        **{"timeout_s": 20, **options},
     )
 
 

@@ -19,6 +19,8 @@ KINDS: list[dict[str, Any]] = [
     {"backend": "fsdp1", "sharding": "shard_grad_op"},
     DDP,
     {"optimizer": "sgd", "sharding": "zero1"},
+    {"optimizer": "Adagrad", "backend": "fsdp2"},
+    {"optimizer": "NAdam"},
     {"model": "resnet-1m", "data": "images"},
 ]
 

@@ -86,6 +86,7 @@ def _failed(place: Place, one: dict[str, Any], other: dict[str, Any], failures: 
             (FSDP2, DDP, [("behind a batch", 5), ("before a batch", 3)]),
             ({"optimizer_args": {"amsgrad": True}}, {}, [("before a batch", 4)]),
             ({}, {"optimizer_args": {"amsgrad": True, "fused": True}}, [("before a batch", 4)]),
+            ({}, {"freeze": ["transformer.h.*"]}, [("before a batch", 4)]),
             (FSDP2, {}, [("before a batch", 5), ("behind a batch", 7), ("when it is built", 1)]),
         ],
         lambda one, other, failures: (
@@ -128,6 +129,7 @@ def test_storage_that_an_aborted_operation_may_use_is_left(pool: Pool) -> None:
 def _build_fails(place: Place) -> int:
     def fails(*_: Any) -> Any:
         dist.new_group()
+        dist.barrier()  # a rank that fails closes its connections: first they are there
         raise MemoryError
 
     with mock.patch.dict(backends._BACKENDS, lab=fails), pytest.raises(MemoryError):  # type: ignore[arg-type]

@@ -32,6 +32,7 @@ def tiny(**changes: object) -> Spec:
     return Spec().replace(model=SMALL, seq_len=32, micro_batch=2, **changes)
 
 
+@pytest.mark.slow
 def test_each_step_is_a_line_of_json(tmp_path: Path) -> None:
     process = start(tmp_path, tiny(), "--steps", "3")
     out, err = process.communicate(timeout=120)

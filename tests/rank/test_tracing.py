@@ -15,15 +15,9 @@ from fsdp_lab.core.events import Span, StepEvent, Track, exposed_by_unit
 from fsdp_lab.rank import tracing
 from fsdp_lab.rank.ledger import exposed_on_device
 from tests.pool import Place, Pool
-from tests.rank.test_session import DDP, session, spec
+from tests.rank.test_session import BACKENDS, session, spec
 
 UNITS = ["transformer.h.0", "transformer.h.1"]
-BACKENDS: dict[str, dict[str, Any]] = {
-    "lab": {"backend": "lab"},
-    "fsdp2": {"backend": "fsdp2"},
-    "fsdp1": {"backend": "fsdp1"},
-    "ddp": DDP,
-}
 THREAD = (Track.COMPUTE, Track.WAIT, Track.HOST_COPY)  # what the rank's own thread does, one at a time
 
 

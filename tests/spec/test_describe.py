@@ -31,6 +31,8 @@ from fsdp_lab.core.spec import Precision, Spec
         ("forward_prefetch", 0, "forward prefetch 0"),
         ("precision", {"param": "bf16", "reduce": "fp32"}, "bf16/fp32"),
         ("model", {"model_type": "gpt2"}, "gpt2"),
+        ("model", {"code": "build", "source": "", "digest": "0", "missing": []}, "build"),
+        ("loss", "package.module:loss", "loss package.module:loss"),
         ("optimizer_args", {}, "no optimizer args"),
         ("optimizer_args", {"fused": True, "betas": [0.9, 0.95]}, "fused betas=[0.9, 0.95]"),
         ("devices", ["cuda:0", "cuda:1"], "devices cuda:0, cuda:1"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -35,15 +37,20 @@ def test_both_are_public():
     assert fsdp_lab.ArgumentError is ArgumentError and fsdp_lab.SpecError is SpecError
 
 
+@functools.cache
+def calls() -> list[tuple[Path, ast.Call]]:
+    nodes = ((path, node) for path in modules() for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return [(path, node) for path, node in nodes if isinstance(node, ast.Call) and node.args]
+
+
 def raised(name: str) -> Iterator[tuple[str, str]]:
     """(place, field) of each call of that error whose field is written there, or begins there."""
-    for path in modules():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == name and node.args:
-                first = node.args[0]
-                first = first.values[0] if isinstance(first, ast.JoinedStr) else first
-                if isinstance(first, ast.Constant):
-                    yield f"{path.relative_to(REPO)}:{node.lineno}", str(first.value)
+    for path, node in calls():
+        if getattr(node.func, "id", "") == name:
+            first = node.args[0]
+            first = first.values[0] if isinstance(first, ast.JoinedStr) else first
+            if isinstance(first, ast.Constant):
+                yield f"{path.relative_to(REPO)}:{node.lineno}", str(first.value)
 
 
 def of_a_spec(field: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fsdp_lab.dashboard.panels.axis import StepAxis
 from fsdp_lab.dashboard.panels.base import Captions, Key, Panel, Pinnable
 from fsdp_lab.dashboard.panels.communication import CommunicationPanel
+from fsdp_lab.dashboard.panels.completions import CompletionsPanel
 from fsdp_lab.dashboard.panels.curves import LossPanel, StepsPanel, TflopsPanel, ThroughputPanel
 from fsdp_lab.dashboard.panels.ledger import LedgerPanel
 from fsdp_lab.dashboard.panels.memory import MemoryPanel
@@ -22,6 +23,7 @@ PANELS: tuple[Callable[[StepAxis, int], Panel], ...] = (
     TflopsPanel,
     ThroughputPanel,
     LossPanel,
+    CompletionsPanel,
     LedgerPanel,
     StepsPanel,
 )

@@ -197,7 +197,8 @@ class StepAxis:
     """What the time plots of one dashboard share: the axis of steps, markers at changes, and curves of other runs."""
 
     def __init__(self) -> None:
-        self.language = True  # whether it is a language model, whose loss has a perplexity
+        self.language = True  # whether it is a language model, whose loss is in nats per token and has a perplexity
+        self.counted = "tokens"  # or "samples": of images, and of a user's own data
         self.x_range = Range1d(start=0, end=50, name="frame.x")
         self.markers = Columns("frame.markers", ["step"], texts=["label", "detail"], limit=100)
         self.marker_source = twin(self.markers)

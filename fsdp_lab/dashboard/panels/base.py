@@ -29,7 +29,7 @@ class Key:
     label: str
     token: str = ""
     color: str = ""
-    hatch: str = " "  # a Bokeh pattern; "line" and "dashes" for what is drawn as a line
+    hatch: str = " "  # a Bokeh pattern; "line", "dashes", "ring" or "triangle" for what is drawn as one
 
 
 @dataclass(frozen=True, kw_only=True)

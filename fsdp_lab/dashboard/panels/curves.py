@@ -11,10 +11,11 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-from bokeh.models import ColumnDataSource, LinearAxis, Range1d
+from bokeh.models import ColumnDataSource, LinearAxis, PrintfTickFormatter, Range1d
 from bokeh.plotting import figure
 
-from fsdp_lab.core.formatting import count, duration, figures, size
+from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.formatting import count, duration, figures, known_or_dash, size
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns, Numbers
 from fsdp_lab.dashboard.panels.axis import SMOOTH_STEPS, STEP_LIMIT, SpanRange, StepAxis, ZeroRange
@@ -26,6 +27,8 @@ from fsdp_lab.runs.summary import Peaks
 
 POINT_PX = 7
 TABLE_STEPS = 8
+SMALL_LOSS = 0.01
+RATE = "tokens/s"  # the head of a column that may count samples
 
 
 class CurvePanel(Panel):
@@ -44,6 +47,7 @@ class CurvePanel(Panel):
         self._table = Columns(f"{self.name}.steps", ["step", *columns], texts=texts, limit=STEP_LIMIT)
         self.sources = (self._table,)
         self.root: figure = frame.plot(self.name, y_label)
+        self.root.yaxis.name = f"{self.name}.axis"
         self._draw(self.root, twin(self._table))
         frame.label_markers(self.root)
 
@@ -84,51 +88,80 @@ class CurvePanel(Panel):
 
 class LossPanel(CurvePanel):
     """Mean loss of all ranks over steps; it continues across changes of strategy. The mean loss of held-out samples is a
-    point at the step of its evaluation."""
+    point at the step of its evaluation. The axis on the right is the learning rate, drawn where it changes."""
 
     name = measure = "loss"
     title = "Loss"
 
     def __init__(self, frame: StepAxis, world_size: int) -> None:
-        columns = ["loss", "grad_norm", "eval_loss"]
-        super().__init__(frame, "loss (nats per token)", columns, texts=["evaluation"], span=SpanRange())
+        columns = ["loss", "grad_norm", "eval_loss", "lr"]
+        self._rates = ZeroRange()
+        super().__init__(frame, "loss", columns, texts=["evaluation", "rate"], span=SpanRange())
         self._evaluated = ""  # the last evaluation as a sentence
 
     def _draw(self, fig: figure, source: ColumnDataSource) -> None:
         self._frame.overlays.draw(fig, "loss")
         line = fig.line("step", "loss", source=source, line_width=LINE_PX)
         tint(line.glyph, line_color="ink.mean")
-        hover(fig, line, [("step", "@step"), ("loss", "@loss{0.0000}"), ("gradient norm", "@grad_norm{0.000}")])
+        hover(fig, line, [("step", "@step"), ("loss", "@loss{0.0000}"), ("gradient norm", "@grad_norm{0.000}"),
+                          ("learning rate", "@rate")])  # fmt: skip
         points = fig.scatter("step", "eval_loss", source=source, marker="circle", size=POINT_PX, line_width=LINE_PX)
         tint(points.glyph, line_color="ink.peak", fill_color="ink.gap")
         hover(fig, points, [("step", "@step"), ("held-out loss", "@evaluation")])
+        fig.extra_y_ranges = {"lr": Range1d(start=0, end=1, name="loss.lr")}
+        rate = fig.line(
+            "step", "lr", source=source, line_width=1, y_range_name="lr", name="loss.lr_line", visible=False
+        )
+        tint(rate.glyph, line_color="ink.faint")
+        axis = LinearAxis(y_range_name="lr", name="loss.lr_axis", axis_label="learning rate", visible=False)
+        simplify_axis(axis, PrintfTickFormatter(format="%.3g"))  # 0.0002, 2e-7
+        fig.add_layout(axis, "right")
 
     def _write(self, steps: Sequence[Step]) -> int:
-        rows, evaluations = [], []
+        rows, evaluations = [], list[str]()
         for s in steps:
             loss = s.eval_loss
             evaluations.append("" if loss is None else in_words(loss, language=self._frame.language))
-            rows.append([s.number, s.mean_loss, s.events[0].grad_norm, math.nan if loss is None else loss])
+            e = s.events[0]
+            rows.append([s.number, s.mean_loss, e.grad_norm, *map(_or_nan, (loss, e.lr))])
             if loss is not None:
                 self._evaluated = f"Held-out loss {evaluations[-1]} at step {s.number:,}. "
-        return self._table.append(rows, {"evaluation": evaluations})
+        return self._table.append(rows, {"evaluation": evaluations, "rate": [_rate(s.events[0]) for s in steps]})
 
     def _describe(self, last: Step) -> Captions:
-        loss = f"{last.mean_loss:.4f}" if math.isfinite(last.mean_loss) else "not finite"
-        held_out = [Key(label="held-out samples", token="ink.peak")] if self._evaluated else []
+        loss = "not finite" if math.isinf(last.mean_loss) else _loss(last.mean_loss)
+        keys = [Key(label="held-out samples", token="ink.peak", hatch="ring")] if self._evaluated else []
+        keys += [Key(label="learning rate", token="ink.faint", hatch="line")] if self._rate_varies else []
+        e = last.events[0]
+        norm = "" if math.isnan(e.grad_norm) else f"Gradient norm {figures(e.grad_norm)}. "
+        rate = "" if e.lr is None else f"Learning rate {_rate(e)}. "
         return Captions(
             reading=f"{loss} at step {last.number:,}",
-            legend=(Key(label="mean of all ranks", token="ink.mean", hatch="line"), *held_out),
-            note=f"Gradient norm {figures(last.events[0].grad_norm)}. {self._evaluated}".strip(),
+            legend=(Key(label="mean of all ranks", token="ink.mean", hatch="line"), *keys),
+            note=f"{norm}{rate}{self._evaluated}".strip(),
         )
+
+    @property
+    def _rate_varies(self) -> bool:
+        """Among the steps that are kept."""
+        known = self._table.column("lr")
+        known = known[np.isfinite(known)]
+        return known.size > 0 and bool(known.min() < known.max())
+
+    def patches(self) -> Patches:
+        self._rates.cover(self._table.column("lr"))
+        shown = {"visible": self._rate_varies}
+        unit = "loss (nats per token)" if self._frame.language else "loss"
+        return {**super().patches(), "loss.lr": {"start": 0.0, "end": self._rates.end}, "loss.lr_axis": shown,
+                "loss.lr_line": shown, "loss.axis": {"axis_label": unit}}  # fmt: skip
 
     def _shown(self) -> Sequence[Numbers]:
         return self._table.column("loss"), self._table.column("eval_loss")
 
 
 class ThroughputPanel(CurvePanel):
-    """Tokens a second of all ranks over steps: of each step, the median of the last nine ordinary ones, and the predicted
-    rate where this machine is calibrated."""
+    """Tokens or samples a second of all ranks over steps: of each step, the median of the last nine ordinary ones, and the
+    predicted rate where this machine is calibrated."""
 
     name = "throughput"
     title = "Throughput"
@@ -146,7 +179,7 @@ class ThroughputPanel(CurvePanel):
         self._frame.overlays.draw(fig, "tokens_per_s")
         smooth = fig.line("step", "median_tokens_per_s", source=source, line_width=LINE_PX)
         tint(smooth.glyph, line_color="ink.mean")
-        hover(fig, each, [("step", "@step"), ("tokens/s", "@tokens_per_s{0,0}"),
+        hover(fig, each, [("step", "@step"), ("a second", "@tokens_per_s{0,0}"),
                           ("median of 9", "@median_tokens_per_s{0,0}"), ("step time", "@step_ms{0,0.0} ms")])  # fmt: skip
         fig.add_layout(limit_line("throughput.predicted", "width", dash="3 3"))
 
@@ -174,7 +207,7 @@ class ThroughputPanel(CurvePanel):
             return self._captions
         tokens_per_s, step_s = self._medians
         return Captions(
-            reading=f"{count(tokens_per_s)} tokens/s, {duration(step_s)} a step",
+            reading=f"{count(tokens_per_s)} {self._frame.counted}/s, {duration(step_s)} a step",
             legend=(
                 Key(label="each step", token="ink.faint", hatch="line"),
                 Key(label="median of 9", token="ink.mean", hatch="line"),
@@ -197,7 +230,8 @@ class ThroughputPanel(CurvePanel):
 
     def patches(self) -> Patches:
         line = {"visible": self._predicted is not None, "location": self._predicted or 0.0}
-        return {**super().patches(), "throughput.predicted": line}
+        label = {"axis_label": f"{self._frame.counted}/s, all ranks"}
+        return {**super().patches(), "throughput.predicted": line, "throughput.axis": label}
 
     def captions(self) -> Captions:
         own, p = self._captions, self._prediction
@@ -253,7 +287,7 @@ class TflopsPanel(CurvePanel):
         axis = LinearAxis(
             y_range_name="mfu", name="tflops.mfu_axis", axis_label="MFU (%)", visible=False, bounds=(0, 100)
         )
-        simplify_axis(axis, "0,0.[0]")
+        simplify_axis(axis, "0,0.[000]")
         fig.add_layout(axis, "right")
 
     def _write(self, steps: Sequence[Step]) -> int:
@@ -311,6 +345,21 @@ class TflopsPanel(CurvePanel):
         return changes
 
 
+def _loss(loss: float) -> str:
+    """`5.1125`, `0.000412`: a loss of the user's own may be small. "–" if it is unknown."""
+    return known_or_dash(loss, ".3g" if abs(loss) < SMALL_LOSS else ".4f")
+
+
+def _rate(event: StepEvent) -> str:
+    """`0.0003`, `0.0003, loss scale 65,536`; "–" if it is unknown."""
+    rate = "–" if event.lr is None else f"{event.lr:.3g}"
+    return rate if event.loss_scale is None else f"{rate}, loss scale {event.loss_scale:,.0f}"
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
 def _percent(shares: Iterable[float | None]) -> float:
     """The mean of the shares that are known, in percent; NaN if none is."""
     known = [share for share in shares if share is not None]
@@ -327,7 +376,7 @@ class StepsPanel(Panel):
         "step",
         "loss",
         "step time",
-        "tokens/s",
+        RATE,
         "TFLOPS per rank",
         "communication",
         "exposed",
@@ -337,6 +386,7 @@ class StepsPanel(Panel):
 
     def __init__(self, frame: StepAxis, world_size: int) -> None:
         super().__init__()
+        self._frame = frame
         self._recent: deque[Step] = deque(maxlen=TABLE_STEPS)
 
     def update(self, steps: Sequence[Step]) -> int:
@@ -344,13 +394,14 @@ class StepsPanel(Panel):
         return len(steps)
 
     def captions(self) -> Captions:
-        return Captions(table=(self.HEADS, *(_table_row(s) for s in reversed(self._recent))))
+        heads = tuple(f"{self._frame.counted}/s" if head == RATE else head for head in self.HEADS)
+        return Captions(table=(heads, *(_table_row(s) for s in reversed(self._recent))))
 
 
 def _table_row(s: Step) -> tuple[str, ...]:
     return (
         f"{s.number:,}",
-        f"{s.events[0].mean_loss:.4f}",
+        _loss(s.mean_loss),
         duration(s.step_time_s),
         count(s.tokens_per_s),
         figures(fmean(e.tflops for e in s.events)),
@@ -368,7 +419,7 @@ def _remark(s: Step) -> str:
     if any(e.ledger for e in s.events):
         remarks.append("memory measured, hence slower")
     if any(e.skipped for e in s.events):
-        remarks.append("fp16 overflow, optimizer step skipped")
+        remarks.append("the optimizer did not step")
     missing = sorted(set(range(s.world_size)) - {e.rank for e in s.events})
     if missing:
         remarks.append(f"nothing received from rank {', '.join(map(str, missing))}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from bokeh.models import AdaptiveTicker, ColumnDataSource, HoverTool, NumeralTickFormatter, Range1d
+from bokeh.models import AdaptiveTicker, ColumnDataSource, HoverTool, NumeralTickFormatter, Range1d, TickFormatter
 from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
@@ -44,18 +44,18 @@ def plain_figure(name: str, y_label: str, **kwargs: Any) -> figure:
     )  # fmt: skip
     fig.yaxis.axis_label = y_label
     for axis in fig.axis:
-        simplify_axis(axis, "0,0.[0000]")
+        simplify_axis(axis, "0,0.[000000]")
     fig.yaxis.ticker = AdaptiveTicker(mantissas=[1, 2, 2.5, 5], desired_num_ticks=5)
     return fig
 
 
-def simplify_axis(axis: Any, number_format: str) -> None:
+def simplify_axis(axis: Any, numbers: str | TickFormatter) -> None:
     """Leaves labels and numbers alone of a Bokeh axis."""
     axis.axis_line_alpha = axis.major_tick_line_alpha = axis.minor_tick_line_alpha = 0
     axis.axis_label_standoff = 6
     axis.axis_label_text_font_style = "normal"
     axis.axis_label_text_font_size = axis.major_label_text_font_size = "11px"
-    axis.formatter = NumeralTickFormatter(format=number_format)
+    axis.formatter = NumeralTickFormatter(format=numbers) if isinstance(numbers, str) else numbers
 
 
 def rank_bars(name: str, x_label: str, world_size: int) -> figure:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from bokeh.models import Range1d
@@ -27,6 +29,8 @@ from fsdp_lab.dashboard.panels.drawing import (
     unit_name,
 )
 from fsdp_lab.runs.steps import Step
+
+LABEL_ROOM = 0.1  # of the axis: a phase that is shorter has no label
 
 
 class LedgerPanel(Panel):
@@ -101,7 +105,9 @@ class LedgerPanel(Panel):
         begins = begins[:8]  # micro-batches repeat them
         top = totals.index(max(totals))
         written = self._curve.replace(rows, texts)
-        written += self._phases.replace([[1e3 * at] for at, _ in begins], {"label": [phase for _, phase in begins]})
+        room_s = LABEL_ROOM * self._end_ms / 1e3
+        labels = [phase if end - at > room_s else "" for (at, phase), (end, _) in pairwise([*begins, (math.inf, "")])]
+        written += self._phases.replace([[1e3 * at] for at, _ in begins], {"label": labels})
         written += self._peak.replace([[rows[top][0], rows[top][-1]]], {"label": [size(totals[top])]})
         self._range.cover(np.array([totals[top] / self._unit]))
         return written

@@ -44,6 +44,7 @@ from fsdp_lab.runs.steps import Step
 
 AMOUNTS = (*ON_DEVICE, "host", "peak")  # in bytes, in the order of `sizes`
 LIMIT_REACH = 3.0  # a limit within so many times the peak is drawn; one further away is in the captions alone
+MARK_PX = 9
 HOST_BAR = 0.14  # its height, in ranks
 PREDICTED_BAR = 0.15
 LANE_BOTTOM, LANE = 0.42, 0.84  # the lower edge of a lane below its rank's position, and its height, in ranks
@@ -65,7 +66,7 @@ class MemoryPanel(Panel):
         self._frame = frame
         self._now = Columns(
             "memory.now",
-            ["rank", "bar", "host_bar", "top", "bottom", *AMOUNTS, "allocated", "reserved", "outside"],
+            ["rank", "bar", "host_bar", "top", "bottom", *AMOUNTS, "allocated", "reserved", "outside", "loading"],
             texts=["label", "color"],
             limit=world_size,
         )
@@ -73,6 +74,7 @@ class MemoryPanel(Panel):
         self._prediction: Prediction | None = None
         self._measured: Step | None = None  # the last step whose memory was measured
         self._ledger_spec, self._peak = "", 0  # the Spec of the last ledger step; the fullest rank's peak
+        self._loading: dict[int, int] = {}  # by rank, bytes of the host while it read its weights
         self._over = MemoryLanes(frame, world_size)
         self._range = ZeroRange(headroom=1.5, slack=0.5)
         self._limit: int | None = None
@@ -90,12 +92,14 @@ class MemoryPanel(Panel):
         paint_fill(host.glyph, "memory.host", outline="memory.gradients")
         peak = fig.segment(x0="peak", x1="peak", y0="top", y1="bottom", line_width=LINE_PX, source=source)
         tint(peak.glyph, line_color="ink.peak")
+        loading = fig.scatter("loading", "top", marker="inverted_triangle", size=MARK_PX, line_alpha=0, source=source)
+        tint(loading.glyph, fill_color="ink.peak")
         if self._few:
             sign_bars(fig, source, y="bar", end="peak")
         self._draw_predicted(fig)
         rows = [(theme.MEMORY[c].label, f"@{c}{{0,0.0}}") for c in (*ON_DEVICE, "host")]
         totals = [("peak", "peak"), ("between steps", "allocated"), ("reserved", "reserved"),
-                  ("outside the allocator", "outside")]  # fmt: skip
+                  ("outside the allocator", "outside"), ("host's peak while loading", "loading")]  # fmt: skip
         rows += [(label, f"@{column}{{0,0.0}}") for label, column in totals]
         hover_bars(fig, source, [("rank", "@rank"), *rows], right="peak", y="rank", height=0.9)
         fig.add_layout(limit_line("memory.now.limit", "height"))
@@ -119,6 +123,7 @@ class MemoryPanel(Panel):
         unit = self._unit
         written = self._over.write(steps, self._limit) if steps else 0
         for step in steps:
+            self._loading |= {e.rank: e.memory.loading_bytes for e in step.events if e.memory.loading_bytes}
             if any(e.ledger for e in step.events):
                 self._ledger_spec = step.spec_id
         if measured:
@@ -147,6 +152,7 @@ class MemoryPanel(Panel):
     def _cover_now(self) -> None:
         line = [] if self._limit is None else [self._limit / self._unit]
         shown = [table.column(name) for table in (self._now, self._predicted) for name in ("peak", "host")]
+        shown.append(self._now.column("loading"))
         self._range.cover(np.concatenate([*shown, line]))
 
     def _write_predicted(self) -> None:
@@ -162,14 +168,15 @@ class MemoryPanel(Panel):
         hosted = any(e.memory.host_bytes for e in step.events)
         shift = 0.1 if hosted or self._prediction is not None else 0.0
         below = 0.08 if self._prediction is not None else 0.0  # the prediction's place
-        drawn = (self._over.unit, shift, below, [sizes(e.memory) for e in step.events])
+        drawn = (self._over.unit, shift, below, [sizes(e.memory) for e in step.events], dict(self._loading))
         if drawn == self._drawn:
             return 0  # between two measurements memory does not change: nothing to paint
         self._drawn = drawn
         rows = []
         for e in step.events:
             m = e.memory
-            amounts = (*sizes(m), m.allocated_bytes, m.reserved_bytes or 0, m.outside_bytes)
+            loading = self._loading.get(e.rank, math.nan)  # NaN: no mark
+            amounts = (*sizes(m), m.allocated_bytes, m.reserved_bytes or 0, m.outside_bytes, loading)
             bar = e.rank - shift
             on_host = e.rank + BAR / 2 + shift + below if hosted else math.nan  # NaN: no bar
             place = [e.rank, bar, on_host, bar - BAR / 2 - 0.05, bar + BAR / 2 + 0.05]
@@ -183,12 +190,15 @@ class MemoryPanel(Panel):
         legend = class_keys((*ON_DEVICE, "host") if host else ON_DEVICE)
         legend.append(Key(label="peak", token="ink.peak", hatch="line"))
         reading = f"peak {size(self._peak)} on the fullest rank" + (f", {size(host)} on the host" if host else "")
+        outside = max(m.outside_bytes for m in memories)
         limit = min((m.limit_bytes for m in memories if m.limit_bytes), default=None)
         reading += f"; limit {size(limit)}" if limit else ""
+        note = f"At the peak of a step, by torch's allocator; the process has {size(outside)} more."
+        if self._loading:
+            legend.append(Key(label="host, while loading", token="ink.peak", hatch="triangle"))
+            note += f" While weights were read, the host held {size(max(self._loading.values()))} more."
         if self._limit is not None:
             legend.append(Key(label="limit", token="ink.marker", hatch="dashes"))
-        outside = size(max(m.outside_bytes for m in memories))
-        note = f"At the peak of a step, by torch's allocator; the process has {outside} more."
         return Captions(reading=reading, legend=tuple(legend), note=note)
 
     def patches(self) -> Patches:

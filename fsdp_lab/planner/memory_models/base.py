@@ -65,17 +65,23 @@ class UnitBytes:
     gathered: float  # all F shards in the gathered dtype
     whole: float  # the unsharded gradient in the dtype of the reduction
     reduced: float  # this rank's shard of the gradient in that dtype
+    gradient: float  # the same in fp32
+    state: float  # in fp32: the part of the shard that the optimizer has state for, what is not frozen
     decayed: float  # of the shard in fp32: parameters with weight decay, one parameter group of the optimizer
     others: float  # the rest of the shard
     mixed: bool  # gathered in another dtype than fp32
     recast: bool  # reduced in another dtype than fp32
 
     @classmethod
-    def of(cls, shard_numel: int, decayed: int, others: int, *, param: int, reduce: int, factor: int) -> UnitBytes:
-        """From elements of a shard; `param` and `reduce` are bytes of an element in those dtypes."""
+    def of(cls, shard_numel: int, decayed: int, others: int, *, param: int, reduce: int, factor: int,
+           reduced: int | None = None, state: int | None = None) -> UnitBytes:  # fmt: skip
+        """From elements of a shard; `param` and `reduce` are bytes of an element in those dtypes. `reduced`, `state`:
+        elements of its gradient and of those with optimizer state; None: all."""
+        reduced = shard_numel if reduced is None else reduced
         return cls(
             shard=shard_numel * MASTER, cast=shard_numel * param, gathered=factor * shard_numel * param,
-            whole=factor * shard_numel * reduce, reduced=shard_numel * reduce, decayed=decayed * MASTER,
+            whole=factor * reduced * reduce, reduced=reduced * reduce, gradient=reduced * MASTER,
+            state=(reduced if state is None else state) * MASTER, decayed=decayed * MASTER,
             others=others * MASTER, mixed=param != MASTER, recast=reduce != MASTER,
         )  # fmt: skip
 
@@ -88,9 +94,14 @@ def parameter_shapes(unit: UnitShape) -> list[tuple[int, ...]]:
     return [(n // width, width) if n > width and n % width == 0 else (n,) for n in unit.parameters]
 
 
+def trained_shapes(unit: UnitShape) -> list[tuple[int, ...]]:
+    """The same, without those that are frozen."""
+    return [s for i, s in enumerate(parameter_shapes(unit)) if i not in unit.frozen]
+
+
 def decayed_numel(unit: UnitShape) -> int:
-    """Elements of the matrices, which have weight decay; biases and norms have none."""
-    return sum(math.prod(s) for s in parameter_shapes(unit) if len(s) >= 2)
+    """Elements of the matrices, which have weight decay; biases and norms have none. Of those that are trained."""
+    return sum(math.prod(s) for s in trained_shapes(unit) if len(s) >= 2)
 
 
 class MemoryModel:
@@ -126,19 +137,29 @@ class MemoryModel:
         """Bytes of this rank's fp32 parameters."""
         return sum(u.shard for u in self.units)
 
+    @property
+    def gradient_shards(self) -> float:
+        """Bytes of their gradients, of those that are trained."""
+        return sum(u.gradient for u in self.units)
+
+    @property
+    def state(self) -> float:
+        """Bytes of this rank's optimizer state."""
+        return sum(u.state for u in self.units) * len(self.optimizer.slots)
+
     def alloc_state(self) -> None:
         """Allocates what a rank holds when a step begins."""
         if self.keeps_gradients and not self.offloaded:
-            self.gradients = [u.shard for u in self.units]
-            self.tracker.alloc(GRADIENTS, self.shards)
+            self.gradients = [u.gradient for u in self.units]
+            self.tracker.alloc(GRADIENTS, sum(self.gradients))
         if not self.offloaded:
             self.tracker.alloc(PARAMETERS, self.shards)
-            self.tracker.alloc(OPTIMIZER, self.shards * len(self.optimizer.slots))
+            self.tracker.alloc(OPTIMIZER, self.state)
 
     @property
     def host_bytes(self) -> float:
         """Host memory under offload: shards, gradients, optimizer state."""
-        return self.shards * (2 + len(self.optimizer.slots)) if self.offloaded else 0.0
+        return self.shards + self.gradient_shards + self.state if self.offloaded else 0.0
 
     # -- collectives ------------------------------------------------------------------------------------------------
 

@@ -31,16 +31,19 @@ class DDPMemory(MemoryModel):
         self._recast = self.units[0].recast
         self._kept = [0.0] * len(self.units)  # those of earlier micro-batches
         self._in_buckets = False  # gradients are views of buckets: from the first reduction of a step on
-        self._share = self.units[0].reduced / max(1.0, self.units[0].shard)
+        self._share = BYTES[spec.strategy.dtypes.reduce] / MASTER
 
     def unit_bytes(self, unit: UnitShape) -> UnitBytes:
         decayed, reduce = decayed_numel(unit), BYTES[self.strategy.dtypes.reduce]
-        whole = UnitBytes.of(unit.numel, decayed, unit.numel - decayed, param=MASTER, reduce=reduce, factor=1)
-        return dataclasses.replace(whole, gathered=0, whole=whole.shard)
+        trained = unit.trained_numel
+        whole = UnitBytes.of(
+            unit.numel, decayed, trained - decayed, param=MASTER, reduce=reduce, factor=1, reduced=trained
+        )
+        return dataclasses.replace(whole, gathered=0, whole=whole.gradient)
 
     def alloc_state(self) -> None:
         super().alloc_state()
-        self.tracker.alloc(GRADIENTS, self.shards)
+        self.tracker.alloc(GRADIENTS, self.gradient_shards)
 
     def gradient_ready(self, unit: int, index: int, size: float) -> None:
         """Under `no_sync` the first gradients stay outside of the buckets, and later ones are added to them; after a

@@ -11,6 +11,7 @@ tests/planner/test_memory.py compares this file with the memory of real ranks, c
 
 from __future__ import annotations
 
+import itertools
 from functools import reduce
 
 from fsdp_lab.core.layout import Layout
@@ -47,16 +48,20 @@ class FlatMemory(MemoryModel):
         self._crossing: int | None = None  # its shard is on its way between the replicas
 
     def unit_bytes(self, unit: UnitShape) -> UnitBytes:
-        """Sizes of its flat buffers, one per dtype in which parameters are gathered."""
+        """Sizes of its flat buffers, one per dtype in which parameters are gathered, and one of frozen ones."""
         dtypes, shapes, parts = self.strategy.dtypes, parameter_shapes(unit), []
-        for full_precision in (False, True):
-            chosen = [s for i, s in enumerate(shapes) if (i in unit.full_precision) is full_precision]
+        for full_precision, frozen in itertools.product((False, True), repeat=2):
+            chosen = [
+                s
+                for i, s in enumerate(shapes)
+                if (i in unit.full_precision, i in unit.frozen) == (full_precision, frozen)
+            ]
             if chosen:
                 item = MASTER if full_precision else BYTES[dtypes.param]
                 layout = Layout.of(chosen, [len(s) >= 2 for s in chosen], self.factor, item)
-                decayed, others = (_group_numel(layout, group) for group in (True, False))
+                decayed, others = (0 if frozen else _group_numel(layout, group) for group in (True, False))
                 parts.append(UnitBytes.of(layout.shard_numel, decayed, others, param=item, reduce=BYTES[dtypes.reduce],
-                                          factor=self.factor))  # fmt: skip
+                                          factor=self.factor, reduced=0 if frozen else None))  # fmt: skip
         return reduce(_joined, parts)
 
     @property
@@ -174,7 +179,7 @@ class FlatMemory(MemoryModel):
         """The gradient of the shard is all that is left of what is held, in the dtype in which the optimizer takes it."""
         u, tracker, kept = self.units[unit], self.tracker, held
         if (u.recast and not self._low) or is_part:
-            kept = 0.0 if self.reduces_on_host else u.reduced if self._low else u.shard
+            kept = 0.0 if self.reduces_on_host else u.reduced if self._low else u.gradient
             tracker.alloc(GRADIENTS, kept)
             tracker.free(GRADIENTS, held)
         self.keep_gradient(unit, kept)
@@ -197,6 +202,6 @@ def _group_numel(layout: Layout, group: bool) -> int:
 
 
 def _joined(a: UnitBytes, b: UnitBytes) -> UnitBytes:
-    names = ("shard", "cast", "gathered", "whole", "reduced", "decayed", "others")
+    names = ("shard", "cast", "gathered", "whole", "reduced", "gradient", "state", "decayed", "others")
     sums = {name: getattr(a, name) + getattr(b, name) for name in names}
     return UnitBytes(**sums, mixed=a.mixed or b.mixed, recast=a.recast or b.recast)

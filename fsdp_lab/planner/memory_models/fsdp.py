@@ -81,18 +81,23 @@ class FSDP1Memory(HookedMemory):
         dtypes, shapes, align = self.strategy.dtypes, parameter_shapes(unit), ALIGN_BYTES // MASTER
         sizes = [-(-math.prod(s) // align) * align for s in shapes]
         n = -(-sum(sizes) // self.factor)
-        end, decayed = 0, 0
-        for size, shape in zip(sizes, shapes, strict=True):
-            if len(shape) >= 2:
-                decayed += max(0, min(n, end + math.prod(shape)) - min(n, end))
+        end, decayed, frozen = 0, 0, 0
+        for i, (size, shape) in enumerate(zip(sizes, shapes, strict=True)):
+            held = max(0, min(n, end + math.prod(shape)) - min(n, end))
+            if i in unit.frozen:
+                frozen += held
+            elif len(shape) >= 2:
+                decayed += held
             end += size
         param, reduce = BYTES[dtypes.param], BYTES[dtypes.reduce]
-        return UnitBytes.of(n, decayed, n - decayed, param=param, reduce=reduce, factor=self.factor)
+        return UnitBytes.of(n, decayed, n - frozen - decayed, param=param, reduce=reduce, factor=self.factor,
+                            reduced=n if unit.trained_numel else 0,
+                            state=n - frozen if unit.trained_numel else 0)  # fmt: skip
 
     def alloc_state(self) -> None:
         super().alloc_state()
         if not self.offloaded and not self.keeps_gradients:
-            self.gradients = [u.shard for u in self.units]
+            self.gradients = [u.gradient for u in self.units]
             self.tracker.alloc(GRADIENTS, sum(self.gradients))
 
     def begin_micro_batch(self, *, reduces: bool) -> None:
@@ -190,7 +195,7 @@ class FSDP1Memory(HookedMemory):
         for exists, size, is_last in (
             (self._item != self._reduce_item, u.whole, not self._shards and not u.recast),
             (self._shards, u.reduced, not u.recast),
-            (u.recast, u.shard, True),
+            (u.recast, u.gradient, True),
         ):
             if exists:
                 stages.append(0.0 if is_last and self.reduces_on_host else size)
@@ -229,9 +234,12 @@ class FSDP2Memory(HookedMemory):
         """Each parameter is sharded by its first dimension; rank 0 has the largest part."""
         dtypes, shapes = self.strategy.dtypes, parameter_shapes(unit)
         parts = [-(-s[0] // self.factor) * (math.prod(s) // s[0]) if s and s[0] else 0 for s in shapes]
-        n, decayed = sum(parts), sum(p for p, s in zip(parts, shapes, strict=True) if len(s) >= 2)
+        n, trained = sum(parts), sum(p for i, p in enumerate(parts) if i not in unit.frozen)
+        decayed = sum(p for i, p in enumerate(parts) if len(shapes[i]) >= 2 and i not in unit.frozen)
         param, reduce = BYTES[dtypes.param], BYTES[dtypes.reduce]
-        return UnitBytes.of(n, decayed, n - decayed, param=param, reduce=reduce, factor=self.factor)
+        return UnitBytes.of(
+            n, decayed, trained - decayed, param=param, reduce=reduce, factor=self.factor, reduced=trained
+        )
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -349,7 +357,7 @@ class FSDP2Memory(HookedMemory):
         else:
             tracker.alloc(COMMUNICATION, u.reduced)
             self.alloc_scratch(self.reduce_scratch(u.whole))
-            size = 0.0 if self.reduces_on_host else u.shard
+            size = 0.0 if self.reduces_on_host else u.gradient
             tracker.alloc(GRADIENTS, size)
             if self.replicas > 1:
                 self._all_reduced += u.reduced

@@ -13,29 +13,70 @@ from functools import lru_cache
 from importlib import resources
 from typing import Any
 
+from fsdp_lab.core.lora import Lora
 from fsdp_lab.core.model_shape import ModelShape
+from fsdp_lab.core.spec import Strategy
+from fsdp_lab.core.workload import CODE_FIELDS, Workload
 from fsdp_lab.planner.shapes.rewrapping import rewrapped
 
 
-def shape_for(model: str | Mapping[str, Any], wrap: str = "block") -> ModelShape:
-    """A model in the units of a `Strategy.wrap`. Presets take milliseconds if the wrap is "block", "every:K" or "whole";
-    other models and wraps take seconds, and torch.
+class _Own:
+    """A Workload of the user's own code, by what the shape depends on."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        codes = (getattr(workload, name) for name in CODE_FIELDS)
+        self._key = (*(code if isinstance(code, str) else code["digest"] for code in codes), workload.freeze)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Own) and self._key == other._key
+
+
+def shape_of_workload(workload: Workload, wrap: str = "block") -> ModelShape:
+    """As `shape_for`, also of a model of the user's own, where its code is."""
+    if workload.is_own:
+        return _own(_Own(workload), wrap)
+    return shape_for(workload.model, wrap, workload.freeze, workload.adapters, workload.dropout)
+
+
+@lru_cache(maxsize=16)
+def _own(own: _Own, wrap: str) -> ModelShape:
+    from fsdp_lab.planner.shapes.own import own_shape
+
+    return own_shape(own.workload, wrap)
+
+
+def shape_for(model: str | Mapping[str, Any], wrap: str = "block", frozen: tuple[str, ...] | None = None,
+              lora: Lora | None = None, dropout: str = "off") -> ModelShape:  # fmt: skip
+    """A model in the units of a `Strategy.wrap`. Presets take milliseconds if the wrap is "block", "every:K" or "whole",
+    nothing is frozen, nothing added (`Workload.freeze`, `lora`), and dropout is off; the rest takes seconds, and torch.
 
     Raises:
         SpecError: no such model, or no module to wrap.
     """
     if isinstance(model, str):
-        if model in _preset_jsons() and not wrap.startswith(("class:", "min_params:")):
+        if (
+            model in _preset_jsons()
+            and (frozen, lora, dropout) == (None, None, "off")
+            and not wrap.startswith(("class:", "min_params:"))
+        ):
             return _preset(model, wrap)
-        return _recorded(model, wrap, is_json=False)
-    return _recorded(json.dumps(model, sort_keys=True, default=dict), wrap, is_json=True)
+        return _recorded(model, wrap, frozen, lora, dropout, is_json=False)
+    return _recorded(json.dumps(model, sort_keys=True, default=dict), wrap, frozen, lora, dropout, is_json=True)
 
 
 @lru_cache(maxsize=64)
-def _recorded(model: str, wrap: str, *, is_json: bool) -> ModelShape:
+def _recorded(model: str, wrap: str, frozen: tuple[str, ...] | None, lora: Lora | None, dropout: str, *,
+              is_json: bool) -> ModelShape:  # fmt: skip
     from fsdp_lab.planner.shapes.recorded import shape_of
 
-    return shape_of(json.loads(model) if is_json else model, wrap)
+    if wrap == "whole" or wrap.startswith("every:"):  # other units of what is recorded once
+        Strategy(wrap=wrap)  # validates it
+        return rewrapped(_recorded(model, "block", frozen, lora, dropout, is_json=is_json), wrap)
+    return shape_of(json.loads(model) if is_json else model, wrap, frozen, lora, dropout)
 
 
 @lru_cache(maxsize=64)

@@ -20,16 +20,19 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from fsdp_lab.core.errors import FieldError, SpecError
-from fsdp_lab.core.model_shape import ModelShape, SavedBytes, SizeFormula, TapeChange, TapeSegment, UnitShape
+from fsdp_lab.core.lora import Lora
+from fsdp_lab.core.model_shape import ModelShape, SavedBytes, TapeChange, TapeSegment, UnitShape
+from fsdp_lab.core.patterns import matches
 from fsdp_lab.core.schedule import Direction, PointSide
 from fsdp_lab.core.spec import Strategy
 from fsdp_lab.engine.policy import ModuleKind, kind_of
-from fsdp_lab.models.build import build_skeleton
 from fsdp_lab.models.configs import first_line, resolve
-from fsdp_lab.models.presets import PRESETS, Facts, facts_of
+from fsdp_lab.models.freezing import freeze
+from fsdp_lab.models.lora import adapted
+from fsdp_lab.models.presets import PRESETS, facts_of
 from fsdp_lab.models.wrapping import blocks, units
 from fsdp_lab.planner.shapes.rewrapping import MIDDLE, net_bytes, repeated, rewrapped
-from fsdp_lab.planner.shapes.tape import SAMPLES, TapeRecording, owners, products_of, record
+from fsdp_lab.planner.shapes.tape import SAMPLES, ConfigInputs, Inputs, TapeRecording, owners, products_of, record
 
 ENOUGH = 5  # blocks of a stack; a T5's first block computes biases, and the sums of their gradients end in its second
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "encoder_layers",
@@ -38,41 +41,56 @@ PRECISIONS = ("fp32", "half", "autocast")
 _TAPES = {"fp32": "fp32", "bf16": "half", "fp16": "half"}
 
 
-def shape_of(model: str | Mapping[str, Any] | PreTrainedConfig, wrap: str = "block") -> ModelShape:
+def shape_of(
+    model: str | Mapping[str, Any] | PreTrainedConfig,
+    wrap: str = "block",
+    frozen: Sequence[str] | None = None,
+    lora: Lora | None = None,
+    dropout: str = "off",
+) -> ModelShape:
     """The model in the units of a `Strategy.wrap`. Takes seconds; `fsdp_lab.planner.shapes.shape_for` is faster for presets.
 
     Args:
         model: as for `resolve`.
+        frozen, lora: `Workload.freeze` and `Workload.lora`.
+        dropout: `Workload.dropout`. Masks of attention are those of a CPU; a fused kernel of a GPU has none, and takes less.
 
     Raises:
-        SpecError: no such model, or its forward cannot be recorded.
+        SpecError: no such model, patterns that freeze nothing or all of it, or its forward cannot be recorded.
     """
     Strategy(wrap=wrap)  # validates it
-    config = resolve(model)
+    config = resolve(model, dropout=dropout)
     name = model if isinstance(model, str) else f"a {config.model_type}"
     if wrap.startswith(("block", "whole", "every:")):
-        return rewrapped(_recorded(config, name, "block"), wrap)
-    return _recorded(config, name, wrap)
+        return rewrapped(_recorded(config, name, "block", frozen, lora), wrap)
+    return _recorded(config, name, wrap, frozen, lora)
 
 
-def _recorded(config: PreTrainedConfig, name: str, wrap: str) -> ModelShape:
-    facts = facts_of(config)
-    whole = build_skeleton(config)
-    inside = _units(whole, wrap)
-    shallow = _shallow(config, whole, inside) if wrap == "block" else None
-    built = whole if shallow is None else build_skeleton(shallow)
-    model = _Model(built, (built is whole and inside) or _units(built, wrap), facts)
+def _recorded(config: PreTrainedConfig, name: str, wrap: str, frozen: Sequence[str] | None,
+              lora: Lora | None) -> ModelShape:  # fmt: skip
+    inputs, what = ConfigInputs(facts_of(config)), f"a {config.model_type} of this config"
+    whole = adapted(config, lora)
+    freeze(whole, frozen)
+    inside = unit_modules(whole, wrap)
+    built = (_shallow(config, whole, inside, frozen, lora) if wrap == "block" else None) or whole
+    shape = recorded_shape(built, (built is whole and inside) or unit_modules(built, wrap), inputs, name, what)
+    return shape if built is whole else _deepened(shape, whole, inside)
+
+
+def recorded_shape(
+    built: nn.Module, inside: Sequence[Sequence[nn.Module]], inputs: Inputs, name: str, what: str
+) -> ModelShape:
+    """The shape of a model that is built. Raises SpecError if it cannot be recorded."""
     try:
-        shape = model.shape(name)
+        return _Model(built, inside, inputs).shape(name)
     except FieldError:
         raise
     except Exception as e:  # a model may fail with any error
-        reason = f"a {facts.model_type} of this config cannot be recorded: {first_line(e)}"
+        reason = f"{what} cannot be recorded: {first_line(e)}"
         raise SpecError("workload.model", reason, "correct its sizes, or choose a preset") from e
-    return shape if shallow is None else _deepened(shape, whole, inside)
 
 
-def _units(model: nn.Module, wrap: str) -> list[list[nn.Module]]:
+def unit_modules(model: nn.Module, wrap: str) -> list[list[nn.Module]]:
     """The modules of each unit; none if the wrap is "block" and nothing repeats."""
     try:
         return units(model, wrap)
@@ -96,12 +114,17 @@ def _names(model: nn.Module, inside: Sequence[Sequence[nn.Module]]) -> list[str]
 
 
 def _shallow(
-    config: PreTrainedConfig, model: nn.Module, inside: Sequence[Sequence[nn.Module]]
-) -> PreTrainedConfig | None:
-    """The same config with fewer layers; None if its blocks are few or not equal."""
+    config: PreTrainedConfig,
+    model: nn.Module,
+    inside: Sequence[Sequence[nn.Module]],
+    frozen: Sequence[str] | None,
+    lora: Lora | None,
+) -> nn.Module | None:
+    """The same model with fewer layers; None if its blocks are few or not equal."""
     for places in _stacks(_names(model, inside)).values():
         kinds = {tuple((n, tuple(p.shape)) for n, p in inside[i][0].named_parameters()) for i in places[1:]}
-        if len(places) <= ENOUGH or len(kinds) != 1:
+        trained = {tuple(p.requires_grad for p in inside[i][0].parameters()) for i in places[1:]}
+        if len(places) <= ENOUGH or len(kinds) != 1 or len(trained) != 1:
             return None
     if not inside or getattr(config, "layer_types", None):
         return None
@@ -110,18 +133,28 @@ def _shallow(
         if isinstance(getattr(shallow, depth, None), int):
             setattr(shallow, depth, ENOUGH)
     try:
-        built = build_skeleton(shallow)
+        built = adapted(shallow, lora)
     except FieldError:
         return None
-    stacks = _stacks(_names(built, _units(built, "block")))
-    return shallow if all(len(places) == ENOUGH for places in stacks.values()) else None
+    for parameter_name, p in built.named_parameters():
+        p.requires_grad_(p.requires_grad and not matches(parameter_name, frozen or ()))
+    units_of_built = unit_modules(built, "block")
+    stacks, whole = _stacks(_names(built, units_of_built)), _stacks(_names(model, inside))
+    if any(len(places) != ENOUGH for places in stacks.values()):
+        return None
+    for stack, places in stacks.items():  # those that are repeated are frozen as those of the model
+        for place, of_model in zip(places, (*whole[stack][:MIDDLE], *whole[stack][MIDDLE - ENOUGH :]), strict=True):
+            ours, theirs = units_of_built[place][0], inside[of_model][0]
+            if [p.requires_grad for p in ours.parameters()] != [p.requires_grad for p in theirs.parameters()]:
+                return None
+    return built
 
 
 class _Model:
     """One built model and its recordings."""
 
-    def __init__(self, model: nn.Module, inside: Sequence[Sequence[nn.Module]], facts: Facts) -> None:
-        self._model, self._facts = model, facts
+    def __init__(self, model: nn.Module, inside: Sequence[Sequence[nn.Module]], inputs: Inputs) -> None:
+        self._model, self._inputs = model, inputs
         self._blocks = blocks(model)
         self._inside = self._in_order(inside)
         self._owned = owners(model, self._inside)
@@ -134,7 +167,7 @@ class _Model:
         return [self._inside[i - 1] for i in order]
 
     def _record(self, precision: str, recomputed: Sequence[nn.Module]) -> TapeRecording:
-        return record(self._model, self._facts, self._inside, precision=precision, recomputed=recomputed)
+        return record(self._model, self._inputs, self._inside, precision=precision, recomputed=recomputed)
 
     def shape(self, name: str) -> ModelShape:
         runs = {p: self._record(p, []) for p in PRECISIONS}
@@ -143,20 +176,14 @@ class _Model:
         first = runs["fp32"]
         shared: dict[tuple[TapeChange, ...], tuple[TapeChange, ...]] = {}
         tapes = {key: _tape(run, first.calls, shared) for key, run in runs.items()}
-        image = None if self._facts.is_text else self._facts.tokens_per_sample(0)
+        image = self._inputs.image_tokens
         distinct: dict[str, UnitShape] = {}
         units = [self._unit(i, first, tapes, image) for i in range(len(self._inside) + 1)]
         return ModelShape(
             name=name, units=tuple(distinct.setdefault(repr(unit), unit) for unit in units), image_tokens=image,
             calls=first.calls, tapes=tapes, unit_names=("root", *_names(self._model, self._inside)),
-            buffers_bytes=sum(b.nbytes for b in self._model.buffers()), batch=self._batch(),
+            buffers_bytes=sum(b.nbytes for b in self._model.buffers()), batch=self._inputs.batch_size,
         )  # fmt: skip
-
-    def _batch(self) -> SizeFormula:
-        if self._facts.image_pixels is None:
-            return SizeFormula(((1, 1, 16.0 if self._facts.kind != "seq2seq" else 8.0),))
-        height, width = self._facts.image_pixels
-        return SizeFormula(((1, 0, 4.0 * self._facts.channels * height * width + 8),))
 
     def _unit(
         self, i: int, run: TapeRecording, tapes: Mapping[str, Sequence[TapeSegment]], image: int | None
@@ -168,6 +195,8 @@ class _Model:
             name=type(self._inside[i - 1][0]).__name__ if i else "root",
             parameters=tuple(p.numel() for _, p, _ in owned), shapes=tuple(tuple(p.shape) for _, p, _ in owned),
             full_precision=tuple(j for j, (_, _, m) in enumerate(owned) if kind_of(m) is ModuleKind.BATCH_NORM),
+            frozen=tuple(j for j, (_, p, _) in enumerate(owned) if not p.requires_grad),
+            has_backward=any(s.point.direction is Direction.BACKWARD and s.point.call in calls for s in run.segments),
             products=tuple(p for r in records for p in products_of(r, tokens)),
             pair_flops=sum(r.pair_flops for r in records) / (SAMPLES * tokens**2),
             heads=max((r.heads for r in records), default=0), causal=any(r.causal for r in records),

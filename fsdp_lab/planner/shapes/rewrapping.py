@@ -74,11 +74,13 @@ def _regrouped(tape: Sequence[TapeSegment], calls: Sequence[tuple[int, int | Non
 
 
 def joined_units(group: Sequence[UnitShape]) -> UnitShape:
-    first, offsets = group[0], itertools.accumulate((len(unit.parameters) for unit in group), initial=0)
+    first, offsets = group[0], list(itertools.accumulate((len(unit.parameters) for unit in group), initial=0))
     return dataclasses.replace(
         first,
         parameters=tuple(n for u in group for n in u.parameters), shapes=tuple(s for u in group for s in u.shapes),
         full_precision=tuple(j + o for u, o in zip(group, offsets, strict=False) for j in u.full_precision),
+        frozen=tuple(j + o for u, o in zip(group, offsets, strict=False) for j in u.frozen),
+        has_backward=any(u.has_backward for u in group),
         products=tuple(p for u in group for p in u.products), pair_flops=sum(u.pair_flops for u in group),
         saved={dtype: SavedBytes(
             per_token_bytes=sum(u.saved[dtype].per_token_bytes for u in group),

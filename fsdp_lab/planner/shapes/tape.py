@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers.masking_utils as masking
@@ -68,7 +68,46 @@ class TapeRecording:
     seq_len: int
 
 
-def record(model: nn.Module, facts: Facts, units: Sequence[Sequence[nn.Module]], *, precision: str,
+class Inputs(Protocol):
+    """What a model is run on, and its loss."""
+
+    image_tokens: int | None  # of a sample, whatever the sequence length; None: as many as the length
+    batch_size: SizeFormula  # bytes of a micro-batch
+
+    def length(self, model: nn.Module) -> int:
+        """Twice a prime that divides no size of the model."""
+
+    def batch(self, seq_len: int) -> Any:
+        """`SAMPLES` samples, for the fake tensors' mode."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """A scalar with a graph."""
+
+
+class ConfigInputs:
+    """Those of a model of transformers."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self.image_tokens = None if facts.is_text else facts.tokens_per_sample(0)
+        if facts.image_pixels is None:
+            self.batch_size = SizeFormula(((1, 1, 16.0 if facts.kind != "seq2seq" else 8.0),))
+        else:
+            height, width = facts.image_pixels
+            self.batch_size = SizeFormula(((1, 0, 4.0 * facts.channels * height * width + 8),))
+
+    def length(self, model: nn.Module) -> int:
+        return _length(model, self._facts)
+
+    def batch(self, seq_len: int) -> Mapping[str, Tensor]:
+        return empty_batch(self._facts, SAMPLES, seq_len, device="cpu")
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        loss: Tensor = model(**batch)["loss"]
+        return loss
+
+
+def record(model: nn.Module, inputs: Inputs, units: Sequence[Sequence[nn.Module]], *, precision: str,
            recomputed: Sequence[nn.Module] = ()) -> TapeRecording:  # fmt: skip
     """Runs a copy of `model`, whose parameters are on meta.
 
@@ -83,12 +122,12 @@ def record(model: nn.Module, facts: Facts, units: Sequence[Sequence[nn.Module]],
     checkpointed = {id(memo[id(m)]) for m in recomputed}
     with FakeTensorMode(allow_non_fake_inputs=True), _no_packed_sequences():
         _make_fake(copied, precision)
-        seq_len = _length(model, facts)
-        batch = empty_batch(facts, SAMPLES, seq_len, device="cpu")
+        seq_len = inputs.length(model)
+        batch = inputs.batch(seq_len)
         run = _Run(copied, inside, checkpointed)
-        existing = [*copied.parameters(), *copied.buffers(), *batch.values()]
+        existing = [*copied.parameters(), *copied.buffers(), *tensors_in(batch)]
         with run.recorder.recording(existing):
-            run.run(batch, autocast=precision == "autocast")
+            run.run(lambda: inputs.loss(copied, batch), autocast=precision == "autocast")
     return TapeRecording(
         calls=tuple(run.calls), segments=run.recorder.segments(seq_len), records=tuple(run.records), seq_len=seq_len
     )
@@ -169,7 +208,7 @@ class _Run:
         self.recorder = _Recorder(self._current)
         self.calls: list[tuple[int, int | None]] = []
         self.records: list[CallRecord] = []
-        self._model, self._half = model, any(p.dtype is torch.bfloat16 for p in model.parameters())
+        self._half = any(p.dtype is torch.bfloat16 for p in model.parameters())
         self._open: list[int] = []
         self._begun: set[int] = set()
         self._ended: set[int] = set()
@@ -189,9 +228,9 @@ class _Run:
             for m in modules:
                 self._watch(outer.get(id(m), m), unit)
 
-    def run(self, batch: Mapping[str, Tensor], *, autocast: bool) -> None:
+    def run(self, compute: Callable[[], Tensor], *, autocast: bool) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            loss = self._model(**batch)["loss"]
+            loss = compute()
         loss = loss.float()
         self._backward = True
         torch.autograd.backward(loss * 1.0)

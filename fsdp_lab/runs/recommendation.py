@@ -24,7 +24,7 @@ from fsdp_lab.runs.summary import Ratio, median, ratio
 from fsdp_lab.runs.view import RunView
 
 WITHIN = 0.10
-SAME_WORK = ("model", "data", "seq_len", "link")
+SAME_WORK = ("model", "data", "tokenizer", "text_field", "packing", "loss", "lora", "seq_len", "link")
 TOGGLES = ("backend", "sharding", "shard_size", "reshard_size", "precision", "offload", "wrap", "forward_prefetch",
            "backward_prefetch", "backward_prefetch_point", "limit_all_gathers", "limit_reductions", "recompute",
            "sync", "compile", "optimizer_args", "micro_batch", "accumulate", "world_size", "link")  # fmt: skip

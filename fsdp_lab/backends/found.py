@@ -1,0 +1,376 @@
+"""A model that a user has set up, with FSDP2, FSDP1, DDP, our engine or nothing, as something to measure.
+
+`find` looks at the live model and says which it is; the tensors that only the wrapper knows are listed by the same code as
+for a backend of the lab's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_lab import engine
+from fsdp_lab.backends import fsdp1, fsdp2
+from fsdp_lab.backends.base import DTYPES, Measured, RoleTensor, local_tensor, original_name
+from fsdp_lab.backends.flat import FlatTensors
+from fsdp_lab.backends.fsdp1 import FSDP1Tensors
+from fsdp_lab.backends.fsdp2 import FSDP2Tensors
+from fsdp_lab.backends.wrapping import name_flat_units, name_fsdp1_unit, name_fsdp2_unit
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.events import ROOT, Role
+from fsdp_lab.core.loops import WatchedLoop
+from fsdp_lab.engine.hooks import unit_hooks
+from fsdp_lab.models.wrapping import blocks
+from fsdp_lab.wire import WireContext
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_FSDP1_SHARDINGS = {strategy: name for name, strategy in fsdp1._SHARDING.items()}
+
+
+class PlainModel(Measured):
+    """A module that nobody has wrapped; the base of the others.
+
+    Attributes:
+        optimizers: those whose state is counted; more may come while it is watched.
+    """
+
+    backend = "module"
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.module, self.optimizers = module, list(optimizers)
+
+    # -- what it holds ----------------------------------------------------------------------------------------------
+
+    def parameter_bytes(self) -> int:
+        return sum(local_tensor(p).nbytes for p in self.module.parameters())
+
+    def gradient_bytes(self) -> int:
+        return sum(local_tensor(g).nbytes for g in self._gradients())
+
+    def optimizer_bytes(self) -> int:
+        return sum(t.nbytes for t in self._states())
+
+    def persistent_tensors(self) -> Iterator[RoleTensor]:
+        yield from ((Role.PARAMETERS, local_tensor(p)) for p in self._masters())
+        yield from ((Role.GRADIENTS, g) for g in self._gradients())
+        yield from ((Role.OPTIMIZER, t) for t in self._states())
+
+    def unit_modules(self) -> list[tuple[str, nn.Module]]:
+        """Its repeated blocks."""
+        model = self._unwrapped()
+        found = {id(m) for m in blocks(model)}
+        return [(original_name(name), m) for name, m in model.named_modules() if id(m) in found]
+
+    def _unwrapped(self) -> nn.Module:
+        return self.module
+
+    def _masters(self) -> Iterator[Tensor]:
+        return self.module.parameters()
+
+    def _gradients(self) -> Iterator[Tensor]:
+        return (p.grad for p in self.module.parameters() if p.grad is not None)
+
+    def _states(self) -> Iterator[Tensor]:
+        states = (state for optimizer in self.optimizers for state in optimizer.state.values())
+        return (local_tensor(t) for state in states for t in state.values() if isinstance(t, Tensor) and t.dim())
+
+    # -- what it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters are; a CPU if it has none."""
+        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+
+    @property
+    def offload(self) -> str:
+        """As in a `Strategy`."""
+        return "none"
+
+    @property
+    def sharding(self) -> tuple[str, int]:
+        """As in a `Strategy`, and the ranks in one shard group."""
+        return ("no_shard" if dist.is_initialized() and dist.get_world_size() > 1 else "", 1)
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Those that it communicates in."""
+        return []
+
+    def dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """Of computing and of the reduction; None: as the parameters are."""
+        return None, None
+
+    def whole_parameters(self) -> int:
+        """Elements of the whole model."""
+        return sum(p.numel() for p in self.module.parameters())
+
+    def parameter_ids(self) -> set[int]:
+        """Of what an optimizer may be given."""
+        return {id(p) for p in self.module.parameters()}
+
+    def name_units(self, context: WireContext) -> Callable[[], None]:
+        """Tells the wire the unit of each collective, until what is returned is called."""
+        return lambda: None
+
+    def describe(self, world_size: int, title: str = "") -> WatchedLoop:
+        sharding, shard_size = self.sharding
+        inner = (
+            self.module.module if isinstance(self.module, (DistributedDataParallel, FullyShardedDataParallel)) else None
+        )
+        own = next((p.dtype for p in self.module.parameters()), torch.float32)
+        compute, reduce = (dtype or own for dtype in self.dtypes())
+        precision = [_NAMES.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dict.fromkeys((compute, reduce))]
+        return WatchedLoop(
+            model=_class_name(inner or self.module),
+            backend=self.backend,
+            sharding=sharding,
+            shard_size=shard_size,
+            parameters=self.whole_parameters(),
+            units=len(self.unit_modules()),
+            optimizer=" + ".join(dict.fromkeys(type(o).__name__ for o in self.optimizers)),
+            precision="/".join(precision),
+            offload=self.offload,
+            world_size=world_size,
+            device=self.device.type,
+            title=title,
+        )
+
+
+class FoundDDP(PlainModel):
+    backend = "ddp"
+
+    def _unwrapped(self) -> nn.Module:
+        model: nn.Module = self.module.module  # type: ignore[assignment]
+        return model
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        return [self.module.process_group]  # type: ignore[list-item]
+
+    def resident_bytes(self) -> int:
+        """The buckets."""
+        return sum(p.nbytes for p in self.module.parameters() if p.requires_grad)
+
+
+class FoundFSDP2(FSDP2Tensors, PlainModel):
+    backend = "fsdp2"
+
+    def _param_groups(self) -> list[Any]:
+        return list(fsdp2._param_groups(self.module))
+
+    @property
+    def offload(self) -> str:
+        return "all" if any(isinstance(g.offload_policy, CPUOffloadPolicy) for g in self._param_groups()) else "none"
+
+    @property
+    def sharding(self) -> tuple[str, int]:
+        groups = self._param_groups()
+        inner = [g for m in self.module.modules() if m is not self.module for g in fsdp2._own_groups(m)] or groups
+        hybrid = any(g.mesh_info.replicate_mesh_dim is not None for g in groups)
+        reshards = any(g.post_forward_mesh_info is not None for g in inner)
+        names = ("hybrid_shard_zero2", "hybrid_shard") if hybrid else ("shard_grad_op", "full_shard")
+        return names[reshards], max((g.mesh_info.shard_mesh_size for g in groups), default=1)
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        infos = [group.mesh_info for group in self._param_groups()]
+        found = [info.shard_process_group for info in infos]
+        found += [info.replicate_process_group for info in infos if info.replicate_mesh_dim is not None]
+        return list(dict.fromkeys(found))
+
+    def dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
+        policy = next((g.mp_policy for g in self._param_groups()), None)
+        return (None, None) if policy is None else (policy.param_dtype, policy.reduce_dtype or policy.param_dtype)
+
+    def name_units(self, context: WireContext) -> Callable[[], None]:
+        named = [(original_name(n) or ROOT, fsdp2._own_groups(m)) for n, m in self.module.named_modules()]
+        restore = _restoring([g for _, groups in named for g in groups], ("unshard", "post_backward"))
+        for name, groups in named:
+            name_fsdp2_unit(name, groups, context)
+        return restore
+
+
+class FoundFSDP1(FSDP1Tensors, PlainModel):
+    backend = "fsdp1"
+
+    def _handles(self) -> list[Any]:
+        return fsdp1._handles(self.module)
+
+    def _root(self) -> FullyShardedDataParallel:
+        return next(m for m in self.module.modules() if isinstance(m, FullyShardedDataParallel))
+
+    def _masters(self) -> Iterator[Tensor]:
+        flats = [h.flat_param for h in self._handles()]
+        yield from (getattr(flat, "_local_shard", flat) for flat in flats)
+        yield from self.module.parameters()
+
+    def parameter_bytes(self) -> int:
+        padding = sum(
+            h.flat_param._shard_numel_padded * h.flat_param.itemsize for h in self._handles() if not h._use_orig_params
+        )
+        return super().parameter_bytes() - int(padding)
+
+    @property
+    def offload(self) -> str:
+        return "all" if any(h._offload_params for h in self._handles()) else "none"
+
+    @property
+    def sharding(self) -> tuple[str, int]:
+        root: Any = self._root()
+        return _FSDP1_SHARDINGS.get(root.sharding_strategy, ""), int(root.process_group.size())
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        units: list[Any] = FullyShardedDataParallel.fsdp_modules(self.module)
+        return list(dict.fromkeys(unit.process_group for unit in units))
+
+    def dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
+        mixed: Any = self._root().mixed_precision
+        return mixed.param_dtype, mixed.reduce_dtype or mixed.param_dtype
+
+    def whole_parameters(self) -> int:
+        flat = {id(p) for h in self._handles() for p in (h.flat_param, *(h.flat_param._params or ()))}
+        others = sum(p.numel() for p in self.module.parameters() if id(p) not in flat)
+        return others + sum(int(shape.numel()) for h in self._handles() for shape in h.flat_param._shapes)
+
+    def name_units(self, context: WireContext) -> Callable[[], None]:
+        restore = _restoring(self._handles(), ("unshard", "reshard"))
+        for name, module in self.module.named_modules():
+            if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+                name_fsdp1_unit(original_name(name) or ROOT, module._handle, context)
+        return restore
+
+
+class FoundFlat(FlatTensors, PlainModel):
+    """Of our engine."""
+
+    backend = "lab"
+
+    def parameter_bytes(self) -> int:
+        return sum(shard.local.nbytes for shard in engine.shards_of(self.module)) + sum(
+            p.nbytes for p in self._others()
+        )
+
+    def gradient_bytes(self) -> int:
+        found = (s.sharded.grad for s in engine.shards_of(self.module) if s.sharded is not None)
+        own = sum(local_tensor(g).nbytes for g in found if g is not None)
+        return own + sum(p.grad.nbytes for p in self._others() if p.grad is not None)
+
+    def _masters(self) -> Iterator[Tensor]:
+        yield from (flat.master for flat in engine.flats_of(self.module))
+        yield from self._others()
+
+    def _gradients(self) -> Iterator[Tensor]:
+        reduced = (flat.gradients.local() for flat in engine.flats_of(self.module))
+        yield from (t for t in reduced if t is not None)
+        yield from (p.grad for p in self._others() if p.grad is not None)
+
+    def optimizer_bytes(self) -> int:
+        """A flat state's padding is left out: it is that of the shards."""
+        whole = sum(t.nbytes for t in self._states())
+        masters = sum(flat.master.nbytes for flat in engine.flats_of(self.module))
+        shards = sum(shard.local.nbytes for shard in engine.shards_of(self.module))
+        regions = {id(p) for p in engine.sharded_parameters(self.module)}
+        flat = sum(t.nbytes for o in self.optimizers for p, state in o.state.items() if id(p) in regions
+                   for t in map(local_tensor, (v for v in state.values() if isinstance(v, Tensor) and v.dim())))  # fmt: skip
+        return whole - (flat * (masters - shards) // masters if masters else 0)
+
+    def _others(self) -> list[nn.Parameter]:
+        """Parameters that were left out of it."""
+        inside = self._sharded_ids()
+        return [p for p in self.module.parameters() if id(p) not in inside]
+
+    def _sharded_ids(self) -> set[int]:
+        return {id(p) for s in engine.shards_of(self.module) for p in (s.param, s.sharded)}
+
+    @property
+    def offload(self) -> str:
+        return str(next((flat.policy.offload.value for flat in engine.flats_of(self.module)), "none"))
+
+    @property
+    def sharding(self) -> tuple[str, int]:
+        units = engine.units_of(self.module)
+        inner = [u for u in units if self.module not in u.modules] or units
+        if any(u.policy.shard_optimizer_only for u in units):
+            return "zero1", units[0].mesh.shard_size
+        if units[0].mesh.shard_size == 1:
+            return "no_shard", 1
+        reshards = any(u.policy.rules.reshard_after_forward for u in inner)
+        names = (
+            ("hybrid_shard_zero2", "hybrid_shard") if units[0].mesh.replicas > 1 else ("shard_grad_op", "full_shard")
+        )
+        return names[reshards], units[0].mesh.shard_size
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        return list(engine.units_of(self.module)[0].mesh.device_mesh.get_all_groups())
+
+    def dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
+        mp = engine.units_of(self.module)[0].policy.mp
+        return mp.param_dtype, mp.reduce_dtype or mp.param_dtype
+
+    def whole_parameters(self) -> int:
+        return sum(s.shape.numel() for s in engine.shards_of(self.module)) + sum(p.numel() for p in self._others())
+
+    def parameter_ids(self) -> set[int]:
+        return self._sharded_ids() | super().parameter_ids()
+
+    def name_units(self, context: WireContext) -> Callable[[], None]:
+        before = [(runtime, runtime.around) for runtime in engine.runtimes_of(self.module)]
+        name_flat_units(self.module, context)
+
+        def restore() -> None:
+            for runtime, around in before:
+                runtime.around = around
+
+        return restore
+
+
+def find(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> PlainModel:
+    """What a model was set up with. Raises ArgumentError for what is no module, and for several wrappers in one model."""
+    if not isinstance(model, nn.Module):
+        several = isinstance(model, (list, tuple, dict))
+        hint = "put several models into one nn.ModuleList" if several else "give the torch.nn.Module that is trained"
+        raise ArgumentError("model", f"a {type(model).__name__} is no module", hint)
+    if not any(True for _ in model.parameters()):
+        raise ArgumentError("model", f"{_class_name(model)} has no parameters", "give the module that is trained")
+    kinds: dict[type[PlainModel], bool] = {
+        FoundFlat: any(unit_hooks(m) is not None for m in model.modules()),
+        FoundFSDP2: any(isinstance(m, FSDPModule) for m in model.modules()),
+        FoundFSDP1: any(isinstance(m, FullyShardedDataParallel) for m in model.modules()),
+        FoundDDP: isinstance(model, DistributedDataParallel),
+    }
+    found = [kind for kind, is_one in kinds.items() if is_one]
+    if len(found) > 1:
+        names = " and ".join(kind.backend for kind in found)
+        raise ArgumentError("model", f"it is wrapped by {names} at once", "watch a model that one of them wraps")
+    if not found and any(isinstance(m, DistributedDataParallel) for m in model.modules()):
+        raise ArgumentError("model", "DDP wraps a part of it", "watch the DistributedDataParallel module itself")
+    return (found[0] if found else PlainModel)(model, optimizers)
+
+
+def _class_name(module: nn.Module) -> str:
+    """FSDP2 derives a class "FSDPGPT2LMHeadModel" from the model's, and compile wraps it."""
+    module = getattr(module, "_orig_mod", module)
+    if isinstance(module, FSDPModule):
+        return next(c.__name__ for c in type(module).__mro__[1:] if not issubclass(c, FSDPModule))
+    return type(module).__name__
+
+
+def _restoring(owners: Sequence[Any], methods: Sequence[str]) -> Callable[[], None]:
+    """Call it before these methods are wrapped (wrapping.py); what it returns undoes that."""
+    before = [(owner, method, vars(owner).get(method)) for owner in owners for method in methods]
+
+    def restore() -> None:
+        for owner, method, own in before:
+            vars(owner).pop(method, None)
+            if own is not None:
+                setattr(owner, method, own)
+
+    return restore

@@ -1,0 +1,130 @@
+"""Low-rank adapters in a model (`Workload.lora`), by peft: `adapted`, their initial values, and a folder in peft's format.
+
+peft puts a layer of its own around each target, inside of the model, whose class and other names stay. What it wraps is
+called "base_layer" then; `base_name` is the name without that. All parameters but those of adapters are frozen.
+
+Note: initial values. Those of the model are drawn or read as without adapters, so that adding them changes no loss before
+the first update: B begins with zeros. A is drawn as peft draws it, from (seed, name) as all random values are.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.lora import FIELD, Lora
+from fsdp_lab.models.build import Draw, Initializer, build_skeleton, parameters_on_meta
+from fsdp_lab.models.configs import first_line
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+_ADAPTER = "default"  # peft's name of the one adapter
+_BASE = ".base_layer"
+_FIRST, _SECOND = f".lora_A.{_ADAPTER}.", f".lora_B.{_ADAPTER}."
+
+
+def adapted(config: PreTrainedConfig, lora: Lora | None) -> PreTrainedModel:
+    """`build_skeleton`, with adapters if there are to be any. Raises SpecError, also for targets that the model has not."""
+    model = build_skeleton(config)
+    if lora is not None:
+        _add(model, lora)
+    return model
+
+
+def base_name(name: str) -> str:
+    """The name of a parameter, buffer or module in the model without adapters."""
+    return name.replace(f"{_BASE}.", ".").removesuffix(_BASE)
+
+
+def _add(model: PreTrainedModel, lora: Lora) -> None:
+    inject = _peft().inject_adapter_in_model
+    try:
+        with parameters_on_meta(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # on layouts that peft then corrects by itself
+            inject(peft_config(lora), model)
+    except ValueError as e:
+        names = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if not list(m.children())} - {""})
+        linear = [n for n in names if not n.isdecimal()]
+        raise SpecError(FIELD, f"no adapters can be put into this model ({first_line(e)})",
+                        f"give targets, some of {', '.join(linear[:12])}", {"lora": None}) from e  # fmt: skip
+
+
+def peft_config(lora: Lora) -> LoraConfig:
+    targets = None if lora.targets is None else list(lora.targets)
+    config: LoraConfig = _peft().LoraConfig(r=lora.r, lora_alpha=lora.scale, target_modules=targets)
+    return config
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise SpecError(FIELD, "adapters are peft's, which is not installed", 'install it with "pip install peft", or leave '
+                        "lora out", {"lora": None}) from None  # fmt: skip
+    return peft
+
+
+# -- initial values --------------------------------------------------------------------------------------------------
+
+
+class _Values(Protocol):
+    buffers: Sequence[str]
+
+    def read_into(self, name: str, start: int, target: Tensor) -> None: ...
+
+
+class AdaptedValues:
+    """Initial values of a model with adapters: `base` has those of the model without."""
+
+    def __init__(self, base: _Values, model: nn.Module, seed: int, check: Callable[[], object] = lambda: None) -> None:
+        self._base = base
+        names = {base_name(name): name for name, _ in model.named_buffers()}
+        self.buffers: Sequence[str] = tuple(names.get(name, name) for name in base.buffers)
+        shapes = {name: p.shape for name, p in model.named_parameters() if is_adapter(name)}
+        self._adapters = Initializer.of_draws(shapes, {name: [_draw(name)] for name in shapes}, seed, check)
+        self._own = frozenset(shapes)
+
+    def read_into(self, name: str, start: int, target: Tensor) -> None:
+        if name in self._own:
+            self._adapters.read_into(name, start, target)
+        else:
+            self._base.read_into(base_name(name), start, target)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether it is the name of an adapter's parameter."""
+    return _FIRST in name or _SECOND in name
+
+
+def _draw(name: str) -> Draw:
+    return Draw(nn.init.kaiming_uniform_, {"a": math.sqrt(5)}) if _FIRST in name else Draw(nn.init.zeros_, {})
+
+
+# -- in peft's format ------------------------------------------------------------------------------------------------
+
+
+def adapter_tensors(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of adapters by the names that peft gives them in `adapter_model.safetensors`."""
+    return {
+        f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}": t for name, t in values.items() if is_adapter(name)
+    }
+
+
+def save_adapters(model: PreTrainedModel, values: Mapping[str, Tensor], folder: Path, base: str) -> None:
+    """Writes `adapter_config.json` and `adapter_model.safetensors`, for `PeftModel.from_pretrained(model, folder)`. `base`:
+    where the model itself is."""
+    from safetensors.torch import save_file
+
+    config: Any = model.peft_config[_ADAPTER]  # with the targets that peft chose
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.save_pretrained(str(folder))
+    save_file({n: t.contiguous() for n, t in adapter_tensors(values).items()}, folder / "adapter_model.safetensors",
+              metadata={"format": "pt"})  # fmt: skip

@@ -1,0 +1,304 @@
+"""`OwnModel`: a module, a loss and a dataset of the user's own, as a Workload with code describes them.
+
+Note: initial values. `build` is called once more for them, on the CPU, with the random generators of torch, numpy and
+Python set from the Spec's seed, and each rank takes its ranges from the result. So the user's own initialisation is
+honoured, and is equal for all backends and world sizes. It takes the memory of a whole model in every rank's process while
+it loads, where models of transformers take that of a piece. The skeleton is built with its parameters on meta; but buffers
+may be random or computed from parameters, so a module that has some is built really each time.
+
+Note: random numbers. What a dataset draws in `__getitem__` depends on (seed, number of the sample), and what the module and
+the loss draw, as dropout does, on (seed, first sample of the micro-batch). So both are equal for all backends, and for all
+world sizes at the same micro-batch. In an evaluation they depend on (seed, first held-out sample of the batch): its loss
+does not depend on when it is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.user_code import code_name, loaded
+from fsdp_lab.core.workload import Workload
+from fsdp_lab.engine.tensors import map_tensors, tensors_in
+from fsdp_lab.models.build import parameters_on_meta
+from fsdp_lab.models.configs import first_line, resolve
+from fsdp_lab.models.flops import Flops, counted_flops
+from fsdp_lab.models.freezing import freeze
+from fsdp_lab.models.lora import adapted
+from fsdp_lab.models.sources import Batch, Indices, Source
+
+_MODEL, _LOSS, _DATA = "workload.model", "workload.loss", "workload.data"
+_RAISED = (Exception, SystemExit)  # by the user's code, of which no rank may end
+_BUILD_HINT = "correct it; it is called without arguments, and returns an nn.Module"
+
+
+@contextmanager
+def seeded(*of: int | str, device: torch.device | None = None) -> Iterator[None]:
+    """In this context all generators of random numbers on the host, and that of a GPU, start from `of`; afterwards
+    they go on as if nothing had been drawn."""
+    digest = hashlib.blake2b(repr(of).encode(), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little") >> 1
+    of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    of_gpu = torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.default_generator.manual_seed(seed)
+    if of_gpu is not None:
+        torch.cuda.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
+        if of_gpu is not None:
+            torch.cuda.set_rng_state(of_gpu, device or "cuda")
+
+
+class OwnModel:
+    """The code of a Workload, on a process that has it. Raises SpecError if it has not."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._build, self._loss = loaded(_MODEL, workload.model), objective(workload)
+
+    def skeleton(self) -> nn.Module:
+        """The module in train mode: parameters on meta, real buffers. Raises SpecError for a module that cannot be trained
+        here, or that `build` does not return."""
+        try:
+            with seeded(self._workload.seed), parameters_on_meta():
+                module = self._build()
+        except _RAISED:  # it may need values
+            module = None
+        if not isinstance(module, nn.Module) or next(module.buffers(), None) is not None:
+            module = _on_meta(self.built())
+        self._check(module)
+        return module.train()
+
+    def built(self) -> nn.Module:
+        """The module with its initial values. Raises SpecError."""
+        name = code_name(self._workload.model)
+        try:
+            with seeded(self._workload.seed), torch.device("cpu"):
+                module = self._build()
+        except _RAISED as e:  # whatever the user's code raises
+            raise SpecError(_MODEL, f"{name}() raised {type(e).__name__}: {first_line(e)}", _BUILD_HINT) from e
+        if not isinstance(module, nn.Module):
+            raise SpecError(_MODEL, f"{name}() returned a {type(module).__name__}", "return an nn.Module")
+        return module
+
+    def initial(self, skeleton: nn.Module) -> BuiltValues:
+        """Its initial values. Raises SpecError if `build` does not make the module of the skeleton again."""
+        return BuiltValues(self.built(), skeleton, code_name(self._workload.model))
+
+    def cost(self, source: OwnSource, recomputed: Callable[[nn.Module], Sequence[nn.Module]]) -> OwnCost:
+        """FLOPs of one micro-batch, counted in a forward and backward on meta, or on the CPU where that needs values.
+        Raises SpecError if it fails there, with what was raised."""
+        batch = source.first(self._workload.micro_batch)
+        try:
+            return self._count(self.skeleton().to("meta"), map_tensors(lambda t: t.to("meta"), batch), recomputed)
+        except SpecError:
+            raise
+        except Exception:  # it needs values, or is wrong: the CPU tells
+            return self._on_cpu(batch, recomputed)
+
+    def _on_cpu(self, batch: Batch, recomputed: Callable[[nn.Module], Sequence[nn.Module]]) -> OwnCost:
+        model = self.built()
+        try:
+            with seeded(self._workload.seed):
+                return self._count(model, batch, recomputed)
+        except SpecError:
+            raise
+        except Exception as e:
+            reason = f"{code_name(self._workload.loss)}(model, batch) raised {type(e).__name__}: {first_line(e)}"
+            raise SpecError(_LOSS, reason, f"correct the loss or the model; a batch is {described(batch)}") from e
+
+    def _count(self, model: nn.Module, batch: Batch, recomputed: Callable[[nn.Module], Sequence[nn.Module]]) -> OwnCost:
+        freeze(model, self._workload.freeze)
+        flops = counted_flops(lambda: self._loss(model, batch), recomputed(model))
+        unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        return OwnCost(flops=flops, unused=tuple(unused))
+
+    def _check(self, module: nn.Module) -> None:
+        parameters = list(module.named_parameters())
+        if not parameters:
+            raise SpecError(_MODEL, f"a {type(module).__name__} has no parameters to train", "return one that has")
+        for name, p in parameters:
+            if isinstance(p, nn.parameter.UninitializedParameter):
+                raise SpecError(_MODEL, f"{name} has no shape before the first forward", "use layers that are not lazy")
+            if p.dtype != torch.float32:
+                raise SpecError(_MODEL, f"{name} is {str(p.dtype).removeprefix('torch.')}, and masters are float32",
+                                "build it in float32, and choose a precision")  # fmt: skip
+
+
+def skeleton_of(workload: Workload) -> nn.Module:
+    """The model of a Workload, also of transformers, with its parameters on meta. Raises SpecError."""
+    if workload.is_own:
+        return OwnModel(workload).skeleton()
+    return adapted(resolve(workload.model, dropout=workload.dropout), workload.adapters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnCost:
+    """`flops` of a micro-batch; `unused`: names of parameters that its loss gives no gradient."""
+
+    flops: Flops
+    unused: tuple[str, ...]
+
+
+class BuiltValues:
+    """The parameters and persistent buffers of a module that is built, to be read as those of an `Initializer`."""
+
+    def __init__(self, built: nn.Module, skeleton: nn.Module, name: str) -> None:
+        if signature(built) != signature(skeleton):
+            raise SpecError(_MODEL, f"{name}() returns other parameters each time it is called",
+                            "make their names and shapes depend on nothing random")  # fmt: skip
+        persistent = built.state_dict().keys()
+        buffers = {n: b for n, b in built.named_buffers() if n in persistent}
+        self.buffers: Sequence[str] = tuple(buffers)
+        self._values = {n: t.detach().reshape(-1) for n, t in (*built.named_parameters(), *buffers.items())}
+
+    def read_into(self, name: str, start: int, target: Tensor) -> None:
+        target.copy_(self._values[name][start : start + target.numel()])
+
+
+def signature(module: nn.Module) -> str:
+    """A digest of name, shape, and whether it is trained, of each parameter."""
+    found = [(n, tuple(p.shape), p.requires_grad) for n, p in module.named_parameters()]
+    return hashlib.blake2b(repr(found).encode(), digest_size=8).hexdigest()
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """The same module with its parameters on meta, tied as they are."""
+    made: dict[int, nn.Parameter] = {}
+    for m in module.modules():
+        for name, p in m._parameters.items():
+            if p is not None and not isinstance(p, nn.parameter.UninitializedParameter):
+                m._parameters[name] = made.setdefault(id(p), nn.Parameter(p.detach().to("meta"), p.requires_grad))
+    return module
+
+
+# -- loss ------------------------------------------------------------------------------------------------------------
+
+
+def objective(workload: Workload) -> Callable[[nn.Module, Any], Tensor]:
+    """(model, batch on its device) -> loss, a scalar with a graph: the user's, or that which a model of transformers
+    returns. Raises SpecError if its code is not here."""
+    if not workload.is_own:
+        return _of_transformers
+    loss, name = loaded(_LOSS, workload.loss), code_name(workload.loss)
+
+    def scalar(model: nn.Module, batch: Any) -> Tensor:
+        value = loss(model, batch)
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+            what = f"a tensor, {described(value)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            hint = "return a scalar tensor of floats, such as a mean"
+            raise SpecError(_LOSS, f"{name}(model, batch) returned {what}", hint)
+        if torch.is_grad_enabled() and not value.requires_grad:
+            raise SpecError(_LOSS, f"{name}(model, batch) does not depend on any parameter",
+                            "compute it from what model(...) returns, without detach")  # fmt: skip
+        return value.reshape(())
+
+    return scalar
+
+
+def _of_transformers(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    loss: Tensor = model(**batch)["loss"]
+    return loss
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+class OwnSource(Source):
+    """The samples of a map-style dataset, collated by its `collate`, if it has one, else as torch's DataLoader does."""
+
+    def __init__(self, workload: Workload) -> None:
+        given = loaded(_DATA, workload.data)
+        self._seed, self._name = workload.seed, code_name(workload.data)
+        makes = isinstance(given, type) or not hasattr(given, "__getitem__")
+        self._dataset = self._made(given) if makes and callable(given) else given
+        self.count = self._length()
+        self._collate = getattr(self._dataset, "collate", None) or default_collate
+        self.description = f"{self._name}, {self.count:,} samples"
+        digest = hashlib.blake2b(repr(self.count).encode(), digest_size=8)
+        for t in tensors_in(self.first(1)):
+            content = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(f"{t.dtype}{tuple(t.shape)}".encode() + content.numpy().tobytes())
+        self.fingerprint = digest.hexdigest()
+
+    def first(self, count: int) -> Batch:
+        """A batch of the first samples."""
+        positions = np.arange(count, dtype=np.int64) % self.count
+        return self.collate(positions, positions)
+
+    def collate(self, positions: Indices, samples: Indices) -> Batch:
+        """Raises SpecError if a sample cannot be read, or a batch is not of tensors."""
+        try:
+            found = [self._sample(int(p), int(s)) for p, s in zip(positions, samples, strict=True)]
+            with seeded(self._seed, int(samples[0])):
+                batch = self._collate(found)
+        except Exception as e:
+            raise SpecError(_DATA, f"{self._name} raised {type(e).__name__}: {first_line(e)}",
+                            "correct its __getitem__, or how samples are collated") from e  # fmt: skip
+        if not _is_of_tensors(batch):
+            raise SpecError(_DATA, f"a batch of {self._name} is {described(batch)}",
+                            "return a tensor, or a tuple or dict of tensors, for a sample")  # fmt: skip
+        return batch
+
+    def held_out_batch(self, positions: Indices, counted: int) -> Batch:
+        """Without the samples that do not count, but at least one."""
+        kept = positions[: max(1, counted)]
+        return self.collate(kept, kept)
+
+    def _sample(self, position: int, sample: int) -> Any:
+        with seeded(self._seed, sample):
+            return self._dataset[position]
+
+    def _made(self, make: Callable[[], Any]) -> Any:
+        try:
+            with seeded(self._seed):
+                return make()
+        except _RAISED as e:
+            raise SpecError(_DATA, f"{self._name}() raised {type(e).__name__}: {first_line(e)}",
+                            "correct it; it is called without arguments, and returns a dataset") from e  # fmt: skip
+
+    def _length(self) -> int:
+        try:
+            count = len(self._dataset)
+            self._dataset.__getitem__  # noqa: B018
+        except Exception as e:
+            raise SpecError(_DATA, f"{self._name} is no dataset ({first_line(e)})",
+                            "give one with __len__ and __getitem__, or a function that returns one") from None  # fmt: skip
+        if count < 1:
+            raise SpecError(_DATA, f"{self._name} has no samples", "give a dataset of one sample or more")
+        return int(count)
+
+
+def _is_of_tensors(batch: Any) -> bool:
+    if isinstance(batch, Mapping):
+        return bool(batch) and all(map(_is_of_tensors, batch.values()))
+    if isinstance(batch, (tuple, list)):
+        return bool(batch) and all(map(_is_of_tensors, batch))
+    return isinstance(batch, Tensor)
+
+
+def described(batch: Any) -> str:
+    """`a tuple of a float32 (4, 16) and an int64 (4,)`."""
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{k}: {described(v)}" for k, v in batch.items()) + "}"
+    if isinstance(batch, (tuple, list)):
+        return f"{type(batch).__name__}(" + ", ".join(map(described, batch[:8])) + ")"
+    return f"a {type(batch).__name__}"

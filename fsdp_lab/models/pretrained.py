@@ -1,0 +1,247 @@
+"""`Pretrained`: the values of a model from a folder's `Weights`, under its own names, as `from_pretrained` gives them.
+
+`initial_values` makes what a Workload says: these, or random ones by `Initializer`. `weights_folder` says where they are.
+
+Note: names. transformers' own tables rename what is in a file: those of the model's class, old spellings (LayerNorm.gamma),
+and the prefix of the base model, which is added or removed. A tied parameter has one name in a model, its first; a file may
+have it under any of its names, or under several, whose values must then be equal. What a table merges or splits, such as
+experts that a file has one by one, is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.patterns import matches, unmatched
+from fsdp_lab.core.workload import OWN, RANDOM, Workload
+from fsdp_lab.models.build import Initializer
+from fsdp_lab.models.presets import PRESETS
+from fsdp_lab.models.weights import StoredTensor, Weights, has_weights
+
+_FIELD = "workload.weights"
+_SHOWN = 3  # names of each kind in a message
+_COMPARED = 4 << 20  # elements of tied tensors at once
+
+
+def initial_values(model: nn.Module, workload: Workload, weights: Weights | None,
+                   check: Callable[[], object] = lambda: None) -> Initializer | Pretrained:  # fmt: skip
+    """What a model begins with: random values, or those of `weights`. Raises SpecError if these do not fit.
+
+    `check` is called between two pieces that are drawn or read; what it raises ends it.
+    """
+    if weights is None:
+        return Initializer(model, workload.seed, check)
+    return Pretrained(model, workload, weights, check)
+
+
+def weights_folder(workload: Workload) -> Path | None:
+    """The folder of the weights that a workload begins with; None: random values.
+
+    Raises:
+        SpecError: `weights` is "own", and its model is no folder.
+    """
+    w = workload
+    if w.weights == RANDOM:
+        return None
+    if w.weights not in (None, OWN):
+        return Path(str(w.weights)).expanduser()
+    path = Path(w.model).expanduser() if isinstance(w.model, str) and w.model not in PRESETS else None
+    if path is not None and path.exists():
+        folder = path if path.is_dir() else path.parent
+        return folder if w.weights == OWN or has_weights(folder) else None
+    if w.weights == OWN:
+        what = f"{w.model} is a name, not a folder" if isinstance(w.model, str) else "a config has no files beside it"
+        raise SpecError(_FIELD, f"the model has no weights of its own: {what}", "name the weights' folder, or use random",
+                        {"weights": RANDOM})  # fmt: skip
+    return None
+
+
+class Pretrained:
+    """See the module; used like an `Initializer`. Making one reads no values.
+
+    Attributes:
+        fresh: parameters that begin random.
+        buffers: persistent buffers that the folder has values for; the others keep those of the model.
+
+    Raises:
+        SpecError: a tensor is missing, has another shape, or has no place in the model, and `Workload.fresh_weights` does
+            not have its name.
+    """
+
+    def __init__(self, model: nn.Module, workload: Workload, weights: Weights,
+                 check: Callable[[], object] = lambda: None) -> None:  # fmt: skip
+        self._weights, self._check = weights, check
+        found = _Match(model, weights)
+        found.refuse(workload.fresh_weights or ())
+        self._sources: dict[str, list[str]] = found.sources  # name in the model -> its names in the folder, one or more
+        self.fresh = tuple(name for name, _ in model.named_parameters() if name not in self._sources)
+        self.buffers: Sequence[str] = tuple(name for name in found.buffers if name in self._sources)
+        self._initializer = (
+            Initializer(model, workload.seed, check) if self.fresh else None
+        )  # before the model is wrapped
+
+    @property
+    def stored_names(self) -> dict[str, str]:
+        """Name in the model -> the name in the folder that is read for it."""
+        return {name: self._stored(name) for name in self._sources}
+
+    def _stored(self, name: str) -> str:
+        return name if name in self._sources[name] else self._sources[name][0]
+
+    def read_into(self, name: str, start: int, target: Tensor) -> None:
+        if name in self._sources:
+            self._weights.read_into(self._stored(name), start, target, self._check)
+        elif self._initializer is not None:
+            self._initializer.read_into(name, start, target)
+        else:
+            raise KeyError(name)
+
+    def check_ties(self, part: int, parts: int) -> None:
+        """Compare one of `parts` equal parts of what the folder has several times for one tied parameter. Raises SpecError
+        if they differ: `from_pretrained` would not tie them then."""
+        for name, (first, *others) in self._sources.items():
+            stored = self._weights[first]
+            begin, end = (stored.numel * i // parts for i in (part, part + 1))
+            for other in others:
+                for start in range(begin, end, _COMPARED):
+                    stop = min(start + _COMPARED, end)
+                    one, two = (torch.empty(stop - start, dtype=torch.float32) for _ in range(2))
+                    self._weights.read_into(first, start, one, self._check)
+                    self._weights.read_into(other, start, two, self._check)
+                    if not torch.equal(one, two):
+                        raise SpecError(_FIELD, f"{first} and {other} have different values, and are one parameter of this "
+                                        f"model, {name}", "set tie_word_embeddings to false in config.json, or take one of "
+                                        "them out of the file", {"weights": RANDOM})  # fmt: skip
+
+
+class _Match:
+    """What a folder has for a model: `sources`, `missing`, `misshapen` (with both shapes), `extra`."""
+
+    def __init__(self, model: nn.Module, weights: Weights) -> None:
+        self._folder, self._count = weights.folder, len(weights.names)
+        state = dict(model.state_dict(keep_vars=True))
+        first = {id(p): name for name, p in model.named_parameters()}
+        self.buffers = [name for name, t in state.items() if id(t) not in first]
+        canonical = {name: first.get(id(t), name) for name, t in state.items()}
+        shapes = {canonical[name]: tuple(t.shape) for name, t in state.items()}
+        self.sources: dict[str, list[str]] = {}
+        self.misshapen: dict[str, str] = {}
+        self.extra: list[str] = []
+        for stored, name in _renamed(model, weights.names, state).items():
+            if name not in canonical:
+                self.extra.append(name)
+            elif not _fits(weights[stored], shapes[canonical[name]]):
+                self.misshapen[canonical[name]] = (
+                    f"{list(weights[stored].shape)} instead of {list(shapes[canonical[name]])}"
+                )
+            else:
+                _check_dtype(weights, stored, state[name])
+                self.sources.setdefault(canonical[name], []).append(stored)
+        for name in self.misshapen:  # under another of its names it may fit, but which is right is not known
+            self.sources.pop(name, None)
+        missing = [name for name in shapes if name not in self.sources and name not in self.misshapen]
+        self.missing, self.extra = _but_ignored(model, missing, self.extra)
+        self._names = [*shapes, *self.extra]
+
+    def refuse(self, fresh: Sequence[str]) -> None:
+        """Raises one SpecError that names what does not fit, but for what `fresh` accepts."""
+
+        def others(names: Iterable[str]) -> list[str]:
+            return [name for name in names if not matches(name, fresh)]
+
+        if (wrong := unmatched(fresh, self._names)) is not None:
+            raise SpecError("workload.fresh_weights", f"{wrong!r} matches no tensor of the model or of {self._folder}",
+                            f"give a pattern of names such as {self._names[0]}, {self._names[-1]}, or leave it out",
+                            {"fresh_weights": [p for p in fresh if p != wrong] or None})  # fmt: skip
+        missing, misshapen, extra = others(self.missing), others(self.misshapen), others(self.extra)
+        if not (missing or misshapen or extra):
+            return
+        said = []
+        if missing:
+            said.append(f"lack {len(missing)} of the model's tensors ({_listed(missing)})")
+        if misshapen:
+            shapes = [f"{name}: {self.misshapen[name]}" for name in misshapen]
+            said.append(f"have {len(misshapen)} of another shape ({_listed(shapes)})")
+        if extra:
+            said.append(f"have {len(extra)} that it has no place for ({_listed(extra)})")
+        patterns = [*fresh, *smallest_patterns({*missing, *misshapen, *extra}, self._names)]
+        raise SpecError(
+            _FIELD,
+            f"the {self._count} tensors in {self._folder} {', and '.join(said)}",
+            f"give this model's weights, or let those begin random: fresh_weights {json.dumps(patterns)}",
+            {"fresh_weights": patterns},
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+
+
+def smallest_patterns(wanted: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The fewest patterns "module.*", or names, that have all of `wanted` and no other of `names`."""
+    wanted = sorted(wanted)
+    others = set(names) - set(wanted)
+    patterns: dict[str, None] = {}
+    for name in wanted:
+        words = name.split(".")
+        prefixes = (".".join(words[:count]) + "." for count in range(1, len(words)))
+        prefix = next((p for p in prefixes if not any(other.startswith(p) for other in others)), None)
+        alone = prefix is None or sum(other.startswith(prefix) for other in wanted) == 1
+        patterns[_escaped(name if alone else str(prefix)) + ("" if alone else "*")] = None
+    return list(patterns)
+
+
+def _escaped(name: str) -> str:
+    return name.replace("[", "[[]").replace("*", "[*]").replace("?", "[?]")
+
+
+def _fits(stored: StoredTensor, shape: tuple[int, ...]) -> bool:
+    return stored.numel == torch.Size(shape).numel() if stored.flat else stored.shape == shape
+
+
+def _check_dtype(weights: Weights, stored: str, wanted: Tensor) -> None:
+    dtype = weights[stored].dtype
+    if wanted.is_floating_point() and not dtype.is_floating_point:
+        raise SpecError(_FIELD, f"{stored} in {weights.folder} is of {str(dtype).removeprefix('torch.')}: quantised weights "
+                        "cannot be trained", "give those that were quantised", {"weights": RANDOM})  # fmt: skip
+
+
+def _renamed(model: nn.Module, stored: Sequence[str], state: Mapping[str, Any]) -> dict[str, str]:
+    """Name in the folder -> name in the model, as `convert_and_load_state_dict_in_model` of transformers finds it."""
+    if not isinstance(model, PreTrainedModel):
+        return {name: name for name in stored}
+    table: list[Any] = get_model_conversion_mapping(model)
+    renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in table if isinstance(entry, WeightConverter)]
+    rename: Callable[..., tuple[str, str | None]] = rename_source_key
+    names: dict[str, str] = {}
+    for name in sorted(stored, key=cast(Any, dot_natural_key)):
+        new, converted = rename(name, renamings, converters, model.base_model_prefix, state)
+        if new not in state and name in state:
+            new, converted = rename(name, [], [], model.base_model_prefix, state)
+        if converted is not None and new in state:
+            raise SpecError(_FIELD, f"{name} must be merged or split to become {new}, which cannot be read by range",
+                            "open it with from_pretrained, then model.save_pretrained(folder, save_original_format=False)",
+                            {"weights": RANDOM})  # fmt: skip
+        names[name] = new
+    return names
+
+
+def _but_ignored(model: nn.Module, missing: Iterable[str], extra: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Without what the model's class says may be missing or extra, such as position ids in old files."""
+    found = SimpleNamespace(missing_keys=dict.fromkeys(missing), unexpected_keys=dict.fromkeys(extra))
+    if isinstance(model, PreTrainedModel):
+        model._adjust_missing_and_unexpected_keys(cast(Any, found))
+    kept_missing, kept_extra = set(found.missing_keys), set(found.unexpected_keys)
+    return [n for n in missing if n in kept_missing], [n for n in extra if n in kept_extra]

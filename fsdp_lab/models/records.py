@@ -1,0 +1,381 @@
+"""`Records`: the samples that a workload's data contains, as text or as chats, read one after the other.
+
+A text file is one sample, or, by lines, one for each line that is not blank. A file of records (JSON lines, Parquet, Arrow,
+a folder that `datasets` saved) has a sample in each record, in the column `Workload.text_field`. A folder is one of records
+if all its files are, apart from those that say something about the data; one with files of records and others is refused. A
+.json is among either: a folder of text may have some. `pyarrow` and `datasets` are imported where such a file is opened.
+
+Note: the digest. It is to be found in seconds whatever the size of the data, since every rank needs it before it knows
+whether there is anything to do. So files up to `_WHOLE_BYTES` are read whole, and of larger ones the size, the time of the
+last change and `_SAMPLES` blocks. A change that leaves all of these as they are is not seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.patterns import matches
+from fsdp_lab.core.workload import Workload
+from fsdp_lab.models.data import STDLIB_CAP_BYTES, stdlib_files, text_files, walk
+
+Value: TypeAlias = str | list[dict[str, str]]  # a text, or the messages of a chat
+
+PIECE_CHARS = 1 << 20  # of a text file that is read at once, but for the rest of a line
+_FIELD = "workload.data"
+_INSTALL = 'install them with "pip install datasets pyarrow"'
+_BATCH = 1000  # records that are read at once
+_BEGINS_ARRAY, _SNIFF_BYTES = re.compile(rb"\s*\[\s*\{"), 1024
+_WHOLE_BYTES, _SAMPLES, _SAMPLE_BYTES = 16 << 20, 256, 64 << 10
+_ABOUT = (
+    "readme*",
+    "license*",
+    "licence*",
+    "_*",
+    "dataset_info.json",
+    "dataset_infos.json",
+    "*.lock",
+)  # a folder's data
+
+
+class Format(Enum):
+    """What a file is."""
+
+    TEXT = "text"
+    JSON = "JSON lines"
+    PARQUET = "Parquet"
+    ARROW = "Arrow"
+    SAVED = "a folder saved by datasets"
+    ARRAY = "a JSON array"
+
+
+_SUFFIXES = {".jsonl": Format.JSON, ".ndjson": Format.JSON, ".parquet": Format.PARQUET, ".arrow": Format.ARROW}
+
+
+class Sample(NamedTuple):
+    """A sample, or a piece of one."""
+
+    file: str
+    number: int  # in its file, from 1: of the record, or of the line
+    value: Value
+    ends: bool = True  # whether it is the sample's last piece
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """The samples of some files in their order. `field` is "" for text."""
+
+    name: str
+    files: tuple[tuple[Path, Format], ...]
+    field: str
+    is_chat: bool
+    by_lines: bool  # of text
+    most_bytes: int | None = None  # of text, about
+
+    def read(self) -> Iterator[Sample]:
+        """Raises SpecError for a file or record that is not as the first one."""
+        left = self.most_bytes
+        for path, found in self.files:
+            yield from self._read_file(path, found)
+            if left is not None and (left := left - path.stat().st_size) <= 0:
+                return
+
+    def _read_file(self, path: Path, found: Format) -> Iterator[Sample]:
+        try:
+            if found is Format.TEXT:
+                yield from _lines(path) if self.by_lines else _pieces(path)
+            else:
+                yield from self._read_rows(path, found)
+        except OSError as e:
+            raise refusal(f"{path}: cannot be read ({e.strerror or e})", "make it readable, or remove it") from None
+
+    def _read_rows(self, path: Path, found: Format) -> Iterator[Sample]:
+        number = 0
+        for number, row in _numbered(path, found, self.field):
+            if self.field not in row:
+                raise _broken(path, number, f"has no {self.field!r}, only {_names(row)}")
+            yield Sample(str(path), number, self._checked(path, number, row[self.field]))
+        if number == 0:
+            raise refusal(f"{path}: has no records", "remove that file")
+
+    def _checked(self, path: Path, number: int, value: Any) -> Value:
+        if self.is_chat:
+            reason = chat_error(value)
+            if reason:
+                raise _broken(path, number, f"{self.field!r} {reason}")
+            return [{"role": m["role"], "content": m["content"]} for m in value]
+        if not isinstance(value, str):
+            raise _broken(path, number, f"{self.field!r} is {_kind(value)}, not text")
+        return value
+
+    def digest(self) -> str:
+        """See the note."""
+        found = hashlib.blake2b(
+            repr((self.field, self.is_chat, self.by_lines, self.most_bytes)).encode(), digest_size=16
+        )
+        for path, kind in self.files:
+            paths = sorted(p for p in path.rglob("*") if p.is_file()) if kind is Format.SAVED else [path]
+            for one in paths:
+                found.update(f"{one.name}/{kind.name}/{_content(one)}/".encode())
+        return found.hexdigest()
+
+
+def refusal(reason: str, hint: str) -> SpecError:
+    return SpecError(_FIELD, reason, hint)
+
+
+def data_files(data: str) -> tuple[tuple[Path, Format], ...]:
+    """The files of `Workload.data`, sorted, with their formats. Raises SpecError."""
+    if data == "stdlib":
+        return tuple((path, Format.TEXT) for path in stdlib_files())
+    path = Path(data).expanduser()
+    try:
+        if not path.exists():
+            raise refusal(f"{data}: there is no such file or folder", 'give a file or folder, or "stdlib"')
+        files = _files_of_folder(path) if path.is_dir() else ((path, _format(path)),)
+    except OSError as e:
+        raise refusal(f"{data}: cannot be read ({e.strerror or e})", "give a file or folder that can be read") from None
+    if array := next((path for path, kind in files if kind is Format.ARRAY), None):
+        raise refusal(f"{array}: is one JSON array, and records are objects that have a line each",
+                      f"write it so: jq -c '.[]' {array.name} > {array.stem}.jsonl")  # fmt: skip
+    return files
+
+
+def open_records(workload: Workload, files: Sequence[tuple[Path, Format]]) -> Records:
+    """The samples of files, after a look at the first. Raises SpecError."""
+    is_text = all(kind is Format.TEXT for _, kind in files)
+    if is_text and workload.text_field is not None:
+        raise SpecError("workload.text_field", f"{workload.data} is text, which has no columns", "leave it out",
+                        {"text_field": None})  # fmt: skip
+    if not files:
+        raise refusal(f"{workload.data} contains no text", "give a folder with files of text or of records")
+    cap = STDLIB_CAP_BYTES if workload.data == "stdlib" else None
+    if is_text:
+        by_lines = workload.packing == "padded"
+        return Records(
+            name=workload.data, files=tuple(files), field="", is_chat=False, by_lines=by_lines, most_bytes=cap
+        )
+    for path, _ in files:
+        if path.is_file() and path.stat().st_size == 0:
+            raise refusal(f"{path}: the file is empty", "remove that file")
+    field, value = _first(workload, *files[0])
+    is_chat = not isinstance(value, str)
+    if is_chat and chat_error(value):
+        reason = f"the column {field!r} of {files[0][0]} is {_kind(value)}, neither text nor a list of messages"
+        raise SpecError("workload.text_field", reason, "name a column of text, or of messages with role and content")
+    return Records(name=workload.data, files=tuple(files), field=field, is_chat=is_chat, by_lines=False)
+
+
+def chat_error(value: Any) -> str:
+    """Why it is no chat, "" if it is one: a list of dicts with a role and a content, both text."""
+    if not isinstance(value, list):
+        return f"is {_kind(value)}, not a list of messages"
+    if not value:
+        return "has no messages"
+    for message in value:
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            return "has a message without a role and a content that are text"
+    return ""
+
+
+def _first(workload: Workload, path: Path, kind: Format) -> tuple[str, Any]:
+    """The column to read, and its value in the first record."""
+    rows = _rows(path, kind, workload.text_field)
+    row = next(rows, None)
+    if row is None:
+        raise refusal(f"{path}: has no records", "remove that file")
+    wanted = (workload.text_field,) if workload.text_field is not None else ("text", "messages")
+    field = next((name for name in wanted if name in row), None)
+    if field is None:
+        missing = " or ".join(map(repr, wanted))
+        raise SpecError("workload.text_field", f"{path} has no column {missing}; its columns are {_names(row)}",
+                        "name the one to train on")  # fmt: skip
+    return field, row[field]
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def _files_of_folder(folder: Path) -> tuple[tuple[Path, Format], ...]:
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(p.name for p in folder.iterdir() if (p / "state.json").is_file())
+        if not splits:
+            raise refusal(f"{folder} has a dataset_dict.json and no split", "save the data again")
+        raise refusal(f"{folder} has the splits {', '.join(splits)}", f"give one of them, such as {folder / splits[0]}")
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        return ((folder, Format.SAVED),)
+    paths = [p for p in walk(folder, frozenset()) if not matches(p.name.lower(), _ABOUT)]
+    found = tuple((path, _format(path)) for path in paths)
+    other = next((path for path, kind in found if kind is Format.TEXT), None)
+    if found and other is None:
+        return found
+    if records := next((path for path in paths if path.suffix.lower() in _SUFFIXES), None):
+        raise refusal(f"{folder} has files of records, such as {records.name}, and others, such as {other}",
+                      "give a folder with files of one kind, or one of the files")  # fmt: skip
+    return tuple((path, Format.TEXT) for path in text_files(folder))
+
+
+def _format(path: Path) -> Format:
+    """By its ending; a .json is what it begins with: an object on a line of its own, or an array of objects."""
+    suffix = path.suffix.lower()
+    if suffix != ".json":
+        return _SUFFIXES.get(suffix, Format.TEXT)
+    with path.open("rb") as file:
+        line = file.readline(PIECE_CHARS)
+        if _BEGINS_ARRAY.match(line + file.read(_SNIFF_BYTES)):
+            return Format.ARRAY
+    try:
+        return Format.JSON if isinstance(json.loads(line), dict) else Format.TEXT
+    except (ValueError, RecursionError):
+        return Format.TEXT
+
+
+def _content(path: Path) -> str:
+    stat = path.stat()
+    found = hashlib.blake2b(str(stat.st_size).encode(), digest_size=16)
+    with path.open("rb") as file:
+        if stat.st_size <= _WHOLE_BYTES:
+            found.update(file.read())
+        else:
+            found.update(str(stat.st_mtime_ns).encode())
+            for i in range(_SAMPLES):
+                file.seek((stat.st_size - _SAMPLE_BYTES) * i // (_SAMPLES - 1))
+                found.update(file.read(_SAMPLE_BYTES))
+    return found.hexdigest()
+
+
+def _pieces(path: Path) -> Iterator[Sample]:
+    """A text file in pieces that end with a line, if it is not too long."""
+    with path.open(encoding="utf-8", newline="") as file:
+        text = _piece(path, file)
+        while text:
+            following = _piece(path, file)
+            yield Sample(str(path), 1, text, not following)
+            text = following
+
+
+def _piece(path: Path, file: Any) -> str:
+    try:
+        text: str = file.read(PIECE_CHARS)
+        return text + file.readline(PIECE_CHARS) if len(text) == PIECE_CHARS else text
+    except UnicodeDecodeError as e:
+        raise _not_utf8(path, e) from None
+
+
+def _lines(path: Path) -> Iterator[Sample]:
+    with path.open(encoding="utf-8") as file:
+        try:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield Sample(str(path), number, line.rstrip("\n"))
+        except UnicodeDecodeError as e:
+            raise _not_utf8(path, e) from None
+
+
+def _not_utf8(path: Path, error: UnicodeDecodeError) -> SpecError:
+    hint = "convert or remove that file, or use tokenizer bytes with packing packed, which takes any text"
+    return refusal(f"{path} is not text in UTF-8 ({error.reason})", hint)
+
+
+# -- records ---------------------------------------------------------------------------------------------------------
+
+
+def _numbered(path: Path, kind: Format, field: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    if kind is Format.JSON:
+        yield from _json_rows(path)
+    else:
+        yield from enumerate(_rows(path, kind, field), 1)
+
+
+def _rows(path: Path, kind: Format, field: str | None) -> Iterator[dict[str, Any]]:
+    """Records as dicts: those of JSON whole, others with the column `field` alone if they have it.
+
+    Raises SpecError for a file that is broken, or a library that is missing."""
+    if kind is Format.JSON:
+        for _, row in _json_rows(path):
+            yield row
+        return
+    try:
+        batches = {Format.PARQUET: _parquet, Format.ARROW: _arrow, Format.SAVED: _saved}[kind](path, field)
+        for batch in batches:
+            yield from batch
+    except ImportError as e:
+        raise refusal(f"{path}: {kind.value} is read with {e.name}, which is not installed", _INSTALL) from e
+    except Exception as e:  # of many classes, pyarrow's and those of what it calls
+        if isinstance(e, SpecError):
+            raise
+        reason = " ".join(str(e).split())[:200]
+        raise refusal(f"{path}: is not {kind.value} that can be read ({reason})", "write it again, or remove it") from e
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield number, _object(path, number, line)
+
+
+def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as e:  # nested too deep
+        raise _broken(path, number, f"is not JSON ({e})") from None
+    if not isinstance(row, dict):
+        raise _broken(path, number, f"is {_kind(row)}, not an object")
+    return row
+
+
+def _parquet(path: Path, field: str | None) -> Iterator[list[dict[str, Any]]]:
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(path) as file:
+        columns = [field] if field in file.schema_arrow.names else None
+        for batch in file.iter_batches(_BATCH, columns=columns):
+            yield batch.to_pylist()
+
+
+def _arrow(path: Path, field: str | None) -> Iterator[list[dict[str, Any]]]:
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as mapped:
+        try:
+            opened = pyarrow.ipc.open_file(mapped)
+            batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
+        except pyarrow.ArrowInvalid:
+            mapped.seek(0)
+            opened = batches = pyarrow.ipc.open_stream(mapped)
+        for batch in batches:
+            chosen = batch.select([field]) if field in batch.schema.names else batch
+            chosen.validate(full=True)  # a broken offset would be read outside of the file, which ends the process
+            for first in range(0, chosen.num_rows, _BATCH):
+                yield chosen.slice(first, _BATCH).to_pylist()
+
+
+def _saved(path: Path, field: str | None) -> Iterator[list[dict[str, Any]]]:
+    from datasets import load_from_disk
+
+    opened = load_from_disk(str(path), keep_in_memory=False).with_format("arrow")
+    if field in opened.column_names:
+        opened = opened.select_columns([field])
+    for table in opened.iter(_BATCH):
+        table.validate(full=True)  # as in `_arrow`
+        yield table.to_pylist()
+
+
+def _broken(path: Path, number: int, reason: str) -> SpecError:
+    return refusal(f"{path}: record {number} {reason}", "correct that record, or remove it")
+
+
+def _names(row: dict[str, Any]) -> str:
+    return ", ".join(map(repr, row)) or "none"
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"of type {type(value).__name__}"

@@ -1,0 +1,261 @@
+"""Tokenizers: `ByteTokenizer` (a token is a byte plus 3), and `FolderTokenizer`, a fast tokenizer of transformers.
+
+Note: loss on the answers only. A chat becomes tokens by the tokenizer's template. Where the template marks what the
+assistant says ({% generation %}), the mask is the template's. Otherwise the chat is rendered up to each answer, with and
+without it: where the tokens of both are the beginning of the whole chat's, the answer is what lies between them, up to its
+last end token (what the template writes after it is no part of an answer). Where they are not, the answers have no exact
+place, and the chat is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.workload import Workload
+from fsdp_lab.models.data import BYTE_OFFSET, SMALLEST_VOCABULARY
+from fsdp_lab.models.presets import PRESETS
+
+BYTES, OWN = "bytes", "own"
+FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+_CLASSIC = ("vocab.json", "merges.txt", "vocab.txt")  # AutoTokenizer makes fast ones of them
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")  # and of these, with that library
+_FIELD = "workload.tokenizer"
+_FILES = (FILE, _CONFIG, *_CLASSIC, *_SENTENCEPIECE, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+          "chat_template.json")  # fmt: skip
+_MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
+
+Message = Mapping[str, str]
+
+
+class Chat(NamedTuple):
+    """A chat as tokens, and which of them are the assistant's."""
+
+    ids: list[int]
+    answers: list[bool]
+
+
+class InexactChat(ValueError):
+    """A chat that the template refuses, or whose answers have no exact place in the tokens. Its text is the reason."""
+
+
+class Tokenizer(ABC):
+    """Text to token ids.
+
+    Attributes:
+        name: for descriptions.
+        digest: equal where text becomes the same tokens.
+        vocabulary: one more than the largest id.
+        end_id: the token that ends a sample. pad_id: of padding, which no loss and no attention sees.
+        mask_id: None where it has none.
+        special_ids: those that stand for no text.
+        marks_answers: whether its template for chats marks what the assistant says.
+    """
+
+    name: str
+    digest: str
+    vocabulary: int
+    end_id: int
+    pad_id: int
+    mask_id: int | None
+    special_ids: tuple[int, ...]
+    marks_answers: bool = False
+
+    @abstractmethod
+    def encode(self, texts: Sequence[str], *, whole: bool) -> list[list[int]]:
+        """Token ids of each text; `whole`: with the special tokens that the tokenizer puts around a sample."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write it, so that AutoTokenizer of transformers opens it."""
+
+    @abstractmethod
+    def encode_chat(self, messages: Sequence[Message]) -> Chat:
+        """Raises InexactChat."""
+
+
+class ByteTokenizer(Tokenizer):
+    """As in `fsdp_lab.models.data`."""
+
+    name, digest, vocabulary = BYTES, BYTES, SMALLEST_VOCABULARY
+    pad_id, end_id, mask_id = 0, 1, 2
+    special_ids = (0, 1, 2)
+
+    def encode(self, texts: Sequence[str], *, whole: bool) -> list[list[int]]:
+        return [[byte + BYTE_OFFSET for byte in text.encode()] for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Ids that are no byte are left out."""
+        return bytes(i - BYTE_OFFSET for i in ids if 0 <= i - BYTE_OFFSET < 256).decode(errors="replace")
+
+    def save(self, folder: Path) -> None:
+        from transformers import ByT5Tokenizer
+
+        ByT5Tokenizer().save_pretrained(folder)
+
+    def encode_chat(self, messages: Sequence[Message]) -> Chat:
+        raise InexactChat("bytes have no template for chats")
+
+
+class FolderTokenizer(Tokenizer):
+    """The fast tokenizer in a folder. Raises SpecError if it cannot be opened, or has no token that ends a text."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = _load(folder)
+        self._backend = self._tokenizer.backend_tokenizer
+        self.name = folder.name
+        self.digest = _digest(folder, type(self._tokenizer).__name__)
+        self.ids: Mapping[str, int] = self._tokenizer.get_vocab()  # by token
+        if {*self.ids.values()} <= {*self._tokenizer.all_special_ids}:
+            raise SpecError(_FIELD, f"the tokenizer in {folder} has no tokens of text", f"copy its files again ({FILE}, or "
+                            f"{', '.join(_CLASSIC)}), or use bytes", {"tokenizer": BYTES})  # fmt: skip
+        self.vocabulary = max(self.ids.values()) + 1
+        end = self._tokenizer.eos_token_id
+        end = self._tokenizer.sep_token_id if end is None else end
+        if end is None:
+            raise SpecError(_FIELD, f"the tokenizer in {folder} has neither an end token nor a separator",
+                            "set its eos_token, or use bytes", {"tokenizer": BYTES})  # fmt: skip
+        self.end_id = end
+        self.pad_id = end if self._tokenizer.pad_token_id is None else self._tokenizer.pad_token_id
+        self.mask_id = self._tokenizer.mask_token_id
+        self.special_ids = tuple(sorted(self._tokenizer.all_special_ids))
+        template = self._tokenizer.chat_template
+        self.marks_answers = isinstance(template, str) and _MARKS_ANSWERS.search(template) is not None
+
+    def encode(self, texts: Sequence[str], *, whole: bool) -> list[list[int]]:
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        try:
+            return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=whole)]
+        except Exception as e:  # the library raises Exception itself
+            hint = "give it a token for what it does not know, or use bytes"
+            reason = f"{self.name} cannot make tokens of a text ({' '.join(str(e).split())[:200]})"
+            raise SpecError(_FIELD, reason, hint, {"tokenizer": BYTES}) from e
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def save(self, folder: Path) -> None:
+        self._tokenizer.save_pretrained(folder)
+
+    def encode_chat(self, messages: Sequence[Message]) -> Chat:
+        if not self._tokenizer.chat_template:
+            raise InexactChat("the tokenizer has no template for chats")
+        if self.marks_answers:
+            return self._marked(messages)
+        ids, answers = self._rendered(messages), [False]
+        answers = [False] * len(ids)
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                begin, end = self._answer(ids, messages[:i], messages[: i + 1])
+                answers[begin:end] = [True] * (end - begin)
+        return Chat(ids, answers)
+
+    def _marked(self, messages: Sequence[Message]) -> Chat:
+        found = self._rendered(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return Chat(list(found["input_ids"]), [bool(m) for m in found["assistant_masks"]])
+
+    def _answer(self, ids: list[int], before: Sequence[Message], after: Sequence[Message]) -> tuple[int, int]:
+        """Begin and end of an answer in the tokens of its chat."""
+        asked = self._rendered(before, add_generation_prompt=True) if before else []
+        answered = self._rendered(after)
+        if ids[: len(asked)] != asked or ids[: len(answered)] != answered:
+            raise InexactChat("the template writes the beginning of a chat in another way once more follows, so that the "
+                              "answers have no exact place in it")  # fmt: skip
+        answer = answered[len(asked) :]
+        if self.end_id in answer:
+            answer = answer[: len(answer) - answer[::-1].index(self.end_id)]
+        return len(asked), len(asked) + len(answer)
+
+    def _rendered(self, messages: Sequence[Message], **options: Any) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages), tokenize=True, **{"return_dict": False, **options}
+            )
+        except Exception as e:  # of the template, whose message names what it wants
+            raise InexactChat(f"the tokenizer's template refuses it ({' '.join(str(e).split())[:200]})") from e
+
+
+def open_tokenizer(workload: Workload) -> Tokenizer:
+    """The workload's tokenizer. Raises SpecError."""
+    folder = tokenizer_folder(workload)
+    return ByteTokenizer() if folder is None else FolderTokenizer(folder)
+
+
+def tokenizer_folder(workload: Workload) -> Path | None:
+    """The folder of the workload's tokenizer, None for bytes. Raises SpecError if there is none."""
+    given = workload.tokenizer
+    if given == BYTES:
+        return None
+    own = _folder_of(workload.model)
+    if given is None or given == OWN:
+        if own is not None and has_tokenizer(own):
+            return own
+        if given is None:
+            return None
+        where = f"the model's folder {own}" if own is not None else "the model, which is no folder,"
+        raise SpecError(
+            _FIELD, f"{where} has no tokenizer", "use bytes, or give a folder with one", {"tokenizer": BYTES}
+        )
+    folder = Path(given).expanduser()
+    if not has_tokenizer(folder):
+        reason = f"there is no tokenizer in {given}" if folder.is_dir() else f"there is no folder {given}"
+        raise SpecError(_FIELD, reason, "give the folder of a saved fast tokenizer, or use bytes", {"tokenizer": BYTES})
+    return folder
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether files of a tokenizer are there, readable or not. That of ByT5, whose tokens are bytes, is none: it is what
+    `ByteTokenizer.save` writes."""
+    if any((folder / name).is_file() for name in (FILE, *_CLASSIC, *_SENTENCEPIECE)):
+        return True
+    return (folder / _CONFIG).is_file() and '"ByT5Tokenizer"' not in (folder / _CONFIG).read_text(errors="replace")
+
+
+def _folder_of(model: str | Mapping[str, Any]) -> Path | None:
+    if not isinstance(model, str) or model in PRESETS:
+        return None
+    path = Path(model).expanduser()
+    return path if path.is_dir() else path.parent if path.is_file() else None
+
+
+def _load(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as e:  # of many classes
+        if not (folder / FILE).is_file() and any((folder / name).is_file() for name in _SENTENCEPIECE):
+            said, hint = (
+                "it is SentencePiece's",
+                f"install sentencepiece, save it where that is as a {FILE}, or use bytes",
+            )
+        else:
+            said, hint = " ".join(str(e).split())[:200], "save it again, or use bytes"
+        raise SpecError(
+            _FIELD, f"the tokenizer in {folder} cannot be opened ({said})", hint, {"tokenizer": BYTES}
+        ) from e
+    if not loaded.is_fast:
+        hint = "give one with a tokenizer.json, or use bytes"
+        raise SpecError(_FIELD, f"the tokenizer in {folder} is not a fast one", hint, {"tokenizer": BYTES})
+    return loaded
+
+
+def _digest(folder: Path, kind: str) -> str:
+    """Of the files, of their class, and of the library, whose versions may split text in other ways."""
+    import transformers
+
+    found = hashlib.blake2b(f"{transformers.__version__} {kind}".encode(), digest_size=16)
+    for path in (folder / name for name in _FILES):
+        if path.is_file():
+            found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()

@@ -1,0 +1,175 @@
+"""`completions`: the training's language model continues texts, on all ranks together, between two steps.
+
+Prompt i is that of rank i modulo the world size. All ranks compute equally many forwards, since each gathers parameters of
+all: a rank whose text is at its end, or that has no prompt, goes on until all are at their ends, and drops those tokens. So
+prompts may have any lengths. No rank holds more parameters at once than in the forward of a step.
+
+Note: why not `generate` of transformers. It calls parts of a model by themselves (an encoder), and the model inside of its
+wrapper. Under FSDP the forward of the root module alone gathers what it needs. The loop here calls that alone, with the
+keys and values of earlier tokens in transformers' cache, or with all tokens again where a model has no such cache;
+sampling uses transformers' classes.
+`tests/rank/test_generation.py` compares its tokens with those of `generate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from fsdp_lab.backends import Backend
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.generation import Completion, Sampling, checked_prompts
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.models import Batches, resolve
+from fsdp_lab.models.presets import facts_of
+from fsdp_lab.models.tokenizers import Tokenizer
+from fsdp_lab.rank.trainer import Trainer
+from fsdp_lab.wire import Wire
+
+
+def encoded(spec: Spec, batches: Batches, prompts: Sequence[str], sampling: Sampling) -> list[list[int]]:
+    """The tokens of each prompt for the model of `spec`. Raises ArgumentError: it continues no text, or none as long."""
+    if spec.workload.is_own:
+        raise ArgumentError("prompts", "the model is your own module, of which no tokenizer is known",
+                            "call it in a %%px cell, or train a model of transformers")  # fmt: skip
+    facts = facts_of(resolve(spec.workload.model))
+    if facts.kind not in ("causal", "seq2seq"):
+        does = "classifies images" if facts.kind == "image" else "fills masked tokens"
+        raise ArgumentError("prompts", f"{facts.model_type} {does} and does not continue a text",
+                            "train a causal or encoder-decoder model, such as gpt2-1m")  # fmt: skip
+    texts = batches.tokenizer.encode(checked_prompts(prompts), whole=True)
+    most = facts.max_positions
+    for prompt, ids in zip(prompts, texts, strict=True):
+        if not ids:
+            raise ArgumentError("prompts", f"{_short(prompt)} has no tokens", "give a text with words in it")
+        if most is None:
+            continue
+        needs = max(len(ids), sampling.new_tokens) if facts.kind == "seq2seq" else len(ids) + sampling.new_tokens
+        if needs > most:
+            long = f"{_short(prompt)} has {len(ids)} tokens, and with {sampling.new_tokens} new ones it is longer than"
+            hint = "give a shorter text, or fewer new_tokens"
+            raise ArgumentError("prompts", f"{long} the model's {most} positions", hint)
+    return texts
+
+
+def completions(trainer: Trainer, prompts: Sequence[str], texts: Sequence[Sequence[int]],
+                sampling: Sampling) -> dict[int, Completion]:  # fmt: skip
+    """How this rank's prompts go on, by their numbers; collective. `texts`: of `encoded`. Raises as `complete`."""
+    if not texts:
+        return {}
+    tokenizer, config = trainer.batches.tokenizer, resolve(trainer.spec.workload.model)
+    start = int(config.decoder_start_token_id) if config.is_encoder_decoder else None
+    ends = frozenset({tokenizer.end_id})
+    found = complete(trainer.backend, trainer.world, texts, sampling, ends=ends, start=start)
+    before = {number: [] if config.is_encoder_decoder else texts[number] for number in found}
+    return {
+        number: Completion(prompt=prompts[number], text=_continued(tokenizer, before[number], ids))
+        for number, ids in found.items()
+    }
+
+
+def _continued(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
+    """The text of `ids` behind `before`: tokens that begin a text may lose the space in front of them."""
+    whole, begin = tokenizer.decode([*before, *ids]), tokenizer.decode(before)
+    return whole.removeprefix(begin) if whole.startswith(begin) else tokenizer.decode(ids)
+
+
+def _short(prompt: str) -> str:
+    return repr(prompt if len(prompt) <= 40 else f"{prompt[:39]}…")
+
+
+def complete(backend: Backend, world: Wire, texts: Sequence[Sequence[int]], sampling: Sampling, *,
+             ends: frozenset[int] = frozenset(), start: int | None = None) -> dict[int, list[int]]:  # fmt: skip
+    """The tokens that follow this rank's texts, by their numbers; collective.
+
+    Args:
+        texts: token ids of all prompts, the same on every rank.
+        ends: tokens that end a text; they are part of what is returned.
+        start: the first token of the decoder, of an encoder-decoder model; None: the model has only a decoder.
+
+    Raises RankAborted or WireTimeout.
+    """
+    rank, ranks = world.rank(), world.size()
+    found: dict[int, list[int]] = {}
+    with backend.evaluating():
+        for first in range(0, len(texts), ranks):
+            number = first + rank
+            own = number < len(texts)
+            text = _Text(backend, texts[number if own else first], _Choice(sampling, number, backend.device), start)
+            new: list[int] = []
+            while _any(world, goes_on := own and len(new) < sampling.new_tokens and not ends & {*new[-1:]}):
+                token = text.next()
+                if goes_on:
+                    new.append(token)
+            world.context.set_unit("")
+            if own:
+                found[number] = new
+    return found
+
+
+def _any(world: Wire, mine: bool) -> bool:
+    """Whether it is true of some rank. An abort is heard here, also under DDP, whose forward has no collective."""
+    world.context.check()
+    flag = torch.tensor([float(mine)], dtype=torch.float64)
+    world.control(flag)
+    return bool(flag.item())
+
+
+class _Text:
+    """One text and the model's cache of it, if it has one."""
+
+    def __init__(self, backend: Backend, prompt: Sequence[int], choice: _Choice, start: int | None) -> None:
+        self._backend, self._choice = backend, choice
+        ids = torch.tensor([list(prompt)], device=backend.device)
+        self._fixed: dict[str, Any] = {"use_cache": True}
+        if start is None:
+            self._name, self._ids = "input_ids", ids
+        else:
+            self._fixed["input_ids"] = ids
+            self._name, self._ids = "decoder_input_ids", torch.tensor([[start]], device=backend.device)
+
+    def next(self) -> int:
+        out = self._backend.outputs({**self._fixed, self._name: self._ids})
+        if "encoder_last_hidden_state" in out:
+            self._fixed.pop("input_ids", None)
+            self._fixed["encoder_outputs"] = (out["encoder_last_hidden_state"],)
+        token = self._choice.of(self._ids, out["logits"][:, -1].float())
+        if (cache := out.get("past_key_values")) is None:
+            self._ids = torch.cat([self._ids, token], 1)
+        else:
+            self._fixed["past_key_values"], self._ids = cache, token
+        return int(token)
+
+
+class _Choice:
+    """Chooses a token by its logits."""
+
+    def __init__(self, sampling: Sampling, number: int, device: torch.device) -> None:
+        self._draws = sampling.temperature > 0
+        self._change = LogitsProcessorList(_warpers(sampling))
+        self._generator = torch.Generator(device).manual_seed(sampling.seed * 1_000_003 + number)
+
+    def of(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """[1, 1], from logits [1, vocabulary]."""
+        if not self._draws:
+            return logits.argmax(-1, keepdim=True)
+        probabilities = self._change(ids, logits).softmax(-1)  # type: ignore[arg-type]
+        return torch.multinomial(probabilities, 1, generator=self._generator)
+
+
+def _warpers(sampling: Sampling) -> Iterator[Any]:
+    if sampling.temperature not in (0.0, 1.0):
+        yield TemperatureLogitsWarper(float(sampling.temperature))
+    if sampling.top_k is not None:
+        yield TopKLogitsWarper(sampling.top_k)
+    if sampling.top_p is not None:
+        yield TopPLogitsWarper(float(sampling.top_p))

@@ -1,0 +1,69 @@
+"""This process as a rank, by the variables that torchrun sets; and `init_process_group` for scripts of one's own."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.rank.rendezvous import end_process, find_store
+from fsdp_lab.rank.session import Session
+from fsdp_lab.wire import Wire
+
+CLOSE_S = 5.0
+TIMEOUT_S = 1800.0  # as torch's own over Gloo: a loop may save or evaluate for long
+
+
+def join(devices: tuple[str, ...] | None = None, **options: Any) -> Session:
+    """This process's Session; a single rank without torchrun's variables. `options`: of it. Raises ConnectionError."""
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local, on_gpu = int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.is_available()
+    device = devices[rank] if devices else f"cuda:{local}" if on_gpu else "cpu"
+    store = dist.HashStore() if size == 1 else _store(rank)
+    return Session(rank=rank, world_size=size, device=device, store=store, **options)
+
+
+def _store(rank: int) -> dist.Store:
+    """Where the ranks meet: torchrun's own store, or what rank 0 opens at its place, if another launcher set it. Neither a
+    new attempt of torchrun's nor a second meeting of the same processes finds anything of the one before."""
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store: dist.Store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
+    else:
+        store = find_store("tcp://{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ))
+    attempt = dist.PrefixStore(f"fsdp_lab/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return dist.PrefixStore(f"meeting{attempt.add(f'meetings_of_rank{rank}', 1)}", attempt)
+
+
+def init_process_group(*, timeout_s: float = TIMEOUT_S, reduction: str = "auto") -> None:
+    """Makes the default process group one that the lab measures, in place of `torch.distributed.init_process_group()`:
+    over Gloo for CPU tensors and NCCL for CUDA tensors. Collective.
+
+    Under torchrun, or in a single process. On a rank of a lab's there is one already; it is opened again if it was given up
+    after a failure, and models must be built again then.
+
+    Args:
+        timeout_s: of a collective. A rank that waits for half of it is told which rank is missing.
+        reduction: the order of sums: "auto", "rank_ordered" (equal bits for every backend), or "native".
+
+    Raises:
+        ArgumentError: there is a process group of torch's already. ConnectionError: rank 0 was not found.
+    """
+    if not dist.is_initialized():
+        atexit.register(_close_at_exit, join(timeout_s=timeout_s, reduction=reduction))
+        return
+    world = dist.group.WORLD
+    if not isinstance(world, Wire) or world.context.session is None:
+        raise ArgumentError("init_process_group", "there is a default process group already",
+                            "call it in place of torch.distributed.init_process_group()")  # fmt: skip
+    world.context.session.reopen()
+
+
+def _close_at_exit(session: Session) -> None:
+    session.close()
+    if not session.context.destroyed(CLOSE_S):
+        end_process(1)  # after a failure an operation still runs, with which Python's own shutdown would race

@@ -1,0 +1,473 @@
+"""`Watch`: measures a training loop that is not the lab's, by the probes that measure the lab's own. `fsdp_lab.watch` makes
+one, and shows its use.
+
+Note: where a step's parts begin. The loop calls nothing between its parts. The forward begins with the step; the backward
+where a gradient first reaches an output of the model, so the loss's own backward, if it is computed outside of the model,
+still counts as forward; the optimizer's part at its pre-step hook. These hooks do nothing but note the time.
+
+Note: what is exchanged. On entry the ranks agree on the run's name and compare their clocks. After that a watched loop
+sends nothing: which steps are traced follows from their numbers, and the mean loss is taken over the events of all ranks
+(`Step.mean_loss`).
+
+Note: when a GPU is read. As the trainer does at its vote, but at most every half second: at the end of a step the host waits
+for the device, and the steps since are read."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from fsdp_lab.backends.found import find
+from fsdp_lab.core.errors import ArgumentError, check_whole, is_whole
+from fsdp_lab.core.events import UNKNOWN_TRAFFIC, StepEvent
+from fsdp_lab.engine.tensors import tensors_in
+from fsdp_lab.models import BestPeak, device_peak
+from fsdp_lab.rank.abort import INTERRUPTED, first_line
+from fsdp_lab.rank.flop_count import FlopCount, can_count
+from fsdp_lab.rank.measure import StepMeter, UnreadStep, device_name, fidelity_notes, software
+from fsdp_lab.rank.rendezvous import RankInfo
+from fsdp_lab.rank.tracing import ClockOffset, compare_clocks
+from fsdp_lab.wire import RankAborted, Wire, WireContext
+
+PUBLISH_EVERY_S = 0.04
+READ_EVERY_S = 0.5  # on a GPU
+LEDGER_STEP = 2  # the third, as of the lab's own runs
+TRACE_EVERY = 16
+
+_NO_WIRE = (
+    "Communication is not measured: the process group is not the lab's. Call fsdp_lab.init_process_group() in place of "
+    "torch.distributed.init_process_group()."
+)
+_COMPILED = "FLOPs are not counted, since the model is compiled; give them as fsdp_lab.watch(..., flops=...)."
+_OTHER_GROUP = "Collectives in a process group that is not the lab's are not measured."
+
+Publish = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopHost:
+    """What a loop is watched from: a rank of the lab's, or a process of its own.
+
+    Attributes:
+        world: the default group; None where it is none of the lab's, or there is none.
+        publish: takes messages for the lab's kernel or for the history.
+        guard: the context of the whole loop, in which a failure of one rank frees the others.
+    """
+
+    info: RankInfo
+    context: WireContext
+    world: Wire | None
+    publish: Publish
+    notes: tuple[str, ...] = ()
+    guard: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+def plain_host(model: nn.Module, publish: Publish) -> LoopHost:
+    """That of a process whose default group, if any, is torch's own."""
+    joined = dist.is_available() and dist.is_initialized()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+    device = next((p.device for p in model.parameters()), torch.device("cpu")) if isinstance(model, nn.Module) else None
+    info = RankInfo(rank=rank, world_size=world_size, device=device or torch.device("cpu"))
+    notes = (*fidelity_notes(info, 1), *((_NO_WIRE,) if world_size > 1 else ()))
+    return LoopHost(info=info, context=WireContext(), world=None, publish=publish, notes=notes)
+
+
+@dataclass(kw_only=True)
+class _Given:
+    """What the loop said in one step."""
+
+    tokens: int
+    losses: list[float | Tensor] = field(default_factory=list)
+    grad_norm: float | Tensor = math.nan
+    part: str = "forward"  # in progress
+    backward: bool = False  # whether there was one
+    updated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ended:
+    """A step whose event is not made yet."""
+
+    unread: UnreadStep
+    given: _Given
+    fields: dict[str, Any]
+
+
+class Watch:
+    """See the module. Made by `fsdp_lab.watch`.
+
+    Attributes:
+        run: the run's id. steps: how many were recorded.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, host: LoopHost, *, tokens: int | None = None,
+                 flops: int | bool = True, title: str = "", ledger_every: int | None = None,
+                 trace_every: int = TRACE_EVERY) -> None:  # fmt: skip
+        for name, value in (("tokens", tokens), ("ledger_every", ledger_every), ("trace_every", trace_every)):
+            if value is not None:
+                check_whole(name, value)
+        self._found = find(model, _optimizers(optimizer))
+        self._host, self._context, self._world = host, host.context, host.world
+        if not isinstance(flops, bool):
+            check_whole("flops", flops, wanted="the FLOPs of one rank's step, True to count them, or False")
+        self._tokens, self._title = tokens, title
+        self._count = FlopCount()
+        self._counts = flops is True and can_count(model)
+        self._compiled = flops is True and not self._counts
+        if not isinstance(flops, bool):
+            self._count.model = flops
+        self._counted_tokens: int | None = None  # of the step whose FLOPs were counted
+        self._peak: BestPeak | None = None
+        self._ledger_every, self._trace_every = ledger_every, trace_every
+        self.run, self.steps = "", 0
+        self._open = self._used = False
+        self._given: _Given | None = None  # of the step in progress
+        self._ended: list[_Ended] = []
+        self._waiting: list[dict[str, Any]] = []
+        self._published_s = self._read_s = 0.0
+        self._handles: list[Any] = []
+        self._unname: Callable[[], None] = lambda: None
+        self._clock = ClockOffset()
+        self._guard = contextlib.ExitStack()
+        self._ledger_due, self._skipped = True, 0
+        for one in self._found.optimizers:
+            self._check(one)
+
+    # -- begin and end ------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Watch:
+        if self._used:
+            raise ArgumentError("watch", "this one is over", "call fsdp_lab.watch again for another loop")
+        if self._context.watched:
+            raise ArgumentError("watch", "this rank is watching a loop already", "end that one first")
+        if self._context.aborted is not None:
+            raise ArgumentError("model", f"its process groups were given up ({self._context.aborted})",
+                                "call fsdp_lab.init_process_group() on all ranks, and build the model again")  # fmt: skip
+        self._used = self._open = self._context.watched = True
+        try:
+            self._guard.enter_context(self._host.guard())
+            self._begin()
+        except BaseException as e:
+            self._close()
+            self._guard.__exit__(type(e), e, e.__traceback__)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._read_all(wait=error is None)
+        except BaseException as e:
+            error = e
+            raise
+        finally:
+            self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Frees the other ranks first, if it failed: rank 0's history waits for their last messages."""
+        self._close()
+        try:
+            if error is None:
+                self._guard.close()
+            else:
+                self._guard.__exit__(type(error), error, error.__traceback__)
+        finally:
+            state, reason = _outcome(error)
+            own = error is not None and not isinstance(error, RankAborted)
+            self._publish({"end": {"state": state, "reason": reason, "own": own, "notes": list(self._late_notes())}})
+
+    def _begin(self) -> None:
+        host, device = self._host, self._found.device
+        on_host = self._found.offload != "none" or device.type == "meta"
+        self._info = host.info if on_host else dataclasses.replace(host.info, device=device)
+        self.run = self._agree()
+        if self._world is not None:
+            self._clock = compare_clocks(self._world)
+            self._unname = self._found.name_units(self._context)
+        self._meter = StepMeter(self._found, self._context, self._info, offload=self._found.offload)
+        self._loop = self._found.describe(host.info.world_size, self._title)
+        self._install()
+        notes = list(self._notes())
+        device = self._info.device
+        begin = {"loop": self._loop.to_dict(), "notes": notes, "started_unix_s": time.time(),
+                 "device_name": device_name(device), "software": software(device)}  # fmt: skip
+        self._publish({"begin": begin})
+
+    def _close(self) -> None:
+        self._open = self._context.watched = False
+        self._given = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._unname()
+        self._context.set_unit("")
+
+    def _agree(self) -> str:
+        """Rank 0's choice of a name for the run, eight hex digits; collective."""
+        mine = secrets.randbits(32) if self._host.info.rank == 0 else 0
+        if self._world is not None and self._world.size() > 1:
+            chosen = torch.tensor([mine], dtype=torch.float64)  # exact below 2^53
+            self._world.control(chosen)
+            mine = int(chosen.item())
+        elif self._host.info.world_size > 1:
+            broadcast = torch.tensor([mine], dtype=torch.int64, device=c10d._get_object_coll_device())
+            dist.broadcast(broadcast, 0)
+            mine = int(broadcast.item())
+        return f"{mine:08x}"
+
+    def _notes(self) -> Iterator[str]:
+        """What cannot be known, and how far to trust the times."""
+        yield from self._host.notes
+        if self._world is not None and not all(isinstance(group, Wire) for group in self._found.groups):
+            yield _OTHER_GROUP
+        if self._compiled:
+            yield _COMPILED
+
+    def _late_notes(self) -> Iterator[str]:
+        if self._skipped:
+            steps = f"{self._skipped} step{'s' * (self._skipped != 1)}"
+            yield f"{steps} without a backward and without optimizer.step() on rank {self._host.info.rank}: not recorded."
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
+
+    def _install(self) -> None:
+        root = self._found.module
+        before: Any = torch.compiler.disable(self._before_forward)  # type: ignore[no-untyped-call]
+        after: Any = torch.compiler.disable(self._after_forward)  # type: ignore[no-untyped-call]
+        self._handles += [root.register_forward_pre_hook(before), root.register_forward_hook(after)]
+        for optimizer in self._found.optimizers:
+            self._follow(optimizer)
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Counts the state of an optimizer that was made after the watch began."""
+        (one,) = _optimizers(optimizer)
+        self._check(one)
+        self._found.optimizers.append(one)
+        if self._open:
+            self._follow(one)
+            self._meter.forget_optimizer()
+
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises ArgumentError for an optimizer of another model."""
+        known = self._found.parameter_ids()
+        strange = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+        if strange:
+            raise ArgumentError("optimizer", f"{strange} of its tensors are no parameters of this model",
+                                "make it from model.parameters() after the model was sharded, or watch the module that "
+                                "contains all that it trains")  # fmt: skip
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        self._handles.append(optimizer.register_step_pre_hook(lambda one, *_: self._before_update(one)))
+
+    def _before_forward(self, *_: Any) -> None:
+        if self._given is not None and torch._C._current_graph_task_id() == -1:  # else it is a recomputation
+            self._enter(self._given, "forward")
+
+    def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
+        if self._given is not None and torch.is_grad_enabled():
+            for t in tensors_in(output):
+                if t.requires_grad:
+                    t.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
+
+    def _begin_backward(self, _: Tensor) -> None:
+        if self._given is not None:
+            self._given.backward = True
+            self._enter(self._given, "backward")
+
+    def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._given is None:
+            return
+        self._enter(self._given, "optimizer")
+        if not self._given.updated:
+            self._given.updated = True
+            self._meter.before_update()
+        if not optimizer.state:  # it is about to be made
+            self._meter.forget_optimizer()
+
+    def _enter(self, given: _Given, part: str) -> None:
+        """A step may have a part several times."""
+        if part == given.part:
+            return
+        if part != "backward":
+            self._end_backward()
+        given.part = part
+        self._meter.part(part)
+
+    def _end_backward(self) -> None:
+        self._context.meter.end_backward()
+        self._context.set_unit("")
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self, *, tokens: int | None = None) -> Iterator[None]:
+        """The context of one optimizer step, with as many forwards and backwards as it has. `tokens`: of this rank in it;
+        None: as given to `watch`.
+
+        A step in which nothing is updated is recorded as skipped if it had a backward, as with a loss scaler after an
+        overflow, else not at all. One that raises is not recorded.
+        """
+        if not self._open:
+            raise ArgumentError("step", "the watch is not open", "call it inside `with fsdp_lab.watch(...) as watch:`")
+        if self._given is not None:
+            raise ArgumentError("step", "a step is in progress", "end it before the next one begins")
+        if tokens is not None and not is_whole(tokens, 0):
+            raise ArgumentError("tokens", f"{tokens!r} is refused", "give how many this rank has in this step")
+        self._context.check()
+        ledger, traced = self._is_ledger(), self._is_traced()
+        given = self._given = _Given(tokens=tokens if tokens is not None else self._tokens or 0)
+        try:
+            if traced and self._meter.runs_behind:
+                self._read_all(wait=True)
+            counts = self._counts and self.steps == 0
+            counting = self._count.counting(self._info.device) if counts else nullcontext()
+            with self._meter.step(ledger=ledger, traced=traced), counting:
+                yield
+                if given.updated:
+                    self._meter.after_update()
+                elif not self._found.optimizers:
+                    self._meter.before_update()
+            self._context.check()
+            self._end(given, ledger=ledger)
+        finally:
+            self._given = None
+
+    def loss(self, loss: Tensor | float, *, grad_norm: Tensor | float | None = None) -> None:
+        """The step's loss on this rank, or of each of its micro-batches, of which the mean counts; `grad_norm`: the global
+        norm of its gradients. Both are optional; the mean over the ranks is known if every rank calls it. On a GPU it does
+        not wait for the device."""
+        if self._given is None:
+            raise ArgumentError("loss", "no step is in progress", "call it inside `with watch.step():`")
+        self._given.losses.append(_scalar("loss", loss))
+        if grad_norm is not None:
+            self._given.grad_norm = _scalar("grad_norm", grad_norm)
+
+    def _is_ledger(self) -> bool:
+        """One that is due is postponed while the user's own profiler is active: only one can be."""
+        every = self._ledger_every
+        self._ledger_due |= every is not None and (self.steps + 1) % every == 0
+        return self._ledger_due and self.steps >= LEDGER_STEP and not torch.autograd._profiler_enabled()
+
+    def _is_traced(self) -> bool:
+        return self.steps == LEDGER_STEP + 1 or (self.steps > LEDGER_STEP and (self.steps + 1) % self._trace_every == 0)
+
+    def _end(self, given: _Given, *, ledger: bool) -> None:
+        unread = self._meter.end()
+        self._end_backward()
+        if not (given.updated or given.backward) and self._found.optimizers:
+            self._skipped += 1
+            return
+        fields = {
+            "step": self.steps,
+            "first_after_switch": self.steps == 0,
+            "ledger": ledger,
+            "skipped": bool(self._found.optimizers) and not given.updated,
+        }
+        if self.steps == 0:
+            self._counted_tokens = given.tokens
+            self._find_peak()
+        if given.tokens == self._counted_tokens:  # as many in the step that was counted: else they are not known
+            fields |= {"flops": self._count.model or 0, "recompute_flops": self._count.recompute}
+        self._ended.append(_Ended(unread=unread, given=given, fields=fields))
+        self.steps += 1
+        self._ledger_due = self._ledger_due and not ledger
+        if not self._meter.runs_behind:
+            self._make_events()
+        elif time.perf_counter() - self._read_s > READ_EVERY_S:
+            self._read_all(wait=True)
+
+    def _find_peak(self) -> None:
+        """What the device can reach in the dtype of the model's products, which takes 0.3 s where it is measured."""
+        if self._count.model:
+            own = next((p.dtype for p in self._found.module.parameters() if p.is_floating_point()), torch.float32)
+            dtype = self._count.dtype or self._found.dtypes()[0] or own
+            self._peak = BestPeak(device_peak(self._info.device, dtype))
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def _read_all(self, *, wait: bool) -> None:
+        if self._ended:
+            self._meter.pause(wait=wait)
+            self._make_events()
+        self._read_s = time.perf_counter()
+
+    def _make_events(self) -> None:
+        ended, self._ended = self._ended, []
+        for one in ended:
+            self._waiting.append(self._event(one).to_dict())
+        if time.perf_counter() - self._published_s >= PUBLISH_EVERY_S:
+            self._publish({})
+
+    def _event(self, ended: _Ended) -> StepEvent:
+        metrics = self._meter.read(ended.unread)
+        unseen = self._world is None and self._info.world_size > 1
+        metrics = dataclasses.replace(metrics, begin_s=metrics.begin_s + self._clock.offset_s,
+                                      comm=UNKNOWN_TRAFFIC if unseen else metrics.comm)  # fmt: skip
+        losses = [float(loss) for loss in ended.given.losses]
+        executed = ended.fields.get("flops", 0) + ended.fields.get("recompute_flops", 0)
+        peak = None if self._peak is None else self._peak.reach(executed / metrics.step_time_s)
+        return StepEvent(
+            run=self.run,
+            spec_id=self._loop.id,
+            rank=self._info.rank,
+            world_size=self._info.world_size,
+            samples=0,
+            tokens=ended.given.tokens,
+            loss=math.fsum(losses) / len(losses) if losses else math.nan,
+            mean_loss=math.nan,
+            grad_norm=float(ended.given.grad_norm),
+            peak_flops_per_s=None if peak is None else peak.flops_per_s,
+            peak_source="" if peak is None else peak.source,
+            clock_error_s=self._clock.error_s,
+            **{"flops": 0, **ended.fields},
+            **vars(metrics),
+        )
+
+    def _publish(self, what: dict[str, Any]) -> None:
+        events, self._waiting = self._waiting, []
+        self._published_s = time.perf_counter()
+        self._host.publish({"run": self.run, "rank": self._host.info.rank, "events": events, **what})
+
+
+def _optimizers(given: Any) -> Sequence[torch.optim.Optimizer]:
+    several = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    for one in several:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise ArgumentError("optimizer", f"a {type(one).__name__} is no torch optimizer",
+                                "give the torch.optim.Optimizer, several in a list, or None")  # fmt: skip
+    return several
+
+
+def _scalar(name: str, value: Tensor | float) -> float | Tensor:
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.numel() != 1:
+        raise ArgumentError(name, f"a tensor of shape {tuple(value.shape)} is no scalar", "give its mean")
+    value = value.detach().float()
+    whole = getattr(value, "full_tensor", None)  # a DTensor, as of a gradient norm
+    value = value if whole is None else whole()
+    return float(value) if value.is_cpu else value.clone()
+
+
+def _outcome(error: BaseException | None) -> tuple[str, str]:
+    """The state of a run (`fsdp_lab.runs.view.RunState`) after a loop that ended so, and why."""
+    if error is None:
+        return "finished", ""
+    if isinstance(error, (KeyboardInterrupt, SystemExit)) or str(error).endswith(INTERRUPTED):
+        return "stopped", "interrupted"
+    kind = "" if isinstance(error, RankAborted) else f"{type(error).__name__}: "
+    return "failed", kind + first_line(error)

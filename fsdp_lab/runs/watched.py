@@ -1,0 +1,116 @@
+"""`WatchedRun`: a training loop that is not the lab's (`fsdp_lab.watch`), as a run that can be read, stored and compared."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fsdp_lab.core.loops import WatchedLoop
+from fsdp_lab.runs.awaited import Awaited
+from fsdp_lab.runs.steps import EventStore
+from fsdp_lab.runs.view import RunQueries, RunState, Switch
+
+STOP_S = 2.0
+
+
+class WatchedRun(RunQueries, Awaited["WatchedRun"]):
+    """Made when the first message of a loop arrives. It is over when every rank has left the loop.
+
+    `take` is called on the thread that receives; everything else from any thread.
+
+    Attributes:
+        spec: what was found out about the loop. events: as of a `Run`. switches: none.
+        environment: of the process that receives, and the ranks' devices.
+    """
+
+    switches: Sequence[Switch] = ()
+    details = ""  # the cell itself shows what it raised
+
+    def __init__(self, message: Mapping[str, Any], environment: Mapping[str, Any],
+                 interrupt: Callable[[], None] = lambda: None) -> None:  # fmt: skip
+        """`message`: one with a "begin". `interrupt`: interrupts the ranks' loop."""
+        super().__init__()
+        begin = message["begin"]
+        self.id = str(message["run"])
+        self.spec = WatchedLoop.from_dict(begin["loop"])
+        self.started_unix_s = float(begin["started_unix_s"])
+        self.ended_unix_s: float | None = None
+        self.events = EventStore()
+        self.environment = environment
+        self._notes: tuple[str, ...] = tuple(begin["notes"])
+        self._interrupt = interrupt
+        self._lock = threading.Lock()
+        self._ends: dict[int, Mapping[str, Any]] = {}  # by rank
+        self._state, self._reason = RunState.RUNNING, ""
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        """A message of one rank."""
+        begin, end = message.get("begin"), message.get("end")
+        if begin is not None:
+            self._notes = tuple(dict.fromkeys([*self._notes, *begin["notes"]]))
+        self.events.add(message["events"], self._notes)
+        if end is not None:
+            self._notes = tuple(dict.fromkeys([*self._notes, *end["notes"]]))
+            self._end_rank(int(message["rank"]), end)
+
+    def lose(self, rank: int, why: str) -> None:
+        """The rank's process has ended."""
+        if rank < self.spec.world_size:
+            self._end_rank(rank, {"state": RunState.FAILED.value, "reason": why, "own": True}, last=True)
+
+    def _end_rank(self, rank: int, end: Mapping[str, Any], *, last: bool = False) -> None:
+        with self._lock:
+            if self.done:
+                return
+            self._ends.setdefault(rank, end)
+            if len(self._ends) < self.spec.world_size and not last:
+                return
+            self._state, self._reason = _verdict([self._ends[r] for r in sorted(self._ends)])
+            self.ended_unix_s = time.time()
+        self._end()
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> RunState:
+        return self._state
+
+    @property
+    def reason(self) -> str:
+        return self._reason
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self._notes
+
+    @property
+    def step(self) -> int:
+        """Steps recorded."""
+        return max((e.step + 1 for e in self.events.latest().values()), default=0)
+
+    def stop(self, timeout_s: float = STOP_S, reason: str = "") -> bool:
+        """Interrupts the cell in which the loop is. Returns whether the loop is over within `timeout_s`. Idempotent."""
+        if not self.done:
+            with self._lock:
+                if self._state is RunState.RUNNING:
+                    self._state, self._reason = RunState.STOPPING, reason
+            self._interrupt()
+        return self._wait_over(timeout_s) if timeout_s > 0 else self.done
+
+    def _outcome(self) -> WatchedRun:
+        return self
+
+    def __repr__(self) -> str:
+        reason = f" ({self.reason})" if self.reason else ""
+        return f"<WatchedRun {self.id}: {self.state.value}{reason}, step {self.step}, {self.spec.name}>"
+
+
+def _verdict(ends: Sequence[Mapping[str, Any]]) -> tuple[RunState, str]:
+    """State and reason of the whole: of the rank that failed by itself, if one did."""
+    worst = max(ends, key=lambda end: (_ORDER.index(RunState(end["state"])), bool(end["own"])))
+    return RunState(worst["state"]), str(worst["reason"])
+
+
+_ORDER = (RunState.FINISHED, RunState.STOPPED, RunState.FAILED)

@@ -1,0 +1,137 @@
+"""Parameters that are not trained: the same values under every backend, without gradients or optimizer state; switches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.patterns import matches
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.models import build_skeleton, resolve
+from fsdp_lab.models.freezing import freeze, frozen_names
+from tests.backends.test_parity import SMALL, outcome, sharded, spec
+from tests.backends.train import start, steps
+from tests.covering import tiered
+from tests.engine.parity import Outcome, Outcomes, assert_equal, plan
+from tests.pool import Place, Pool
+
+BACKENDS = ("lab", "fsdp2", "fsdp1", "ddp")
+EARLY = ["transformer.wte.*", "transformer.wpe.*", "transformer.h.0.*"]  # nothing needs their backward
+INSIDE = ["transformer.h.*.attn.*", "*.bias"]  # a unit with both kinds
+PATTERNS = [EARLY, INSIDE, ["transformer.ln_f.*"]]
+
+
+def assert_frozen(got: Outcome, before: Outcome, patterns: list[str]) -> None:
+    still = {name for name, t in before.parameters.items() if torch.equal(got.parameters[name], t)}
+    assert still == {name for name in before.parameters if matches(name, patterns)}
+
+
+@pytest.mark.parametrize("patterns", tiered(PATTERNS, lambda patterns: patterns is not PATTERNS[2]), ids=str)
+def test_all_backends_freeze_the_same(outcomes: Outcomes, patterns: list[str]) -> None:
+    lab, *others = outcomes.of(*(plan((sharded(b, 2, freeze=patterns), 3)) for b in BACKENDS))
+    for other in others:
+        assert_equal(other, lab)
+    assert_frozen(lab, outcome(outcomes, (sharded("lab", 2), 0)), patterns)
+
+
+@pytest.mark.parametrize("changes", [
+    {"sharding": "zero1"}, {"offload": "all"}, {"offload": "optimizer"}, {"recompute": "full"}, {"wrap": "whole"},
+    {"wrap": "every:2", "forward_prefetch": 2}, {"sharding": "no_shard"}, {"accumulate": 2, "sync": "last"},
+], ids=str)  # fmt: skip
+def test_strategies_of_the_lab_change_nothing_of_it(outcomes: Outcomes, changes: dict[str, Any]) -> None:
+    usual = {key: value for key, value in changes.items() if key in ("accumulate", "sync")}
+    wanted = outcome(outcomes, (sharded("fsdp2", 2, freeze=EARLY, **usual), 2))
+    assert_equal(outcome(outcomes, (spec(2, freeze=EARLY, **changes), 2)), wanted)
+
+
+@pytest.mark.slow
+def test_three_ranks_and_other_strategies_of_torch(outcomes: Outcomes) -> None:
+    lab, *others = outcomes.of(*(plan((sharded(b, 3, freeze=INSIDE), 3)) for b in BACKENDS))
+    for other in others:
+        assert_equal(other, lab)
+    for backend, changes in (("fsdp2", {"offload": "all"}), ("fsdp1", {"recompute": "every:2", "wrap": "whole"})):
+        assert_equal(outcome(outcomes, (sharded(backend, 2, freeze=EARLY, **changes), 2)),
+                     outcome(outcomes, (sharded("lab", 2, freeze=EARLY), 2)))  # fmt: skip
+
+
+def test_a_switch_of_backends_carries_it(outcomes: Outcomes) -> None:
+    path = [sharded(b, 2, freeze=INSIDE) for b in BACKENDS]
+    steady, switched = outcomes.of(plan((path[0], 8)), plan(*((p, 2) for p in path)))
+    assert_equal(switched, steady)
+
+
+@pytest.mark.parametrize("optimizer", tiered(["adamw", "sgd"], lambda optimizer: optimizer == "adamw"))
+def test_what_is_frozen_can_change_and_all_backends_agree(outcomes: Outcomes, optimizer: str) -> None:
+    """Also from one backend to another in the same switch."""
+    args = {} if optimizer == "adamw" else {"momentum": 0.9}
+    common = {"optimizer": optimizer, "optimizer_args": args}
+    phases = [EARLY, None, INSIDE, EARLY]
+    paths = [[sharded(b, 2, freeze=f, **common) for f in phases] for b in BACKENDS]
+    paths += [[sharded(b, 2, freeze=f, **common) for b, f in zip(BACKENDS, phases, strict=True)]]
+    first, *others = outcomes.of(*(plan(*((p, 2) for p in path)) for path in paths))
+    for other in others:
+        assert_equal(other, first)
+
+
+def _held(place: Place, given: dict[str, Any], after: dict[str, Any]) -> list[tuple[int, int]]:
+    """Elements of optimizer state, and of gradients before the update, under one Spec and after a switch to another."""
+    backend, found = None, []
+    for i, part in enumerate(map(Spec.from_dict, (given, after))):
+        backend = start(place, part, backend)
+        gradients: list[int] = []
+        backend.optimizer.register_step_pre_hook(
+            lambda *_, b=backend, g=gradients: g.append(sum(t.numel() for t in b.gradients()))
+        )
+        steps(place, part, backend, i, 1)
+        state = (t for s in backend.optimizer.state.values() for t in s.values() if t.dim())
+        found.append((sum(getattr(t, "_local_tensor", t).numel() for t in state), gradients[0]))
+        assert not backend.parked
+    assert backend is not None
+    backend.release()
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_frozen_parameters_have_no_gradients_and_no_optimizer_state(pool: Pool, backend: str) -> None:
+    plain, frozen = sharded(backend, 1, wrap="block"), sharded(backend, 1, freeze=EARLY)
+    skeleton = build_skeleton(resolve(SMALL))
+    whole = sum(p.numel() for p in skeleton.parameters())
+    freeze(skeleton, EARLY)
+    trained = sum(p.numel() for p in skeleton.parameters() if p.requires_grad)
+    assert trained < 0.8 * whole
+    for one, other, before, after in ((plain, frozen, whole, trained), (frozen, plain, trained, whole)):
+        [found] = pool.run(_held, 1, one.to_dict(), other.to_dict())
+        for (state, gradients), numel in zip(found, (before, after), strict=True):
+            assert state == pytest.approx(2 * numel, rel=0.02) and gradients == pytest.approx(
+                numel, rel=0.02
+            )  # padding
+
+
+@pytest.mark.parametrize(("patterns", "said"), [
+    (["transformer.wte.*", "transformer.q.*"], "'transformer.q.*' matches no parameter; give a pattern of names such as tr"),
+    (["Transformer.*"], "'Transformer.*' matches no parameter"),
+    (["lm_head.*"], "'lm_head.*' matches no parameter"),  # it is tied, and goes by its first name
+    (["*"], "nothing is left to train; leave a pattern out"),
+], ids=str)  # fmt: skip
+def test_patterns_that_freeze_nothing_or_everything_are_refused(patterns: list[str], said: str) -> None:
+    skeleton = build_skeleton(resolve(SMALL))
+    with pytest.raises(SpecError) as refused:
+        freeze(skeleton, patterns)
+    assert str(refused.value).startswith(f"workload.freeze: {said}")
+    assert all(p.requires_grad for p in skeleton.parameters())
+    frozen_names(skeleton, refused.value.fix["freeze"])
+
+
+@pytest.mark.parametrize("value", ["transformer.wte.*", [], [""], [3], {}, 1])
+def test_what_is_no_list_of_patterns_is_refused(value: Any) -> None:
+    refused = Spec().validate(freeze=value)
+    assert refused is not None and str(refused).startswith("workload.freeze: ") and "give patterns" in str(refused)
+
+
+def test_a_spec_keeps_its_patterns_once_each() -> None:
+    one = Spec().replace(freeze=["a.*", "b", "a.*"])
+    assert one.workload.freeze == ("a.*", "b") and Spec.from_json(one.to_json()) == one and hash(one)
+    assert Spec().replace(freeze=None).id == Spec().id != one.id

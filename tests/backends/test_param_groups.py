@@ -1,0 +1,103 @@
+"""Parameters with learning rates and weight decays of their own: the same under every backend, and in changes."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from fsdp_lab.backends import check
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.param_groups import key_of
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.models import build_skeleton, resolve
+from fsdp_lab.rank import lifecycle
+from tests.backends.test_parity import SMALL, outcome, sharded, spec
+from tests.engine.parity import Outcomes, assert_equal, plan
+from tests.pool import Place, Pool
+from tests.rank import test_session as sessions
+from tests.rank.test_lr_schedule import BACKENDS as STRATEGIES
+from tests.rank.test_lr_schedule import COSINE, planned, trained
+from tests.rank.test_lr_schedule import outcome as losses
+
+BACKENDS = ("lab", "fsdp2", "fsdp1", "ddp")
+GROUPS = [
+    {"match": ["transformer.h.0.*", "*.wte.*"], "lr": 0.001},
+    {"match": ["*.ln_*", "*.bias"], "weight_decay": 0.5},
+]
+
+
+def test_all_backends_have_the_same_groups(outcomes: Outcomes) -> None:
+    lab, *others = outcomes.of(*(plan((sharded(b, 2, param_groups=GROUPS), 3)) for b in BACKENDS))
+    for other in others:
+        assert_equal(other, lab)
+    plain = outcome(outcomes, (sharded("lab", 2), 3))
+    assert any(not torch.equal(t, plain.parameters[n]) for n, t in lab.parameters.items())
+
+
+@pytest.mark.parametrize("changes", [{"wrap": "whole"}, {"offload": "all"}, {"sharding": "zero1"}], ids=str)
+def test_strategies_of_the_lab_change_nothing_of_them(outcomes: Outcomes, changes: dict[str, Any]) -> None:
+    wanted = outcome(outcomes, (sharded("fsdp2", 2, param_groups=GROUPS), 2))
+    assert_equal(outcome(outcomes, (spec(2, param_groups=GROUPS, **changes), 2)), wanted)
+
+
+def test_a_switch_carries_them_and_can_change_them(outcomes: Outcomes) -> None:
+    path = [sharded(b, 2, param_groups=GROUPS) for b in BACKENDS]
+    steady, switched = outcomes.of(plan((path[0], 4)), plan(*((p, 1) for p in path)))
+    assert_equal(switched, steady)
+    changed = [plan(*((sharded(b, 2, param_groups=g), 2) for g in (None, GROUPS, GROUPS[:1]))) for b in BACKENDS]
+    first, *others = outcomes.of(*changed)
+    for other in others:
+        assert_equal(other, first)
+
+
+def test_a_schedule_scales_the_rate_of_each_group(pool: Pool) -> None:
+    plans = [planned((sessions.spec(param_groups=GROUPS, **COSINE, **b), 4)) for b in STRATEGIES.values()]
+    told = pool.run(trained, 2, plans, reduction=None)
+    for i in range(1, len(plans)):
+        assert losses(told, i) == losses(told, 0)
+
+
+def _live(place: Place, plan_: list[dict[str, Any]]) -> tuple[list[Any], int]:
+    built = mock.Mock(wraps=lifecycle.build)
+    with mock.patch.object(lifecycle, "build", built):
+        s = sessions.session(place)
+        for given in plan_:
+            s.apply("run", given)
+            s.train(2)
+        assert s.trainer is not None
+        groups = [(g["lr"], g["weight_decay"]) for g in s.trainer.backend.optimizer.param_groups]
+        s.close()
+    return groups, built.call_count
+
+
+def test_rates_change_without_a_new_backend_and_patterns_with_one(pool: Pool) -> None:
+    other = [{**GROUPS[0], "lr": 0.5}, {**GROUPS[1], "weight_decay": 0.25}]
+    specs = [sessions.spec(1, param_groups=g).to_dict() for g in (GROUPS, other)]
+    [(groups, built)] = pool.run(_live, 1, specs, reduction=None)
+    assert built == 1 and set(groups) == {(0.01, 0.1), (0.5, 0.1), (0.5, 0.0), (0.01, 0.25)}
+    [(_, built)] = pool.run(_live, 1, [specs[0], sessions.spec(1).to_dict()], reduction=None)
+    assert built == 2
+
+
+def test_the_first_match_counts_and_wrong_groups_are_refused() -> None:
+    groups = Spec().replace(param_groups=GROUPS).workload.param_groups
+    assert key_of(groups, "transformer.h.0.ln_1.bias", 1) == (0, False)
+    assert key_of(groups, "transformer.h.1.ln_1.bias", 1) == (1, False) and key_of(groups, "x.weight", 2) == (-1, True)
+    spec_ = Spec().replace(model=SMALL, param_groups=GROUPS)
+    assert (
+        Spec.from_json(spec_.to_json()) == spec_
+        and hash(spec_.replace(model="gpt2-1m"))
+        and Spec().replace(param_groups=None).id == Spec().id
+    )
+    for wrong in ([], [{}], [{"match": ["*"]}], [{"match": "*", "lr": 1}], [{"match": ["*"], "lr": 0}], {"match": ["*"]},
+                  [{"match": ["*"], "lr": 1, "betas": 2}], [{"match": ["*"], "weight_decay": -1}]):  # fmt: skip
+        refused = Spec().validate(param_groups=wrong)
+        assert refused is not None and refused.field == "workload.param_groups", wrong
+    with pytest.raises(
+        SpecError, match=r"workload.param_groups: 'h.\*' matches no parameter; give a pattern of names such as"
+    ):
+        skeleton = build_skeleton(resolve(SMALL))
+        check(skeleton, spec_.replace(param_groups=[{"match": ["h.*"], "lr": 1}]), torch.device("cpu"))

@@ -1,0 +1,225 @@
+"""A user's own loop in a real `%%px` cell, and under torchrun: its events arrive while it runs, and it ends well."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.history import History
+from fsdp_lab.history.stored_run import StoredRun
+from fsdp_lab.lab import Lab
+from fsdp_lab.runs import RunState, WatchedRun
+from tests.lab.test_lab import going, until
+
+BUILD = """
+    import time, torch, fsdp_lab
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)])
+    for layer in net:
+        fully_shard(layer)
+    fully_shard(net)
+    adam = torch.optim.AdamW(net.parameters(), lr=1e-3)
+"""
+LOOP = """
+    with fsdp_lab.watch(net, adam, tokens=4) as watch:
+        for i in range({steps}):
+            with watch.step():
+                loss = net(torch.ones(4, 32)).square().mean()
+                loss.backward()
+                adam.step()
+                adam.zero_grad()
+                watch.loss(loss)
+            {then}
+"""
+CELL = textwrap.dedent(BUILD) + textwrap.dedent(LOOP)
+
+# What a notebook does: a cell with %%px, and while it runs another thread looks at the lab.
+NOTEBOOK = f"""
+import threading, time
+from IPython.core.interactiveshell import InteractiveShell
+
+if __name__ == "__main__":
+    shell = InteractiveShell.instance()
+    shell.run_cell("from fsdp_lab.lab import Lab\\nlab = Lab(2, progress=False)").raise_error()
+    lab, seen = shell.user_ns["lab"], []
+
+    def look():
+        while not seen:
+            if (run := lab.current) is not None and run.step > 3 and not run.done:
+                seen.append(run)
+            time.sleep(0.01)
+
+    threading.Thread(target=look, daemon=True).start()
+    shell.run_cell("%%px\\n" + {CELL.format(steps=30, then="time.sleep(0.02)")!r}).raise_error()
+    run = lab.current
+    assert any(run is one for one in seen), "while the cell ran"
+    run.wait(10)
+    assert run.step == 30 and run.state.value == "finished", run
+    print(run.table())
+    print("all well", lab.runs()[0].id == run.id)
+    lab.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_cell_of_a_notebook_is_a_run_while_it_runs_and_after(tmp_path: Path) -> None:
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", NOTEBOOK], capture_output=True, text=True, timeout=120, env=env)
+    assert "all well True" in done.stdout, done.stdout + done.stderr
+    assert "watched fsdp2 full_shard fp32" in done.stdout
+
+
+def cell(lab: Lab, code: str) -> Callable[[], None]:
+    """Begins a cell on all ranks; what it returns waits for it, and raises its error."""
+    result = lab.client[lab.cluster.engine_ids].execute(code, block=False)
+    return lambda: result.get(60)
+
+
+def watched(lab: Lab, before: object = None) -> WatchedRun:
+    until(lambda: isinstance(lab.current, WatchedRun) and lab.current is not before and lab.current.step > 3, 30)
+    run = lab.current
+    assert isinstance(run, WatchedRun)
+    return run
+
+
+@pytest.mark.slow
+def test_a_loop_in_a_cell_has_everything_that_a_run_has(real_lab: Lab) -> None:
+    cell(real_lab, CELL.format(steps=20, then=""))()
+    run = watched(real_lab).wait(10)
+    assert run.state is RunState.FINISHED and run.spec.name == "watched: FSDP2 Sequential"
+    steps = run.events.steps()
+    assert [s.number for s in steps] == list(range(20)) and all(s.is_whole for s in steps)
+    assert steps[2].events[0].memory_curve and run.timeline(15).lanes
+    entry = run.summary()
+    assert entry["losses"][0] > entry["losses"][-1] and entry["tokens_per_s"] > 0
+    assert set(entry["comm_bytes_per_step"]) >= {"all_gather", "reduce_scatter"}
+    past = real_lab.runs(backend="fsdp2")[run.id]
+    assert past.spec == run.spec and past.table().rows == run.table().rows
+    assert repr(past.events.since()[0]) == repr(run.events.since()[0]), "what is not known is NaN"
+    own = real_lab.run(model="gpt2-1m", seq_len=64, steps=2).wait(60)
+    assert real_lab.current is own
+
+
+@pytest.mark.slow
+def test_stopping_it_interrupts_the_cell_and_the_ranks_go_on(real_lab: Lab) -> None:
+    wait = cell(real_lab, CELL.format(steps=100_000, then=""))
+    run = watched(real_lab)
+    assert run.stop(20, "enough") and run.state is RunState.STOPPED
+    with pytest.raises(Exception, match="Interrupt|interrupted"):
+        wait()
+    # the process groups are opened again, and the same cell runs
+    cell(real_lab, "import fsdp_lab; fsdp_lab.init_process_group()")()
+    cell(real_lab, CELL.format(steps=6, then=""))()
+    assert watched(real_lab, run).wait(10).state is RunState.FINISHED
+    assert going(real_lab, model="gpt2-1m", seq_len=64).stop(20)
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_frees_the_others_and_says_why(real_lab: Lab) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(Exception, match="no more of this"):
+        cell(real_lab, CELL.format(steps=100, then="if i == 7 and rank == 1: raise ValueError('no more of this')"))()
+    assert time.monotonic() - began_s < 30
+    run = watched(real_lab).wait(10)
+    assert run.state is RunState.FAILED and run.reason == "ValueError: no more of this"
+    with pytest.raises(Exception, match=r"call fsdp_lab.init_process_group\(\) on all ranks"):
+        cell(real_lab, textwrap.dedent(LOOP).format(steps=1, then=""))()
+    assert real_lab.run(model="gpt2-1m", seq_len=64, steps=2).wait(60).state is RunState.FINISHED
+
+
+@pytest.mark.slow
+def test_another_run_interrupts_it(real_lab: Lab) -> None:
+    wait = cell(real_lab, CELL.format(steps=100_000, then=""))
+    loop = watched(real_lab)
+    run = real_lab.run(model="gpt2-1m", seq_len=64, steps=3).wait(60)
+    assert loop.state is RunState.STOPPED and run.state is RunState.FINISHED
+    with pytest.raises(Exception, match="Interrupt|interrupted"):
+        wait()
+
+
+# -- under torchrun ---------------------------------------------------------------------------------------------------
+
+SCRIPT = f"""
+import os, sys, time
+import torch.distributed as dist
+import fsdp_lab
+
+if sys.argv[2] == "lab":
+    fsdp_lab.init_process_group()
+else:
+    dist.init_process_group("gloo")
+{textwrap.dedent(BUILD)}
+with fsdp_lab.watch(net, adam, history=sys.argv[1]) as watch:
+    for i in range(int(sys.argv[3])):
+        with watch.step(tokens=4):
+            loss = net(torch.ones(4, 32)).square().mean()
+            loss.backward()
+            adam.step()
+            adam.zero_grad()
+            watch.loss(loss)
+        if len(sys.argv) > 4 and i == 5 and dist.get_rank() == int(sys.argv[4]):
+            raise ValueError("no more of this")
+        while len(sys.argv) == 4 and i == 10 and not os.path.exists(sys.argv[1] + ".seen"):
+            time.sleep(0.01)
+dist.destroy_process_group()
+"""
+
+
+def torchrun(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([*command, *arguments], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def stored(path: Path) -> StoredRun | None:
+    return next(iter(History(path).runs()), None) if path.exists() else None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", ["lab", "torch"])
+def test_under_torchrun_another_process_reads_it_while_it_runs(tmp_path: Path, group: str) -> None:
+    path = tmp_path / "runs.sqlite3"
+    process = torchrun(tmp_path, str(path), group, "30")
+    try:
+        until(lambda: (run := stored(path)) is not None and run.step > 5, 90)
+        live = stored(path)
+        assert live is not None and process.poll() is None and live.state is RunState.RUNNING
+        assert any(s.is_whole for s in live.events.steps()) and live.table().rows
+        Path(f"{path}.seen").touch()  # for which the ranks wait
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    finally:
+        process.kill()
+        process.wait(10)
+    past = stored(path)
+    assert past is not None and past.state is RunState.FINISHED and past.step == 30
+    steps = past.events.steps()
+    assert [s.number for s in steps] == list(range(30)) and all(s.is_whole for s in steps)
+    said = "Communication is not measured" in " ".join(past.notes)
+    assert said == (group == "torch")
+    assert ("all_gather" in steps[-1].events[0].comm) == (group == "lab")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_under_torchrun_a_rank_that_raises_is_in_the_history(tmp_path: Path, rank: int) -> None:
+    path = tmp_path / "runs.sqlite3"
+    process = torchrun(tmp_path, str(path), "lab", "100000", str(rank))
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0 and "no more of this" in err and "SIGABRT" not in err
+    past = stored(path)
+    assert past is not None and past.step >= 5
+    # torchrun ends the other rank as soon as one has ended: the history may miss rank 0's last words, if it was that
+    assert past.state is RunState.FAILED or (rank == 1 and past.state is RunState.LOST)

@@ -1,0 +1,98 @@
+"""Dropout as a model's config says: the same masks under every backend and strategy, at other world sizes, and again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.models import resolve
+from fsdp_lab.models.dropout import drawing, seed_of_masks
+from tests.pool import Place, Pool
+from tests.rank.test_lr_schedule import BACKENDS, outcome, planned, trained
+from tests.rank.test_session import session, spec
+
+ON = {"dropout": "config"}  # 0.1 in GPT-2: of embeddings, attention and residuals
+
+
+def test_masks_are_the_same_under_every_backend_and_in_a_recomputed_forward(pool: Pool) -> None:
+    changes = [*BACKENDS.values(), {"recompute": "full"}, {"backend": "fsdp2", "recompute": "every:2"},
+               {"sharding": "zero1"}, {"offload": "all", "wrap": "whole"}]  # fmt: skip
+    plans = [planned((spec(**ON, **c), 3)) for c in changes]
+    switched = planned(*((spec(**ON, **b), 1) for b in (BACKENDS["lab"], BACKENDS["ddp"], BACKENDS["fsdp2"])))
+    off = planned((spec(), 3))
+    told = pool.run(trained, 2, [*plans, switched, off], reduction=None)
+    for plan in range(1, len(plans) + 1):
+        assert outcome(told, plan) == outcome(told, 0)
+    assert outcome(told, len(plans) + 1)[0] != outcome(told, 0)[0]
+
+
+def test_masks_belong_to_the_samples_and_not_to_the_rank(pool: Pool) -> None:
+    """Micro-batches of one rank that accumulates four are those of four ranks: their losses are the same."""
+    four = pool.run(trained, 4, [planned((spec(4, **ON), 1))], reduction=None)
+    two = pool.run(trained, 2, [planned((spec(2, accumulate=2, **ON), 1))], reduction=None)
+    one = pool.run(_losses, 1, spec(1, **ON).to_dict(), reduction=None)[0]
+    assert [rank[0][0]["loss"] for rank in four] == one
+    assert [rank[0][0]["loss"] for rank in two] == [
+        float(np.float32(np.float32(one[r]) + np.float32(one[r + 2]))) / 2 for r in range(2)
+    ]
+
+
+def _losses(place: Place, given: dict[str, Any]) -> list[float]:
+    """Of the first four micro-batches, one after the other, at the initial values."""
+    s = session(place)
+    s.apply("run", given, fresh=True)
+    trainer, found = s.trainer, []
+    for i in range(4):
+        trainer.progress.samples = 2 * i
+        found.append(float(trainer._accumulate()))
+        trainer.discard()
+    s.close()
+    return found
+
+
+def _resumed(place: Place, given: dict[str, Any], root: str) -> tuple[list[Any], list[Any], bool]:
+    s = session(place)
+    s.apply("run", given, fresh=True)
+    torch.manual_seed(5)
+    s.train(2)
+    drawn = torch.rand(3)
+    s.save(root)
+    first = s.train(2)["events"]
+    assert not s.saves(30.0)["under_way"]
+    s.restore("again", given, root)
+    again = s.train(2, evaluations={3: 4})["events"]
+    torch.manual_seed(5)
+    own = bool((torch.rand(3) == drawn).all())
+    s.close()
+    return first, again, own
+
+
+def test_a_resumed_run_has_the_same_masks_and_a_users_own_draws_are_left_alone(pool: Pool, tmp_path: Path) -> None:
+    """An evaluation, without masks, changes nothing either."""
+    for first, again, own in pool.run(_resumed, 2, spec(**ON).to_dict(), str(tmp_path), reduction=None):
+        assert [e["loss"] for e in first] == [e["loss"] for e in again] and own
+
+
+def test_compile_is_refused_with_the_reason() -> None:
+    refused = Spec().validate(dropout="config", compile=True)
+    assert refused is not None and refused.field == "strategy.compile" and refused.fix == {"compile": False}
+
+
+def test_a_config_keeps_its_dropout_but_leaves_out_no_layer() -> None:
+    assert resolve("gpt2-1m").attn_pdrop == 0.0 and resolve("gpt2-1m", dropout="config").attn_pdrop == 0.1
+    opt = resolve({"model_type": "opt", "layerdrop": 0.5}, dropout="config")
+    assert (opt.dropout, opt.layerdrop) == (0.1, 0.0)
+
+
+def test_draws_depend_on_seed_and_sample_and_end_with_the_context() -> None:
+    device, before = torch.device("cpu"), torch.get_rng_state()
+    found = []
+    for seed, sample in ((0, 0), (0, 0), (0, 4), (1, 0)):
+        with drawing(seed, sample, device):
+            found.append(torch.rand(4).tolist())
+    assert found[0] == found[1] and len(set(map(tuple, found))) == 3
+    assert torch.equal(torch.get_rng_state(), before) and seed_of_masks(3, 1 << 40) < 1 << 63

@@ -1,0 +1,201 @@
+"""Texts that a training's model continues: every backend gives transformers' own tokens, and no training changes by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.events import Role
+from fsdp_lab.core.generation import Sampling, checked_prompts
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.models import build_skeleton, resolve
+from fsdp_lab.rank import Session
+from tests.backends.train import whole
+from tests.covering import tiered
+from tests.pool import Place, Pool
+from tests.rank.test_session import DDP, session, spec
+
+PROMPTS = ["A", "a longer prompt than the first", "def f(", "é, of two bytes", "x" * 20]  # no multiple of the ranks
+TOKENS = 12
+T5 = {"model_type": "t5", "vocab_size": 384, "d_model": 32, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
+      "d_ff": 48, "d_kv": 8, "decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}  # fmt: skip
+OPENAI = {"model_type": "openai-gpt", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 384, "n_positions": 64}
+LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 384,
+         "num_key_value_heads": 2, "intermediate_size": 48, "tie_word_embeddings": False,
+         "bos_token_id": None, "eos_token_id": 1}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "lab": {"backward_prefetch": 2, "forward_prefetch": 1, "recompute": "full"},
+    "lab_zero1": {"sharding": "zero1"},
+    "lab_offload": {"offload": "all"},
+    "fsdp2": {"backend": "fsdp2", "forward_prefetch": 1},
+    "fsdp1": {"backend": "fsdp1", "recompute": "full"},
+    "fsdp1_grad_op": {"backend": "fsdp1", "sharding": "shard_grad_op"},
+    "ddp": DDP,
+    "llama": {"model": LLAMA},
+    "without_cache": {"model": OPENAI},
+    "t5": {"model": T5},
+    "t5_fsdp2": {"model": T5, "backend": "fsdp2"},
+    "t5_fsdp1": {"model": T5, "backend": "fsdp1"},
+}
+SAMPLE = {name: KINDS[name] for name in ("lab", "fsdp1")}
+
+
+def _texts(s: Session, prompts: list[str], **sampling: Any) -> dict[int, str]:
+    answer = s.generate("run", prompts, {"new_tokens": TOKENS, **sampling})
+    return {int(number): text for number, text in answer["texts"].items()}
+
+
+def _by_transformers(given: Spec, parameters: dict[str, torch.Tensor], prompts: list[str]) -> list[str]:
+    """The same model alone, by `generate`."""
+    config = resolve(given.workload.model)
+    model = build_skeleton(config)
+    model.load_state_dict(parameters, assign=True, strict=False)
+    model.tie_weights()
+    texts = []
+    for prompt in prompts:
+        ids = torch.tensor([[byte + 3 for byte in prompt.encode()]])
+        asked = GenerationConfig(max_new_tokens=TOKENS, do_sample=False, eos_token_id=1, pad_token_id=0,
+                                 decoder_start_token_id=getattr(config, "decoder_start_token_id", None))  # fmt: skip
+        out = model.eval().generate(ids, attention_mask=torch.ones_like(ids), generation_config=asked)[0]
+        new = out[1:] if config.is_encoder_decoder else out[ids.shape[1] :]
+        texts.append(bytes(i - 3 for i in new.tolist() if 3 <= i < 259).decode(errors="replace"))
+    return texts
+
+
+def _gathered_bytes(s: Session) -> int:
+    assert s.trainer is not None
+    transient = s.trainer.backend.transient_tensors()
+    return sum(t.untyped_storage().size() for role, t in transient if role is Role.UNSHARDED)
+
+
+def _generated(place: Place, given: list[dict[str, Any]]) -> list[Any]:
+    """Of each Spec, after two steps: this rank's texts, transformers' own, the events without and with them, and the bytes
+    of gathered parameters before and after the texts."""
+    s = session(place, reduction="rank_ordered")
+    found = []
+    for one in given:
+        s.apply("run", one, fresh=True)
+        plain = s.train(4, checks=range(4))["events"]
+        s.apply("run", one, fresh=True)
+        events = s.train(2, checks=range(2))["events"]
+        before = _gathered_bytes(s)
+        texts = _texts(s, PROMPTS)
+        held = (before, _gathered_bytes(s))
+        assert s.trainer is not None
+        own = _by_transformers(Spec.from_dict(one), whole(s.trainer.backend), PROMPTS)
+        events += s.train(2, checks=range(2, 4))["events"]
+        found.append((texts, own, plain, events, held))
+    s.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kinds"),
+    tiered(
+        [(2, SAMPLE), (2, {n: k for n, k in KINDS.items() if n not in SAMPLE}), (3, {"lab": {}, "t5": {"model": T5}})],
+        lambda world_size, kinds: kinds is SAMPLE,
+    ),
+)
+def test_every_backend_writes_what_transformers_does_and_trains_on_as_before(
+    pool: Pool, world_size: int, kinds: dict[str, dict[str, Any]]
+) -> None:
+    specs = [spec(world_size, **changes).to_dict() for changes in kinds.values()]
+    of_ranks = pool.run(_generated, world_size, specs, reduction=None, timeout_s=300)
+    for kind, per_rank in zip(kinds, zip(*of_ranks, strict=True), strict=True):
+        texts = {number: text for own, *_ in per_rank for number, text in own.items()}
+        assert [texts[number] for number in range(len(PROMPTS))] == per_rank[0][1], kind
+        for rank, (own, _, plain, events, (before, after)) in enumerate(per_rank):
+            assert before == after, kind
+            assert [*own] == [*range(rank, len(PROMPTS), world_size)], kind
+            same = ("step", "samples", "mean_loss", "grad_norm", "checksum")
+            assert [[e[n] for n in same] for e in plain] == [[e[n] for n in same] for e in events], kind
+
+
+def _at_an_evaluation(place: Place, given: dict[str, Any]) -> list[Any]:
+    s = session(place)
+    s.apply("run", given, fresh=True)
+    asked = {"prompts": PROMPTS, "sampling": {"new_tokens": TOKENS}}
+    events = s.train(3, evaluations={1: 2}, **asked)["events"]
+    later = s.generate("run", PROMPTS, {"new_tokens": TOKENS})["texts"]
+    drawn = [_texts(s, PROMPTS, temperature=2.0, top_k=50, top_p=0.9, seed=n) for n in (1, 1, 2)]
+    s.close()
+    return [[e["completions"] for e in events], later, drawn]
+
+
+def test_an_evaluation_has_its_texts_and_what_is_drawn_depends_on_the_seed(pool: Pool) -> None:
+    by_world = []
+    for world_size in (1, 2):
+        given = spec(world_size, micro_batch=4 // world_size).to_dict()
+        of_ranks = pool.run(_at_an_evaluation, world_size, given, reduction=None)
+        for rank, (completions, later, (first, again, other)) in enumerate(of_ranks):
+            assert completions[0] == completions[2] == []
+            assert [prompt for prompt, _ in completions[1]] == PROMPTS[rank::world_size]
+            assert first == again != other and len(later) == len(first)
+        by_world.append({number: text for *_, drawn in of_ranks for number, text in drawn[0].items()})
+    assert by_world[0].keys() == by_world[1].keys()
+    same = sum(by_world[0][number] == by_world[1][number] for number in by_world[0])
+    assert same >= len(PROMPTS) - 1, "the parameters agree to rounding, and so do the draws, but for a close call"
+
+
+def _refused(place: Place, given: list[tuple[dict[str, Any], str, list[str], dict[str, Any]]]) -> list[str]:
+    """What each is refused with; the same before it trains, where its evaluations are to have these prompts."""
+    s, said = session(place), []
+    for one, run, prompts, sampling in given:
+        early = ""
+        try:
+            s.apply("run", one, fresh=True, evaluated=1, prompts=prompts, sampling=sampling)
+        except ArgumentError as e:
+            early = str(e)
+        s.apply("run", one, fresh=True)
+        try:
+            s.generate(run, prompts, sampling)
+        except ArgumentError as e:
+            said.append(str(e))
+            assert early == (said[-1] if run == "run" else "")
+        s.train(1)
+    s.close()
+    return said
+
+
+def test_what_cannot_be_continued_is_refused_and_training_goes_on(pool: Pool) -> None:
+    bert = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "intermediate_size": 48, "vocab_size": 384, "max_position_embeddings": 64}  # fmt: skip
+    image = {"model": "vit-1m", "data": "images"}
+    plan = [
+        (spec(model=bert), "run", ["a"], {}, "bert fills masked tokens and does not continue a text"),
+        (spec().replace(**image), "run", ["a"], {}, "vit classifies images and does not continue a text"),
+        (spec(), "another", ["a"], {}, "run: these ranks have left run another"),
+        (
+            spec(),
+            "run",
+            ["a" * 60],
+            {"new_tokens": 5},
+            "has 60 tokens, and with 5 new ones it is longer than the model's 64",
+        ),
+    ]
+    said = pool.run(_refused, 2, [(s.to_dict(), r, p, n) for s, r, p, n, _ in plan], reduction=None)
+    assert said[0] == said[1]
+    for text, (*_, expected) in zip(said[0], plan, strict=True):
+        assert expected in text
+
+
+@pytest.mark.parametrize(("sampling", "field"), [
+    ({"new_tokens": 0}, "new_tokens"), ({"temperature": -1}, "temperature"), ({"temperature": float("nan")}, "temperature"),
+    ({"top_k": 5}, "temperature"), ({"temperature": 1, "top_k": 0}, "top_k"), ({"temperature": 1, "top_p": 1.5}, "top_p"),
+    ({"seed": -1}, "seed"),
+])  # fmt: skip
+def test_a_wrong_way_to_sample_is_refused_by_name(sampling: dict[str, Any], field: str) -> None:
+    with pytest.raises(ArgumentError) as refused:
+        Sampling(**sampling)
+    assert refused.value.field == field and refused.value.hint
+
+
+@pytest.mark.parametrize("prompts", ["", [], [""], [1], None, b"a", {"a": 1}])
+def test_prompts_are_texts(prompts: Any) -> None:
+    with pytest.raises(ArgumentError, match="prompts: .* give a text, or a list of texts"):
+        checked_prompts(prompts)
+    assert checked_prompts("a") == ("a",) and checked_prompts(["a", "b"]) == ("a", "b")
