@@ -109,7 +109,7 @@ class OwnModel:
             return self._count(self.skeleton().to("meta"), map_tensors(lambda t: t.to("meta"), batch), recomputed)
         except SpecError:
             raise
-        except Exception:  # it needs values, or is wrong: the CPU tells
+        except _RAISED:  # it needs values, or is wrong: the CPU tells
             return self._on_cpu(batch, recomputed)
 
     def _on_cpu(self, batch: Batch, recomputed: Callable[[nn.Module], Sequence[nn.Module]]) -> OwnCost:
@@ -119,7 +119,7 @@ class OwnModel:
                 return self._count(model, batch, recomputed)
         except SpecError:
             raise
-        except Exception as e:
+        except _RAISED as e:
             reason = f"{code_name(self._workload.loss)}(model, batch) raised {type(e).__name__}: {first_line(e)}"
             raise SpecError(_LOSS, reason, f"correct the loss or the model; a batch is {described(batch)}") from e
 
@@ -199,7 +199,12 @@ def objective(workload: Workload) -> Callable[[nn.Module, Any], Tensor]:
     loss, name = loaded(_LOSS, workload.loss), code_name(workload.loss)
 
     def scalar(model: nn.Module, batch: Any) -> Tensor:
-        value = loss(model, batch)
+        try:
+            value = loss(model, batch)
+        except SystemExit as e:  # it would end the rank
+            raise SpecError(
+                _LOSS, f"{name}(model, batch) raised SystemExit: {first_line(e)}", "raise an error"
+            ) from None
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
             what = f"a tensor, {described(value)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             hint = "return a scalar tensor of floats, such as a mean"
@@ -248,7 +253,7 @@ class OwnSource(Source):
             found = [self._sample(int(p), int(s)) for p, s in zip(positions, samples, strict=True)]
             with seeded(self._seed, int(samples[0])):
                 batch = self._collate(found)
-        except Exception as e:
+        except _RAISED as e:
             raise SpecError(_DATA, f"{self._name} raised {type(e).__name__}: {first_line(e)}",
                             "correct its __getitem__, or how samples are collated") from e  # fmt: skip
         if not _is_of_tensors(batch):
@@ -277,7 +282,7 @@ class OwnSource(Source):
         try:
             count = len(self._dataset)
             self._dataset.__getitem__  # noqa: B018
-        except Exception as e:
+        except _RAISED as e:
             raise SpecError(_DATA, f"{self._name} is no dataset ({first_line(e)})",
                             "give one with __len__ and __getitem__, or a function that returns one") from None  # fmt: skip
         if count < 1:

@@ -24,7 +24,7 @@ from fsdp_lab.models.tokenizers import InexactChat, Message, Tokenizer
 
 Mapped: TypeAlias = npt.NDArray[Any]
 
-_FORMAT = 1  # of the folder: a change of what is written makes all of them anew
+_FORMAT = 2  # of the folder: a change of what is written makes all of them anew
 _BATCH_CHARS, _BATCH_RECORDS = 2 << 20, 4096
 _END_BYTES = 2 << 20
 
@@ -65,7 +65,7 @@ def open_tokens(records: Records, tokenizer: Tokenizer, *, whole: bool, progress
         ends=ends,
         numbers=_mapped(folder / "numbers", "int64"),
         answers=answers,
-        files=tuple((file, first) for file, first in about["files"]),
+        files=tuple((str(records.files[file][0]), first) for file, first in about["files"]),
         left_out=about["left_out"],
         fingerprint=_fingerprint(tokenizer.digest, ids, ends, *([answers] if answers is not None else [])),
     )
@@ -151,7 +151,9 @@ def _write(folder: Path, records: Records, tokenizer: Tokenizer, whole: bool, pr
         for batch in _batches(records.read()):
             writer.add(batch, encoded(batch, tokenizer, whole=whole))
             progress()
-    about = {"dtype": dtype, "is_chat": records.is_chat, "files": writer.files, "left_out": writer.left_out}
+    place = {str(path): i for i, (path, _) in enumerate(records.files)}  # the same data may be somewhere else next time
+    files_from = [(place[file], first) for file, first in writer.files]
+    about = {"dtype": dtype, "is_chat": records.is_chat, "files": files_from, "left_out": writer.left_out}
     (folder / "about.json").write_text(json.dumps(about))
 
 

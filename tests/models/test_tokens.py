@@ -546,6 +546,9 @@ def test_a_sample_that_is_too_long_is_named_with_ways_out(tmp_path: Path, folder
     error = refused("workload.seq_len", "record 3 of .*b.jsonl has 13 tokens, more than seq_len 8", **workload)
     assert error.fix == {"seq_len": 31} and "packing packed or a seq_len of 31" in error.hint
     batches(Workload(model=GPT2, **{**workload, **error.fix}))
+    (tmp_path / "data").rename(tmp_path / "moved")
+    workload["data"] = str(tmp_path / "moved")
+    refused("workload.seq_len", "record 3 of .*/moved/b.jsonl has 13 tokens", **workload)
     short = {**GPT2, "n_positions": 16}
     error = refused("workload.seq_len", "has 13 tokens", model=short, **workload)
     assert error.fix == {"packing": "packed"} and "more than 16 positions" in error.hint
