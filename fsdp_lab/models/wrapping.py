@@ -1,38 +1,20 @@
 """Wrapping policies: which modules become FSDP units (arXiv 2304.11277, section 4.2).
 
-A policy is a callable from a model to lists of modules, one list per unit; remaining parameters belong to the root's unit.
-`units` implements the policies of `Strategy.wrap`.
+`units` implements the policies of `Strategy.wrap`; parameters of no unit belong to the root's.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from torch import nn
 
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Strategy
-from fsdp_lab.engine import fully_shard
-
-Wrapping = Callable[[nn.Module], list[list[nn.Module]]]
 
 # Blocks inside stages; the stages are few and very unequal, so they are poor units.
 _INSIDE_STAGES = ("ResNetBasicLayer", "ResNetBottleNeckLayer", "ConvNextLayer")
-
-
-def shard_model(model: nn.Module, wrap: str | Wrapping = "block", **options: Any) -> nn.Module:
-    """Applies `fully_shard` to every unit of a policy, then to the model; collective.
-
-    Args:
-        wrap: a policy, or its name as in `Strategy.wrap`.
-        options: those of `fully_shard`.
-    """
-    for group in wrap(model) if callable(wrap) else units(model, wrap):
-        fully_shard(group, **options)
-    fully_shard(model, **options)
-    return model
 
 
 def units(model: nn.Module, wrap: str) -> list[list[nn.Module]]:

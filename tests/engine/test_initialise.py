@@ -23,9 +23,8 @@ from fsdp_lab.engine import (
     shards_of,
 )
 from fsdp_lab.models import Initializer, Weights, build_skeleton, resolve
-from fsdp_lab.models.wrapping import shard_model
 from tests.covering import tiered
-from tests.engine.toys import Net, assert_equal, batch, by_block, make, mean_square, options_of
+from tests.engine.toys import Net, assert_equal, batch, by_block, by_policy, make, mean_square, options_of
 from tests.models.small import SMALL, filled
 from tests.pool import Place, Pool
 
@@ -44,7 +43,7 @@ STRATEGIES = {
 
 def on_meta(family: str, strategy: Strategy) -> nn.Module:
     """Built and sharded without a value."""
-    return shard_model(build_skeleton(resolve(SMALL[family])), strategy.wrap, **options_of(strategy))
+    return by_policy(build_skeleton(resolve(SMALL[family])), strategy.wrap, **options_of(strategy))
 
 
 def drawn_by_name(place: Place, family: str) -> None:

@@ -13,8 +13,8 @@ from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.engine import full_state, fully_shard, runtime_of, sharded_parameters, units_of
 from fsdp_lab.models import Batches, build_skeleton, resolve
-from fsdp_lab.models.wrapping import blocks, shard_model, units
-from tests.engine.toys import Net, assert_equal, make, plain_step
+from fsdp_lab.models.wrapping import blocks, units
+from tests.engine.toys import Net, assert_equal, by_policy, make, plain_step
 from tests.models.small import SMALL, filled
 from tests.pool import Place, Pool
 
@@ -161,7 +161,7 @@ def by_every_policy(place: Place, family: str) -> None:
     policies: list[Any] = [*POLICIES, lambda m: [[b] for b in blocks(m)[1:]], lambda m: [blocks(m)[::2]]]
     for policy in policies:
         model = copy.deepcopy(plain)
-        shard_model(model, policy)
+        by_policy(model, policy)
         optimizer = torch.optim.SGD(sharded_parameters(model), lr=0.1)
         loss = _loss(model, batches[place.rank])
         assert torch.equal(loss, _loss(plain, batches[place.rank])), policy
@@ -194,10 +194,10 @@ def test_every_policy_trains_alike(pool: Pool, family: str) -> None:
 
 
 def the_policy_is_named(place: Place) -> None:
-    model = shard_model(make(Net, depth=4), "every:2")
+    model = by_policy(make(Net, depth=4), "every:2")
     assert runtime_of(model).root.name == ""
     assert [unit.name for unit in units_of(model)] == ["", "blocks.0", "blocks.2"]
-    ours = shard_model(make(Net, depth=4), "whole")
+    ours = by_policy(make(Net, depth=4), "whole")
     assert len(units_of(ours)) == 1
     with pytest.raises(RuntimeError, match="sharded already"):
         fully_shard(ours)

@@ -14,6 +14,7 @@ from torch import distributed as dist
 from fsdp_lab.backends.flat import engine_options
 from fsdp_lab.core.spec import Strategy
 from fsdp_lab.engine import build_mesh, full_state, fully_shard
+from fsdp_lab.models.wrapping import units
 from tests.pool import Place
 
 WIDTH = 6  # no multiple of it is a power of two, so shards are padded and cut through parameters
@@ -66,6 +67,13 @@ def by_block(model: Any, strategy: Strategy | None = None, **options: Any) -> An
     for block in model.blocks:
         fully_shard(block, **inner)
     return fully_shard(model, **whole)
+
+
+def by_policy(model: Any, wrap: str | Callable[[nn.Module], list[list[nn.Module]]], **options: Any) -> Any:
+    """Units by a name of `Strategy.wrap`, or by any function from the model to the modules of each unit."""
+    for group in wrap(model) if callable(wrap) else units(model, wrap):
+        fully_shard(group, **options)
+    return fully_shard(model, **options)
 
 
 def batch(step: int, rank: int, rows: int = 3) -> Tensor:
