@@ -70,14 +70,17 @@ def _serve(pipe: Any, stacks: Path) -> None:
         task = pickle.loads(pipe.recv())
         if task is None:
             os._exit(0)
-        function, rank, world_size, place, reduction, args = task
+        function, rank, world_size, place, reduction, shared, args = task
         joined = reduction is not None
         try:
-            context = WireContext(reduction=ReductionOrder(reduction or "auto"), timeout_s=15)
+            order = ReductionOrder(reduction or "auto")
+            context = WireContext(reduction=order, timeout_s=15, shared_memory=shared)
             info = RankInfo(rank=rank, world_size=world_size, device=torch.device("cpu"))
             store = find_store(place)
             world = open_groups(info, store, context, 0) if joined else None
-            if world is not None:  # a rank that leaves at once would break connections that others still open
+            if (
+                world is not None and not shared
+            ):  # a rank that leaves at once would break connections that others still open
                 world._gloo.barrier().wait()
             try:
                 answer = ("ok", function(Place(info, context, world, store), *args))
@@ -151,6 +154,7 @@ class Pool:
         world_size: int,
         *args: Any,
         reduction: str | None = "auto",
+        shared_memory: bool = False,
         timeout_s: float = 120,
     ) -> list[Any]:
         """With `reduction` None no process group is opened: the function does that."""
@@ -161,7 +165,7 @@ class Pool:
         )  # not in memory, which would cost a descriptor in each run
         store.touch(mode=0o600)
         for rank, worker in enumerate(chosen):
-            worker.give((function, rank, world_size, f"file:{store}", reduction, args))
+            worker.give((function, rank, world_size, f"file:{store}", reduction, shared_memory, args))
         end = time.monotonic() + timeout_s
         late = [rank for rank, worker in enumerate(chosen) if not worker.pipe.poll(max(0.0, end - time.monotonic()))]
         if late:

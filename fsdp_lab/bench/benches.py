@@ -380,6 +380,30 @@ def load(plan: BenchPlan, rounds: int, folder: Path, say: Say) -> dict[str, Any]
     }
 
 
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+
+def wire(plan: BenchPlan, say: Say) -> dict[str, Any]:
+    """All-gathers and reduce-scatters over shared memory, beside Gloo in its faster form. Raises BenchError."""
+    from fsdp_lab.bench.wire import AGAIN, KINDS, SHARED
+
+    say(f"{plan.ranks} ranks, {plan.steps} rounds after one of warm-up; bytes of the whole tensor, microseconds")
+    ranks = launch(plan, {"task": "wire"}, lambda done: None)
+    report, rows = Report(lambda line: None, environment(plan)), []
+    for name in ranks[0]:
+        kind, _, nbytes = name.partition("/")
+        seconds = {form: slowest([rank[name][form] for rank in ranks]) for form in KINDS[kind]}
+        times = {form: spread(of).median for form, of in seconds.items()}
+        gloo = min((form for form in times if form not in (SHARED, AGAIN)), key=times.__getitem__)
+        report.ratio(name, found := spread(ratios(seconds[SHARED], seconds[gloo])))
+        report.control(name, again := spread(ratios(seconds[SHARED], seconds[AGAIN])))
+        rows.append((kind, f"{int(nbytes):,}", f"{1e6 * times[SHARED]:,.0f}", f"{1e6 * times[gloo]:,.0f}", gloo,
+                     *(f"{x:.3f}" for x in (found.median, found.p10, found.p90)), f"{again.median:.3f}"))  # fmt: skip
+    columns = ("collective", "bytes", "shared", "Gloo", "its form", "shared/Gloo", "p10", "p90", "control")
+    say(repr(Table(columns=columns, rows=tuple(rows), left=frozenset({"collective", "its form"}))))
+    return report.figures
+
+
 # -- common ----------------------------------------------------------------------------------------------------------
 
 

@@ -61,7 +61,7 @@ def launch(
     """Runs the plan in new processes and returns the result of each rank.
 
     Args:
-        job: the "task", "steps", "checkpoints" or one of sessions.TASKS, and its arguments.
+        job: the "task", "steps", "checkpoints", "wire" or one of sessions.TASKS, and its arguments.
         on_round: called with the number of each finished round.
         on_events: called with the step events of metered forms, as dicts.
 
@@ -206,6 +206,7 @@ def _measure(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> N
     from fsdp_lab.bench.checkpoints import save_and_load
     from fsdp_lab.bench.interleave import interleave
     from fsdp_lab.bench.sessions import TASKS, perform
+    from fsdp_lab.bench.wire import time_collectives
     from fsdp_lab.rank.rendezvous import RankInfo, close_groups, find_store, host_store, open_groups
     from fsdp_lab.wire import WireContext
 
@@ -217,7 +218,7 @@ def _measure(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> N
     if job["task"] in TASKS:
         send("result", perform(plan, rank, store, job))
         return
-    context = WireContext()
+    context = WireContext(shared_memory=job["task"] == "wire")
     device = torch.device(plan.devices[rank])
     info = RankInfo(rank=rank, world_size=plan.ranks, device=device, shares_gpu=plan.shares_gpu)
     world = open_groups(info, store, context, 0)
@@ -229,6 +230,8 @@ def _measure(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> N
     result: Any
     if job["task"] == "checkpoints":
         result = save_and_load(plan, info, world, store, Path(job["folder"]), report_round)
+    elif job["task"] == "wire":
+        result = time_collectives(world, plan.steps, report_round)
     else:
         result = interleave(plan, info, world, report_round, lambda events: send("events", events))
     send("result", result)

@@ -173,12 +173,19 @@ def load(args: argparse.Namespace) -> dict[str, Any]:
         return benches.load(plan, args.rounds, Path(folder), say)
 
 
+def wire(args: argparse.Namespace) -> dict[str, Any]:
+    from fsdp_lab.bench import benches
+
+    at_least(args, "rounds", 2)
+    return benches.wire(planned(args, (LAB,), steps=args.rounds), say)
+
+
 def planned(args: argparse.Namespace, forms: Sequence[str], **more: Any) -> BenchPlan:
     """The plan of the options. Raises PlanError, which names an option."""
     from fsdp_lab.bench.launch import place
 
     sizes = {name: getattr(args, name) for name in ("steps", *SIZES) if hasattr(args, name)}
-    plan = BenchPlan(**{**sizes, "preset": args.model, **more}, forms=tuple(forms))
+    plan = BenchPlan(**{**sizes, "preset": getattr(args, "model", ""), **more}, forms=tuple(forms))
     return BenchPlan.from_dict({**plan.to_dict(), "devices": place(plan.ranks, args.device)})
 
 
@@ -288,6 +295,9 @@ BENCHES: tuple[tuple[str, Callable[[argparse.Namespace], dict[str, Any]], str, O
       "seq_len": number(64, "tokens per sequence"), "micro_batch": number(1, "sequences per rank"),
       "rounds": number(3, "number of times that each loads"), "device": {"choices": ["cpu"], "default": "cpu"},
       "folder": {"type": Path, "help": "folder on the disk to measure (default: a temporary one)"}}),
+    ("wire", wire, "collectives over shared memory, compared with Gloo",
+     {"ranks": number(2, "rank processes"), "rounds": number(30, "counted rounds"),
+      "device": {"choices": ["cpu"], "default": "cpu"}}),
     ("metering", metering,
      "overhead of all that a lab does in a step (vote, norm, measuring, events), compared with plain training",
      OWN_RANKS | {

@@ -39,9 +39,12 @@ import torch
 from torch import distributed as dist
 
 from fsdp_lab.engine.streams import Streams
+from fsdp_lab.wire.arena import Arena
 from fsdp_lab.wire.link import Alarm, DroppedWork, Link, LinkDirection, pause_until
+from fsdp_lab.wire.meeting import NotShared
 from fsdp_lab.wire.meter import Collective, Meter
 from fsdp_lab.wire.nccl import Nccl, NcclGroup, NcclOutcome
+from fsdp_lab.wire.shared_memory import SharedGroup, SharedWork, open_shared
 
 _RECENT = 64  # collectives remembered for a diagnosis: more than ranks run ahead of each other
 _MANY = 4096  # in flight: then it is time to look which have ended
@@ -103,7 +106,14 @@ class Timed:
 class WireContext:
     """The wire of one rank. Groups report to it; the session reads its meter and calls `abort`."""
 
-    def __init__(self, *, reduction: ReductionOrder = ReductionOrder.AUTO, timeout_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        *,
+        reduction: ReductionOrder = ReductionOrder.AUTO,
+        timeout_s: float = 120.0,
+        shared_memory: bool = False,
+    ) -> None:
+        """`shared_memory`: groups whose ranks share a host use it in place of Gloo."""
         self.meter = Meter()
         self.reduction = reduction
         self.timeout_s = timeout_s  # of a collective
@@ -112,6 +122,9 @@ class WireContext:
         self.on_issue: Callable[[Sequence[torch.Tensor]], None] | None = None  # given the tensors of each collective
         self.streams: Streams | None = None  # of the rank's GPU
         self.nccl: Nccl | None = None  # where CUDA tensors go over NCCL
+        self.not_shared: dict[str, str] = {}  # by group, why it does not use shared memory
+        self.shared_memory = shared_memory  # of groups that are opened from now on
+        self._arena: Arena | None = None
         self.hide_from_profiler = False  # Gloo's operations: see the note on a profiler and an abort
         self.session: Any = None  # the `rank.Session` that opened its groups, for those who know a group alone
         self.watched = False  # whether a loop is being watched (rank/watch.py)
@@ -178,7 +191,23 @@ class WireContext:
         with self._lock:
             self._nccl_groups.discard(group)
 
+    def open_shared(self, store: dist.Store, rank: int, size: int, name: str) -> SharedGroup | None:
+        """Shared memory for a group of this name; None where its ranks use Gloo."""
+        if not self.shared_memory:
+            return None
+        try:
+            return open_shared(store, rank, size, arena=self._own_arena, check=self.check, timeout=self.timeout)
+        except NotShared as e:
+            self.not_shared[name] = str(e)
+            return None
+
+    def _own_arena(self) -> Arena:
+        if self._arena is None:
+            self._arena = Arena()
+        return self._arena
+
     def remove_group(self, name: str) -> None:
+        self.not_shared.pop(name, None)
         self._members.pop(name, None)
         self._ordinals.pop(name, None)
 
@@ -345,8 +374,8 @@ class WireContext:
         """The oldest collective that has not finished; None after an abort, when no thread waits any more."""
         if self._why is not None:
             return None
-        waiting = (r.issued for r in self._in_flight() if r.issued.sequence >= self._cancelled_before)
-        return next(waiting, None)
+        waiting = (r for r in self._in_flight() if r.issued.sequence >= self._cancelled_before)
+        return next((r.issued for r in waiting if not (isinstance(r.inner, SharedWork) and r.inner.joined())), None)
 
     def failure(self) -> str | None:
         """What NCCL's watchdog found: a collective that failed or timed out. None without NCCL."""
@@ -398,7 +427,7 @@ class WireContext:
             self._abort_event.clear()
             self._cancellable = weakref.WeakSet()
         for running in list(self._running.values()):
-            if isinstance(running.inner, (DroppedWork, NcclOutcome)):
+            if isinstance(running.inner, (DroppedWork, NcclOutcome, SharedWork)):
                 self.untrack(running.issued)
         if self._reset_restores_link:
             self.restore_link()

@@ -60,7 +60,12 @@ class Wire(dist.ProcessGroup):
         self.context = context
         self._rank, self._size = int(rank), int(size)
         self._name_, self._desc = str(options.group_id), ""
-        self._gloo: Any = _open_gloo(dist.PrefixStore("gloo", options.store), self._rank, self._size, context.timeout)
+        store = dist.PrefixStore("memory", options.store)
+        self._shared = context.open_shared(store, self._rank, self._size, self._name_)
+        self._gloo: Any = None
+        if self._shared is None:
+            store = dist.PrefixStore("gloo", options.store)
+            self._gloo = _open_gloo(store, self._rank, self._size, context.timeout)
         store = dist.PrefixStore("nccl", options.store)
         self._nccl: NcclGroup | None = context.open_nccl(store, self._rank, self._size)
         ranks = options.global_ranks_in_group or range(self._size)  # torch passes none for the world
@@ -114,7 +119,9 @@ class Wire(dist.ProcessGroup):
         an abort they are destroyed in a thread, since an operation may still be running."""
         self.context.remove_group(self._name_)
         nccl, inner = self._nccl, [self._gloo, self._nccl]
-        self._gloo = self._nccl = None
+        if self._shared is not None:
+            self._shared.close(aborted=self.context.aborted is not None)
+        self._gloo = self._nccl = self._shared = None
         if nccl is not None:
             self.context.close_nccl(nccl, self._name_)
         if self.context.aborted is not None:
@@ -262,12 +269,14 @@ class Wire(dist.ProcessGroup):
         _check_plain([tensor])
         if self._size == 1 or op not in _RANK_ORDERED_OPS or not tensor.is_floating_point():
             return False
+        if self._shared is not None and self._carrier([tensor]) is None:
+            return False  # it always adds in the order of ranks
         if self.context.reduction is ReductionOrder.AUTO:
             return kind == "reduce_scatter" and self._is_over_gloo(tensor)
         return self.context.reduction is ReductionOrder.RANK_ORDERED
 
     def _is_over_gloo(self, tensor: Tensor) -> bool:
-        return self._carrier([tensor]) is None
+        return self._shared is None and self._carrier([tensor]) is None
 
     def _is_on_device(self, tensor: Tensor) -> bool:
         return self.context.streams is not None and self.context.streams.holds(tensor)
@@ -364,7 +373,7 @@ class Wire(dist.ProcessGroup):
         if self.context.on_issue is not None:
             self.context.on_issue([*inputs, *outputs, *(results or ())])
         group, ins, outs, unstage = self._route(inputs, outputs)
-        over_nccl = group is not self._gloo
+        over_nccl = self._nccl is not None and group is self._nccl.inner
         dropped = self.context.dropped_work(self._size)
         blocking = dropped is not None or not over_nccl
         timed = self.context.time_nccl(issued) if over_nccl else None
@@ -382,7 +391,7 @@ class Wire(dist.ProcessGroup):
 
         results = results or outputs
         return WireWork(self.context, issued, inner, results, finish=finish if unstage or then else None, blocking=blocking,
-                        sliced=whole_group, timed=timed,
+                        sliced=whole_group or self._shared is not None, timed=timed,
                         uses=[*inputs, *outputs, *results] if over_nccl or then is not None else ())  # fmt: skip
 
     def _meet(self, whole_group: bool, tensors: list[Tensor]) -> None:
@@ -395,7 +404,7 @@ class Wire(dist.ProcessGroup):
 
     def _issue(self, call: _InnerCall, group: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
         """Issue an operation of an inner group, out of a profiler's sight where the context says so."""
-        if group is not self._gloo:
+        if self._nccl is not None and group is self._nccl.inner:
             return self._issue_nccl(call, group, inputs, outputs)
         if not self.context.hide_from_profiler:
             return call(group, inputs, outputs)
@@ -419,9 +428,10 @@ class Wire(dist.ProcessGroup):
         if (nccl := self._carrier([*inputs, *outputs])) is not None:
             return nccl.inner, inputs, outputs, None
         streams = self.context.streams
+        on_host = self._gloo if self._shared is None else self._shared
         if streams is None or not any(map(streams.holds, [*inputs, *outputs])):
-            return self._gloo, inputs, outputs, None
-        return self._gloo, *stage(streams, inputs, outputs)
+            return on_host, inputs, outputs, None
+        return on_host, *stage(streams, inputs, outputs)
 
 
 # -- small helpers ---------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch.autograd.profiler import record_function
 
 from fsdp_lab.wire.context import RankAborted, Timed, WireContext, WireTimeout
 from fsdp_lab.wire.meter import Collective
+from fsdp_lab.wire.shared_memory import SharedWork
 
 _SLICE = timedelta(seconds=0.1)  # the longest wait in C++, hence how late an abort is seen
 
@@ -106,7 +107,10 @@ class WireWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        landed = self._finished or self._inner is None or self._inner.is_completed()
+        inner = self._inner
+        if isinstance(inner, SharedWork):
+            inner.try_finish()
+        landed = self._finished or inner is None or inner.is_completed()
         return self._completed or (landed and time.perf_counter() >= (self._issued.link_end_s or 0.0))
 
     def is_success(self) -> bool:
@@ -251,6 +255,8 @@ class WireWork(dist.Work):
         """Run `finish` on the bytes that have arrived, once."""
         if self._blocking:
             self._context.untrack(self._issued)
+        if isinstance(self._inner, SharedWork):
+            self._issued.start_s = self._inner.read_s
         with self._once:
             if not self._finished:
                 finish, self._finish = self._finish, None

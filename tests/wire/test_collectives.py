@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,21 @@ from torch import distributed as dist
 
 from fsdp_lab.wire import traffic
 from tests.pool import Place, Pool
+
+
+class Over:
+    """The pool, with groups over Gloo or over shared memory."""
+
+    def __init__(self, pool: Pool, *, shared_memory: bool) -> None:
+        self._pool, self._shared_memory = pool, shared_memory
+
+    def run(self, *args: Any, **options: Any) -> list[Any]:
+        return self._pool.run(*args, shared_memory=self._shared_memory, **options)
+
+
+@pytest.fixture(params=["gloo", "shared_memory"])
+def over(pool: Pool, request: pytest.FixtureRequest) -> Over:
+    return Over(pool, shared_memory=request.param == "shared_memory")
 
 
 def _values(rank: int, n: int) -> torch.Tensor:
@@ -54,10 +70,10 @@ OPERATIONS = ["SUM", "AVG", "PREMUL_SUM"]
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("reduction", ["rank_ordered", "native", "auto"])
-def test_sums(pool: Pool, world_size: int, reduction: str) -> None:
+def test_sums(over: Over, world_size: int, reduction: str) -> None:
     n = 1001
     same = torch.equal if reduction == "rank_ordered" else functools.partial(torch.allclose, atol=1e-6)
-    by_rank = pool.run(_sums, world_size, n, OPERATIONS, reduction=reduction)
+    by_rank = over.run(_sums, world_size, n, OPERATIONS, reduction=reduction)
     for op in OPERATIONS:
         reduced, parts = zip(*(found[op] for found in by_rank), strict=True)
         assert all(same(got, _expected(world_size, n, op)) for got in reduced), op
@@ -75,10 +91,10 @@ def _in_place(place: Place, n: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_in_place(pool: Pool, world_size: int) -> None:
+def test_in_place(over: Over, world_size: int) -> None:
     """Each part comes to where another was sent from, and none is overwritten before it was sent or added."""
     for n in (0, 1, 70_001):
-        parts, gathered = zip(*pool.run(_in_place, world_size, n, reduction="rank_ordered"), strict=True)
+        parts, gathered = zip(*over.run(_in_place, world_size, n, reduction="rank_ordered"), strict=True)
         assert torch.equal(torch.cat(parts), _expected(world_size, n * world_size, "SUM"))
         assert all(torch.equal(got, torch.cat([_values(r, n) for r in range(world_size)])) for got in gathered)
 
@@ -114,8 +130,8 @@ def _every_kind(place: Place) -> dict[str, object]:
     }
 
 
-def test_every_kind_arrives_and_is_counted(pool: Pool) -> None:
-    for r, got in enumerate(pool.run(_every_kind, 3)):
+def test_every_kind_arrives_and_is_counted(over: Over) -> None:
+    for r, got in enumerate(over.run(_every_kind, 3)):
         assert got["gathered"] == [0.0] * 3 + [1.0] * 3 + [2.0] * 3
         assert got["listed"] == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
         assert got["told"] == [1.0] * 4
@@ -143,6 +159,6 @@ def _passes_on(place: Place, late_s: float) -> list[float]:
     return t.tolist()
 
 
-def test_a_rank_that_sends_late_is_waited_for(pool: Pool) -> None:
+def test_a_rank_that_sends_late_is_waited_for(over: Over) -> None:
     """Gloo closes the connection where a wait for it times out, so it must not be waited for in slices."""
-    assert pool.run(_passes_on, 3, 0.4) == [[2.0] * 3, [1.0] * 3, [2.0] * 3]
+    assert over.run(_passes_on, 3, 0.4) == [[2.0] * 3, [1.0] * 3, [2.0] * 3]

@@ -1,0 +1,79 @@
+"""One rank of `bench wire`: collectives over shared memory and over Gloo, in turns.
+
+Note: what is timed. A barrier, then one collective from its issue to the end of its wait, through `Wire` either way. Each
+round does all forms of a size one after the other, every second round in the opposite order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from fsdp_lab.bench.plan import BenchError
+from fsdp_lab.wire import ReductionOrder, Wire
+from fsdp_lab.wire.group import BACKEND
+
+SIZES_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)  # of the whole tensor
+SHARED, AGAIN = "shared", "shared-again"
+KINDS: Mapping[str, tuple[str, ...]] = {  # forms of each; those over Gloo differ in how it is asked
+    "all_gather": (SHARED, "gloo", AGAIN, "gloo-list"),
+    "reduce_scatter": (SHARED, "gloo", AGAIN, "gloo-native"),
+}
+
+
+def time_collectives(world: Wire, rounds: int, on_round: Callable[[int], None]) -> dict[str, dict[str, list[float]]]:
+    """Seconds of this rank by "kind/bytes" and form, one per round, after one to warm up. Collective. Raises BenchError if
+    the ranks share no memory."""
+    if why := next(iter(world.context.not_shared.values()), ""):
+        raise BenchError(f"the ranks share no memory: {why}")
+    gloo, seconds = _over_gloo(world), dict[str, dict[str, list[float]]]()
+    tensors = {nbytes: _tensors(nbytes, world.size()) for nbytes in SIZES_BYTES}
+    for i in range(rounds + 1):
+        for kind, forms in KINDS.items():
+            for nbytes, (whole, part) in tensors.items():
+                of_size = seconds.setdefault(f"{kind}/{nbytes}", {form: [] for form in forms})
+                for form in forms if i % 2 else forms[::-1]:
+                    group = world if form in (SHARED, AGAIN) else gloo
+                    of_size[form].append(_timed(world, partial(_collective, group, kind, form, whole, part)))
+        on_round(i)
+    world.barrier().wait()
+    return {name: {form: found[1:] for form, found in of_size.items()} for name, of_size in seconds.items()}
+
+
+def _over_gloo(world: Wire) -> Wire:
+    """A group of the same ranks."""
+    world.context.shared_memory = False
+    try:
+        group = dist.new_group(backend=BACKEND, timeout=world.context.timeout)
+    finally:
+        world.context.shared_memory = True
+    assert isinstance(group, Wire)
+    return group
+
+
+def _tensors(nbytes: int, size: int) -> tuple[Tensor, Tensor]:
+    """The whole, [W * n], and a rank's part, [n], in fp32."""
+    n = nbytes // 4 // size
+    return torch.randn(size * n), torch.randn(n)
+
+
+def _collective(group: Wire, kind: str, form: str, whole: Tensor, part: Tensor) -> Any:
+    group.context.reduction = ReductionOrder.NATIVE if form == "gloo-native" else ReductionOrder.AUTO
+    if kind == "reduce_scatter":
+        return group.reduce_scatter_single(part, whole)
+    if form == "gloo-list":
+        return group.allgather([list(whole.chunk(group.size()))], [part])
+    return group.all_gather_single(whole, part)
+
+
+def _timed(world: Wire, issue: Callable[[], Any]) -> float:
+    world.barrier().wait()
+    begun_s = time.perf_counter()
+    issue().wait()
+    return time.perf_counter() - begun_s

@@ -1,0 +1,135 @@
+"""`Arena`: memory of one rank that the other ranks of its host read.
+
+Note: shared memory. An arena is a memory file (`memfd_create`) without a name: it is gone with the last process that has
+it, however that ends, and /dev/shm and its limit have no part in it. The file is as large as the machine's memory and
+nearly all hole: a block takes memory when it is allocated. `posix_fallocate` fails with an error where there is none, while
+a write into a hole would end the process (SIGBUS). The file cannot shrink (a seal), so that no rank can take pages from
+under another.
+
+Each rank writes to its own arena only; others map it for reading. Blocks keep their addresses and pages, so a step that
+allocates what the one before has freed has no page faults.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import threading
+import warnings
+from collections import defaultdict
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+_ALIGN = 64  # bytes: a cache line, and a multiple of every element's size
+_STEPS = 8  # size classes between two powers of two, so that at most an eighth of a block is unused
+
+
+class Mapping:
+    """A memory file, mapped in this process."""
+
+    def __init__(self, descriptor: int, *, writes: bool) -> None:
+        """Does not take the descriptor over. Raises OSError."""
+        nbytes, protection = os.fstat(descriptor).st_size, mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0)
+        self.memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, prot=protection)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")  # nobody writes to it
+            self.data: Tensor = torch.frombuffer(self.memory, dtype=torch.uint8)  # all of it; keeps it mapped
+        self.address = self.data.data_ptr()
+
+
+class MemoryFile:
+    """An unnamed file in memory that cannot shrink, mapped for writing. Its descriptor is closed with it."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Raises OSError."""
+        self.descriptor = -1
+        if not hasattr(os, "memfd_create"):
+            raise OSError(errno.ENOSYS, "this system has no files in memory without a name")
+        self.descriptor = os.memfd_create("fsdp_lab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.descriptor, nbytes)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        self.mapping = Mapping(self.descriptor, writes=True)
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of an arena. `nbytes`: of its size class, what was asked for or a little more."""
+
+    offset: int
+    nbytes: int
+
+
+class Arena:
+    """Blocks of a rank's memory file. Thread-safe."""
+
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        """Raises OSError where the system has no such files."""
+        if capacity_bytes is None:
+            capacity_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self.file = MemoryFile(capacity_bytes)
+        self._capacity, self._end = capacity_bytes, 0
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # offsets by size
+        self._lock = threading.Lock()
+        self._mapped: WeakValueDictionary[tuple[int, int], Mapping] = WeakValueDictionary()  # those of others, by file
+
+    def mapped(self, descriptor: int) -> Mapping:
+        """Another rank's arena. It is mapped once, for all groups."""
+        found = os.fstat(descriptor)
+        key = found.st_dev, found.st_ino
+        if (mapping := self._mapped.get(key)) is None:
+            self._mapped[key] = mapping = Mapping(descriptor, writes=False)
+        return mapping
+
+    @property
+    def used_bytes(self) -> int:
+        """What it takes of the machine's memory: blocks in use and free ones."""
+        return self._end
+
+    def allocate(self, nbytes: int) -> Block:
+        """A block of at least so many bytes, with any content. Raises MemoryError."""
+        size = class_bytes(nbytes)
+        with self._lock:
+            if self._free[size]:
+                return Block(self._free[size].pop(), size)
+            if self._end + size > self._capacity:
+                raise MemoryError(f"{size} bytes more than the {self._end} in use exceed this machine's memory")
+            try:
+                os.posix_fallocate(self.file.descriptor, self._end, size)
+            except OSError as e:
+                raise MemoryError(f"{size} bytes of shared memory could not be allocated: {e.strerror}") from None
+            block, self._end = Block(self._end, size), self._end + size
+            return block
+
+    def free(self, block: Block) -> None:
+        with self._lock:
+            self._free[block.nbytes].append(block.offset)
+
+    def trim(self) -> None:
+        """Give the memory back to the machine, if no block is in use."""
+        with self._lock:
+            free = sum(size * len(offsets) for size, offsets in self._free.items())
+            if self._end and free == self._end:
+                self.file.mapping.memory.madvise(mmap.MADV_REMOVE, 0, -(-self._end // mmap.PAGESIZE) * mmap.PAGESIZE)
+                self._free.clear()
+                self._end = 0
+
+    def bytes_at(self, offset: int, nbytes: int) -> Tensor:
+        """uint8 [nbytes]"""
+        return self.file.mapping.data[offset : offset + nbytes]
+
+
+def class_bytes(nbytes: int) -> int:
+    """The size of the block for so many bytes."""
+    step = _ALIGN
+    if nbytes > _ALIGN * _STEPS:
+        step = max(_ALIGN, 1 << ((nbytes - 1).bit_length() - _STEPS.bit_length()))
+    return max(_ALIGN, -(-nbytes // step) * step)

@@ -1,0 +1,287 @@
+"""Groups over shared memory: what they give whatever the order of waits, how a wait ends, and what is left afterwards.
+That each collective gives what it gives over Gloo is in test_collectives.py."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from fsdp_lab.rank.rendezvous import close_groups, open_groups
+from fsdp_lab.wire import RankAborted, WireContext, meeting
+from fsdp_lab.wire import shared_memory as shared
+from fsdp_lab.wire.arena import Arena, class_bytes
+from tests.pool import Place, Pool
+
+N = 5  # elements of a rank's part
+
+
+def _value(number: int, rank: int, part: int = 0) -> Tensor:
+    """[N], whole numbers, so that a sum has the same bits in every order."""
+    return torch.arange(N, dtype=torch.float32) + 1000 * number + 100 * rank + 10 * part
+
+
+def _issued(world: Any, rank: int, size: int, number: int, kind: str) -> tuple[Any, Tensor, Tensor]:
+    """A collective, its output, and what that is to be."""
+    everyone = range(size)
+    if kind == "all_gather":
+        output = torch.empty(size * N)
+        work = world.all_gather_single(output, _value(number, rank))
+        return work, output, torch.cat([_value(number, r) for r in everyone])
+    if kind == "reduce_scatter":
+        output = torch.empty(N)
+        work = world.reduce_scatter_single(output, torch.cat([_value(number, rank, p) for p in everyone]))
+        return work, output, sum((_value(number, r, rank) for r in everyone), torch.zeros(N))
+    if kind == "all_reduce":
+        output = _value(number, rank)
+        return world.allreduce([output]), output, sum((_value(number, r) for r in everyone), torch.zeros(N))
+    if kind == "all_to_all":
+        output = torch.empty(size * N)
+        work = world.all_to_all_single(output, torch.cat([_value(number, rank, p) for p in everyone]), [], [])
+        return work, output, torch.cat([_value(number, r, rank) for r in everyone])
+    assert kind == "broadcast"
+    output, root = _value(number, rank), number % size
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    return world.broadcast([output], options), output, _value(number, root)
+
+
+KINDS = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
+
+
+def _in_any_order(place: Place, seed: int, count: int) -> None:
+    """Every rank issues the same collectives, and waits for them in an order and at times of its own."""
+    plan, own, open_ = random.Random(seed), random.Random(f"{seed} {place.rank}"), list[Any]()
+    for number in range(count):
+        open_.append(_issued(place.world, place.rank, place.world_size, number, plan.choice(KINDS)))
+        while open_ and own.random() < 0.5:
+            _end(open_.pop(own.randrange(len(open_))), own)
+    while open_:
+        _end(open_.pop(own.randrange(len(open_))), own)
+
+
+def _end(issued: tuple[Any, Tensor, Tensor], own: random.Random) -> None:
+    work, output, wanted = issued
+    how = own.randrange(3)
+    if how == 0:
+        work.get_future().wait()
+    elif how == 1:
+        while not work.is_completed():
+            time.sleep(0)
+    work.wait()
+    assert torch.equal(output, wanted)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_waits_may_come_in_any_order(pool: Pool, world_size: int) -> None:
+    for seed in range(6):
+        pool.run(_in_any_order, world_size, seed, 60, shared_memory=True)
+
+
+def _far_ahead(place: Place, count: int) -> None:
+    """Rank 0 issues many more than a ring has entries, before it waits for any; rank 1 waits for each."""
+    open_ = []
+    for number in range(count):
+        issued = _issued(place.world, place.rank, place.world_size, number, "all_gather")
+        if place.rank == 0:
+            open_.append(issued)
+        else:
+            issued[0].wait()
+    for work, output, wanted in open_:
+        work.wait()
+        assert torch.equal(output, wanted)
+
+
+def test_a_rank_that_is_far_ahead_waits_for_room(pool: Pool) -> None:
+    pool.run(_far_ahead, 2, 3 * 256, shared_memory=True)
+
+
+def _memory(place: Place, steps: int) -> list[int]:
+    """What the arena takes after each step of some collectives of several sizes."""
+    taken = []
+    for _ in range(steps):
+        works = []
+        for n in (3, 1000, 70_000):
+            whole, part = torch.empty(place.world_size * n), torch.ones(n)
+            works += [place.world.all_gather_single(whole, part), place.world.reduce_scatter_single(part, whole)]
+        for work in works:
+            work.wait()
+        taken.append(place.context._arena.used_bytes)
+    return taken
+
+
+def test_memory_is_used_again(pool: Pool) -> None:
+    for taken in pool.run(_memory, 3, 20, shared_memory=True):
+        assert taken[-1] == taken[10] < 6 * 4 * 3 * 71_003
+
+
+def _kinds_differ(place: Place) -> str:
+    work, *_ = _issued(place.world, place.rank, place.world_size, 0, KINDS[place.rank])
+    with pytest.raises(RankAborted) as refused:
+        work.wait()
+    return str(refused.value)
+
+
+def _sizes_differ(place: Place) -> str:
+    n = 4 + place.rank
+    with pytest.raises(RankAborted) as refused:
+        place.world.all_gather_single(torch.empty(2 * n), torch.empty(n)).wait()
+    return str(refused.value)
+
+
+def test_ranks_that_do_not_agree_are_told_what_the_other_did(pool: Pool) -> None:
+    first, second = pool.run(_kinds_differ, 2, shared_memory=True)
+    assert "rank 1 of the group issued reduce_scatter where this rank issued all_gather" in first
+    assert "rank 0 of the group issued all_gather where this rank issued reduce_scatter" in second
+    first, _ = pool.run(_sizes_differ, 2, shared_memory=True)
+    assert "20 bytes where this one expects 16" in first
+
+
+def _waits_alone(place: Place, by: str) -> tuple[float, float, str]:
+    """How long a wait lasts, and what CPU time it takes, that an abort ends after half a second; of rank 0."""
+    if place.rank == 1:
+        place.store.wait(["ended"])
+        return 0.0, 0.0, ""
+    work, *_ = _issued(place.world, 0, 2, 0, "all_gather")
+    assert place.context.pending() is not None
+    threading.Timer(0.5, place.context.abort, ["given up"]).start()
+    begun_s, cpu_s = time.monotonic(), time.thread_time()
+    with pytest.raises(RankAborted) as refused:
+        if by == "future":
+            work.get_future().wait()
+        work.wait()
+    spent = time.monotonic() - begun_s, time.thread_time() - cpu_s, str(refused.value)
+    place.store.set("ended", "")
+    return spent
+
+
+@pytest.mark.parametrize("by", ["wait", "future"])
+def test_an_abort_ends_a_wait_which_costs_no_core(pool: Pool, by: str) -> None:
+    lasted_s, cpu_s, why = pool.run(_waits_alone, 2, by, shared_memory=True)[0]
+    assert why == "given up" and lasted_s < 2.0 and cpu_s < 0.02
+
+
+def _after_an_abort(place: Place) -> None:
+    """Groups are opened again, and an operation that was given up leaves no trace in them."""
+    if place.rank == 0:
+        _issued(place.world, 0, 2, 7, "all_gather")
+    place.context.abort("given up")
+    close_groups(place.context)
+    world = open_groups(place.info, place.store, place.context, 1)
+    for number, kind in enumerate(KINDS):
+        _end(_issued(world, place.rank, 2, number, kind), random.Random(0))
+    assert place.context._arena.used_bytes > 0
+    close_groups(place.context)
+    assert place.context._arena.used_bytes == 0
+
+
+def test_groups_are_opened_again_after_an_abort(pool: Pool) -> None:
+    pool.run(_after_an_abort, 2, shared_memory=True)
+
+
+def _what_is_pending(place: Place) -> list[str | None]:
+    """Of what rank 0 issues: pending until the other rank has issued it too, and not only when it is read."""
+    found = []
+    if place.rank == 0:
+        work, *_ = _issued(place.world, 0, 2, 0, "all_gather")
+        found.append(place.context.pending())
+        place.store.set("issued", "")
+        place.store.wait(["joined"])
+        found.append(place.context.pending())
+    else:
+        place.store.wait(["issued"])
+        work, *_ = _issued(place.world, 1, 2, 0, "all_gather")
+        place.store.set("joined", "")
+    work.wait()
+    return [None if c is None else c.kind for c in found]
+
+
+def test_only_what_a_rank_has_not_joined_is_pending(pool: Pool) -> None:
+    assert pool.run(_what_is_pending, 2, shared_memory=True)[0] == ["all_gather", None]
+
+
+# -- who uses it -----------------------------------------------------------------------------------------------------
+
+
+def _no_memory(*_: Any, **__: Any) -> Any:
+    raise OSError(12, "Cannot allocate memory")
+
+
+FAULTS = {
+    "another host": (meeting, "host_id", lambda: "elsewhere"),
+    "no file": (shared, "MemoryFile", _no_memory),
+    "no mapping": (shared, "MappedFile", _no_memory),
+    "a stranger": (meeting, "_is_of_this_user", lambda connection: False),
+}
+
+
+def _opened(place: Place, fault: str) -> tuple[list[str], bool]:
+    """Why it is not used where rank 1 has a fault; and whether there is Gloo."""
+    context = WireContext(timeout_s=3, shared_memory=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if place.rank == 1:
+            patch.setattr(*FAULTS[fault])
+        world = open_groups(place.info, place.store, context, 0)
+    why, over_gloo = list(context.not_shared.values()), world._gloo is not None
+    _end(_issued(world, place.rank, place.world_size, 0, "all_gather"), random.Random(0))
+    world.barrier().wait()
+    close_groups(context)
+    return why, over_gloo
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("another host", "its ranks are on several hosts"),
+        ("no file", "Cannot allocate memory"),
+        ("no mapping", "rank 1 could not map the memory of the others"),
+        ("a stranger", "rank 1 could not map the memory of the others"),
+    ],
+)
+def test_all_ranks_use_gloo_where_one_cannot(pool: Pool, fault: str, why: str) -> None:
+    for found, over_gloo in pool.run(_opened, 3, fault, reduction=None):
+        assert over_gloo and len(found) == 1 and why in found[0]
+
+
+def test_no_port_is_opened(pool: Pool) -> None:
+    assert pool.run(_sockets, 2, shared_memory=True) == [[], []]
+
+
+def _sockets(place: Place) -> list[str]:
+    """Of the internet, of this process."""
+    place.world.barrier().wait()
+    own = {os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists()}
+    tables = [Path(f"/proc/self/net/{kind}").read_text() for kind in ("tcp", "tcp6", "udp", "udp6")]
+    inodes = [line.split()[9] for table in tables for line in table.splitlines()[1:]]
+    return [inode for inode in inodes if f"socket:[{inode}]" in own]
+
+
+# -- the arena -------------------------------------------------------------------------------------------------------
+
+
+def test_size_classes_waste_at_most_an_eighth() -> None:
+    for nbytes in [*range(1, 3000), *(n + d for n in (1 << 20, 3 << 20, 1 << 31) for d in (-1, 0, 1))]:
+        size = class_bytes(nbytes)
+        assert size % 64 == 0 and nbytes <= size <= max(nbytes * 9 / 8 + 64, 64)
+        assert class_bytes(size) == size
+
+
+def test_an_arena_that_is_full_says_so_and_goes_on() -> None:
+    arena = Arena(1 << 20)
+    block = arena.allocate(900_000)
+    with pytest.raises(MemoryError, match="exceed this machine's memory"):
+        arena.allocate(300_000)
+    arena.free(block)
+    assert arena.allocate(890_000) == block
+    arena.free(block)
+    arena.trim()
+    assert arena.used_bytes == 0 and arena.allocate(64).offset == 0
+    assert not arena.bytes_at(0, 64).any(), "the pages were given back"
