@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_lab.backends import Backend, build, fill
 from fsdp_lab.backends.base import state_slots
 from fsdp_lab.bench.plan import FORMS, BenchPlan, Form
+from fsdp_lab.bench.wire import beside
 from fsdp_lab.core.events import StepEvent
 from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.models import Batches, BestPeak, Initializer, build_skeleton, resolve
@@ -103,24 +104,27 @@ def build_forms(
     plan: BenchPlan, info: RankInfo, world: Wire, on_events: Publish = lambda events: None
 ) -> Iterator[BuiltForm]:
     """Builds every form of the plan, with equal initial values. Collective."""
-    raw = _raw_mesh(info, world) if any(FORMS[name].group == "raw" for name in plan.forms) else None
+    groups = dict.fromkeys(FORMS[name].group for name in plan.forms)  # in one order on all ranks
+    meshes = {group: _mesh(info, world, group) for group in groups if group != "wire"}
     config = resolve(plan.model)
     for name in plan.forms:
         form = FORMS[name]
         skeleton = build_skeleton(config)
         initial = Initializer(skeleton, plan.seed)
-        backend = build(skeleton, plan.spec(form), info.device, mesh=raw if form.group == "raw" else None)
+        backend = build(skeleton, plan.spec(form), info.device, mesh=meshes.get(form.group))
         fill(backend, initial)
         _keep_last(backend.module, form.keep_last)
         metered = Metered(plan, form, info, world, backend, on_events) if form.metered else None
         yield BuiltForm(form=form, backend=backend, metered=metered)
 
 
-def _raw_mesh(info: RankInfo, world: Wire) -> DeviceMesh:
-    """A mesh of all ranks on one of torch's own process groups, in addition to the Wire."""
+def _mesh(info: RankInfo, world: Wire, group: str) -> DeviceMesh:
+    """A mesh of all ranks, in addition to the world's: on a group of torch's own ("raw"), or on a Wire over shared memory."""
+    if group == "shared":
+        return DeviceMesh.from_group(beside(world, shared_memory=True), info.device.type, mesh_dim_names=("shard",))
     over_gloo = info.device.type == "cpu" or info.shares_gpu
-    group = dist.new_group(backend="gloo" if over_gloo else "nccl", timeout=world.context.timeout)
-    return DeviceMesh.from_group(group, info.device.type, mesh_dim_names=("shard",))
+    raw = dist.new_group(backend="gloo" if over_gloo else "nccl", timeout=world.context.timeout)
+    return DeviceMesh.from_group(raw, info.device.type, mesh_dim_names=("shard",))
 
 
 def _keep_last(model: nn.Module, count: int) -> None:

@@ -35,7 +35,7 @@ class Form:
 
     name: str
     peer: str
-    group: str = "wire"  # the process group: our Wire, or "raw", torch's own Gloo or NCCL group
+    group: str = "wire"  # the process group: our Wire, "shared", a Wire over shared memory, or "raw", torch's own
     reduction: str = "auto"  # of the Wire
     forward_prefetch: int | None = None  # None: what a user gets who sets nothing
     keep_last: int = 0  # blocks at the end of the model that are not resharded between forward and backward
@@ -67,9 +67,15 @@ _STEP_FORMS = (
     Form(name="fsdp2-wire-tuned", peer="fsdp2", forward_prefetch=1, keep_last=2),  # as a careful user would have it
 )
 _FUSED_FORMS = (Form(name="lab-fused", peer="lab", fused=True),)  # by name alone: peers would need it as well
+_SHARED_FORMS = (  # by name alone
+    Form(name="lab-shared", peer="lab", group="shared"),
+    Form(name="fsdp2-shared", peer="fsdp2", group="shared"),
+    Form(name="fsdp2-shared-prefetch", peer="fsdp2", group="shared", forward_prefetch=1),
+    Form(name="ddp-shared", peer="ddp", group="shared"),
+)
 PEERS = ("fsdp2", "ddp")
 STEP = tuple(form.name for form in _STEP_FORMS)
-NAMED = (*STEP, *(form.name for form in _FUSED_FORMS))
+NAMED = (*STEP, *(form.name for form in (*_FUSED_FORMS, *_SHARED_FORMS)))
 
 
 def _metering(peer: str) -> tuple[Form, ...]:
@@ -83,9 +89,8 @@ def _metering(peer: str) -> tuple[Form, ...]:
 
 METERED_PEERS = ("fsdp2", "fsdp1", "ddp", "lab")
 METERING: Mapping[str, tuple[str, ...]] = {peer: tuple(f.name for f in _metering(peer)) for peer in METERED_PEERS}
-FORMS: Mapping[str, Form] = {
-    form.name: form for form in (*_STEP_FORMS, *_FUSED_FORMS, *(f for p in METERED_PEERS for f in _metering(p)))
-}
+_METERED_FORMS = tuple(form for peer in METERED_PEERS for form in _metering(peer))
+FORMS: Mapping[str, Form] = {f.name: f for f in (*_STEP_FORMS, *_FUSED_FORMS, *_SHARED_FORMS, *_METERED_FORMS)}
 
 
 def forms_named(names: str) -> tuple[str, ...]:

@@ -30,29 +30,30 @@ KINDS: Mapping[str, tuple[str, ...]] = {  # forms of each; those over Gloo diffe
 def time_collectives(world: Wire, rounds: int, on_round: Callable[[int], None]) -> dict[str, dict[str, list[float]]]:
     """Seconds of this rank by "kind/bytes" and form, one per round, after one to warm up. Collective. Raises BenchError if
     the ranks share no memory."""
-    if why := next(iter(world.context.not_shared.values()), ""):
-        raise BenchError(f"the ranks share no memory: {why}")
-    gloo, seconds = _over_gloo(world), dict[str, dict[str, list[float]]]()
+    shared, gloo = (beside(world, shared_memory=on) for on in (True, False))
+    seconds: dict[str, dict[str, list[float]]] = {}
     tensors = {nbytes: _tensors(nbytes, world.size()) for nbytes in SIZES_BYTES}
     for i in range(rounds + 1):
         for kind, forms in KINDS.items():
             for nbytes, (whole, part) in tensors.items():
                 of_size = seconds.setdefault(f"{kind}/{nbytes}", {form: [] for form in forms})
                 for form in forms if i % 2 else forms[::-1]:
-                    group = world if form in (SHARED, AGAIN) else gloo
+                    group = shared if form in (SHARED, AGAIN) else gloo
                     of_size[form].append(_timed(world, partial(_collective, group, kind, form, whole, part)))
         on_round(i)
     world.barrier().wait()
     return {name: {form: found[1:] for form, found in of_size.items()} for name, of_size in seconds.items()}
 
 
-def _over_gloo(world: Wire) -> Wire:
-    """A group of the same ranks."""
-    world.context.shared_memory = False
+def beside(world: Wire, *, shared_memory: bool) -> Wire:
+    """A second group of all ranks, over shared memory or over Gloo. Raises BenchError if the ranks share no memory."""
+    before, world.context.shared_memory = world.context.shared_memory, shared_memory
     try:
         group = dist.new_group(backend=BACKEND, timeout=world.context.timeout)
     finally:
-        world.context.shared_memory = True
+        world.context.shared_memory = before
+    if shared_memory and (why := next(iter(world.context.not_shared.values()), "")):
+        raise BenchError(f"the ranks share no memory: {why}")
     assert isinstance(group, Wire)
     return group
 
