@@ -37,7 +37,8 @@ def test_its_memory_is_what_ranks_measure(pool: Pool) -> None:
     for s, event in zip(specs, map(StepEvent.from_dict, events), strict=True):
         measured, planned = event.memory.at_peak, planned_memory(s, device="cpu").at_peak
         rel = 0.005 if s.strategy.recompute == "none" else 0.01
-        assert planned.total_bytes == pytest.approx(measured.total_bytes, rel=rel), s.strategy
+        above = 0.05 if s.strategy.precision == "bf16-pure" else rel  # copies that oneDNN makes on CPUs with AVX-512
+        assert (1 - rel) * planned.total_bytes <= measured.total_bytes <= (1 + above) * planned.total_bytes, s.strategy
         assert planned.unsharded_bytes == measured.unsharded_bytes
 
 
