@@ -39,7 +39,7 @@ def time_collectives(world: Wire, rounds: int, on_round: Callable[[int], None]) 
                 of_size = seconds.setdefault(f"{kind}/{nbytes}", {form: [] for form in forms})
                 for form in forms if i % 2 else forms[::-1]:
                     group = shared if form in (SHARED, AGAIN) else gloo
-                    of_size[form].append(_timed(world, partial(_collective, group, kind, form, whole, part)))
+                    of_size[form].append(_timed(shared, partial(_collective, group, kind, form, whole, part)))
         on_round(i)
     world.barrier().wait()
     return {name: {form: found[1:] for form, found in of_size.items()} for name, of_size in seconds.items()}
@@ -73,8 +73,8 @@ def _collective(group: Wire, kind: str, form: str, whole: Tensor, part: Tensor) 
     return group.all_gather_single(whole, part)
 
 
-def _timed(world: Wire, issue: Callable[[], Any]) -> float:
-    world.barrier().wait()
+def _timed(shared: Wire, issue: Callable[[], Any]) -> float:
+    shared.barrier().wait()
     begun_s = time.perf_counter()
     issue().wait()
     return time.perf_counter() - begun_s
