@@ -119,7 +119,7 @@ def build_forms(
 
 
 def _mesh(info: RankInfo, world: Wire, group: str) -> DeviceMesh:
-    """A mesh of all ranks, in addition to the world's: on a group of torch's own ("raw"), or on a Wire over shared memory."""
+    """A mesh of all ranks beside the world's: on a group of torch's own ("raw"), or on a Wire over shared memory."""
     if group == "shared":
         return DeviceMesh.from_group(beside(world, shared_memory=True), info.device.type, mesh_dim_names=("shard",))
     over_gloo = info.device.type == "cpu" or info.shares_gpu

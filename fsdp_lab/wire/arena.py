@@ -2,9 +2,8 @@
 
 Note: shared memory. An arena is a memory file (`memfd_create`) without a name: it is gone with the last process that has
 it, however that ends, and /dev/shm and its limit have no part in it. The file is as large as the machine's memory and
-nearly all hole: a block takes memory when it is allocated. `posix_fallocate` fails with an error where there is none, while
-a write into a hole would end the process (SIGBUS). The file cannot shrink (a seal), so that no rank can take pages from
-under another.
+nearly all hole: a block takes memory when it is allocated, at once, so that a shortage is met there. The file cannot shrink
+(a seal), so that no rank can take pages from under another; and it is in no core dump, which would fill the holes.
 
 Each rank writes to its own arena only; others map it for reading. Blocks keep their addresses and pages, so a step that
 allocates what the one before has freed has no page faults.
@@ -12,6 +11,7 @@ allocates what the one before has freed has no page faults.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -27,6 +27,7 @@ from torch import Tensor
 
 _ALIGN = 64  # bytes: a cache line, and a multiple of every element's size
 _STEPS = 8  # size classes between two powers of two, so that at most an eighth of a block is unused
+_PAGE = mmap.PAGESIZE
 
 
 class Mapping:
@@ -36,6 +37,7 @@ class Mapping:
         """Does not take the descriptor over. Raises OSError."""
         nbytes, protection = os.fstat(descriptor).st_size, mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0)
         self.memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, prot=protection)
+        self.memory.madvise(mmap.MADV_DONTDUMP)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")  # nobody writes to it
             self.data: Tensor = torch.frombuffer(self.memory, dtype=torch.uint8)  # all of it; keeps it mapped
@@ -78,6 +80,7 @@ class Arena:
         self.file = MemoryFile(capacity_bytes)
         self._capacity, self._end = capacity_bytes, 0
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # offsets by size
+        self._holes: dict[int, int] = {}  # of free blocks: bytes that were given back, by offset
         self._lock = threading.Lock()
         self._mapped: WeakValueDictionary[tuple[int, int], Mapping] = WeakValueDictionary()  # those of others, by file
 
@@ -91,36 +94,54 @@ class Arena:
 
     @property
     def used_bytes(self) -> int:
-        """What it takes of the machine's memory: blocks in use and free ones."""
-        return self._end
+        """What it takes of the machine's memory, at most: blocks in use, and free ones with their pages."""
+        with self._lock:
+            return self._end - sum(self._holes.values())
 
     def allocate(self, nbytes: int) -> Block:
         """A block of at least so many bytes, with any content. Raises MemoryError."""
         size = class_bytes(nbytes)
         with self._lock:
-            if self._free[size]:
-                return Block(self._free[size].pop(), size)
-            if self._end + size > self._capacity:
+            offset = self._free[size][-1] if self._free[size] else self._end
+            if offset + size > self._capacity:
                 raise MemoryError(f"{size} bytes more than the {self._end} in use exceed this machine's memory")
-            try:
-                os.posix_fallocate(self.file.descriptor, self._end, size)
-            except OSError as e:
-                raise MemoryError(f"{size} bytes of shared memory could not be allocated: {e.strerror}") from None
-            block, self._end = Block(self._end, size), self._end + size
-            return block
+            if offset == self._end or offset in self._holes:
+                try:
+                    os.posix_fallocate(self.file.descriptor, offset, size)
+                except OSError as e:
+                    raise MemoryError(f"{size} bytes of shared memory could not be allocated: {e.strerror}") from None
+            self._holes.pop(offset, None)
+            if offset == self._end:
+                self._end += size
+            else:
+                self._free[size].pop()
+            return Block(offset, size)
 
     def free(self, block: Block) -> None:
         with self._lock:
             self._free[block.nbytes].append(block.offset)
 
     def trim(self) -> None:
-        """Give the memory back to the machine, if no block is in use."""
+        """Give the memory of free blocks back to the machine."""
         with self._lock:
-            free = sum(size * len(offsets) for size, offsets in self._free.items())
-            if self._end and free == self._end:
-                self.file.mapping.memory.madvise(mmap.MADV_REMOVE, 0, -(-self._end // mmap.PAGESIZE) * mmap.PAGESIZE)
-                self._free.clear()
-                self._end = 0
+            if sum(size * len(offsets) for size, offsets in self._free.items()) == self._end:
+                if self._end == 0 or self._punch(0, -(-self._end // _PAGE) * _PAGE):
+                    self._free.clear()
+                    self._holes.clear()
+                    self._end = 0
+                return
+            for size, offsets in self._free.items():
+                for offset in [o for o in offsets if o not in self._holes]:
+                    self._holes[offset] = self._punch(offset, size)
+
+    def _punch(self, offset: int, nbytes: int) -> int:
+        """Gives back the whole pages of these bytes. Returns how many bytes that is."""
+        first, end = -(-offset // _PAGE) * _PAGE, (offset + nbytes) // _PAGE * _PAGE
+        with contextlib.suppress(OSError):  # it is locked in memory, and stays
+            if end > first:
+                self.file.mapping.memory.madvise(mmap.MADV_REMOVE, first, end - first)
+                return end - first
+        return 0
 
     def bytes_at(self, offset: int, nbytes: int) -> Tensor:
         """uint8 [nbytes]"""

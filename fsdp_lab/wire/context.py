@@ -40,11 +40,12 @@ from torch import distributed as dist
 
 from fsdp_lab.engine.streams import Streams
 from fsdp_lab.wire.arena import Arena
+from fsdp_lab.wire.lanes import Lane
 from fsdp_lab.wire.link import Alarm, DroppedWork, Link, LinkDirection, pause_until
 from fsdp_lab.wire.meeting import NotShared
 from fsdp_lab.wire.meter import Collective, Meter
 from fsdp_lab.wire.nccl import Nccl, NcclGroup, NcclOutcome
-from fsdp_lab.wire.shared_memory import SharedGroup, SharedWork, open_shared
+from fsdp_lab.wire.shared_memory import Receipt, SharedGroup, SharedWork, open_shared
 
 _RECENT = 64  # collectives remembered for a diagnosis: more than ranks run ahead of each other
 _MANY = 4096  # in flight: then it is time to look which have ended
@@ -125,6 +126,7 @@ class WireContext:
         self.not_shared: dict[str, str] = {}  # by group, why it does not use shared memory
         self.shared_memory = shared_memory  # of groups that are opened from now on
         self._arena: Arena | None = None
+        self._lent: list[tuple[frozenset[int], list[Lane]]] = []  # of closed groups, with their ranks
         self.hide_from_profiler = False  # Gloo's operations: see the note on a profiler and an abort
         self.session: Any = None  # the `rank.Session` that opened its groups, for those who know a group alone
         self.watched = False  # whether a loop is being watched (rank/watch.py)
@@ -191,15 +193,26 @@ class WireContext:
         with self._lock:
             self._nccl_groups.discard(group)
 
-    def open_shared(self, store: dist.Store, rank: int, size: int, name: str) -> SharedGroup | None:
-        """Shared memory for a group of this name; None where its ranks use Gloo."""
+    def open_shared(self, store: dist.Store, rank: int, ranks: frozenset[int], name: str) -> SharedGroup | None:
+        """Shared memory for a group of this name and these ranks of the world; None where they use Gloo."""
         if not self.shared_memory:
             return None
         try:
-            return open_shared(store, rank, size, arena=self._own_arena, check=self.check, timeout=self.timeout)
+            group = open_shared(store, rank, len(ranks), arena=self._own_arena, check=self.check, timeout=self.timeout)
         except NotShared as e:
             self.not_shared[name] = str(e)
             return None
+        # All these ranks are here, so they have left the groups that were closed before.
+        left = [lanes for former, lanes in self._lent if former <= ranks]
+        self._lent = [(former, lanes) for former, lanes in self._lent if not former <= ranks]
+        for lane in (lane for lanes in left for lane in lanes):
+            lane.end_loans()
+        return group
+
+    def close_shared(self, group: SharedGroup, ranks: frozenset[int]) -> None:
+        """What others may still read stays until a group of all these ranks is opened."""
+        if lanes := group.close(aborted=self.aborted is not None):
+            self._lent.append((ranks, lanes))
 
     def _own_arena(self) -> Arena:
         if self._arena is None:
@@ -427,7 +440,7 @@ class WireContext:
             self._abort_event.clear()
             self._cancellable = weakref.WeakSet()
         for running in list(self._running.values()):
-            if isinstance(running.inner, (DroppedWork, NcclOutcome, SharedWork)):
+            if isinstance(running.inner, (DroppedWork, NcclOutcome, Receipt, SharedWork)):
                 self.untrack(running.issued)
         if self._reset_restores_link:
             self.restore_link()

@@ -12,6 +12,7 @@ are defined, as one function. torch's stubs and trampolines differ in their sign
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -61,14 +62,15 @@ class Wire(dist.ProcessGroup):
         self._rank, self._size = int(rank), int(size)
         self._name_, self._desc = str(options.group_id), ""
         store = dist.PrefixStore("memory", options.store)
-        self._shared = context.open_shared(store, self._rank, self._size, self._name_)
+        ranks = options.global_ranks_in_group or range(self._size)  # torch passes none for the world
+        self._ranks = frozenset(ranks)
+        self._shared = context.open_shared(store, self._rank, self._ranks, self._name_)
         self._gloo: Any = None
         if self._shared is None:
             store = dist.PrefixStore("gloo", options.store)
             self._gloo = _open_gloo(store, self._rank, self._size, context.timeout)
         store = dist.PrefixStore("nccl", options.store)
         self._nccl: NcclGroup | None = context.open_nccl(store, self._rank, self._size)
-        ranks = options.global_ranks_in_group or range(self._size)  # torch passes none for the world
         context.add_group(self, self._name_, ranks)
 
     # -- torch's interface of a group -----------------------------------------------------------------------------
@@ -120,7 +122,7 @@ class Wire(dist.ProcessGroup):
         self.context.remove_group(self._name_)
         nccl, inner = self._nccl, [self._gloo, self._nccl]
         if self._shared is not None:
-            self._shared.close(aborted=self.context.aborted is not None)
+            self.context.close_shared(self._shared, self._ranks)
         self._gloo = self._nccl = self._shared = None
         if nccl is not None:
             self.context.close_nccl(nccl, self._name_)
@@ -181,7 +183,13 @@ class Wire(dist.ProcessGroup):
         return work.followed_by(lambda: output.copy_(flat_output.view_as(output)), [output])
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> WireWork:
-        return self._send("other", tensors[0].nbytes, tensors, tensors, _in_place("reduce", opts))
+        if self._shared is None or self._carrier(tensors) is not None:
+            return self._send("other", tensors[0].nbytes, tensors, tensors, _in_place("reduce", opts))
+        inner = c10d.ReduceOptions()
+        inner.rootRank, inner.rootTensor = opts.rootRank, opts.rootTensor
+        then = _sum_natively(inner, _op(opts), opts, tensors, self._size)
+        then = then if self._rank == opts.rootRank else None
+        return self._send("other", tensors[0].nbytes, tensors, tensors, _in_place("reduce", inner), then=then)
 
     # -- data movement --------------------------------------------------------------------------------------------
 
@@ -377,7 +385,10 @@ class Wire(dist.ProcessGroup):
         dropped = self.context.dropped_work(self._size)
         blocking = dropped is not None or not over_nccl
         timed = self.context.time_nccl(issued) if over_nccl else None
+        issue_s = time.perf_counter()
         inner: Any = dropped or self._issue(call, group, ins, outs)
+        if group is self._shared and dropped is None:  # what others are to read was copied
+            issued.put = issue_s, time.perf_counter()
         if inner is not None and blocking:
             self.context.track(issued, [*ins, *outs], inner)
         elif inner is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fsdp_lab.wire.arena import Arena, Block
 from fsdp_lab.wire.arena import Mapping as MappedFile
+from fsdp_lab.wire.meeting import Met
 from fsdp_lab.wire.semaphores import SIZE_BYTES, Semaphores
 
 RING = 256  # how far a rank can be behind another
@@ -26,6 +27,10 @@ LANE_BYTES = 2 * SIZE_BYTES + _RING_BYTES
 
 class NotYet(RuntimeError):
     """The time for a wait is over; it can be repeated."""
+
+
+class PeerGone(RuntimeError):
+    """A rank that is waited for has left the group."""
 
 
 class Loan:
@@ -77,7 +82,7 @@ class Lane:
         return seen
 
     def end_loans(self) -> None:
-        """After an abort: what others still read, they discard."""
+        """When the other rank has left: what it has not read it never will."""
         while self._loans:
             self._loans.popleft().end()
 
@@ -102,15 +107,27 @@ class Lane:
 
 
 class Peer:
-    """Another rank of a group on this host: its arena, and the lanes to and from it."""
+    """Another rank of a group on this host: its arena, the lanes to and from it, and whether it is still there."""
 
-    def __init__(self, name: str, arena: MappedFile, to: Lane, from_: Lane) -> None:
-        self.name, self.to, self._from, self._arena = name, to, from_, arena
+    def __init__(self, name: str, arena: MappedFile, to: Lane, from_: Lane, met: Met) -> None:
+        self.name, self.to, self._from, self._arena, self._met = name, to, from_, arena, met
 
     def take(self, end_s: float) -> tuple[int, Tensor]:
-        """The next that it tells: what it is, and its bytes, uint8. Raises NotYet."""
-        what, begin, nbytes = self._from.take(end_s)
+        """The next that it tells: what it is, and its bytes, uint8. Raises NotYet, and PeerGone if it never will."""
+        try:
+            what, begin, nbytes = self._from.take(end_s)
+        except NotYet:
+            if not self._met.is_gone:
+                raise
+            try:
+                what, begin, nbytes = self._from.take(0.0)  # told before it left
+            except NotYet:
+                raise PeerGone(f"{self.name} has left or ended") from None
         return what, self._arena.data[begin : begin + nbytes]
 
     def has_read(self) -> None:
         self._from.has_read()
+
+    def leave(self) -> None:
+        """The other rank sees it."""
+        self._met.connection.close()

@@ -3,6 +3,8 @@
 Whether ranks share a host is asked of the kernel: they have the same boot and network namespace, and each could map the
 memory of all others. The names of hosts say nothing: containers share them, and one host can have several. What any rank
 finds is written to the store, so that all come to the same answer.
+
+Each two ranks keep their connection. Nothing is sent over it afterwards: it ends when one of them leaves, however it does.
 """
 
 from __future__ import annotations
@@ -13,20 +15,44 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
 from torch import distributed as dist
 
 _PEER = struct.Struct("3i")  # SO_PEERCRED: pid, uid, gid
-_TOKEN_BYTES = 16
+_TOKEN_BYTES, _RANK_BYTES = 16, 4
+_ANSWER_S = 10.0  # at most, for what ranks do that are all here
+_STRANGER_S = 1.0  # for who connects to say who it is
 T = TypeVar("T")
 Own = TypeVar("Own")
 
 
 class NotShared(Exception):
     """Ranks do not share memory; the message says why. All ranks of the group raise it."""
+
+
+@dataclass(frozen=True)
+class Met:
+    """Another rank: the connection to it, which does not block, and the descriptors that it gave."""
+
+    connection: socket.socket
+    descriptors: Sequence[int]
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has closed the connection, or has ended."""
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
 
 def host_id() -> str:
@@ -39,34 +65,126 @@ def meet(
     rank: int,
     size: int,
     offer: Callable[[], tuple[Own, Sequence[int]]],
-    use: Callable[[Own, Mapping[int, Sequence[int]]], T],
+    use: Callable[[Own, Mapping[int, Met]], T],
     timeout_s: float,
 ) -> T:
-    """Gives the descriptors of what `offer` makes to all other ranks, and returns what `use` makes of it and of theirs, by
-    rank, which are closed then. Collective. Raises NotShared; either function may raise OSError for that."""
+    """Gives the descriptors of what `offer` makes to all other ranks, and returns what `use` makes of it and of the others,
+    whose descriptors are closed then. Collective. Raises NotShared; either function may raise OSError for that. Raises
+    dist.DistStoreError if a rank does not come."""
+    facts = {"why": "", "host": "", "user": str(os.geteuid())}
     with contextlib.ExitStack() as stack:
-        facts: dict[str, str] = {"why": "", "host": ""}
+        token = secrets.token_bytes(_TOKEN_BYTES)
         try:
-            (own, descriptors), listener = offer(), stack.enter_context(_listener(size, timeout_s))
-            token = secrets.token_bytes(_TOKEN_BYTES)
+            (own, descriptors), listener = offer(), stack.enter_context(_listening(size))
             facts |= {"host": host_id(), "name": listener.getsockname().hex(), "token": token.hex()}
-        except OSError as e:
-            facts["why"] = e.strerror or str(e)
-        everyone = _told(store, "has", rank, size, facts)
+        except (OSError, AttributeError) as e:
+            facts["why"] = getattr(e, "strerror", None) or str(e)
+        everyone = _told(store, "has", rank, size, facts, timeout_s)
         _check(everyone)
-        if len({f["host"] for f in everyone}) > 1:
-            raise NotShared("its ranks are on several hosts")
-        why, found = "", None
-        try:
-            _give(rank, everyone, descriptors, timeout_s)
-            theirs = _taken(listener, rank, size, token, len(descriptors))
-            stack.callback(_close, theirs)
-            found = use(own, theirs)
-        except (OSError, ValueError) as e:
-            why = f"rank {rank} could not map the memory of the others ({e})"
-        _check(_told(store, "uses", rank, size, {"why": why}))
-        assert found is not None
-        return found
+        for what, why in (("host", "its ranks are on several hosts"), ("user", "its ranks are of several users")):
+            if len({f[what] for f in everyone}) > 1:
+                raise NotShared(why)
+        answer_s = min(_ANSWER_S, timeout_s / 2)
+        with _left(_Meeting(rank, everyone, listener, token, descriptors, answer_s)) as meeting:
+            why, found = "", None
+            try:
+                found = use(own, meeting.held())
+            except (OSError, ValueError) as e:
+                why = f"rank {rank} could not map the memory of the others ({e})"
+            _check(_told(store, "uses", rank, size, {"why": why}, timeout_s))
+            assert found is not None
+            return found
+
+
+class _Meeting:
+    """Connects with each other rank: to those after it, and from those before it."""
+
+    def __init__(self, rank: int, everyone: Sequence[Mapping[str, str]], listener: socket.socket, token: bytes,
+                 descriptors: Sequence[int], answer_s: float) -> None:  # fmt: skip
+        self._rank, self._everyone, self._listener, self._token = rank, everyone, listener, token
+        self._descriptors, self.met = list(descriptors), dict[int, Met]()
+        self._open: dict[int, socket.socket] = {}
+        self._end_s = time.monotonic() + answer_s
+
+    def held(self) -> Mapping[int, Met]:
+        """Raises OSError or ValueError."""
+        for r in range(self._rank + 1, len(self._everyone)):
+            connection = self._open[r] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.settimeout(self._left_s)
+            connection.connect(bytes.fromhex(self._everyone[r]["name"]))
+            self._give(connection, bytes.fromhex(self._everyone[r]["token"]))
+        while len(self.met) < self._rank:
+            self._accept()
+        for r in range(self._rank + 1, len(self._everyone)):
+            self._open[r].settimeout(self._left_s)
+            message, descriptors = self._received(self._open[r])
+            self._keep(r, self._open.pop(r), descriptors)
+            if message != self._token + r.to_bytes(_RANK_BYTES, "little"):
+                raise ValueError(f"rank {r} answered for another one")
+        return self.met
+
+    @property
+    def _left_s(self) -> float:
+        return max(0.01, self._end_s - time.monotonic())
+
+    def _accept(self) -> None:
+        self._listener.settimeout(self._left_s)
+        connection, _ = self._listener.accept()
+        with contextlib.ExitStack() as stack:
+            stack.callback(connection.close)
+            if not is_of_this_user(connection):
+                return
+            connection.settimeout(min(self._left_s, _STRANGER_S))
+            try:
+                message, descriptors = self._received(connection)
+            except OSError:
+                return  # a stranger
+            r = int.from_bytes(message[_TOKEN_BYTES:], "little")
+            known = secrets.compare_digest(message[:_TOKEN_BYTES], self._token)
+            if not known or r in self.met or not 0 <= r < self._rank:
+                _close(descriptors)
+                return
+            stack.pop_all()
+        self._keep(r, connection, descriptors)
+        self._give(connection, bytes.fromhex(self._everyone[r]["token"]))
+
+    def _keep(self, r: int, connection: socket.socket, descriptors: Sequence[int]) -> None:
+        connection.setblocking(False)
+        self.met[r] = Met(connection, descriptors)
+        if len(descriptors) != len(self._descriptors):
+            raise ValueError(f"rank {r} sent {len(descriptors)} descriptors")
+
+    def _give(self, connection: socket.socket, token: bytes) -> None:
+        socket.send_fds(connection, [token + self._rank.to_bytes(_RANK_BYTES, "little")], self._descriptors)
+
+    def _received(self, connection: socket.socket) -> tuple[bytes, list[int]]:
+        flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+        message, descriptors, *_ = socket.recv_fds(
+            connection, _TOKEN_BYTES + _RANK_BYTES, len(self._descriptors), flags
+        )
+        return message, list(descriptors)
+
+    def leave(self, *, connected: bool) -> None:
+        """Close all descriptors, and the connections too unless they are used."""
+        for met in self.met.values():
+            _close(met.descriptors)
+        for connection in (*self._open.values(), *([] if connected else [met.connection for met in self.met.values()])):
+            connection.close()
+
+
+@contextmanager
+def _left(meeting: _Meeting) -> Iterator[_Meeting]:
+    connected = False
+    try:
+        yield meeting
+        connected = True
+    finally:
+        meeting.leave(connected=connected)
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for d in descriptors:
+        os.close(d)
 
 
 def _check(everyone: Sequence[Mapping[str, str]]) -> None:
@@ -74,62 +192,25 @@ def _check(everyone: Sequence[Mapping[str, str]]) -> None:
         raise NotShared(why)
 
 
-def _close(found: Mapping[int, Sequence[int]]) -> None:
-    for d in (d for descriptors in found.values() for d in descriptors):
-        os.close(d)
-
-
-def _told(store: dist.Store, what: str, rank: int, size: int, facts: Mapping[str, str]) -> list[dict[str, str]]:
+def _told(
+    store: dist.Store, what: str, rank: int, size: int, facts: Mapping[str, str], timeout_s: float
+) -> list[dict[str, str]]:
     """What each rank has told, in their order."""
-    store.set(f"{what}/{rank}", json.dumps(facts))
-    return [json.loads(store.get(f"{what}/{r}")) for r in range(size)]
+    keys = [f"{what}/{r}" for r in range(size)]
+    store.set(keys[rank], json.dumps(facts))
+    store.wait(keys, timedelta(seconds=timeout_s))
+    return [json.loads(store.get(key)) for key in keys]
 
 
-def _listener(size: int, timeout_s: float) -> socket.socket:
+@contextmanager
+def _listening(size: int) -> Iterator[socket.socket]:
     """With a name that the kernel makes, which is in no folder and gone with the socket."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.settimeout(timeout_s)
-    try:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind("")
         listener.listen(size)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+        yield listener
 
 
-def _give(rank: int, everyone: Sequence[Mapping[str, str]], descriptors: Sequence[int], timeout_s: float) -> None:
-    for r, facts in enumerate(everyone):
-        if r != rank:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as s:
-                s.settimeout(timeout_s)
-                s.connect(bytes.fromhex(facts["name"]))
-                socket.send_fds(s, [bytes.fromhex(facts["token"]) + rank.to_bytes(4, "little")], list(descriptors))
-
-
-def _taken(listener: socket.socket, rank: int, size: int, token: bytes, count: int) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    try:
-        while len(found) < size - 1:
-            connection, _ = listener.accept()
-            with connection:
-                connection.settimeout(listener.gettimeout())
-                message, descriptors, _, _ = socket.recv_fds(connection, _TOKEN_BYTES + 4, count)
-                peer = int.from_bytes(message[_TOKEN_BYTES:], "little")
-                known = secrets.compare_digest(message[:_TOKEN_BYTES], token) and _is_of_this_user(connection)
-                if not known or len(descriptors) != count or peer in (rank, *found) or not 0 <= peer < size:
-                    for d in descriptors:
-                        os.close(d)
-                    if known:
-                        raise ValueError(f"rank {peer} sent {len(descriptors)} descriptors")
-                    continue  # a stranger
-                found[peer] = list(descriptors)
-    except BaseException:
-        _close(found)
-        raise
-    return found
-
-
-def _is_of_this_user(connection: socket.socket) -> bool:
+def is_of_this_user(connection: socket.socket) -> bool:
     _, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return bool(user == os.geteuid())

@@ -48,6 +48,7 @@ class Collective:
     start_s: float | None = None  # when the device began; None on a CPU
     end_s: float | None = None  # when its results were available; None if unknown
     waits: list[tuple[float, float]] = field(default_factory=list)  # (from, to) in which a thread waited for it
+    put: tuple[float, float] | None = None  # (from, to) in which its issue copied what others read: in shared memory
     link_end_s: float | None = None  # when the emulated link has carried it; None without one
     by_future: bool = False  # waited for in C++, where the wait is not visible: DDP's reducer
 
@@ -131,7 +132,7 @@ def waits(collectives: Sequence[Collective]) -> list[tuple[float, float, Collect
     for c in collectives:
         if c.by_future:
             ready[c.backward] = max(c.issue_s, ready.get(c.backward, 0.0))
-    intervals = [(start, end, c) for c in collectives for start, end in c.waits]
+    intervals = [(start, end, c) for c in collectives for start, end in (*c.waits, *([c.put] if c.put else ()))]
     for c in collectives:
         if c.by_future and not c.waits and c.end_s is not None:
             intervals.append((max(c.issue_s, ready[c.backward]), c.end_s, c))

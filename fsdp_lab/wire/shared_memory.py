@@ -22,7 +22,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -36,8 +36,8 @@ from torch.autograd.profiler import record_function
 
 from fsdp_lab.wire.arena import Arena, MemoryFile
 from fsdp_lab.wire.arena import Mapping as MappedFile
-from fsdp_lab.wire.lanes import LANE_BYTES, RING, Lane, Loan, NotYet, Peer
-from fsdp_lab.wire.meeting import meet
+from fsdp_lab.wire.lanes import LANE_BYTES, RING, Lane, Loan, NotYet, Peer, PeerGone
+from fsdp_lab.wire.meeting import Met, meet
 from fsdp_lab.wire.semaphores import Semaphores
 
 _SLICE_S = 0.05  # the longest wait in C, hence how late an abort is seen
@@ -72,20 +72,59 @@ class _What(IntEnum):
     BARRIER = 9
 
 
+class Unusable(RuntimeError):
+    """The group was closed, or an interrupt left it in the middle of a collective."""
+
+
+class Section:
+    """A lock. An exception that is no `Exception`, as an interrupt, makes it unusable: it may have come between two steps
+    that belong together, such as lowering a semaphore and counting that."""
+
+    def __init__(self) -> None:
+        self._lock, self._unusable = threading.Lock(), ""
+
+    @contextmanager
+    def held(self, timeout_s: float) -> Iterator[None]:
+        """Raises NotYet after the timeout, and Unusable."""
+        if not self._lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            raise NotYet("another thread is inside")
+        try:
+            if self._unusable:
+                raise Unusable(self._unusable)
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self._unusable = "an interrupt came in the middle of a collective; open the process groups again"
+            raise
+        finally:
+            self._lock.release()
+
+    def close(self, timeout_s: float) -> None:
+        """When nobody is inside, or after the timeout: nobody enters any more."""
+        with contextlib.suppress(NotYet, Unusable), self.held(timeout_s):
+            self._unusable = "the process group is closed"
+        self._unusable = "the process group is closed"
+
+
 class SharedWork:
-    """A collective that this rank has issued, as `dist.Work`. `finish` is given what the others offer."""
+    """A collective that this rank has issued, as `dist.Work`. `finish` is given what the others offer. `on_read` is called
+    when it has been read, by whoever reads it."""
 
     def __init__(self, group: SharedGroup, what: _What, finish: Callable[[_Found], None]) -> None:
         self._group, self._what, self._finish = group, what, finish
         self._found: _Found = {}
         self._failed: str | None = None
         self._done = False
-        self.read_s: float | None = None  # when reading began, by time.perf_counter: all ranks had issued it
+        self.on_read: Callable[[], None] | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Raises NotYet after the timeout, if it is not 0, and RuntimeError for a collective that others do not issue."""
+        """Raises NotYet after the timeout, if it is not 0, and RuntimeError if it has failed."""
         if not self._done:
-            self._group.finish(self, timeout.total_seconds() or threading.TIMEOUT_MAX)
+            try:
+                self._group.finish(self, timeout.total_seconds() or threading.TIMEOUT_MAX)
+            except Unusable as e:
+                self._done, self._failed = True, str(e)
         if self._failed is not None:
             raise RuntimeError(self._failed)
         return True
@@ -101,7 +140,7 @@ class SharedWork:
 
     def try_finish(self) -> bool:
         """Read it if no rank has to be waited for. Returns whether it is completed."""
-        with contextlib.suppress(NotYet):
+        with contextlib.suppress(NotYet, Unusable):
             self._group.finish(self, 0.0)
         return self._done
 
@@ -109,41 +148,95 @@ class SharedWork:
         raise RuntimeError("only a wait completes it")
 
     def take(self, end_s: float) -> None:
-        """What the others tell, in the order of issue. Raises NotYet."""
+        """What the others tell, in the order of issue. Raises NotYet. If one has left, the work fails."""
         for r, peer in self._group.peers.items():
-            if r not in self._found:
-                what, self._found[r] = peer.take(end_s)
-                if what != self._what and self._failed is None:
+            if r not in self._found and self._failed is None:
+                try:
+                    what, self._found[r] = peer.take(end_s)
+                except PeerGone as e:
+                    self._failed = str(e)
+                    return
+                if what != self._what:
                     theirs, own = _What(what).name.lower(), self._what.name.lower()
                     self._failed = f"{peer.name} issued {theirs} where this rank issued {own}"
 
     def read(self) -> None:
-        """When all is taken."""
-        self.read_s = time.perf_counter()
-        if self._failed is None:
-            try:
+        """When all is taken, or it has failed."""
+        try:
+            if self._failed is None:
                 with torch.no_grad(), record_function("wire"):
                     self._finish(self._found)
-            except RuntimeError as e:
-                self._failed = str(e)
-        self._done, self._finish = True, _nothing
-        self._found.clear()
-        for peer in self._group.peers.values():
-            peer.has_read()
+        except Exception as e:
+            self._failed = str(e) or type(e).__name__
+        finally:
+            for r in self._found:
+                self._group.peers[r].has_read()
+            self._done, self._finish, self._found = True, _nothing, {}
+            if self.on_read is not None:
+                self.on_read()
+
+
+class Inbox:
+    """What another rank sends, by tag: it may send it in another order than it is asked for."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer, self._early = peer, dict[int, deque[Tensor]]()
+        self.section = Section()
+
+    def next(self, tag: int, end_s: float) -> Tensor:
+        """Raises NotYet and PeerGone. Inside the section."""
+        while tag not in self._early:
+            self._keep(end_s)
+        waiting = self._early[tag]
+        content = waiting.popleft()
+        if not waiting:
+            del self._early[tag]
+        return content
+
+    def drain(self) -> None:
+        """Keep what has come, so that its sender has room."""
+        with contextlib.suppress(NotYet, PeerGone, Unusable), self.section.held(0.0):
+            while True:
+                self._keep(0.0)
+
+    def _keep(self, end_s: float) -> None:
+        tag, content = self.peer.take(end_s)
+        self._early.setdefault(tag, deque()).append(content.clone())
+        self.peer.has_read()
 
 
 class Receipt:
     """A transfer from another rank, as `dist.Work`."""
 
-    def __init__(self, inbox: Inbox, tag: int, target: Tensor) -> None:
-        self._inbox, self._tag, self._target, self._done = inbox, tag, target, False
+    def __init__(self, inbox: Inbox, tag: int, target: Tensor, check: Callable[[], None]) -> None:
+        self._inbox, self._tag, self._target, self._check = inbox, tag, target, check
+        self._done, self._failed = False, ""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if not self._done:
-            content = self._inbox.next(self._tag, timeout.total_seconds() or threading.TIMEOUT_MAX)
-            _put(content, self._target)
-            self._done = True
+        timeout_s = timeout.total_seconds() or threading.TIMEOUT_MAX
+        end_s = time.monotonic() + timeout_s
+        try:
+            with self._inbox.section.held(timeout_s):
+                if not self._done:
+                    self._receive(end_s)
+        except Unusable as e:
+            self._done, self._failed = True, str(e)
+        if self._failed:
+            raise RuntimeError(self._failed)
         return True
+
+    def _receive(self, end_s: float) -> None:
+        try:
+            content = self._inbox.next(self._tag, end_s)
+        except PeerGone as e:
+            self._done, self._failed = True, str(e)
+            return
+        self._check()
+        try:
+            _put(content, self._target)
+        except RuntimeError as e:
+            self._failed = str(e)
+        self._done = True
 
     def is_completed(self) -> bool:
         return self._done
@@ -152,42 +245,25 @@ class Receipt:
         raise RuntimeError("only a wait completes it")
 
 
-class Inbox:
-    """What another rank sends, by tag: it may send it in another order than it is asked for."""
-
-    def __init__(self, peer: Peer) -> None:
-        self._peer, self._early = peer, defaultdict[int, deque[Tensor]](deque)
-        self._lock = threading.Lock()
-
-    def next(self, tag: int, timeout_s: float) -> Tensor:
-        """Raises NotYet."""
-        end_s = time.monotonic() + timeout_s
-        with _held(self._lock, timeout_s):
-            while not self._early[tag]:
-                found, content = self._peer.take(end_s)
-                self._early[found].append(content.clone())
-                self._peer.has_read()
-            return self._early[tag].popleft()
-
-
 class SharedGroup:
     """See above. Tensors are on the host. The methods after `close` are named and called as those of torch's groups."""
 
     def __init__(self, rank: int, size: int, arena: Arena, peers: Mapping[int, Peer], senders: Mapping[int, Peer],
-                 check: Callable[[], None]) -> None:  # fmt: skip
+                 check: Callable[[], None], timeout_s: float) -> None:  # fmt: skip
         """`peers`, `senders`: the other ranks, for collectives and for transfers. `check` raises after an abort."""
         self.peers, self._rank, self._size, self._arena, self._check = peers, rank, size, arena, check
+        self._timeout_s = timeout_s
         self._to = {r: peer.to for r, peer in senders.items()}
         self._inboxes = {r: Inbox(peer) for r, peer in senders.items()}
         self._issued: deque[SharedWork] = deque()  # and not read, oldest first
-        self._issuing, self._reading = threading.Lock(), threading.Lock()
+        self._issuing, self._reading = Section(), Section()
 
     # -- progress -------------------------------------------------------------------------------------------------
 
     def finish(self, work: SharedWork, timeout_s: float) -> None:
-        """Read all collectives up to this one. Raises NotYet."""
+        """Read all collectives up to this one. Raises NotYet and Unusable."""
         end_s = time.monotonic() + timeout_s
-        with _held(self._reading, timeout_s):
+        with self._reading.held(timeout_s):
             while not work.is_completed():
                 self._issued[0].take(end_s)
                 self._check()  # after an abort nothing is written any more, since its memory may be freed
@@ -195,47 +271,44 @@ class SharedGroup:
 
     def look(self) -> None:
         """Take what others have told by now, without reading it."""
-        try:
-            with _held(self._reading, 0.0):
-                for work in list(self._issued):
-                    work.take(0.0)
-        except NotYet:
-            return
+        with contextlib.suppress(NotYet, Unusable), self._reading.held(0.0):
+            for work in list(self._issued):
+                work.take(0.0)
 
     def _make_room(self, lane: Lane) -> None:
         """Until a lane takes one more entry. The other rank may be waiting for this one to read."""
+        end_s = time.monotonic() + self._timeout_s
         while lane.see_read():
             continue
         while lane.unread >= RING:
             self._check()
-            oldest = self._issued[0] if self._issued else None
-            if oldest is None:
-                lane.see_read(_SLICE_S)
-                continue
-            try:
-                self.finish(oldest, _SLICE_S)
-            except NotYet:
-                lane.see_read()
+            if time.monotonic() > end_s:
+                raise RuntimeError(f"a rank is {RING} collectives or transfers behind, for {self._timeout_s:.0f} s")
+            for inbox in self._inboxes.values():
+                inbox.drain()
+            with contextlib.suppress(NotYet, IndexError):
+                self.finish(self._issued[0], 0.0)
+            lane.see_read(_SLICE_S)
 
-    def close(self, *, aborted: bool) -> None:
-        """Give its memory back: after an abort when no thread reads, otherwise when the others have read."""
-        end_s = time.monotonic() + _CLOSE_S
-        if aborted:
-            with contextlib.suppress(NotYet), _held(self._reading, _CLOSE_S):
-                self._issued.clear()
-        for lane in [*(peer.to for peer in self.peers.values()), *self._to.values()]:
-            while not aborted and lane.see_read(max(0.0, end_s - time.monotonic())):
+    def close(self, *, aborted: bool) -> list[Lane]:
+        """Leave. Returns the lanes whose memory others may still read: `Lane.end_loans` when they have left, too."""
+        for section in (self._reading, self._issuing, *(inbox.section for inbox in self._inboxes.values())):
+            section.close(_CLOSE_S)
+        end_s, lanes = time.monotonic() + _CLOSE_S, [*(peer.to for peer in self.peers.values()), *self._to.values()]
+        for lane in lanes:
+            while lane.see_read(0.0 if aborted else max(0.0, end_s - time.monotonic())):
                 continue
-            if aborted:
-                lane.end_loans()
+        for peer in self.peers.values():
+            peer.leave()
         self._arena.trim()
+        return [lane for lane in lanes if lane.unread]
 
     # -- issuing --------------------------------------------------------------------------------------------------
 
     def _issue(self, what: _What, offers: Mapping[int, Tensor], finish: Callable[[_Found], None]) -> SharedWork:
         """`offers`: what some ranks are to read. One tensor for several is put into the arena once."""
         work = SharedWork(self, what, finish)
-        with self._issuing:
+        with self._issuing.held(threading.TIMEOUT_MAX):
             for peer in self.peers.values():
                 self._make_room(peer.to)
             places, loan = self._lend(offers, len(self.peers))
@@ -273,7 +346,7 @@ class SharedGroup:
     def _gather_all(self, parts: Sequence[Tensor], own: Tensor) -> SharedWork:
         place = parts[self._rank]
         if place.data_ptr() != own.data_ptr():
-            place.detach().copy_(own.detach().view_as(place))
+            place.detach().copy_(own.detach().reshape(place.shape))
 
         def finish(found: _Found) -> None:
             for r, content in found.items():
@@ -283,6 +356,7 @@ class SharedGroup:
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> SharedWork:
         """output: [n], which may be its part of the input: [W * n]"""
+        _check_operator(opts)
         flat = input.detach().reshape(-1)
         parts = list(flat.chunk(self._size)) if flat.numel() else [flat] * self._size
 
@@ -293,6 +367,7 @@ class SharedGroup:
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> SharedWork:
         (tensor,) = tensors
+        _check_operator(opts)
 
         def finish(found: _Found) -> None:
             _combine(opts, tensor, tensor, self._rank, found)
@@ -301,6 +376,7 @@ class SharedGroup:
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> SharedWork:
         (tensor,), root = tensors, opts.rootRank
+        _check_operator(opts)
 
         def finish(found: _Found) -> None:
             if self._rank == root:
@@ -361,13 +437,13 @@ class SharedGroup:
     def send(self, tensors: list[Tensor], to: int, tag: int) -> None:
         """Goes on at once; no work is returned, since nothing has to be waited for."""
         (tensor,), lane = tensors, self._to[to]
-        with self._issuing:
+        with self._issuing.held(threading.TIMEOUT_MAX):
             self._make_room(lane)
             places, loan = self._lend({to: tensor}, 1)
             lane.tell(tag, *places.get(to, (0, 0)), loan)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Receipt:
-        return Receipt(self._inboxes[source], tag, tensors[0])
+        return Receipt(self._inboxes[source], tag, tensors[0], self._check)
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         """Waits have the limit of who waits."""
@@ -391,13 +467,14 @@ def open_shared(
                 lane.make()
         return (semaphores, control, own), [control.descriptor, own.file.descriptor]
 
-    def use(made: tuple[Semaphores, MemoryFile, Arena], theirs: Mapping[int, Sequence[int]]) -> SharedGroup:
+    def use(made: tuple[Semaphores, MemoryFile, Arena], theirs: Mapping[int, Met]) -> SharedGroup:
         (semaphores, control, own), peers, senders = made, dict[int, Peer](), dict[int, Peer]()
         for r in sorted(theirs, key=lambda r: (r - rank) % size):  # not all ranks read the same one first
-            its, mapped = MappedFile(theirs[r][0], writes=True), own.mapped(theirs[r][1])
+            its_control, its_arena = theirs[r].descriptors
+            its, mapped = MappedFile(its_control, writes=True), own.mapped(its_arena)
             ends = zip(_lanes(semaphores, control.mapping, r), _lanes(semaphores, its, rank), strict=True)
-            peers[r], senders[r] = (Peer(f"rank {r} of the group", mapped, *pair) for pair in ends)
-        return SharedGroup(rank, size, own, peers, senders, check)
+            peers[r], senders[r] = (Peer(f"rank {r} of the group", mapped, *pair, theirs[r]) for pair in ends)
+        return SharedGroup(rank, size, own, peers, senders, check, timeout.total_seconds())
 
     return meet(store, rank, size, offer, use, timeout.total_seconds())
 
@@ -409,17 +486,6 @@ def _lanes(semaphores: Semaphores, control: MappedFile, rank: int) -> tuple[Lane
 
 def _nothing(_: _Found) -> None:
     return
-
-
-@contextmanager
-def _held(lock: threading.Lock, timeout_s: float) -> Iterator[None]:
-    """Raises NotYet after the timeout."""
-    if not lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
-        raise NotYet("another thread is reading")
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _put(content: Tensor, target: Tensor) -> None:
@@ -435,9 +501,14 @@ def _split(whole: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
     return list(torch.split(rows, list(splits)))
 
 
+def _check_operator(opts: Any) -> None:
+    if opts.reduceOp.op not in _COMBINE:
+        raise RuntimeError(f"{opts.reduceOp.op} is no reduction of this process group")
+
+
 def _combine(opts: Any, output: Tensor, own: Tensor, rank: int, found: _Found) -> None:
     """output = what all ranks give, combined in their order, chunk by chunk. It may be the memory of `own`."""
-    operator, flat = _COMBINE[opts.reduceOp.op], output.detach().view(-1)
+    operator, flat = _COMBINE[opts.reduceOp.op], output.detach().reshape(-1)
     parts = [_like(found[r], output) if r in found else own.detach().reshape(-1) for r in sorted([*found, rank])]
     if len(parts) == 1:
         flat.copy_(parts[0])
@@ -448,6 +519,8 @@ def _combine(opts: Any, output: Tensor, own: Tensor, rank: int, found: _Found) -
         for piece in pieces:
             total = operator(total, piece, out=scratch[: len(piece)])
         operator(total, last, out=flat[begin : begin + step])
+    if flat.data_ptr() != output.data_ptr():  # it is not contiguous
+        output.detach().copy_(flat.view(output.shape))
 
 
 def _like(content: Tensor, tensor: Tensor) -> Tensor:

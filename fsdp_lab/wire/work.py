@@ -163,10 +163,13 @@ class WireWork(dist.Work):
             return  # NCCL's time is that of the stream that waits for it (`_wait_stream`)
         context, issued = self._context, self._issued
 
-        def stamp(_: torch.futures.Future[Any]) -> None:
+        def stamp(_: torch.futures.Future[Any] | None = None) -> None:
             issued.end_s = max(time.perf_counter(), issued.link_end_s or 0.0)
             context.untrack(issued)
 
+        if isinstance(self._inner, SharedWork):
+            self._inner.on_read = stamp
+            return
         with contextlib.suppress(RuntimeError):  # Gloo's own reduce-scatter has no future
             self._inner.get_future().add_done_callback(stamp)
 
@@ -255,8 +258,6 @@ class WireWork(dist.Work):
         """Run `finish` on the bytes that have arrived, once."""
         if self._blocking:
             self._context.untrack(self._issued)
-        if isinstance(self._inner, SharedWork):
-            self._issued.start_s = self._inner.read_s
         with self._once:
             if not self._finished:
                 finish, self._finish = self._finish, None

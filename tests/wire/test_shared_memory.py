@@ -208,6 +208,144 @@ def test_only_what_a_rank_has_not_joined_is_pending(pool: Pool) -> None:
     assert pool.run(_what_is_pending, 2, shared_memory=True)[0] == ["all_gather", None]
 
 
+def _reads_late(place: Place) -> float:
+    """Rank 0 gives up and closes its groups, while rank 1 has yet to read what both have issued."""
+    total = torch.full((70_000,), place.rank + 1.0)
+    work = place.world.allreduce([total])
+    if place.rank == 0:
+        work.wait()
+        place.context.abort("given up")
+        close_groups(place.context)
+        place.context._arena.trim()
+        place.store.set("left", "")
+    else:
+        place.store.wait(["left"])
+        work.wait()
+        close_groups(place.context)
+    open_groups(place.info, place.store, place.context, 1)
+    close_groups(place.context)
+    assert place.context._arena.used_bytes == 0
+    return float(total.sum())
+
+
+def test_what_a_rank_gave_can_be_read_when_it_has_left(pool: Pool) -> None:
+    assert pool.run(_reads_late, 2, shared_memory=True) == [3.0 * 70_000] * 2
+
+
+def _leaves(place: Place, how: str) -> tuple[float, str]:
+    """How long rank 0 waits for one that leaves, and what it is told."""
+    place.world.barrier().wait()
+    if place.rank == 1:
+        close_groups(place.context)
+        return 0.0, ""
+    begun_s = time.monotonic()
+    with pytest.raises(RankAborted) as refused:
+        if how == "collective":
+            place.world.barrier().wait()
+        place.world.recv([torch.empty(1)], 1, 0).wait()
+    return time.monotonic() - begun_s, str(refused.value)
+
+
+@pytest.mark.parametrize("how", ["collective", "transfer"])
+def test_a_rank_that_leaves_is_not_waited_for(pool: Pool, how: str) -> None:
+    waited_s, why = pool.run(_leaves, 2, how, shared_memory=True)[0]
+    assert "rank 1 of the group has left or ended" in why and waited_s < 2.0
+
+
+def _many_transfers(place: Place, count: int) -> None:
+    """More than a lane has room for, each way, before any is received; with tags in another order."""
+    other = 1 - place.rank
+    sent = [place.world.send([torch.full((3,), float(i))], other, i % 7) for i in range(count)]
+    for tag in range(7):
+        for i in range(tag, count, 7):
+            got = torch.empty(3)
+            work = place.world.recv([got], other, tag)
+            if i % 2:
+                work.get_future().wait()
+            work.wait()
+            assert got.tolist() == [float(i)] * 3
+    assert all(work.wait() for work in sent)
+
+
+def _another_size(place: Place) -> list[str]:
+    """A transfer into a tensor of another size is refused, again and again, and takes no other."""
+    if place.rank == 1:
+        for n in (2, 3):
+            place.world.send([torch.full((n,), float(n))], 0, 0).wait()
+        return []
+    work, told = place.world.recv([torch.empty(3)], 1, 0), []
+    for _ in range(2):
+        with pytest.raises(RankAborted) as refused:
+            work.wait()
+        told.append(str(refused.value))
+    got = torch.empty(3)
+    place.world.recv([got], 1, 0).wait()
+    assert got.tolist() == [3.0] * 3
+    return told
+
+
+def test_transfers(pool: Pool) -> None:
+    pool.run(_many_transfers, 2, 600, shared_memory=True)
+    told = pool.run(_another_size, 2, shared_memory=True)[0]
+    assert all("gave 8 bytes where this one expects 12" in why for why in told)
+
+
+def _unusual(place: Place) -> None:
+    r = place.rank
+    for tensor in (torch.arange(6.0).view(2, 3).t(), torch.tensor(2.0), torch.zeros(0), torch.tensor([True, False]),
+                   torch.tensor([1 + 2j]), torch.arange(3, dtype=torch.bfloat16)):  # fmt: skip
+        total, wanted = tensor.clone(memory_format=torch.preserve_format), tensor + tensor
+        place.world.allreduce([total]).wait()
+        assert torch.equal(total, wanted) and total.stride() == tensor.stride()
+    gathered = torch.empty(12)
+    place.world.all_gather_single(gathered, torch.arange(6.0).view(2, 3).t()).wait()
+    assert gathered.tolist() == [0.0, 3.0, 1.0, 4.0, 2.0, 5.0] * 2
+    mean, options = torch.tensor([1.0 + 2 * r]), dist.ReduceOptions()
+    options.reduceOp, options.rootRank = dist.ReduceOp.AVG, 1
+    place.world.reduce([mean], options).wait()
+    assert mean.item() == (2.0 if r == 1 else 1.0)
+
+
+def test_unusual_tensors(pool: Pool) -> None:
+    pool.run(_unusual, 2, shared_memory=True)
+
+
+def _interrupted(place: Place) -> str:
+    """An interrupt may come between any two steps, so what comes after it is refused."""
+    work, *_ = _issued(place.world, place.rank, 2, 0, "all_gather")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shared.Peer, "take", _interrupt)
+        work.wait()
+    with pytest.raises(RankAborted) as refused:
+        work.wait()
+    return str(refused.value)
+
+
+def _interrupt(*_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_in_the_middle_makes_a_group_unusable(pool: Pool) -> None:
+    for why in pool.run(_interrupted, 2, shared_memory=True):
+        assert "an interrupt came in the middle of a collective; open the process groups again" in why
+
+
+def _ends(place: Place) -> tuple[bool, bool]:
+    """A collective ends when it is read, by the wait for a later one, and not when it is waited for."""
+    first, *_ = _issued(place.world, place.rank, 2, 0, "all_gather")
+    second, *_ = _issued(place.world, place.rank, 2, 1, "all_gather")
+    second.wait()
+    read_s = time.perf_counter()
+    time.sleep(0.05)
+    first.wait()
+    one, other = place.context.meter.take()[-2:]
+    return one.end_s <= other.end_s <= read_s, bool(one.put and one.issue_s <= one.put[0] <= one.put[1] <= one.end_s)
+
+
+def test_the_end_of_a_collective_is_when_it_is_read(pool: Pool) -> None:
+    assert pool.run(_ends, 2, shared_memory=True) == [(True, True)] * 2
+
+
 # -- who uses it -----------------------------------------------------------------------------------------------------
 
 
@@ -219,7 +357,7 @@ FAULTS = {
     "another host": (meeting, "host_id", lambda: "elsewhere"),
     "no file": (shared, "MemoryFile", _no_memory),
     "no mapping": (shared, "MappedFile", _no_memory),
-    "a stranger": (meeting, "_is_of_this_user", lambda connection: False),
+    "another user": (os, "geteuid", lambda: 12345),
 }
 
 
@@ -243,7 +381,7 @@ def _opened(place: Place, fault: str) -> tuple[list[str], bool]:
         ("another host", "its ranks are on several hosts"),
         ("no file", "Cannot allocate memory"),
         ("no mapping", "rank 1 could not map the memory of the others"),
-        ("a stranger", "rank 1 could not map the memory of the others"),
+        ("another user", "its ranks are of several users"),
     ],
 )
 def test_all_ranks_use_gloo_where_one_cannot(pool: Pool, fault: str, why: str) -> None:
@@ -272,6 +410,30 @@ def test_size_classes_waste_at_most_an_eighth() -> None:
         size = class_bytes(nbytes)
         assert size % 64 == 0 and nbytes <= size <= max(nbytes * 9 / 8 + 64, 64)
         assert class_bytes(size) == size
+
+
+def test_memory_of_free_blocks_is_given_back() -> None:
+    arena, pages = Arena(1 << 24), 4096 * 8
+    blocks = [arena.allocate(pages) for _ in range(4)]
+    for block in blocks:
+        arena.bytes_at(block.offset, pages).fill_(7)
+    arena.free(blocks[1])
+    arena.free(blocks[3])
+    arena.trim()
+    assert arena.used_bytes == 2 * pages == _taken_bytes(arena)
+    again = arena.allocate(pages)
+    assert again in (blocks[1], blocks[3]) and arena.used_bytes == 3 * pages == _taken_bytes(arena)
+    assert bool((arena.bytes_at(blocks[0].offset, pages) == 7).all())
+
+
+def _taken_bytes(arena: Arena) -> int:
+    return os.fstat(arena.file.descriptor).st_blocks * 512
+
+
+def test_no_core_dump_has_an_arena_in_it() -> None:
+    arena, maps = Arena(1 << 24), Path("/proc/self/smaps").read_text()
+    of_ours = maps[maps.index(f"{arena.file.mapping.address:x}-") :]
+    assert " dd" in of_ours[: of_ours.index("\n", of_ours.index("VmFlags"))]
 
 
 def test_an_arena_that_is_full_says_so_and_goes_on() -> None:
