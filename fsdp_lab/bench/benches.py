@@ -1,4 +1,4 @@
-"""The benches that start ranks of their own, without a lab (step, metering, checkpoint), and how any bench reports.
+"""The benches that start ranks of their own, without a lab (step, wire, checkpoint, ...), and how any bench reports.
 
 A bench prints each figure once it is known and returns the content of its `--json` file: "ratios" and "control" (a
 ratio of equals), each with median, p10, p90 and n; what else was measured; in "environment" what it was measured with.

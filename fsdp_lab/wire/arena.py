@@ -63,7 +63,7 @@ class MemoryFile:
 
 
 @dataclass(frozen=True)
-class Block:
+class ArenaBlock:
     """A piece of an arena. `nbytes`: of its size class, what was asked for or a little more."""
 
     offset: int
@@ -98,7 +98,7 @@ class Arena:
         with self._lock:
             return self._end - sum(self._holes.values())
 
-    def allocate(self, nbytes: int) -> Block:
+    def allocate(self, nbytes: int) -> ArenaBlock:
         """A block of at least so many bytes, with any content. Raises MemoryError."""
         size = class_bytes(nbytes)
         with self._lock:
@@ -115,9 +115,9 @@ class Arena:
                 self._end += size
             else:
                 self._free[size].pop()
-            return Block(offset, size)
+            return ArenaBlock(offset, size)
 
-    def free(self, block: Block) -> None:
+    def free(self, block: ArenaBlock) -> None:
         with self._lock:
             self._free[block.nbytes].append(block.offset)
 

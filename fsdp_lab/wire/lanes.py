@@ -14,7 +14,7 @@ from collections import deque
 
 from torch import Tensor
 
-from fsdp_lab.wire.arena import Arena, Block
+from fsdp_lab.wire.arena import Arena, ArenaBlock
 from fsdp_lab.wire.arena import Mapping as MappedFile
 from fsdp_lab.wire.meeting import Met
 from fsdp_lab.wire.semaphores import SIZE_BYTES, Semaphores
@@ -36,7 +36,7 @@ class PeerGone(RuntimeError):
 class Loan:
     """A block of the arena, freed when all its readers have read."""
 
-    def __init__(self, arena: Arena, block: Block | None, readers: int) -> None:
+    def __init__(self, arena: Arena, block: ArenaBlock | None, readers: int) -> None:
         self._arena, self._block, self._readers = arena, block, readers
 
     def end(self) -> None:
@@ -106,7 +106,7 @@ class Lane:
         self._semaphores.post(self._read)
 
 
-class Peer:
+class SharedPeer:
     """Another rank of a group on this host: its arena, the lanes to and from it, and whether it is still there."""
 
     def __init__(self, name: str, arena: MappedFile, to: Lane, from_: Lane, met: Met) -> None:

@@ -36,7 +36,7 @@ from torch.autograd.profiler import record_function
 
 from fsdp_lab.wire.arena import Arena, MemoryFile
 from fsdp_lab.wire.arena import Mapping as MappedFile
-from fsdp_lab.wire.lanes import LANE_BYTES, RING, Lane, Loan, NotYet, Peer, PeerGone
+from fsdp_lab.wire.lanes import LANE_BYTES, RING, Lane, Loan, NotYet, PeerGone, SharedPeer
 from fsdp_lab.wire.meeting import Met, meet
 from fsdp_lab.wire.semaphores import Semaphores
 
@@ -179,7 +179,7 @@ class SharedWork:
 class Inbox:
     """What another rank sends, by tag: it may send it in another order than it is asked for."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: SharedPeer) -> None:
         self.peer, self._early = peer, dict[int, deque[Tensor]]()
         self.section = Section()
 
@@ -248,8 +248,8 @@ class Receipt:
 class SharedGroup:
     """See above. Tensors are on the host. The methods after `close` are named and called as those of torch's groups."""
 
-    def __init__(self, rank: int, size: int, arena: Arena, peers: Mapping[int, Peer], senders: Mapping[int, Peer],
-                 check: Callable[[], None], timeout_s: float) -> None:  # fmt: skip
+    def __init__(self, rank: int, size: int, arena: Arena, peers: Mapping[int, SharedPeer],
+                 senders: Mapping[int, SharedPeer], check: Callable[[], None], timeout_s: float) -> None:  # fmt: skip
         """`peers`, `senders`: the other ranks, for collectives and for transfers. `check` raises after an abort."""
         self.peers, self._rank, self._size, self._arena, self._check = peers, rank, size, arena, check
         self._timeout_s = timeout_s
@@ -468,12 +468,12 @@ def open_shared(
         return (semaphores, control, own), [control.descriptor, own.file.descriptor]
 
     def use(made: tuple[Semaphores, MemoryFile, Arena], theirs: Mapping[int, Met]) -> SharedGroup:
-        (semaphores, control, own), peers, senders = made, dict[int, Peer](), dict[int, Peer]()
+        (semaphores, control, own), peers, senders = made, dict[int, SharedPeer](), dict[int, SharedPeer]()
         for r in sorted(theirs, key=lambda r: (r - rank) % size):  # not all ranks read the same one first
             its_control, its_arena = theirs[r].descriptors
             its, mapped = MappedFile(its_control, writes=True), own.mapped(its_arena)
             ends = zip(_lanes(semaphores, control.mapping, r), _lanes(semaphores, its, rank), strict=True)
-            peers[r], senders[r] = (Peer(f"rank {r} of the group", mapped, *pair, theirs[r]) for pair in ends)
+            peers[r], senders[r] = (SharedPeer(f"rank {r} of the group", mapped, *pair, theirs[r]) for pair in ends)
         return SharedGroup(rank, size, own, peers, senders, check, timeout.total_seconds())
 
     return meet(store, rank, size, offer, use, timeout.total_seconds())

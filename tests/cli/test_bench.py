@@ -70,6 +70,25 @@ def test_memory_is_compared_with_fsdp2_s(tmp_path: Path, capsys: pytest.CaptureF
         assert f"{row['lab/fsdp2']:.4f}" in printed
 
 
+@pytest.mark.slow
+def test_shared_memory_is_compared_with_gloo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "wire.json"
+    assert main(["bench", "wire", "--rounds", "2", "--json", str(file)]) == 0
+    figures, printed = json.loads(file.read_text()), capsys.readouterr().out
+    assert list(figures["ratios"]) == list(figures["control"])
+    assert {"all_gather/65536", "reduce_scatter/67108864"} < figures["ratios"].keys()
+    for ratio in figures["ratios"].values():
+        assert ratio["n"] == 2 and ratio["median"] > 0 and f"{ratio['median']:.3f}" in printed
+    assert figures["ratios"]["reduce_scatter/67108864"]["median"] < 1
+
+
+@pytest.mark.slow
+def test_forms_over_shared_memory_do_the_same_work(capsys: pytest.CaptureFixture[str]) -> None:
+    forms = "lab,lab-shared,fsdp2-raw,fsdp2-shared,ddp-shared"
+    assert main(["bench", "step", *TINY, "--steps", "2", "--only", forms]) == 0
+    assert "largest difference of losses and gradient norms to fsdp2-raw: " in capsys.readouterr().out
+
+
 def test_the_tour_goes_through_every_ordered_pair_once() -> None:
     places = tour(10)
     pairs = list(itertools.pairwise(places))
@@ -98,7 +117,7 @@ def test_what_cannot_be_toggled_is_refused(arguments: list[str], said: str, caps
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("what", ["live", "step", "metering", "toggle", "soak", "checkpoint", "load"])
+@pytest.mark.parametrize("what", ["live", "step", "wire", "metering", "toggle", "soak", "checkpoint", "load"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(
     what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -314,7 +314,7 @@ def _interrupted(place: Place) -> str:
     """An interrupt may come between any two steps, so what comes after it is refused."""
     work, *_ = _issued(place.world, place.rank, 2, 0, "all_gather")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(shared.Peer, "take", _interrupt)
+        patch.setattr(shared.SharedPeer, "take", _interrupt)
         work.wait()
     with pytest.raises(RankAborted) as refused:
         work.wait()
