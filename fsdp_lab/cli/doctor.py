@@ -67,7 +67,8 @@ def outlook(facts: TorchFacts, gpus_seen: int) -> list[Finding]:
     """Which ranks this machine can run."""
     if not facts.version:
         return [Finding("ranks", "none", State.FAIL, "torch cannot be imported; fix that first")]
-    on_cpu = f"CPU ranks over Gloo; {cores():g} cores, more ranks share them, which is slower but correct"
+    carrier = "over Gloo" if facts.not_shared else "through shared memory"
+    on_cpu = f"CPU ranks {carrier}; {cores():g} cores, more ranks share them, which is slower but correct"
     findings = [Finding("CPU ranks", on_cpu, State.OK if facts.gloo else State.FAIL)]
     if facts.devices:
         over = "NCCL" if facts.nccl else "Gloo"
@@ -136,6 +137,11 @@ def torch(facts: TorchFacts) -> list[Finding]:
     advice = "" if facts.gloo else "CPU ranks and offload need it: take another build of torch"
     return [
         Finding("import torch", f"{facts.version}, {build}, {facts.threads} threads a process"),
+        judged(
+            "shared memory",
+            "missing" if facts.not_shared else "there",
+            f"ranks of one host communicate over Gloo, which is slower: {facts.not_shared}" if facts.not_shared else "",
+        ),
         judged("Gloo", "there" if facts.gloo else "missing", advice, State.FAIL),
         *([nccl(facts)] if facts.cuda_build else []),
     ]

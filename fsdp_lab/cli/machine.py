@@ -74,8 +74,10 @@ TIMEOUT_S = 90  # a first import from a cold network disk takes this long
 # Creates no CUDA context, so that it takes no memory of a GPU in use.
 PROBE = """
 import json, torch, torch.distributed as dist
+from fsdp_lab.wire.shared_memory import unavailable
 facts = {"version": torch.__version__, "cuda_build": torch.version.cuda or "", "threads": torch.get_num_threads()}
 facts["gloo"] = dist.is_available() and dist.is_gloo_available()
+facts["not_shared"] = unavailable()
 facts["nccl"] = dist.is_available() and dist.is_nccl_available()
 if torch.version.cuda:
     facts["arches"] = (torch._C._cuda_getArchFlags() or "").split()
@@ -101,6 +103,7 @@ class TorchFacts:
     devices: int = 0  # GPUs that torch can use
     cuda_error: str = ""
     gloo: bool = False
+    not_shared: str = ""  # why CPU ranks cannot share memory
     nccl: bool = False
     nccl_version: tuple[int, ...] = ()
     threads: int = 0

@@ -313,10 +313,10 @@ def device_name(device: torch.device) -> str:
     return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else "CPU"
 
 
-def fidelity_notes(info: RankInfo, shared_gpu_ranks: int) -> tuple[str, ...]:
-    """Notes on why timings of this rank are not representative."""
+def fidelity_notes(info: RankInfo, shared_gpu_ranks: int, carrier: str = "Gloo") -> tuple[str, ...]:
+    """Notes on why timings of this rank are not representative. `carrier`: of the bytes between CPU ranks."""
     if info.device.type == "cpu":
-        return ("CPU and Gloo: the shapes are right, the times are not a GPU's.",)
+        return (f"CPU and {carrier}: the shapes are right, the times are not a GPU's.",)
     if shared_gpu_ranks > 1:
         return (f"One GPU shared by {shared_gpu_ranks} ranks over Gloo: memory is right, times are not.",)
     if info.world_size > 1:

@@ -86,12 +86,14 @@ class Session:
         )
         if memory_cap is not None and self.info.device.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(memory_cap, self.info.device)
-        self.context = WireContext(reduction=ReductionOrder(reduction), timeout_s=timeout_s)
+        self.context = WireContext(
+            reduction=ReductionOrder(reduction), timeout_s=timeout_s, shared_memory=self.info.device.type == "cpu"
+        )
         store = store if store is not None else find_store(place, timeout_s=timeout_s)
         self._on_event, self._on_loop = on_event, on_loop
         self._protocol = AbortProtocol(self.info, self.context, store)
         self._checkpointer = Checkpointer(self.info, own_connection(store))
-        self._notes = fidelity_notes(self.info, shared_gpu_ranks)
+        self._notes = fidelity_notes(self.info, shared_gpu_ranks, self.context.host_carrier)
         self._work = LongWorkLog()
         self._lifecycle = Lifecycle(
             self.info, self.context, self._protocol, self._checkpointer, self._notes, self._work

@@ -214,6 +214,14 @@ class WireContext:
         if lanes := group.close(aborted=self.aborted is not None):
             self._lent.append((ranks, lanes))
 
+    @property
+    def host_carrier(self) -> str:
+        """What carries host tensors, and why it is not shared memory."""
+        if not self.shared_memory:
+            return "Gloo"
+        why = next(iter(self.not_shared.values()), "")
+        return f"Gloo (no shared memory: {why})" if why else "shared memory"
+
     def _own_arena(self) -> Arena:
         if self._arena is None:
             self._arena = Arena()

@@ -479,6 +479,16 @@ def open_shared(
     return meet(store, rank, size, offer, use, timeout.total_seconds())
 
 
+def unavailable() -> str:
+    """Why this machine has no memory that ranks can share; "" if it has."""
+    try:
+        Semaphores()
+        MemoryFile(LANE_BYTES)
+    except (OSError, AttributeError) as e:
+        return getattr(e, "strerror", None) or str(e)
+    return ""
+
+
 def _lanes(semaphores: Semaphores, control: MappedFile, rank: int) -> tuple[Lane, Lane]:
     """For collectives and for transfers, from the rank whose control file it is to this one."""
     return Lane(semaphores, control, 2 * rank), Lane(semaphores, control, 2 * rank + 1)

@@ -90,16 +90,19 @@ def test_a_fused_optimizer_is_equal_within_rounding_and_that_is_said(
 # -- faults ----------------------------------------------------------------------------------------------------------
 
 
+SPELLINGS = ("reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter_tensor")
+
+
 def _no_division(s: Any, place: Place) -> None:
     """Gradients are summed over ranks, not averaged. AdamW hides that from the losses."""
-    context, inner = s.context, s.world.__class__._ordered_reduce_scatter
-    del context
+    inner = Wire.reduce_scatter_single
 
-    def summed(self: Any, output: Any, input: Any, op: Any, opts: Any) -> Any:
-        work = inner(self, output, input, op, opts)
+    def summed(self: Any, output: Any, input: Any, opts: Any = None) -> Any:
+        work = inner(self, output, input, opts)
         return work.followed_by(lambda: output.mul_(self.size()), [output])
 
-    s.world.__class__._ordered_reduce_scatter = summed
+    for name in SPELLINGS:
+        setattr(Wire, name, summed)
 
 
 def _one_rank_does_not_update(s: Any, place: Place) -> None:
@@ -116,9 +119,7 @@ FAULTS: dict[str, tuple[dict[str, Any], Callable[[Any, Place], None]]] = {
 
 def _at_fault(place: Place, given: dict[str, Any], fault: str) -> list[Any]:
     """Seeded before the fourth step."""
-    from fsdp_lab.wire import Wire
-
-    kept = Wire._ordered_reduce_scatter
+    kept = Wire.reduce_scatter_single
     s = session(place)
     try:
         s.apply("run", given)
@@ -126,7 +127,8 @@ def _at_fault(place: Place, given: dict[str, Any], fault: str) -> list[Any]:
         FAULTS[fault][1](s, place)
         return [*events, *s.train(STEPS - 3, checks=CHECKS)["events"]]
     finally:
-        Wire._ordered_reduce_scatter = kept  # type: ignore[method-assign]
+        for name in SPELLINGS:
+            setattr(Wire, name, kept)
         s.close()
 
 
