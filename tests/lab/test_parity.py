@@ -95,6 +95,8 @@ SPELLINGS = ("reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter_te
 
 def _no_division(s: Any, place: Place) -> None:
     """Gradients are summed over ranks, not averaged. AdamW hides that from the losses."""
+    from fsdp_lab.wire import Wire
+
     inner = Wire.reduce_scatter_single
 
     def summed(self: Any, output: Any, input: Any, opts: Any = None) -> Any:
@@ -119,6 +121,8 @@ FAULTS: dict[str, tuple[dict[str, Any], Callable[[Any, Place], None]]] = {
 
 def _at_fault(place: Place, given: dict[str, Any], fault: str) -> list[Any]:
     """Seeded before the fourth step."""
+    from fsdp_lab.wire import Wire
+
     kept = Wire.reduce_scatter_single
     s = session(place)
     try:
