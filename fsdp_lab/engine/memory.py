@@ -31,10 +31,12 @@ all units whose gradients have been reduced by then:
     3 s Psi / F + g (Psi(root) + Psi(u-)) + r Psi(u) + S(u) + A                     its end: what came is made one tensor
 
 A forward holds 3 s Psi / F + g (Psi(root) + Psi(u) + Psi(u+)) + A, with u+ gathered ahead: no more than the backward of u,
-in which A has grown, unless r < g. With ZeRO-2 all units whose backward is still to come are gathered. What is sent over the
-lab's wire is there once: parts of an all-gather come to their places, and a reduce-scatter runs in place, with room for one
-part (r / F); torch's own groups over Gloo hold it twice. FSDP2 holds as much: the unit gathered ahead, and the gradient that
-was sent last with its sum.
+in which A has grown, unless r < g. With ZeRO-2 all units whose backward is still to come are gathered.
+
+What is sent over the lab's wire is there once: parts of an all-gather come to their places, and a reduce-scatter runs in
+place, over Gloo with room for one part (r / F). Through shared memory that is not needed: r / F is there at the end alone,
+when the sum is taken out. The memory that ranks share is none of torch's allocator. torch's own groups over Gloo hold what
+is sent twice. FSDP2 holds as much as the engine: the unit gathered ahead, and the gradient that was sent last with its sum.
 """
 
 from __future__ import annotations

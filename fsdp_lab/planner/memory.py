@@ -78,7 +78,7 @@ def memory(spec: Spec, shape: ModelShape, *, device: str, software: Software = U
 
 def peak_in_theory(spec: Spec, shape: ModelShape) -> float:
     """By the closed form in `fsdp_lab.engine.memory`, with what the plain model holds from its tape: of the lab's engine
-    with AdamW and its usual prefetching, over shards on CPUs, where each unit is called once. Scratch inside kernels is
+    with AdamW and its usual prefetching, over shards on CPUs of one host, where each unit is called once. Scratch inside kernels is
     not on the tape: on a CPU oneDNN's copies for convolutions come on top."""
     units = FlatMemory(spec, shape, MemoryTracker(), on_gpu=False).units
     samples, tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
@@ -92,7 +92,7 @@ def peak_in_theory(spec: Spec, shape: ModelShape) -> float:
         first = place + is_over
         gathered = sum(units[u].gathered for u in (order[first:] if keeps_all else order[first : place + 2]))
         sent, reduced = order[max(0, first - 1) : first], order[: max(0, first - 1)]
-        return gathered + sum(units[u].whole + units[u].reduced for u in sent) + sum(units[u].shard for u in reduced)
+        return gathered + sum(units[u].whole for u in sent) + sum(units[u].shard for u in reduced)
 
     model, came = shape.buffers_bytes + batch_bytes(spec, shape), dict.fromkeys(range(len(units)), 0.0)
     held = sum(units[u].gathered for u in (order if keeps_all else order[:1]))
@@ -103,7 +103,9 @@ def peak_in_theory(spec: Spec, shape: ModelShape) -> float:
             place, is_over = order.index(unit), point.moment is PointSide.AFTER
             held = engine(place, is_over=is_over)
             if is_over:
-                peak = max(peak, model + held - units[unit].reduced)  # what came is made one tensor
+                taken_out = sum(units[u].shard for u in order[max(0, place - 1) : place])
+                landed = engine(place, is_over=False) - units[unit].gathered + taken_out
+                peak = max(peak, model + landed, model + held)  # a sum is taken out; what came is made one tensor
                 model -= came[unit]
         peak = max(peak, model + held)
         for change in segment.changes:

@@ -56,6 +56,7 @@ class Session:
         on_heartbeat: called with each `fsdp_lab.core.hang.Heartbeat`, as a dict, in a separate thread; the caller then
             looks for hangs. None: the ranks do so themselves.
         hang_s: in that case, how long a collective may wait for a rank; None: half of `timeout_s`.
+        shared_memory: whether CPU ranks of one host send through memory that they share; False: over Gloo.
 
     Raises ArgumentError for `hang_s`, ConnectionError if rank 0 was not found, RuntimeError if a rank did not join in time.
     """
@@ -77,6 +78,7 @@ class Session:
         on_loop: Callable[[dict[str, Any]], None] | None = None,
         on_heartbeat: Callable[[dict[str, Any]], None] | None = None,
         hang_s: float | None = None,
+        shared_memory: bool = True,
     ) -> None:
         hang_s = limit(hang_s, timeout_s)
         if threads is not None:
@@ -87,7 +89,9 @@ class Session:
         if memory_cap is not None and self.info.device.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(memory_cap, self.info.device)
         self.context = WireContext(
-            reduction=ReductionOrder(reduction), timeout_s=timeout_s, shared_memory=self.info.device.type == "cpu"
+            reduction=ReductionOrder(reduction),
+            timeout_s=timeout_s,
+            shared_memory=shared_memory and self.info.device.type == "cpu",
         )
         store = store if store is not None else find_store(place, timeout_s=timeout_s)
         self._on_event, self._on_loop = on_event, on_loop

@@ -1,7 +1,7 @@
 """`MemoryModel`: what a backend allocates and frees in a `MemoryTracker` during a step. Each backend has a subclass.
 
 A model only adds up bytes at the points of a schedule, from the sizes of each unit in the forms that the backend stores
-(`UnitBytes`).
+(`UnitBytes`). The memory through which CPU ranks of one host send is none of torch's allocator, and not counted.
 """
 
 from __future__ import annotations
@@ -124,7 +124,6 @@ class MemoryModel:
         self.reduces_on_host = self.offloaded and not on_gpu  # reduced gradients are host memory, which is not counted
         self.keeps_gradients = False  # between steps
         self.reduces = True  # whether this micro-batch reduces gradients
-        self._over_gloo = not on_gpu and self.factor > 1
 
     def unit_bytes(self, unit: UnitShape) -> UnitBytes:
         """Sizes of a unit as this backend lays it out. Called by the constructor, after `spec` and `factor` are set."""
@@ -160,18 +159,6 @@ class MemoryModel:
     def host_bytes(self) -> float:
         """Host memory under offload: shards, gradients, optimizer state."""
         return self.shards + self.gradient_shards + self.state if self.offloaded else 0.0
-
-    # -- collectives ------------------------------------------------------------------------------------------------
-
-    def reduce_scratch(self, size: float) -> float:
-        """Bytes that a reduce-scatter in flight needs beside its input and its output: over Gloo, ranks exchange summands
-        and add them in rank order. An all-gather needs none: parts come to their places."""
-        return size if self._over_gloo else 0.0
-
-    def alloc_scratch(self, size: float) -> None:
-        """Allocates and frees it."""
-        self.tracker.alloc(COMMUNICATION, size)
-        self.tracker.free(COMMUNICATION, size)
 
     # -- in a micro-batch -------------------------------------------------------------------------------------------
 

@@ -155,7 +155,6 @@ class FlatMemory(MemoryModel):
         self._advance_reductions(but=self.strategy.limit_reductions - 1)
         self._collect(unit)
         self._collected[unit] = False
-        self.tracker.alloc(COMMUNICATION, self.reduce_scratch(self.units[unit].reduced))
         self._reducing.append(unit)
 
     def _advance_reductions(self, *, but: int = 0) -> None:
@@ -166,7 +165,6 @@ class FlatMemory(MemoryModel):
         if len(self._reducing) <= but:
             return
         unit = self._reducing.pop(0)
-        self.tracker.free(COMMUNICATION, self.reduce_scratch(self.units[unit].reduced))
         if self.factor > 1 and self.replicas > 1 and not self.on_gpu:
             self._crossing = unit
             self.tracker.alloc(GRADIENTS, self._scattered_gradient(unit))

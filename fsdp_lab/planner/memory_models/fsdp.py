@@ -201,7 +201,6 @@ class FSDP1Memory(HookedMemory):
                 stages.append(0.0 if is_last and self.reduces_on_host else size)
                 roles.append(GRADIENTS if is_last or size == u.reduced else COMMUNICATION)
                 tracker.alloc(roles[-1], stages[-1])
-                self.alloc_scratch(self.reduce_scratch(u.whole) if size == u.reduced else 0.0)
         for role, stage in zip(roles[:-1], stages[:-1], strict=True):
             tracker.free(role, stage)
         self.keep_gradient(unit, stages[-1])
@@ -353,10 +352,8 @@ class FSDP2Memory(HookedMemory):
         if not u.recast:
             size = 0.0 if self.reduces_on_host else u.reduced
             tracker.alloc(GRADIENTS, size)
-            self.alloc_scratch(self.reduce_scratch(u.whole))
         else:
             tracker.alloc(COMMUNICATION, u.reduced)
-            self.alloc_scratch(self.reduce_scratch(u.whole))
             size = 0.0 if self.reduces_on_host else u.gradient
             tracker.alloc(GRADIENTS, size)
             if self.replicas > 1:
