@@ -78,8 +78,8 @@ def memory(spec: Spec, shape: ModelShape, *, device: str, software: Software = U
 
 def peak_in_theory(spec: Spec, shape: ModelShape) -> float:
     """By the closed form in `fsdp_lab.engine.memory`, with what the plain model holds from its tape: of the lab's engine
-    with AdamW and its usual prefetching, over shards on CPUs of one host, where each unit is called once. Scratch inside kernels is
-    not on the tape: on a CPU oneDNN's copies for convolutions come on top."""
+    with AdamW and its usual prefetching, over shards on CPUs of one host, where each unit is called once. Scratch inside
+    kernels is not on the tape: on a CPU oneDNN's copies for convolutions come on top."""
     units = FlatMemory(spec, shape, MemoryTracker(), on_gpu=False).units
     samples, tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
     tape = tape_of(shape, spec)
