@@ -1,7 +1,7 @@
 """The wire: one instrumented process group that all bytes between ranks cross.
 
 Read context.py, work.py, group.py, in this order; link.py and nccl.py are independent, and so is shared memory: arena.py,
-lanes.py, meeting.py, shared_memory.py.
+channels.py, exchange.py, shared_memory.py.
 """
 
 from fsdp_lab.wire.context import RankAborted, ReductionOrder, WireContext, WireTimeout

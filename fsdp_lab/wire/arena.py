@@ -25,7 +25,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-_ALIGN = 64  # bytes: a cache line, and a multiple of every element's size
+ALIGN = 64  # bytes: a cache line, and a multiple of every element's size
 _STEPS = 8  # size classes between two powers of two, so that at most an eighth of a block is unused
 _PAGE = mmap.PAGESIZE
 
@@ -150,7 +150,7 @@ class Arena:
 
 def class_bytes(nbytes: int) -> int:
     """The size of the block for so many bytes."""
-    step = _ALIGN
-    if nbytes > _ALIGN * _STEPS:
-        step = max(_ALIGN, 1 << ((nbytes - 1).bit_length() - _STEPS.bit_length()))
-    return max(_ALIGN, -(-nbytes // step) * step)
+    step = ALIGN
+    if nbytes > ALIGN * _STEPS:
+        step = max(ALIGN, 1 << ((nbytes - 1).bit_length() - _STEPS.bit_length()))
+    return max(ALIGN, -(-nbytes // step) * step)

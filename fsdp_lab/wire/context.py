@@ -40,9 +40,9 @@ from torch import distributed as dist
 
 from fsdp_lab.engine.streams import Streams
 from fsdp_lab.wire.arena import Arena
-from fsdp_lab.wire.lanes import Lane
+from fsdp_lab.wire.channels import Channel
+from fsdp_lab.wire.exchange import NotShared
 from fsdp_lab.wire.link import Alarm, DroppedWork, Link, LinkDirection, pause_until
-from fsdp_lab.wire.meeting import NotShared
 from fsdp_lab.wire.meter import Collective, Meter
 from fsdp_lab.wire.nccl import Nccl, NcclGroup, NcclOutcome
 from fsdp_lab.wire.shared_memory import Receipt, SharedGroup, SharedWork, open_shared
@@ -126,7 +126,7 @@ class WireContext:
         self.not_shared: dict[str, str] = {}  # by group, why it does not use shared memory
         self.shared_memory = shared_memory  # of groups that are opened from now on
         self._arena: Arena | None = None
-        self._lent: list[tuple[frozenset[int], list[Lane]]] = []  # of closed groups, with their ranks
+        self._unread_channels: list[tuple[frozenset[int], list[Channel]]] = []  # of closed groups, with their ranks
         self.hide_from_profiler = False  # Gloo's operations: see the note on a profiler and an abort
         self.session: Any = None  # the `rank.Session` that opened its groups, for those who know a group alone
         self.watched = False  # whether a loop is being watched (rank/watch.py)
@@ -203,16 +203,18 @@ class WireContext:
             self.not_shared[name] = str(e)
             return None
         # All these ranks are here, so they have left the groups that were closed before.
-        left = [lanes for former, lanes in self._lent if former <= ranks]
-        self._lent = [(former, lanes) for former, lanes in self._lent if not former <= ranks]
-        for lane in (lane for lanes in left for lane in lanes):
-            lane.end_loans()
+        left = [channels for former, channels in self._unread_channels if former <= ranks]
+        self._unread_channels = [
+            (former, channels) for former, channels in self._unread_channels if not former <= ranks
+        ]
+        for channel in (channel for channels in left for channel in channels):
+            channel.release_unread()
         return group
 
     def close_shared(self, group: SharedGroup, ranks: frozenset[int]) -> None:
         """What others may still read stays until a group of all these ranks is opened."""
-        if lanes := group.close(aborted=self.aborted is not None):
-            self._lent.append((ranks, lanes))
+        if channels := group.close(aborted=self.aborted is not None):
+            self._unread_channels.append((ranks, channels))
 
     @property
     def host_carrier(self) -> str:

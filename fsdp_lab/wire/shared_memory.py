@@ -1,19 +1,19 @@
 """`SharedGroup`: the collectives of ranks on one host, through memory that they share. It has the methods of torch's Gloo
 group that `Wire` calls.
 
-Note: a collective through shared memory. A rank that issues one puts what others need into its arena, tells each of them
-where (lanes.py), and goes on. Nothing else happens until it waits: then it takes what the others tell and reads their
-arenas. Whoever waits for one reads the earlier ones of the group first, in the order of issue, which is the same on all
-ranks. So issuing waits for nobody, and a wait waits for the others to issue, not for their waits: what does not deadlock
-over Gloo does not here. (Only who is RING collectives ahead waits for others to read.)
+Note: a collective through shared memory. A rank that issues one puts what others need into its arena, publishes to each of
+them where that is (channels.py), and goes on. Nothing else happens until it waits: then it takes the entries of the others
+and reads their arenas. Whoever waits for one reads the earlier ones of the group first, in the order of issue, which is the
+same on all ranks. So issuing waits for nobody, and a wait waits for the others to issue, not for their waits: what does not
+deadlock over Gloo does not here. (Only who is RING collectives ahead waits for others to read.)
 
 Sums are added in the order of ranks, by each rank for itself: the same bits everywhere, and in an all-reduce.
 
 No thread of ours runs beside the ranks: where there are as many as cores, it would take the time of one. A future, which DDP
 asks for, is completed in a thread that waits (`WireWork`).
 
-A group that is opened after an abort has new control files, so what late ranks still raise harms nobody; what they still
-read, they discard.
+A group that is opened after an abort has new control files, so a late rank that still writes to the old ones does no harm.
+What a closed group has published stays until all its ranks have left it (`WireContext.close_shared`), for late readers.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.profiler import record_function
 
-from fsdp_lab.wire.arena import Arena, MemoryFile
+from fsdp_lab.wire.arena import ALIGN, Arena, MemoryFile
 from fsdp_lab.wire.arena import Mapping as MappedFile
-from fsdp_lab.wire.lanes import LANE_BYTES, RING, Lane, Loan, NotYet, PeerGone, SharedPeer
-from fsdp_lab.wire.meeting import Met, meet
+from fsdp_lab.wire.channels import CHANNEL_BYTES, RING, BlockReference, Channel, NotYet, PeerGone, SharedPeer
+from fsdp_lab.wire.exchange import PeerConnection, exchange_descriptors
 from fsdp_lab.wire.semaphores import Semaphores
 
 _SLICE_S = 0.05  # the longest wait in C, hence how late an abort is seen
 _CHUNK_BYTES = 256 << 10  # of a sum: stays in a core's cache
-_CLOSE_S = 1.0  # for others to read what they were told, when a group is closed
-_ALIGN = 64
+_CLOSE_S = 1.0  # for others to read what was published, when a group is closed
+_CLOSED = "the process group is closed"
 
 _Op: Any = dist.ReduceOp.RedOpType
 _COMBINE: Mapping[Any, Callable[..., Tensor]] = {
@@ -103,8 +103,8 @@ class Section:
     def close(self, timeout_s: float) -> None:
         """When nobody is inside, or after the timeout: nobody enters any more."""
         with contextlib.suppress(NotYet, Unusable), self.held(timeout_s):
-            self._unusable = "the process group is closed"
-        self._unusable = "the process group is closed"
+            self._unusable = _CLOSED
+        self._unusable = _CLOSED  # also after the timeout
 
 
 class SharedWork:
@@ -148,7 +148,7 @@ class SharedWork:
         raise RuntimeError("only a wait completes it")
 
     def take(self, end_s: float) -> None:
-        """What the others tell, in the order of issue. Raises NotYet. If one has left, the work fails."""
+        """The entries of the others, in the order of issue. Raises NotYet. If one has left, the work fails."""
         for r, peer in self._group.peers.items():
             if r not in self._found and self._failed is None:
                 try:
@@ -170,7 +170,7 @@ class SharedWork:
             self._failed = str(e) or type(e).__name__
         finally:
             for r in self._found:
-                self._group.peers[r].has_read()
+                self._group.peers[r].acknowledge()
             self._done, self._finish, self._found = True, _nothing, {}
             if self.on_read is not None:
                 self.on_read()
@@ -202,7 +202,7 @@ class Inbox:
     def _keep(self, end_s: float) -> None:
         tag, content = self.peer.take(end_s)
         self._early.setdefault(tag, deque()).append(content.clone())
-        self.peer.has_read()
+        self.peer.acknowledge()
 
 
 class Receipt:
@@ -270,17 +270,17 @@ class SharedGroup:
                 self._issued.popleft().read()
 
     def look(self) -> None:
-        """Take what others have told by now, without reading it."""
+        """Take what others have published by now, without reading it."""
         with contextlib.suppress(NotYet, Unusable), self._reading.held(0.0):
             for work in list(self._issued):
                 work.take(0.0)
 
-    def _make_room(self, lane: Lane) -> None:
-        """Until a lane takes one more entry. The other rank may be waiting for this one to read."""
+    def _make_room(self, channel: Channel) -> None:
+        """Until a channel takes one more entry. The other rank may be waiting for this one to read."""
         end_s = time.monotonic() + self._timeout_s
-        while lane.see_read():
+        while channel.poll_ack():
             continue
-        while lane.unread >= RING:
+        while channel.unread >= RING:
             self._check()
             if time.monotonic() > end_s:
                 raise RuntimeError(f"a rank is {RING} collectives or transfers behind, for {self._timeout_s:.0f} s")
@@ -288,20 +288,20 @@ class SharedGroup:
                 inbox.drain()
             with contextlib.suppress(NotYet, IndexError):
                 self.finish(self._issued[0], 0.0)
-            lane.see_read(_SLICE_S)
+            channel.poll_ack(_SLICE_S)
 
-    def close(self, *, aborted: bool) -> list[Lane]:
-        """Leave. Returns the lanes whose memory others may still read: `Lane.end_loans` when they have left, too."""
+    def close(self, *, aborted: bool) -> list[Channel]:
+        """Leave. Returns channels whose entries others have yet to read: `release_unread` when they have left, too."""
         for section in (self._reading, self._issuing, *(inbox.section for inbox in self._inboxes.values())):
             section.close(_CLOSE_S)
-        end_s, lanes = time.monotonic() + _CLOSE_S, [*(peer.to for peer in self.peers.values()), *self._to.values()]
-        for lane in lanes:
-            while lane.see_read(0.0 if aborted else max(0.0, end_s - time.monotonic())):
+        end_s, channels = time.monotonic() + _CLOSE_S, [*(peer.to for peer in self.peers.values()), *self._to.values()]
+        for channel in channels:
+            while channel.poll_ack(0.0 if aborted else max(0.0, end_s - time.monotonic())):
                 continue
         for peer in self.peers.values():
             peer.leave()
         self._arena.trim()
-        return [lane for lane in lanes if lane.unread]
+        return [channel for channel in channels if channel.unread]
 
     # -- issuing --------------------------------------------------------------------------------------------------
 
@@ -311,24 +311,24 @@ class SharedGroup:
         with self._issuing.held(threading.TIMEOUT_MAX):
             for peer in self.peers.values():
                 self._make_room(peer.to)
-            places, loan = self._lend(offers, len(self.peers))
+            places, reference = self._lend(offers, len(self.peers))
             self._issued.append(work)
             for r, peer in self.peers.items():
-                peer.to.tell(what, *places.get(r, (0, 0)), loan)
+                peer.to.publish(what, *places.get(r, (0, 0)), reference)
         return work
 
-    def _lend(self, offers: Mapping[int, Tensor], readers: int) -> tuple[dict[int, tuple[int, int]], Loan]:
+    def _lend(self, offers: Mapping[int, Tensor], readers: int) -> tuple[dict[int, tuple[int, int]], BlockReference]:
         """Where each rank finds its bytes, and how many."""
         distinct = {id(t): t for t in offers.values()}
-        ends = list(itertools.accumulate((-(-t.nbytes // _ALIGN) * _ALIGN for t in distinct.values()), initial=0))
+        ends = list(itertools.accumulate((-(-t.nbytes // ALIGN) * ALIGN for t in distinct.values()), initial=0))
         block = self._arena.allocate(ends[-1]) if ends[-1] and readers else None
         if block is None:
-            return {}, Loan(self._arena, None, readers)
+            return {}, BlockReference(self._arena, None, readers)
         begins = dict(zip(distinct, (block.offset + begin for begin in ends), strict=False))
         for key, t in distinct.items():
             place = self._arena.bytes_at(begins[key], t.nbytes)
             place.view(t.dtype).view(t.shape).copy_(t.detach())
-        return {r: (begins[id(t)], t.nbytes) for r, t in offers.items()}, Loan(self._arena, block, readers)
+        return {r: (begins[id(t)], t.nbytes) for r, t in offers.items()}, BlockReference(self._arena, block, readers)
 
     def _others(self, tensor: Tensor) -> dict[int, Tensor]:
         return dict.fromkeys(self.peers, tensor)
@@ -436,11 +436,11 @@ class SharedGroup:
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> None:
         """Goes on at once; no work is returned, since nothing has to be waited for."""
-        (tensor,), lane = tensors, self._to[to]
+        (tensor,), channel = tensors, self._to[to]
         with self._issuing.held(threading.TIMEOUT_MAX):
-            self._make_room(lane)
-            places, loan = self._lend({to: tensor}, 1)
-            lane.tell(tag, *places.get(to, (0, 0)), loan)
+            self._make_room(channel)
+            places, reference = self._lend({to: tensor}, 1)
+            channel.publish(tag, *places.get(to, (0, 0)), reference)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Receipt:
         return Receipt(self._inboxes[source], tag, tensors[0], self._check)
@@ -461,37 +461,37 @@ def open_shared(
     """Collective. `arena` makes this rank's, or returns the one that it has. Raises NotShared on all ranks."""
 
     def offer() -> tuple[tuple[Semaphores, MemoryFile, Arena], list[int]]:
-        semaphores, control, own = Semaphores(), MemoryFile(2 * size * LANE_BYTES), arena()
+        semaphores, control, own = Semaphores(), MemoryFile(2 * size * CHANNEL_BYTES), arena()
         for r in range(size):
-            for lane in _lanes(semaphores, control.mapping, r):
-                lane.make()
+            for channel in _channels(semaphores, control.mapping, r):
+                channel.make()
         return (semaphores, control, own), [control.descriptor, own.file.descriptor]
 
-    def use(made: tuple[Semaphores, MemoryFile, Arena], theirs: Mapping[int, Met]) -> SharedGroup:
+    def use(made: tuple[Semaphores, MemoryFile, Arena], theirs: Mapping[int, PeerConnection]) -> SharedGroup:
         (semaphores, control, own), peers, senders = made, dict[int, SharedPeer](), dict[int, SharedPeer]()
         for r in sorted(theirs, key=lambda r: (r - rank) % size):  # not all ranks read the same one first
             its_control, its_arena = theirs[r].descriptors
             its, mapped = MappedFile(its_control, writes=True), own.mapped(its_arena)
-            ends = zip(_lanes(semaphores, control.mapping, r), _lanes(semaphores, its, rank), strict=True)
+            ends = zip(_channels(semaphores, control.mapping, r), _channels(semaphores, its, rank), strict=True)
             peers[r], senders[r] = (SharedPeer(f"rank {r} of the group", mapped, *pair, theirs[r]) for pair in ends)
         return SharedGroup(rank, size, own, peers, senders, check, timeout.total_seconds())
 
-    return meet(store, rank, size, offer, use, timeout.total_seconds())
+    return exchange_descriptors(store, rank, size, offer, use, timeout.total_seconds())
 
 
 def unavailable() -> str:
     """Why this machine has no memory that ranks can share; "" if it has."""
     try:
         Semaphores()
-        MemoryFile(LANE_BYTES)
+        MemoryFile(CHANNEL_BYTES)
     except (OSError, AttributeError) as e:
         return getattr(e, "strerror", None) or str(e)
     return ""
 
 
-def _lanes(semaphores: Semaphores, control: MappedFile, rank: int) -> tuple[Lane, Lane]:
+def _channels(semaphores: Semaphores, control: MappedFile, rank: int) -> tuple[Channel, Channel]:
     """For collectives and for transfers, from the rank whose control file it is to this one."""
-    return Lane(semaphores, control, 2 * rank), Lane(semaphores, control, 2 * rank + 1)
+    return Channel(semaphores, control, 2 * rank), Channel(semaphores, control, 2 * rank + 1)
 
 
 def _nothing(_: _Found) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from fsdp_lab.rank.rendezvous import close_groups, open_groups
-from fsdp_lab.wire import RankAborted, WireContext, meeting
+from fsdp_lab.wire import RankAborted, WireContext, exchange
 from fsdp_lab.wire import shared_memory as shared
 from fsdp_lab.wire.arena import Arena, class_bytes
 from tests.pool import Place, Pool
@@ -253,7 +253,7 @@ def test_a_rank_that_leaves_is_not_waited_for(pool: Pool, how: str) -> None:
 
 
 def _many_transfers(place: Place, count: int) -> None:
-    """More than a lane has room for, each way, before any is received; with tags in another order."""
+    """More than a channel has room for, each way, before any is received; with tags in another order."""
     other = 1 - place.rank
     sent = [place.world.send([torch.full((3,), float(i))], other, i % 7) for i in range(count)]
     for tag in range(7):
@@ -354,7 +354,7 @@ def _no_memory(*_: Any, **__: Any) -> Any:
 
 
 FAULTS = {
-    "another host": (meeting, "host_id", lambda: "elsewhere"),
+    "another host": (exchange, "host_id", lambda: "elsewhere"),
     "no file": (shared, "MemoryFile", _no_memory),
     "no mapping": (shared, "MappedFile", _no_memory),
     "another user": (os, "geteuid", lambda: 12345),
@@ -391,6 +391,7 @@ def test_all_ranks_use_gloo_where_one_cannot(pool: Pool, fault: str, why: str) -
 
 def test_no_port_is_opened(pool: Pool) -> None:
     assert pool.run(_sockets, 2, shared_memory=True) == [[], []]
+    assert all(pool.run(_sockets, 2)), "Gloo's are found"
 
 
 def _sockets(place: Place) -> list[str]:

@@ -1,9 +1,9 @@
-"""`Lane`: what one rank of a host tells another, in order: where in its arena bytes are for it. `Loan`: memory that is lent
-to its readers.
+"""`Channel`: one rank of a host publishes to another, in order, where in its arena there are bytes to read.
+`BlockReference`: a block of the arena and how many ranks have yet to read it.
 
-A lane is in the control file of the rank that tells: a ring of entries and two semaphores. `told` is raised for each entry,
-and `read` by the other rank when it has read the bytes of one, so that their memory can be used again. Each process has a
-Lane of its own for its end.
+A channel is in the control file of the rank that publishes: a ring of entries and two semaphores. One is raised for each
+entry, the other by the reader when it has read the bytes of one, so that their memory can be used again. Each process has a
+`Channel` for its own end.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from fsdp_lab.wire.arena import Arena, ArenaBlock
 from fsdp_lab.wire.arena import Mapping as MappedFile
-from fsdp_lab.wire.meeting import Met
+from fsdp_lab.wire.exchange import PeerConnection
 from fsdp_lab.wire.semaphores import SIZE_BYTES, Semaphores
 
 RING = 256  # how far a rank can be behind another
 _WORDS = 4  # of an entry: its number, what it is, where its bytes begin, and how many there are
 _RING_BYTES = RING * _WORDS * 8
-LANE_BYTES = 2 * SIZE_BYTES + _RING_BYTES
+CHANNEL_BYTES = 2 * SIZE_BYTES + _RING_BYTES
 
 
 class NotYet(RuntimeError):
@@ -33,65 +33,65 @@ class PeerGone(RuntimeError):
     """A rank that is waited for has left the group."""
 
 
-class Loan:
-    """A block of the arena, freed when all its readers have read."""
+class BlockReference:
+    """Frees a block of the arena when all its readers have read it."""
 
     def __init__(self, arena: Arena, block: ArenaBlock | None, readers: int) -> None:
         self._arena, self._block, self._readers = arena, block, readers
 
-    def end(self) -> None:
+    def release(self) -> None:
         """By one of the readers."""
         self._readers -= 1
         if self._readers == 0 and self._block is not None:
             self._arena.free(self._block)
 
 
-class Lane:
+class Channel:
     def __init__(self, semaphores: Semaphores, control: MappedFile, index: int) -> None:
-        self._semaphores, begin = semaphores, index * LANE_BYTES
-        self._told, self._read = control.address + begin, control.address + begin + SIZE_BYTES
+        self._semaphores, begin = semaphores, index * CHANNEL_BYTES
+        self._published, self._acknowledged = control.address + begin, control.address + begin + SIZE_BYTES
         first = begin + 2 * SIZE_BYTES
         self._ring = memoryview(control.memory)[first : first + _RING_BYTES].cast("B").cast("q")
-        self._count = 0  # entries that this process has told, or taken
-        self._loans: deque[Loan] = deque()  # of what is not read yet
+        self._count = 0  # entries that this process has published, or taken
+        self._unread: deque[BlockReference] = deque()  # of what is not read yet
 
-    # -- the rank that tells --------------------------------------------------------------------------------------
+    # -- the rank that publishes ----------------------------------------------------------------------------------
 
     def make(self) -> None:
         """Before the other maps it."""
-        self._semaphores.init(self._told)
-        self._semaphores.init(self._read)
+        self._semaphores.init(self._published)
+        self._semaphores.init(self._acknowledged)
 
     @property
     def unread(self) -> int:
-        """How many entries the other has not read, as far as `see_read` has looked. At most RING."""
-        return len(self._loans)
+        """How many entries the other has not read, as far as `poll_ack` has looked. At most RING."""
+        return len(self._unread)
 
-    def tell(self, what: int, begin: int, nbytes: int, loan: Loan) -> None:
+    def publish(self, what: int, begin: int, nbytes: int, reference: BlockReference) -> None:
         at = self._count % RING * _WORDS
         self._ring[at : at + _WORDS] = array("q", (self._count, what, begin, nbytes))
         self._count += 1
-        self._loans.append(loan)
-        self._semaphores.post(self._told)
+        self._unread.append(reference)
+        self._semaphores.post(self._published)
 
-    def see_read(self, timeout_s: float = 0.0) -> bool:
+    def poll_ack(self, timeout_s: float = 0.0) -> bool:
         """Whether the other has read one more; its memory is given back."""
-        seen = bool(self._loans) and self._semaphores.take(self._read, timeout_s)
+        seen = bool(self._unread) and self._semaphores.take(self._acknowledged, timeout_s)
         if seen:
-            self._loans.popleft().end()
+            self._unread.popleft().release()
         return seen
 
-    def end_loans(self) -> None:
+    def release_unread(self) -> None:
         """When the other rank has left: what it has not read it never will."""
-        while self._loans:
-            self._loans.popleft().end()
+        while self._unread:
+            self._unread.popleft().release()
 
     # -- the other ------------------------------------------------------------------------------------------------
 
     def take(self, end_s: float) -> tuple[int, int, int]:
         """What, where and how many, of the next entry. Raises NotYet at `end_s` of the monotonic clock."""
-        if not self._semaphores.take(self._told) and not (
-            end_s > (now_s := time.monotonic()) and self._semaphores.take(self._told, end_s - now_s)
+        if not self._semaphores.take(self._published) and not (
+            end_s > (now_s := time.monotonic()) and self._semaphores.take(self._published, end_s - now_s)
         ):
             raise NotYet("the next entry is not there yet")
         at = self._count % RING * _WORDS
@@ -101,33 +101,33 @@ class Lane:
         self._count += 1
         return what, begin, nbytes
 
-    def has_read(self) -> None:
+    def acknowledge(self) -> None:
         """The oldest entry that was taken and not read."""
-        self._semaphores.post(self._read)
+        self._semaphores.post(self._acknowledged)
 
 
 class SharedPeer:
-    """Another rank of a group on this host: its arena, the lanes to and from it, and whether it is still there."""
+    """Another rank of a group on this host: its arena, the channels to and from it, and whether it is still there."""
 
-    def __init__(self, name: str, arena: MappedFile, to: Lane, from_: Lane, met: Met) -> None:
-        self.name, self.to, self._from, self._arena, self._met = name, to, from_, arena, met
+    def __init__(self, name: str, arena: MappedFile, to: Channel, from_: Channel, connection: PeerConnection) -> None:
+        self.name, self.to, self._from, self._arena, self._connection = name, to, from_, arena, connection
 
     def take(self, end_s: float) -> tuple[int, Tensor]:
-        """The next that it tells: what it is, and its bytes, uint8. Raises NotYet, and PeerGone if it never will."""
+        """Its next entry: what it is, and its bytes, uint8. Raises NotYet, and PeerGone if there will be none."""
         try:
             what, begin, nbytes = self._from.take(end_s)
         except NotYet:
-            if not self._met.is_gone:
+            if not self._connection.is_gone:
                 raise
             try:
-                what, begin, nbytes = self._from.take(0.0)  # told before it left
+                what, begin, nbytes = self._from.take(0.0)  # published before it left
             except NotYet:
                 raise PeerGone(f"{self.name} has left or ended") from None
         return what, self._arena.data[begin : begin + nbytes]
 
-    def has_read(self) -> None:
-        self._from.has_read()
+    def acknowledge(self) -> None:
+        self._from.acknowledge()
 
     def leave(self) -> None:
         """The other rank sees it."""
-        self._met.connection.close()
+        self._connection.socket.close()

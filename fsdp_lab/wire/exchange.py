@@ -1,4 +1,5 @@
-"""How the ranks of one host exchange descriptors of their memory: `meet`, over sockets with names that the kernel makes.
+"""`exchange_descriptors`: ranks of one host give each other file descriptors of their memory, over sockets whose names the
+kernel makes.
 
 Whether ranks share a host is asked of the kernel: they have the same boot and network namespace, and each could map the
 memory of all others. The names of hosts say nothing: containers share them, and one host can have several. What any rank
@@ -21,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from socket import MSG_PEEK
 from typing import TypeVar
 
 from torch import distributed as dist
@@ -38,17 +40,17 @@ class NotShared(Exception):
 
 
 @dataclass(frozen=True)
-class Met:
+class PeerConnection:
     """Another rank: the connection to it, which does not block, and the descriptors that it gave."""
 
-    connection: socket.socket
+    socket: socket.socket
     descriptors: Sequence[int]
 
     @property
     def is_gone(self) -> bool:
         """Whether it has closed the connection, or has ended."""
         try:
-            return not self.connection.recv(1, socket.MSG_PEEK)
+            return not self.socket.recv(1, MSG_PEEK)
         except BlockingIOError:
             return False
         except OSError:
@@ -60,12 +62,12 @@ def host_id() -> str:
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
 
 
-def meet(
+def exchange_descriptors(
     store: dist.Store,
     rank: int,
     size: int,
     offer: Callable[[], tuple[Own, Sequence[int]]],
-    use: Callable[[Own, Mapping[int, Met]], T],
+    use: Callable[[Own, Mapping[int, PeerConnection]], T],
     timeout_s: float,
 ) -> T:
     """Gives the descriptors of what `offer` makes to all other ranks, and returns what `use` makes of it and of the others,
@@ -79,41 +81,41 @@ def meet(
             facts |= {"host": host_id(), "name": listener.getsockname().hex(), "token": token.hex()}
         except (OSError, AttributeError) as e:
             facts["why"] = getattr(e, "strerror", None) or str(e)
-        everyone = _told(store, "has", rank, size, facts, timeout_s)
+        everyone = _share_facts(store, "has", rank, size, facts, timeout_s)
         _check(everyone)
         for what, why in (("host", "its ranks are on several hosts"), ("user", "its ranks are of several users")):
             if len({f[what] for f in everyone}) > 1:
                 raise NotShared(why)
         answer_s = min(_ANSWER_S, timeout_s / 2)
-        with _left(_Meeting(rank, everyone, listener, token, descriptors, answer_s)) as meeting:
+        with _closing(_Exchange(rank, everyone, listener, token, descriptors, answer_s)) as connections:
             why, found = "", None
             try:
-                found = use(own, meeting.held())
+                found = use(own, connections.opened())
             except (OSError, ValueError) as e:
                 why = f"rank {rank} could not map the memory of the others ({e})"
-            _check(_told(store, "uses", rank, size, {"why": why}, timeout_s))
+            _check(_share_facts(store, "uses", rank, size, {"why": why}, timeout_s))
             assert found is not None
             return found
 
 
-class _Meeting:
+class _Exchange:
     """Connects with each other rank: to those after it, and from those before it."""
 
     def __init__(self, rank: int, everyone: Sequence[Mapping[str, str]], listener: socket.socket, token: bytes,
                  descriptors: Sequence[int], answer_s: float) -> None:  # fmt: skip
         self._rank, self._everyone, self._listener, self._token = rank, everyone, listener, token
-        self._descriptors, self.met = list(descriptors), dict[int, Met]()
+        self._descriptors, self.peers = list(descriptors), dict[int, PeerConnection]()
         self._open: dict[int, socket.socket] = {}
         self._end_s = time.monotonic() + answer_s
 
-    def held(self) -> Mapping[int, Met]:
+    def opened(self) -> Mapping[int, PeerConnection]:
         """Raises OSError or ValueError."""
         for r in range(self._rank + 1, len(self._everyone)):
             connection = self._open[r] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.settimeout(self._left_s)
             connection.connect(bytes.fromhex(self._everyone[r]["name"]))
             self._give(connection, bytes.fromhex(self._everyone[r]["token"]))
-        while len(self.met) < self._rank:
+        while len(self.peers) < self._rank:
             self._accept()
         for r in range(self._rank + 1, len(self._everyone)):
             self._open[r].settimeout(self._left_s)
@@ -121,7 +123,7 @@ class _Meeting:
             self._keep(r, self._open.pop(r), descriptors)
             if message != self._token + r.to_bytes(_RANK_BYTES, "little"):
                 raise ValueError(f"rank {r} answered for another one")
-        return self.met
+        return self.peers
 
     @property
     def _left_s(self) -> float:
@@ -141,7 +143,7 @@ class _Meeting:
                 return  # a stranger
             r = int.from_bytes(message[_TOKEN_BYTES:], "little")
             known = secrets.compare_digest(message[:_TOKEN_BYTES], self._token)
-            if not known or r in self.met or not 0 <= r < self._rank:
+            if not known or r in self.peers or not 0 <= r < self._rank:
                 _close(descriptors)
                 return
             stack.pop_all()
@@ -150,7 +152,7 @@ class _Meeting:
 
     def _keep(self, r: int, connection: socket.socket, descriptors: Sequence[int]) -> None:
         connection.setblocking(False)
-        self.met[r] = Met(connection, descriptors)
+        self.peers[r] = PeerConnection(connection, descriptors)
         if len(descriptors) != len(self._descriptors):
             raise ValueError(f"rank {r} sent {len(descriptors)} descriptors")
 
@@ -164,22 +166,22 @@ class _Meeting:
         )
         return message, list(descriptors)
 
-    def leave(self, *, connected: bool) -> None:
+    def close(self, *, connected: bool) -> None:
         """Close all descriptors, and the connections too unless they are used."""
-        for met in self.met.values():
-            _close(met.descriptors)
-        for connection in (*self._open.values(), *([] if connected else [met.connection for met in self.met.values()])):
+        for peer in self.peers.values():
+            _close(peer.descriptors)
+        for connection in (*self._open.values(), *([] if connected else [peer.socket for peer in self.peers.values()])):
             connection.close()
 
 
 @contextmanager
-def _left(meeting: _Meeting) -> Iterator[_Meeting]:
+def _closing(exchange: _Exchange) -> Iterator[_Exchange]:
     connected = False
     try:
-        yield meeting
+        yield exchange
         connected = True
     finally:
-        meeting.leave(connected=connected)
+        exchange.close(connected=connected)
 
 
 def _close(descriptors: Sequence[int]) -> None:
@@ -192,10 +194,10 @@ def _check(everyone: Sequence[Mapping[str, str]]) -> None:
         raise NotShared(why)
 
 
-def _told(
+def _share_facts(
     store: dist.Store, what: str, rank: int, size: int, facts: Mapping[str, str], timeout_s: float
 ) -> list[dict[str, str]]:
-    """What each rank has told, in their order."""
+    """Those of all ranks, in their order, through the store."""
     keys = [f"{what}/{r}" for r in range(size)]
     store.set(keys[rank], json.dumps(facts))
     store.wait(keys, timedelta(seconds=timeout_s))
