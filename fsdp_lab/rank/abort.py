@@ -62,7 +62,11 @@ class BoundedStore:
         if self._unanswered is not None and not self._unanswered.done():
             raise self._no_answer()
         answer: Future[T] = Future()
-        threading.Thread(target=self._run, args=(request, answer), name="fsdp-lab-store", daemon=True).start()
+        thread = threading.Thread(target=self._run, args=(request, answer), name="fsdp-lab-store", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # a rank that is out of memory has none for a thread, and must still say why it failed
+            self._run(request, answer)
         try:
             return answer.result(self._timeout_s)
         except TimeoutError:

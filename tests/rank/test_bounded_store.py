@@ -28,3 +28,14 @@ def test_a_request_without_an_answer_times_out_and_later_ones_work_again() -> No
 def test_what_a_request_raises_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         BoundedStore(dist.HashStore(), 5).call(lambda _: 1 / 0)
+
+
+def test_a_rank_without_memory_for_a_thread_asks_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    store = dist.HashStore()
+    bounded = BoundedStore(store, 1.0)
+    bounded.call(lambda s: s.set("why", "no memory"))
+    assert bounded.call(lambda s: s.get("why")) == b"no memory"
