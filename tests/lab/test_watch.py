@@ -41,7 +41,8 @@ LOOP = """
                 watch.loss(loss)
             {then}
 """
-CELL = textwrap.dedent(BUILD) + textwrap.dedent(LOOP)
+# The run before it may have been interrupted, which gives the process groups up.
+CELL = "import fsdp_lab; fsdp_lab.init_process_group()\n" + textwrap.dedent(BUILD) + textwrap.dedent(LOOP)
 
 # What a notebook does: a cell with %%px, and while it runs another thread looks at the lab.
 NOTEBOOK = f"""
@@ -117,8 +118,7 @@ def test_stopping_it_interrupts_the_cell_and_the_ranks_go_on(real_lab: Lab) -> N
     assert run.stop(20, "enough") and run.state is RunState.STOPPED
     with pytest.raises(Exception, match="Interrupt|interrupted"):
         wait()
-    # the process groups are opened again, and the same cell runs
-    cell(real_lab, "import fsdp_lab; fsdp_lab.init_process_group()")()
+    # its first line opens the process groups again, and the same cell runs
     cell(real_lab, CELL.format(steps=6, then=""))()
     assert watched(real_lab, run).wait(10).state is RunState.FINISHED
     assert going(real_lab, model="gpt2-1m", seq_len=64).stop(20)
